@@ -1,0 +1,1 @@
+"""Facts: accelerators, links, and the sizes of well-known models. Data and lookups only."""

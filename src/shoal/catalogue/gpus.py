@@ -1,0 +1,169 @@
+"""GPUs and the links between them: what the vendors promise, for the forecast to start from.
+
+Speeds are the dense peaks of the vendors' datasheets, never the sparse ones; half-precision products count
+with fp32 accumulation, as training does them. Memory is what the driver reports to programs
+(`torch.cuda.get_device_properties().total_memory`), a little less than the name on the box.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from shoal.mistakes import UserMistake, suggestion
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way for data to leave a GPU."""
+
+    name: str
+    bytes_per_second: float  # per direction and GPU, the wire's figure
+    latency: float  # seconds for one small message, an order of magnitude
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device as PyTorch sees it. A speed of None: the hardware has no such arithmetic."""
+
+    name: str
+    memory_gib: float
+    memory_bandwidth: float  # bytes per second
+    bf16: float | None  # flop per second, as the next three
+    fp16: float
+    fp32: float  # with TF32 off
+    fp8: float | None
+    compute_capability: tuple[int, int] | None  # NVIDIA's; None elsewhere
+    link: str  # between the GPUs of one machine, unless the user says otherwise
+
+
+# Bandwidths: vendors' pages and the standards' line rates. Latencies: typical of public collective benchmarks.
+LINKS: dict[str, Link] = {
+    link.name: link
+    for link in (
+        Link("nvlink2", 150e9, 5e-6),
+        Link("nvlink3", 300e9, 5e-6),
+        Link("nvlink4", 450e9, 5e-6),
+        Link("nvlink5", 900e9, 5e-6),
+        # AMD's links between the GPUs of one machine, all of a GPU's links together.
+        Link("xgmi2", 150e9, 8e-6),
+        Link("xgmi3", 448e9, 8e-6),
+        # Sixteen lanes.
+        Link("pcie3", 15.75e9, 10e-6),
+        Link("pcie4", 31.5e9, 10e-6),
+        Link("pcie5", 63e9, 10e-6),
+        # One port per GPU.
+        Link("infiniband-hdr", 25e9, 10e-6),
+        Link("infiniband-ndr", 50e9, 10e-6),
+        # TCP through the kernel, hence the latency.
+        Link("ethernet-10", 1.25e9, 50e-6),
+        Link("ethernet-25", 3.125e9, 50e-6),
+        Link("ethernet-100", 12.5e9, 30e-6),
+        # Processes of one machine over gloo: a guess, as every machine differs.
+        Link("loopback", 2e9, 50e-6),
+    )
+}
+
+# Peaks and bandwidths: vendors' datasheets. Memory: totals that PyTorch prints on these parts.
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        # In the order of the fields: name, GiB, bytes per second, bf16, fp16, fp32, fp8, capability, link.
+        Gpu("t4", 14.56, 320e9, None, 65e12, 8.1e12, None, (7, 5), "pcie3"),
+        Gpu("v100-16gb", 15.77, 900e9, None, 125e12, 15.7e12, None, (7, 0), "nvlink2"),
+        Gpu("v100-32gb", 31.73, 900e9, None, 125e12, 15.7e12, None, (7, 0), "nvlink2"),
+        Gpu("a10g", 22.06, 600e9, 70e12, 70e12, 31.5e12, None, (8, 6), "pcie4"),
+        Gpu("l4", 22.03, 300e9, 121e12, 121e12, 30.3e12, 242e12, (8, 9), "pcie4"),
+        Gpu("l40", 44.39, 864e9, 181e12, 181e12, 90.5e12, 362e12, (8, 9), "pcie4"),
+        Gpu("l40s", 44.39, 864e9, 362e12, 362e12, 91.6e12, 733e12, (8, 9), "pcie4"),
+        # GeForce parts run half-precision products at half rate when they accumulate in fp32.
+        Gpu("rtx3090", 23.68, 936e9, 71e12, 71e12, 35.6e12, None, (8, 6), "pcie4"),
+        Gpu("rtx4090", 23.64, 1008e9, 165.2e12, 165.2e12, 82.6e12, 330.3e12, (8, 9), "pcie4"),
+        Gpu("rtx5090", 31.36, 1792e9, 209.5e12, 209.5e12, 104.8e12, 419e12, (12, 0), "pcie5"),
+        Gpu("a6000", 47.54, 768e9, 154.8e12, 154.8e12, 38.7e12, None, (8, 6), "pcie4"),
+        Gpu("a100-40gb", 39.49, 1555e9, 312e12, 312e12, 19.5e12, None, (8, 0), "nvlink3"),
+        Gpu("a100-80gb", 79.25, 2039e9, 312e12, 312e12, 19.5e12, None, (8, 0), "nvlink3"),
+        Gpu("h100-80gb", 79.11, 3.35e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
+        Gpu("h100-pcie", 79.11, 2.0e12, 756e12, 756e12, 51e12, 1513e12, (9, 0), "pcie5"),
+        # Held to 500 W: the peak is the SXM part's, but its clocks cannot stay there, so expect a lower share of it.
+        Gpu("h100-96gb", 95.0, 2.4e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
+        Gpu("h200", 139.80, 4.8e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
+        Gpu("b200", 178.35, 7.7e12, 2250e12, 2250e12, 75e12, 4500e12, (10, 0), "nvlink5"),
+        # Half a card: PyTorch sees each of its two dies as a device.
+        Gpu("mi250", 63.98, 1.6e12, 181e12, 181e12, 45.3e12, None, None, "xgmi2"),
+        Gpu("mi300x", 191.98, 5.3e12, 1307e12, 1307e12, 163.4e12, 2615e12, None, "xgmi3"),
+        # A stand-in for planning, not a measurement: some eight cores of a workstation.
+        Gpu("cpu", 16.0, 50e9, 0.5e12, 0.25e12, 0.5e12, None, None, "loopback"),
+    )
+}
+
+# What drivers print, without the vendor's name. Matched whole: a laptop part, a MIG slice, an NVL or a Ti is
+# another device with other speeds, and no answer is better than a wrong one.
+_PRINTED: tuple[tuple[str, str], ...] = (
+    (r"t4", "t4"),
+    (r"v100(-sxm2|-sxm3|-pcie)-16gb", "v100-16gb"),
+    (r"v100s?(-sxm2|-sxm3|-pcie)-32gb", "v100-32gb"),
+    (r"a10g", "a10g"),
+    (r"l4", "l4"),
+    (r"l40", "l40"),
+    (r"l40s", "l40s"),
+    (r"rtx 3090", "rtx3090"),
+    (r"rtx 4090", "rtx4090"),
+    (r"rtx 5090", "rtx5090"),
+    (r"rtx a6000", "a6000"),
+    (r"a100-(sxm4|pcie)-40gb", "a100-40gb"),
+    (r"a100-(sxm4|pcie)-80gb|a100 80gb pcie", "a100-80gb"),
+    (r"h100 80gb hbm3|h100 sxm5", "h100-80gb"),
+    (r"h100 pcie|h100-pcie-80gb", "h100-pcie"),
+    (r"h100 96gb hbm2e?|h100-96gb-500w", "h100-96gb"),
+    (r"h200|h200 141gb hbm3e", "h200"),
+    (r"b200", "b200"),
+    (r"mi250|mi250x ?/ ?mi250", "mi250"),
+    (r"mi300x( oam)?", "mi300x"),
+    (r"cpu", "cpu"),
+)
+
+_PCIE_CARD = {"v100-16gb": "pcie3", "v100-32gb": "pcie3", "a100-40gb": "pcie4", "a100-80gb": "pcie4"}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU called `name`; case, underscores and spaces do not matter."""
+    try:
+        return GPUS[_spelled(name)]
+    except KeyError:
+        raise UserMistake(f"No GPU is called '{name}'.{_meant(name, GPUS)} The names are {', '.join(GPUS)}.") from None
+
+
+def find_link(name: str) -> Link:
+    """The link called `name`; case, underscores and spaces do not matter."""
+    try:
+        return LINKS[_spelled(name)]
+    except KeyError:
+        raise UserMistake(
+            f"No link is called '{name}'.{_meant(name, LINKS)} The names are {', '.join(LINKS)}."
+        ) from None
+
+
+def recognise(device_name: str) -> Gpu | None:
+    """The entry for a name as `torch.cuda.get_device_name()` and nvidia-smi print it; None when it is not here.
+
+    A PCIe card of a kind that is catalogued with NVLink comes back with its PCIe link.
+    """
+    printed = re.sub(r"^((nvidia|tesla|geforce|amd|instinct)\s+)*", "", device_name.strip().lower())
+    for pattern, name in _PRINTED:
+        if re.fullmatch(pattern, printed):
+            gpu = GPUS[name]
+            if "pcie" in printed and name in _PCIE_CARD:
+                return replace(gpu, link=_PCIE_CARD[name])
+            return gpu
+    return None
+
+
+def _meant(name: str, choices: Iterable[str]) -> str:
+    # An unfinished name ('a100') means one of those it begins, even where another is closer in letters ('a10g').
+    spelled = _spelled(name)
+    names = list(choices)
+    return suggestion(spelled, [choice for choice in names if choice.startswith(spelled)] or names)
+
+
+def _spelled(name: str) -> str:
+    return re.sub(r"[\s_]+", "-", name.strip().lower())

@@ -1,0 +1,245 @@
+"""What a model's shape is, and the shapes of published models. Data only: `shapes` counts, makes and finds."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """What all models of one architecture have in common, whatever their size."""
+
+    gated: bool = False  # three matrices in the feed-forward part instead of two
+    rotary: bool = False
+    learned_positions: bool = False
+    linear_bias: bool = False  # on every linear layer of a block
+    qkv_bias: bool = False  # on query, key and value, where the other linear layers have none
+    norm_bias: bool = False  # LayerNorm with an offset; elsewhere a norm is one scale per channel
+    head_norms: bool = False  # queries and keys are normalised head by head
+    grouped: bool = False  # may have fewer key-value heads than heads
+    final_norm: bool = True  # between the last block and the head
+    segments: int = 0  # rows of BERT's token-type table
+    # What explicit sizes get where they leave it open.
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rotary_share: float = 1.0
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(gated=True, rotary=True, grouped=True),
+    "mistral": Family(gated=True, rotary=True, grouped=True),
+    "qwen2": Family(gated=True, rotary=True, grouped=True, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6),
+    "qwen3": Family(gated=True, rotary=True, grouped=True, head_norms=True, norm_eps=1e-6, rope_theta=1e6),
+    "neox": Family(rotary=True, linear_bias=True, norm_bias=True, rotary_share=0.25),
+    "gpt2": Family(learned_positions=True, linear_bias=True, norm_bias=True),
+    # BERT norms after the residual sum, so that its last block's own norm is the final one.
+    "bert": Family(
+        learned_positions=True, linear_bias=True, norm_bias=True, final_norm=False, segments=2, norm_eps=1e-12
+    ),
+    "mpt": Family(),
+}
+
+# Known so that published measurements can be compared with the forecast; nothing builds these models.
+FORECAST_ONLY = frozenset({"mpt"})
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the rotary frequencies beyond the length of pretraining."""
+
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_positions: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """All sizes of a model. `head_size` 0 means hidden divided by heads, and is replaced by it."""
+
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    positions: int
+    tied: bool
+    head_size: int = 0
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rotary_share: float = 1.0  # of each head's channels, the first ones
+    rope_scaling: RopeScaling | None = None
+    parallel_residual: bool = True  # neox only: attention and feed-forward read the same input
+    sliding_window: int | None = None
+    initializer_range: float = 0.02
+    # None where no tokenizer is known yet: whoever builds the model takes them from the tokenizer.
+    bos: int | None = None
+    eos: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.head_size:
+            object.__setattr__(self, "head_size", self.hidden // self.heads)
+
+    @property
+    def traits(self) -> Family:
+        """What the family has in common: gating, biases, kind of norms and positions."""
+        return FAMILIES[self.family]
+
+    @property
+    def query_width(self) -> int:
+        """Channels of all query heads together; differs from `hidden` where the head size is set by hand."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all key heads together; the values have as many."""
+        return self.kv_heads * self.head_size
+
+
+def _llama(
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    positions: int,
+    *,
+    tied: bool = False,
+    rope_theta: float = 10_000.0,
+    rope_scaling: RopeScaling | None = None,
+    initializer_range: float = 0.02,
+    bos: int = 1,
+    eos: int = 2,
+) -> ModelShape:
+    return ModelShape(
+        family="llama",
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=vocab,
+        positions=positions,
+        tied=tied,
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        initializer_range=initializer_range,
+        bos=bos,
+        eos=eos,
+    )
+
+
+def _llama3(
+    hidden: int,
+    layers: int,
+    heads: int,
+    ffn: int,
+    *,
+    positions: int = 131_072,
+    tied: bool = False,
+    stretch: float | None = None,
+) -> ModelShape:
+    """Llama 3 and after: 8 key-value heads, one vocabulary, and from 3.1 on stretched rotary frequencies."""
+    return _llama(
+        hidden,
+        layers,
+        heads,
+        8,
+        ffn,
+        128_256,
+        positions,
+        tied=tied,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(stretch) if stretch else None,
+        bos=128_000,
+        eos=128_001,
+    )
+
+
+def _pythia(hidden: int, layers: int, heads: int, vocab: int = 50_304) -> ModelShape:
+    """Pythia: the vocabulary is padded for the tensor-parallel ranks of its training, so 6.9b has more."""
+    return ModelShape(
+        "neox", hidden, layers, heads, heads, 4 * hidden, vocab, 2048, tied=False, rotary_share=0.25, bos=0, eos=0
+    )
+
+
+def _qwen(
+    family: str,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int,
+    positions: int,
+    *,
+    tied: bool = False,
+    head_size: int = 0,
+    norm_eps: float = 1e-6,
+    eos: int = 151_643,
+) -> ModelShape:
+    return ModelShape(
+        family,
+        hidden,
+        layers,
+        heads,
+        kv_heads,
+        ffn,
+        vocab,
+        positions,
+        tied=tied,
+        head_size=head_size,
+        norm_eps=norm_eps,
+        rope_theta=1e6,
+        bos=151_643,
+        eos=eos,
+    )
+
+
+def _mpt(hidden: int, layers: int, heads: int) -> ModelShape:
+    return ModelShape("mpt", hidden, layers, heads, heads, 4 * hidden, 50_368, 2048, tied=True, bos=0, eos=0)
+
+
+# The base models' config.json on the Hugging Face hub; mpt: llm-foundry's pretraining YAMLs.
+NAMED: dict[str, ModelShape] = {
+    "gpt2": ModelShape("gpt2", 768, 12, 12, 12, 3072, 50_257, 1024, tied=True, bos=50_256, eos=50_256),
+    "pythia-160m": _pythia(768, 12, 12),
+    "pythia-410m": _pythia(1024, 24, 16),
+    "pythia-1b": _pythia(2048, 16, 8),
+    "pythia-2.8b": _pythia(2560, 32, 32),
+    "pythia-6.9b": _pythia(4096, 32, 32, vocab=50_432),
+    "tinyllama-1.1b": _llama(2048, 22, 32, 4, 5632, 32_000, 2048),
+    "smollm2-135m": _llama(
+        576, 30, 9, 3, 1536, 49_152, 8192, tied=True, rope_theta=100_000.0, initializer_range=1 / 24, bos=0, eos=0
+    ),
+    "llama2-7b": _llama(4096, 32, 32, 32, 11_008, 32_000, 4096),
+    "llama2-13b": _llama(5120, 40, 40, 40, 13_824, 32_000, 4096),
+    "llama2-70b": _llama(8192, 80, 64, 8, 28_672, 32_000, 4096),
+    "codellama-7b": _llama(4096, 32, 32, 32, 11_008, 32_016, 16_384, rope_theta=1e6),
+    # The 34b has no infilling, hence Llama 2's own vocabulary.
+    "codellama-34b": _llama(8192, 48, 64, 8, 22_016, 32_000, 16_384, rope_theta=1e6),
+    "llama3-8b": _llama3(4096, 32, 32, 14_336, positions=8192),
+    "llama3-70b": _llama3(8192, 80, 64, 28_672, positions=8192),
+    "llama3.1-405b": _llama3(16_384, 126, 128, 53_248, stretch=8.0),
+    "llama3.2-1b": _llama3(2048, 16, 32, 8192, tied=True, stretch=32.0),
+    "llama3.2-3b": _llama3(3072, 28, 24, 8192, tied=True, stretch=32.0),
+    # Version 0.1, the one with the sliding window.
+    "mistral-7b": ModelShape(
+        "mistral", 4096, 32, 32, 8, 14_336, 32_000, 32_768, tied=False, sliding_window=4096, bos=1, eos=2
+    ),
+    "qwen2.5-0.5b": _qwen("qwen2", 896, 24, 14, 2, 4864, 151_936, 32_768, tied=True),
+    "qwen2.5-7b": _qwen("qwen2", 3584, 28, 28, 4, 18_944, 152_064, 131_072),
+    "qwen2.5-72b": _qwen("qwen2", 8192, 80, 64, 8, 29_568, 152_064, 131_072, norm_eps=1e-5),
+    "qwen3-8b": _qwen("qwen3", 4096, 36, 32, 8, 12_288, 151_936, 40_960, head_size=128, eos=151_645),
+    "qwen3-32b": _qwen("qwen3", 5120, 64, 64, 8, 25_600, 151_936, 40_960, head_size=128, eos=151_645),
+    "mpt-125m": _mpt(768, 12, 12),
+    "mpt-350m": _mpt(1024, 24, 16),
+    "mpt-760m": _mpt(1536, 24, 12),
+    "mpt-1b": _mpt(2048, 24, 16),
+    "mpt-3b": _mpt(2560, 32, 20),
+    "mpt-7b": _mpt(4096, 32, 32),
+    "mpt-13b": _mpt(5120, 40, 40),
+    "mpt-30b": _mpt(7168, 48, 56),
+    "mpt-70b": _mpt(8192, 80, 64),
+}

@@ -1,0 +1,1 @@
+"""State on disk: whole, or not there."""

@@ -1,0 +1,109 @@
+"""Options that were set and change nothing in this run: said aloud, because nothing is silently ignored."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.config.explain import shown
+from shoal.config.schema import Config
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The config together with what is known of the world it runs in."""
+
+    config: Config
+    world_size: int | None
+
+    @property
+    def strategy(self) -> str:
+        """The strategy as far as it is known: auto on one device is single."""
+        strategy = self.config.parallel.strategy
+        return "single" if strategy == "auto" and self.world_size == 1 else strategy
+
+
+def _unsharded(run: _Run) -> str | None:
+    return f"parallel.strategy is {run.strategy}, which shards nothing" if run.strategy in ("single", "ddp") else None
+
+
+def _no_reduction(run: _Run) -> str | None:
+    if run.config.train.precision == "32-true":
+        return "train.precision 32-true sums gradients in fp32 anyway"
+    return "one device has nothing to sum over" if run.strategy == "single" or run.world_size == 1 else None
+
+
+def _plain_text(run: _Run) -> str | None:
+    data = run.config.data
+    return "plain text has no answers, so every token counts" if "text" in (data.format, data.source) else None
+
+
+def _optimizer_not(*names: str) -> Callable[[_Run], str | None]:
+    def reason(run: _Run) -> str | None:
+        name = run.config.train.optimizer.name
+        return f"{name} does not use it" if name not in names else None
+
+    return reason
+
+
+def _no_evaluation(run: _Run) -> str | None:
+    return "data.validation is 0, so nothing is evaluated" if run.config.data.validation == 0 else None
+
+
+def _no_best(run: _Run) -> str | None:
+    return _no_evaluation(run) if run.config.checkpoint.metric == "eval_loss" else None
+
+
+def _no_adapter(run: _Run) -> str | None:
+    return "adapter.kind is none" if run.config.adapter.kind == "none" else None
+
+
+# Key, and the reason why it has no effect in a run (None where it has one).
+_RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
+    *(
+        (f"adapter.{key}", _no_adapter)
+        for key in ("rank", "alpha", "dropout", "targets", "dora", "rslora", "train_also")
+    ),
+    ("adapter.quantize", lambda run: "adapter.kind is not qlora" if run.config.adapter.kind != "qlora" else None),
+    ("data.train_on", _plain_text),
+    (
+        "train.base_batch",
+        lambda run: "train.lr_scaling is none" if run.config.train.lr_scaling == "none" else None,
+    ),
+    (
+        "train.schedule.min_ratio",
+        lambda run: "a constant schedule does not fall" if run.config.train.schedule.name == "constant" else None,
+    ),
+    ("train.optimizer.betas", _optimizer_not("adamw", "adamw8bit", "lion")),
+    ("train.optimizer.eps", _optimizer_not("adamw", "adamw8bit")),
+    ("train.optimizer.momentum", _optimizer_not("sgd", "muon")),
+    ("train.reduce_dtype", _no_reduction),
+    ("train.early_stop", _no_evaluation),
+    ("eval.every", _no_evaluation),
+    ("eval.batches", _no_evaluation),
+    ("checkpoint.keep_best", _no_best),
+    *((f"parallel.{key}", _unsharded) for key in ("sharding", "wrap", "prefetch", "reshard")),
+    (
+        "parallel.replicate",
+        lambda run: "only hybrid_shard has replicas" if run.config.parallel.sharding != "hybrid_shard" else None,
+    ),
+    ("parallel.pp_schedule", lambda run: "parallel.pp is 1" if run.config.parallel.pp == 1 else None),
+    ("parallel.cp_method", lambda run: "parallel.cp is 1" if run.config.parallel.cp == 1 else None),
+    (
+        "parallel.compress",
+        lambda run: f"parallel.strategy is {run.strategy}" if run.strategy not in ("auto", "ddp") else None,
+    ),
+)
+
+
+def without_effect(config: Config, world_size: int | None) -> list[str]:
+    """A sentence for each option that differs from its default and changes nothing here; `world_size` if known."""
+    run = _Run(config, world_size)
+    values = config.model_dump(mode="json")
+    defaults = Config.model_construct().model_dump(mode="json")
+    sentences = []
+    for key, rule in _RULES:
+        value, default = values, defaults
+        for part in key.split("."):
+            value, default = value[part], default[part]
+        if value != default and (reason := rule(run)) is not None:
+            sentences.append(f"{key} {value if isinstance(value, str) else shown(value)} has no effect: {reason}.")
+    return sentences

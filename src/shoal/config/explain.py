@@ -1,0 +1,225 @@
+"""Validation, and its errors as sentences a person can act on."""
+
+import json
+import types
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from shoal.config.locate import FileLine, KeyPath, Origin, Origins, Override
+from shoal.config.schema import Block, Config, blocks_in, every_key, key_name
+from shoal.mistakes import UserMistake, nearest
+
+# What other tools call our keys; nothing in the spelling would lead from one to the other.
+_OTHER_NAMES = {
+    "batch_size": "train.global_batch",
+    "gradient_accumulation_steps": "train.global_batch",
+    "gradient_checkpointing": "train.recompute",
+    "activation_checkpointing": "train.recompute",
+    "gradient_clip_val": "train.clip",
+    "grad_clip": "train.clip",
+    "max_grad_norm": "train.clip",
+    "learning_rate": "train.lr",
+    "max_steps": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "max_epochs": "train.epochs",
+    "per_device_train_batch_size": "train.micro_batch",
+    "max_seq_length": "data.max_length",
+    "warmup_steps": "train.schedule.warmup",
+    "weight_decay": "train.optimizer.weight_decay",
+    "num_nodes": "hardware.nodes",
+    "model_name_or_path": "model.from",
+    "lora_r": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+}
+# Attributes of the bounds in annotated_types, which are also what pydantic's errors about them carry.
+_BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+
+
+def validate(given: Mapping[str, Any], origins: Origins) -> Config:
+    """The config that `given` describes, or a UserMistake with one line for each thing that is wrong."""
+    try:
+        return Config.model_validate(given)
+    except ValidationError as error:
+        raise UserMistake("\n".join(_sentences(error, given, origins))) from error
+
+
+def dotted(path: KeyPath) -> str:
+    """`train.optimizer.betas[1]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def shown(value: Any) -> str:
+    """A value as YAML would have it, cut short: for sentences."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def closest(name: str, choices: list[str]) -> str:
+    """One guess and not three: the sentence it ends is long enough."""
+    return "".join(f" Did you mean {choice}?" for choice in nearest(name, choices, limit=1))
+
+
+def _sentences(error: ValidationError, given: Mapping[str, Any], origins: Origins) -> list[str]:
+    by_path: dict[KeyPath, list[ErrorDetails]] = {}
+    for details in error.errors(include_url=False, include_input=False):
+        # A default that depends on a wrong key is not a second mistake.
+        if details["type"] != "default_factory_not_called":
+            by_path.setdefault(_path_in(given, details["loc"]), []).append(details)
+    # When a key may be a word or a block, pydantic reports both as failed; what is wrong inside the block says more.
+    innermost = [path for path in by_path if not any(other[: len(path)] == path != other for other in by_path)]
+    placed = [(origins.find(path), _sentence(path, by_path[path], given, origins)) for path in innermost]
+    placed.sort(key=lambda pair: _reading_order(pair[0]))
+    return [sentence for _, sentence in placed]
+
+
+def _reading_order(origin: Origin | None) -> tuple[bool, str, int]:
+    """File by file and line by line; overrides after them, as they were typed."""
+    return (False, origin.file, origin.line) if isinstance(origin, FileLine) else (True, "", 0)
+
+
+def _path_in(given: Any, location: tuple[int | str, ...]) -> KeyPath:
+    """Pydantic's location without the names of union members it mixes in: only what leads somewhere in `given`."""
+    path: list[str | int] = []
+    for part in location:
+        if (isinstance(given, Mapping) and part in given) or (
+            isinstance(given, list | tuple) and isinstance(part, int) and part < len(given)
+        ):
+            path.append(part)
+            given = given[part]  # type: ignore[index]  # the test above has seen that it is there
+    return tuple(path)
+
+
+def _sentence(path: KeyPath, errors: list[ErrorDetails], given: Mapping[str, Any], origins: Origins) -> str:
+    kinds = {details["type"]: details for details in errors}
+    if "contradiction" in kinds:
+        context = kinds["contradiction"]["ctx"]
+        keys: list[KeyPath] = [(*path, *key.split(".")) for key in context["keys"]]
+        # An override is what was typed last, and so is most likely what is to be changed.
+        keys.sort(key=lambda key: not isinstance(origins.places.get(key), Override))
+        place = next((key for key in keys if key in origins.places), path)
+        return f"{origins.prefix(place)}{context['sentence']}"
+    if "extra_forbidden" in kinds:
+        return f"{origins.prefix(path)}{dotted(path)} is not a key shoal knows.{_meant(path)}"
+
+    value: Any = given
+    for part in path:
+        value = value[part]
+    must_be = _must_be(path, errors, value)
+    origin = origins.find(path)
+    if isinstance(origin, Override) and origin.path == path:
+        return f"{origin}: must be {must_be}"
+    return f"{origins.prefix(path)}{dotted(path)} is {shown(value)}, but must be {must_be}"
+
+
+def _meant(path: KeyPath) -> str:
+    """What an unknown key was probably meant to be."""
+    name = str(path[-1])
+    known = [key for key, _ in every_key()]
+    if name in _OTHER_NAMES:
+        return f" Did you mean {_OTHER_NAMES[name]}?"
+    if len(path) == 1 and name in known:
+        block, _, key = name.rpartition(".")
+        return f" Write {key} inside the block {block}."
+    namesakes = [key for key in known if key.rpartition(".")[2] == name]
+    if namesakes:
+        return f" Did you mean {' or '.join(namesakes[:3])}?"
+    block_type = next(blocks_in(_type_at(path[:-1])), Config)
+    return closest(name, [key_name(*item) for item in block_type.model_fields.items()])
+
+
+def _type_at(path: KeyPath) -> Any:
+    """The type of the value at `path`."""
+    annotation: Any = Config
+    for part in path:
+        if isinstance(part, str) and (block := next(blocks_in(annotation), None)):
+            fields = {key_name(name, field): field for name, field in block.model_fields.items()}
+            annotation = (fields.get(part) or block.model_fields[part]).annotation
+        else:  # an item of a list, or a value of a mapping with free keys
+            container = next(kind for kind in _members(annotation) if get_origin(kind) in (tuple, dict))
+            annotation = get_args(container)[1 if isinstance(part, str) else 0]
+    return annotation
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The types a value may have: those of a union, unwrapped."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [kind for member in get_args(annotation) for kind in _members(member)]
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    return [annotation]
+
+
+def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any) -> str:
+    first = errors[0]
+    if first["type"] == "unfit":
+        return f"{first['msg']}."
+    if first["type"] == "finite_number":
+        return "a finite number."
+    for limit, relation in _BOUNDS.items():
+        if len(errors) == 1 and limit in first.get("ctx", {}):
+            return f"{relation} {_number(first['ctx'][limit])}."
+
+    annotation = _type_at(path)
+    # A lone wrong type needs no lecture on ranges; where several types are possible, the range tells them apart.
+    choices = _descriptions(annotation, with_bounds=len(errors) > 1)
+    words = [kind for kind in _members(annotation) if get_origin(kind) is Literal]
+    hint = ""
+    if isinstance(value, str) and words:
+        hint = closest(value, [str(word) for kind in words for word in get_args(kind)])
+    elif str in _members(annotation) and float not in _members(annotation) and isinstance(value, int | float):
+        hint = " Put it in quotes."
+    elif int in _members(annotation) and isinstance(value, float) and value.is_integer():
+        hint = f" Write {int(value)}."
+    one_of = "one of " if len(choices) > 2 and len(choices) == sum(len(get_args(kind)) for kind in words) else ""
+    return f"{one_of}{_either(choices)}.{hint}"
+
+
+def _either(choices: list[str]) -> str:
+    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def _descriptions(annotation: Any, with_bounds: bool = False, bounds: Sequence[Any] = ()) -> list[str]:
+    """What a value of this type may be, each in a few words."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [words for member in get_args(annotation) for words in _descriptions(member, with_bounds)]
+    if get_origin(annotation) is Annotated:
+        inner, *metadata = get_args(annotation)
+        return _descriptions(inner, with_bounds, metadata)
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    if get_origin(annotation) is tuple:
+        items = [argument for argument in get_args(annotation) if argument is not Ellipsis]
+        length = f"{len(items)} " if len(items) > 1 else ""
+        item = _members(items[0])[0]
+        if get_origin(item) is Literal:
+            return [f"a list of {_either(_descriptions(item))}"]
+        return [f"a list of {length}{ {str: 'texts', float: 'numbers'}.get(item, 'blocks') }"]
+    if get_origin(annotation) is dict:
+        return ["a block of patterns and numbers"]
+    if annotation is bool:
+        return ["true", "false"]
+    if annotation in (None, types.NoneType):
+        return ["null"]
+    if isinstance(annotation, type) and issubclass(annotation, Block):
+        return ["a block of keys"]
+    return [{int: "a whole number", float: "a number", str: "text"}[annotation] + _range(bounds) * with_bounds]
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else str(value)
+
+
+def _range(bounds: Sequence[Any]) -> str:
+    parts = [
+        f"{words} {_number(getattr(bound, limit))}"
+        for bound in bounds
+        for limit, words in _BOUNDS.items()
+        if hasattr(bound, limit)
+    ]
+    return f" ({' and '.join(parts)})" if parts else ""

@@ -1,0 +1,97 @@
+"""`${another.key}` and `${oc.env:NAME}` in values: OmegaConf's interpolation, less what could run code."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shoal.config.explain import dotted, shown
+from shoal.config.locate import KeyPath, Origins
+from shoal.config.schema import Config
+from shoal.mistakes import UserMistake
+
+_ALLOWED = re.compile(r"\$\{\s*(?:oc\.env\s*:\s*(?P<variable>\w+)\s*(?P<default>,[^{}$]*)?|[\w.\[\]-]+)\s*\}")
+_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
+
+
+def strings_in(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Each text in a tree of values, with its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from strings_in(inner, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from strings_in(inner, (*path, index))
+
+
+def refuse_unsafe(value: Any, origins: Origins, above: KeyPath = ()) -> None:
+    """Refuse every interpolation but a reference to a key and `oc.env`, before OmegaConf sees them.
+
+    OmegaConf's `oc.coerce` imports a module that the text names, so a config could run code; and a resolver's name can
+    itself be put together from values. So what is allowed is listed, and all else is refused.
+    """
+    for path, text in strings_in(value, above):
+        if len(_ESCAPED.findall(text)) == text.count("${"):
+            continue
+        prefix = f"{origins.prefix(path)}{dotted(path)}"
+        # From the inside out: what was allowed becomes a mark that may stand in a default and nowhere else.
+        rest, count = text, 1
+        while count:
+            for match in _ALLOWED.finditer(rest):
+                variable = match["variable"]
+                if variable and not match["default"] and variable not in os.environ:
+                    raise UserMistake(f"{prefix} needs the environment variable {variable}, which is not set.")
+            rest, count = _ALLOWED.subn("\0", rest)
+        if "${" in rest:
+            raise UserMistake(
+                f"{prefix} is {shown(text)}, but only ${{another.key}} and ${{oc.env:NAME}} may stand in a config."
+            )
+
+
+def resolve(given: dict[str, Any], origins: Origins) -> dict[str, Any]:
+    """The tree with references followed; a reference to a key nobody set finds its default."""
+    texts = list(strings_in(given))
+    for path, text in texts:
+        if text == "???":  # OmegaConf's mark for what an including file must fill in
+            raise UserMistake(f"{origins.prefix(path)}{dotted(path)} is left open (???): give it a value.")
+    if not any("${" in text for _, text in texts):
+        return given
+
+    # Imported where it is needed: a tenth of a second that most configs, and most errors, can do without.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+
+    try:
+        defaults = OmegaConf.create(Config.model_construct().model_dump(mode="json"))
+        resolved = OmegaConf.to_container(OmegaConf.merge(defaults, given), resolve=True)
+    except OmegaConfBaseException as error:
+        path = tuple(str(error.full_key or "").split("."))
+        prefix = f"{origins.prefix(path)}{dotted(path)}"
+        reason = str(error).splitlines()[0]
+        if isinstance(error, InterpolationKeyError) and (key := re.search("key '(.*)' not found", reason)):
+            raise UserMistake(f"{prefix} refers to {key[1]}, which is not a key of this config.") from error
+        raise UserMistake(f"{prefix} cannot be worked out: {reason}.") from error
+    except RecursionError as error:
+        raise UserMistake(f"{origins.prefix(())}a value refers to itself through ${{…}}.") from error
+    restricted: dict[str, Any] = _restrict(resolved, given)
+    return restricted
+
+
+def escape(value: Any) -> Any:
+    """A tree whose texts OmegaConf reads back as they are."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {key: escape(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [escape(inner) for inner in value]
+    return value
+
+
+def _restrict(resolved: Any, given: Any) -> Any:
+    """Only the keys that were given: a default must not look like something the user wrote."""
+    if isinstance(resolved, dict) and isinstance(given, dict):
+        return {key: _restrict(resolved[key], inner) for key, inner in given.items()}
+    return resolved

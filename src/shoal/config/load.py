@@ -1,0 +1,152 @@
+"""From a YAML file and overrides to a Config, and back."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.config.explain import closest, dotted, shown, validate
+from shoal.config.interpolate import escape, refuse_unsafe, resolve
+from shoal.config.locate import Document, KeyPath, Origins, Override, parse_document, read_document, write_yaml
+from shoal.config.schema import Config
+from shoal.config.unbuilt import refuse_unbuilt
+from shoal.mistakes import UserMistake
+
+# Dotted, or in brackets where a key has dots of its own: train.lr_groups[lm_head.*]
+_KEY_PART = re.compile(r"\.?([^.\[\]=\s]+)|\[([^\[\]]+)\]")
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file with what it includes, lay `key=value` overrides over it, and check the whole.
+
+    Everything wrong raises UserMistake with one line for each mistake, which names the file and line or the override.
+    """
+    origins = Origins(whole=str(path) if path is not None else "")
+    tree: dict[str, Any] = {}
+    if path is not None:
+        for file, document in _layers(Path(path), ()):
+            origins.lay(document, str(file))
+            refuse_unsafe(document.value, origins)
+            tree = _over(tree, document.value)
+    for text in overrides:
+        override, document = _read_override(text)
+        _refuse_below_a_value(tree, override)
+        origins.lay_override(document, override)
+        refuse_unsafe(document.value, origins, override.path)
+        layer: Any = document.value
+        for key in reversed(override.path):
+            layer = {key: layer}
+        tree = _over(tree, layer)
+    return _finish(tree, origins)
+
+
+def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
+    """The config that a mapping describes: what would stand in the YAML file, without `include`."""
+    if mapping.get("include"):
+        raise UserMistake("include works in a file only: read that file with load_config.")
+    tree, origins = _plain(mapping), Origins()
+    refuse_unsafe(tree, origins)
+    return _finish(tree, origins)
+
+
+def config_to_yaml(config: Config) -> str:
+    """The whole config as YAML, defaults too; loading it gives an equal Config."""
+    values = config.model_dump(mode="json")
+    del values["include"]
+    # A slurm block that nobody wrote must not come back as one that somebody wrote: see unbuilt.py.
+    if not config.slurm.model_fields_set:
+        del values["slurm"]
+    return write_yaml(escape(values))
+
+
+def json_schema() -> dict[str, Any]:
+    """The config as JSON Schema, for editors and other programs."""
+    return Config.model_json_schema()
+
+
+def _finish(tree: dict[str, Any], origins: Origins) -> Config:
+    config = validate(resolve(tree, origins), origins)
+    refuse_unbuilt(config, origins)
+    return config
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """As OmegaConf merges, without its start-up: block into block key by key; all else, lists too, is replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _over(merged[key], value) if both else value
+    return merged
+
+
+def _layers(file: Path, including: tuple[Path, ...]) -> Iterator[tuple[Path, Document]]:
+    """The files that `file` includes, lowest first, and then itself."""
+    if not file.exists():
+        raise UserMistake(_not_there(file))
+    document = read_document(file)
+    content = {} if document.value is None else document.value
+    if not isinstance(content, dict):
+        raise UserMistake(f"{file} must hold keys with values, but holds {shown(content)}.")
+    lines = document.lines
+    included = content.pop("include", [])
+    if not isinstance(included, list) or not all(isinstance(name, str) for name in included):
+        raise UserMistake(f"{file}:{lines['include',]}: include is {shown(included)}, but must be a list of files.")
+    for index, name in enumerate(included):
+        here = f"{file}:{lines['include', index]}"
+        below = file.parent / name
+        trail = (*including, file)
+        if below.resolve() in {above.resolve() for above in trail}:
+            circle = " → ".join(str(above) for above in (*trail, below))
+            raise UserMistake(f"{here}: include goes round in a circle: {circle}.")
+        if not below.is_file():
+            raise UserMistake(f"{here}: included file {_not_there(below)}")
+        yield from _layers(below, trail)
+    yield file, Document(content, lines, document.mappings)
+
+
+def _not_there(file: Path) -> str:
+    nearby = [each.name for each in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
+    return f"{file} is not there.{closest(file.name, nearby)}"
+
+
+def _read_override(text: str) -> tuple[Override, Document]:
+    key, equals, raw = text.partition("=")
+    if not equals:
+        raise UserMistake(f"override {text} has no value: write {text}=VALUE.")
+    parts = list(_KEY_PART.finditer(key.strip()))
+    if not parts or "".join(part[0] for part in parts) != key.strip() or key.strip().startswith("."):
+        raise UserMistake(f"override {text}: the key must be written like train.lr.")
+    path: KeyPath = tuple(part[1] or part[2] for part in parts)
+    if path[0] == "include":
+        raise UserMistake(f"override {text}: include works in a file only.")
+    document = parse_document(raw, f"override {text}", with_lines=False)
+    return Override(text, path), document
+
+
+def _refuse_below_a_value(tree: Mapping[str, Any], override: Override) -> None:
+    """An override of a key inside a plain value would quietly throw that value away."""
+    below: Any = tree
+    for depth, key in enumerate(override.path):
+        if below is None:
+            return
+        if not isinstance(below, dict):
+            around = dotted(override.path[:depth])
+            raise UserMistake(
+                f"{override}: {around} is {shown(below)}, which has no keys inside; set {around} as a whole."
+            )
+        below = below.get(key)
+
+
+def _plain(value: Any) -> Any:
+    """What YAML could have said: paths as text, so that Python callers may pass them, and keys that are text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise UserMistake(f"the key {key!r} is not text.")
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value

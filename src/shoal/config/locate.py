@@ -1,0 +1,208 @@
+"""YAML with memory: reading it, writing it, and knowing which file and line (or override) each key came from."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shoal.mistakes import UserMistake
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class FileLine:
+    """A line of a YAML file."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Override:
+    """A `key=value` from the command line."""
+
+    text: str
+    path: KeyPath
+
+    def __str__(self) -> str:
+        return f"override {self.text}"
+
+
+Origin = FileLine | Override
+
+
+@dataclass
+class Origins:
+    """Where each key was last set. `whole` names the config itself, for what is wrong with no key in particular."""
+
+    whole: str = ""
+    places: dict[KeyPath, Origin] = field(default_factory=dict)
+
+    def put(self, path: KeyPath, origin: Origin, replaces: bool) -> None:
+        """Note that `origin` set `path`; when it `replaces` what was there, keys below it are no longer from there."""
+        if replaces:
+            for old in [old for old in self.places if len(old) > len(path) and old[: len(path)] == path]:
+                del self.places[old]
+        self.places[path] = origin
+
+    def lay(self, document: "Document", file: str) -> None:
+        """Put a file's keys over those noted so far."""
+        for path, line in document.lines.items():
+            self.put(path, FileLine(file, line), replaces=path not in document.mappings)
+
+    def lay_override(self, document: "Document", override: Override) -> None:
+        """Put the key of an override, and the keys inside its value, over those noted so far."""
+        for length in range(1, len(override.path)):
+            # A block that nobody else opened was opened by this override.
+            self.places.setdefault(override.path[:length], override)
+        self.put(override.path, override, replaces=not isinstance(document.value, dict))
+        for path in document.lines:
+            self.put((*override.path, *path), override, replaces=path not in document.mappings)
+
+    def find(self, path: KeyPath) -> Origin | None:
+        """The origin of a key, or of the nearest key around it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.places:
+                return self.places[path[:length]]
+        return None
+
+    def prefix(self, path: KeyPath) -> str:
+        """How a sentence about `path` begins: 'run.yaml:7: ', 'override a=b: ', or nothing."""
+        origin = self.find(path) or self.whole
+        return f"{origin}: " if origin else ""
+
+
+@dataclass(frozen=True)
+class Document:
+    """What one YAML text says, in which line each of its keys stands, and which of them hold mappings."""
+
+    value: Any
+    lines: dict[KeyPath, int]
+    mappings: set[KeyPath]
+
+
+_NUMBERS = (
+    ("tag:yaml.org,2002:int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)"),
+    ("tag:yaml.org,2002:float", r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"),
+    ("tag:yaml.org,2002:float", r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"),
+    ("tag:yaml.org,2002:float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"),
+)
+
+
+def _implicit_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """Which unquoted words are not text, by first letter: as PyYAML has it, with changes that configs need.
+
+    `1e-4` is a number; `12:30:00` is text (YAML 1.1 reads it in base 60), and so are `007` and dates.
+    """
+    dropped = (":int", ":float", ":timestamp")
+    resolvers = {
+        first: [(tag, pattern) for tag, pattern in known if not tag.endswith(dropped)]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for tag, pattern in _NUMBERS:
+        for first in "-+.0123456789":
+            resolvers.setdefault(first, []).append((tag, re.compile(rf"^(?:{pattern})$")))
+    return resolvers
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = _implicit_resolvers()
+
+
+class _Dumper(yaml.SafeDumper):
+    """The loader's mirror: it quotes exactly what the loader would otherwise read as something else."""
+
+    yaml_implicit_resolvers = _implicit_resolvers()
+
+    def represent_plain_list(self, items: list[Any]) -> yaml.Node:
+        in_brackets = not any(isinstance(item, dict | list) for item in items)
+        return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=in_brackets)
+
+
+_Dumper.add_representer(list, _Dumper.represent_plain_list)
+
+
+def read_document(file: Path) -> Document:
+    """Read a YAML file; what cannot be read is the user's mistake, with the line."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserMistake(f"{file} is not a text file in UTF-8.") from error
+    except OSError as error:
+        raise UserMistake(f"{file} cannot be read: {error.strerror or error}.") from error
+    return parse_document(text, str(file))
+
+
+def parse_document(text: str, source: str, with_lines: bool = True) -> Document:
+    """Parse YAML text; errors call it `source`, and name its lines unless it is a single one from elsewhere."""
+
+    def place(line: int) -> str:
+        return f"{source}:{line + 1}" if with_lines else source
+
+    try:
+        # The reader refuses control characters when the loader is made, before anything is parsed.
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return Document(None, {}, set())
+        _refuse_odd_keys(node, place, ())
+        document = Document(loader.construct_document(node), {}, set())
+        # After construction, because that is when PyYAML puts merged keys (<<) into their mapping.
+        for path, line, is_mapping in _positions(node, ()):
+            document.lines[path] = line + 1
+            if is_mapping:
+                document.mappings.add(path)
+        return document
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        saw = ", ".join(part for part in (error.context, error.problem) if part)
+        hint = " Indent with spaces, not tabs." if "'\\t'" in saw else ""
+        raise UserMistake(f"{place(mark.line) if mark else source}: this is not YAML: {saw}.{hint}") from error
+    except yaml.YAMLError as error:
+        raise UserMistake(f"{source}: this is not YAML: {str(error).splitlines()[0]}.") from error
+    except (RecursionError, ValueError) as error:
+        raise UserMistake(f"{source}: this is YAML that cannot be turned into values: {error}.") from error
+
+
+def write_yaml(value: Any) -> str:
+    """YAML that `parse_document` reads back as the same value: a key a line, lists of plain values in brackets."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
+
+
+def _refuse_odd_keys(node: yaml.Node, place: Callable[[int], str], above: tuple[yaml.Node, ...]) -> None:
+    """Refuse keys that stand twice or are not text, and values that contain themselves: PyYAML takes them all."""
+    if node in above:
+        raise UserMistake(f"{place(node.start_mark.line)}: a value contains itself through an alias.")
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_odd_keys(item, place, (*above, node))
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            here = place(key.start_mark.line)
+            if not isinstance(key, yaml.ScalarNode) or not key.tag.endswith((":str", ":merge")):
+                shown = f"the key {key.value}" if isinstance(key, yaml.ScalarNode) else "a key"
+                raise UserMistake(f"{here}: {shown} is not text; put it in quotes if it is meant.")
+            if key.value in seen:
+                raise UserMistake(f"{here}: the key {key.value} stands twice in this block.")
+            seen.add(key.value)
+            _refuse_odd_keys(value, place, (*above, node))
+
+
+def _positions(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int, bool]]:
+    """Each key and list item below `node`: its path, its line, and whether it holds a mapping."""
+    below: list[tuple[str | int, int, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):
+        below = [(key.value, key.start_mark.line, value) for key, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        below = [(index, item.start_mark.line, item) for index, item in enumerate(node.value)]
+    for name, line, child in below:
+        yield (*path, name), line, isinstance(child, yaml.MappingNode)
+        yield from _positions(child, (*path, name))

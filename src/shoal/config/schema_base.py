@@ -1,0 +1,59 @@
+"""What every block of the config shares: strictness, number ranges, spellings, and how blocks say they contradict."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict
+from pydantic_core import PydanticCustomError
+
+Count = Annotated[int, Ge(1)]
+CountOrZero = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+PositiveOrZero = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+ShareBelowOne = Annotated[float, Ge(0), Lt(1)]
+# YAML has lists and no tuples; a frozen config wants tuples. Only the container is lenient, not what is in it.
+Texts = Annotated[tuple[str, ...], Strict(False)]
+
+
+class Block(BaseModel):
+    """A block of the config: unknown keys and wrong types are refused, and nothing changes after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        # Most of the import time would go into validators of blocks that are only ever validated inside Config.
+        defer_build=True,
+        strict=True,
+        validate_default=True,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+        allow_inf_nan=False,
+        # `model_` is a prefix pydantic keeps for itself; none of our keys collide with its methods.
+        protected_namespaces=(),
+    )
+
+
+def spelled(choices: tuple[str, ...], also: Mapping[str, str] | None = None) -> BeforeValidator:
+    """Accept `choices` in any case, with - or _, and the names other tools use for them (`also`)."""
+    known = {_plain(choice): choice for choice in choices}
+    known.update({_plain(other): choice for other, choice in (also or {}).items()})
+
+    def normalise(value: Any) -> Any:
+        # `precision: 32` is a number to YAML; true and false are answers of their own.
+        if isinstance(value, str | int) and not isinstance(value, bool):
+            return known.get(_plain(str(value)), value)
+        return value
+
+    return BeforeValidator(normalise)
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
+def contradiction(sentence: str, *keys: str) -> PydanticCustomError:
+    """An error about several `keys` of one block, to be raised by that block; the first key given names the line."""
+    return PydanticCustomError("contradiction", "{sentence}", {"sentence": sentence, "keys": keys})

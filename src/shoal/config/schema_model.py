@@ -1,0 +1,174 @@
+"""What is trained and on what: the blocks `model`, `adapter` and `data`."""
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge
+from pydantic import Field, Strict, model_validator
+
+from shoal.config.schema_base import (
+    Block,
+    Count,
+    CountOrZero,
+    Positive,
+    ShareBelowOne,
+    Texts,
+    contradiction,
+    spelled,
+)
+
+Attention = Annotated[
+    Literal["auto", "sdpa", "flex", "flash", "eager"],
+    spelled(
+        ("auto", "sdpa", "flex", "flash", "eager"),
+        {"flash_attention_2": "flash", "flash_attention_3": "flash", "flex_attention": "flex"},
+    ),
+]
+Quantization = Annotated[
+    Literal["nf4", "fp4", "int8"],
+    spelled(("nf4", "fp4", "int8"), {"bnb.nf4": "nf4", "bnb.fp4": "fp4", "bnb.int8": "int8"}),
+]
+SourceName = Annotated[
+    Literal["json", "text", "parquet", "csv", "hf", "tokens", "chess", "cells"],
+    spelled(
+        ("json", "text", "parquet", "csv", "hf", "tokens", "chess", "cells"),
+        {"jsonl": "json", "txt": "text", "huggingface": "hf"},
+    ),
+]
+RowFormat = Literal["auto", "alpaca", "chat", "completion", "text"]
+
+
+def _own_heads(sizes: dict[str, Any]) -> int:
+    return int(sizes["heads"])
+
+
+def _usual_ffn(sizes: dict[str, Any]) -> int:
+    """Two thirds of four times the width, rounded up to 16: the usual size of a gated feed-forward layer."""
+    return -(-8 * int(sizes["hidden"]) // (3 * 16)) * 16
+
+
+class ShapeConfig(Block):
+    """Explicit sizes of a model that starts from random weights."""
+
+    family: str = Field("llama", description="The architecture, by its Hugging Face model type.")
+    hidden: Count = Field(256, description="Width of the hidden state.")
+    layers: Count = Field(4, description="Number of transformer blocks.")
+    heads: Count = Field(8, description="Number of attention heads; divides hidden.")
+    kv_heads: Count = Field(
+        default_factory=_own_heads,
+        description="Number of key and value heads; divides heads; default: as many as heads.",
+    )
+    ffn: Count = Field(
+        default_factory=_usual_ffn,
+        description="Width of the feed-forward layer; default: 8/3 of hidden, rounded up to a multiple of 16.",
+    )
+    vocab: Count = Field(512, description="Number of tokens in the vocabulary.")
+    positions: Count = Field(1024, description="Longest sequence the model can take.")
+    tied: bool = Field(True, description="Whether the output head shares its weights with the embedding.")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "ShapeConfig":
+        for size, by in (("hidden", "heads"), ("heads", "kv_heads")):
+            whole, part = getattr(self, size), getattr(self, by)
+            if whole % part:
+                raise contradiction(f"model.shape.{by} ({part}) must divide model.shape.{size} ({whole}).", by, size)
+        return self
+
+
+class ModelConfig(Block):
+    """Which model is trained."""
+
+    from_: str | None = Field(
+        None,
+        alias="from",
+        description="Weights and tokenizer to start from: a folder, or an id that is in the local Hugging Face cache.",
+    )
+    shape: str | ShapeConfig | None = Field(
+        None, description="Instead of from: random weights, from a named shape or from explicit sizes."
+    )
+    tokenizer: str | None = Field(
+        None, description="A folder, a cached id, or bytes (built in); default: the model's own."
+    )
+    attention: Attention = Field(
+        "auto", description="How attention is computed; auto takes the fastest that works here."
+    )
+    freeze: Texts = Field((), description="Patterns of parameter names that are not trained.")
+    add_tokens: Texts = Field((), description="Tokens added to the vocabulary; the embeddings grow with them.")
+
+    @model_validator(mode="after")
+    def _not_two_origins(self) -> "ModelConfig":
+        if self.from_ is not None and self.shape is not None:
+            raise contradiction(
+                "model.from and model.shape contradict each other: set one of them to null.", "shape", "from"
+            )
+        return self
+
+
+class AdapterConfig(Block):
+    """Small trained additions to a frozen model (LoRA and its kin)."""
+
+    kind: Literal["none", "lora", "qlora"] = Field(
+        "none", description="none trains the model itself; lora trains an adapter; qlora also quantizes the model."
+    )
+    rank: Count = Field(8, description="Inner width of the adapter.")
+    alpha: Positive = Field(16.0, description="Scale of the adapter's output, before division by the rank.")
+    dropout: ShareBelowOne = Field(0.0, description="Share of the adapter's inputs dropped while training.")
+    targets: Literal["auto"] | Texts = Field(
+        "auto", description="Names of the linear layers that get an adapter; auto: all of those in the blocks."
+    )
+    quantize: Quantization = Field("nf4", description="How qlora stores the frozen weights.")
+    dora: bool = Field(False, description="Also train the magnitude of each weight column (DoRA).")
+    rslora: bool = Field(False, description="Divide by the square root of the rank instead of the rank.")
+    train_also: Texts = Field((), description="Patterns of parameters outside the adapter that are trained as well.")
+
+
+class StreamingConfig(Block):
+    """How data is read when it is not tokenized ahead."""
+
+    chunk: Count = Field(10_000, description="Rows read and tokenized at a time.")
+    shuffle_buffer: Count = Field(50_000, description="Rows held in memory to draw from at random.")
+
+
+class DataBlockConfig(Block):
+    """One of several sources that are mixed."""
+
+    source: SourceName = Field("json", description="The kind of file.")
+    path: str | None = Field(None, description="File, folder or pattern to read.")
+    format: RowFormat = Field("auto", description="What a row looks like.")
+    weight: Positive = Field(1.0, description="How often rows of this source are drawn, relative to the others.")
+
+
+class DataConfig(Block):
+    """What the model is trained on."""
+
+    source: SourceName | Annotated[tuple[DataBlockConfig, ...], Strict(False)] = Field(
+        "json", description="The kind of file, or a list of blocks with source, path, format and weight."
+    )
+    path: str | None = Field(None, description="File, folder or pattern to read.")
+    format: RowFormat = Field("auto", description="What a row looks like; auto looks at the first rows.")
+    max_length: Annotated[int, Ge(2)] = Field(2048, description="Tokens in a row; longer texts are cut.")
+    pack: bool = Field(True, description="Fill each row with several texts that do not see each other.")
+    train_on: Literal["all", "answers", "last"] = Field(
+        "answers", description="Which tokens count in the loss: all, the answers, or the last answer of a chat."
+    )
+    chat_template: str | None = Field(None, description="A Jinja chat template to use instead of the tokenizer's own.")
+    validation: ShareBelowOne | str = Field(
+        0.02, description="What is held out for evaluation: a share of the data (0 for none), or a path."
+    )
+    streaming: bool | StreamingConfig = Field(
+        False, description="Read and tokenize while training instead of before it; a block sets chunk and buffer."
+    )
+    workers: CountOrZero = Field(
+        2, description="Processes that prepare batches, for each device; 0: the training process."
+    )
+    on_error: Literal["stop", "skip"] = Field("stop", description="What happens at a row that cannot be read.")
+
+    @model_validator(mode="after")
+    def _blocks_have_their_own_paths(self) -> "DataConfig":
+        if not isinstance(self.source, str):
+            if not self.source:
+                raise contradiction("data.source is an empty list: name at least one block.", "source")
+            if self.path is not None:
+                raise contradiction(
+                    "data.path contradicts a list in data.source: give each block its own path.", "path", "source"
+                )
+        return self

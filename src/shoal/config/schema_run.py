@@ -1,0 +1,135 @@
+"""Where and beside what training runs: `parallel`, `hardware`, `checkpoint`, `log` and `slurm`."""
+
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+from pydantic import Field, Strict, model_validator
+
+from shoal.config.schema_base import Block, Count, CountOrZero, Texts, contradiction, spelled
+
+Strategy = Annotated[
+    Literal["auto", "single", "ddp", "fsdp", "zero1", "zero2", "zero3"],
+    spelled(
+        ("auto", "single", "ddp", "fsdp", "zero1", "zero2", "zero3"),
+        {"fsdp2": "fsdp", "zero_1": "zero1", "zero_2": "zero2", "zero_3": "zero3"},
+    ),
+]
+Sharding = Annotated[
+    Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"],
+    spelled(("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")),
+]
+PipelineSchedule = Annotated[
+    Literal["1f1b", "interleaved", "zero-bubble"],
+    spelled(
+        ("1f1b", "interleaved", "zero-bubble"),
+        {"interleaved1f1b": "interleaved", "zerobubble": "zero-bubble", "zbvzerobubble": "zero-bubble"},
+    ),
+]
+
+
+class WrapConfig(Block):
+    """Which modules are gathered and freed as one."""
+
+    min_params: Count | None = Field(None, description="Wrap every module with at least so many parameters.")
+    classes: Texts = Field((), description="Wrap every module of these classes.")
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> "WrapConfig":
+        if (self.min_params is None) == (not self.classes):
+            raise contradiction("parallel.wrap takes either min_params or classes.", "classes", "min_params")
+        return self
+
+
+class OffloadConfig(Block):
+    """Where the optimizer's state lives when it is not on the device."""
+
+    optimizer: Literal["cpu", "nvme"] = Field("cpu", description="Main memory, or a fast disk.")
+    path: str | None = Field(None, description="Folder on the fast disk.")
+
+    @model_validator(mode="after")
+    def _disk_needs_a_folder(self) -> "OffloadConfig":
+        if self.optimizer == "nvme" and self.path is None:
+            raise contradiction("parallel.offload to nvme needs path, a folder on the disk.", "optimizer")
+        return self
+
+
+class ParallelConfig(Block):
+    """How the work is divided over devices."""
+
+    strategy: Strategy = Field("auto", description="How data parallelism is done; auto chooses from what fits.")
+    sharding: Sharding = Field(
+        "full_shard", description="What fsdp shards: everything, all but the weights in use, within a node, nothing."
+    )
+    replicate: Count | Literal["auto"] = Field("auto", description="Replicas under hybrid_shard; auto: one a node.")
+    tp: Count = Field(1, description="Devices that share each layer (tensor parallel).")
+    pp: Count = Field(1, description="Devices that each hold a run of layers (pipeline parallel).")
+    pp_schedule: PipelineSchedule = Field("1f1b", description="The order of the pipeline's passes.")
+    cp: Count = Field(1, description="Devices that share each sequence (context parallel).")
+    cp_method: Literal["gather", "ulysses"] = Field("gather", description="How context parallel attention exchanges.")
+    wrap: Literal["auto"] | WrapConfig = Field("auto", description="What fsdp gathers as one; auto: each block.")
+    prefetch: CountOrZero = Field(
+        1, description="Blocks gathered ahead of use, which is also the limit on gathers in flight."
+    )
+    reshard: Literal["auto"] | bool | Annotated[int, Ge(2)] = Field(
+        "auto", description="Whether fsdp frees weights after the forward pass; a number: keep them sharded that wide."
+    )
+    offload: Literal["none", "cpu", "optimizer"] | OffloadConfig = Field(
+        "none", description="What lives outside the device: nothing, all that is sharded, or the optimizer's state."
+    )
+    compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
+        "none", description="How ddp shrinks gradients on the wire; lossy."
+    )
+    engine: Literal["native", "deepspeed"] = Field("native", description="Who carries the strategy out.")
+
+    @model_validator(mode="after")
+    def _single_has_one_device(self) -> "ParallelConfig":
+        for key in ("tp", "pp", "cp"):
+            if self.strategy == "single" and getattr(self, key) > 1:
+                raise contradiction(f"parallel.{key} above 1 contradicts parallel.strategy single.", key, "strategy")
+        return self
+
+
+class HardwareConfig(Block):
+    """What the run has, or is planned for."""
+
+    devices: Count | Literal["auto"] = Field("auto", description="Devices in each node; auto: those that are there.")
+    nodes: Count = Field(1, description="Machines.")
+    gpu: str = Field("auto", description="Kind of device to plan for; auto: the one that is there.")
+    link: str = Field("auto", description="Kind of connection to plan for; auto: what the device usually has.")
+
+
+class CheckpointConfig(Block):
+    """When the run is saved, and what is kept."""
+
+    every: Count = Field(200, description="Steps between checkpoints.")
+    keep: Count = Field(2, description="Newest checkpoints that are kept.")
+    keep_best: CountOrZero = Field(3, description="Best checkpoints that are kept besides.")
+    metric: Literal["eval_loss", "loss"] = Field("eval_loss", description="What best means: the lowest of this.")
+    format: Literal["sharded", "full"] = Field(
+        "sharded", description="sharded: each process writes its own part; full: one process writes it all."
+    )
+    async_: bool = Field(False, alias="async", description="Write while training goes on.")
+    fallback: str | None = Field(None, description="Folder to write to when the first is full or gone.")
+
+
+class LogConfig(Block):
+    """What is reported while training."""
+
+    every: Count = Field(10, description="Steps between reports.")
+    to: Annotated[tuple[Literal["tensorboard", "csv", "wandb", "mlflow"], ...], Strict(False)] = Field(
+        ("tensorboard",), description="Where metrics go besides metrics.jsonl, which is always written."
+    )
+
+
+class SlurmConfig(Block):
+    """What `shoal submit` asks the cluster for."""
+
+    partition: str | None = Field(None, description="Partition to submit to; null: the cluster's default.")
+    account: str | None = Field(None, description="Account that pays.")
+    qos: str | None = Field(None, description="Quality of service.")
+    time: str = Field("02:00:00", description="Longest wall time, as Slurm writes it.")
+    cpus_per_task: Count = Field(8, description="CPU cores for each device.")
+    mem: str | None = Field(None, description="Memory for each node, as Slurm writes it (64G).")
+    setup: Texts = Field((), description="Shell lines run before training, such as module load.")
+    container: str | None = Field(None, description="Container image to run in.")
+    extra: Texts = Field((), description="Further lines for sbatch, as they are.")

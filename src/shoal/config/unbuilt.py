@@ -1,0 +1,109 @@
+"""The one table of what the schema already has and the machinery does not: refused until it is built."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.config.explain import shown
+from shoal.config.locate import KeyPath, Origins
+from shoal.config.schema import Config, SpikeConfig
+from shoal.mistakes import UserMistake
+
+
+def _only(*built: Any) -> Callable[[Any], bool]:
+    # By type as well, since 1 == True in Python and parallel.reshard may be either.
+    return lambda value: any(value == each and type(value) is type(each) for each in built)
+
+
+def _not(*unbuilt: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in unbuilt
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What of one key is built, and what to do as long as the rest is not."""
+
+    key: str
+    is_built: Callable[[Any], bool]
+    meanwhile: str
+
+
+# A line leaves this table when its machinery arrives. Keys that do not stand here are built.
+LIMITS = (
+    Limit("model.attention", _only("auto", "sdpa", "eager"), "Use auto, sdpa or eager."),
+    Limit("model.add_tokens", _only(()), "Use a tokenizer that has the tokens."),
+    Limit("adapter.kind", _only("none"), "Use none, which trains the model itself."),
+    Limit("adapter.rank", _only(8), "Leave it out."),
+    Limit("adapter.alpha", _only(16.0), "Leave it out."),
+    Limit("adapter.dropout", _only(0.0), "Leave it out."),
+    Limit("adapter.targets", _only("auto"), "Leave it out."),
+    Limit("adapter.quantize", _only("nf4"), "Leave it out."),
+    Limit("adapter.dora", _only(False), "Leave it out."),
+    Limit("adapter.rslora", _only(False), "Leave it out."),
+    Limit("adapter.train_also", _only(()), "Leave it out."),
+    Limit("data.source", _only("json", "text"), "Turn the data into one json or text source."),
+    Limit("data.format", _only("auto", "alpaca", "text"), "Use alpaca or text."),
+    Limit("data.train_on", _only("all", "answers"), "Use answers or all."),
+    Limit("data.chat_template", _only(None), "Use the alpaca format."),
+    Limit("data.streaming", _only(False), "Use false, which tokenizes before training."),
+    Limit("data.on_error", _only("stop"), "Use stop, and mend the row it names."),
+    Limit("train.optimizer.name", _not("adamw8bit"), "Use adamw."),
+    Limit("train.precision", _not("fp8"), "Use bf16-mixed."),
+    Limit("train.recompute", _only("none"), "Use none, and a smaller train.micro_batch if memory is short."),
+    Limit("train.compile", _not("thunder"), "Use auto."),
+    Limit("train.loss", _not("fused"), "Use chunked."),
+    Limit("train.on_nan", _not("rollback"), "Use skip or stop."),
+    Limit(
+        "train.on_spike",
+        lambda value: (value.action if isinstance(value, SpikeConfig) else value) == "report",
+        "Use report.",
+    ),
+    Limit("train.on_oom", _not("shrink"), "Use stop."),
+    Limit(
+        "parallel.strategy", _only("auto", "single", "ddp", "fsdp"), "Use fsdp in place of zero2 or zero3, else ddp."
+    ),
+    Limit("parallel.sharding", _only("full_shard"), "Use full_shard, or strategy ddp for no_shard."),
+    Limit("parallel.replicate", _only("auto"), "Use auto."),
+    Limit("parallel.tp", _only(1), "Use strategy fsdp."),
+    Limit("parallel.pp", _only(1), "Use strategy fsdp."),
+    Limit("parallel.pp_schedule", _only("1f1b"), "Leave it out."),
+    Limit("parallel.cp", _only(1), "Use a smaller data.max_length."),
+    Limit("parallel.cp_method", _only("gather"), "Leave it out."),
+    Limit("parallel.wrap", _only("auto"), "Use auto, which takes each block."),
+    Limit("parallel.reshard", _only("auto", True, False), "Use auto, true or false."),
+    Limit("parallel.offload", _only("none"), "Use strategy fsdp on more devices."),
+    Limit("parallel.compress", _only("none"), "Use none."),
+    Limit("parallel.engine", _only("native"), "Use native."),
+    Limit("checkpoint.format", _only("sharded"), "Use sharded."),
+    Limit("checkpoint.async", _only(False), "Use false."),
+    Limit("checkpoint.fallback", _only(None), "Use null."),
+    Limit("log.to", lambda sinks: set(sinks) <= {"tensorboard", "csv"}, "Use tensorboard or csv."),
+)
+
+
+def refuse_unbuilt(config: Config, origins: Origins) -> None:
+    """Raise a UserMistake with one line for each thing the config asks for that is not built yet."""
+    values = config.model_dump(by_alias=True)
+    sentences = []
+    for limit in LIMITS:
+        path: KeyPath = tuple(limit.key.split("."))
+        if not limit.is_built(_attribute(config, path)):
+            value: Any = values
+            for key in path:
+                value = value[key]
+            wanted = value if isinstance(value, str) else shown(value)
+            sentences.append(f"{origins.prefix(path)}{limit.key} {wanted} is not built yet. {limit.meanwhile}")
+    # Any key of this block, even at its default: who writes it expects a cluster to read it.
+    for key in sorted(config.slurm.model_fields_set):
+        path = ("slurm", key)
+        sentences.append(
+            f"{origins.prefix(path)}slurm.{key} is not built yet. Start shoal train from your own sbatch script."
+        )
+    if sentences:
+        raise UserMistake("\n".join(sentences))
+
+
+def _attribute(config: Any, path: KeyPath) -> Any:
+    for key in path:
+        config = getattr(config, f"{key}_" if key in ("from", "async") else str(key))
+    return config

@@ -1,0 +1,215 @@
+"""Tokenise and pack once; every later start, and every other process, maps the result from the cache."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from shoal.data import pack
+from shoal.data.cache import Report, cache_root, obtain
+from shoal.data.order import Order
+from shoal.data.rows import TARGET, ArrayWriter, Rows, open_rows, write_array, write_summary
+from shoal.data.sources import find_files
+from shoal.data.tokenise import Corpus, Progress, tokenise
+from shoal.data.tokenizer import Tokenizer
+from shoal.mistakes import UserMistake
+
+# Part of every cache key. Raise it whenever the same text and settings would give other rows than before: a prompt's
+# wording, a packing rule, the meaning of a flag.
+LAYOUT = 1
+
+_TOKENS_AT_ONCE = 1 << 22
+
+
+class DataSettings(Protocol):
+    """The part of `config.data` that is read here (types as loose as YAML allows; the config has checked them)."""
+
+    @property
+    def source(self) -> object: ...
+    @property
+    def path(self) -> object: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def max_length(self) -> int: ...
+    @property
+    def pack(self) -> bool: ...
+    @property
+    def train_on(self) -> str: ...
+    @property
+    def validation(self) -> object: ...
+    @property
+    def on_error(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the rows, besides the files and the tokenizer. Everything in it is in the cache key."""
+
+    source: str
+    format: str
+    max_length: int
+    pack: bool
+    train_on: str
+    on_error: str
+
+
+@dataclass(frozen=True)
+class Sets:
+    """Rows to train on and to evaluate on, and the order that names rows of both. `validation` is None for none."""
+
+    training: Rows
+    validation: Rows | None
+    order: Order
+
+
+def prepare_sets(
+    data: DataSettings, tokenizer: Tokenizer, *, seed: int, cache: Path | None = None, report: Report
+) -> Sets:
+    """Everything a run reads: `data.validation` is a share of the rows, or the path of rows of its own, or 0."""
+    training = prepare(data, tokenizer, cache=cache, report=report)
+    held_out = data.validation
+    if held_out is None or isinstance(held_out, bool | int | float):
+        share = float(held_out or 0)
+        return Sets(training, training if share else None, Order(len(training), seed, share))
+    validation = prepare(data, tokenizer, cache=cache, report=report, path=held_out)
+    return Sets(training, validation, Order(len(training), seed, separate=len(validation)))
+
+
+def prepare(
+    data: DataSettings, tokenizer: Tokenizer, *, cache: Path | None = None, report: Report, path: object = None
+) -> Rows:
+    """The rows of `data` (or of `path`, read the same way), from the cache where they are there and whole."""
+    if not isinstance(data.source, str):
+        raise UserMistake("data.source must be one name; lists of sources are not read by this version. Name one.")
+    if data.max_length < 1:
+        raise UserMistake(f"data.max_length is {data.max_length}; it must be at least 1.")
+    for key in ("streaming", "chat_template"):
+        if getattr(data, key, None):
+            report(f"data.{key} has no effect in this version.")
+    settings = Settings(
+        source=str(data.source),
+        format=str(data.format),
+        max_length=int(data.max_length),
+        pack=bool(data.pack),
+        train_on=str(data.train_on),
+        on_error=str(data.on_error),
+    )
+    files = find_files(settings.source, data.path if path is None else path)
+    before = _states(files)
+    described = [LAYOUT, asdict(settings), tokenizer.fingerprint, before]
+    key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+
+    def build(folder: Path) -> None:
+        _write_rows(folder, settings, files, tokenizer, report)
+        if _states(files) != before:
+            raise UserMistake("The data changed while it was read. Start again once it is complete.")
+
+    entry, ready = obtain(cache_root(cache) / "data", key, build, report)
+    rows = open_rows(entry)
+    for sentence in rows.summary.sentences():
+        report(sentence)
+    if ready:
+        report(f"Prepared before, taken from {entry}.")
+    return rows
+
+
+def _states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    states = [(str(file), file.stat()) for file in files]
+    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+
+
+def _write_rows(folder: Path, settings: Settings, files: Sequence[Path], tokenizer: Tokenizer, report: Report) -> None:
+    progress = Progress(report)
+    corpus = tokenise(
+        folder,
+        files,
+        tokenizer,
+        source=settings.source,
+        format_name=settings.format,
+        train_on=settings.train_on,
+        skip=settings.on_error == "skip",
+        progress=progress,
+    )
+    length = settings.max_length
+    separate = settings.pack and not corpus.format.joined
+    if settings.pack and corpus.format.joined:
+        cuts = pack.cut_stream(corpus.tokens, length)
+    else:
+        cuts = pack.cut_documents(corpus.lengths, length, split=corpus.format.joined)
+    targets = count_targets(corpus.load("flags"), cuts)
+    kept = targets > 0
+    if not kept.any():
+        raise UserMistake(
+            f"None of the {corpus.documents:,} documents in data.path has a token to train on"
+            + (f": {cuts.truncated:,} were cut at data.max_length {length}. Raise it." if cuts.truncated else ".")
+        )
+    starts, ends, targets = cuts.starts[kept], cuts.ends[kept], targets[kept]
+    if separate:
+        starts, ends, targets = _gather(corpus, starts, ends, targets, length + 1, progress)
+    write_array(folder / "starts.npy", starts)
+    write_array(folder / "ends.npy", ends)
+    write_array(folder / "targets.npy", targets.astype(np.int32))
+    trained = int(targets.sum(dtype=np.int64))
+    write_summary(
+        folder,
+        replace(
+            corpus.summary,
+            separate=separate,
+            rows=len(starts),
+            longest=int((ends - starts).max()) - 1,
+            targets=trained,
+            target_share=trained / int((ends - starts - 1).sum()),
+            truncated=cuts.truncated,
+            dropped=int(np.sum(~kept)),
+        ),
+    )
+
+
+def count_targets(flags: np.ndarray, cuts: pack.Cuts) -> np.ndarray:
+    """For each row, the tokens flagged as targets, its first token left out: no input stands before that one."""
+    counts = np.zeros(len(cuts.starts), dtype=np.int64)
+    first = 0
+    while first < len(counts):
+        # Rows come in the order of their tokens, so as many as share a stretch of the file are counted at once.
+        stretch = cuts.starts[first] + _TOKENS_AT_ONCE
+        last = max(int(np.searchsorted(cuts.ends, stretch, side="right")), first + 1)
+        starts, ends = cuts.starts[first:last], cuts.ends[first:last]
+        marked = np.asarray(flags[starts[0] : ends[-1]]) & TARGET
+        before = np.concatenate([[0], np.cumsum(marked, dtype=np.int64)])
+        counts[first:last] = before[ends - starts[0]] - before[np.minimum(starts + 1, ends) - starts[0]]
+        first = last
+    return counts
+
+
+def _gather(
+    corpus: Corpus, starts: np.ndarray, ends: np.ndarray, targets: np.ndarray, capacity: int, progress: Progress
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Write the documents again, in the order in which they are packed, so that each row is one stretch of the file."""
+    packing = pack.fit_documents(ends - starts, capacity)
+    starts, lengths = starts[packing.order], (ends - starts)[packing.order]
+    after = np.cumsum(lengths)
+    for name in ("tokens", "flags"):
+        values = corpus.load(name)
+        unpacked = corpus.folder / f"{name}.npy"
+        packed = corpus.folder / f"{name}-packed.npy"
+        with ArrayWriter(packed, values.dtype) as writer:
+            first = 0
+            while first < len(starts):
+                done = writer.length
+                last = max(int(np.searchsorted(after, done + _TOKENS_AT_ONCE, side="right")), first + 1)
+                here = lengths[first:last]
+                shift = starts[first:last] - (after[first:last] - here - done)
+                writer.append(values[np.repeat(shift, here) + np.arange(int(here.sum()))])
+                first = last
+                progress.tick(f"Packing: {writer.length:,} of {after[-1]:,} tokens.")
+        packed.replace(unpacked)
+    rows = np.cumsum(packing.counts)
+    row_ends = after[rows - 1]
+    row_starts = np.concatenate([[0], row_ends[:-1]])
+    row_targets = np.add.reduceat(targets[packing.order], rows - packing.counts)
+    return row_starts, row_ends, row_targets

@@ -1,0 +1,260 @@
+"""Files on disk become rows: dictionaries that know where they came from. Lazy, and always in the same order."""
+
+import codecs
+import glob
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.mistakes import UserMistake, suggestion
+
+# A text file is read in pieces of about this many bytes, cut after a line where possible, so that neither its
+# characters nor its encoding must fit in memory at once. A tokenizer sees each piece by itself: at most one word in
+# a million bytes is tokenised otherwise than it would be in one go.
+PIECE = 1 << 20
+
+# Takes a mistake found in one row or file: raises it (data.on_error: stop) or counts it and returns (skip).
+OnBad = Callable[[UserMistake], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a source. `continued`: the next row goes on with the same document."""
+
+    fields: dict[str, Any]
+    file: Path
+    line: int | None = None
+    continued: bool = False
+
+    @property
+    def where(self) -> str:
+        return str(self.file) if self.line is None else f"{self.file}:{self.line}"
+
+
+def stop(mistake: UserMistake) -> None:
+    raise mistake
+
+
+def find_files(source: str, path: object) -> list[Path]:
+    """The files `path` means: a file, a folder searched recursively, a glob, or a list of these. Each file once.
+
+    What one entry finds is sorted; entries of a list keep their order.
+    """
+    entries: Sequence[object] = path if isinstance(path, list | tuple) else [path]
+    if path is None or not entries:
+        raise UserMistake("data.path is not set. Give it a file, a folder, a glob or a list of these.")
+    found: dict[Path, None] = {}
+    for entry in entries:
+        found.update(dict.fromkeys(_expand(source, str(entry))))
+    return list(found)
+
+
+def read_rows(source: str, files: Sequence[Path], on_bad: OnBad = stop) -> Iterator[Row]:
+    """The rows of `files`, one after another, read as they are asked for."""
+    reader = _reader(source)
+    for file in files:
+        try:
+            yield from reader(file, on_bad)
+        except OSError as error:
+            raise UserMistake(
+                f"{file} cannot be read ({error.strerror}). Check the path and its permissions."
+            ) from error
+
+
+def _expand(source: str, entry: str) -> list[Path]:
+    _reader(source)
+    place = Path(entry).expanduser()
+    if place.is_file():
+        return [place.absolute()]
+    if place.is_dir():
+        suffixes = _FOLDER_SUFFIXES.get(source)
+        files = sorted(file.absolute() for file in _walk(place) if suffixes is None or file.suffix.lower() in suffixes)
+        if not files:
+            wanted = "visible files" if suffixes is None else f"{' or '.join(suffixes)} files"
+            raise UserMistake(
+                f"The folder {place} holds no {wanted}. Point data.path at the data, or change data.source."
+            )
+        return files
+    if glob.has_magic(entry):
+        matches = glob.glob(str(place), recursive=True)
+        files = sorted(Path(match).absolute() for match in matches if os.path.isfile(match))
+        if not files:
+            raise UserMistake(f"No file matches data.path {entry} (seen from {Path.cwd()}). Check the pattern.")
+        return files
+    near = [child.name for child in place.parent.iterdir()] if place.parent.is_dir() else []
+    raise UserMistake(
+        f"data.path {entry} does not exist (seen from {Path.cwd()}). Check the path." + suggestion(place.name, near)
+    )
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Every visible file below `folder`: a .git or an editor's backup is not training data."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(place, name) for name in names if not name.startswith("."))
+
+
+def _read_text(file: Path, on_bad: OnBad) -> Iterator[Row]:
+    """One document a file. Line ends stay as they are; a byte order mark at the front is dropped."""
+    size = file.stat().st_size
+    bad = _first_undecodable(file)
+    if size == 0:
+        on_bad(UserMistake(f"{file} is empty. Remove it, or set data.on_error: skip."))
+    elif bad is not None:
+        on_bad(
+            UserMistake(
+                f"{file} is not UTF-8: the byte at offset {bad} cannot be decoded. Convert the file, take it out of "
+                "data.path, or set data.on_error: skip."
+            )
+        )
+    else:
+        yield from _text_pieces(file)
+
+
+def _text_pieces(file: Path) -> Iterator[Row]:
+    with file.open("rb") as stream:
+        block = stream.read(PIECE)
+        rest = block[len(codecs.BOM_UTF8) :] if block.startswith(codecs.BOM_UTF8) else block
+        while block:
+            block = stream.read(PIECE)
+            if block:
+                cut = _cut(rest)
+                yield Row({"text": rest[:cut].decode()}, file, continued=True)
+                rest = rest[cut:] + block
+    yield Row({"text": rest.decode()}, file)
+
+
+def _cut(data: bytes) -> int:
+    """Where to cut: after the last line, or at least not inside a character."""
+    line = data.rfind(b"\n") + 1
+    if line:
+        return line
+    cut = len(data) - 1
+    while cut > 0 and data[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut
+
+
+def _first_undecodable(file: Path) -> int | None:
+    # A pass of its own, before the first piece is handed out: a file is taken whole or not at all.
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    read = 0
+    with file.open("rb") as stream:
+        while True:
+            block = stream.read(PIECE)
+            waiting = len(decoder.getstate()[0])
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                return read - waiting + error.start
+            if not block:
+                return None
+            read += len(block)
+
+
+def _read_json(file: Path, on_bad: OnBad) -> Iterator[Row]:
+    """`.json`: an array of objects (or objects one after another). Anything else: one object a line."""
+    reader = _read_json_array if file.suffix.lower() == ".json" else _read_json_lines
+    rows = 0
+    for row in reader(file, on_bad):
+        rows += 1
+        yield row
+    with file.open("rb") as stream:
+        blank = not rows and not stream.read(PIECE).strip(b"[] \t\r\n" + codecs.BOM_UTF8)
+    if blank:
+        on_bad(UserMistake(f"{file} is empty. Remove it, or set data.on_error: skip."))
+
+
+def _read_json_lines(file: Path, on_bad: OnBad) -> Iterator[Row]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except json.JSONDecodeError as error:
+                on_bad(_not_json(file, number, f"{error.msg} at column {error.colno}"))
+            except UnicodeDecodeError as error:
+                on_bad(_not_json(file, number, f"byte {error.start} of the line is not UTF-8"))
+            except RecursionError:
+                on_bad(_not_json(file, number, "nested too deeply"))
+            else:
+                yield from _object(value, file, number, on_bad)
+
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def _read_json_array(file: Path, on_bad: OnBad) -> Iterator[Row]:
+    # Element by element, so that each row knows its line. After a syntax error there is no telling where the next
+    # element begins: that stops the reading whatever data.on_error says, because the rest would be lost unnoticed.
+    data = file.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise _not_json(file, line, f"the byte at offset {error.start} is not UTF-8") from error
+    decoder = json.JSONDecoder()
+    at = _skip_space(text, 0)
+    in_array = text.startswith("[", at)
+    if in_array:
+        at = _skip_space(text, at + 1)
+    line, counted = 1, 0
+    closed = not in_array
+    while at < len(text):
+        line, counted = line + text.count("\n", counted, at), at
+        if in_array and text[at] == "]":
+            closed = True
+            if _skip_space(text, at + 1) != len(text):
+                raise _not_json(file, line, "there is more after the array's end")
+            break
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise _not_json(file, error.lineno, f"{error.msg} at column {error.colno}") from error
+        except RecursionError as error:
+            raise _not_json(file, line, "nested too deeply") from error
+        yield from _object(value, file, line, on_bad)
+        at = _skip_space(text, at)
+        if in_array and at < len(text) and text[at] == ",":
+            at = _skip_space(text, at + 1)
+            if text.startswith("]", at):
+                raise _not_json(file, line + text.count("\n", counted, at), "a comma stands before the array's end")
+        elif in_array and at < len(text) and text[at] != "]":
+            raise _not_json(file, line + text.count("\n", counted, at), "a comma is missing between two elements")
+    if not closed:
+        raise _not_json(file, line + text.count("\n", counted), "the file ends inside the array")
+
+
+def _skip_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def _object(value: object, file: Path, line: int, on_bad: OnBad) -> Iterator[Row]:
+    if isinstance(value, dict):
+        yield Row(value, file, line)
+    else:
+        on_bad(_not_json(file, line, f"an object with named keys is needed, found a {type(value).__name__}"))
+
+
+def _not_json(file: Path, line: int, problem: str) -> UserMistake:
+    skip = " or set data.on_error: skip" if file.suffix.lower() != ".json" else ""
+    return UserMistake(f"{file}:{line} is not a JSON row: {problem}. Mend the line{skip}.")
+
+
+Reader = Callable[[Path, OnBad], Iterator[Row]]
+_READERS: dict[str, Reader] = {"text": _read_text, "json": _read_json}
+_FOLDER_SUFFIXES: dict[str, tuple[str, ...]] = {"json": (".json", ".jsonl", ".ndjson")}
+
+
+def _reader(source: str) -> Reader:
+    if source not in _READERS:
+        known = ", ".join(_READERS)
+        raise UserMistake(f"data.source {source} is not one this version reads. It reads: {known}.")
+    return _READERS[source]

@@ -1,0 +1,228 @@
+"""Text to token ids and back: the built-in `bytes`, or a Hugging Face tokenizer from this machine.
+
+transformers takes seconds to import, so it is imported where it is used; `bytes` encodes and decodes without it.
+"""
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.mistakes import UserMistake
+
+
+class Tokenizer(ABC):
+    """What the rest of shoal knows of a tokenizer. `hugging_face` is the object other libraries expect."""
+
+    name: str
+    end: int  # written after every document
+    begin: int | None
+    prepends_begin: bool  # whether documents of this tokenizer start with `begin` (Llama: yes, GPT-2: no)
+    pad: int  # never seen by a loss, so the end token serves where there is no pad token
+    size: int  # ids are below this, added tokens included
+
+    @property
+    @abstractmethod
+    def hugging_face(self) -> Any: ...
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Equal exactly when the same text becomes the same ids; part of the cache's key."""
+
+    @abstractmethod
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids (int32) of each text, without special tokens around it."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = True) -> str: ...
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_many([text])[0]
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that plain `AutoTokenizer.from_pretrained` loads."""
+        self.hugging_face.save_pretrained(str(folder))
+
+
+def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
+    """The tokenizer called `name`: `bytes`, or else what lies in `folder` (default: `name` as a folder or cached id).
+
+    Never calls the network and never runs code that comes with a tokenizer.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    _calm_parallelism()
+    from transformers import AutoTokenizer
+
+    place = str(folder if folder is not None else Path(name).expanduser() if Path(name).expanduser().exists() else name)
+    try:
+        loaded = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises nearly anything here: OSError, ValueError, KeyError, its own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserMistake(
+            f"No tokenizer could be loaded from {place} ({reason}). Set model.tokenizer to a folder with a "
+            "tokenizer.json, to an id that is in the local Hugging Face cache, or to `bytes`."
+        ) from error
+    return PretrainedTokenizer(name, loaded)
+
+
+class ByteTokenizer(Tokenizer):
+    """One token a byte of UTF-8: id = byte value, then three special tokens.
+
+    A special token's name inside a text is a name, not the token: no document can end itself early.
+    """
+
+    SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")
+
+    def __init__(self) -> None:
+        self.name = "bytes"
+        self.begin, self.end, self.pad = 256, 257, 258
+        self.prepends_begin = False
+        self.size = 259
+        self._hugging_face: Any = None
+
+    @property
+    def fingerprint(self) -> str:
+        return "bytes-1"
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = True) -> str:
+        pieces = bytearray()
+        for token in map(int, ids):
+            if token < 256:
+                pieces.append(token)
+            elif keep_special:
+                pieces += self.SPECIAL[token - 256].encode()
+        return pieces.decode(errors="replace")
+
+    @property
+    def hugging_face(self) -> Any:
+        if self._hugging_face is None:
+            _calm_parallelism()
+            from tokenizers import Tokenizer as Backend
+            from tokenizers import decoders, models, pre_tokenizers
+            from transformers import PreTrainedTokenizerFast
+
+            backend = Backend(models.BPE(vocab=_byte_level_alphabet(), merges=[]))
+            # No regex: it only decides where merges may happen, and there are none.
+            backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            backend.decoder = decoders.ByteLevel()
+            begin, end, pad = self.SPECIAL
+            self._hugging_face = PreTrainedTokenizerFast(
+                tokenizer_object=backend,
+                bos_token=begin,
+                eos_token=end,
+                pad_token=pad,
+                clean_up_tokenization_spaces=False,
+                split_special_tokens=True,
+            )
+        return self._hugging_face
+
+
+class PretrainedTokenizer(Tokenizer):
+    """A Hugging Face tokenizer behind our small surface."""
+
+    def __init__(self, name: str, loaded: Any) -> None:
+        if loaded.eos_token_id is None:
+            raise UserMistake(
+                f"The tokenizer {name} has no end token, so documents could not be told apart. Add an `eos_token` "
+                "to its tokenizer_config.json, or set model.tokenizer to one that has it."
+            )
+        self.name = name
+        self._loaded = loaded
+        self._fingerprint: str | None = None
+        self.end = int(loaded.eos_token_id)
+        self.begin = None if loaded.bos_token_id is None else int(loaded.bos_token_id)
+        self.pad = self.end if loaded.pad_token_id is None else int(loaded.pad_token_id)
+        self.size = len(loaded)
+        # Asked of the tokenizer itself: the config's `add_bos_token` is missing or wrong for many.
+        first = list(loaded("a", return_attention_mask=False)["input_ids"])[:1]
+        self.prepends_begin = self.begin is not None and first == [self.begin]
+
+    @property
+    def hugging_face(self) -> Any:
+        return self._loaded
+
+    @property
+    def fingerprint(self) -> str:
+        if self._fingerprint is None:
+            backend = getattr(self._loaded, "backend_tokenizer", None)
+            if backend is not None:
+                behaviour = json.loads(backend.to_str())
+                # These two are left over from the last call, and every call of ours switches them off.
+                behaviour.pop("truncation", None)
+                behaviour.pop("padding", None)
+            else:
+                behaviour = {"class": type(self._loaded).__name__, "vocabulary": self._loaded.get_vocab()}
+            split = bool(getattr(self._loaded, "split_special_tokens", False))
+            described = [behaviour, split, self.end, self.begin, self.prepends_begin, self.size]
+            self._fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+        return self._fingerprint
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if not texts:
+            return []
+        backend = getattr(self._loaded, "backend_tokenizer", None)
+        if backend is None:
+            ids = self._loaded(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+            return [np.asarray(one, dtype=np.int32) for one in ids["input_ids"]]
+        # The backend directly: transformers would build Python lists of everything else it can report as well.
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = bool(getattr(self._loaded, "split_special_tokens", False))
+        with _parallel_when_safe():
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = True) -> str:
+        text = self._loaded.decode([int(token) for token in ids], skip_special_tokens=not keep_special)
+        assert isinstance(text, str)
+        return text
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The character by which byte-level BPE writes each byte: itself where printable, else the next one from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    alphabet, spare = {}, 0x100
+    for byte in range(256):
+        if byte in printable:
+            alphabet[chr(byte)] = byte
+        else:
+            alphabet[chr(spare)] = byte
+            spare += 1
+    return alphabet
+
+
+# The tokenizers library keeps a thread pool that does not survive a fork: a child that uses its parent's pool waits
+# for ever. So its parallelism is off (which also silences its warning), and on only while encoding in bulk, in a
+# process that did not inherit a pool. What the user set in the environment stays as it is.
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
+_OURS = "false"
+_pool_owner: int | None = None
+
+
+def _calm_parallelism() -> None:
+    os.environ.setdefault(_PARALLELISM, _OURS)
+
+
+@contextmanager
+def _parallel_when_safe() -> Iterator[None]:
+    global _pool_owner
+    if os.environ.get(_PARALLELISM, _OURS) != _OURS or _pool_owner not in (None, os.getpid()):
+        yield
+        return
+    _pool_owner = os.getpid()
+    os.environ[_PARALLELISM] = "true"
+    try:
+        yield
+    finally:
+        os.environ[_PARALLELISM] = _OURS

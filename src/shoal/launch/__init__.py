@@ -1,0 +1,1 @@
+"""How processes start and find each other."""

@@ -1,0 +1,86 @@
+"""Become a rank: alone, or one of several processes that something else has started (our launcher, torchrun)."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shoal.config.schema import Config
+from shoal.mistakes import UserMistake
+from shoal.parallel.ranks import Ranks
+
+# Set by our own launcher: a folder on this machine, shared by the ranks of one launch.
+LAUNCH_FOLDER = "SHOAL_LAUNCH"
+
+
+def started_by_others() -> bool:
+    """Whether this process was started as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def joined(config: Config) -> Iterator[Ranks]:
+    """This process as a rank, with a process group when there are several, taken down at the end."""
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = choose_device(local_rank)
+    ranks = Ranks(rank, world_size, local_rank, device)
+    if world_size == 1:
+        yield ranks
+        return
+    timeout = timedelta(seconds=config.train.hang_timeout)
+    # Host collectives go over gloo also where the device's go over NCCL.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store: dist.Store | None = None
+    if folder := os.environ.get(LAUNCH_FOLDER):
+        # On one machine a file needs no port, which others could reach or take. A restart must not find old keys in it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.FileStore(str(Path(folder) / f"store-{attempt}"), world_size)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def choose_device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserMistake(
+            f"This is process {local_rank + 1} on this machine, which has {torch.cuda.device_count()} CUDA devices; "
+            "start one process a device."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def processes_wanted(config: Config) -> int:
+    """How many processes this machine should run."""
+    wanted = config.hardware.devices
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.hardware.nodes > 1:
+        raise UserMistake(
+            f"hardware.nodes is {config.hardware.nodes}, but this process was started alone; start shoal on every node "
+            "with torchrun: torchrun --nnodes N --nproc-per-node DEVICES --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
+            "-m shoal train FILE"
+        )
+    if wanted == "auto":
+        return max(1, present)
+    if present and wanted > present:
+        raise UserMistake(f"hardware.devices is {wanted}, but this machine has {present} CUDA devices.")
+    return wanted

@@ -1,0 +1,98 @@
+"""Several processes on this machine, started and watched by torch's elastic agent."""
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from shoal.launch.join import LAUNCH_FOLDER
+from shoal.mistakes import UserMistake
+from shoal.train.health import Diverged
+from shoal.train.loop import Summary
+
+MISTAKE, DIVERGED, SUMMARY = "mistake.txt", "diverged.txt", "summary.json"
+
+
+class RunFailed(Exception):
+    """Processes of the run died. The message ends with the traceback of the one that died first."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the processes are to do; the config itself is in the run directory."""
+
+    run: Path
+    resume: bool
+    start_from: Path | None
+
+
+def launch(request: Request, processes: int, *, max_restarts: int) -> Summary:
+    """Run `processes` ranks until they end. Ranks that were asked to stop end well, with a summary that says so."""
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        shared = Path(folder)
+        os.environ[LAUNCH_FOLDER] = folder
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=shared.name,
+            # The agent's own meeting point is a file too: a TCP store would listen on every interface.
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(shared / "rendezvous"),
+            rdzv_configs={"store_type": "file"},
+            max_restarts=max_restarts,
+            start_method="spawn",
+            local_addr="127.0.0.1",
+        )
+        before = [(number, signal.signal(number, _as_terminate)) for number in (signal.SIGUSR1, signal.SIGUSR2)]
+        try:
+            elastic_launch(settings, sys.executable)(*_arguments(request))
+        except ChildFailedError as failure:
+            _explain(failure, shared)
+        except SignalException:
+            if not (shared / SUMMARY).is_file():
+                raise RunFailed("The run was stopped before it could save.") from None
+        finally:
+            del os.environ[LAUNCH_FOLDER]
+            for number, handler in before:
+                signal.signal(number, handler)
+        found: dict[str, Any] = json.loads((shared / SUMMARY).read_text())
+        return Summary(**found)
+
+
+def _arguments(request: Request) -> list[str]:
+    flags = ["--resume"] if request.resume else []
+    if request.start_from is not None:
+        flags += ["--from", str(request.start_from)]
+    return ["-m", "shoal.launch.worker", str(request.run), *flags]
+
+
+def _as_terminate(number: int, frame: FrameType | None) -> None:
+    """The agent passes TERM on to the ranks, and would die of USR1 and USR2, which mean the same here."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _explain(failure: ChildFailedError, shared: Path) -> None:
+    for name, kind in ((MISTAKE, UserMistake), (DIVERGED, Diverged)):
+        if (shared / name).is_file():
+            raise kind((shared / name).read_text()) from None
+    rank, first = failure.get_first_failure()
+    if first.exitcode < 0:
+        raise RunFailed(f"Rank {rank} was killed by {signal.Signals(-first.exitcode).name}.") from None
+    message = first.message
+    trace = ""
+    if isinstance(message, dict):
+        trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
+    raise RunFailed(f"Rank {rank} failed.\n{trace or message}".rstrip()) from None

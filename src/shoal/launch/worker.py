@@ -1,0 +1,62 @@
+"""What each process of `launch.local` runs: `python -m shoal.launch.worker RUN [--resume] [--from CHECKPOINT]`."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from shoal.checkpoint.store import write_atomically
+from shoal.config.load import load_config
+from shoal.config.run import RunDirectory
+from shoal.launch.join import LAUNCH_FOLDER, joined
+from shoal.launch.local import DIVERGED, MISTAKE, SUMMARY
+from shoal.launch.run import send_output_to
+from shoal.mistakes import UserMistake
+from shoal.observe.progress import Reporter
+from shoal.train.health import Diverged
+from shoal.train.inputs import read_inputs
+from shoal.train.loop import train
+
+
+@record
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--from", type=Path, dest="start_from")
+    given = parser.parse_args()
+    shared = Path(os.environ[LAUNCH_FOLDER])
+    run = RunDirectory(given.run)
+    config = load_config(run.config)
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    # The launcher prints the traceback of the rank that failed first, once.
+    sys.excepthook = lambda *_: None
+    if os.environ["RANK"] != "0":
+        send_output_to(run.logs / f"rank-{os.environ['RANK']}.log")
+        sys.excepthook = sys.__excepthook__
+    try:
+        inputs = read_inputs(config, Reporter(speaks=False))
+        with joined(config) as ranks:
+            summary = train(
+                config,
+                inputs,
+                run,
+                ranks,
+                resume=given.resume or restarted,
+                start_from=None if restarted else given.start_from,
+            )
+            if ranks.first:
+                write_atomically(shared / SUMMARY, json.dumps(summary.as_dict()))
+    except (UserMistake, Diverged) as mistake:
+        # A sentence, not a traceback: the launcher passes it on.
+        if os.environ.get("RANK") == "0":
+            kind = MISTAKE if isinstance(mistake, UserMistake) else DIVERGED
+            write_atomically(shared / kind, str(mistake))
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Models: built, read, filled with weights, and given a loss."""

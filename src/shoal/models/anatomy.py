@@ -1,0 +1,101 @@
+"""Where the parts of a transformers model are: blocks, embedding, final norm, head.
+
+Sharding, recomputation, tensor and pipeline splits all ask this file and nothing else about a model's structure.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.mistakes import UserMistake
+
+# Settings under which logits are not simply head(hidden): the model's own forward must make them.
+LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Names of modules, relative to the model."""
+
+    backbone: str
+    blocks: tuple[str, ...]
+    embedding: str
+    final_norm: str | None
+    head: str
+    tied: bool
+    linear_head: bool  # logits are exactly head(backbone's last hidden state), without bias
+
+    def block_modules(self, model: nn.Module) -> list[nn.Module]:
+        return [model.get_submodule(name) for name in self.blocks]
+
+
+def read_anatomy(model: Any) -> Anatomy:
+    """Find the parts of `model`, or say in a sentence which one is missing."""
+    kind = type(model).__name__
+    names = {id(module): name for name, module in model.named_modules()}
+    embedding = names.get(id(model.get_input_embeddings()))
+    output = model.get_output_embeddings()
+    head = names.get(id(output)) if output is not None else None
+    backbone = names.get(id(model.base_model))
+    blocks = _find_blocks(model)
+    missing = [
+        part
+        for part, found in {"input embedding": embedding, "head": head, "blocks": blocks, "backbone": backbone}.items()
+        if not found
+    ]
+    if missing or embedding is None or head is None or not backbone:
+        raise UserMistake(
+            f"shoal cannot find the {' and the '.join(missing)} of {kind}; "
+            "it needs a model whose blocks are one nn.ModuleList of equal layers, as in Llama, GPT-NeoX or GPT-2."
+        )
+    settings = model.config.get_text_config()
+    plain = not any(getattr(settings, name, None) not in (None, 1, 1.0) for name in LOGIT_TRANSFORMS)
+    return Anatomy(
+        backbone=backbone,
+        blocks=blocks,
+        embedding=embedding,
+        final_norm=_find_final_norm(model, backbone, blocks),
+        head=head,
+        tied=output.weight is model.get_input_embeddings().weight,
+        # A head that is no direct child (BERT's) has layers of its own between it and the backbone.
+        linear_head=plain and isinstance(output, nn.Linear) and output.bias is None and "." not in head,
+    )
+
+
+def matmul_parameters(parameters: Mapping[str, Tensor], anatomy: Anatomy) -> int:
+    """How many parameters take part in matrix products, as the MFU formula counts: the blocks' matrices and the head.
+
+    A looked-up embedding multiplies nothing, but a tied one is also the head and counts once.
+    """
+    inside = anatomy.blocks[0].rsplit(".", 1)[0] + "."
+    matrices = (tensor for name, tensor in parameters.items() if name.startswith(inside) and tensor.dim() >= 2)
+    head = parameters[f"{anatomy.embedding if anatomy.tied else anatomy.head}.weight"]
+    return sum(tensor.numel() for tensor in matrices) + head.numel()
+
+
+def _find_blocks(model: nn.Module) -> tuple[str, ...]:
+    """The list of equal layers that holds the most parameters."""
+    best: tuple[int, str, int] = (0, "", 0)
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        if len({type(layer) for layer in module}) != 1:
+            continue
+        size = sum(parameter.numel() for parameter in module.parameters())
+        best = max(best, (size, name, len(module)))
+    size, name, count = best
+    return tuple(f"{name}.{index}" for index in range(count)) if size else ()
+
+
+def _find_final_norm(model: nn.Module, backbone: str, blocks: tuple[str, ...]) -> str | None:
+    """The normalisation that follows the blocks among their siblings, if the model has one (BERT has none)."""
+    parent = blocks[0].rsplit(".", 2)[0]
+    after = False
+    for name, module in model.get_submodule(parent).named_children():
+        if f"{parent}.{name}.0" == blocks[0]:
+            after = True
+        elif after and "norm" in type(module).__name__.lower():
+            return f"{parent}.{name}"
+    return None

@@ -1,0 +1,70 @@
+"""From the config to a transformers model on the meta device: right shapes, no memory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.catalogue.shapes import ModelShape, find_shape, shape_from_sizes
+from shoal.config.schema import ModelConfig, ShapeConfig
+from shoal.mistakes import UserMistake
+from shoal.models.attention import choose_attention
+from shoal.models.families import transformers_config
+from shoal.models.hub import local_folder
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What is needed to build a model: its transformers config, and where weights are if there are any."""
+
+    settings: Any  # transformers.PretrainedConfig
+    folder: Path | None
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.settings.get_text_config().vocab_size)
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence the model was made for, where its config says so."""
+        value = getattr(self.settings.get_text_config(), "max_position_embeddings", None)
+        return int(value) if value else None
+
+
+def named_or_explicit_shape(shape: str | ShapeConfig) -> ModelShape:
+    if isinstance(shape, str):
+        return find_shape(shape)
+    sizes = shape.model_dump()
+    return shape_from_sizes(sizes.pop("family"), **sizes)
+
+
+def blueprint(model: ModelConfig) -> Blueprint:
+    """Read the model's description. Touches config files only, no weights."""
+    if model.shape is not None:
+        return Blueprint(transformers_config(named_or_explicit_shape(model.shape)), None)
+    assert model.from_ is not None, "the config demands one of model.from and model.shape"
+    folder = local_folder(model.from_)
+    from transformers import AutoConfig
+
+    try:
+        settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserMistake(f"{folder}/config.json cannot be read as a transformers model: {reason}") from None
+    return Blueprint(settings, folder)
+
+
+def build_on_meta(plan: Blueprint, *, attention: str, longest: int) -> Any:
+    """The causal language model with every parameter and buffer on meta; `longest` is the longest row it will see."""
+    from transformers import AutoModelForCausalLM
+
+    settings = plan.settings
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, trust_remote_code=False)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserMistake(f"{type(settings).__name__} is not a causal language model in transformers: {reason}") from None
+    model.set_attn_implementation(choose_attention(model, attention, longest))
+    return model.train()

@@ -1,0 +1,31 @@
+"""Where a model's files are on this machine. Never a network call: compute nodes have none."""
+
+import os
+from pathlib import Path
+
+# Read by huggingface_hub when it is first imported, so this module is imported before transformers.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+from shoal.mistakes import UserMistake
+
+
+def local_folder(name: str) -> Path:
+    """The folder of `name`: a path, or a Hugging Face id that is in the local cache."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserMistake(f"{path} holds no config.json, so it is not a Hugging Face model folder.")
+        return path
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise UserMistake(f"The model folder {name} does not exist; give a folder, or an id such as owner/name.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise UserMistake(
+            f"{name} is neither a folder nor in the local Hugging Face cache; "
+            f"on a machine with a network run: hf download {name}"
+        ) from None

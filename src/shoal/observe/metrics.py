@@ -1,0 +1,93 @@
+"""Where metrics go. `metrics.jsonl` always, one object a line, only ever appended to; other sinks as asked."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+Line = Mapping[str, float | int | None]
+
+
+class Sink(Protocol):
+    def write(self, line: Line) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """Each line is written whole and at once, so that a killed run leaves whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] = path.open("a", buffering=1)
+
+    def write(self, line: Line) -> None:
+        self._file.write(json.dumps(dict(line)) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Csv:
+    """Training lines in `metrics.csv`, evaluation lines in `evaluation.csv`: a table has one kind of row."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, tuple[IO[str], Any]] = {}
+
+    def write(self, line: Line) -> None:
+        name = "evaluation.csv" if "eval_loss" in line else "metrics.csv"
+        if name not in self._files:
+            path = self.folder / name
+            new = not path.exists()
+            file = path.open("a", buffering=1, newline="")
+            writer = csv.DictWriter(file, fieldnames=list(line), extrasaction="ignore")
+            if new:
+                writer.writeheader()
+            self._files[name] = (file, writer)
+        self._files[name][1].writerow(dict(line))
+
+    def close(self) -> None:
+        for file, _ in self._files.values():
+            file.close()
+
+
+class TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+
+    def write(self, line: Line) -> None:
+        step = line["step"]
+        for name, value in line.items():
+            if name not in ("step", "attempt") and value is not None:
+                group = "eval" if name.startswith("eval_") else "train"
+                self._writer.add_scalar(f"{group}/{name}", value, step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+def open_sinks(names: Sequence[str], run: Path) -> list[Sink]:
+    """The sinks of `log.to`, and `metrics.jsonl`."""
+    sinks: list[Sink] = [JsonLines(run / "metrics.jsonl")]
+    for name in names:
+        if name == "tensorboard":
+            sinks.append(TensorBoard(run / "logs" / "tensorboard"))
+        elif name == "csv":
+            sinks.append(Csv(run))
+    return sinks
+
+
+def last_line(path: Path) -> dict[str, Any]:
+    """The last whole line of a `metrics.jsonl`, or nothing."""
+    if not path.is_file():
+        return {}
+    for text in reversed(path.read_text().splitlines()):
+        try:
+            found: dict[str, Any] = json.loads(text)
+        except ValueError:
+            continue
+        return found
+    return {}

@@ -1,0 +1,79 @@
+"""What a precision's name means, and the low-precision copies of the weights that mixed precision computes with.
+
+`bf16-mixed` is one thing whatever the strategy: fp32 weights are what is trained, bf16 copies of them are what is
+computed with, and a gradient leaves the backward pass in bf16 and becomes fp32 before it is added or reduced. FSDP2
+does this by its own policy; where there is no FSDP, `ComputeCopies` does the same sums in the same order.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.models.weights import parameter_slots
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """dtypes of a run: of the weights that are trained, of the compute, of gradients while they are reduced."""
+
+    weights: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    scaled: bool  # fp16 gradients underflow unless the loss is scaled
+
+    @property
+    def mixed(self) -> bool:
+        return self.weights != self.compute
+
+
+def read_precision(name: str, reduce_dtype: str) -> Precision:
+    if name == "32-true":
+        return Precision(torch.float32, torch.float32, torch.float32, scaled=False)
+    if name == "bf16-true":
+        return Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16, scaled=False)
+    compute = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[name]
+    return Precision(torch.float32, compute, DTYPES[reduce_dtype], scaled=name == "16-mixed")
+
+
+class _ThroughCopy(torch.autograd.Function):
+    """Forward: the copy. Backward: the copy's gradient, in the weight's dtype, goes to the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
+        ctx.dtype = weight.dtype
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient.to(ctx.dtype), None
+
+
+class ComputeCopies(nn.Module):
+    """Runs `inner` with low-precision copies of its parameters, made once a step by `refresh`."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        slots = parameter_slots(inner)
+        self.inner = inner
+        self.places = list(slots.values())
+        # Registered here too: after the first forward the copies stand in the places of `inner`.
+        self.weights = nn.ParameterList(slots)
+        self.copies = [torch.empty_like(weight, dtype=dtype) for weight in self.weights]
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """After a step or a load: round the weights into the copies."""
+        torch._foreach_copy_(self.copies, [weight.detach() for weight in self.weights])
+
+    def forward(self, *inputs: Any) -> Any:
+        # The copies are left in place when the forward pass ends: recomputation in the backward pass needs them there.
+        for weight, copy, places in zip(self.weights, self.copies, self.places, strict=True):
+            routed = _ThroughCopy.apply(weight, copy) if weight.requires_grad else copy
+            for module, name in places:
+                module._parameters[name] = routed
+        return self.inner(*inputs)

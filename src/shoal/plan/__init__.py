@@ -1,0 +1,1 @@
+"""Arithmetic about a run before it starts. Imports no torch."""

@@ -1,0 +1,125 @@
+"""What `auto` means: the strategy, the micro-batch and the passes of a run, from sizes alone."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.mistakes import UserMistake
+
+# Mixed precision with AdamW: fp32 weight, gradient and two moments. A copy to compute with is freed and made again.
+STATE_BYTES = 16
+# Kept for the backward pass, per token, layer and hidden unit, without recomputation, in bytes of bf16: attention's
+# inputs and outputs, two norms, and an MLP of three to four times the width.
+ACTIVATION_BYTES = 34
+# What is left for everything the two numbers above do not count.
+USABLE_SHARE = 0.85
+# On a CPU nothing overlaps, and past a few rows larger passes only take memory.
+CPU_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the choice needs to know of a model and its rows."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How a run is carried out; `plan.json` holds this."""
+
+    strategy: str
+    reason: str
+    world_size: int
+    data_parallel: int
+    micro_batch: int
+    passes: int
+    global_batch: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def state_gib(sizes: Sizes, shards: int = 1) -> float:
+    return sizes.parameters * STATE_BYTES / shards / 2**30
+
+
+def row_gib(sizes: Sizes) -> float:
+    """Activations of one row, and its logits in the two copies a plain loss makes of them."""
+    activations = sizes.layers * sizes.hidden * ACTIVATION_BYTES
+    return sizes.length * (activations + 8 * sizes.vocabulary) / 2**30
+
+
+def choose_strategy(wanted: str, sizes: Sizes, world_size: int, memory_gib: float | None) -> tuple[str, str]:
+    """The strategy and the reason for it. `memory_gib` is a device's memory; None where devices share the host's."""
+    if wanted != "auto":
+        if wanted == "single" and world_size > 1:
+            raise UserMistake(f"parallel.strategy is single, but there are {world_size} processes; use ddp or fsdp.")
+        if world_size == 1 and wanted != "single":
+            return "single", f"{wanted} on one device is single"
+        return wanted, "asked for"
+    if world_size == 1:
+        return "single", "one device"
+    needed = state_gib(sizes) + row_gib(sizes)
+    if memory_gib is None:
+        return "ddp", "no device memory to run out of"
+    if needed <= memory_gib * USABLE_SHARE:
+        return "ddp", f"{needed:.1f} GiB fit on a device of {memory_gib:.0f} GiB"
+    return "fsdp", f"{needed:.1f} GiB do not fit on a device of {memory_gib:.0f} GiB"
+
+
+def choose_batch(
+    global_batch: int,
+    micro_batch: int | str,
+    data_parallel: int,
+    sizes: Sizes,
+    *,
+    shards: int,
+    memory_gib: float | None,
+) -> tuple[int, int]:
+    """(micro-batch, passes), so that micro-batch × passes × data-parallel ranks is the global batch exactly."""
+    if global_batch % data_parallel:
+        raise UserMistake(
+            f"train.global_batch {global_batch} does not divide over {data_parallel} data-parallel devices; "
+            f"the nearest that do are {_nearest_multiples(global_batch, data_parallel)}."
+        )
+    rows = global_batch // data_parallel
+    if isinstance(micro_batch, int):
+        if rows % micro_batch:
+            unit = micro_batch * data_parallel
+            raise UserMistake(
+                f"train.global_batch {global_batch} is not a multiple of micro_batch {micro_batch} × {data_parallel} "
+                f"devices = {unit}; the nearest that are: {_nearest_multiples(global_batch, unit)}."
+            )
+        return micro_batch, rows // micro_batch
+    most: float = CPU_ROWS
+    if memory_gib is not None:
+        most = (memory_gib * USABLE_SHARE - state_gib(sizes, shards)) / row_gib(sizes)
+    chosen = max(size for size in range(1, rows + 1) if rows % size == 0 and (size <= most or size == 1))
+    return chosen, rows // chosen
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return " and ".join(str(one) for one in (below, below + unit) if one > 0)
+
+
+def count_steps(
+    *, epochs: int | None, steps: int | None, tokens: int | None, rows: int, targets: int, global_batch: int
+) -> int:
+    """Optimizer steps of the run; `targets` are the target tokens of all `rows`."""
+    if steps is not None:
+        return steps
+    if tokens is not None:
+        return max(1, -(-tokens * rows // (targets * global_batch)))
+    assert epochs is not None
+    total = epochs * rows // global_batch
+    if total < 1:
+        raise UserMistake(
+            f"{epochs} epoch{'s' if epochs > 1 else ''} of {rows} rows make no step of train.global_batch {global_batch}; "
+            f"lower it to {epochs * rows} or less, or set train.steps."
+        )
+    return total

@@ -1,0 +1,70 @@
+"""What is trained, and on what: model description, tokenizer, rows. Read before any process group exists."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.config.schema import Config
+from shoal.data.prepare import Sets, prepare_sets
+from shoal.data.tokenizer import Tokenizer, load_tokenizer
+from shoal.mistakes import UserMistake
+from shoal.models.build import Blueprint, blueprint
+from shoal.models.hub import local_folder
+from shoal.observe.progress import Reporter
+from shoal.plan.choose import count_steps
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything a run reads."""
+
+    blueprint: Blueprint
+    tokenizer: Tokenizer
+    sets: Sets
+    steps: int
+
+
+def read_inputs(config: Config, reporter: Reporter) -> Inputs:
+    """Model description, tokenizer and rows. Needs no accelerator and no other rank."""
+    plan = blueprint(config.model)
+    tokenizer = _tokenizer(config, plan.folder)
+    if tokenizer.size > plan.vocabulary:
+        raise UserMistake(
+            f"The tokenizer has {tokenizer.size} tokens, but the model's vocabulary is {plan.vocabulary}; "
+            "give model.shape a vocab at least that large, or another model.tokenizer."
+        )
+    if plan.positions is not None and config.data.max_length > plan.positions:
+        raise UserMistake(
+            f"data.max_length is {config.data.max_length}, but the model was made for {plan.positions} positions; "
+            "lower it, or choose a model with more."
+        )
+    if plan.folder is None:
+        # A model of explicit sizes has no special tokens of its own: generation with an export needs the tokenizer's.
+        plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end
+    sets = prepare_sets(config.data, tokenizer, seed=config.seed, report=reporter.say)
+    for sentence in sets.training.summary.sentences():
+        reporter.say(sentence)
+    steps = count_steps(
+        epochs=config.train.epochs,
+        steps=config.train.steps,
+        tokens=config.train.tokens,
+        rows=sets.order.training_count,
+        targets=sets.training.summary.targets * sets.order.training_count // len(sets.training),
+        global_batch=config.train.global_batch,
+    )
+    return Inputs(plan, tokenizer, sets, steps)
+
+
+def _tokenizer(config: Config, model_folder: Path | None) -> Tokenizer:
+    name = config.model.tokenizer
+    if name == "bytes":
+        return load_tokenizer("bytes")
+    if name is not None:
+        folder = Path(name).expanduser()
+        return load_tokenizer(name, folder if folder.is_dir() else local_folder(name))
+    if model_folder is None:
+        raise UserMistake(
+            "model.shape gives random weights and no tokenizer; set model.tokenizer to a folder, a cached id, or bytes."
+        )
+    return load_tokenizer(str(model_folder), model_folder)
+
+

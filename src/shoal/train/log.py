@@ -1,0 +1,146 @@
+"""From device tensors to lines of `metrics.jsonl`, read one step late so that the device never waits for the host."""
+
+import math
+import resource
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from shoal.observe.metrics import Line, Sink, last_line
+from shoal.observe.progress import Reporter
+from shoal.parallel.ranks import Ranks
+from shoal.train.step import StepResult
+
+
+@dataclass
+class Window:
+    """Sums over the steps since the last line."""
+
+    steps: int = 0
+    targets: int = 0
+    inputs: int = 0  # of this rank: prompts and padding are computed on too
+    data_seconds: float = 0.0
+    began: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A line whose loss and norm are still on the device."""
+
+    step: int
+    result: StepResult
+    rate: float
+    tokens: int
+    window: Window
+    seconds: float  # a step's, on the mean of the window
+
+
+class StepLog:
+    """Told of every step; writes every `every`-th, and the last."""
+
+    def __init__(
+        self,
+        *,
+        every: int,
+        total: int,
+        sinks: list[Sink],
+        reporter: Reporter,
+        ranks: Ranks,
+        attempt: int,
+        flops_per_token: float,
+        peak: float | None,
+    ) -> None:
+        self.every = every
+        self.total = total
+        self.sinks = sinks
+        self.reporter = reporter
+        self.ranks = ranks
+        self.attempt = attempt
+        self.flops_per_token = flops_per_token
+        self.peak = peak
+        self.last: dict[str, float | int | None] = {}
+        self._window = Window()
+        self._pending: Pending | None = None
+        self._skipped = torch.zeros((), device=ranks.device)
+
+    def after_step(
+        self,
+        step: int,
+        result: StepResult,
+        *,
+        rate: float,
+        tokens: int,
+        inputs: int,
+        data_seconds: float,
+    ) -> Line | None:
+        """Take note of a step; returns the line of an earlier one, if it could be written by now."""
+        self._skipped += ~result.usable
+        window = self._window
+        window.steps += 1
+        window.targets += result.targets
+        window.inputs += inputs
+        window.data_seconds += data_seconds
+        # The step before this one is done by now, or nearly: reading it leaves the device this one's work to do.
+        line = self.flush()
+        if step % self.every == 0 or step == self.total:
+            self.ranks.sum(result.loss_sum)
+            seconds = (time.perf_counter() - window.began) / window.steps
+            self._pending = Pending(step, result, rate, tokens, window, seconds)
+            self._window = Window()
+        return line
+
+    def flush(self) -> Line | None:
+        """Read what is pending, and write its line."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        loss = float(pending.result.loss_sum) / pending.result.targets
+        norm = float(pending.result.norm)
+        window, seconds = pending.window, pending.seconds
+        mfu = None
+        if self.peak is not None:
+            mfu = round(window.inputs / window.steps / seconds * self.flops_per_token / self.peak, 4)
+        line: dict[str, float | int | None] = {
+            "step": pending.step,
+            "attempt": self.attempt,
+            "loss": loss if math.isfinite(loss) else None,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "lr": pending.rate,
+            "tokens": pending.tokens,
+            "tokens_per_second": round(window.targets / window.steps / seconds, 1),
+            "mfu": mfu,
+            "memory_gib": round(self.ranks.largest(_peak_memory_gib(self.ranks.device)), 3),
+            "data_seconds": round(window.data_seconds / window.steps, 6),
+            "seconds": round(seconds, 6),
+            "skipped": int(self._skipped),
+        }
+        self.write(line)
+        self.reporter.step(line, self.total)
+        self.last = line
+        return line
+
+    def write(self, line: Line) -> None:
+        for sink in self.sinks:
+            sink.write(line)
+
+    def restart_clock(self) -> None:
+        """After work that is not training: an evaluation, a save."""
+        self._window = Window()
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+def next_attempt(metrics: Path) -> int:
+    """0 for a first start, one more than the last line's after that."""
+    found = last_line(metrics).get("attempt")
+    return found + 1 if isinstance(found, int) else 0
+
+
+def _peak_memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,181 @@
+"""The training loop, top to bottom: step, log, evaluate, save, until it is done or asked to stop."""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint import state
+from shoal.checkpoint.retention import tidy
+from shoal.config.run import RunDirectory
+from shoal.config.schema import Config
+from shoal.data.loader import batches
+from shoal.observe.metrics import Line
+from shoal.parallel.ranks import Ranks
+from shoal.train.evaluate import evaluate
+from shoal.train.health import Diverged, SpikeWatch, StopRequest, spike_sigma
+from shoal.train.inputs import Inputs
+from shoal.train.schedule import make_schedule, peak_rate
+from shoal.train.setup import Job, set_up
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    run: str
+    step: int
+    steps: int
+    tokens: int
+    loss: float | None
+    eval_loss: float | None
+    skipped: int
+    seconds: float
+    checkpoint: str | None
+    stopped: str | None  # why it ended before its last step: "signal", "early_stop"; None: it did not
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def train(
+    config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, *, resume: bool, start_from: Path | None
+) -> Summary:
+    """Train on this rank, together with the others."""
+    began = time.perf_counter()
+    job = set_up(config, inputs, run, ranks, resume=resume, start_from=start_from)
+    try:
+        stopped = fit(job)
+    finally:
+        job.log.close()
+    last, progress = job.log.last, job.progress
+    return Summary(
+        run=str(run.path),
+        step=progress.step,
+        steps=job.inputs.steps,
+        tokens=progress.tokens,
+        loss=last.get("loss"),
+        eval_loss=progress.eval_loss,
+        skipped=int(last.get("skipped") or 0),
+        seconds=round(time.perf_counter() - began, 1),
+        checkpoint=str(job.saved) if job.saved else None,
+        stopped=stopped,
+    )
+
+
+def fit(job: Job) -> str | None:
+    """Run the steps that are left; returns why it stopped early, if it did."""
+    config, progress, sets = job.config, job.progress, job.inputs.sets
+    factor_at = make_schedule(config.train.schedule, job.inputs.steps)
+    rate = peak_rate(config.train)
+    spikes = SpikeWatch(spike_sigma(config.train.on_spike))
+    stopped = None
+    stream = batches(
+        sets.training,
+        sets.order,
+        first_step=progress.step,
+        global_batch=job.chosen.global_batch,
+        micro_batch=job.chosen.micro_batch,
+        rank=job.ranks.rank,
+        ranks=job.chosen.data_parallel,
+        pad=job.inputs.tokenizer.pad,
+        workers=config.data.workers,
+        pin=job.ranks.device.type == "cuda",
+    )
+    with StopRequest(job.ranks) as stop:
+        while progress.step < job.inputs.steps and stopped is None:
+            asked = time.perf_counter()
+            batch = next(stream)
+            waited = time.perf_counter() - asked
+
+            step_rate = rate * factor_at(progress.step)
+            result = job.step(batch, step_rate)
+            progress.step += 1
+            progress.tokens += batch.targets
+
+            line = job.log.after_step(
+                progress.step,
+                result,
+                rate=step_rate,
+                tokens=progress.tokens,
+                inputs=sum(one.inputs.numel() for one in batch.passes),
+                data_seconds=waited,
+            )
+            if line is not None:
+                look_after(job, line, spikes)
+
+            last = progress.step == job.inputs.steps
+            if sets.validation is not None and (last or progress.step % config.eval.every == 0) and no_gain(job):
+                stopped = "early_stop"
+            if stop.agreed():
+                stopped = "signal"
+            if last or stopped or progress.step % config.checkpoint.every == 0:
+                save(job)
+        stop.settle()
+    stream.close()
+    return stopped
+
+
+def look_after(job: Job, line: Line, spikes: SpikeWatch) -> None:
+    """Notice what a written line says about the run's health."""
+    if line["loss"] is None or line["grad_norm"] is None:
+        found = f"the loss or the gradient at step {line['step']} is not a number"
+        if job.config.train.on_nan == "stop":
+            raise Diverged(f"{found}; no weight was changed by it. Lower train.lr, or resume from {job.saved}.")
+        job.reporter.warn(f"{found}; {line['skipped']} such steps were skipped so far.")
+    elif (height := spikes.look(float(line["loss"]))) is not None:
+        job.reporter.warn(f"the loss {line['loss']:.4f} at step {line['step']} is {height:.1f} sigma above the recent ones.")
+
+
+def no_gain(job: Job) -> bool:
+    """Evaluate; true when `train.early_stop` has seen enough evaluations without a better loss."""
+    progress, config = job.progress, job.config
+    job.log.flush()
+    found = evaluate(
+        job.model,
+        job.inputs.sets,
+        micro_batch=job.chosen.micro_batch,
+        rows=config.eval.batches * job.chosen.global_batch,
+        pad=job.inputs.tokenizer.pad,
+        ranks=job.ranks,
+    )
+    job.log.write({"step": progress.step, "attempt": job.log.attempt, **found})
+    job.reporter.say(f"step {progress.step}  evaluation: loss {found['eval_loss']:.4f}, perplexity {found['eval_perplexity']:.2f}")
+    progress.evaluated_at, progress.eval_loss = progress.step, found["eval_loss"]
+    if progress.best is None or found["eval_loss"] < progress.best:
+        progress.best, progress.evaluations_without_gain = found["eval_loss"], 0
+    else:
+        progress.evaluations_without_gain += 1
+    job.log.restart_clock()
+    patience = config.train.early_stop.patience if config.train.early_stop else None
+    return patience is not None and progress.evaluations_without_gain >= patience
+
+
+def save(job: Job) -> None:
+    """Write a checkpoint, then remove those that need not stay."""
+    job.log.flush()
+    job.progress.metrics = metrics_of_this_step(job)
+    state.save(
+        job.run.checkpoints,
+        parameters=job.model.parameters,
+        optimizer=job.optimizer,
+        scaler=job.scaler,
+        progress=job.progress,
+        ranks=job.ranks,
+    )
+    job.saved = job.run.checkpoints / f"step-{job.progress.step:08d}"
+    if job.ranks.first:
+        keep = job.config.checkpoint
+        tidy(job.run.checkpoints, newest=keep.keep, best=keep.keep_best, metric=keep.metric)
+    job.log.restart_clock()
+
+
+def metrics_of_this_step(job: Job) -> dict[str, float]:
+    """What the checkpoint may be chosen by. An older evaluation says nothing about these weights."""
+    progress, last = job.progress, job.log.last
+    found: dict[str, float] = {}
+    if progress.eval_loss is not None and progress.evaluated_at == progress.step:
+        found["eval_loss"] = progress.eval_loss
+    if last.get("step") == progress.step and last["loss"] is not None:
+        found["loss"] = float(last["loss"])
+    return found

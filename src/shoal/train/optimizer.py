@@ -1,0 +1,123 @@
+"""The optimizer: which parameters decay, at which rate each learns, and its state by name."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.config.schema import OptimizerConfig, TrainConfig
+from shoal.mistakes import UserMistake
+from shoal.models.anatomy import Anatomy
+from shoal.train.lion import Lion
+
+
+class NamedOptimizer:
+    """One or more torch optimizers over parameters that have names. The rate is given at every step."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer], names: Mapping[nn.Parameter, str]) -> None:
+        self.parts = parts
+        self.names = names
+
+    def step(self, rate: float, usable: Tensor) -> None:
+        """Update the weights, unless `usable` is false: then nothing changes, the optimizer's state included."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = rate * group["rate_factor"]
+        fused = all(group.get("fused") for part in self.parts for group in part.param_groups)
+        if fused:  # the kernel itself looks at the flag, and the host need not wait for it
+            for part in self.parts:
+                part.found_inf = (~usable).float()  # type: ignore[attr-defined]
+        if fused or bool(usable):
+            for part in self.parts:
+                part.step()
+
+    def clear_gradients(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Every state tensor under 'field.parameter name'."""
+        return {
+            f"{field}.{self.names[parameter]}": value
+            for part in self.parts
+            for parameter, fields in part.state.items()
+            for field, value in fields.items()
+        }
+
+    def empty_state(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """Make the state that `stored` (name → shape) describes, ready to be filled, and return it as `state` does."""
+        places = {
+            self.names[parameter]: (part, parameter, bool(group.get("fused")))
+            for part in self.parts
+            for group in part.param_groups
+            for parameter in group["params"]
+        }
+        for key, shape in stored.items():
+            field, _, name = key.partition(".")
+            if name not in places:
+                continue
+            part, parameter, fused = places[name]
+            if tuple(shape) == tuple(parameter.shape) and shape:
+                value = torch.zeros_like(parameter, requires_grad=False)
+            else:  # a counter: fused kernels read it on the device, the others on the host
+                value = torch.zeros(shape, device=parameter.device if fused else "cpu")
+            part.state[parameter][field] = value
+        return self.state()
+
+
+def make_optimizer(
+    parameters: Mapping[str, nn.Parameter], train: TrainConfig, anatomy: Anatomy, device: torch.device
+) -> NamedOptimizer:
+    """The optimizer of the config over those `parameters` that are trained."""
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    for pattern in train.lr_groups:
+        if not any(fnmatch(name, pattern) for name in trained):
+            raise UserMistake(f"train.lr_groups: {pattern!r} fits no trained parameter.")
+    settings = train.optimizer
+    if settings.name == "muon":
+        # Muon is for matrices inside blocks; embedding, head, norms and biases learn by AdamW beside it.
+        matrices = {
+            name: parameter
+            for name, parameter in trained.items()
+            if parameter.dim() == 2 and name.startswith(f"{anatomy.blocks[0].rsplit('.', 1)[0]}.")
+        }
+        others = {name: parameter for name, parameter in trained.items() if name not in matrices}
+        parts = [_make("muon", matrices, train, device), _make("adamw", others, train, device)]
+    else:
+        parts = [_make(settings.name, trained, train, device)]
+    return NamedOptimizer(parts, {parameter: name for name, parameter in trained.items()})
+
+
+def _make(
+    name: str, parameters: Mapping[str, nn.Parameter], train: TrainConfig, device: torch.device
+) -> torch.optim.Optimizer:
+    settings = train.optimizer
+    groups = _groups(parameters, settings, train.lr_groups)
+    betas = tuple(settings.betas)
+    # The fused CPU kernel rounds the tail of a tensor unlike its middle, so shards of it would differ in the last bit.
+    fused = device.type == "cuda"
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=settings.eps, fused=fused, foreach=not fused)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=train.lr, momentum=settings.momentum, fused=fused, foreach=not fused)
+    if name == "lion":
+        return Lion(groups, lr=train.lr, betas=betas)
+    assert name == "muon", name
+    return torch.optim.Muon(groups, lr=train.lr, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw")
+
+
+def _groups(
+    parameters: Mapping[str, nn.Parameter], settings: OptimizerConfig, factors: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Parameters that share weight decay (none for vectors: norms and biases) and rate factor."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        decay = settings.weight_decay if parameter.dim() >= 2 else 0.0
+        factor = next((value for pattern, value in factors.items() if fnmatch(name, pattern)), 1.0)
+        groups.setdefault((decay, factor), []).append(parameter)
+    return [
+        {"params": members, "weight_decay": decay, "rate_factor": factor}
+        for (decay, factor), members in groups.items()
+    ]

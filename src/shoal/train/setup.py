@@ -1,0 +1,177 @@
+"""From a config to a job that is ready for its next step."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.checkpoint import state, store
+from shoal.checkpoint.state import Progress
+from shoal.config.mesh import Mesh, mesh_for
+from shoal.config.run import RunDirectory
+from shoal.config.schema import Config
+from shoal.mistakes import UserMistake
+from shoal.models.anatomy import matmul_parameters
+from shoal.models.build import build_on_meta
+from shoal.observe.metrics import open_sinks
+from shoal.observe.progress import Reporter
+from shoal.parallel.apply import ParallelModel, parallelize
+from shoal.parallel.device import Device, inspect_device
+from shoal.parallel.ranks import Ranks
+from shoal.plan.choose import Chosen, Sizes, choose_batch, choose_strategy
+from shoal.train.inputs import Inputs
+from shoal.train.log import StepLog, next_attempt
+from shoal.train.optimizer import NamedOptimizer, make_optimizer
+from shoal.train.scaler import LossScaler
+from shoal.train.step import TrainStep
+
+
+@dataclass
+class Job:
+    """One rank's share of a run: all that the loop uses."""
+
+    config: Config
+    run: RunDirectory
+    ranks: Ranks
+    reporter: Reporter
+    inputs: Inputs
+    chosen: Chosen
+    model: ParallelModel
+    optimizer: NamedOptimizer
+    scaler: LossScaler
+    step: TrainStep
+    log: StepLog
+    progress: Progress
+    saved: Path | None  # the newest checkpoint
+
+
+def set_up(
+    config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, *, resume: bool, start_from: Path | None
+) -> Job:
+    """Build the model over all ranks, and load the checkpoint there is to start from."""
+    reporter = Reporter(speaks=ranks.first)
+    seed_everything(config.seed, ranks.rank, config.train.deterministic)
+    built = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
+    device = inspect_device(ranks.device)
+    chosen, mesh = choose(config, built, ranks.world_size, device)
+    checkpoint = starting_point(run, ranks, resume=resume, start_from=start_from)
+    parameters = sum(parameter.numel() for parameter in built.parameters())
+
+    model = parallelize(
+        built,
+        config,
+        strategy=chosen.strategy,
+        mesh=mesh,
+        ranks=ranks,
+        micro_batch=chosen.micro_batch,
+        folder=inputs.blueprint.folder,
+        values=checkpoint is None,
+    )
+    optimizer = make_optimizer(model.parameters, config.train, model.anatomy, ranks.device)
+    scaler = LossScaler(ranks.device, enabled=model.precision.scaled)
+    progress = Progress(world_size=ranks.world_size)
+    if checkpoint is not None:
+        progress = state.load(
+            checkpoint, parameters=model.parameters, optimizer=optimizer, scaler=scaler, ranks=ranks
+        )
+        model.weights_changed()
+        reporter.say(f"Going on after step {progress.step}, from {checkpoint}.")
+    if ranks.first:
+        _describe(run, inputs, chosen, built, parameters)
+        passes = "1 pass" if chosen.passes == 1 else f"{chosen.passes} passes"
+        reporter.say(
+            f"{parameters:,} parameters, {chosen.strategy} ({chosen.reason}) on {ranks.world_size} × {ranks.device.type}; "
+            f"{inputs.steps} steps of {chosen.global_batch} rows, {chosen.micro_batch} a device in {passes}."
+        )
+    return Job(
+        config=config,
+        run=run,
+        ranks=ranks,
+        reporter=reporter,
+        inputs=inputs,
+        chosen=chosen,
+        model=model,
+        optimizer=optimizer,
+        scaler=scaler,
+        step=TrainStep(
+            model,
+            optimizer,
+            scaler,
+            clip=config.train.clip,
+            data_parallel=chosen.data_parallel,
+            device=ranks.device,
+        ),
+        log=StepLog(
+            every=config.log.every,
+            total=inputs.steps,
+            sinks=open_sinks(config.log.to, run.path) if ranks.first else [],
+            reporter=reporter,
+            ranks=ranks,
+            attempt=next_attempt(run.metrics),
+            flops_per_token=flops_per_token(model, config.data.max_length),
+            peak=device.peak(config.train.precision),
+        ),
+        progress=progress,
+        saved=checkpoint,
+    )
+
+
+def choose(config: Config, model: torch.nn.Module, world_size: int, device: Device) -> tuple[Chosen, Mesh]:
+    """Strategy, mesh and batch arithmetic of this run."""
+    settings = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    sizes = Sizes(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        layers=settings.num_hidden_layers,
+        hidden=settings.hidden_size,
+        vocabulary=settings.vocab_size,
+        length=config.data.max_length,
+    )
+    strategy, reason = choose_strategy(config.parallel.strategy, sizes, world_size, device.memory_gib)
+    mesh = mesh_for(config.parallel, strategy, world_size)
+    micro_batch, passes = choose_batch(
+        config.train.global_batch,
+        config.train.micro_batch,
+        mesh.data_parallel,
+        sizes,
+        shards=mesh.dp_shard,
+        memory_gib=device.memory_gib,
+    )
+    chosen = Chosen(strategy, reason, world_size, mesh.data_parallel, micro_batch, passes, config.train.global_batch)
+    return chosen, mesh
+
+
+def starting_point(run: RunDirectory, ranks: Ranks, *, resume: bool, start_from: Path | None) -> Path | None:
+    """The checkpoint to begin with, if any."""
+    if start_from is not None:
+        if store.read_manifest(start_from) is None:
+            raise UserMistake(f"--from: {start_from} is not a whole checkpoint (its MANIFEST.json is missing or wrong).")
+        return start_from
+    return state.newest(run.checkpoints, ranks) if resume else None
+
+
+def flops_per_token(model: ParallelModel, length: int) -> float:
+    """As the published tables count: 6 for each entry of a matrix, and attention without the causal half."""
+    settings = model.model.config.get_text_config()
+    attention = 12 * settings.num_hidden_layers * settings.hidden_size * length
+    return 6 * matmul_parameters(model.parameters, model.anatomy) + attention
+
+
+def seed_everything(seed: int, rank: int, deterministic: bool) -> None:
+    """Dropout differs between ranks, as it differs between the rows that they see."""
+    torch.manual_seed(seed * 100_003 + rank)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def _describe(run: RunDirectory, inputs: Inputs, chosen: Chosen, model: torch.nn.Module, parameters: int) -> None:
+    """Write what other commands need to know of this run: how it is carried out, its model, its tokenizer."""
+    plan = {"parameters": parameters, "steps": inputs.steps, "chosen": chosen.as_dict()}
+    store.write_atomically(run.plan, json.dumps(plan, indent=2) + "\n")
+    settings = inputs.blueprint.settings
+    settings.architectures = [type(model).__name__]
+    settings.save_pretrained(run.model)
+    inputs.tokenizer.save(run.model)

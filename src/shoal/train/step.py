@@ -1,0 +1,64 @@
+"""One optimizer step: passes, one clip, one update. The host never waits for the device here."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.data.loader import StepBatch
+from shoal.parallel.apply import ParallelModel
+from shoal.train.gradients import clip_factor, global_norm, multiply
+from shoal.train.optimizer import NamedOptimizer
+from shoal.train.scaler import LossScaler
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Device tensors, to be read when the numbers are needed and not before."""
+
+    loss_sum: Tensor  # over this rank's target tokens, in fp64: the step's loss is the sum over ranks by `targets`
+    targets: int  # of all ranks
+    norm: Tensor
+    usable: Tensor  # false: a number was not finite, and the step changed nothing
+
+
+class TrainStep:
+    """Turns a batch into an update of the weights."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: NamedOptimizer,
+        scaler: LossScaler,
+        *,
+        clip: float | None,
+        data_parallel: int,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.clip = clip
+        self.data_parallel = data_parallel
+        self.device = device
+        self.trained = [parameter for parameter in model.parameters.values() if parameter.requires_grad]
+
+    def __call__(self, batch: StepBatch, rate: float) -> StepResult:
+        # The loss is the sum over all target tokens of the step, on all ranks, divided by their number. Data-parallel
+        # strategies average gradients over ranks where a sum is wanted, hence the factor.
+        share = self.data_parallel / batch.targets
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, micro_batch in enumerate(batch.passes):
+            with self.model.accumulating(last=index == len(batch.passes) - 1):
+                loss_sum, _ = self.model(micro_batch.to(self.device))
+                (loss_sum * (self.scaler.scale * share)).backward()
+            total += loss_sum.detach()
+        norm = global_norm(self.trained) / self.scaler.scale
+        usable = norm.isfinite()
+        if self.clip is not None or self.scaler.enabled:
+            multiply(self.trained, clip_factor(norm, self.clip) / self.scaler.scale)
+        self.optimizer.step(rate, usable)
+        self.optimizer.clear_gradients()
+        self.scaler.update(usable)
+        self.model.weights_changed()
+        return StepResult(total, batch.targets, norm, usable)

@@ -1,0 +1,108 @@
+"""Promises about the GPUs and links: found by our names, recognised by the driver's, and no impossible figures."""
+
+import pytest
+
+from shoal.catalogue.gpus import GPUS, LINKS, find_gpu, find_link, recognise
+from shoal.mistakes import UserMistake
+
+PRINTED = {
+    "Tesla T4": "t4",
+    "Tesla V100-SXM2-16GB": "v100-16gb",
+    "Tesla V100-SXM2-32GB": "v100-32gb",
+    "Tesla V100-SXM3-32GB": "v100-32gb",
+    "NVIDIA A10G": "a10g",
+    "NVIDIA L4": "l4",
+    "NVIDIA L40": "l40",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA GeForce RTX 3090": "rtx3090",
+    "GeForce RTX 3090": "rtx3090",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    "NVIDIA GeForce RTX 5090": "rtx5090",
+    "NVIDIA RTX A6000": "a6000",
+    "A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA H100 80GB HBM3": "h100-80gb",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "AMD Instinct MI250X / MI250": "mi250",
+    "AMD Instinct MI300X": "mi300x",
+    "cpu": "cpu",
+}
+
+
+@pytest.mark.parametrize(("printed", "name"), PRINTED.items())
+def test_what_the_driver_prints_is_recognised(printed: str, name: str) -> None:
+    assert recognise(printed) is GPUS[name]
+
+
+@pytest.mark.parametrize(
+    ("printed", "name", "link"),
+    [
+        ("Tesla V100-PCIE-32GB", "v100-32gb", "pcie3"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb", "pcie4"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb", "pcie4"),
+    ],
+)
+def test_a_pcie_card_is_not_promised_nvlink(printed: str, name: str, link: str) -> None:
+    gpu = recognise(printed)
+    assert gpu is not None
+    assert (gpu.name, gpu.link) == (name, link)
+    assert GPUS[name].link != link
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+        "NVIDIA H100 NVL",
+        "NVIDIA GH200 480GB",
+        "NVIDIA A10",
+        "Tesla P100-PCIE-16GB",
+    ],
+)
+def test_a_device_that_only_resembles_an_entry_is_not_taken_for_it(printed: str) -> None:
+    assert recognise(printed) is None
+
+
+def test_names_are_found_however_they_are_spelled() -> None:
+    assert find_gpu("H100_80GB") is GPUS["h100-80gb"]
+    assert find_link("InfiniBand NDR") is LINKS["infiniband-ndr"]
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_ones() -> None:
+    with pytest.raises(UserMistake, match=r"No GPU is called 'a100'\. Did you mean a100-80gb or a100-40gb"):
+        find_gpu("a100")
+    with pytest.raises(UserMistake, match=r"No link is called 'nvlink'\. Did you mean nvlink"):
+        find_link("nvlink")
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_has_a_known_link_and_plausible_figures(name: str) -> None:
+    gpu = GPUS[name]
+    assert gpu.name == name
+    assert gpu.link in LINKS
+    if gpu.fp8 is not None:
+        assert gpu.bf16 is not None
+        # A dense figure mixed with a sparse one would show as a ratio of one or four.
+        assert gpu.fp8 / gpu.bf16 == pytest.approx(2, rel=0.02)
+    if gpu.compute_capability is not None:
+        assert (gpu.bf16 is not None) == (gpu.compute_capability >= (8, 0))
+        assert (gpu.fp8 is not None) == (gpu.compute_capability >= (8, 9))
+        assert gpu.fp16 > gpu.fp32
+
+
+def test_memory_is_what_programs_get_and_not_the_name_on_the_box() -> None:
+    for name, on_the_box in {"a100-40gb": 40, "a100-80gb": 80, "h100-80gb": 80, "v100-32gb": 32, "h200": 141}.items():
+        assert 0.97 * on_the_box < GPUS[name].memory_gib < on_the_box
+
+
+def test_links_inside_a_machine_are_faster_than_those_between_machines() -> None:
+    for gpu in GPUS.values():
+        if gpu.link.startswith(("nvlink", "xgmi")):
+            assert LINKS[gpu.link].bytes_per_second > LINKS["infiniband-ndr"].bytes_per_second
+    assert LINKS["pcie3"].bytes_per_second < LINKS["pcie4"].bytes_per_second < LINKS["pcie5"].bytes_per_second

@@ -1,0 +1,168 @@
+"""Promises about model shapes: exact counts, helpful lookups, no contradictory sizes. None needs torch."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from shoal.catalogue.shapes import (
+    FAMILIES,
+    NAMED,
+    ModelShape,
+    block_matrices,
+    block_vectors,
+    embedding_parameters,
+    find_shape,
+    head_parameters,
+    parameters,
+    shape_from_sizes,
+)
+from shoal.mistakes import UserMistake
+
+PUBLISHED_TOTALS = {
+    "gpt2": 124_439_808,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "tinyllama-1.1b": 1_100_048_384,
+    "smollm2-135m": 134_515_008,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-32b": 32_762_123_264,
+}
+
+# llm-foundry's throughput table, at the sequence length in the second place.
+MPT_TABLE = [
+    ("mpt-125m", 2048, 125_311_488),
+    ("mpt-350m", 2048, 355_985_408),
+    ("mpt-760m", 4096, 763_616_256),
+    ("mpt-1b", 2048, 1_315_950_592),
+    ("mpt-3b", 2048, 2_651_837_440),
+    ("mpt-7b", 65_536, 6_918_905_856),
+    ("mpt-13b", 2048, 12_853_954_560),
+    ("mpt-30b", 2048, 29_975_214_080),
+    ("mpt-70b", 2048, 64_862_437_376),
+]
+
+
+def small(family: str = "llama", **changes: object) -> ModelShape:
+    sizes: dict[str, object] = {
+        "hidden": 64, "layers": 2, "heads": 4, "vocab": 99, "positions": 33, "tied": True, **changes
+    }  # fmt: skip
+    return shape_from_sizes(family, **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "total"), PUBLISHED_TOTALS.items())
+def test_the_count_is_the_published_total(name: str, total: int) -> None:
+    assert parameters(NAMED[name]) == total
+
+
+@pytest.mark.parametrize(("name", "length", "total"), MPT_TABLE)
+def test_mpt_sizes_explain_the_published_totals_exactly(name: str, length: int, total: int) -> None:
+    # The table's runs had learned positions and biases, which our shapes (as the mpt models on the hub) have not:
+    # nine widths of bias and two of norm offset a block, one more for the final norm.
+    shape = NAMED[name]
+    assert parameters(shape) + shape.hidden * (length + 11 * shape.layers + 1) == total
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_named_shape_agrees_with_itself(name: str) -> None:
+    shape = NAMED[name]
+    assert shape.heads % shape.kv_heads == 0
+    assert shape.head_size % 2 == 0
+    assert shape.traits is FAMILIES[shape.family]
+    parts = embedding_parameters(shape) + head_parameters(shape)
+    assert parameters(shape) == parts + shape.layers * (block_matrices(shape) + block_vectors(shape))
+
+
+def test_a_tied_head_is_counted_once() -> None:
+    tied = small()
+    assert parameters(replace(tied, tied=False)) - parameters(tied) == tied.vocab * tied.hidden
+
+
+def test_a_shape_can_be_a_dictionary_key_and_knows_its_head_size() -> None:
+    assert {NAMED["llama3.2-1b"]: 1}[find_shape("llama3.2-1b")] == 1
+    assert NAMED["llama3.2-1b"].head_size == 64
+    assert NAMED["qwen3-32b"].head_size == 128  # and not 5120 / 64
+
+
+def test_a_name_is_found_in_any_case() -> None:
+    assert find_shape(" Llama3-8B ") is NAMED["llama3-8b"]
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_ones() -> None:
+    with pytest.raises(UserMistake, match=r"No model shape is called 'lama3-8b'\. Did you mean llama3-8b"):
+        find_shape("lama3-8b")
+
+
+def test_explicit_sizes_take_the_familys_habits_for_the_rest() -> None:
+    assert small("gpt2").ffn == small("neox").ffn == small("bert").ffn == 256
+    assert small("llama").ffn == 192  # 8/3 of 64 is 170.7, and the next multiple of 64 is 192
+    assert small("llama", hidden=768).ffn == 2048  # already a multiple: nothing is added
+    assert small("neox").rotary_share == 0.25
+    assert small("bert").norm_eps == 1e-12
+    assert small("qwen3").rope_theta == 1e6
+    assert small("llama").kv_heads == 4
+
+
+def test_the_design_pages_example_is_what_it_says() -> None:
+    shape = shape_from_sizes(
+        "llama", hidden=256, layers=4, heads=8, kv_heads=4, ffn=688, vocab=512, positions=1024, tied=True
+    )
+    assert (shape.kv_heads, shape.ffn, shape.head_size) == (4, 688, 32)
+    assert parameters(shape) == 512 * 256 + 4 * (256 * (256 * 2 + 128 * 2 + 3 * 688) + 2 * 256) + 256
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("llama", {"hidden": 66}, "hidden .66. does not divide into 4 heads"),
+        ("llama", {"kv_heads": 3}, "4 heads cannot share 3 kv_heads"),
+        ("llama", {"kv_heads": 8}, "4 heads cannot share 8 kv_heads"),
+        ("gpt2", {"kv_heads": 2}, "kv_heads .2. has no meaning for the family gpt2"),
+        ("neox", {"kv_heads": 2}, "kv_heads .2. has no meaning for the family neox"),
+        ("bert", {"kv_heads": 2}, "kv_heads .2. has no meaning for the family bert"),
+        ("qwen2", {"hidden": 60}, "Each head has 15 channels"),
+        ("neox", {"hidden": 8}, "of 2 channels that is none"),
+        ("llama", {"layers": 0}, "layers is 0"),
+        ("llama", {"heads": 0}, "heads is 0"),
+        ("llama", {"kv_heads": 0}, "kv_heads is 0"),
+        ("lama", {}, "'lama' is not one we know.*Did you mean llama"),
+        ("mpt", {}, "for the forecast only"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused_in_a_sentence(
+    family: str, changes: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(UserMistake, match=sentence):
+        small(family, **changes)
+
+
+def test_as_many_kv_heads_as_heads_contradict_no_family() -> None:
+    assert small("gpt2", kv_heads=4) == small("gpt2")
+
+
+def test_an_odd_head_size_is_fine_where_positions_are_learned() -> None:
+    assert small("gpt2", hidden=60).head_size == 15
+
+
+def test_the_catalogue_imports_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys, shoal.catalogue.shapes, shoal.catalogue.gpus; "
+        "sys.exit(bool({'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,116 @@
+"""Nothing is silently ignored: an option without effect says so, and one with effect does not."""
+
+from typing import Any
+
+import pytest
+
+from shoal.config import Config, without_effect
+from shoal.config.effect import _RULES
+from shoal.config.schema import every_key
+
+
+def config(**blocks: Any) -> Config:
+    return Config.model_validate({"model": {"shape": "small"}, **blocks})
+
+
+def test_defaults_are_never_spoken_of() -> None:
+    for world_size in (None, 1, 8):
+        assert without_effect(config(), world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("useless", "useful", "world_size", "says"),
+    [
+        (
+            {"train": {"base_batch": 8}},
+            {"train": {"base_batch": 8, "lr_scaling": "linear"}},
+            None,
+            "train.base_batch 8 has no effect: train.lr_scaling is none.",
+        ),
+        (
+            {"parallel": {"prefetch": 2, "strategy": "ddp"}},
+            {"parallel": {"prefetch": 2, "strategy": "fsdp"}},
+            8,
+            "parallel.prefetch 2 has no effect: parallel.strategy is ddp, which shards nothing.",
+        ),
+        (
+            {"parallel": {"sharding": "no_shard", "strategy": "single"}},
+            {"parallel": {"sharding": "no_shard"}},
+            None,
+            "parallel.sharding no_shard has no effect: parallel.strategy is single, which shards nothing.",
+        ),
+        (
+            {"train": {"reduce_dtype": "bf16", "precision": "32-true"}},
+            {"train": {"reduce_dtype": "bf16"}},
+            8,
+            "train.reduce_dtype bf16 has no effect: train.precision 32-true sums gradients in fp32 anyway.",
+        ),
+        (
+            {"data": {"train_on": "all", "format": "text"}},
+            {"data": {"train_on": "all", "format": "alpaca"}},
+            None,
+            "data.train_on all has no effect: plain text has no answers, so every token counts.",
+        ),
+        (
+            {"train": {"schedule": {"name": "constant", "min_ratio": 0.5}}},
+            {"train": {"schedule": {"name": "linear", "min_ratio": 0.5}}},
+            None,
+            "train.schedule.min_ratio 0.5 has no effect: a constant schedule does not fall.",
+        ),
+        (
+            {"train": {"optimizer": {"name": "sgd", "betas": [0.5, 0.5]}}},
+            {"train": {"optimizer": {"name": "lion", "betas": [0.5, 0.5]}}},
+            None,
+            "train.optimizer.betas [0.5, 0.5] has no effect: sgd does not use it.",
+        ),
+        (
+            {"train": {"optimizer": {"momentum": 0.5}}},
+            {"train": {"optimizer": {"name": "muon", "momentum": 0.5}}},
+            None,
+            "train.optimizer.momentum 0.5 has no effect: adamw does not use it.",
+        ),
+        (
+            {"data": {"validation": 0}, "eval": {"every": 5}},
+            {"data": {"validation": "held-out.json"}, "eval": {"every": 5}},
+            None,
+            "eval.every 5 has no effect: data.validation is 0, so nothing is evaluated.",
+        ),
+        (
+            {"data": {"validation": 0}, "checkpoint": {"keep_best": 1}},
+            {"data": {"validation": 0}, "checkpoint": {"keep_best": 1, "metric": "loss"}},
+            None,
+            "checkpoint.keep_best 1 has no effect: data.validation is 0, so nothing is evaluated.",
+        ),
+        (
+            {"adapter": {"rank": 4}},
+            {"adapter": {"rank": 4, "kind": "lora"}},
+            None,
+            "adapter.rank 4 has no effect: adapter.kind is none.",
+        ),
+        (
+            {"parallel": {"compress": "bf16", "strategy": "fsdp"}},
+            {"parallel": {"compress": "bf16", "strategy": "ddp"}},
+            8,
+            "parallel.compress bf16 has no effect: parallel.strategy is fsdp.",
+        ),
+    ],
+)
+def test_an_option_without_effect_says_so_and_one_with_effect_does_not(
+    useless: dict[str, Any], useful: dict[str, Any], world_size: int | None, says: str
+) -> None:
+    assert without_effect(config(**useless), world_size) == [says]
+    assert without_effect(config(**useful), world_size) == []
+
+
+def test_auto_on_one_device_counts_as_single_and_elsewhere_as_unknown() -> None:
+    chosen = config(parallel={"reshard": True}, train={"reduce_dtype": "bf16"})
+    assert [sentence.split(" ")[0] for sentence in without_effect(chosen, 1)] == [
+        "train.reduce_dtype",
+        "parallel.reshard",
+    ]
+    assert without_effect(chosen, 8) == []
+    assert without_effect(chosen, None) == []
+
+
+def test_the_rules_name_real_keys() -> None:
+    assert {key for key, _ in _RULES} <= {key for key, _ in every_key()}

@@ -1,0 +1,60 @@
+"""The mesh: which grid of devices a strategy means."""
+
+import pytest
+
+from shoal.config import Mesh, mesh_for
+from shoal.config.schema import ParallelConfig
+from shoal.mistakes import UserMistake
+
+
+@pytest.mark.parametrize(
+    ("degrees", "strategy", "world_size", "expected"),
+    [
+        ({}, "single", 1, Mesh()),
+        ({}, "ddp", 1, Mesh()),
+        ({}, "ddp", 8, Mesh(dp_replicate=8)),
+        ({}, "fsdp", 8, Mesh(dp_shard=8)),
+        ({}, "zero3", 4, Mesh(dp_shard=4)),
+        ({"tp": 2, "pp": 3}, "ddp", 12, Mesh(pp=3, dp_replicate=2, tp=2)),
+        ({"tp": 2, "cp": 4}, "fsdp", 32, Mesh(dp_shard=4, cp=4, tp=2)),
+        ({"sharding": "no_shard"}, "fsdp", 4, Mesh(dp_replicate=4)),
+        ({"sharding": "hybrid_shard", "replicate": 2}, "fsdp", 8, Mesh(dp_replicate=2, dp_shard=4)),
+        # Under ddp the sharding has no effect.
+        ({"sharding": "hybrid_shard", "replicate": 2}, "ddp", 8, Mesh(dp_replicate=8)),
+    ],
+)
+def test_a_strategy_is_a_mesh_over_all_processes(
+    degrees: dict[str, object], strategy: str, world_size: int, expected: Mesh
+) -> None:
+    mesh = mesh_for(ParallelConfig.model_validate(degrees), strategy, world_size)
+    assert mesh == expected
+    assert mesh.world_size == world_size
+
+
+def test_data_parallel_counts_replicas_and_shards() -> None:
+    mesh = Mesh(pp=2, dp_replicate=3, dp_shard=5, cp=7, tp=11)
+    assert mesh.data_parallel == 15
+    assert mesh.world_size == 2310
+
+
+@pytest.mark.parametrize(
+    ("degrees", "strategy", "world_size", "says"),
+    [
+        ({}, "single", 2, "single runs one process, but there are 2"),
+        ({"tp": 3}, "fsdp", 8, "8 processes cannot be divided into groups of 3"),
+        ({"tp": 2, "pp": 2}, "ddp", 2, r"groups of 4 \(parallel.tp 2 × pp 2 × cp 1\)"),
+        ({"tp": 2}, "ddp", 1, "1 process cannot be divided"),
+        ({"sharding": "hybrid_shard", "replicate": 3}, "fsdp", 8, "replicate 3 does not divide the 8"),
+        ({"sharding": "hybrid_shard"}, "fsdp", 8, "needs parallel.replicate"),
+    ],
+)
+def test_processes_that_the_degrees_do_not_divide_are_refused(
+    degrees: dict[str, object], strategy: str, world_size: int, says: str
+) -> None:
+    with pytest.raises(UserMistake, match=says):
+        mesh_for(ParallelConfig.model_validate(degrees), strategy, world_size)
+
+
+def test_a_degree_below_one_is_a_broken_invariant() -> None:
+    with pytest.raises(AssertionError):
+        Mesh(tp=0)

@@ -1,0 +1,42 @@
+"""Shared by all tests: a cache of their own, one thread a process, and small data to train on."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+# Before torch: a process that has started OpenMP threads cannot fork ranks that use them, and one thread a rank is
+# what makes sums come out the same in one process and in many.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ["SHOAL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def instructions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of instruction rows of very different lengths."""
+    source = random.Random(7)
+    words = "the shoal turns as one and every swimmer follows its nearest neighbours through dark water".split()
+    path = tmp_path_factory.mktemp("data") / "instructions.jsonl"
+    with path.open("w") as file:
+        for _ in range(300):
+            question = " ".join(source.choices(words, k=source.randint(1, 6)))
+            answer = " ".join(source.choices(words, k=source.randint(1, 12)))
+            file.write(json.dumps({"instruction": question, "output": answer}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real text: a module of Python's standard library."""
+    import argparse
+
+    path = tmp_path_factory.mktemp("data") / "argparse.txt"
+    path.write_text(Path(argparse.__file__).read_text())
+    return path

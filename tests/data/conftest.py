@@ -1,0 +1,88 @@
+"""What the data tests share: settings as the config has them, a cache of their own, and a small tokenizer."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.data import Rows, Summary
+from shoal.data.rows import DOCUMENT, TARGET
+
+
+@dataclass
+class Data:
+    """Stands for `config.data`: attributes named as the YAML's keys."""
+
+    source: Any = "text"
+    path: Any = None
+    format: str = "auto"
+    max_length: int = 16
+    pack: bool = True
+    train_on: str = "answers"
+    validation: Any = 0
+    workers: int = 0
+    on_error: str = "stop"
+
+
+@pytest.fixture
+def settings() -> type[Data]:
+    return Data
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "cache"
+    monkeypatch.setenv("SHOAL_CACHE", str(place))
+    return place
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, Any], Path]:
+    """Write text, bytes, or rows (as a JSON array, or one a line for .jsonl) into a file of this test."""
+
+    def write_file(name: str, content: Any) -> Path:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, bytes):
+            file.write_bytes(content)
+        elif isinstance(content, str):
+            file.write_bytes(content.encode())
+        elif name.endswith(".jsonl"):
+            file.write_text("".join(json.dumps(row) + "\n" for row in content))
+        else:
+            file.write_text(json.dumps(content, indent=1))
+        return file
+
+    return write_file
+
+
+@pytest.fixture
+def make_rows() -> Callable[..., Rows]:
+    """Rows without any file: `count` rows of random documents, several to a row when `separate`."""
+
+    def make(count: int, *, length: int = 12, separate: bool = False, seed: int = 0) -> Rows:
+        random = np.random.default_rng(seed)
+        sizes = random.integers(3, length + 2, count)
+        ends = np.cumsum(sizes)
+        starts = ends - sizes
+        tokens = random.integers(0, 250, int(sizes.sum())).astype(np.uint16)
+        flags = (random.random(len(tokens)) < 0.7).astype(np.uint8) * TARGET
+        flags[starts] = DOCUMENT
+        if separate:
+            flags[random.random(len(tokens)) < 0.2] = DOCUMENT
+        targets = np.array(
+            [int((flags[a + 1 : b] & TARGET).sum()) for a, b in zip(starts, ends, strict=True)], dtype=np.int32
+        )
+        summary = Summary("alpaca", separate, count, len(tokens), count, int(sizes.max()) - 1, int(targets.sum()), 0.5)
+        return Rows(tokens, flags, starts, ends, targets, summary)
+
+    return make

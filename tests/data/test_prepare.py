@@ -1,0 +1,376 @@
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shoal.data import Rows, load_tokenizer, prepare, prepare_sets, sources, tokenise
+from shoal.data.formats import alpaca_prompt
+from shoal.data.rows import DOCUMENT, TARGET, ArrayWriter
+from shoal.mistakes import UserMistake
+
+Write = Callable[[str, Any], Path]
+BYTES = load_tokenizer("bytes")
+END = BYTES.end
+
+
+def quiet(sentence: str) -> None:
+    pass
+
+
+def contents(rows: Rows) -> list[list[int]]:
+    return [rows[row][0].tolist() for row in range(len(rows))]
+
+
+def joined(parts: list[list[int]]) -> list[int]:
+    return list(chain.from_iterable(parts))
+
+
+def labels(rows: Rows) -> list[list[int]]:
+    """The tokens of each row that are trained on."""
+    found = (rows[row] for row in range(len(rows)))
+    return [tokens[1:][flags[1:] & TARGET != 0].tolist() for tokens, flags in found]
+
+
+def alpaca_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
+    random = np.random.default_rng(seed)
+    return [
+        {"instruction": f"Say {number}.", "output": f"{number} " * int(random.integers(1, 30))}
+        for number in range(count)
+    ]
+
+
+def only_entry(cache: Path) -> Path:
+    (entry,) = [place for place in (cache / "data").iterdir() if place.is_dir()]
+    return entry
+
+
+# What rows hold
+
+
+def test_a_stream_is_every_document_with_its_end_cut_without_loss(write: Write, settings: Any, tmp_path: Path) -> None:
+    documents = ["first text\r\n", "zwei 🐟", "the third document is a good deal longer than a row"]
+    for number, document in enumerate(documents):
+        write(f"corpus/{number}.txt", document)
+    rows = prepare(settings(path=tmp_path / "corpus", max_length=8), BYTES, report=quiet)
+    stream = [token for document in documents for token in [*document.encode(), END]]
+    expected = [stream[start : start + 9] for start in range(0, len(stream) - 1, 8)]
+    assert contents(rows) == expected
+    assert rows.tokens.dtype == np.uint16
+    assert not rows.separate
+    # The first token of each document is seen but never asked for.
+    begins = np.cumsum([0, *(len(document.encode()) + 1 for document in documents[:-1])])
+    assert np.flatnonzero(rows.flags & DOCUMENT).tolist() == begins.tolist()
+    assert joined(labels(rows)) == [token for place, token in enumerate(stream) if place not in begins]
+    assert rows.targets.tolist() == [len(row) for row in labels(rows)]
+    assert rows.summary.documents == 3
+    assert rows.summary.tokens == len(stream)
+    assert rows.summary.longest == 8
+
+
+@pytest.mark.parametrize(("piece", "at_once"), [(5, 3), (7, 1000), (1 << 20, 1)])
+def test_the_stream_does_not_depend_on_how_it_was_read(
+    write: Write, settings: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, piece: int, at_once: int
+) -> None:
+    for number in range(4):
+        write(f"corpus/{number}.txt", f"document {number} 🐟\n" * (number + 1))
+    data = settings(path=tmp_path / "corpus")
+    expected = prepare(data, BYTES, cache=tmp_path / "one", report=quiet)
+    monkeypatch.setattr(sources, "PIECE", piece)
+    monkeypatch.setattr(tokenise, "_CHARACTERS_AT_ONCE", at_once)
+    found = prepare(data, BYTES, cache=tmp_path / "two", report=quiet)
+    assert contents(found) == contents(expected)
+    assert found.flags.tolist() == expected.flags.tolist()
+    assert found.summary == expected.summary
+
+
+def test_unpacked_text_is_split_into_rows_that_keep_every_label(write: Write, settings: Any) -> None:
+    file = write("a.jsonl", [{"text": "abcdefghij"}, {"text": ""}, {"text": "xyz"}])
+    rows = prepare(settings(source="json", path=file, pack=False, max_length=4), BYTES, report=quiet)
+    text = [*b"abcdefghij", END]
+    assert contents(rows) == [text[0:5], text[4:9], text[8:11], [*b"xyz", END]]
+    assert joined(labels(rows)) == [*text[1:], *b"yz", END]
+    assert rows.summary.empty == 1
+    assert rows.summary.truncated == 0
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_loss_is_on_the_answer_and_its_end_only(write: Write, settings: Any, pack: bool) -> None:
+    file = write("a.json", [{"instruction": "Add.", "input": "1 + 1", "output": "2"}])
+    rows = prepare(settings(source="json", path=file, pack=pack, max_length=300), BYTES, report=quiet)
+    assert contents(rows) == [[*alpaca_prompt("Add.", "1 + 1").encode(), *b"2", END]]
+    assert labels(rows) == [[*b"2", END]]
+    assert rows.summary.format == "alpaca"
+    everything = prepare(
+        settings(source="json", path=file, pack=pack, max_length=300, train_on="all"), BYTES, report=quiet
+    )
+    assert labels(everything) == [contents(rows)[0][1:]]
+
+
+def test_an_empty_answer_still_trains_to_stop(write: Write, settings: Any) -> None:
+    file = write("a.json", [{"instruction": "Be silent.", "output": ""}])
+    assert labels(prepare(settings(source="json", path=file, max_length=300), BYTES, report=quiet)) == [[END]]
+
+
+def test_packing_keeps_documents_whole_and_loses_or_repeats_none(write: Write, settings: Any) -> None:
+    documents = alpaca_rows(60)
+    file = write("a.jsonl", documents)
+    rows = prepare(settings(source="json", path=file, max_length=399), BYTES, report=quiet)
+    assert rows.separate
+    found = []
+    for row in range(len(rows)):
+        tokens, flags = rows[row]
+        assert len(tokens) <= 400
+        assert flags[0] == DOCUMENT
+        found += [part.tolist() for part in np.split(tokens, np.flatnonzero(flags & DOCUMENT)[1:])]
+    expected = [[*(alpaca_prompt(one["instruction"]) + one["output"]).encode(), END] for one in documents]
+    assert sorted(found) == sorted(expected)
+    assert rows.targets.tolist() == [len(row) for row in labels(rows)]
+    assert sorted(joined(labels(rows))) == sorted(
+        token for one in documents for token in [*one["output"].encode(), END]
+    )
+
+
+def test_documents_cut_before_their_answer_are_left_out_and_counted(
+    write: Write, settings: Any, said: list[str]
+) -> None:
+    short, long = {"instruction": "Hi", "output": "yes " * 90}, {"instruction": "Hi " * 200, "output": "no"}
+    file = write("a.json", [short, long])
+    rows = prepare(settings(source="json", path=file, max_length=200), BYTES, report=said.append)
+    assert contents(rows) == [[*(alpaca_prompt("Hi") + short["output"]).encode()][:201]]
+    assert (rows.summary.truncated, rows.summary.dropped, rows.summary.rows) == (2, 1, 1)
+    assert any("lost their tail" in sentence for sentence in said)
+    assert any("nothing to train on" in sentence for sentence in said)
+
+
+def test_a_tokenizer_that_prepends_begin_gets_it_before_each_document(write: Write, settings: Any) -> None:
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.prepends_begin = True
+    file = write("a.jsonl", [{"text": "ab"}, {"text": "c"}])
+    rows = prepare(settings(source="json", path=file), tokenizer, report=quiet)
+    assert contents(rows) == [[256, *b"ab", END, 256, *b"c", END]]
+    assert labels(rows) == [[*b"ab", END, *b"c", END]]
+
+
+def test_a_large_vocabulary_is_stored_in_four_bytes(write: Write, settings: Any) -> None:
+    tokenizer = load_tokenizer("bytes")
+    tokenizer.size = 70_000
+    tokenizer.end = 69_999
+    rows = prepare(settings(path=write("a.txt", "ab")), tokenizer, report=quiet)
+    assert rows.tokens.dtype == np.int32
+    assert contents(rows) == [[*b"ab", 69_999]]
+
+
+def test_bad_rows_are_skipped_and_counted_only_when_asked(write: Write, settings: Any, said: list[str]) -> None:
+    file = write("a.jsonl", '{"text": "ab"}\n{"text": \n{"other": 1}\n{"text": "c"}\n')
+    with pytest.raises(UserMistake, match=f"{file}:2"):
+        prepare(settings(source="json", path=file), BYTES, report=quiet)
+    rows = prepare(settings(source="json", path=file, on_error="skip"), BYTES, report=said.append)
+    assert contents(rows) == [[*b"ab", END, *b"c", END]]
+    assert rows.summary.skipped == 2
+    assert any("2 bad rows" in sentence and f"{file}:2" in sentence for sentence in said)
+
+
+def test_a_long_preparation_reports_progress(
+    write: Write, settings: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 100_000, 3))
+    monkeypatch.setattr(tokenise.time, "monotonic", lambda: next(clock))
+    prepare(settings(path=write("a.txt", "abc")), BYTES, report=said.append)
+    assert said[0].startswith("Tokenising: 1 documents, 4 tokens")
+
+
+# Validation
+
+
+def test_validation_is_a_share_or_a_path_or_nothing(write: Write, settings: Any) -> None:
+    file, other = write("a.txt", "abc" * 100), write("other.txt", "xyz" * 20)
+    share = prepare_sets(settings(path=file, validation=0.1), BYTES, seed=1, report=quiet)
+    assert share.validation is share.training
+    assert len(share.order.validation_rows()) == np.ceil(len(share.training) * 0.1)
+    path = prepare_sets(settings(path=file, validation=str(other)), BYTES, seed=1, report=quiet)
+    assert path.validation is not None
+    assert path.order.validation_rows().tolist() == list(range(len(path.validation)))
+    assert path.order.training_count == len(path.training)
+    assert {*joined(contents(path.validation))} == {*b"xyz", END}
+    none = prepare_sets(settings(path=file, validation=0), BYTES, seed=1, report=quiet)
+    assert none.validation is None
+    assert none.order.validation_rows().tolist() == []
+
+
+# Mistakes
+
+
+def test_data_without_anything_to_train_on_says_so(write: Write, settings: Any) -> None:
+    with pytest.raises(UserMistake, match="no text"):
+        prepare(settings(source="json", path=write("a.jsonl", [{"text": ""}])), BYTES, report=quiet)
+    with pytest.raises(UserMistake, match=r"no rows.*1 were skipped.*is empty"):
+        prepare(settings(path=write("a.txt", ""), on_error="skip"), BYTES, report=quiet)
+    file = write("b.json", [{"instruction": "x" * 400, "output": "y"}])
+    with pytest.raises(UserMistake, match=r"None of the 1 documents.*data\.max_length 50\. Raise it"):
+        prepare(settings(source="json", path=file, max_length=50), BYTES, report=quiet)
+    with pytest.raises(UserMistake, match="at least 1"):
+        prepare(settings(path=file, max_length=0), BYTES, report=quiet)
+    with pytest.raises(UserMistake, match="must be one name"):
+        prepare(settings(path=file, source=["json"]), BYTES, report=quiet)
+
+
+def test_a_failed_preparation_leaves_nothing_behind(write: Write, settings: Any, cache: Path) -> None:
+    file = write("a.jsonl", '{"text": "ab"}\nnot json\n')
+    with pytest.raises(UserMistake):
+        prepare(settings(source="json", path=file), BYTES, report=quiet)
+    assert [place.suffix for place in (cache / "data").iterdir()] == [".lock"]
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_do(write: Write, settings: Any) -> None:
+    file = write("a.txt", "ab")
+    with pytest.raises(UserMistake, match=r"cannot be written.*SHOAL_CACHE"):
+        prepare(settings(path=file), BYTES, cache=file, report=quiet)
+
+
+def test_a_full_disk_says_what_to_do_and_leaves_nothing_behind(
+    write: Write, settings: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_to_a_full_disk(self: ArrayWriter, values: np.ndarray) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ArrayWriter, "append", write_to_a_full_disk)
+    with pytest.raises(UserMistake, match=r"full disk.*SHOAL_CACHE"):
+        prepare(settings(path=write("a.txt", "ab")), BYTES, report=quiet)
+    assert [place.suffix for place in (cache / "data").iterdir()] == [".lock"]
+
+
+def test_data_that_changes_while_it_is_read_is_not_cached(
+    write: Write, settings: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write("a.txt", "ab")
+    encode = type(BYTES).encode_many
+
+    def encode_while_growing(self: Any, texts: Any) -> Any:
+        file.write_text("abc")
+        return encode(self, texts)
+
+    monkeypatch.setattr(type(BYTES), "encode_many", encode_while_growing)
+    with pytest.raises(UserMistake, match="changed while it was read"):
+        prepare(settings(path=file), BYTES, report=quiet)
+    assert not [place for place in (cache / "data").iterdir() if place.is_dir()]
+
+
+# The cache
+
+
+def test_the_second_preparation_reads_no_source(
+    write: Write, settings: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = settings(path=write("a.txt", "hello there"))
+    first = prepare(data, BYTES, report=quiet)
+    monkeypatch.setattr(tokenise, "read_rows", None)
+    second = prepare(data, BYTES, report=said.append)
+    assert contents(second) == contents(first)
+    assert isinstance(second.tokens, np.memmap)
+    assert "Prepared before" in said[-1]
+
+
+def test_whatever_changes_the_rows_prepares_them_again(write: Write, settings: Any, cache: Path) -> None:
+    file = write("a.jsonl", [{"instruction": "a", "output": "b"}])
+    base = {"source": "json", "path": file, "max_length": 300}
+    other = load_tokenizer("bytes")
+    other.__class__ = type("Other", (type(other),), {"fingerprint": "other"})
+
+    def entries(**changes: Any) -> int:
+        prepare(settings(**(base | changes)), changes.pop("tokenizer", BYTES), report=quiet)
+        return len([place for place in (cache / "data").iterdir() if place.is_dir()])
+
+    assert entries() == 1
+    assert entries(workers=7, validation=0.5) == 1
+    assert [entries(max_length=299), entries(pack=False), entries(train_on="all"), entries(on_error="skip")] == [
+        2,
+        3,
+        4,
+        5,
+    ]
+    prepare(settings(**base), other, report=quiet)
+    write("a.jsonl", [{"instruction": "a", "output": "longer"}])
+    assert entries() == 7
+    os.utime(file, ns=(1, 1))
+    assert entries() == 8
+
+
+def _truncate(entry: Path) -> None:
+    file = entry / "tokens.npy"
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def _flip(entry: Path) -> None:
+    data = bytearray((entry / "flags.npy").read_bytes())
+    data[-1] ^= 1
+    (entry / "flags.npy").write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "a truncated file": _truncate,
+    "a flipped bit": _flip,
+    "a missing file": lambda entry: (entry / "ends.npy").unlink(),
+    "no list of contents": lambda entry: (entry / "contents.json").unlink(),
+    "a broken list of contents": lambda entry: (entry / "contents.json").write_text("[1"),
+    "a file in its place": lambda entry: (shutil.rmtree(entry), entry.write_text("?")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_made_again(write: Write, settings: Any, cache: Path, said: list[str], damage: str) -> None:
+    data = settings(path=write("a.txt", "hello there"))
+    first = contents(prepare(data, BYTES, report=quiet))
+    DAMAGES[damage](only_entry(cache))
+    assert contents(prepare(data, BYTES, report=said.append)) == first
+    assert "damaged" in said[0]
+    assert contents(prepare(data, BYTES, report=said.append)) == first
+    assert "Prepared before" in said[-1]
+
+
+def test_what_a_killed_process_left_is_cleared_away(write: Write, settings: Any, cache: Path) -> None:
+    data = settings(path=write("a.txt", "hello there"))
+    prepare(data, BYTES, report=quiet)
+    entry = only_entry(cache)
+    left = entry.rename(entry.with_name(f"{entry.name}.new-99999"))
+    (left / "contents.json").unlink()
+    prepare(data, BYTES, report=quiet)
+    assert only_entry(cache) == entry
+
+
+def _prepare_slowly(data: Any, out: Path) -> None:
+    class Slow(type(BYTES)):  # type: ignore[misc]
+        def encode_many(self, texts: Any) -> Any:
+            with (out / "built").open("a") as log:
+                log.write("x")
+            time.sleep(0.3)
+            return super().encode_many(texts)
+
+    rows = prepare(data, Slow(), report=quiet)
+    (out / f"{os.getpid()}.json").write_text(json.dumps(contents(rows)))
+
+
+def test_of_several_processes_one_prepares_and_the_others_wait(write: Write, settings: Any, tmp_path: Path) -> None:
+    data = settings(path=write("a.txt", "hello there"))
+    out = tmp_path / "out"
+    out.mkdir()
+    processes = [
+        multiprocessing.get_context("fork").Process(target=_prepare_slowly, args=(data, out)) for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(20)
+        assert process.exitcode == 0
+    assert (out / "built").read_text() == "x"
+    results = [json.loads(file.read_text()) for file in out.glob("*.json")]
+    assert len(results) == 4
+    assert all(result == results[0] for result in results)

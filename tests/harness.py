@@ -1,0 +1,125 @@
+"""Import once, fork ranks: several processes that train together, in about a second.
+
+Ranks are joined the way our launcher joins them (the same environment, a FileStore), and train through the public API,
+so a test sees what a user sees: the files of a run.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers  # noqa: F401: imported here so that forked ranks have it
+
+from shoal import api
+from shoal.checkpoint.layout import PieceReader
+from shoal.launch.join import LAUNCH_FOLDER
+
+torch.set_num_threads(1)
+
+LLAMA = {"family": "llama", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 88, "vocab": 260}
+PYTHIA = {"family": "neox", "hidden": 32, "layers": 2, "heads": 4, "ffn": 128, "vocab": 260}
+
+
+def run_ranks(world_size: int, function: Callable[[], Any]) -> list[Any]:
+    """Call `function` on `world_size` forked ranks and return what each returned; a rank's exception is raised here."""
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            fork.Process(target=_be_rank, args=(rank, world_size, folder, function, pipes[rank][1]))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        answers = [_receive(receiver) for receiver, _ in pipes]
+        for process in processes:
+            process.join()
+    for kind, value in answers:
+        if kind == "raised":
+            raise value
+        assert kind == "returned", value
+    return [value for _, value in answers]
+
+
+def _receive(receiver: Connection) -> tuple[str, Any]:
+    try:
+        answer: tuple[str, Any] = receiver.recv()
+    except EOFError:
+        return ("died", "a rank ended without an answer")
+    return answer
+
+
+def _be_rank(rank: int, world_size: int, folder: str, function: Callable[[], Any], sender: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ[LAUNCH_FOLDER] = folder
+    try:
+        sender.send(("returned", function()))
+    except Exception as error:
+        try:
+            sender.send(("raised", error))
+        except Exception:
+            sender.send(("failed", traceback.format_exc()))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def settings(data: Path, **changes: Any) -> dict[str, Any]:
+    """A tiny run; `changes` are dotted keys with __ for the dot: train__steps=3."""
+    config: dict[str, Any] = {
+        "name": "run",
+        "model": {"shape": {**LLAMA, "positions": 512, "tied": True}, "tokenizer": "bytes"},
+        "data": {
+            "source": "json" if data.suffix == ".jsonl" else "text",
+            "path": str(data),
+            "max_length": 192,
+            "pack": False,
+            "validation": 0,
+            "workers": 0,
+        },
+        "train": {
+            "steps": 10,
+            "global_batch": 8,
+            "micro_batch": 4,
+            "lr": 3e-3,
+            "precision": "32-true",
+            "deterministic": True,
+            "schedule": {"warmup": 2},
+        },
+        "log": {"every": 1, "to": []},
+    }
+    for key, value in changes.items():
+        block = config
+        *parents, last = key.split("__")
+        for parent in parents:
+            block = block.setdefault(parent, {})
+        block[last] = value
+    return config
+
+
+def train_on(world_size: int, config: dict[str, Any], runs: Path, **options: Any) -> Path:
+    """Train on forked ranks; returns the run's folder."""
+    run_ranks(world_size, lambda: api.train(api.config_from_mapping(config), runs=runs, **options).as_dict())
+    return runs / config["name"]
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """The training lines of a run's metrics, the last one of each step."""
+    found = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    return list({line["step"]: line for line in found if "loss" in line}.values())
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """The model in the run's newest checkpoint, put together from its pieces."""
+    newest = (run / "checkpoints" / "latest").read_text().strip()
+    reader = PieceReader(run / "checkpoints" / newest)
+    return {name: reader.read_whole("model." + name) for name in reader.shapes("model.")}
