@@ -22,7 +22,23 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def instructions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of instruction rows of very different lengths."""
     source = random.Random(7)
-    words = "the shoal turns as one and every swimmer follows its nearest neighbours through dark water".split()
+    words = [
+        "the",
+        "shoal",
+        "turns",
+        "as",
+        "one",
+        "and",
+        "every",
+        "swimmer",
+        "follows",
+        "its",
+        "nearest",
+        "neighbours",
+        "through",
+        "dark",
+        "water",
+    ]
     path = tmp_path_factory.mktemp("data") / "instructions.jsonl"
     with path.open("w") as file:
         for _ in range(300):

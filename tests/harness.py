@@ -16,13 +16,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers  # noqa: F401: imported here so that forked ranks have it
+from transformers import BertConfig, GPT2LMHeadModel, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import shoal.launch.run
 from shoal import api
 from shoal.checkpoint.layout import PieceReader
 from shoal.launch.join import LAUNCH_FOLDER
 
 torch.set_num_threads(1)
+# Imported above so that forked ranks have them already: transformers imports a model's code when it is first used.
+IMPORTED = (
+    BertConfig,
+    GPT2LMHeadModel,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    shoal.launch.run,
+)
 
 LLAMA = {"family": "llama", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 88, "vocab": 260}
 PYTHIA = {"family": "neox", "hidden": 32, "layers": 2, "heads": 4, "ffn": 128, "vocab": 260}

@@ -27,7 +27,9 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML file that d
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the file, such as train.lr=3e-4.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")
+]
 
 
 class ExportFormat(StrEnum):
@@ -48,7 +50,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def shoal(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -81,7 +85,9 @@ def train(
         _print_json(summary.as_dict())
     else:
         loss = "not a number" if summary.loss is None else f"{summary.loss:.4f}"
-        typer.echo(f"{summary.run}: step {summary.step} of {summary.steps}, loss {loss}, checkpoint {summary.checkpoint}")
+        typer.echo(
+            f"{summary.run}: step {summary.step} of {summary.steps}, loss {loss}, checkpoint {summary.checkpoint}"
+        )
     if summary.stopped == "signal":
         typer.echo(f"Stopped early; go on with: shoal train {file} {' '.join(overrides or [])} --resume", err=True)
         raise typer.Exit(STOPPED_EARLY)

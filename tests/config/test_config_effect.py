@@ -10,7 +10,7 @@ from shoal.config.schema import every_key
 
 
 def config(**blocks: Any) -> Config:
-    return Config.model_validate({"model": {"shape": "small"}, **blocks})
+    return Config.model_validate({"model": {"shape": "gpt2"}, **blocks})
 
 
 def test_defaults_are_never_spoken_of() -> None:

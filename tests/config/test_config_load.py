@@ -27,8 +27,8 @@ def mistake(path: str | None, *overrides: str) -> str:
 
 
 def test_a_config_needs_no_file() -> None:
-    config = load_config(None, ["model.shape=small", "train.lr=3e-4"])
-    assert (config.model.shape, config.train.lr) == ("small", 3e-4)
+    config = load_config(None, ["model.shape=gpt2", "train.lr=3e-4"])
+    assert (config.model.shape, config.train.lr) == ("gpt2", 3e-4)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_config_needs_no_file() -> None:
     ],
 )
 def test_the_value_of_an_override_is_read_as_yaml(override: str, value: Any) -> None:
-    config: Any = load_config(None, ["model.shape=small", override])
+    config: Any = load_config(None, ["model.shape=gpt2", override])
     key = override.partition("=")[0].partition("[")[0]
     for part in key.split("."):
         config = getattr(config, {"async": "async_"}.get(part, part))
@@ -62,13 +62,13 @@ def test_the_value_of_an_override_is_read_as_yaml(override: str, value: Any) -> 
 
 
 def test_later_overrides_win_over_earlier_ones_and_all_over_the_file(folder: Path) -> None:
-    write(run="model: {shape: small}\ntrain: {lr: 1, clip: 5}\n")
+    write(run="model: {shape: gpt2}\ntrain: {lr: 1, clip: 5}\n")
     config = load_config("run.yaml", ["train.lr=2", "train.lr=3"])
     assert (config.train.lr, config.train.clip) == (3.0, 5.0)
 
 
 def test_an_override_with_a_block_changes_only_the_keys_it_names(folder: Path) -> None:
-    write(run="model: {shape: small}\ntrain: {schedule: {name: linear, warmup: 7}}\n")
+    write(run="model: {shape: gpt2}\ntrain: {schedule: {name: linear, warmup: 7}}\n")
     schedule = load_config("run.yaml", ["train.schedule={warmup: 9}"]).train.schedule
     assert (schedule.name, schedule.warmup) == ("linear", 9)
 
@@ -93,14 +93,14 @@ def test_null_takes_a_key_of_the_file_away(folder: Path) -> None:
         ("include=[a]", "override include=[a]: include works in a file only."),
         (
             "model.shape.layers=2",
-            'override model.shape.layers=2: model.shape is "small", which has no keys inside; '
+            'override model.shape.layers=2: model.shape is "gpt2", which has no keys inside; '
             "set model.shape as a whole.",
         ),
         ("train={lr: 1, lr: 2}", "override train={lr: 1, lr: 2}: the key lr stands twice in this block."),
     ],
 )
 def test_an_override_that_cannot_be_meant_is_refused(override: str, says: str) -> None:
-    assert mistake(None, "model.shape=small", override) == says
+    assert mistake(None, "model.shape=gpt2", override) == says
 
 
 def test_an_override_that_is_not_yaml_is_refused_without_a_line_number() -> None:
@@ -111,11 +111,11 @@ def test_included_files_lie_under_the_including_one_and_later_ones_on_top(folder
     Path("parts").mkdir()
     write(run="include: [parts/low.yaml, parts/high.yaml]\ntrain: {clip: 3}\n")
     Path("parts/low.yaml").write_text("include: [deep.yaml]\ntrain: {lr: 1, clip: 1, global_batch: 1}\nname: low\n")
-    Path("parts/deep.yaml").write_text("model: {shape: small}\nseed: 5\nname: deep\n")
+    Path("parts/deep.yaml").write_text("model: {shape: gpt2}\nseed: 5\nname: deep\n")
     Path("parts/high.yaml").write_text("train: {clip: 2, global_batch: 2}\n")
     config = load_config("run.yaml")
     assert (config.train.lr, config.train.clip, config.train.global_batch) == (1.0, 3.0, 2)
-    assert (config.name, config.seed, config.model.shape) == ("low", 5, "small")
+    assert (config.name, config.seed, config.model.shape) == ("low", 5, "gpt2")
     assert config.include == ()
 
 
@@ -124,9 +124,9 @@ def test_a_file_may_be_included_twice_but_not_by_itself(folder: Path) -> None:
         run="include: [a.yaml, b.yaml]",
         a="include: [c.yaml]",
         b="include: [c.yaml]",
-        c="model: {shape: small}",
+        c="model: {shape: gpt2}",
     )
-    assert load_config("run.yaml").model.shape == "small"
+    assert load_config("run.yaml").model.shape == "gpt2"
     write(c="name: x\ninclude:\n- a.yaml\n")
     assert mistake("run.yaml") == "c.yaml:3: include goes round in a circle: run.yaml → a.yaml → c.yaml → a.yaml."
     write(run="include: [run.yaml]")
@@ -144,16 +144,13 @@ def test_a_file_may_be_included_twice_but_not_by_itself(folder: Path) -> None:
     ],
 )
 def test_an_include_that_leads_nowhere_is_refused(folder: Path, text: str, says: str) -> None:
-    write(run=text, base="model: {shape: small}")
+    write(run=text, base="model: {shape: gpt2}")
     assert mistake("run.yaml") == says
 
 
 def test_values_may_refer_to_other_keys_and_to_defaults(folder: Path) -> None:
     write(
-        run="name: lr-${train.lr}-${seed}\n"
-        "model: {shape: small}\n"
-        "train: {lr: 1}\n"
-        "eval: {every: '${checkpoint.every}'}\n"
+        run="name: lr-${train.lr}-${seed}\nmodel: {shape: gpt2}\ntrain: {lr: 1}\neval: {every: '${checkpoint.every}'}\n"
     )
     config = load_config("run.yaml", ["checkpoint.every=7"])
     assert (config.name, config.eval.every) == ("lr-1-1234", 7)
@@ -161,7 +158,7 @@ def test_values_may_refer_to_other_keys_and_to_defaults(folder: Path) -> None:
 
 def test_a_reference_leaves_unset_keys_unset(folder: Path) -> None:
     # A slurm key that somebody set is refused today, so this would fail if defaults came in as if they were set.
-    write(run="name: run-${seed}\nmodel: {shape: small}\n")
+    write(run="name: run-${seed}\nmodel: {shape: gpt2}\n")
     assert load_config("run.yaml").slurm.model_fields_set == set()
 
 
@@ -169,7 +166,7 @@ def test_the_environment_can_be_used_in_values(folder: Path, monkeypatch: pytest
     monkeypatch.setenv("SHOAL_TEST_DATA", "/data")
     monkeypatch.delenv("SHOAL_TEST_NOT_SET", raising=False)
     write(
-        run="model: {shape: small, from: null}\n"
+        run="model: {shape: gpt2, from: null}\n"
         "data:\n"
         "  path: ${oc.env:SHOAL_TEST_DATA}/train.json\n"
         "  validation: ${oc.env:SHOAL_TEST_NOT_SET,${oc.env:SHOAL_TEST_DATA}/held-out.json}\n"
@@ -184,7 +181,7 @@ def test_the_environment_can_be_used_in_values(folder: Path, monkeypatch: pytest
 
 def test_what_the_environment_says_is_not_read_as_a_reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TEST_DATA", "${seed}")
-    config = load_config(None, ["model.shape=small", "data.path=${oc.env:SHOAL_TEST_DATA}"])
+    config = load_config(None, ["model.shape=gpt2", "data.path=${oc.env:SHOAL_TEST_DATA}"])
     assert config.data.path == "${seed}"
 
 
@@ -206,7 +203,7 @@ def test_no_reference_can_import_a_module(folder: Path, text: str, monkeypatch: 
     Path("trap.py").write_text("open('sprung', 'w').close()\nclass value: pass\n")
     monkeypatch.syspath_prepend(folder)
     with pytest.raises(UserMistake, match=r"only \$\{another.key\} and \$\{oc.env:NAME\} may stand in a config"):
-        config_from_mapping({"name": "coerce", "model": {"shape": "small"}, "data": {"path": text}})
+        config_from_mapping({"name": "coerce", "model": {"shape": "gpt2"}, "data": {"path": text}})
     assert not Path("sprung").exists()
 
 
@@ -224,15 +221,15 @@ def test_a_reference_that_leads_nowhere_is_refused(folder: Path, text: str, says
 
 
 def test_a_file_may_leave_open_what_the_one_above_it_fills_in(folder: Path) -> None:
-    write(base="model:\n  shape: ???", run="include: [base.yaml]\nmodel: {shape: small}\n")
-    assert load_config("run.yaml").model.shape == "small"
+    write(base="model:\n  shape: ???", run="include: [base.yaml]\nmodel: {shape: gpt2}\n")
+    assert load_config("run.yaml").model.shape == "gpt2"
 
 
 def test_anchors_and_merges_work_and_keep_their_lines(folder: Path) -> None:
-    write(run="model: {shape: small}\neval: &often\n  every: 5\nlog:\n  <<: *often\n  to: [csv]\n")
+    write(run="model: {shape: gpt2}\neval: &often\n  every: 5\nlog:\n  <<: *often\n  to: [csv]\n")
     config = load_config("run.yaml")
     assert (config.log.every, config.log.to) == (5, ("csv",))
-    write(run="model: {shape: small}\neval: &often\n  every: 5\n  batches: 0\ncheckpoint:\n  <<: *often\n")
+    write(run="model: {shape: gpt2}\neval: &often\n  every: 5\n  batches: 0\ncheckpoint:\n  <<: *often\n")
     assert "run.yaml:4: checkpoint.batches is not a key" in mistake("run.yaml")
 
 

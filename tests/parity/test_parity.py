@@ -87,4 +87,4 @@ def test_packed_documents_train_alike_on_two_ranks_and_on_one(strategy, instruct
 
 def test_losses_of_the_reference_fall(reference):
     found = [line["loss"] for line in lines(reference("llama", "32-true", 2 * MICRO_BATCH, False))]
-    assert found[-1] < 0.75 * found[0]
+    assert found[-1] < 0.9 * found[0]

@@ -72,6 +72,10 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         "train.schedule.min_ratio",
         lambda run: "a constant schedule does not fall" if run.config.train.schedule.name == "constant" else None,
     ),
+    (
+        "train.schedule.decay",
+        lambda run: "only wsd has it" if run.config.train.schedule.name != "wsd" else None,
+    ),
     ("train.optimizer.betas", _optimizer_not("adamw", "adamw8bit", "lion")),
     ("train.optimizer.eps", _optimizer_not("adamw", "adamw8bit")),
     ("train.optimizer.momentum", _optimizer_not("sgd", "muon")),

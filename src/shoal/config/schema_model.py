@@ -1,10 +1,12 @@
 """What is trained and on what: the blocks `model`, `adapter` and `data`."""
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 from pydantic import Field, Strict, model_validator
 
+from shoal.catalogue.shapes import ModelShape, find_shape, shape_from_sizes
 from shoal.config.schema_base import (
     Block,
     Count,
@@ -15,6 +17,7 @@ from shoal.config.schema_base import (
     contradiction,
     spelled,
 )
+from shoal.mistakes import UserMistake
 
 Attention = Annotated[
     Literal["auto", "sdpa", "flex", "flash", "eager"],
@@ -37,41 +40,44 @@ SourceName = Annotated[
 RowFormat = Literal["auto", "alpaca", "chat", "completion", "text"]
 
 
-def _own_heads(sizes: dict[str, Any]) -> int:
-    return int(sizes["heads"])
-
-
-def _usual_ffn(sizes: dict[str, Any]) -> int:
-    """Two thirds of four times the width, rounded up to 16: the usual size of a gated feed-forward layer."""
-    return -(-8 * int(sizes["hidden"]) // (3 * 16)) * 16
-
-
 class ShapeConfig(Block):
     """Explicit sizes of a model that starts from random weights."""
 
-    family: str = Field("llama", description="The architecture, by its Hugging Face model type.")
+    family: str = Field(
+        "llama", description="The architecture: llama, mistral, qwen2, qwen3, neox (Pythia), gpt2 or bert."
+    )
     hidden: Count = Field(256, description="Width of the hidden state.")
     layers: Count = Field(4, description="Number of transformer blocks.")
     heads: Count = Field(8, description="Number of attention heads; divides hidden.")
-    kv_heads: Count = Field(
-        default_factory=_own_heads,
-        description="Number of key and value heads; divides heads; default: as many as heads.",
+    kv_heads: Count | None = Field(
+        None, description="Number of key and value heads; divides heads; default: as many as heads."
     )
-    ffn: Count = Field(
-        default_factory=_usual_ffn,
-        description="Width of the feed-forward layer; default: 8/3 of hidden, rounded up to a multiple of 16.",
+    ffn: Count | None = Field(
+        None,
+        description="Width of the feed-forward layer; default: 4 times hidden, or where it is gated 8/3 of hidden, "
+        "rounded up to a multiple of 64.",
     )
     vocab: Count = Field(512, description="Number of tokens in the vocabulary.")
     positions: Count = Field(1024, description="Longest sequence the model can take.")
     tied: bool = Field(True, description="Whether the output head shares its weights with the embedding.")
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "ShapeConfig":
-        for size, by in (("hidden", "heads"), ("heads", "kv_heads")):
-            whole, part = getattr(self, size), getattr(self, by)
-            if whole % part:
-                raise contradiction(f"model.shape.{by} ({part}) must divide model.shape.{size} ({whole}).", by, size)
+    def _sizes_agree(self) -> "ShapeConfig":
+        try:
+            self.named()
+        except UserMistake as mistake:
+            raise contradiction(f"model.shape: {mistake}", *self._blamed(str(mistake))) from None
         return self
+
+    def named(self) -> ModelShape:
+        """The same sizes as the catalogue holds them."""
+        sizes = self.model_dump()
+        return shape_from_sizes(sizes.pop("family"), **sizes)
+
+    def _blamed(self, sentence: str) -> list[str]:
+        """The keys that a sentence speaks of, for its line number."""
+        named = [key for key in ("kv_heads", "heads", "hidden", "family") if re.search(rf"\b{key}\b", sentence)]
+        return [key for key in named if key in self.model_fields_set] or named
 
 
 class ModelConfig(Block):
@@ -93,6 +99,15 @@ class ModelConfig(Block):
     )
     freeze: Texts = Field((), description="Patterns of parameter names that are not trained.")
     add_tokens: Texts = Field((), description="Tokens added to the vocabulary; the embeddings grow with them.")
+
+    @model_validator(mode="after")
+    def _the_shape_is_known(self) -> "ModelConfig":
+        if isinstance(self.shape, str):
+            try:
+                find_shape(self.shape)
+            except UserMistake as mistake:
+                raise contradiction(str(mistake), "shape") from None
+        return self
 
     @model_validator(mode="after")
     def _not_two_origins(self) -> "ModelConfig":
@@ -143,10 +158,13 @@ class DataConfig(Block):
     source: SourceName | Annotated[tuple[DataBlockConfig, ...], Strict(False)] = Field(
         "json", description="The kind of file, or a list of blocks with source, path, format and weight."
     )
-    path: str | None = Field(None, description="File, folder or pattern to read.")
-    format: RowFormat = Field("auto", description="What a row looks like; auto looks at the first rows.")
+    path: str | Texts | None = Field(None, description="File, folder or pattern to read, or a list of these.")
+    format: RowFormat = Field("auto", description="What a row looks like; auto looks at the first row.")
     max_length: Annotated[int, Ge(2)] = Field(2048, description="Tokens in a row; longer texts are cut.")
-    pack: bool = Field(True, description="Fill each row with several texts that do not see each other.")
+    pack: bool = Field(
+        True,
+        description="Fill rows: instructions share a row and do not see each other; plain text runs on over row ends.",
+    )
     train_on: Literal["all", "answers", "last"] = Field(
         "answers", description="Which tokens count in the loss: all, the answers, or the last answer of a chat."
     )
@@ -158,7 +176,7 @@ class DataConfig(Block):
         False, description="Read and tokenize while training instead of before it; a block sets chunk and buffer."
     )
     workers: CountOrZero = Field(
-        2, description="Processes that prepare batches, for each device; 0: the training process."
+        2, description="Threads that prepare batches ahead, for each device; 0: the training loop does."
     )
     on_error: Literal["stop", "skip"] = Field("stop", description="What happens at a row that cannot be read.")
 

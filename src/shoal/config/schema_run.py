@@ -5,7 +5,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from pydantic import Field, Strict, model_validator
 
+from shoal.catalogue.gpus import find_gpu, find_link
 from shoal.config.schema_base import Block, Count, CountOrZero, Texts, contradiction, spelled
+from shoal.mistakes import UserMistake
 
 Strategy = Annotated[
     Literal["auto", "single", "ddp", "fsdp", "zero1", "zero2", "zero3"],
@@ -96,6 +98,16 @@ class HardwareConfig(Block):
     nodes: Count = Field(1, description="Machines.")
     gpu: str = Field("auto", description="Kind of device to plan for; auto: the one that is there.")
     link: str = Field("auto", description="Kind of connection to plan for; auto: what the device usually has.")
+
+    @model_validator(mode="after")
+    def _names_are_known(self) -> "HardwareConfig":
+        for key, name, find in (("gpu", self.gpu, find_gpu), ("link", self.link, find_link)):
+            if name != "auto":
+                try:
+                    find(name)
+                except UserMistake as mistake:
+                    raise contradiction(str(mistake), key) from None
+        return self
 
 
 class CheckpointConfig(Block):

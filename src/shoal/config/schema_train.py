@@ -67,6 +67,7 @@ class ScheduleConfig(Block):
         100, description="Steps in which the rate rises from zero; or, with a point, their share of all steps."
     )
     min_ratio: Share = Field(0.1, description="The last learning rate as a share of the highest.")
+    decay: ShareBelowOne = Field(0.2, description="The share of all steps, at the end, in which wsd falls.")
 
 
 class OptimizerConfig(Block):
@@ -132,8 +133,9 @@ class TrainConfig(Block):
     recompute: Literal["none", "selective", "full", "auto"] | RecomputeConfig = Field(
         "none", description="What is computed again in the backward pass instead of being kept in memory."
     )
-    compile: bool | Literal["auto", "thunder"] = Field(
-        "auto", description="Whether the blocks are compiled; auto: each block, on CUDA."
+    compile: bool | Literal["auto", "thunder", "aot_eager"] = Field(
+        "auto",
+        description="Whether the blocks are compiled; auto: each block, on CUDA; aot_eager traces without compiling.",
     )
     loss: Literal["auto", "plain", "chunked", "fused"] = Field(
         "auto", description="How logits are treated: whole, in pieces, or never stored."

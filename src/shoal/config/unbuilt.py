@@ -46,7 +46,6 @@ LIMITS = (
     Limit("data.train_on", _only("all", "answers"), "Use answers or all."),
     Limit("data.chat_template", _only(None), "Use the alpaca format."),
     Limit("data.streaming", _only(False), "Use false, which tokenizes before training."),
-    Limit("data.on_error", _only("stop"), "Use stop, and mend the row it names."),
     Limit("train.optimizer.name", _not("adamw8bit"), "Use adamw."),
     Limit("train.precision", _not("fp8"), "Use bf16-mixed."),
     Limit("train.recompute", _only("none"), "Use none, and a smaller train.micro_batch if memory is short."),

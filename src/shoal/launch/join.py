@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
@@ -36,12 +37,12 @@ def joined(config: Config) -> Iterator[Ranks]:
     timeout = timedelta(seconds=config.train.hang_timeout)
     # Host collectives go over gloo also where the device's go over NCCL.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store: dist.Store | None = None
+    store: FileStore | None = None
     if folder := os.environ.get(LAUNCH_FOLDER):
         # On one machine a file needs no port, which others could reach or take. A restart must not find old keys in it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.FileStore(str(Path(folder) / f"store-{attempt}"), world_size)
+        store = FileStore(str(Path(folder) / f"store-{attempt}"), world_size)
     dist.init_process_group(
         backend,
         store=store,

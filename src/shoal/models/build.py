@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shoal.catalogue.shapes import ModelShape, find_shape, shape_from_sizes
-from shoal.config.schema import ModelConfig, ShapeConfig
+from shoal.catalogue.shapes import find_shape
+from shoal.config.schema import ModelConfig
 from shoal.mistakes import UserMistake
 from shoal.models.attention import choose_attention
 from shoal.models.families import transformers_config
@@ -32,17 +32,11 @@ class Blueprint:
         return int(value) if value else None
 
 
-def named_or_explicit_shape(shape: str | ShapeConfig) -> ModelShape:
-    if isinstance(shape, str):
-        return find_shape(shape)
-    sizes = shape.model_dump()
-    return shape_from_sizes(sizes.pop("family"), **sizes)
-
-
 def blueprint(model: ModelConfig) -> Blueprint:
     """Read the model's description. Touches config files only, no weights."""
     if model.shape is not None:
-        return Blueprint(transformers_config(named_or_explicit_shape(model.shape)), None)
+        shape = find_shape(model.shape) if isinstance(model.shape, str) else model.shape.named()
+        return Blueprint(transformers_config(shape), None)
     assert model.from_ is not None, "the config demands one of model.from and model.shape"
     folder = local_folder(model.from_)
     from transformers import AutoConfig
@@ -65,6 +59,8 @@ def build_on_meta(plan: Blueprint, *, attention: str, longest: int) -> Any:
             model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, trust_remote_code=False)
     except ValueError as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserMistake(f"{type(settings).__name__} is not a causal language model in transformers: {reason}") from None
+        raise UserMistake(
+            f"{type(settings).__name__} is not a causal language model in transformers: {reason}"
+        ) from None
     model.set_attn_implementation(choose_attention(model, attention, longest))
     return model.train()

@@ -63,7 +63,7 @@ class LanguageModel(nn.Module):
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """The summed cross-entropy of `hidden @ weight.T`, logits made and dropped a chunk at a time."""
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels)
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -93,14 +93,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 torch.matmul(slope, weight, out=hidden_gradient[start : start + rows])
             if weight_gradient is not None:
                 weight_gradient += slope.T @ part
-        ctx.save_for_backward(
-            *(gradient for gradient in (hidden_gradient, weight_gradient) if gradient is not None)
-        )
+        ctx.save_for_backward(*(gradient for gradient in (hidden_gradient, weight_gradient) if gradient is not None))
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         saved = list(ctx.saved_tensors)
         hidden = saved.pop(0) if ctx.needs_input_grad[0] else None
         weight = saved.pop(0) if ctx.needs_input_grad[1] else None

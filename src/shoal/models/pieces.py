@@ -26,8 +26,7 @@ class Box:
         """What both boxes hold; empty where they do not touch."""
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         ends = (
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
         return Box(offset, tuple(max(0, end - start) for start, end in zip(offset, ends, strict=True)))
 

@@ -191,6 +191,6 @@ def _tensor_files(folder: Path) -> dict[str, str]:
         raise UserMistake(f"{folder} holds no model.safetensors{note}; save it with save_pretrained.")
     try:
         with safe_open(single, framework="pt") as opened:
-            return {name: single.name for name in opened.keys()}  # noqa: SIM118: safe_open is not a mapping
+            return dict.fromkeys(opened.keys(), single.name)  # noqa: SIM118: safe_open is not a mapping
     except SafetensorError as error:
         raise UserMistake(f"{single} is damaged: {error}") from None

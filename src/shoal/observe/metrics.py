@@ -56,17 +56,17 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder))
 
     def write(self, line: Line) -> None:
         step = line["step"]
         for name, value in line.items():
             if name not in ("step", "attempt") and value is not None:
                 group = "eval" if name.startswith("eval_") else "train"
-                self._writer.add_scalar(f"{group}/{name}", value, step)  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 def open_sinks(names: Sequence[str], run: Path) -> list[Sink]:

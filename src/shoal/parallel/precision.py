@@ -48,7 +48,7 @@ class _ThroughCopy(torch.autograd.Function):
         return copy.view_as(copy)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
 
 
@@ -73,7 +73,9 @@ class ComputeCopies(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         # The copies are left in place when the forward pass ends: recomputation in the backward pass needs them there.
         for weight, copy, places in zip(self.weights, self.copies, self.places, strict=True):
-            routed = _ThroughCopy.apply(weight, copy) if weight.requires_grad else copy
+            routed: Any = copy
+            if weight.requires_grad:
+                routed = _ThroughCopy.apply(weight, copy)  # type: ignore[no-untyped-call]
             for module, name in places:
                 module._parameters[name] = routed
         return self.inner(*inputs)

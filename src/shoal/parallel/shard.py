@@ -27,7 +27,7 @@ def replicate(module: nn.Module, precision: Precision, device: torch.device) -> 
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         init_sync=False,
-        **{BUFFERS: False},
+        **{BUFFERS: False},  # type: ignore[arg-type]
     )
     if precision.mixed and precision.reduce in COMPRESSION:
         wrapped.register_comm_hook(None, COMPRESSION[precision.reduce])
@@ -52,9 +52,8 @@ def shard_fully(
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # Embedding, norm and head stay in the root's group: it is gathered once for the whole pass.
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    sharded = [block for block in blocks if isinstance(block, FSDPModule)]
+    units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     if prefetch > 0:
-        for index, block in enumerate(sharded):
-            block.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + prefetch])
-            before = sharded[max(0, index - prefetch) : index]
-            block.set_modules_to_backward_prefetch(before[::-1])
+        for index, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + prefetch])
+            unit.set_modules_to_backward_prefetch(units[max(0, index - prefetch) : index][::-1])

@@ -119,7 +119,7 @@ def count_steps(
     total = epochs * rows // global_batch
     if total < 1:
         raise UserMistake(
-            f"{epochs} epoch{'s' if epochs > 1 else ''} of {rows} rows make no step of train.global_batch {global_batch}; "
-            f"lower it to {epochs * rows} or less, or set train.steps."
+            f"{epochs} epoch{'s' if epochs > 1 else ''} of {rows} rows give no whole step of train.global_batch "
+            f"{global_batch}; lower it to {epochs * rows} or less, or set train.steps."
         )
     return total

@@ -11,7 +11,6 @@ from shoal.config.schema_train import SpikeConfig
 from shoal.parallel.ranks import Ranks
 
 
-
 class Diverged(Exception):
     """The run failed: a loss or a gradient is not a number, and `train.on_nan` says to stop."""
 

@@ -66,5 +66,3 @@ def _tokenizer(config: Config, model_folder: Path | None) -> Tokenizer:
             "model.shape gives random weights and no tokenizer; set model.tokenizer to a folder, a cached id, or bytes."
         )
     return load_tokenizer(str(model_folder), model_folder)
-
-

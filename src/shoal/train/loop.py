@@ -124,7 +124,9 @@ def look_after(job: Job, line: Line, spikes: SpikeWatch) -> None:
             raise Diverged(f"{found}; no weight was changed by it. Lower train.lr, or resume from {job.saved}.")
         job.reporter.warn(f"{found}; {line['skipped']} such steps were skipped so far.")
     elif (height := spikes.look(float(line["loss"]))) is not None:
-        job.reporter.warn(f"the loss {line['loss']:.4f} at step {line['step']} is {height:.1f} sigma above the recent ones.")
+        job.reporter.warn(
+            f"the loss {line['loss']:.4f} at step {line['step']} is {height:.1f} sigma above the recent ones."
+        )
 
 
 def no_gain(job: Job) -> bool:
@@ -140,7 +142,9 @@ def no_gain(job: Job) -> bool:
         ranks=job.ranks,
     )
     job.log.write({"step": progress.step, "attempt": job.log.attempt, **found})
-    job.reporter.say(f"step {progress.step}  evaluation: loss {found['eval_loss']:.4f}, perplexity {found['eval_perplexity']:.2f}")
+    job.reporter.say(
+        f"step {progress.step}  evaluation: loss {found['eval_loss']:.4f}, perplexity {found['eval_perplexity']:.2f}"
+    )
     progress.evaluated_at, progress.eval_loss = progress.step, found["eval_loss"]
     if progress.best is None or found["eval_loss"] < progress.best:
         progress.best, progress.evaluations_without_gain = found["eval_loss"], 0

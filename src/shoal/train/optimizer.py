@@ -16,7 +16,7 @@ from shoal.train.lion import Lion
 class NamedOptimizer:
     """One or more torch optimizers over parameters that have names. The rate is given at every step."""
 
-    def __init__(self, parts: list[torch.optim.Optimizer], names: Mapping[nn.Parameter, str]) -> None:
+    def __init__(self, parts: list[torch.optim.Optimizer], names: Mapping[Tensor, str]) -> None:
         self.parts = parts
         self.names = names
 
@@ -95,15 +95,16 @@ def _make(
 ) -> torch.optim.Optimizer:
     settings = train.optimizer
     groups = _groups(parameters, settings, train.lr_groups)
-    betas = tuple(settings.betas)
     # The fused CPU kernel rounds the tail of a tensor unlike its middle, so shards of it would differ in the last bit.
     fused = device.type == "cuda"
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=settings.eps, fused=fused, foreach=not fused)
+        return torch.optim.AdamW(
+            groups, lr=train.lr, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused
+        )
     if name == "sgd":
         return torch.optim.SGD(groups, lr=train.lr, momentum=settings.momentum, fused=fused, foreach=not fused)
     if name == "lion":
-        return Lion(groups, lr=train.lr, betas=betas)
+        return Lion(groups, lr=train.lr, betas=settings.betas)
     assert name == "muon", name
     return torch.optim.Muon(groups, lr=train.lr, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw")
 
@@ -118,6 +119,5 @@ def _groups(
         factor = next((value for pattern, value in factors.items() if fnmatch(name, pattern)), 1.0)
         groups.setdefault((decay, factor), []).append(parameter)
     return [
-        {"params": members, "weight_decay": decay, "rate_factor": factor}
-        for (decay, factor), members in groups.items()
+        {"params": members, "weight_decay": decay, "rate_factor": factor} for (decay, factor), members in groups.items()
     ]

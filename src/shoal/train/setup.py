@@ -25,6 +25,7 @@ from shoal.train.inputs import Inputs
 from shoal.train.log import StepLog, next_attempt
 from shoal.train.optimizer import NamedOptimizer, make_optimizer
 from shoal.train.scaler import LossScaler
+from shoal.train.schedule import peak_rate
 from shoal.train.step import TrainStep
 
 
@@ -73,18 +74,22 @@ def set_up(
     scaler = LossScaler(ranks.device, enabled=model.precision.scaled)
     progress = Progress(world_size=ranks.world_size)
     if checkpoint is not None:
-        progress = state.load(
-            checkpoint, parameters=model.parameters, optimizer=optimizer, scaler=scaler, ranks=ranks
-        )
+        progress = state.load(checkpoint, parameters=model.parameters, optimizer=optimizer, scaler=scaler, ranks=ranks)
         model.weights_changed()
         reporter.say(f"Going on after step {progress.step}, from {checkpoint}.")
     if ranks.first:
         _describe(run, inputs, chosen, built, parameters)
         passes = "1 pass" if chosen.passes == 1 else f"{chosen.passes} passes"
+        place = f"{ranks.world_size} × {device.gpu.name if device.gpu else ranks.device.type}"
         reporter.say(
-            f"{parameters:,} parameters, {chosen.strategy} ({chosen.reason}) on {ranks.world_size} × {ranks.device.type}; "
+            f"{parameters:,} parameters, {chosen.strategy} ({chosen.reason}) on {place}; "
             f"{inputs.steps} steps of {chosen.global_batch} rows, {chosen.micro_batch} a device in {passes}."
         )
+        if config.train.lr_scaling == "linear":
+            reporter.say(
+                f"train.lr {config.train.lr:g} × global_batch {chosen.global_batch} / base_batch "
+                f"{config.train.base_batch} = {peak_rate(config.train):g} is the highest learning rate."
+            )
     return Job(
         config=config,
         run=run,
@@ -146,7 +151,9 @@ def starting_point(run: RunDirectory, ranks: Ranks, *, resume: bool, start_from:
     """The checkpoint to begin with, if any."""
     if start_from is not None:
         if store.read_manifest(start_from) is None:
-            raise UserMistake(f"--from: {start_from} is not a whole checkpoint (its MANIFEST.json is missing or wrong).")
+            raise UserMistake(
+                f"--from: {start_from} is not a whole checkpoint (its MANIFEST.json is missing or wrong)."
+            )
         return start_from
     return state.newest(run.checkpoints, ranks) if resume else None
 
@@ -154,7 +161,7 @@ def starting_point(run: RunDirectory, ranks: Ranks, *, resume: bool, start_from:
 def flops_per_token(model: ParallelModel, length: int) -> float:
     """As the published tables count: 6 for each entry of a matrix, and attention without the causal half."""
     settings = model.model.config.get_text_config()
-    attention = 12 * settings.num_hidden_layers * settings.hidden_size * length
+    attention: int = 12 * settings.num_hidden_layers * settings.hidden_size * length
     return 6 * matmul_parameters(model.parameters, model.anatomy) + attention
 
 

@@ -51,7 +51,7 @@ class TrainStep:
         for index, micro_batch in enumerate(batch.passes):
             with self.model.accumulating(last=index == len(batch.passes) - 1):
                 loss_sum, _ = self.model(micro_batch.to(self.device))
-                (loss_sum * (self.scaler.scale * share)).backward()
+                torch.autograd.backward(loss_sum * (self.scaler.scale * share))
             total += loss_sum.detach()
         norm = global_norm(self.trained) / self.scaler.scale
         usable = norm.isfinite()
