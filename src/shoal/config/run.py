@@ -28,17 +28,20 @@ class RunDirectory:
     def exists(self) -> bool:
         return self.config.is_file()
 
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything to lose: a start that ended before its first step left nothing."""
+        return self.exists and (self.metrics.is_file() or any(self.checkpoints.glob("step-*")))
+
     def check(self, config: Config, *, resume: bool, overwrite: bool) -> list[str]:
         """Whether a run may start here; says what differs from the run that is there. Changes nothing."""
-        if self.exists:
-            if resume:
-                return self._compare(config)
-            if overwrite:
-                return []
+        if self.begun and not (resume or overwrite):
             raise UserMistake(
                 f"{self.path} holds a run already; add --resume to go on with it, --overwrite to throw it away, "
                 "or another name=…"
             )
+        if self.exists:
+            return self._compare(config) if resume else []
         if resume:
             raise UserMistake(f"--resume: there is no run in {self.path}; start it without --resume.")
         if self.path.exists() and any(self.path.iterdir() if self.path.is_dir() else [self.path]):

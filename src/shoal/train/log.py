@@ -3,10 +3,12 @@
 import math
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shoal.observe.metrics import Line, Sink, last_line
 from shoal.observe.progress import Reporter
@@ -33,6 +35,7 @@ class Pending:
     result: StepResult
     rate: float
     tokens: int
+    skipped: Tensor
     window: Window
     seconds: float  # a step's, on the mean of the window
 
@@ -61,6 +64,7 @@ class StepLog:
         self.flops_per_token = flops_per_token
         self.peak = peak
         self.last: dict[str, float | int | None] = {}
+        self.listener: Callable[[Line], None] = lambda line: None  # told of every line
         self._window = Window()
         self._pending: Pending | None = None
         self._skipped = torch.zeros((), device=ranks.device)
@@ -74,8 +78,8 @@ class StepLog:
         tokens: int,
         inputs: int,
         data_seconds: float,
-    ) -> Line | None:
-        """Take note of a step; returns the line of an earlier one, if it could be written by now."""
+    ) -> None:
+        """Take note of a step."""
         self._skipped += ~result.usable
         window = self._window
         window.steps += 1
@@ -83,19 +87,18 @@ class StepLog:
         window.inputs += inputs
         window.data_seconds += data_seconds
         # The step before this one is done by now, or nearly: reading it leaves the device this one's work to do.
-        line = self.flush()
+        self.flush()
         if step % self.every == 0 or step == self.total:
             self.ranks.sum(result.loss_sum)
             seconds = (time.perf_counter() - window.began) / window.steps
-            self._pending = Pending(step, result, rate, tokens, window, seconds)
+            self._pending = Pending(step, result, rate, tokens, self._skipped.clone(), window, seconds)
             self._window = Window()
-        return line
 
-    def flush(self) -> Line | None:
+    def flush(self) -> None:
         """Read what is pending, and write its line."""
         pending, self._pending = self._pending, None
         if pending is None:
-            return None
+            return
         loss = float(pending.result.loss_sum) / pending.result.targets
         norm = float(pending.result.norm)
         window, seconds = pending.window, pending.seconds
@@ -114,12 +117,12 @@ class StepLog:
             "memory_gib": round(self.ranks.largest(_peak_memory_gib(self.ranks.device)), 3),
             "data_seconds": round(window.data_seconds / window.steps, 6),
             "seconds": round(seconds, 6),
-            "skipped": int(self._skipped),
+            "skipped": int(pending.skipped),
         }
         self.write(line)
         self.reporter.step(line, self.total)
         self.last = line
-        return line
+        self.listener(line)
 
     def write(self, line: Line) -> None:
         for sink in self.sinks:

@@ -69,6 +69,7 @@ def fit(job: Job) -> str | None:
     factor_at = make_schedule(config.train.schedule, job.inputs.steps)
     rate = peak_rate(config.train)
     spikes = SpikeWatch(spike_sigma(config.train.on_spike))
+    job.log.listener = lambda line: look_after(job, line, spikes)
     stopped = None
     stream = batches(
         sets.training,
@@ -93,7 +94,7 @@ def fit(job: Job) -> str | None:
             progress.step += 1
             progress.tokens += batch.targets
 
-            line = job.log.after_step(
+            job.log.after_step(
                 progress.step,
                 result,
                 rate=step_rate,
@@ -101,13 +102,11 @@ def fit(job: Job) -> str | None:
                 inputs=sum(one.inputs.numel() for one in batch.passes),
                 data_seconds=waited,
             )
-            if line is not None:
-                look_after(job, line, spikes)
 
             last = progress.step == job.inputs.steps
             if sets.validation is not None and (last or progress.step % config.eval.every == 0) and no_gain(job):
                 stopped = "early_stop"
-            if stop.agreed():
+            if stop.agreed() and not last:
                 stopped = "signal"
             if last or stopped or progress.step % config.checkpoint.every == 0:
                 save(job)

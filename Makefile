@@ -1,0 +1,37 @@
+# Two commands: `make demo` trains a real model, `make test` proves the promises. Both install what they need.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-slow check docs clean
+
+# torch first and pinned: anything else would bring whichever build is newest.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/shoal train recipes/pretrain-text.yaml --overwrite name=demo hardware.devices=2 parallel.strategy=fsdp \
+		data.path="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')/*.py"
+	rm -rf runs/demo/hf
+	$(BIN)/shoal export runs/demo --to hf
+	$(BIN)/python examples/write_with_transformers.py runs/demo/hf "def "
+
+test: check
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m shoal.config.document > docs/config.md
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

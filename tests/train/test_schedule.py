@@ -1,0 +1,53 @@
+"""The learning rate over a run."""
+
+import pytest
+
+from shoal.config.schema import ScheduleConfig, TrainConfig
+from shoal.train.schedule import make_schedule, peak_rate
+
+
+def curve(total: int = 100, **settings: object) -> list[float]:
+    factor = make_schedule(ScheduleConfig(**settings), total)
+    return [factor(step) for step in range(total)]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
+def test_the_rate_rises_evenly_over_the_warmup_and_reaches_its_peak(name):
+    rates = curve(name=name, warmup=10)
+    assert rates[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    assert max(rates) == 1.0
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_the_last_step_has_the_lowest_rate(name):
+    rates = curve(name=name, warmup=10, min_ratio=0.1)
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    assert curve(101, name="cosine", warmup=0, min_ratio=0.0)[50] == pytest.approx(0.5, abs=0.02)
+
+
+def test_wsd_stays_level_and_falls_in_its_last_share():
+    rates = curve(name="wsd", warmup=10, min_ratio=0.0, decay=0.2)
+    assert rates[10:80] == [1.0] * 70
+    assert rates[80] < 1.0
+    assert rates[89] == pytest.approx(0.5)
+
+
+def test_constant_stays_where_the_warmup_ends():
+    assert curve(name="constant", warmup=10)[10:] == [1.0] * 90
+
+
+def test_a_warmup_below_one_is_a_share_of_the_steps():
+    assert curve(name="constant", warmup=0.2) == curve(name="constant", warmup=20)
+
+
+def test_a_warmup_longer_than_the_run_ends_with_it():
+    assert curve(10, name="cosine", warmup=100)[-1] == 1.0
+
+
+def test_linear_scaling_multiplies_the_rate_by_the_growth_of_the_batch():
+    assert peak_rate(TrainConfig(lr=1e-4, global_batch=512, lr_scaling="linear", base_batch=128)) == pytest.approx(4e-4)
+    assert peak_rate(TrainConfig(lr=1e-4, global_batch=512)) == 1e-4

@@ -1,0 +1,256 @@
+"""What training does, seen through the files of a run."""
+
+import json
+import math
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.checkpoint.layout import PieceReader
+from shoal.mistakes import UserMistake
+from shoal.train.health import Diverged
+from tests.harness import LLAMA, lines, settings, train_on, weights
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in lines(run)]
+
+
+def evaluations(run: Path) -> list[dict[str, Any]]:
+    found = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if "eval_loss" in line]
+
+
+def test_the_loss_on_pythons_standard_library_falls_to_a_known_value(tmp_path):
+    """Bytes of real source text: a byte costs 5.56 nats by chance; the run recorded here came to 2.40."""
+    library = sysconfig.get_paths()["stdlib"]
+    config = settings(
+        Path(f"{library}/[a-d]*.py"),
+        model__shape={"family": "llama", "hidden": 96, "layers": 3, "heads": 4, "vocab": 260, "positions": 128},
+        data__pack=True,
+        data__max_length=128,
+        data__validation=0.01,
+        train__steps=160,
+        train__global_batch=8,
+        train__micro_batch=8,
+        train__lr=5e-3,
+        train__schedule={"warmup": 20},
+        eval={"every": 80, "batches": 8},
+        log__every=20,
+    )
+    run = train_on(1, config, tmp_path)
+    assert losses(run)[0] > 3.0
+    assert losses(run)[-1] == pytest.approx(2.40, abs=0.15)
+    first, last = evaluations(run)
+    assert last["eval_loss"] < first["eval_loss"] < 3.0
+    assert last["eval_loss"] == pytest.approx(2.40, abs=0.15)
+    assert last["eval_perplexity"] == pytest.approx(math.exp(last["eval_loss"]))
+
+
+def test_two_deterministic_runs_are_bitwise_equal(instructions, tmp_path):
+    one = train_on(1, settings(instructions, name="one"), tmp_path)
+    two = train_on(1, settings(instructions, name="two"), tmp_path)
+    assert [(line["loss"], line["grad_norm"]) for line in lines(one)] == [
+        (line["loss"], line["grad_norm"]) for line in lines(two)
+    ]
+    first, second = weights(one), weights(two)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_another_seed_is_another_run(instructions, tmp_path):
+    one = train_on(1, settings(instructions, name="one"), tmp_path)
+    two = train_on(1, settings(instructions, name="two", seed=5), tmp_path)
+    assert losses(one) != losses(two)
+
+
+def test_the_micro_batch_does_not_change_what_is_trained(instructions, tmp_path):
+    runs = [
+        train_on(1, settings(instructions, name=f"micro{size}", train__micro_batch=size), tmp_path)
+        for size in (1, 4, 8)
+    ]
+    assert losses(runs[0]) == pytest.approx(losses(runs[2]), rel=2e-6)
+    assert losses(runs[1]) == pytest.approx(losses(runs[2]), rel=2e-6)
+
+
+@pytest.mark.parametrize(("precision", "stored"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
+def test_mixed_precision_keeps_fp32_weights_and_true_precision_does_not(precision, stored, instructions, tmp_path):
+    run = train_on(1, settings(instructions, train__precision=precision), tmp_path)
+    assert {tensor.dtype for tensor in weights(run).values()} == {stored}
+    exact = train_on(1, settings(instructions, name="exact"), tmp_path)
+    assert losses(run) == pytest.approx(losses(exact), rel=2e-3 if precision == "bf16-mixed" else 2e-2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_16_mixed_scales_the_loss_and_trains_what_fp32_trains(strategy, instructions, tmp_path):
+    changes = {"train__precision": "16-mixed", "parallel__strategy": strategy}
+    run = train_on(2, settings(instructions, **changes), tmp_path)
+    exact = train_on(1, settings(instructions, name="exact"), tmp_path)
+    assert losses(run) == pytest.approx(losses(exact), rel=1e-3)
+    newest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+    assert PieceReader(newest).read_whole("scaler.scale") == 2.0**16
+
+
+@pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 2e-6), ("lion", 2e-6), ("muon", 2e-3)])
+def test_every_optimizer_learns_and_does_so_alike_on_two_sharded_ranks(optimizer, bound, instructions, tmp_path):
+    """Muon orthogonalises in bf16, where another order of sums shows more."""
+    rate = {"sgd": 0.3, "lion": 1e-3, "muon": 1e-2}[optimizer]
+    changes = {"train__optimizer": {"name": optimizer}, "train__lr": rate}
+    one = train_on(1, settings(instructions, name="one", **changes), tmp_path)
+    two = train_on(2, settings(instructions, name="two", parallel__strategy="fsdp", **changes), tmp_path)
+    assert losses(one)[-1] < 0.97 * losses(one)[0]
+    assert losses(two) == pytest.approx(losses(one), rel=bound)
+
+
+@pytest.mark.parametrize(
+    ("precision", "world_size", "strategy"),
+    [
+        ("bf16-mixed", 1, "single"),
+        ("32-true", 2, "fsdp"),
+        pytest.param("32-true", 2, "ddp", marks=pytest.mark.slow),
+        pytest.param("bf16-mixed", 2, "ddp", marks=pytest.mark.slow),
+        pytest.param("bf16-mixed", 2, "fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_train_what_plain_ones_train(precision, world_size, strategy, instructions, tmp_path):
+    changes = {"train__precision": precision, "parallel__strategy": strategy, "train__steps": 4}
+    plain = train_on(world_size, settings(instructions, name="plain", **changes), tmp_path)
+    traced = train_on(
+        world_size, settings(instructions, name="traced", train__compile="aot_eager", **changes), tmp_path
+    )
+    assert losses(traced) == pytest.approx(losses(plain), rel=2e-6 if precision == "32-true" else 2e-3)
+
+
+def test_a_chunked_loss_trains_what_a_plain_one_trains_also_when_sharded(instructions, tmp_path):
+    plain = train_on(1, settings(instructions, name="plain", train__loss="plain"), tmp_path)
+    for world_size, strategy in ((1, "single"), (2, "fsdp")):
+        changes = {"train__loss": "chunked", "parallel__strategy": strategy, "name": f"chunked-{strategy}"}
+        chunked = train_on(world_size, settings(instructions, **changes), tmp_path)
+        assert losses(chunked) == pytest.approx(losses(plain), rel=2e-6)
+
+
+def _change(run: Path, start: Path) -> dict[str, torch.Tensor]:
+    after, before = weights(run), weights(start)
+    return {name: after[name] - before[name] for name in after}
+
+
+@pytest.fixture
+def untrained(instructions, tmp_path) -> Path:
+    """One step so small that it leaves the weights as they were drawn."""
+    return train_on(1, settings(instructions, name="untrained", train__steps=1, train__lr=1e-30), tmp_path)
+
+
+def test_clipping_bounds_the_step_by_the_norm_of_all_gradients_together(instructions, untrained, tmp_path):
+    sgd = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0}
+    changes = {"train__optimizer": sgd, "train__steps": 1, "train__lr": 0.5, "train__clip": 0.01}
+    schedule = {"train__schedule": {"name": "constant", "warmup": 0}}
+    for world_size, strategy in ((1, "single"), (2, "fsdp")):
+        config = settings(instructions, name=strategy, parallel__strategy=strategy, **changes, **schedule)
+        change = _change(train_on(world_size, config, tmp_path), untrained)
+        length = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in change.values()))
+        assert length == pytest.approx(0.5 * 0.01, rel=1e-4)
+
+
+def test_frozen_parameters_and_those_with_a_rate_of_zero_stay_as_they_were(instructions, untrained, tmp_path):
+    config = settings(
+        instructions, model__freeze=["model.layers.0.*"], train__lr_groups={"*.1.mlp.*": 0.0}, train__steps=3
+    )
+    for world_size, strategy in ((1, "single"), (2, "ddp"), (2, "fsdp")):
+        config |= {"name": strategy, "parallel": {"strategy": strategy}}
+        change = _change(train_on(world_size, config, tmp_path), untrained)
+        still = {name for name, tensor in change.items() if not tensor.any()}
+        expected = {n for n in change if n.startswith("model.layers.0.") or (".1.mlp." in n)}
+        assert still == expected
+
+
+def test_patterns_that_fit_no_parameter_are_mistakes(instructions, tmp_path):
+    with pytest.raises(UserMistake, match=r"model.freeze: 'layer.\*' fits no parameter"):
+        train_on(1, settings(instructions, model__freeze=["layer.*"]), tmp_path)
+    with pytest.raises(UserMistake, match=r"train.lr_groups: 'layer.\*' fits no trained parameter"):
+        train_on(1, settings(instructions, train__lr_groups={"layer.*": 2.0}), tmp_path)
+
+
+def test_weight_decay_leaves_norms_alone(instructions, untrained, tmp_path):
+    """A rate that is large only for decay: AdamW's decay is rate × decay, its step at most the rate."""
+    optimizer = {"name": "adamw", "weight_decay": 1e4}
+    config = settings(instructions, train__optimizer=optimizer, train__lr=5e-5, train__steps=1)
+    config["train"]["schedule"] = {"name": "constant", "warmup": 0}
+    change = _change(train_on(1, config, tmp_path), untrained)
+    before = weights(untrained)
+    for name, tensor in change.items():
+        share = float(tensor.norm() / before[name].norm())
+        if tensor.dim() == 1:
+            assert share < 1e-3, name
+        else:
+            assert share == pytest.approx(0.5, abs=0.05), name
+
+
+def test_the_schedule_is_stepped_once_a_step_whatever_the_number_of_ranks_and_passes(instructions, tmp_path):
+    one = train_on(1, settings(instructions, name="one"), tmp_path)
+    two = train_on(2, settings(instructions, name="two", train__micro_batch=1), tmp_path)
+    assert [line["lr"] for line in lines(one)] == [line["lr"] for line in lines(two)]
+    assert [line["lr"] for line in lines(one)][:2] == [1.5e-3, 3e-3]
+
+
+def test_evaluation_is_the_same_on_one_rank_and_on_several(instructions, tmp_path):
+    changes = {"data__validation": 0.1, "eval": {"every": 5, "batches": 2}}
+    found = {}
+    for world_size, strategy in ((1, "single"), (2, "ddp"), (4, "fsdp")):
+        name = f"{strategy}{world_size}"
+        micro = 8 // world_size
+        config = settings(instructions, name=name, parallel__strategy=strategy, train__micro_batch=micro, **changes)
+        found[name] = [line["eval_loss"] for line in evaluations(train_on(world_size, config, tmp_path))]
+    assert len(found["single1"]) == 2
+    assert found["ddp2"] == pytest.approx(found["single1"], rel=2e-6)
+    assert found["fsdp4"] == pytest.approx(found["single1"], rel=2e-6)
+
+
+def test_training_stops_early_when_evaluation_no_longer_improves(instructions, tmp_path):
+    config = settings(
+        instructions,
+        data__validation=0.1,
+        eval={"every": 1, "batches": 1},
+        train__steps=50,
+        train__lr=1e-30,
+        train__early_stop={"patience": 3},
+    )
+    run = train_on(2, config, tmp_path)
+    # The first evaluation is the best so far; three more without a better one end the run.
+    assert [line["step"] for line in evaluations(run)] == [1, 2, 3, 4]
+    assert (run / "checkpoints" / "latest").read_text().strip() == "step-00000004"
+
+
+def test_a_loss_that_is_no_number_stops_the_run_or_is_skipped_and_counted(instructions, tmp_path):
+    broken = settings(instructions, train__lr=1e38, train__steps=5, train__clip=None)
+    broken["train"]["optimizer"] = {"name": "sgd", "momentum": 0.0}
+    with pytest.raises(Diverged, match="is not a number; no weight was changed by it"):
+        train_on(2, broken | {"name": "stop", "train": {**broken["train"], "on_nan": "stop"}}, tmp_path)
+    run = train_on(2, broken | {"name": "skip"}, tmp_path)
+    last = lines(run)[-1]
+    # The first step ruins the weights; after it no gradient is a number, and nothing changes any more.
+    assert last["grad_norm"] is None
+    assert [line["skipped"] for line in lines(run)] == [0, 1, 2, 3, 4]
+
+
+def test_metrics_have_the_documented_fields(instructions, tmp_path):
+    run = train_on(1, settings(instructions, train__steps=2), tmp_path)
+    expected = ["step", "attempt", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib"]
+    assert list(lines(run)[0]) == [*expected, "data_seconds", "seconds", "skipped"]
+    assert lines(run)[1]["tokens"] > lines(run)[0]["tokens"] > 0
+
+
+def test_csv_and_tensorboard_are_written_where_asked_for(instructions, tmp_path):
+    run = train_on(1, settings(instructions, train__steps=3, log__to=["csv", "tensorboard"]), tmp_path)
+    header, *rows = (run / "metrics.csv").read_text().splitlines()
+    assert header.startswith("step,attempt,loss,grad_norm,lr")
+    assert [row.split(",")[0] for row in rows] == ["1", "2", "3"]
+    assert list((run / "logs" / "tensorboard").glob("events.*"))
+
+
+def test_a_model_with_an_untied_head_and_one_with_a_tied_one_have_that_many_tensors(instructions, tmp_path):
+    tied = train_on(1, settings(instructions, name="tied", train__steps=1), tmp_path)
+    shape = {**LLAMA, "positions": 512, "tied": False}
+    untied = train_on(1, settings(instructions, name="untied", train__steps=1, model__shape=shape), tmp_path)
+    assert set(weights(untied)) - set(weights(tied)) == {"lm_head.weight"}
