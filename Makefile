@@ -12,12 +12,10 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@
 
+# A small Llama learns chess on two processes, from games played here; then plain transformers says what it learnt.
 demo: $(VENV)/.installed
-	$(BIN)/shoal train recipes/pretrain-text.yaml --overwrite name=demo hardware.devices=2 parallel.strategy=fsdp \
-		data.path="$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')/*.py"
-	rm -rf runs/demo/hf
-	$(BIN)/shoal export runs/demo --to hf
-	$(BIN)/python examples/write_with_transformers.py runs/demo/hf "def "
+	$(BIN)/shoal train recipes/chess-tiny.yaml --overwrite
+	$(BIN)/python examples/chess_demo.py runs/chess-tiny
 
 test: check
 	$(BIN)/python -m pytest -m 'not slow'

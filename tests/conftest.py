@@ -11,6 +11,8 @@ import pytest
 # what makes sums come out the same in one process and in many.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A tokenizer that has started its threads in this process would hang ranks forked from it.
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,16 +11,38 @@ Importing this is cheap; torch is imported by the call that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.config import Config, config_from_mapping, config_to_yaml, json_schema, load_config
+from shoal.config import Config, config_from_mapping, config_to_yaml, config_values, json_schema, load_config
+from shoal.mistakes import UserMistake
 
 if TYPE_CHECKING:
     from shoal.train.loop import Summary
+    from shoal.train.preview import Preview
+    from shoal.use.evaluate import Evaluation
+    from shoal.use.generate import Generated
+    from shoal.use.load import LoadedRun
 
-__all__ = ["Config", "config_from_mapping", "config_to_yaml", "export", "json_schema", "load_config", "train"]
+__all__ = [
+    "Config",
+    "chat",
+    "config_from_mapping",
+    "config_to_yaml",
+    "config_values",
+    "download",
+    "dry_run",
+    "evaluate",
+    "export",
+    "generate",
+    "init",
+    "json_schema",
+    "load_config",
+    "load_run",
+    "recipes",
+    "train",
+]
 
 
 def train(
@@ -45,6 +67,43 @@ def train(
     )
 
 
+def dry_run(config: Config) -> Preview:
+    """What `train` would do: counts, batch arithmetic, the learning rate, the first row. Trains nothing."""
+    from shoal.launch.run import dry_run
+
+    return dry_run(config)
+
+
+def recipes() -> dict[str, str]:
+    """The recipes that come with shoal: name and what each does."""
+    from shoal.catalogue.recipes import about_recipe, recipe_names
+
+    return {name: about_recipe(name) for name in recipe_names()}
+
+
+def init(recipe: str, output: Path | str | None = None) -> Path:
+    """Write a recipe as a config file (RECIPE.yaml unless `output` says otherwise); never over another file."""
+    from shoal.catalogue.recipes import read_recipe
+
+    text = read_recipe(recipe)
+    path = Path(output) if output is not None else Path(f"{recipe}.yaml")
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserMistake(f"{path} is there already; choose another name with --output.") from None
+    except OSError as error:
+        raise UserMistake(f"{path} cannot be written: {error.strerror}.") from None
+    return path
+
+
+def download(name: str, *, dataset: bool = False) -> Path:
+    """Fetch a model or dataset of the Hugging Face hub into the local cache; returns its folder there."""
+    from shoal.models.download import download
+
+    return download(name, dataset=dataset)
+
+
 def export(
     run: Path | str,
     output: Path | str | None = None,
@@ -58,3 +117,78 @@ def export(
 
     folder = Path(run)
     return export_hf(folder, folder / "hf" if output is None else Path(output), step=step, dtype=dtype, report=report)
+
+
+def load_run(run: Path | str, *, step: int | None = None, device: str = "auto", dtype: str | None = None) -> LoadedRun:
+    """A run's model and tokenizer on one device, of its newest checkpoint or that of `step`; or a Hugging Face folder.
+
+    `dtype` is fp32, bf16 or fp16; by default the weights are as they were saved.
+    """
+    from shoal.use.load import load_run as load
+
+    return load(Path(run), step=step, device=device, dtype=dtype)
+
+
+def generate(
+    run: Path | str | LoadedRun,
+    prompt: str,
+    *,
+    tokens: int = 100,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    seed: int | None = None,
+    raw: bool = False,
+    step: int | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    write: Callable[[str], None] = lambda _: None,
+) -> Generated:
+    """What the run's model says after `prompt`; `write` hears each piece of it as it is made."""
+    from shoal.use.generate import Sampling, stream
+
+    sampling = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    loaded = load_run(run, step=step, device=device, dtype=dtype) if isinstance(run, Path | str) else run
+    with stream(loaded, prompt, sampling, raw=raw) as answer:
+        for piece in answer:
+            write(piece)
+    return answer.result(prompt)
+
+
+def chat(
+    run: Path | str,
+    lines: Iterable[str],
+    *,
+    write: Callable[[str], None],
+    say: Callable[[str], None] = lambda _: None,
+    tokens: int = 500,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    seed: int | None = None,
+    step: int | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+) -> None:
+    """Answer `lines` one after another. `write` hears the answers' pieces; `say`, what is not part of them."""
+    from shoal.use.chat import Chat, converse
+    from shoal.use.generate import Sampling
+
+    sampling = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    talk = Chat(load_run(run, step=step, device=device, dtype=dtype), sampling, say)
+    converse(talk, lines, write, say)
+
+
+def evaluate(
+    run: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    batches: int | None = None,
+    device: str = "auto",
+    report: Callable[[str], None] = lambda _: None,
+) -> Evaluation:
+    """Loss and perplexity on the rows that the run held out, or on other data: `overrides=["data.path=FILE"]`."""
+    from shoal.use.evaluate import evaluate_run
+
+    return evaluate_run(Path(run), overrides, step=step, batches=batches, device=device, report=report)

@@ -26,6 +26,9 @@ adapter:
 data:
   source: json
   path: null
+  games: 12000
+  plies: 42
+  player: quick
   format: auto
   max_length: 2048
   pack: true

@@ -19,6 +19,9 @@ class Data:
 
     source: Any = "text"
     path: Any = None
+    games: int = 1
+    plies: int = 1
+    player: str = "quick"
     format: str = "auto"
     max_length: int = 16
     pack: bool = True

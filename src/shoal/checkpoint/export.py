@@ -9,10 +9,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shoal.checkpoint.choose import choose_checkpoint
 from shoal.checkpoint.layout import PieceReader
 from shoal.checkpoint.state import MODEL
-from shoal.checkpoint.store import damaged_file, list_whole, write_atomically
+from shoal.checkpoint.store import write_atomically
 from shoal.mistakes import UserMistake
+from shoal.models.build import build_on_meta, read_blueprint
+from shoal.models.names import tensors_for_files
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,17 +31,23 @@ def export_hf(
     report: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """Write the weights of a run's checkpoint (the newest, or that of `step`) with config and tokenizer beside them."""
-    source = _checkpoint(run, step)
+    if dtype is not None and dtype not in DTYPES:
+        raise UserMistake(f"An export has dtype {', '.join(DTYPES)}, not {dtype}.")
+    source = choose_checkpoint(run, step).path
     description = run / "model"
     if not (description / "config.json").is_file():
         raise UserMistake(f"{run} holds no model/config.json, so it is not a run of shoal.")
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
         raise UserMistake(f"{output} is there already and not empty; choose another folder with --output.")
     part = output.with_name(output.name + ".part")
-    if part.exists():
-        shutil.rmtree(part)
-    shutil.copytree(description, part)
+    try:
+        if part.exists():
+            shutil.rmtree(part)
+        shutil.copytree(description, part)
+    except OSError as error:
+        raise UserMistake(f"{output} cannot be written: {error.strerror}.") from None
     reader = PieceReader(source)
+    model = build_on_meta(read_blueprint(description), attention="auto", longest=1)
     shards = _divide(reader, shard_bytes, None if dtype is None else DTYPES[dtype].itemsize)
     table: dict[str, str] = {}
     total = 0
@@ -49,10 +58,11 @@ def export_hf(
         tensors: dict[str, Tensor] = {}
         for name in names:
             tensor = reader.read_whole(MODEL + name)
-            tensors[name] = (tensor if dtype is None else tensor.to(DTYPES[dtype])).contiguous()
-            total += tensors[name].numel() * tensors[name].element_size()
+            tensors[name] = tensor if dtype is None else tensor.to(DTYPES[dtype])
             saved_dtype = tensors[name].dtype
-            table[name] = file
+        tensors = {name: one.contiguous() for name, one in tensors_for_files(model, tensors).items()}
+        table |= dict.fromkeys(tensors, file)
+        total += sum(one.numel() * one.element_size() for one in tensors.values())
         save_file(tensors, part / file, metadata={"format": "pt"})
         report(f"{file}: {len(names)} tensors")
     if len(shards) > 1:
@@ -65,21 +75,6 @@ def export_hf(
         output.rmdir()
     part.replace(output)
     return output
-
-
-def _checkpoint(run: Path, step: int | None) -> Path:
-    if not (run / "checkpoints").is_dir():
-        raise UserMistake(f"{run} holds no checkpoints; give the folder of a run, such as runs/NAME.")
-    whole = list_whole(run / "checkpoints")
-    if step is not None:
-        whole = [one for one in whole if one.step == step]
-    if not whole:
-        wanted = "" if step is None else f" of step {step}"
-        raise UserMistake(f"{run} holds no whole checkpoint{wanted}.")
-    chosen = whole[-1]
-    if (file := damaged_file(chosen)) is not None:
-        raise UserMistake(f"{chosen.path / file} is damaged: its contents are not what was saved.")
-    return chosen.path
 
 
 def _divide(reader: PieceReader, shard_bytes: int, itemsize: int | None) -> list[list[str]]:

@@ -1,5 +1,6 @@
 """Which checkpoints stay: the newest few, and the best few by a metric. The newest whole one always does."""
 
+import math
 from pathlib import Path
 
 from shoal.checkpoint.store import Checkpoint, list_whole, remove
@@ -8,7 +9,7 @@ from shoal.checkpoint.store import Checkpoint, list_whole, remove
 def to_keep(checkpoints: list[Checkpoint], *, newest: int, best: int, metric: str) -> set[int]:
     """Steps of the checkpoints that stay; `checkpoints` is oldest first, a lower metric is better."""
     keep = {one.step for one in checkpoints[-max(1, newest) :]}
-    measured = [one for one in checkpoints if metric in one.metrics]
+    measured = [one for one in checkpoints if math.isfinite(one.metrics.get(metric, math.nan))]
     return keep | {one.step for one in sorted(measured, key=lambda one: one.metrics[metric])[:best]}
 
 

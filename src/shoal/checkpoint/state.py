@@ -94,20 +94,26 @@ def load(
 ) -> Progress:
     """Fill a run from a whole checkpoint, on any number of ranks."""
     reader = PieceReader(folder)
-    stored = reader.shapes(MODEL)
-    if different := sorted(set(stored) ^ set(parameters)):
-        raise UserMistake(f"{folder} was saved from another model: only one of the two has {different[0]}.")
-    for name, parameter in parameters.items():
-        if stored[name] != tuple(parameter.shape):
-            raise UserMistake(f"{folder} holds {name} as {stored[name]}, but the model has {tuple(parameter.shape)}.")
-        reader.read_into(MODEL + name, parameter)
+    load_parameters(reader, parameters)
     for name, tensor in optimizer.empty_state(reader.shapes(OPTIMIZER)).items():
         reader.read_into(OPTIMIZER + name, tensor)
     scaler.load({name: reader.read_whole(SCALER + name) for name in reader.shapes(SCALER)})
     progress = Progress(**json.loads((folder / "progress.json").read_text()))
     if progress.world_size == ranks.world_size:
         _restore_random_state(load_file(folder / f"random-{ranks.rank:05d}.safetensors"), ranks.device)
+    progress.world_size = ranks.world_size
     return progress
+
+
+def load_parameters(reader: PieceReader, parameters: Mapping[str, Tensor]) -> None:
+    """Fill a model's parameters, or this rank's parts of them, from a checkpoint."""
+    folder, stored = reader.folder, reader.shapes(MODEL)
+    if different := sorted(set(stored) ^ set(parameters)):
+        raise UserMistake(f"{folder} was saved from another model: only one of the two has {different[0]}.")
+    for name, parameter in parameters.items():
+        if stored[name] != tuple(parameter.shape):
+            raise UserMistake(f"{folder} holds {name} as {stored[name]}, but the model has {tuple(parameter.shape)}.")
+        reader.read_into(MODEL + name, parameter)
 
 
 def newest(checkpoints: Path, ranks: Ranks) -> Path | None:

@@ -1,7 +1,7 @@
 """The config: the only description of a run."""
 
 from shoal.config.effect import without_effect
-from shoal.config.load import config_from_mapping, config_to_yaml, json_schema, load_config
+from shoal.config.load import config_from_mapping, config_to_yaml, config_values, json_schema, load_config
 from shoal.config.mesh import Mesh, mesh_for
 from shoal.config.schema import Config
 
@@ -10,6 +10,7 @@ __all__ = [
     "Mesh",
     "config_from_mapping",
     "config_to_yaml",
+    "config_values",
     "json_schema",
     "load_config",
     "mesh_for",

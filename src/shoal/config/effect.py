@@ -33,7 +33,16 @@ def _no_reduction(run: _Run) -> str | None:
 
 def _plain_text(run: _Run) -> str | None:
     data = run.config.data
+    if data.source == "chess":
+        return "a game has no answers, so every token counts"
     return "plain text has no answers, so every token counts" if "text" in (data.format, data.source) else None
+
+
+def _nothing_played(run: _Run) -> str | None:
+    data = run.config.data
+    if data.source != "chess":
+        return "only data.source chess plays games"
+    return "games are read from data.path, not played" if data.path is not None else None
 
 
 def _optimizer_not(*names: str) -> Callable[[_Run], str | None]:
@@ -64,6 +73,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ),
     ("adapter.quantize", lambda run: "adapter.kind is not qlora" if run.config.adapter.kind != "qlora" else None),
     ("data.train_on", _plain_text),
+    *((f"data.{key}", _nothing_played) for key in ("games", "plies", "player")),
     (
         "train.base_batch",
         lambda run: "train.lr_scaling is none" if run.config.train.lr_scaling == "none" else None,

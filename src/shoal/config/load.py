@@ -52,12 +52,17 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
 
 def config_to_yaml(config: Config) -> str:
     """The whole config as YAML, defaults too; loading it gives an equal Config."""
+    return write_yaml(escape(config_values(config)))
+
+
+def config_values(config: Config) -> dict[str, Any]:
+    """The whole config as plain values, defaults too; `config_from_mapping` takes them back."""
     values = config.model_dump(mode="json")
     del values["include"]
     # A slurm block that nobody wrote must not come back as one that somebody wrote: see unbuilt.py.
     if not config.slurm.model_fields_set:
         del values["slurm"]
-    return write_yaml(escape(values))
+    return values
 
 
 def json_schema() -> dict[str, Any]:

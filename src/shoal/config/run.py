@@ -10,6 +10,8 @@ from shoal.mistakes import UserMistake
 
 # A change of these makes another run of it: another model, other rows, or the same rows in other steps.
 IDENTITY = ("model", "adapter", "data", "seed", "train.global_batch")
+# How the same is computed, and how it is read.
+INCIDENTAL = ("model.attention", "data.workers")
 
 
 class RunDirectory:
@@ -35,6 +37,8 @@ class RunDirectory:
 
     def check(self, config: Config, *, resume: bool, overwrite: bool) -> list[str]:
         """Whether a run may start here; says what differs from the run that is there. Changes nothing."""
+        if resume and overwrite:
+            raise UserMistake("--resume goes on with the run and --overwrite throws it away; give one of them.")
         if self.begun and not (resume or overwrite):
             raise UserMistake(
                 f"{self.path} holds a run already; add --resume to go on with it, --overwrite to throw it away, "
@@ -65,7 +69,7 @@ class RunDirectory:
         before = load_config(self.config)
         changes = differences(before.model_dump(by_alias=True), config.model_dump(by_alias=True))
         for key, (old, new) in changes.items():
-            if any(key == name or key.startswith(name + ".") for name in IDENTITY):
+            if key not in INCIDENTAL and any(key == name or key.startswith(name + ".") for name in IDENTITY):
                 raise UserMistake(
                     f"--resume: {key} was {old!r} in {self.config} and is {new!r} now, which makes it another run; "
                     "put it back, or start a new run under another name=…"

@@ -92,7 +92,7 @@ class ModelConfig(Block):
         None, description="Instead of from: random weights, from a named shape or from explicit sizes."
     )
     tokenizer: str | None = Field(
-        None, description="A folder, a cached id, or bytes (built in); default: the model's own."
+        None, description="A folder, a cached id, or bytes or chess (both built in); default: the model's own."
     )
     attention: Attention = Field(
         "auto", description="How attention is computed; auto takes the fastest that works here."
@@ -158,7 +158,17 @@ class DataConfig(Block):
     source: SourceName | Annotated[tuple[DataBlockConfig, ...], Strict(False)] = Field(
         "json", description="The kind of file, or a list of blocks with source, path, format and weight."
     )
-    path: str | Texts | None = Field(None, description="File, folder or pattern to read, or a list of these.")
+    path: str | Texts | None = Field(
+        None,
+        description="File, folder or pattern to read, or a list of these; chess without one plays its own games.",
+    )
+    games: Count = Field(12_000, description="How many games are played for source chess without a path.")
+    plies: Count = Field(42, description="After how many plies (moves of one side) a game that is played is cut.")
+    player: Literal["quick", "stockfish"] = Field(
+        "quick",
+        description="Who plays: quick looks one move ahead, hundreds of games a second; stockfish, where installed, "
+        "plays far better and about forty times slower.",
+    )
     format: RowFormat = Field("auto", description="What a row looks like; auto looks at the first row.")
     max_length: Annotated[int, Ge(2)] = Field(2048, description="Tokens in a row; longer texts are cut.")
     pack: bool = Field(

@@ -33,6 +33,12 @@ class DataSettings(Protocol):
     @property
     def path(self) -> object: ...
     @property
+    def games(self) -> int: ...
+    @property
+    def plies(self) -> int: ...
+    @property
+    def player(self) -> str: ...
+    @property
     def format(self) -> str: ...
     @property
     def max_length(self) -> int: ...
@@ -99,7 +105,7 @@ def prepare(
         train_on=str(data.train_on),
         on_error=str(data.on_error),
     )
-    files = find_files(settings.source, data.path if path is None else path)
+    files = _files(data, path, cache_root(cache), report)
     before = _states(files)
     described = [LAYOUT, asdict(settings), tokenizer.fingerprint, before]
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
@@ -116,6 +122,15 @@ def prepare(
     if ready:
         report(f"Prepared before, taken from {entry}.")
     return rows
+
+
+def _files(data: DataSettings, path: object, cache: Path, report: Report) -> list[Path]:
+    wanted = data.path if path is None else path
+    if data.source == "chess" and wanted is None:
+        from shoal.data.chess_games import Match, played_file
+
+        return [played_file(Match(data.games, data.plies, data.player), cache, report)]
+    return find_files(str(data.source), wanted)
 
 
 def _states(files: Sequence[Path]) -> list[tuple[str, int, int]]:

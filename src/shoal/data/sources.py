@@ -248,9 +248,32 @@ def _not_json(file: Path, line: int, problem: str) -> UserMistake:
     return UserMistake(f"{file}:{line} is not a JSON row: {problem}. Mend the line{skip}.")
 
 
+def _read_chess(file: Path, on_bad: OnBad) -> Iterator[Row]:
+    """One document a game, in UCI moves: a game a line, or a PGN file."""
+    from shoal.data import chess_games  # takes a moment to import, and most runs read something else
+
+    games = chess_games.read_pgn(file) if file.suffix.lower() == ".pgn" else chess_games.read_lines(file)
+    found = False
+    for game in games:
+        found = True
+        if game.problem is None:
+            yield Row({"text": game.moves}, file, game.line)
+        else:
+            on_bad(
+                UserMistake(
+                    f"{file}:{game.line} is not a game of chess: {game.problem}. Mend it, or set data.on_error: skip."
+                )
+            )
+    if not found:
+        on_bad(UserMistake(f"{file} holds no game. Remove it, or set data.on_error: skip."))
+
+
 Reader = Callable[[Path, OnBad], Iterator[Row]]
-_READERS: dict[str, Reader] = {"text": _read_text, "json": _read_json}
-_FOLDER_SUFFIXES: dict[str, tuple[str, ...]] = {"json": (".json", ".jsonl", ".ndjson")}
+_READERS: dict[str, Reader] = {"text": _read_text, "json": _read_json, "chess": _read_chess}
+_FOLDER_SUFFIXES: dict[str, tuple[str, ...]] = {
+    "json": (".json", ".jsonl", ".ndjson"),
+    "chess": (".txt", ".uci", ".pgn"),
+}
 
 
 def _reader(source: str) -> Reader:

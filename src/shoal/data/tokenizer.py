@@ -1,4 +1,4 @@
-"""Text to token ids and back: the built-in `bytes`, or a Hugging Face tokenizer from this machine.
+"""Text to token ids and back: the built-in `bytes` and `chess`, or a Hugging Face tokenizer from this machine.
 
 transformers takes seconds to import, so it is imported where it is used; `bytes` encodes and decodes without it.
 """
@@ -51,14 +51,23 @@ class Tokenizer(ABC):
         self.hugging_face.save_pretrained(str(folder))
 
 
-def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer called `name`: `bytes`, or else what lies in `folder` (default: `name` as a folder or cached id).
+# Names that need no folder.
+BUILT_IN = ("bytes", "chess")
 
-    Never calls the network and never runs code that comes with a tokenizer.
+
+def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
+    """The tokenizer called `name`: `bytes`, `chess`, or else what lies in `folder`.
+
+    Without a folder, `name` is one, or an id that is in the local cache. Never calls the network and never runs code
+    that comes with a tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
-    _calm_parallelism()
+    if name == "chess":
+        from shoal.data.chess_tokenizer import ChessTokenizer  # it builds on this module
+
+        return ChessTokenizer()
+    calm_parallelism()
     from transformers import AutoTokenizer
 
     place = str(folder if folder is not None else Path(name).expanduser() if Path(name).expanduser().exists() else name)
@@ -68,7 +77,7 @@ def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserMistake(
             f"No tokenizer could be loaded from {place} ({reason}). Set model.tokenizer to a folder with a "
-            "tokenizer.json, to an id that is in the local Hugging Face cache, or to `bytes`."
+            "tokenizer.json, to an id that is in the local Hugging Face cache, to `bytes`, or to `chess`."
         ) from error
     return PretrainedTokenizer(name, loaded)
 
@@ -107,7 +116,7 @@ class ByteTokenizer(Tokenizer):
     @property
     def hugging_face(self) -> Any:
         if self._hugging_face is None:
-            _calm_parallelism()
+            calm_parallelism()
             from tokenizers import Tokenizer as Backend
             from tokenizers import decoders, models, pre_tokenizers
             from transformers import PreTrainedTokenizerFast
@@ -210,7 +219,8 @@ _OURS = "false"
 _pool_owner: int | None = None
 
 
-def _calm_parallelism() -> None:
+def calm_parallelism() -> None:
+    """Call it before the tokenizers library is used for the first time."""
     os.environ.setdefault(_PARALLELISM, _OURS)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
@@ -23,29 +24,32 @@ def started_by_others() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def restarted() -> bool:
+    """Whether an elastic agent has started this process anew after a failure: then the run goes on where it was."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def local_rank() -> int:
+    """Which of this machine's processes this is."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 @contextmanager
 def joined(config: Config) -> Iterator[Ranks]:
     """This process as a rank, with a process group when there are several, taken down at the end."""
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = choose_device(local_rank)
-    ranks = Ranks(rank, world_size, local_rank, device)
+    device = choose_device(local_rank())
+    ranks = Ranks(rank, world_size, local_rank(), device)
     if world_size == 1:
         yield ranks
         return
     timeout = timedelta(seconds=config.train.hang_timeout)
     # Host collectives go over gloo also where the device's go over NCCL.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store: FileStore | None = None
-    if folder := os.environ.get(LAUNCH_FOLDER):
-        # On one machine a file needs no port, which others could reach or take. A restart must not find old keys in it.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = FileStore(str(Path(folder) / f"store-{attempt}"), world_size)
     dist.init_process_group(
         backend,
-        store=store,
+        store=_meeting_point(world_size, timeout),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -57,15 +61,27 @@ def joined(config: Config) -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def choose_device(local_rank: int) -> torch.device:
+def _meeting_point(world_size: int, timeout: timedelta) -> Store:
+    """The store in which ranks find each other. A restart must not find the addresses of the dead in it."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if folder := os.environ.get(LAUNCH_FOLDER):
+        # On one machine a file needs no port, which others could reach or take.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return FileStore(str(Path(folder) / f"store-{attempt}"), world_size)
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return PrefixStore(f"attempt-{attempt}", store)
+
+
+def choose_device(place: int) -> torch.device:
+    """The device of this machine's process number `place`."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    if place >= torch.cuda.device_count():
         raise UserMistake(
-            f"This is process {local_rank + 1} on this machine, which has {torch.cuda.device_count()} CUDA devices; "
+            f"This is process {place + 1} on this machine, which has {torch.cuda.device_count()} CUDA devices; "
             "start one process a device."
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", place)
     torch.cuda.set_device(device)
     return device
 

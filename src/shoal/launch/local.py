@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,6 +34,7 @@ class Request:
     run: Path
     resume: bool
     start_from: Path | None
+    patience: float  # seconds that ranks get to finish a step and save, once they were asked to stop
 
 
 def launch(request: Request, processes: int, *, max_restarts: int) -> Summary:
@@ -42,7 +43,9 @@ def launch(request: Request, processes: int, *, max_restarts: int) -> Summary:
         shared = Path(folder)
         os.environ[LAUNCH_FOLDER] = folder
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        # Without this the agent opens a store of its own for the ranks, on every interface.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        _quiet_agent()
         settings = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -55,12 +58,15 @@ def launch(request: Request, processes: int, *, max_restarts: int) -> Summary:
             max_restarts=max_restarts,
             start_method="spawn",
             local_addr="127.0.0.1",
+            **_patience(request.patience),
         )
         before = [(number, signal.signal(number, _as_terminate)) for number in (signal.SIGUSR1, signal.SIGUSR2)]
         try:
             elastic_launch(settings, sys.executable)(*_arguments(request))
         except ChildFailedError as failure:
-            _explain(failure, shared)
+            # A rank that dies after the summary was written dies of leaving, with nothing left to lose.
+            if not (shared / SUMMARY).is_file():
+                _explain(failure, shared)
         except SignalException:
             if not (shared / SUMMARY).is_file():
                 raise RunFailed("The run was stopped before it could save.") from None
@@ -70,6 +76,19 @@ def launch(request: Request, processes: int, *, max_restarts: int) -> Summary:
                 signal.signal(number, handler)
         found: dict[str, Any] = json.loads((shared / SUMMARY).read_text())
         return Summary(**found)
+
+
+def _quiet_agent() -> None:
+    """What the agent logs, the launcher says in a sentence. torch gives each of these loggers a level of its own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _patience(seconds: float) -> dict[str, Any]:
+    """Where torch's agent can be told to wait longer than its 30 seconds before it kills ranks that are saving."""
+    known = {field.name for field in fields(LaunchConfig)}
+    return {"shutdown_timeout": round(seconds)} if "shutdown_timeout" in known else {}
 
 
 def _arguments(request: Request) -> list[str]:

@@ -7,11 +7,14 @@ from pathlib import Path
 from shoal.config.effect import without_effect
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
-from shoal.launch.join import joined, processes_wanted, started_by_others
+from shoal.launch.join import choose_device, joined, local_rank, processes_wanted, restarted, started_by_others
 from shoal.launch.local import Request, launch
 from shoal.observe.progress import Reporter
+from shoal.parallel.device import inspect_device
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import Summary, train
+from shoal.train.preview import Preview, preview
+from shoal.train.setup import rehearse
 
 
 def start(
@@ -29,15 +32,26 @@ def start(
         return train_as_rank(config, run, resume=resume, start_from=start_from, overwrite=overwrite)
     reporter = Reporter(speaks=True)
     processes = processes_wanted(config)
-    for note in without_effect(config, processes):
-        reporter.warn(note)
     if processes == 1:
         return train_as_rank(config, run, resume=resume, start_from=start_from, overwrite=overwrite)
+    _warn(config, processes, reporter)
     # Checked and read here first, so that mistakes are found, and rows made, before there are several processes.
     _check(config, run, reporter, resume=resume, overwrite=overwrite)
-    read_inputs(config, reporter)
+    inputs = read_inputs(config, reporter)
+    rehearse(config, inputs, processes, inspect_device(choose_device(0)), start_from)
     run.create(config, overwrite=overwrite)
-    return launch(Request(run.path, resume, start_from), processes, max_restarts=max_restarts)
+    reporter.say(f"Starting {processes} processes …")
+    return launch(
+        Request(run.path, resume, start_from, config.train.hang_timeout), processes, max_restarts=max_restarts
+    )
+
+
+def dry_run(config: Config) -> Preview:
+    """What `start` would do, found out without a step, an accelerator or a run folder."""
+    reporter = Reporter(speaks=True)
+    processes = processes_wanted(config)
+    _warn(config, processes, reporter)
+    return preview(config, read_inputs(config, reporter), processes, inspect_device(choose_device(0)))
 
 
 def train_as_rank(
@@ -45,10 +59,15 @@ def train_as_rank(
 ) -> Summary:
     """Join the other processes, if there are any, and train."""
     first = int(os.environ.get("RANK", "0")) == 0
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if restarted():
+        resume, overwrite, start_from = True, False, None
     reporter = Reporter(speaks=first)
     if first:
+        _warn(config, world_size, reporter)
         _check(config, run, reporter, resume=resume, overwrite=overwrite)
     inputs = read_inputs(config, reporter)
+    rehearse(config, inputs, world_size, inspect_device(choose_device(local_rank())), start_from)
     with joined(config) as ranks:
         if first:
             run.create(config, overwrite=overwrite)
@@ -56,6 +75,11 @@ def train_as_rank(
         if not first:
             send_output_to(run.logs / f"rank-{ranks.rank}.log")
         return train(config, inputs, run, ranks, resume=resume, start_from=start_from)
+
+
+def _warn(config: Config, processes: int, reporter: Reporter) -> None:
+    for note in without_effect(config, processes):
+        reporter.warn(note)
 
 
 def _check(config: Config, run: RunDirectory, reporter: Reporter, *, resume: bool, overwrite: bool) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shoal.checkpoint.store import write_atomically
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
-from shoal.launch.join import LAUNCH_FOLDER, joined
+from shoal.launch.join import LAUNCH_FOLDER, joined, restarted
 from shoal.launch.local import DIVERGED, MISTAKE, SUMMARY
 from shoal.launch.run import send_output_to
 from shoal.mistakes import UserMistake
@@ -31,7 +31,6 @@ def main() -> None:
     shared = Path(os.environ[LAUNCH_FOLDER])
     run = RunDirectory(given.run)
     config = load_config(run.config)
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     # The launcher prints the traceback of the rank that failed first, once.
     sys.excepthook = lambda *_: None
     if os.environ["RANK"] != "0":
@@ -45,8 +44,8 @@ def main() -> None:
                 inputs,
                 run,
                 ranks,
-                resume=given.resume or restarted,
-                start_from=None if restarted else given.start_from,
+                resume=given.resume or restarted(),
+                start_from=None if restarted() else given.start_from,
             )
             if ranks.first:
                 write_atomically(shared / SUMMARY, json.dumps(summary.as_dict()))
@@ -56,6 +55,10 @@ def main() -> None:
             kind = MISTAKE if isinstance(mistake, UserMistake) else DIVERGED
             write_atomically(shared / kind, str(mistake))
         sys.exit(2)
+    # Threads of torch's that are still alive have been seen to abort an interpreter that ends the usual way.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from shoal.mistakes import UserMistake
 
 # Settings under which logits are not simply head(hidden): the model's own forward must make them.
-LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier_scale")
+LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "lm_head_multiplier",
+    "logit_scale",
+    "logits_mup_width_multiplier",
+    "logits_scaling",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "output_multiplier",
+    "output_multiplier_scale",
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,10 @@ def read_anatomy(model: Any) -> Anatomy:
     """Find the parts of `model`, or say in a sentence which one is missing."""
     kind = type(model).__name__
     names = {id(module): name for name, module in model.named_modules()}
-    embedding = names.get(id(model.get_input_embeddings()))
+    try:
+        embedding = names.get(id(model.get_input_embeddings()))
+    except NotImplementedError:  # transformers' own word for "there is none"
+        embedding = None
     output = model.get_output_embeddings()
     head = names.get(id(output)) if output is not None else None
     backbone = names.get(id(model.base_model))

@@ -35,6 +35,14 @@ def _register() -> None:
     AttentionInterface.register(MASKLESS, sdpa_attention_forward)
 
 
+def masks_itself(settings: Any) -> bool:
+    """Whether the model finds the borders of packed documents by itself, from positions that start anew.
+
+    Only where it must: a sliding window is part of its mask too. Not every model looks (BERT's eager code does not).
+    """
+    return settings._attn_implementation != MASKLESS and getattr(settings, "sliding_window", None) is not None
+
+
 def document_mask(documents: Tensor) -> Tensor:
     """[batch, 1, query, key]: true where both are of one document and the key is not later than the query."""
     length = documents.shape[1]

@@ -38,7 +38,11 @@ def blueprint(model: ModelConfig) -> Blueprint:
         shape = find_shape(model.shape) if isinstance(model.shape, str) else model.shape.named()
         return Blueprint(transformers_config(shape), None)
     assert model.from_ is not None, "the config demands one of model.from and model.shape"
-    folder = local_folder(model.from_)
+    return read_blueprint(local_folder(model.from_))
+
+
+def read_blueprint(folder: Path) -> Blueprint:
+    """The model that a Hugging Face folder describes."""
     from transformers import AutoConfig
 
     try:

@@ -27,5 +27,5 @@ def local_folder(name: str) -> Path:
     except LocalEntryNotFoundError:
         raise UserMistake(
             f"{name} is neither a folder nor in the local Hugging Face cache; "
-            f"on a machine with a network run: hf download {name}"
+            f"on a machine with a network run: shoal download {name}"
         ) from None

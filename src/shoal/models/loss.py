@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.models.anatomy import Anatomy
-from shoal.models.attention import MASKLESS, document_mask
+from shoal.models.attention import document_mask, masks_itself
 
 IGNORED = -100
 # Chunks are sized so that one chunk of logits holds about this many numbers (fp32: 128 MiB).
@@ -47,8 +47,12 @@ class LanguageModel(nn.Module):
         inputs: dict[str, Any] = {"input_ids": batch.inputs, "use_cache": False}
         if batch.positions is not None:
             inputs["position_ids"] = batch.positions
-        if batch.documents is not None and self.model.config._attn_implementation == MASKLESS:
-            inputs["attention_mask"] = document_mask(batch.documents)
+        settings = self.model.config.get_text_config()
+        if batch.documents is not None and not masks_itself(settings):
+            mask = document_mask(batch.documents)
+            if settings._attn_implementation == "eager":  # which adds its mask to the scores
+                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+            inputs["attention_mask"] = mask
         if self.loss == "plain":
             logits = self.model(**inputs).logits
             loss = F.cross_entropy(
@@ -102,9 +106,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         hidden = saved.pop(0) if ctx.needs_input_grad[0] else None
         weight = saved.pop(0) if ctx.needs_input_grad[1] else None
-        # `outer` stays fp32: rounding it to bf16 first would bend every gradient by up to 0.4%.
+        # Multiplied in fp32: rounding `outer` to bf16 first would bend every gradient by up to 0.4%.
         return (
-            None if hidden is None else (hidden * outer).to(hidden.dtype),
+            None if hidden is None else (hidden.float() * outer).to(hidden.dtype),
             None if weight is None else (weight * outer).to(ctx.weight_dtype),
             None,
         )

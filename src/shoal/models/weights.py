@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
+from shoal.models.names import names_in_model
 from shoal.models.pieces import local_box, local_tensor
 
 Slots = dict[nn.Parameter, list[tuple[nn.Module, str]]]
@@ -141,34 +142,47 @@ def _restore_buffers(model: Any, device: torch.device) -> None:
             )
 
 
-def _read_weights(model: Any, folder: Path) -> None:
+def locate_weights(model: Any, folder: Path) -> dict[str, tuple[Path, str]]:
+    """For each parameter the file that holds it and its name there. Reads headers only, and compares shapes."""
     files = _tensor_files(folder)
-    prefix = f"{model.base_model_prefix}."
+    names = names_in_model(model, files)
+    found: dict[str, tuple[Path, str]] = {}
     missing: list[str] = []
-    opened: dict[str, Any] = {}
+    opened: dict[Path, Any] = {}
     for name, parameter in model.named_parameters():
-        # Checkpoints saved from the bare backbone (gpt2 on the hub) lack its prefix.
-        stored = next((n for n in (name, name.removeprefix(prefix)) if n in files), None)
+        stored = names.get(name)
         if stored is None:
             missing.append(name)
             continue
-        path = files[stored]
+        path = folder / files[stored]
         try:
             if path not in opened:
-                opened[path] = safe_open(folder / path, framework="pt")
-            source = opened[path].get_slice(stored)
+                opened[path] = safe_open(path, framework="pt")
+            shape = tuple(opened[path].get_slice(stored).get_shape())
         except SafetensorError as error:
-            raise UserMistake(f"{folder / path} is damaged: {error}") from None
-        if tuple(source.get_shape()) != tuple(parameter.shape):
+            raise UserMistake(f"{path} is damaged: {error}") from None
+        if shape != tuple(parameter.shape):
             raise UserMistake(
-                f"{folder / path} holds {stored} with shape {tuple(source.get_shape())}, "
-                f"but the model's config makes it {tuple(parameter.shape)}."
+                f"{path} holds {stored} with shape {shape}, but the model's config makes it {tuple(parameter.shape)}."
             )
-        slices = local_box(parameter).slices
-        local_tensor(parameter).copy_(source[slices] if slices else opened[path].get_tensor(stored))
+        found[name] = (path, stored)
     if missing:
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise UserMistake(f"{folder} holds no tensor {missing[0]}{more}, which {type(model).__name__} needs.")
+    return found
+
+
+def _read_weights(model: Any, folder: Path) -> None:
+    """Each rank reads its own part of each tensor."""
+    places = locate_weights(model, folder)
+    opened: dict[Path, Any] = {}
+    for name, parameter in model.named_parameters():
+        path, stored = places[name]
+        if path not in opened:
+            opened[path] = safe_open(path, framework="pt")
+        slices = local_box(parameter).slices
+        source = opened[path].get_slice(stored)[slices] if slices else opened[path].get_tensor(stored)
+        local_tensor(parameter).copy_(source)
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
@@ -191,6 +205,6 @@ def _tensor_files(folder: Path) -> dict[str, str]:
         raise UserMistake(f"{folder} holds no model.safetensors{note}; save it with save_pretrained.")
     try:
         with safe_open(single, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), single.name)  # noqa: SIM118: safe_open is not a mapping
+            return dict.fromkeys(opened.keys(), single.name)
     except SafetensorError as error:
         raise UserMistake(f"{single} is damaged: {error}") from None

@@ -1,9 +1,17 @@
-"""What a person sees while a run goes: one line a report, on standard error, from rank 0 alone."""
+"""What a person sees while a run goes, on standard error, from rank 0 alone.
+
+In a terminal one line is kept up to date; where the output is a file or a pipe, every report is a line of its own.
+"""
 
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+Line = Mapping[str, float | int | None]
 
 
 class Reporter:
@@ -12,6 +20,8 @@ class Reporter:
     def __init__(self, *, speaks: bool) -> None:
         self.speaks = speaks
         self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: Any = None
 
     def say(self, text: str) -> None:
         if self.speaks:
@@ -21,19 +31,54 @@ class Reporter:
         if self.speaks:
             self._console.print(f"warning: {text}", style="yellow", markup=False)
 
-    def step(self, line: Mapping[str, float | int | None], total: int) -> None:
-        parts = [f"step {line['step']}/{total}"]
-        for name, text in (("loss", "loss {:.4f}"), ("grad_norm", "norm {:.3f}"), ("lr", "lr {:.2e}")):
-            value = line[name]
-            parts.append(f"{name} is not a number" if value is None else text.format(value))
-        parts.append(f"{line['tokens_per_second']:,.0f} tok/s")
-        if line.get("mfu") is not None:
-            parts.append(f"MFU {line['mfu']:.1%}")
-        parts.append(f"{line['memory_gib']:.2f} GiB")
-        seconds, step = line["seconds"], line["step"]
-        if seconds is not None and step is not None:
-            parts.append(f"{duration(seconds * (total - step))} left")
-        self.say("  ".join(parts))
+    def begin(self, step: int, total: int) -> None:
+        """The first step is about to start."""
+        if self.speaks and self._console.is_terminal:
+            columns: list[ProgressColumn] = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), _Numbers()]
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._task = self._bar.add_task("", total=total, completed=step, line=None)
+            self._bar.start()
+
+    def advance(self, step: int) -> None:
+        """A step has been given to the device. Reads nothing back from it."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def report(self, line: Line, total: int) -> None:
+        """The numbers of a step."""
+        text = f"step {line['step']}/{total}  {numbers(line, total)}"
+        if self._bar is not None:
+            self._bar.update(self._task, line=numbers(line, total))
+        else:
+            self.say(text)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class _Numbers(ProgressColumn):
+    """Loss, speed and the like, cut where the terminal ends."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["line"] or "the first steps compile and warm up", no_wrap=True, overflow="ellipsis")
+
+
+def numbers(line: Line, total: int) -> str:
+    """What a line of `metrics.jsonl` says, for reading."""
+    parts = []
+    for name, text in (("loss", "loss {:.4f}"), ("grad_norm", "norm {:.3f}"), ("lr", "lr {:.2e}")):
+        value = line[name]
+        parts.append(f"{name} is not a number" if value is None else text.format(value))
+    parts.append(f"{line['tokens_per_second']:,.0f} tok/s")
+    if line.get("mfu") is not None:
+        parts.append(f"MFU {line['mfu']:.1%}")
+    parts.append(f"{line['memory_gib']:.2f} GiB")
+    seconds, step = line["seconds"], line["step"]
+    if seconds is not None and step is not None and step < total:
+        parts.append(f"{duration(seconds * (total - step))} left")
+    return "  ".join(parts)
 
 
 def duration(seconds: float) -> str:

@@ -77,7 +77,9 @@ def parallelize(
     anatomy = read_anatomy(model)
     freeze(model, config.model.freeze)
     length = config.data.max_length
-    loss = choose_loss(train.loss, anatomy, micro_batch * length, model.config.get_text_config().vocab_size)
+    # A chunked loss makes its gradients before they are scaled, and fp16 cannot hold the smallest of them.
+    wanted = "plain" if train.loss == "auto" and precision.scaled else train.loss
+    loss = choose_loss(wanted, anatomy, micro_batch * length, model.config.get_text_config().vocab_size)
     module: nn.Module = LanguageModel(model, anatomy, loss)
     blocks = anatomy.block_modules(model)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shoal.config.schema import Config
 from shoal.data.prepare import Sets, prepare_sets
-from shoal.data.tokenizer import Tokenizer, load_tokenizer
+from shoal.data.tokenizer import BUILT_IN, Tokenizer, load_tokenizer
 from shoal.mistakes import UserMistake
 from shoal.models.build import Blueprint, blueprint
 from shoal.models.hub import local_folder
@@ -41,8 +41,6 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         # A model of explicit sizes has no special tokens of its own: generation with an export needs the tokenizer's.
         plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end
     sets = prepare_sets(config.data, tokenizer, seed=config.seed, report=reporter.say)
-    for sentence in sets.training.summary.sentences():
-        reporter.say(sentence)
     steps = count_steps(
         epochs=config.train.epochs,
         steps=config.train.steps,
@@ -56,8 +54,8 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
 
 def _tokenizer(config: Config, model_folder: Path | None) -> Tokenizer:
     name = config.model.tokenizer
-    if name == "bytes":
-        return load_tokenizer("bytes")
+    if name in BUILT_IN:
+        return load_tokenizer(name)
     if name is not None:
         folder = Path(name).expanduser()
         return load_tokenizer(name, folder if folder.is_dir() else local_folder(name))

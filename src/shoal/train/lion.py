@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shoal.models.pieces import local_tensor
+
 
 class Lion(Optimizer):
     def __init__(
@@ -28,10 +30,12 @@ class Lion(Optimizer):
             for parameter in parameters:
                 if not self.state[parameter]:
                     self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
-            gradients = [parameter.grad for parameter in parameters]
-            averages = [self.state[parameter]["exp_avg"] for parameter in parameters]
+            # Every element is on its own, so each rank works on its part; DTensor has not all of these operations.
+            gradients = [local_tensor(parameter.grad) for parameter in parameters]
+            averages = [local_tensor(self.state[parameter]["exp_avg"]) for parameter in parameters]
+            weights = [local_tensor(parameter) for parameter in parameters]
             updates = torch._foreach_lerp(averages, gradients, 1 - first)
             torch._foreach_sign_(updates)
-            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
             torch._foreach_lerp_(averages, gradients, 1 - second)

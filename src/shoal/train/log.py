@@ -80,6 +80,7 @@ class StepLog:
         data_seconds: float,
     ) -> None:
         """Take note of a step."""
+        self.reporter.advance(step)
         self._skipped += ~result.usable
         window = self._window
         window.steps += 1
@@ -120,7 +121,7 @@ class StepLog:
             "skipped": int(pending.skipped),
         }
         self.write(line)
-        self.reporter.step(line, self.total)
+        self.reporter.report(line, self.total)
         self.last = line
         self.listener(line)
 

@@ -1,5 +1,6 @@
 """The training loop, top to bottom: step, log, evaluate, save, until it is done or asked to stop."""
 
+import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,8 +12,9 @@ from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.data.loader import batches
 from shoal.observe.metrics import Line
+from shoal.observe.progress import duration
+from shoal.parallel.evaluate import held_out_loss
 from shoal.parallel.ranks import Ranks
-from shoal.train.evaluate import evaluate
 from shoal.train.health import Diverged, SpikeWatch, StopRequest, spike_sigma
 from shoal.train.inputs import Inputs
 from shoal.train.schedule import make_schedule, peak_rate
@@ -37,6 +39,20 @@ class Summary:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def text(self) -> str:
+        """For reading, with the next command to try."""
+        loss = "not a number" if self.loss is None else f"{self.loss:.4f}"
+        held_out = "" if self.eval_loss is None else f", held out {self.eval_loss:.4f}"
+        why = "" if self.stopped is None else f" ({self.stopped.replace('_', ' ')})"
+        return "\n".join(
+            [
+                f"step        {self.step} of {self.steps}{why}, {self.tokens:,} targets, {duration(self.seconds)}",
+                f"loss        {loss}{held_out}",
+                f"checkpoint  {self.checkpoint}",
+                f"next        shoal export {self.run} --to hf",
+            ]
+        )
+
 
 def train(
     config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, *, resume: bool, start_from: Path | None
@@ -44,9 +60,11 @@ def train(
     """Train on this rank, together with the others."""
     began = time.perf_counter()
     job = set_up(config, inputs, run, ranks, resume=resume, start_from=start_from)
+    job.reporter.begin(job.progress.step, job.inputs.steps)
     try:
         stopped = fit(job)
     finally:
+        job.reporter.end()
         job.log.close()
     last, progress = job.log.last, job.progress
     return Summary(
@@ -132,21 +150,21 @@ def no_gain(job: Job) -> bool:
     """Evaluate; true when `train.early_stop` has seen enough evaluations without a better loss."""
     progress, config = job.progress, job.config
     job.log.flush()
-    found = evaluate(
-        job.model,
+    found = held_out_loss(
+        job.model.module,
         job.inputs.sets,
         micro_batch=job.chosen.micro_batch,
         rows=config.eval.batches * job.chosen.global_batch,
         pad=job.inputs.tokenizer.pad,
         ranks=job.ranks,
     )
-    job.log.write({"step": progress.step, "attempt": job.log.attempt, **found})
-    job.reporter.say(
-        f"step {progress.step}  evaluation: loss {found['eval_loss']:.4f}, perplexity {found['eval_perplexity']:.2f}"
-    )
-    progress.evaluated_at, progress.eval_loss = progress.step, found["eval_loss"]
-    if progress.best is None or found["eval_loss"] < progress.best:
-        progress.best, progress.evaluations_without_gain = found["eval_loss"], 0
+    loss, perplexity = found.loss, found.perplexity
+    line: Line = {"step": progress.step, "attempt": job.log.attempt, "eval_loss": loss, "eval_perplexity": perplexity}
+    job.log.write(line)
+    job.reporter.say(f"step {progress.step}  evaluation: loss {loss:.4f}, perplexity {perplexity:.2f}")
+    progress.evaluated_at, progress.eval_loss = progress.step, loss
+    if math.isfinite(loss) and (progress.best is None or loss < progress.best):
+        progress.best, progress.evaluations_without_gain = loss, 0
     else:
         progress.evaluations_without_gain += 1
     job.log.restart_clock()

@@ -67,14 +67,20 @@ class NamedOptimizer:
         return self.state()
 
 
-def make_optimizer(
-    parameters: Mapping[str, nn.Parameter], train: TrainConfig, anatomy: Anatomy, device: torch.device
-) -> NamedOptimizer:
-    """The optimizer of the config over those `parameters` that are trained."""
+def trained_parameters(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> dict[str, nn.Parameter]:
+    """Those the optimizer changes; a pattern of `lr_groups` that fits none of them is a mistake."""
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     for pattern in train.lr_groups:
         if not any(fnmatch(name, pattern) for name in trained):
             raise UserMistake(f"train.lr_groups: {pattern!r} fits no trained parameter.")
+    return trained
+
+
+def make_optimizer(
+    parameters: Mapping[str, nn.Parameter], train: TrainConfig, anatomy: Anatomy, device: torch.device
+) -> NamedOptimizer:
+    """The optimizer of the config over those `parameters` that are trained."""
+    trained = trained_parameters(parameters, train)
     settings = train.optimizer
     if settings.name == "muon":
         # Muon is for matrices inside blocks; embedding, head, norms and biases learn by AdamW beside it.

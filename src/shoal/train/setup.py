@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -13,17 +13,18 @@ from shoal.config.mesh import Mesh, mesh_for
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
-from shoal.models.anatomy import matmul_parameters
+from shoal.models.anatomy import matmul_parameters, read_anatomy
 from shoal.models.build import build_on_meta
+from shoal.models.weights import locate_weights
 from shoal.observe.metrics import open_sinks
 from shoal.observe.progress import Reporter
-from shoal.parallel.apply import ParallelModel, parallelize
+from shoal.parallel.apply import ParallelModel, freeze, parallelize
 from shoal.parallel.device import Device, inspect_device
 from shoal.parallel.ranks import Ranks
 from shoal.plan.choose import Chosen, Sizes, choose_batch, choose_strategy
 from shoal.train.inputs import Inputs
 from shoal.train.log import StepLog, next_attempt
-from shoal.train.optimizer import NamedOptimizer, make_optimizer
+from shoal.train.optimizer import NamedOptimizer, make_optimizer, trained_parameters
 from shoal.train.scaler import LossScaler
 from shoal.train.schedule import peak_rate
 from shoal.train.step import TrainStep
@@ -123,6 +124,23 @@ def set_up(
     )
 
 
+def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, start_from: Path | None) -> Chosen:
+    """Find the mistakes that setting up would find, without memory, ranks or a run folder: before anything is lost."""
+    model = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
+    read_anatomy(model)
+    freeze(model, config.model.freeze)
+    trained_parameters(dict(model.named_parameters()), config.train)
+    if inputs.blueprint.folder is not None:
+        locate_weights(model, inputs.blueprint.folder)
+    if start_from is not None:
+        checkpoint = store.read_manifest(start_from)
+        if checkpoint is None:
+            raise UserMistake(f"--from: {start_from} is not a whole checkpoint: its MANIFEST.json is missing or wrong.")
+        if (file := store.damaged_file(checkpoint)) is not None:
+            raise UserMistake(f"--from: {start_from / file} is damaged: its contents are not what was saved.")
+    return choose(config, model, world_size, device)[0]
+
+
 def choose(config: Config, model: torch.nn.Module, world_size: int, device: Device) -> tuple[Chosen, Mesh]:
     """Strategy, mesh and batch arithmetic of this run."""
     settings = model.config.get_text_config()  # type: ignore[union-attr,operator]
@@ -150,10 +168,6 @@ def choose(config: Config, model: torch.nn.Module, world_size: int, device: Devi
 def starting_point(run: RunDirectory, ranks: Ranks, *, resume: bool, start_from: Path | None) -> Path | None:
     """The checkpoint to begin with, if any."""
     if start_from is not None:
-        if store.read_manifest(start_from) is None:
-            raise UserMistake(
-                f"--from: {start_from} is not a whole checkpoint (its MANIFEST.json is missing or wrong)."
-            )
         return start_from
     return state.newest(run.checkpoints, ranks) if resume else None
 
@@ -176,7 +190,8 @@ def seed_everything(seed: int, rank: int, deterministic: bool) -> None:
 
 def _describe(run: RunDirectory, inputs: Inputs, chosen: Chosen, model: torch.nn.Module, parameters: int) -> None:
     """Write what other commands need to know of this run: how it is carried out, its model, its tokenizer."""
-    plan = {"parameters": parameters, "steps": inputs.steps, "chosen": chosen.as_dict()}
+    data = asdict(inputs.sets.training.summary)
+    plan = {"parameters": parameters, "steps": inputs.steps, "chosen": chosen.as_dict(), "data": data}
     store.write_atomically(run.plan, json.dumps(plan, indent=2) + "\n")
     settings = inputs.blueprint.settings
     settings.architectures = [type(model).__name__]

@@ -1,0 +1,187 @@
+"""What did recipes/chess-tiny.yaml learn? Of the moves it samples in games it never saw, how many does `chess` accept?
+
+Three are asked for a move at plies 10 to 40 of fresh games, at temperature 1: the model before training, a table of
+which move follows which in the training games, and the trained model. The models are measured as plain transformers
+loads them from the exported folder: no code of shoal stands between the weights and the answer.
+
+usage: python examples/chess_demo.py [RUN], after `shoal train recipes/chess-tiny.yaml`; `make demo` does both
+"""
+
+import json
+import random
+import shutil
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import chess
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from shoal import api
+from shoal.data.cache import cache_root
+from shoal.data.chess_games import Match, play, played_file
+
+PLIES = range(10, 41)
+FRESH_GAMES = 150  # 31 plies of each: more than 4,000 moves are sampled from each
+FRESH_SEED = 1  # training's games come from seed 0
+
+Games = Sequence[Sequence[str]]  # each a list of moves in UCI
+Sampler = Callable[[Games], Iterator[list[str]]]  # for each of PLIES, a move for each game
+
+
+def main(run: Path) -> None:
+    torch.set_num_threads(1)  # so little is computed at a time that threads would mostly wait for each other
+    config = api.load_config(run / "config.yaml")
+    fresh = Match(FRESH_GAMES, max(PLIES), config.data.player, seed=FRESH_SEED)
+    # All of one length, to be measured side by side: the few that end early or promote a pawn (a third token) are out.
+    games = [game for line in play(fresh, say) if is_even(game := line.split())]
+    training = Match(config.data.games, config.data.plies, config.data.player)
+    table = fit_bigrams(played_file(training, cache_root(), lambda _: None).read_text().splitlines())
+
+    folder = run / "hf"
+    shutil.rmtree(folder, ignore_errors=True)
+    api.export(run, folder)
+    say(f"Exported to {folder}. What follows is plain transformers.")
+    logging.disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    trained = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(0)
+    untrained = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+    asked: dict[str, Sampler] = {
+        "untrained": partial(sample_moves, untrained, tokenizer),
+        "bigram table": partial(sample_bigrams, table),
+        "trained": partial(sample_moves, trained, tokenizer),
+    }
+    found = {name: measure(name, sampler, games) for name, sampler in asked.items()}
+    print(f"\nMoves sampled at temperature 1, plies {PLIES[0]} to {PLIES[-1]} of {len(games)} fresh games:\n")
+    print(f"{'':14} {'legal':>7} {'of moves':>9} {'seconds':>8}")
+    for name, line in found.items():
+        print(f"{name:14} {line['legal_share']:7.1%} {line['moves']:9,} {line['seconds']:8.1f}")
+    (run / "legal.json").write_text(json.dumps(found, indent=2) + "\n")
+    print(f"\n(also in {run / 'legal.json'})")
+    play_alone(trained, tokenizer)
+
+
+def say(sentence: str) -> None:
+    print(sentence, flush=True)
+
+
+def is_even(game: Sequence[str]) -> bool:
+    return len(game) == max(PLIES) and all(len(move) == 4 for move in game)
+
+
+def measure(name: str, sampler: Sampler, games: Games) -> dict[str, float]:
+    """The share of sampled moves that `chess` accepts as legal."""
+    began = time.monotonic()
+    speak = began + 2
+    legal = moves = 0
+    boards = [board_after(game[: PLIES[0]]) for game in games]
+    for ply, drawn in zip(PLIES, sampler(games), strict=True):
+        for board, move, game in zip(boards, drawn, games, strict=True):
+            legal += is_legal(board, move)
+            moves += 1
+            if ply < len(game):
+                board.push_uci(game[ply])
+        if time.monotonic() > speak:
+            speak = time.monotonic() + 5
+            say(f"Measuring the {name}: ply {ply} of {PLIES[-1]}, {legal / moves:.1%} legal so far.")
+    return {"legal_share": legal / moves, "moves": moves, "seconds": round(time.monotonic() - began, 1)}
+
+
+def board_after(moves: Sequence[str]) -> chess.Board:
+    board = chess.Board()
+    for move in moves:
+        board.push_uci(move)
+    return board
+
+
+def is_legal(board: chess.Board, move: str) -> bool:
+    try:
+        return chess.Move.from_uci(move) in board.legal_moves
+    except chess.InvalidMoveError:
+        return False
+
+
+@torch.no_grad()
+def sample_moves(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, games: Games) -> Iterator[list[str]]:
+    """For each ply of PLIES, a move for each game as it stood then. Nothing is cut off from the distribution."""
+    ids = tokenizer([" ".join(game) for game in games], return_tensors="pt")["input_ids"]
+    behind = DynamicCache(config=model.config)  # what the model has read so far, so that nothing is read twice
+    read = 0
+    for ply in PLIES:
+        known = 1 + 2 * ply  # the begin token, and two for a move
+        new = ids[:, read:known]
+        drawn = []
+        for _ in range(3):  # the square left, the square reached, perhaps a promotion; else the next move begins
+            logits = model(input_ids=new, past_key_values=behind, use_cache=True, logits_to_keep=1).logits[:, -1]
+            new = torch.multinomial(logits.softmax(-1), 1)
+            drawn.append(new)
+        behind.crop(-2)  # what was drawn: the game went on otherwise
+        read = known
+        yield [first_word(text) for text in tokenizer.batch_decode(torch.cat(drawn, 1), skip_special_tokens=True)]
+
+
+def first_word(text: str) -> str:
+    return (text.split() or [""])[0]
+
+
+Table = dict[str, Counter[str]]
+
+
+def fit_bigrams(games: Sequence[str]) -> Table:
+    """Which move followed which, and how often."""
+    table: Table = defaultdict(Counter)
+    for game in games:
+        moves = game.split()
+        for before, after in pairwise(moves):
+            table[before][after] += 1
+    return table
+
+
+def sample_bigrams(table: Table, games: Games) -> Iterator[list[str]]:
+    """The same, from the moves that followed the last one in training. A last move never seen there has no answer."""
+    source = random.Random(0)
+    for ply in PLIES:
+        seen = [table.get(game[ply - 1], Counter({"": 1})) for game in games]
+        yield [source.choices(list(counts), list(counts.values()))[0] for counts in seen]
+
+
+def play_alone(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, plies: int = 40, tries: int = 10) -> None:
+    """One game of the model against itself. An illegal move is drawn again; how often is said."""
+    board = chess.Board()
+    refused = 0
+    while board.ply() < plies and not board.is_game_over():
+        played = " ".join(move.uci() for move in board.move_stack)
+        inputs = tokenizer(played, return_tensors="pt")
+        answers = model.generate(
+            **inputs, max_new_tokens=3, do_sample=True, temperature=1.0, top_k=0, num_return_sequences=tries
+        )
+        texts = tokenizer.batch_decode(answers[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        drawn = [first_word(text) for text in texts]
+        place = next((place for place, move in enumerate(drawn) if is_legal(board, move)), None)
+        if place is None:
+            say(f"After {tries} illegal moves in a row it gives up.")
+            break
+        refused += place
+        board.push_uci(drawn[place])
+    print(f"\nA game against itself; {refused} illegal moves were drawn again:\n")
+    print(chess.Board().variation_san(board.move_stack))
+    print(f"\n{board}")
+
+
+if __name__ == "__main__":
+    main(Path(*sys.argv[1:] or ["runs/chess-tiny"]))

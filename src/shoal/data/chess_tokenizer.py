@@ -1,0 +1,91 @@
+"""The built-in tokenizer `chess`: a move in UCI is two tokens, the square it leaves and the square it reaches.
+
+The square that is left is written with a space before it (" e2"), so that tokens joined together are the text. Text
+is therefore read as if a space stood before its first move, and that space is taken away again when decoding.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shoal.data.tokenizer import Tokenizer, calm_parallelism
+from shoal.mistakes import UserMistake
+
+_SQUARES = [file + rank for rank in "12345678" for file in "abcdefgh"]
+_MOVE = re.compile(r"([a-h][1-8])([a-h][1-8])([qrbn]?)")
+
+
+class ChessTokenizer(Tokenizer):
+    """64 squares to leave, 64 to reach, 4 promotions, then four special tokens: 136 ids."""
+
+    SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>", "<|unknown|>")
+    TOKENS = (*(" " + square for square in _SQUARES), *_SQUARES, *"qrbn", *SPECIAL)
+
+    def __init__(self) -> None:
+        self.name = "chess"
+        self.size = len(self.TOKENS)
+        self._ids = {token: number for number, token in enumerate(self.TOKENS)}
+        self.begin, self.end, self.pad, self._unknown = (self._ids[token] for token in self.SPECIAL)
+        self.prepends_begin = True  # so that the first move, too, is learnt
+        self._hugging_face: Any = None
+
+    @property
+    def fingerprint(self) -> str:
+        return "chess-1"
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(self._encode(text), dtype=np.int32) for text in texts]
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        moves = text.split()
+        for place, move in enumerate(moves):
+            if (match := _MOVE.fullmatch(move)) is not None:
+                left, reached, promotion = match.groups()
+                ids += (self._ids[" " + left], self._ids[reached])
+                if promotion:
+                    ids.append(self._ids[promotion])
+            elif place == len(moves) - 1 and move in _SQUARES:  # a prompt may end where a piece has been lifted
+                ids.append(self._ids[" " + move])
+            else:
+                raise UserMistake(
+                    f"{move!r} is not a chess move in UCI notation; write moves such as e2e4, e1g1 or e7e8q with "
+                    "spaces between them, or set model.tokenizer to one that reads other text."
+                )
+        return ids
+
+    def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = True) -> str:
+        first_special = self.size - len(self.SPECIAL)
+        text = "".join(self.TOKENS[token] for token in map(int, ids) if keep_special or token < first_special)
+        return text.removeprefix(" ")
+
+    @property
+    def hugging_face(self) -> Any:
+        if self._hugging_face is None:
+            calm_parallelism()
+            from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+            from tokenizers import Tokenizer as Backend
+            from transformers import PreTrainedTokenizerFast
+
+            begin, end, pad, unknown = self.SPECIAL
+            backend = Backend(models.WordLevel(vocab=self._ids, unk_token=unknown))
+            backend.normalizer = normalizers.Sequence(
+                [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip(), normalizers.Prepend(" ")]
+            )
+            # A square after a space, a square, a promotion; anything else falls out as one unknown piece.
+            backend.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[a-h][1-8]|[qrbn]"), "isolated")
+            backend.post_processor = processors.TemplateProcessing(
+                single=f"{begin} $A", special_tokens=[(begin, self.begin)]
+            )
+            backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+            self._hugging_face = PreTrainedTokenizerFast(
+                tokenizer_object=backend,
+                bos_token=begin,
+                eos_token=end,
+                pad_token=pad,
+                unk_token=unknown,
+                clean_up_tokenization_spaces=False,
+            )
+        return self._hugging_face

@@ -1,0 +1,128 @@
+"""A dry run: everything about a run that can be known without an accelerator and without a step."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.config.schema import Config
+from shoal.data.loader import IGNORED, assemble
+from shoal.models.anatomy import matmul_parameters, read_anatomy
+from shoal.models.build import build_on_meta
+from shoal.parallel.apply import freeze
+from shoal.parallel.device import Device
+from shoal.train.inputs import Inputs
+from shoal.train.schedule import make_schedule, peak_rate
+from shoal.train.setup import choose
+
+MOST_CHARACTERS = 700
+COLUMNS, LINES = 60, 8
+# Around the tokens that count in the loss.
+OPEN, CLOSE = "⟦", "⟧"
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a dry run found out."""
+
+    parameters: int
+    trained_parameters: int
+    matmul_parameters: int
+    strategy: str
+    reason: str
+    devices: int
+    micro_batch: int
+    passes: int
+    global_batch: int
+    steps: int
+    rows: int
+    held_out_rows: int
+    tokens: int  # targets of the whole run, about
+    rates: list[float]  # the learning rate at evenly spaced steps
+    sample: str  # the first row of the first batch, decoded, trained tokens marked
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        """For reading in a terminal."""
+        frozen = self.parameters - self.trained_parameters
+        passes = "1 pass" if self.passes == 1 else f"{self.passes} passes"
+        return "\n".join(
+            [
+                f"model      {self.parameters:,} parameters, {self.matmul_parameters:,} of them in matrix products"
+                + (f", {frozen:,} frozen" if frozen else ""),
+                f"strategy   {self.strategy} ({self.reason}) on {self.devices} device{'s' if self.devices > 1 else ''}",
+                f"batch      {self.global_batch} rows a step = {self.micro_batch} rows × {self.devices} × {passes}",
+                f"length     {self.steps:,} steps, about {self.tokens:,} target tokens; "
+                f"{self.rows:,} rows to train on, {self.held_out_rows:,} held out",
+                "",
+                "learning rate",
+                *draw(self.rates, self.steps),
+                "",
+                f"first row of the first step; what counts in the loss stands between {OPEN} and {CLOSE}",
+                "",
+                self.sample,
+            ]
+        )
+
+
+def preview(config: Config, inputs: Inputs, processes: int, device: Device) -> Preview:
+    """Build the model on meta, count, and take the first row; needs no memory for weights."""
+    model = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
+    freeze(model, config.model.freeze)
+    chosen, _ = choose(config, model, processes, device)
+    parameters = dict(model.named_parameters())
+    factor_at = make_schedule(config.train.schedule, inputs.steps)
+    peak = peak_rate(config.train)
+    shown = min(COLUMNS, inputs.steps)
+    steps = [index * (inputs.steps - 1) // max(1, shown - 1) for index in range(shown)]
+    sets = inputs.sets
+    targets_per_row = sets.training.summary.targets / len(sets.training)
+    return Preview(
+        parameters=sum(parameter.numel() for parameter in parameters.values()),
+        trained_parameters=sum(one.numel() for one in parameters.values() if one.requires_grad),
+        matmul_parameters=matmul_parameters(parameters, read_anatomy(model)),
+        strategy=chosen.strategy,
+        reason=chosen.reason,
+        devices=processes,
+        micro_batch=chosen.micro_batch,
+        passes=chosen.passes,
+        global_batch=chosen.global_batch,
+        steps=inputs.steps,
+        rows=sets.order.training_count,
+        held_out_rows=sets.order.validation_count,
+        tokens=round(inputs.steps * chosen.global_batch * targets_per_row),
+        rates=[peak * factor_at(step) for step in steps],
+        sample=mark_targets(inputs),
+    )
+
+
+def mark_targets(inputs: Inputs) -> str:
+    """The first row that training will see, as text, with its targets marked."""
+    first = inputs.sets.order.training_rows(0, 1)
+    batch = assemble(inputs.sets.training, first, pad=inputs.tokenizer.pad)
+    tokens, labels = batch.inputs[0].tolist(), batch.labels[0].tolist()
+    # A label stands one place before the token it names.
+    trained = [False, *(label != IGNORED for label in labels)]
+    tokens = [*tokens, labels[-1] if labels[-1] != IGNORED else inputs.tokenizer.pad]
+    pieces: list[str] = []
+    start = 0
+    for index in range(1, len(tokens) + 1):
+        if index == len(tokens) or trained[index] != trained[start]:
+            text = inputs.tokenizer.decode(tokens[start:index])
+            pieces.append(f"{OPEN}{text}{CLOSE}" if trained[start] else text)
+            start = index
+    whole = "".join(pieces)
+    return whole if len(whole) <= MOST_CHARACTERS else whole[:MOST_CHARACTERS] + " …"
+
+
+def draw(values: Sequence[float], steps: int) -> list[str]:
+    """A curve in text: one column a value, the highest at the top."""
+    highest = max(values)
+    eighths = " ▁▂▃▄▅▆▇█"
+    lines = []
+    for line in reversed(range(LINES)):
+        filled = (max(0.0, min(1.0, value / highest * LINES - line)) for value in values)
+        label = f"{highest:.2e} " if line == LINES - 1 else " " * 9
+        lines.append(label + "".join(eighths[round(8 * share)] for share in filled).rstrip())
+    return [*lines, f"{'':9}step 1{f'step {steps}':>{max(1, len(values) - 6)}}"]

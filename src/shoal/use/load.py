@@ -1,0 +1,131 @@
+"""A run's model on one device, from any checkpoint of any strategy; or the model of a Hugging Face folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.choose import choose_checkpoint
+from shoal.checkpoint.layout import PieceReader
+from shoal.checkpoint.state import load_parameters
+from shoal.checkpoint.store import MANIFEST
+from shoal.config.load import load_config
+from shoal.config.run import RunDirectory
+from shoal.config.schema import Config
+from shoal.data.tokenizer import Tokenizer, load_tokenizer
+from shoal.mistakes import UserMistake, nearest
+from shoal.models.anatomy import Anatomy, read_anatomy
+from shoal.models.attention import MASKLESS
+from shoal.models.build import build_on_meta, read_blueprint
+from shoal.models.weights import Weights, materialize
+from shoal.parallel.precision import DTYPES, read_precision
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A model ready to be used: in evaluation mode, with an attention that understands a key-value cache."""
+
+    path: Path
+    model: Any  # the transformers model
+    anatomy: Anatomy
+    tokenizer: Tokenizer
+    config: Config | None  # None: a Hugging Face folder, which does not know how it was trained
+    step: int | None
+    device: torch.device
+    positions: int | None  # the longest sequence the model was made for, where that is known
+
+
+def load_run(
+    run: Path, *, step: int | None = None, device: str = "auto", dtype: str | torch.dtype | None = None
+) -> LoadedRun:
+    """The newest whole checkpoint of `run`, or that of `step`. `dtype` None: as the weights were saved."""
+    place = choose_device(device)
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise UserMistake(f"The dtype {dtype} is not one of {', '.join(DTYPES)}.")
+    wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    if RunDirectory(run).exists:
+        return _load_checkpoint(RunDirectory(run), step, place, wanted)
+    if (run / "config.json").is_file():
+        if step is not None:
+            raise UserMistake(f"{run} is a Hugging Face folder, which has no steps to choose from; leave --step out.")
+        return _load_folder(run, place, wanted)
+    raise no_run(run)
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserMistake(f"--device {name} is not a device; give auto, cpu, cuda, or cuda:1 and so on.") from None
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= present:
+        raise UserMistake(f"--device {name}: this machine has {present} CUDA devices; give one of those, or cpu.")
+    return device
+
+
+def no_run(run: Path) -> UserMistake:
+    """The sentence for a folder that is not a run, with what was probably meant."""
+    if (run / MANIFEST).is_file():
+        step = run.name.removeprefix("step-").lstrip("0")
+        return UserMistake(f"{run} is a checkpoint; give its run: {run.parent.parent} --step {step}")
+    if run.is_dir():
+        return UserMistake(f"{run} is neither a run (no config.yaml) nor a Hugging Face folder (no config.json).")
+    there = {found.parent for parent in (run.parent, Path("runs")) for found in parent.glob("*/config.yaml")}
+    near = nearest(run.name, [folder.name for folder in there], limit=1)
+    meant = sorted(str(folder) for folder in there if folder.name in near)
+    hint = f"Did you mean {' or '.join(meant)}?" if meant else "Give the folder of one, such as runs/NAME."
+    return UserMistake(f"There is no run {run}. {hint}")
+
+
+def _load_checkpoint(run: RunDirectory, step: int | None, device: torch.device, dtype: torch.dtype | None) -> LoadedRun:
+    config = load_config(run.config)
+    checkpoint = choose_checkpoint(run.path, step)
+    plan = read_blueprint(run.model)
+    # The run's own copy, unless the name is of one that is built in.
+    tokenizer = load_tokenizer(config.model.tokenizer or str(run.model), run.model)
+    model = build_on_meta(plan, attention=config.model.attention, longest=config.data.max_length)
+    anatomy = read_anatomy(model)
+    saved = read_precision(config.train.precision, config.train.reduce_dtype).weights
+    materialize(model, anatomy, device=device, dtype=dtype or saved, source=None)
+    load_parameters(PieceReader(checkpoint.path), dict(model.named_parameters()))
+    return LoadedRun(
+        path=run.path,
+        model=_to_use(model),
+        anatomy=anatomy,
+        tokenizer=tokenizer,
+        config=config,
+        step=checkpoint.step,
+        device=device,
+        positions=plan.positions,
+    )
+
+
+def _load_folder(folder: Path, device: torch.device, dtype: torch.dtype | None) -> LoadedRun:
+    plan = read_blueprint(folder)
+    saved = getattr(plan.settings, "dtype", None)
+    tokenizer = load_tokenizer(str(folder), folder)
+    model = build_on_meta(plan, attention="auto", longest=plan.positions or 0)
+    anatomy = read_anatomy(model)
+    as_saved = saved if isinstance(saved, torch.dtype) else torch.float32
+    materialize(model, anatomy, device=device, dtype=dtype or as_saved, source=Weights(folder, seed=0))
+    return LoadedRun(
+        path=folder,
+        model=_to_use(model),
+        anatomy=anatomy,
+        tokenizer=tokenizer,
+        config=None,
+        step=None,
+        device=device,
+        positions=plan.positions,
+    )
+
+
+def _to_use(model: Any) -> Any:
+    """Training's attention makes no masks of its own, which a cache and a prompt need; the same sums through sdpa."""
+    if model.config._attn_implementation == MASKLESS:
+        model.set_attn_implementation("sdpa")
+    return model.eval().requires_grad_(False)

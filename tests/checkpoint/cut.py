@@ -1,0 +1,48 @@
+"""Interrupt a run after the fact, and compare two runs to the bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.layout import PieceReader
+from tests.harness import lines
+
+
+def cut(run: Path, at: int, into: Path) -> Path:
+    """A copy of `run`, under `into`, as a crash right after the checkpoint of step `at` would have left it."""
+    copy = into / run.name
+    shutil.copytree(run, copy)
+    for folder in (copy / "checkpoints").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > at:
+            shutil.rmtree(folder)
+    assert (copy / "checkpoints" / f"step-{at:08d}").is_dir()
+    (copy / "checkpoints" / "latest").write_text(f"step-{at:08d}\n")
+    written = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(line for line in written if json.loads(line)["step"] <= at))
+    return copy
+
+
+def attempts(run: Path) -> list[int]:
+    """For each step, in which attempt its (last) line was written."""
+    return [line["attempt"] for line in lines(run)]
+
+
+def column(run: Path, key: str) -> list[Any]:
+    return [line[key] for line in lines(run)]
+
+
+def everything(run: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the newest checkpoint: weights, the optimizer's state, the scaler's."""
+    reader = PieceReader(run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip())
+    return {name: reader.read_whole(name) for name in reader.entries}
+
+
+def hold_bitwise(run: Path, expected: Path) -> None:
+    for key in ("step", "loss", "grad_norm", "lr", "tokens"):
+        assert column(run, key) == column(expected, key), key
+    found, wanted = everything(run), everything(expected)
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []

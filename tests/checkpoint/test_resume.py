@@ -1,0 +1,284 @@
+"""Promises about going on: a resumed run is the run that was never interrupted, whatever it runs on now."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from shoal.data.tokenizer import load_tokenizer
+from shoal.mistakes import UserMistake
+from tests.checkpoint.cut import attempts, column, cut, everything, hold_bitwise
+from tests.harness import lines, settings, train_on
+
+STEPS, CUT = 4, 2
+
+
+@pytest.fixture(scope="module")
+def few(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve rows: with eight a step, the cut after step 2 is in the middle of the second epoch."""
+    path = tmp_path_factory.mktemp("few") / "rows.jsonl"
+    path.write_text("".join(instructions.read_text().splitlines(keepends=True)[:12]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with a GPT-2 that drops a tenth of everything."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 260}
+    special = {"bos_token_id": 256, "eos_token_id": 257}
+    config = GPT2Config(**sizes, **special, embd_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    load_tokenizer("bytes").save(folder)
+    return folder
+
+
+def config_of(data: Path, **changes: Any) -> dict[str, Any]:
+    short = {"train__steps": STEPS, "train__micro_batch": 2, "data__max_length": 48, "data__train_on": "all"}
+    return settings(data, **{**short, "checkpoint__every": CUT, "checkpoint__keep": 9, **changes})
+
+
+def resumed(run: Path, config: dict[str, Any], into: Path, *, world_size: int, at: int = CUT) -> Path:
+    """The run, interrupted after step `at` and gone on with."""
+    copy = cut(run, at, into)
+    before = max(attempts(copy))
+    train_on(world_size, config, into, resume=True)
+    steps = len(lines(copy))
+    assert attempts(copy)[at:] == [before + 1] * (steps - at), "the steps after the checkpoint were trained again"
+    return copy
+
+
+MESHES = {
+    "one process": (1, {"parallel__strategy": "single"}),
+    "ddp": (2, {"parallel__strategy": "ddp"}),
+    "fsdp": (2, {"parallel__strategy": "fsdp"}),
+}
+
+
+@pytest.mark.parametrize(("mesh", "passes"), [("one process", 1), ("one process", 2), ("ddp", 2), ("fsdp", 2)])
+def test_resume_on_the_same_mesh_is_the_uninterrupted_run_to_the_bit(mesh, passes, few, tmp_path):
+    world_size, changes = MESHES[mesh]
+    config = config_of(few, train__micro_batch=8 // world_size // passes, **changes)
+    run = train_on(world_size, config, tmp_path / "whole")
+    hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=world_size), run)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_resume_goes_on_with_the_same_dropout(mesh, few, with_dropout, tmp_path):
+    world_size, changes = MESHES[mesh]
+    config = config_of(few, model={"from": str(with_dropout)}, **changes)
+    run = train_on(world_size, config, tmp_path / "whole")
+    hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=world_size), run)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__optimizer": {"name": "sgd"}},
+        {"train__optimizer": {"name": "lion"}, "train__lr": 3e-4},
+        {"train__optimizer": {"name": "muon"}},
+        {"train__precision": "bf16-mixed"},
+        {"train__precision": "16-mixed"},
+        {"data__pack": True, "data__max_length": 256},
+        {"model__freeze": ["*layers.0.*"], "train__lr_groups": {"*mlp*": 0.5}},
+    ],
+    ids=lambda changes: " ".join(str(value) for value in changes.values()),
+)
+def test_resume_is_exact_for_every_optimizer_and_precision(changes, few, tmp_path):
+    config = config_of(few, **changes)
+    run = train_on(1, config, tmp_path / "whole")
+    hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=1), run)
+
+
+def test_resume_is_exact_where_two_optimizers_share_sharded_weights(few, tmp_path):
+    config = config_of(few, train__optimizer={"name": "muon"}, train__lr=1e-3, parallel__strategy="fsdp")
+    config["train"]["steps"], config["checkpoint"]["every"] = 2, 1
+    run = train_on(2, config, tmp_path / "whole")
+    hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=2, at=1), run)
+
+
+def test_the_loss_scale_of_16_mixed_is_part_of_the_checkpoint(few, tmp_path):
+    config = config_of(few, train__precision="16-mixed")
+    held = everything(train_on(1, config, tmp_path))
+    assert float(held["scaler.scale"]) > 1
+    assert 0 < float(held["scaler.streak"]) <= STEPS
+
+
+# On other meshes. Sums are then taken in another order: the design's bounds.
+
+
+def hold_near(run: Path, expected: Path) -> None:
+    for key in ("step", "lr", "tokens"):
+        assert column(run, key) == column(expected, key), key
+    assert column(run, "loss") == pytest.approx(column(expected, "loss"), rel=2e-6)
+    assert column(run, "grad_norm") == pytest.approx(column(expected, "grad_norm"), rel=1e-5)
+    found, wanted = everything(run), everything(expected)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_resume_on_four_ranks_and_then_on_one_continues_the_two_rank_run(few, tmp_path):
+    config = config_of(few, train__steps=6, parallel__strategy="fsdp")
+    run = train_on(2, config, tmp_path / "whole")
+    on_four = resumed(run, config, tmp_path / "four", world_size=4)
+    hold_near(on_four, run)
+    config["parallel"]["strategy"] = "single"
+    on_one = resumed(on_four, config, tmp_path / "one", world_size=1, at=4)
+    assert attempts(on_one) == [0, 0, 1, 1, 2, 2]
+    hold_near(on_one, run)
+
+
+def test_resume_under_another_strategy_continues_the_run(few, tmp_path):
+    config = config_of(few, parallel__strategy="ddp")
+    run = train_on(2, config, tmp_path / "whole")
+    config["parallel"]["strategy"] = "fsdp"
+    hold_near(resumed(run, config, tmp_path / "cut", world_size=2), run)
+
+
+def test_a_run_goes_from_two_ranks_to_one_and_back(few, tmp_path):
+    config = config_of(few, train__steps=6)
+    run = train_on(2, config, tmp_path / "whole")
+    on_one = resumed(run, config, tmp_path / "one", world_size=1)
+    hold_near(resumed(on_one, config, tmp_path / "two", world_size=2, at=4), run)
+
+
+def test_after_a_change_of_world_size_resume_is_exact_again(few, with_dropout, tmp_path):
+    config = config_of(few, train__steps=6, model={"from": str(with_dropout)})
+    begun = train_on(1, config, tmp_path / "one")
+    run = resumed(begun, config, tmp_path / "two", world_size=2)
+    hold_bitwise(resumed(run, config, tmp_path / "again", world_size=2, at=4), run)
+
+
+# Where a run begins.
+
+
+def test_a_new_run_from_a_checkpoint_continues_it(few, tmp_path):
+    config = config_of(few)
+    run = train_on(1, config, tmp_path / "first")
+    start = run / "checkpoints" / f"step-{CUT:08d}"
+    other = train_on(1, {**config, "name": "other"}, tmp_path / "second", start_from=start)
+    assert column(other, "step") == [3, 4]
+    for key in ("loss", "grad_norm", "lr", "tokens"):
+        assert column(other, key) == column(run, key)[CUT:]
+    found, wanted = everything(other), everything(run)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_new_run_from_a_damaged_checkpoint_is_refused(few, tmp_path):
+    config = config_of(few, train__steps=CUT)
+    run = train_on(1, config, tmp_path / "first")
+    start = run / "checkpoints" / f"step-{CUT:08d}"
+    file = start / "rank-00000.safetensors"
+    contents = bytearray(file.read_bytes())
+    contents[-1] ^= 1
+    file.write_bytes(contents)
+    with pytest.raises(UserMistake, match=r"rank-00000\.safetensors"):
+        train_on(1, {**config, "name": "other"}, tmp_path / "second", start_from=start)
+
+
+def test_a_new_run_from_something_else_is_refused(few, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(UserMistake, match="is not a whole checkpoint"):
+        train_on(1, config_of(few), tmp_path / "runs", start_from=tmp_path / "nothing")
+
+
+def test_a_new_run_from_a_checkpoint_of_another_model_is_refused(few, tmp_path):
+    config = config_of(few, train__steps=1)
+    run = train_on(1, config, tmp_path / "first")
+    other = config_of(few, name="other")
+    other["model"]["shape"] = {**other["model"]["shape"], "ffn": 96}
+    with pytest.raises(UserMistake, match=r"holds model\.layers\.0\.mlp.* as \(88, 32\), but the model has \(96, 32\)"):
+        train_on(1, other, tmp_path / "second", start_from=run / "checkpoints" / "step-00000001")
+
+
+@pytest.fixture(scope="module")
+def finished(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_on(1, config_of(few), tmp_path_factory.mktemp("finished"))
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_anew(finished, few, tmp_path):
+    copy = cut(finished, CUT, tmp_path)
+    for file in (copy / "checkpoints" / f"step-{CUT:08d}").iterdir():
+        file.unlink()
+    train_on(1, config_of(few), tmp_path, resume=True)
+    assert attempts(copy) == [1] * STEPS
+    hold_bitwise(copy, finished)
+
+
+def test_resuming_a_finished_run_changes_nothing(finished, few, tmp_path):
+    copy = cut(finished, STEPS, tmp_path)
+    train_on(1, config_of(few), tmp_path, resume=True)
+    assert attempts(copy) == [0] * STEPS
+    hold_bitwise(copy, finished)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seed": 5}, r"seed was 1234 .* and is 5 now"),
+        ({"data__max_length": 64}, r"data\.max_length was 48"),
+        ({"data__pack": True}, r"data\.pack was False"),
+        ({"model__freeze": ["*embed*"]}, r"model\.freeze"),
+        ({"train__global_batch": 16}, r"train\.global_batch was 8"),
+    ],
+)
+def test_resume_as_another_run_is_refused_and_leaves_the_run_alone(changes, named, finished, few, tmp_path):
+    copy = cut(finished, CUT, tmp_path)
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    with pytest.raises(UserMistake, match=f"--resume: {named}"):
+        train_on(1, config_of(few, **changes), tmp_path, resume=True)
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+def test_resume_with_another_model_or_other_data_is_refused(finished, few, instructions, tmp_path):
+    cut(finished, CUT, tmp_path)
+    other = config_of(few)
+    other["model"]["shape"] = {**other["model"]["shape"], "layers": 3}
+    with pytest.raises(UserMistake, match=r"--resume: model\.shape\.layers was 2"):
+        train_on(1, other, tmp_path, resume=True)
+    with pytest.raises(UserMistake, match=r"--resume: data\.path"):
+        train_on(1, config_of(instructions), tmp_path, resume=True)
+
+
+def test_resume_with_another_learning_rate_says_so_and_uses_it(finished, few, tmp_path, capfd):
+    copy = cut(finished, CUT, tmp_path)
+    train_on(1, config_of(few, train__lr=1e-3), tmp_path, resume=True)
+    said = " ".join("".join(capfd.readouterr()).split())
+    assert "Changed since the run began: train.lr was 0.003 and is 0.001 now." in said
+    assert column(copy, "lr")[:CUT] == column(finished, "lr")[:CUT]
+    assert column(copy, "lr")[CUT:] == pytest.approx([rate / 3 for rate in column(finished, "lr")[CUT:]])
+
+
+def test_the_number_of_data_workers_is_no_part_of_what_a_run_is(finished, few, tmp_path):
+    copy = cut(finished, CUT, tmp_path)
+    train_on(1, config_of(few, data__workers=1), tmp_path, resume=True)
+    hold_bitwise(copy, finished)
+
+
+def test_a_run_is_never_begun_over_another_or_resumed_out_of_nothing(finished, few, tmp_path):
+    cut(finished, CUT, tmp_path)
+    with pytest.raises(UserMistake, match="holds a run already; add --resume"):
+        train_on(1, config_of(few), tmp_path)
+    with pytest.raises(UserMistake, match="there is no run in"):
+        train_on(1, config_of(few, name="nobody"), tmp_path, resume=True)
+
+
+def test_evaluation_goes_on_counting_where_it_stood(instructions, tmp_path):
+    config = config_of(
+        instructions, data__validation=0.1, eval={"every": 1, "batches": 1}, train__early_stop={"patience": 50}
+    )
+    run = train_on(1, config, tmp_path / "whole")
+    copy = resumed(run, config, tmp_path / "cut", world_size=1)
+
+    def evaluations(place: Path) -> list[tuple[int, float]]:
+        found = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+        return [(line["step"], line["eval_loss"]) for line in found if "eval_loss" in line]
+
+    assert evaluations(copy) == evaluations(run)
+    newest = f"checkpoints/step-{STEPS:08d}/progress.json"
+    assert json.loads((copy / newest).read_text()) == json.loads((run / newest).read_text())

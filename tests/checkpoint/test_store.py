@@ -1,0 +1,278 @@
+"""Promises about checkpoints as folders: whole or not there, nothing but JSON and safetensors, the right ones kept."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from shoal.checkpoint import state, store
+from shoal.checkpoint.retention import tidy, to_keep
+from shoal.parallel.ranks import ALONE
+from tests.checkpoint.cut import attempts, everything, hold_bitwise
+from tests.harness import lines, settings, train_on
+
+STEPS = 4
+
+
+def config_of(data: Path, **changes: Any) -> dict[str, Any]:
+    short = {"train__steps": STEPS, "data__max_length": 48, "data__train_on": "all"}
+    return settings(data, **{**short, "checkpoint__every": 2, "checkpoint__keep": 9, **changes})
+
+
+@pytest.fixture(scope="module")
+def trained(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with the checkpoints step-2 and step-4."""
+    return train_on(2, config_of(instructions, parallel__strategy="fsdp"), tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture
+def checkpoints(trained: Path, tmp_path: Path) -> Path:
+    """A copy of its checkpoints, to damage."""
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run" / "checkpoints"
+
+
+def newest_of(checkpoints: Path) -> str | None:
+    found = state.newest(checkpoints, ALONE)
+    return None if found is None else found.name
+
+
+def flip(path: Path) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "flipped byte": flip,
+    "truncated": truncate,
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+}
+FILES = [
+    "rank-00000.safetensors",
+    "rank-00001.safetensors",
+    "rank-00001.json",
+    "random-00001.safetensors",
+    "progress.json",
+]
+
+
+def test_without_damage_the_newest_is_taken(checkpoints):
+    assert newest_of(checkpoints) == "step-00000004"
+    assert [one.step for one in store.list_whole(checkpoints)] == [2, 4]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_makes_resume_take_the_checkpoint_before(damage, file, checkpoints):
+    DAMAGES[damage](checkpoints / "step-00000004" / file)
+    assert newest_of(checkpoints) == "step-00000002"
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "{}", '{"format": 1, "step": 4, "metrics": {}, "files": []}'])
+def test_a_folder_without_a_valid_manifest_does_not_exist(text, checkpoints):
+    manifest = checkpoints / "step-00000004" / store.MANIFEST
+    manifest.unlink() if text is None else manifest.write_text(text)
+    assert store.read_manifest(manifest.parent) is None
+    assert [one.step for one in store.list_whole(checkpoints)] == [2]
+    assert newest_of(checkpoints) == "step-00000002"
+
+
+def test_a_checkpoint_of_another_format_is_not_read_as_ours(checkpoints):
+    path = checkpoints / "step-00000004" / store.MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": store.FORMAT + 1}))
+    assert newest_of(checkpoints) == "step-00000002"
+
+
+def test_when_all_are_damaged_there_is_none(checkpoints):
+    for folder in checkpoints.glob("step-*"):
+        flip(folder / "rank-00000.safetensors")
+    assert newest_of(checkpoints) is None
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+    trained, checkpoints, instructions, tmp_path
+):
+    flip(checkpoints / "step-00000004" / "rank-00001.safetensors")
+    train_on(2, config_of(instructions, parallel__strategy="fsdp"), tmp_path, resume=True)
+    assert attempts(checkpoints.parent) == [0, 0, 1, 1]
+    hold_bitwise(checkpoints.parent, trained)
+    assert newest_of(checkpoints) == "step-00000004", "the damaged one was written anew"
+
+
+@pytest.mark.parametrize("name", ["../outside", "sub/inside", "..", "ABSOLUTE"])
+def test_a_manifest_that_names_files_elsewhere_is_refused(name, checkpoints):
+    folder = checkpoints / "step-00000004"
+    outside = checkpoints / "outside"
+    (folder / "sub").mkdir()
+    for place in (outside, folder / "sub" / "inside"):
+        place.write_text("secret")
+    name = str(outside) if name == "ABSOLUTE" else name
+    path = folder / store.MANIFEST
+    manifest = json.loads(path.read_text())
+    described = store.describe(folder / name) if (folder / name).is_file() else {"sha256": "0" * 64}
+    manifest["files"][name] = {**described, "size": (folder / name).stat().st_size}
+    path.write_text(json.dumps(manifest))
+    assert newest_of(checkpoints) == "step-00000002"
+
+
+def test_the_manifest_lists_every_other_file_with_its_size_and_hash(checkpoints):
+    for one in store.list_whole(checkpoints):
+        there = {path.name for path in one.path.iterdir()} - {store.MANIFEST}
+        assert set(one.files) == there
+        assert {name: store.describe(one.path / name) for name in there} == one.files
+        assert one.size == sum((one.path / name).stat().st_size for name in there)
+
+
+def test_the_manifest_is_written_last(tmp_path, monkeypatch):
+    """Whatever is on disk when the manifest appears is all of it."""
+    seen: list[bool] = []
+    write = store.write_atomically
+
+    def watched(path: Path, text: str) -> None:
+        if path.name == store.MANIFEST:
+            assert not path.exists()
+            seen.append(all((path.parent / name).is_file() for name in json.loads(text)["files"]))
+            assert store.read_manifest(path.parent) is None
+        write(path, text)
+
+    monkeypatch.setattr(store, "write_atomically", watched)
+    folder = store.begin(tmp_path, 1)
+    (folder / "progress.json").write_text("{}")
+    files = {"progress.json": store.describe(folder / "progress.json")}
+    store.finish(folder, 1, files, {})
+    assert seen == [True]
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"
+
+
+def test_what_an_interrupted_save_left_goes_away(tmp_path):
+    folder = store.begin(tmp_path, 3)
+    (folder / "rank-00007.json").write_text("{}")
+    assert store.list_whole(tmp_path) == []
+    assert list(store.begin(tmp_path, 3).iterdir()) == []
+
+
+def test_latest_names_the_newest(checkpoints):
+    assert (checkpoints / "latest").read_text() == "step-00000004\n"
+    assert not list(checkpoints.rglob("*.tmp"))
+
+
+def test_every_file_of_a_checkpoint_is_json_or_safetensors_and_opens_as_such(checkpoints):
+    files = [path for path in checkpoints.glob("step-*/*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    assert {path.name for path in files if "rank" in path.name or "random" in path.name} == {
+        f"{kind}-0000{rank}.{suffix}"
+        for rank in (0, 1)
+        for kind, suffix in (("rank", "safetensors"), ("rank", "json"), ("random", "safetensors"))
+    }
+    for path in files:
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        else:
+            with safe_open(path, framework="pt") as opened:
+                assert list(opened.keys())
+
+
+def test_no_rank_writes_what_another_has_written(checkpoints):
+    """The pieces of every tensor fill it exactly once."""
+    held: dict[str, list[int]] = {}
+    for table in (checkpoints / "step-00000004").glob("rank-*.json"):
+        for name, place in json.loads(table.read_text()).items():
+            held.setdefault(name, [math.prod(place["whole"])]).append(math.prod(place["shape"]))
+    assert {name for name in held if name.startswith("model.")} == {
+        name for name in everything(checkpoints.parent) if name.startswith("model.")
+    }
+    assert [name for name, (whole, *parts) in held.items() if sum(parts) != whole] == []
+
+
+def test_ddp_ranks_share_the_writing_of_what_all_of_them_have(instructions, tmp_path):
+    run = train_on(2, config_of(instructions, parallel__strategy="ddp", train__steps=1), tmp_path)
+    folder = run / "checkpoints" / "step-00000001"
+    tables = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    assert len(tables) == 2
+    assert not set(tables[0]) & set(tables[1])
+    sizes = [path.stat().st_size for path in folder.glob("rank-*.safetensors")]
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+# Which ones stay.
+
+
+def fake(checkpoints: Path, step: int, **metrics: float) -> None:
+    folder = store.begin(checkpoints, step)
+    (folder / "progress.json").write_text("{}")
+    store.finish(folder, step, {"progress.json": store.describe(folder / "progress.json")}, metrics)
+
+
+def kept(checkpoints: Path) -> list[int]:
+    return [one.step for one in store.list_whole(checkpoints)]
+
+
+@pytest.mark.parametrize(
+    ("newest", "best", "expected"),
+    [(2, 0, [5, 6]), (1, 1, [2, 6]), (1, 2, [2, 4, 6]), (2, 3, [1, 2, 4, 5, 6]), (9, 0, [1, 2, 3, 4, 5, 6])],
+)
+def test_the_newest_and_the_best_stay(newest, best, expected, tmp_path):
+    for step, loss in enumerate([2.5, 1.0, 4.0, 2.0, 3.0, 5.0], start=1):
+        fake(tmp_path, step, eval_loss=loss)
+    gone = tidy(tmp_path, newest=newest, best=best, metric="eval_loss")
+    assert kept(tmp_path) == expected
+    assert sorted(gone + expected) == [1, 2, 3, 4, 5, 6]
+    assert {path.name for path in tmp_path.glob("step-*")} == {f"step-{step:08d}" for step in expected}
+
+
+def test_the_newest_always_stays(tmp_path):
+    for step in (1, 2):
+        fake(tmp_path, step, eval_loss=float(step))
+    tidy(tmp_path, newest=0, best=0, metric="eval_loss")
+    assert kept(tmp_path) == [2]
+
+
+def test_a_checkpoint_that_was_not_measured_is_not_among_the_best(tmp_path):
+    fake(tmp_path, 1, loss=0.1)
+    fake(tmp_path, 2, eval_loss=3.0)
+    fake(tmp_path, 3)
+    tidy(tmp_path, newest=1, best=1, metric="eval_loss")
+    assert kept(tmp_path) == [2, 3]
+
+
+def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path):
+    for step, loss in enumerate([math.nan, 2.0, math.nan, 1.0, 3.0, math.nan], start=1):
+        fake(tmp_path, step, eval_loss=loss)
+    assert to_keep(store.list_whole(tmp_path), newest=1, best=2, metric="eval_loss") == {2, 4, 6}
+
+
+def test_a_half_written_folder_is_neither_counted_nor_removed_by_retention(tmp_path):
+    for step in (1, 2, 3):
+        fake(tmp_path, step)
+    store.begin(tmp_path, 4)
+    tidy(tmp_path, newest=2, best=0, metric="eval_loss")
+    assert kept(tmp_path) == [2, 3]
+    assert (tmp_path / "step-00000004").is_dir()
+
+
+def test_steps_are_counted_as_numbers_and_not_as_text(tmp_path):
+    for step in (99_999_999, 100_000_000):
+        fake(tmp_path, step)
+    assert kept(tmp_path) == [99_999_999, 100_000_000]
+
+
+def test_a_run_keeps_its_newest_and_its_best(instructions, tmp_path):
+    # It learns nothing, so that which step has the lowest loss is a matter of its rows.
+    keep = {"every": 1, "keep": 1, "keep_best": 1, "metric": "loss"}
+    run = train_on(1, config_of(instructions, checkpoint=keep, train__lr=1e-9), tmp_path)
+    losses = {line["step"]: line["loss"] for line in lines(run)}
+    best = min(losses, key=lambda step: losses[step])
+    assert best != STEPS, "or this shows nothing: choose another seed"
+    assert kept(run / "checkpoints") == [best, STEPS]
+    assert store.list_whole(run / "checkpoints")[0].metrics == {"loss": losses[best]}

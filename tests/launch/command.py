@@ -1,0 +1,210 @@
+"""The real `shoal` command, run as a user runs it: in a folder of its own, with a cache of its own."""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+SHOAL = Path(sys.executable).parent / "shoal"
+# Set for a whole test run by tests/conftest.py; a user has none of these.
+NOT_INHERITED = ("HF_HUB_OFFLINE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and what it cost."""
+
+    status: int
+    out: str
+    err: str
+    wall: float
+    work: float  # seconds of processor time, its own and the system's for it
+
+    def hold_mistake(self, sentence: str) -> None:
+        """Status 2, the sentence on standard error alone, and no word of how the program is made."""
+        assert (self.status, self.out, self.err) == (2, "", f"shoal: {sentence}\n")
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    return {**inherited, "SHOAL_CACHE": str(folder / "cache"), "HF_HOME": str(folder / "hub"), **more}
+
+
+def write_config(folder: Path, config: Mapping[str, Any], name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(yaml.safe_dump(dict(config)))
+    return path
+
+
+class Command:
+    """A command under way. Its output goes to files, so that nothing waits for a reader."""
+
+    def __init__(self, folder: Path, arguments: list[str], env: Mapping[str, str] | None = None) -> None:
+        self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
+        self.began = time.perf_counter()
+        self.process = subprocess.Popen(
+            arguments,
+            cwd=folder,
+            env=environment(folder) if env is None else dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=self.files[0],
+            stderr=self.files[1],
+            # A group of its own: what is left of a test that failed can be ended as one.
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            for process in (*descendants(self.process.pid), self.process.pid):
+                with_patience(lambda process=process: os.kill(process, signal.SIGKILL))
+            self.process.wait()
+        for file in self.files:
+            file.close()
+
+    def wait(self, seconds: float = 120) -> Ended:
+        deadline = time.perf_counter() + seconds
+        while True:
+            pid, status, used = os.wait4(self.process.pid, os.WNOHANG)
+            if pid:
+                break
+            if time.perf_counter() > deadline:
+                raise TimeoutError(f"still running after {seconds} s; standard error so far:\n{self.read(1)}")
+            time.sleep(0.002)
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        return Ended(
+            self.process.returncode,
+            self.read(0),
+            self.read(1),
+            time.perf_counter() - self.began,
+            used.ru_utime + used.ru_stime,
+        )
+
+    def read(self, which: int) -> str:
+        self.files[which].seek(0)
+        return self.files[which].read()
+
+    def wait_until(self, reached: Callable[[], bool], seconds: float = 60) -> None:
+        """Until `reached()`; an end of the command before that is an error."""
+        deadline = time.perf_counter() + seconds
+        while not reached():
+            assert self.process.poll() is None, f"ended too early:\n{self.read(1)}"
+            assert time.perf_counter() < deadline, f"not reached in {seconds} s:\n{self.read(1)}"
+            time.sleep(0.01)
+
+
+def shoal(folder: Path, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = 120) -> Ended:
+    with Command(folder, [str(SHOAL), *arguments], env) as command:
+        return command.wait(seconds)
+
+
+def best_of_three(run: Callable[[], Ended], cost: Callable[[Ended], float]) -> Ended:
+    """The cheapest of up to three tries: the machine is shared, and others' work is not ours."""
+    return min((run() for _ in range(3)), key=cost)
+
+
+def forked_shoal(folder: Path, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = 60) -> Ended:
+    """As `shoal`, in a fork of this process, which has torch and transformers imported already."""
+    importlib.import_module("tests.harness")
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        began = time.perf_counter()
+        child = os.fork()
+        if child == 0:
+            _be_command(folder, arguments, environment(folder) if env is None else env, out.fileno(), err.fileno())
+        while True:
+            pid, status, used = os.wait4(child, os.WNOHANG)
+            if pid:
+                break
+            if time.perf_counter() - began > seconds:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.002)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+    return Ended(os.waitstatus_to_exitcode(status), *texts, time.perf_counter() - began, used.ru_utime + used.ru_stime)
+
+
+def _be_command(folder: Path, arguments: tuple[str, ...], env: Mapping[str, str], out: int, err: int) -> NoReturn:
+    status: Any = 1
+    try:
+        os.environ.clear()
+        os.environ.update(env)
+        os.chdir(folder)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        sys.argv = ["shoal", *arguments]
+        from shoal.cli import main
+
+        main()
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0 if status is None else int(status))
+
+
+def descendants(process: int) -> list[int]:
+    """The processes that `process` started, and theirs."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with_patience(lambda entry=entry: parents.update({int(entry.name): _parent(entry)}))
+    found = [process]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def _parent(entry: Path) -> int:
+    return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+
+
+def with_patience(act: Callable[[], Any]) -> None:
+    """Processes come and go while one looks at them."""
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        act()
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """The process of a rank that our launcher started."""
+    wanted = f"RANK={rank}".encode()
+    for process in descendants(launcher):
+        variables = (Path("/proc") / str(process) / "environ").read_bytes().split(b"\0")
+        command = (Path("/proc") / str(process) / "cmdline").read_bytes()
+        if wanted in variables and b"shoal.launch.worker" in command:
+            return process
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def training_lines(run: Path) -> dict[int, dict[str, Any]]:
+    """Step → line, the last one of each step. A line that is still being written does not count."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        return {}
+    text = path.read_text()
+    found = (json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines())
+    return {line["step"]: line for line in found if "loss" in line}
+
+
+def losses(run: Path) -> list[tuple[int, float, float]]:
+    return [(step, line["loss"], line["grad_norm"]) for step, line in sorted(training_lines(run).items())]

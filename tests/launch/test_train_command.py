@@ -1,0 +1,367 @@
+"""`shoal train` as a user and other programs see it: what it prints and writes, and what it survives.
+
+All runs here train the same model on the same rows, so that one undisturbed run is the reference for every other: for
+two processes (bitwise, since each does one pass), for runs stopped by signals, and for runs whose ranks were killed.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.checkpoint.store import damaged_file, read_manifest
+from tests.harness import settings, weights
+from tests.launch.command import (
+    SHOAL,
+    Command,
+    Ended,
+    descendants,
+    losses,
+    rank_process,
+    shoal,
+    training_lines,
+    write_config,
+)
+
+STEPS, SAVE_EVERY = 60, 20
+STOPS_WITHIN = 15  # seconds from the signal to the end
+TRAINING_KEYS = {
+    "step", "attempt", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "data_seconds",
+    "seconds", "skipped",
+}  # fmt: skip
+SUMMARY_KEYS = {
+    "run", "step", "steps", "tokens", "loss", "eval_loss", "skipped", "seconds", "checkpoint", "stopped",
+}  # fmt: skip
+
+
+def config(data: Path, **changes: Any) -> dict[str, Any]:
+    return settings(data, train__steps=STEPS, checkpoint__every=SAVE_EVERY, **changes)
+
+
+@pytest.fixture
+def folder(instructions: Path, tmp_path: Path) -> Path:
+    """A folder with the config that every run here trains."""
+    write_config(tmp_path, config(instructions))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    """The run that nothing happened to, started as a user starts it, in a folder of its own."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    write_config(place, config(instructions))
+    ended = shoal(place, "train", "run.yaml", "train.lr=3e-3", "--json")
+    assert ended.status == 0, ended.err
+    return place, ended
+
+
+@pytest.fixture(scope="module")
+def expected(undisturbed: tuple[Path, Ended]) -> list[tuple[int, float, float]]:
+    """Step, loss and gradient norm of every step of the undisturbed run."""
+    found = losses(undisturbed[0] / "runs" / "run")
+    assert [step for step, _, _ in found] == list(range(1, STEPS + 1))
+    assert found[-1][1] < 0.7 * found[0][1]
+    return found
+
+
+def hold_whole(run: Path) -> int:
+    """`latest` names a whole checkpoint, undamaged and the newest there is; returns its step."""
+    name = (run / "checkpoints" / "latest").read_text().strip()
+    checkpoint = read_manifest(run / "checkpoints" / name)
+    assert checkpoint is not None
+    assert damaged_file(checkpoint) is None
+    assert name == f"step-{checkpoint.step:08d}" == max(path.name for path in (run / "checkpoints").glob("step-*"))
+    return checkpoint.step
+
+
+def test_train_json_prints_one_object_with_how_it_ended(undisturbed: tuple[Path, Ended]) -> None:
+    place, ended = undisturbed
+    summary = json.loads(ended.out)
+    assert summary.keys() == SUMMARY_KEYS
+    last = training_lines(place / "runs" / "run")[STEPS]
+    assert summary["run"] == "runs/run"
+    assert (summary["step"], summary["steps"], summary["stopped"], summary["skipped"]) == (STEPS, STEPS, None, 0)
+    assert (summary["loss"], summary["tokens"], summary["eval_loss"]) == (last["loss"], last["tokens"], None)
+    assert summary["checkpoint"] == f"runs/run/checkpoints/step-{STEPS:08d}"
+    assert 0 < summary["seconds"] < ended.wall
+
+
+def test_the_run_folder_holds_what_other_programs_rely_on(undisturbed: tuple[Path, Ended]) -> None:
+    run = undisturbed[0] / "runs" / "run"
+    assert {path.name for path in run.iterdir()} >= {"config.yaml", "plan.json", "metrics.jsonl", "checkpoints", "logs"}
+    assert hold_whole(run) == STEPS
+    chosen = json.loads((run / "plan.json").read_text())["chosen"]
+    assert (chosen["strategy"], chosen["world_size"]) == ("single", 1)
+    assert (chosen["micro_batch"], chosen["passes"], chosen["global_batch"]) == (4, 2, 8)
+    assert not list(undisturbed[0].rglob("*.tmp"))
+
+
+def test_a_line_of_the_metrics_has_the_documented_keys_and_no_others(undisturbed: tuple[Path, Ended]) -> None:
+    lines = training_lines(undisturbed[0] / "runs" / "run")
+    assert {frozenset(line) for line in lines.values()} == {frozenset(TRAINING_KEYS)}
+    tokens = [line["tokens"] for line in lines.values()]
+    assert tokens == sorted(set(tokens))
+    assert {line["attempt"] for line in lines.values()} == {0}
+    assert {line["mfu"] for line in lines.values()} == {None}  # a CPU has no peak to compare with
+    assert max(line["lr"] for line in lines.values()) == 3e-3
+    for line in lines.values():
+        assert line["memory_gib"] > 0
+        assert 0 <= line["data_seconds"] <= line["seconds"]
+
+
+def test_progress_is_on_standard_error_and_says_nothing_twice(undisturbed: tuple[Path, Ended]) -> None:
+    said = undisturbed[1].err.splitlines()
+    assert [line for line in said if re.match(rf"step \d+/{STEPS}  loss ", line)] != []
+    assert sorted({line for line in said if said.count(line) > 1}) == []
+    assert "warning" not in undisturbed[1].err.lower()
+
+
+def test_running_from_the_saved_config_repeats_the_run_bitwise(
+    undisturbed: tuple[Path, Ended], expected: list[tuple[int, float, float]], tmp_path: Path
+) -> None:
+    place = undisturbed[0]
+    ended = shoal(place, "train", "runs/run/config.yaml", "name=again", "data.workers=2")
+    assert ended.status == 0, ended.err
+    assert ended.out.startswith(f"step        {STEPS} of {STEPS}, ")
+    assert "next        shoal export runs/again --to hf" in ended.out
+    assert losses(place / "runs" / "again") == expected
+    one, other = weights(place / "runs" / "run"), weights(place / "runs" / "again")
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_an_export_is_a_folder_that_plain_transformers_loads(undisturbed: tuple[Path, Ended], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    output = tmp_path / "model"
+    ended = shoal(undisturbed[0], "export", "runs/run", "--to", "hf", "--output", str(output), "--json")
+    assert ended.status == 0, ended.err
+    assert json.loads(ended.out) == {"output": str(output), "format": "hf"}
+    model = AutoModelForCausalLM.from_pretrained(output)
+    trained = weights(undisturbed[0] / "runs" / "run")
+    loaded = dict(model.named_parameters())
+    assert trained.keys() == loaded.keys()
+    assert [name for name in trained if not torch.equal(trained[name], loaded[name])] == []
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    text = "the shoal turns"
+    assert tokenizer(text)["input_ids"] == list(text.encode())
+    # What it learnt is there, and so are the parts that no checkpoint holds: it expects words of the training data.
+    words = tokenizer("### Response:\nthe shoal turns as one and every swimmer follows", return_tensors="pt")
+    assert model(**words, labels=words["input_ids"]).loss < 0.8 * math.log(model.config.vocab_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_train_what_one_trains_and_listen_to_this_machine_alone(
+    strategy: str, folder: Path, expected: list[tuple[int, float, float]]
+) -> None:
+    run = folder / "runs" / "run"
+    arguments = ["train", "run.yaml", "hardware.devices=2", f"parallel.strategy={strategy}", "--json"]
+    with Command(folder, [str(SHOAL), *arguments]) as command:
+        command.wait_until(lambda: len(training_lines(run)) > 2)
+        processes = [command.process.pid, *descendants(command.process.pid)]
+        open_to = {address for process in processes for address in listening(process)}
+        ended = command.wait()
+    assert len(processes) >= 3
+    # Not empty: gloo's ranks do meet over sockets, and looking at nothing would find nothing.
+    assert open_to
+    assert {address for address in open_to if not address.startswith(("127.", "::1"))} == set()
+    assert ended.status == 0, ended.err
+    assert json.loads(ended.out)["checkpoint"] == f"runs/run/checkpoints/step-{STEPS:08d}"
+    assert losses(run) == expected
+    assert hold_whole(run) == STEPS
+    assert (run / "logs" / "rank-1.log").is_file()
+    chosen = json.loads((run / "plan.json").read_text())["chosen"]
+    assert (chosen["strategy"], chosen["world_size"], chosen["passes"]) == (strategy, 2, 1)
+    assert "Traceback" not in ended.err + (run / "logs" / "rank-1.log").read_text()
+    assert sorted({line for line in ended.err.splitlines() if ended.err.splitlines().count(line) > 1}) == []
+
+
+def listening(process: int) -> set[str]:
+    """The addresses on which a process waits for TCP connections."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            target = os.readlink(descriptor)
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(socket.inet_ntop(family, in_network_order(bytes.fromhex(fields[1].partition(":")[0]))))
+    return found
+
+
+def in_network_order(words: bytes) -> bytes:
+    """The kernel writes each word of an address in the machine's order."""
+    values = [int.from_bytes(words[at : at + 4], "big") for at in range(0, len(words), 4)]
+    return b"".join(struct.pack("=I", value) for value in values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_stopped_by_each_signal_in_turn_ends_as_if_undisturbed(
+    devices: int, folder: Path, expected: list[tuple[int, float, float]]
+) -> None:
+    run = folder / "runs" / "run"
+    start = [str(SHOAL), "train", "run.yaml", f"hardware.devices={devices}", "--json"]
+    saved = 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        arguments = [*start, "--resume"] if saved else start
+        with Command(folder, arguments) as command:
+            command.wait_until(lambda: max(training_lines(run), default=0) > saved + 2)  # noqa: B023
+            asked = time.perf_counter()
+            if number == signal.SIGINT:
+                os.killpg(command.process.pid, number)  # as a terminal does with Ctrl-C: to all of the foreground
+            else:
+                os.kill(command.process.pid, number)
+            ended = command.wait(STOPS_WITHIN)
+        assert time.perf_counter() - asked < STOPS_WITHIN
+        assert ended.status == 75, f"{number.name}: {ended.err}"
+        assert "Traceback" not in ended.err
+        summary = json.loads(ended.out)
+        assert saved < summary["step"] < STEPS
+        assert (summary["stopped"], hold_whole(run)) == ("signal", summary["step"])
+        # The step that was under way is finished and counted, and none after it.
+        assert max(training_lines(run)) == summary["step"]
+        assert "--resume" in ended.err.splitlines()[-1]
+        saved = summary["step"]
+    ended = shoal(folder, *start[1:], "--resume")
+    assert ended.status == 0, ended.err
+    assert json.loads(ended.out)["stopped"] is None
+    assert losses(run) == expected
+    assert {line["attempt"] for line in training_lines(run).values()} == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.slow
+def test_a_stop_that_takes_the_disk_long_is_waited_for(folder: Path) -> None:
+    """A large checkpoint takes minutes to write. Here a rank stands still for longer than torch's agent waits."""
+    run = folder / "runs" / "run"
+    with Command(folder, [str(SHOAL), "train", "run.yaml", "hardware.devices=2", "--json"]) as command:
+        command.wait_until(lambda: len(training_lines(run)) > 2)
+        slow = rank_process(command.process.pid, 1)
+        os.kill(slow, signal.SIGSTOP)
+        os.kill(command.process.pid, signal.SIGTERM)
+        time.sleep(35)
+        still_there = Path(f"/proc/{slow}").exists()
+        if still_there:
+            os.kill(slow, signal.SIGCONT)
+        ended = command.wait(30)
+    assert ended.status == 75, ended.err
+    assert 2 < hold_whole(run) < STEPS
+
+
+@pytest.mark.slow
+def test_a_killed_rank_costs_a_restart_from_the_newest_checkpoint_and_nothing_else(
+    folder: Path, expected: list[tuple[int, float, float]]
+) -> None:
+    run = folder / "runs" / "run"
+    arguments = ["train", "run.yaml", "hardware.devices=2", "--max-restarts", "1", "--json"]
+    with Command(folder, [str(SHOAL), *arguments]) as command:
+        command.wait_until(lambda: max(training_lines(run), default=0) > SAVE_EVERY + 2)
+        os.kill(rank_process(command.process.pid, 1), signal.SIGKILL)
+        ended = command.wait()
+    assert ended.status == 0, ended.err
+    assert losses(run) == expected
+    assert hold_whole(run) == STEPS
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    again = [line["step"] for line in lines if line["attempt"] == 1]
+    assert again == list(range(again[0], STEPS + 1))
+    assert again[0] in (SAVE_EVERY + 1, 2 * SAVE_EVERY + 1)  # after a checkpoint, not from the start
+    assert {line["attempt"] for line in lines} == {0, 1}
+
+
+@pytest.mark.slow
+def test_a_killed_rank_without_restarts_is_named_with_its_signal(
+    folder: Path, expected: list[tuple[int, float, float]]
+) -> None:
+    run = folder / "runs" / "run"
+    with Command(folder, [str(SHOAL), "train", "run.yaml", "hardware.devices=2", "--json"]) as command:
+        command.wait_until(lambda: max(training_lines(run), default=0) > SAVE_EVERY + 2)
+        os.kill(rank_process(command.process.pid, 1), signal.SIGKILL)
+        ended = command.wait(60)
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err.splitlines()[-1] == "shoal: Rank 1 was killed by SIGKILL."
+    assert "Traceback" not in ended.err
+    assert hold_whole(run) >= SAVE_EVERY
+    resumed = shoal(folder, "train", "run.yaml", "hardware.devices=1", "--resume", "--json")
+    assert resumed.status == 0, resumed.err
+    assert losses(run) == expected  # on one process too
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_same_training(folder: Path, expected: list[tuple[int, float, float]]) -> None:
+    torchrun = Path(sys.executable).parent / "torchrun"
+    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "shoal", "train", "run.yaml", "--json"]
+    with Command(folder, [str(torchrun), *arguments]) as command:
+        ended = command.wait()
+    run = folder / "runs" / "run"
+    assert ended.status == 0, ended.err
+    assert json.loads(ended.out)["step"] == STEPS  # one object, from the first rank alone
+    assert losses(run) == expected
+    assert hold_whole(run) == STEPS
+
+
+@pytest.mark.slow
+def test_torchrun_may_restart_it_too(folder: Path, expected: list[tuple[int, float, float]]) -> None:
+    run = folder / "runs" / "run"
+    torchrun = Path(sys.executable).parent / "torchrun"
+    arguments = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "-m", "shoal", "train", "run.yaml"]
+    with Command(folder, [str(torchrun), *arguments]) as command:
+        command.wait_until(lambda: max(training_lines(run), default=0) > SAVE_EVERY + 2)
+        ranks = [one for one in descendants(command.process.pid) if _variable(one, "RANK") == "1"]
+        os.kill(ranks[0], signal.SIGKILL)
+        ended = command.wait()
+    assert ended.status == 0, ended.err
+    assert losses(run) == expected
+
+
+def _variable(process: int, name: str) -> str | None:
+    pairs = (one.partition(b"=") for one in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"))
+    return next((value.decode() for key, _, value in pairs if key.decode() == name), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_crash_is_status_1_with_its_traceback_once(devices: int, folder: Path) -> None:
+    run = folder / "runs" / "run"
+    with Command(folder, [str(SHOAL), "train", "run.yaml", f"hardware.devices={devices}", "--json"]) as command:
+        command.wait_until(lambda: len(training_lines(run)) > 0)
+        shutil.rmtree(run / "checkpoints")
+        (run / "checkpoints").write_text("not a folder any more")
+        ended = command.wait(60)
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err.count("Traceback (most recent call last)") == 1, ended.err
+    trace = ended.err[ended.err.index("Traceback") :].splitlines()
+    # From its first line to its last, no other process has written between.
+    assert [line for line in trace[1:-1] if not line.startswith(" ")] == []
+    assert re.match(r"(FileExistsError|NotADirectoryError): .*checkpoints", trace[-1])
+    if devices == 2:
+        assert "shoal: Rank 0 failed." in ended.err
+
+
+@pytest.mark.slow
+def test_evaluations_stand_among_the_metrics_and_the_last_in_the_summary(instructions: Path, tmp_path: Path) -> None:
+    write_config(tmp_path, config(instructions, data__validation=0.1))
+    ended = shoal(tmp_path, "train", "run.yaml", "train.steps=4", "eval.every=2", "--json")
+    assert ended.status == 0, ended.err
+    lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [2, 4]
+    assert all("loss" not in line for line in evaluations)
+    assert json.loads(ended.out)["eval_loss"] == evaluations[-1]["eval_loss"]

@@ -1,0 +1,279 @@
+"""Promises about the loss: the plain cross-entropy however it is computed, and rows in which no token sees too much."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.catalogue.shapes import shape_from_sizes
+from shoal.data.loader import MicroBatch
+from shoal.models import loss as losses
+from shoal.models.anatomy import read_anatomy
+from shoal.models.attention import MASKLESS
+from shoal.models.families import transformers_config
+from shoal.models.loss import IGNORED, LanguageModel, choose_loss, chunked_cross_entropy
+from tests.models.small import FAMILIES, VOCAB, drawn, small_config, tokens
+
+ROWS, WIDTH, WORDS = 37, 16, 50
+
+
+@dataclass
+class Case:
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+
+
+def make_case(dtype: torch.dtype = torch.float32, *, ignored: float = 0.3) -> Case:
+    source = torch.Generator().manual_seed(3)
+    hidden = torch.randn(ROWS, WIDTH, generator=source).to(dtype)
+    weight = (0.5 * torch.randn(WORDS, WIDTH, generator=source)).to(dtype)
+    labels = torch.randint(0, WORDS, (ROWS,), generator=source)
+    labels[torch.rand(ROWS, generator=source) < ignored] = IGNORED
+    return Case(hidden, weight, labels)
+
+
+def with_gradients(case: Case, function: Any, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    loss = function(hidden, weight, case.labels)
+    (loss * scale).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def plain_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy((hidden @ weight.T).float(), labels, ignore_index=IGNORED, reduction="sum")
+
+
+@pytest.fixture(params=[1, 5 * WORDS, 1 << 25], ids=["a row a chunk", "five rows a chunk", "one chunk"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", request.param)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9])
+def test_a_loss_in_chunks_is_the_plain_one_in_value_and_gradients(ignored):
+    case = make_case(ignored=ignored)
+    found = with_gradients(case, chunked_cross_entropy, scale=0.37)
+    wanted = with_gradients(case, plain_cross_entropy, scale=0.37)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.usefixtures("chunks")
+def test_a_bf16_loss_in_chunks_stays_in_a_band_around_the_exact_one():
+    case = make_case(torch.bfloat16)
+    exact = Case(case.hidden.double(), case.weight.double(), case.labels)
+    # 1/997 is far from any bf16 number: a scale rounded before it is used would bend all gradients alike.
+    value, hidden, weight = with_gradients(case, chunked_cross_entropy, scale=1 / 997)
+    wanted, wanted_hidden, wanted_weight = with_gradients(exact, plain_cross_entropy, scale=1 / 997)
+    assert value.dtype == torch.float32
+    assert hidden.dtype == weight.dtype == torch.bfloat16
+    assert float(value) == pytest.approx(float(wanted), rel=2e-3)
+    for one, other in ((hidden, wanted_hidden), (weight, wanted_weight)):
+        assert float((one.double() - other).norm() / other.norm()) < 6e-3
+        assert float((one.double() * other).sum() / other.square().sum()) == pytest.approx(1, abs=1e-3), "not bent"
+
+
+@pytest.mark.usefixtures("chunks")
+def test_rows_without_any_target_cost_nothing_and_move_nothing():
+    case = make_case()
+    case.labels[:] = IGNORED
+    value, hidden, weight = with_gradients(case, chunked_cross_entropy)
+    assert float(value) == 0
+    assert not hidden.any()
+    assert not weight.any()
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("frozen", ["head", "hidden"])
+def test_a_frozen_side_gets_no_gradient_and_the_other_the_same_as_ever(frozen):
+    case = make_case()
+    _, hidden_gradient, weight_gradient = with_gradients(case, plain_cross_entropy)
+    hidden = case.hidden.clone().requires_grad_(frozen != "hidden")
+    weight = case.weight.clone().requires_grad_(frozen != "head")
+    chunked_cross_entropy(hidden, weight, case.labels).backward()
+    still, moved, wanted = (weight, hidden, hidden_gradient) if frozen == "head" else (hidden, weight, weight_gradient)
+    assert still.grad is None
+    torch.testing.assert_close(moved.grad, wanted, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.usefixtures("chunks")
+def test_without_gradients_the_value_is_the_same():
+    case = make_case()
+    with torch.no_grad():
+        found = chunked_cross_entropy(case.hidden, case.weight.requires_grad_(), case.labels)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, plain_cross_entropy(case.hidden, case.weight.detach(), case.labels))
+
+
+def test_logits_are_made_in_chunks_only_where_the_head_allows_it():
+    linear, layered = (read_anatomy(drawn(small_config(family))) for family in ("llama", "bert"))
+    assert choose_loss("chunked", linear, 10, 10) == "chunked"
+    assert choose_loss("chunked", layered, 10, 10) == "plain"
+    assert choose_loss("auto", linear, 10, 10) == "plain"
+    assert choose_loss("auto", linear, 1 << 20, 1 << 10) == "chunked"
+    assert choose_loss("auto", layered, 1 << 20, 1 << 10) == "plain"
+
+
+# The whole module: a micro-batch in, (loss sum, target count) out.
+
+
+def module_of(settings: Any, *, loss: str = "plain", seed: int = 0, **options: Any) -> LanguageModel:
+    model = drawn(settings, seed=seed, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger than the usual start, so that every token matters to the loss
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return LanguageModel(model, read_anatomy(model), loss)
+
+
+def as_batch(rows: Tensor, **more: Any) -> MicroBatch:
+    return MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), **more)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "neox", "gpt2"])
+def test_plain_and_chunked_train_alike(family, tied, monkeypatch):
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", 7 * VOCAB)
+    batch = as_batch(tokens())
+    batch.labels[0, :9] = IGNORED
+    results = []
+    for kind in ("plain", "chunked"):
+        module = module_of(small_config(family, tied=tied), loss=kind)
+        value, count = module(batch)
+        value.backward()
+        assert int(count) == int((batch.labels != IGNORED).sum())
+        results.append((value.detach(), {name: parameter.grad for name, parameter in module.named_parameters()}))
+    (value, gradients), (other_value, others) = results
+    torch.testing.assert_close(value, other_value, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=2e-5, atol=2e-5)
+
+
+def token_losses(module: LanguageModel, batch: MicroBatch) -> list[float]:
+    """The loss of each label alone, one after the other, as [row × position]."""
+    found = []
+    with torch.no_grad():
+        for place in range(batch.labels.numel()):
+            labels = torch.full_like(batch.labels, IGNORED).flatten()
+            labels[place] = batch.labels.flatten()[place]
+            one = MicroBatch(batch.inputs, labels.view_as(batch.labels), batch.positions, batch.documents)
+            found.append(float(module(one)[0]))
+    return found
+
+
+@pytest.mark.parametrize("attention", ["auto", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_token_sees_a_later_one(family, attention):
+    module = module_of(small_config(family), attention=attention)
+    rows = tokens(rows=1, length=13)
+    changed = rows.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % VOCAB
+    before, after = token_losses(module, as_batch(rows)), token_losses(module, as_batch(changed))
+    assert after[:7] == pytest.approx(before[:7], rel=1e-6)
+    # The label at 7 is the changed token, and from 8 on it is among the inputs.
+    assert all(abs(one - other) > 1e-5 for one, other in zip(after[7:], before[7:], strict=True))
+
+
+@pytest.mark.parametrize("attention", ["auto", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_on_the_right_changes_nothing(family, attention):
+    module = module_of(small_config(family), attention=attention)
+    batch = as_batch(tokens(rows=2, length=13))
+    value, count = module(batch)
+    for filler in (0, 7):
+        inputs = F.pad(batch.inputs, (0, 6), value=filler)
+        padded, padded_count = module(MicroBatch(inputs, F.pad(batch.labels, (0, 6), value=IGNORED)))
+        torch.testing.assert_close(padded, value, rtol=1e-6, atol=0)
+        assert padded_count == count
+
+
+LENGTHS = (5, 1, 9, 4)
+
+
+def packed(rows: Tensor, *, padding: int = 3) -> tuple[MicroBatch, list[MicroBatch]]:
+    """Documents in one row as the loader packs them, and each of them in a row of its own."""
+    alone, positions, documents, start = [], [], [], 0
+    inputs, labels = rows[:, :-1], rows[:, 1:]
+    for number, length in enumerate(LENGTHS):
+        part = slice(start, start + length)
+        alone.append(MicroBatch(inputs[:, part].contiguous(), labels[:, part].contiguous()))
+        positions += list(range(length))
+        documents += [number] * length
+        start += length
+    # The padding: a document of its own, whose positions go on from the last one's.
+    positions += [positions[-1] + 1 + index for index in range(padding)]
+    documents += [len(LENGTHS)] * padding
+    whole = MicroBatch(
+        F.pad(inputs[:, :start], (0, padding), value=0),
+        F.pad(labels[:, :start], (0, padding), value=IGNORED),
+        torch.tensor([positions] * len(rows)),
+        torch.tensor([documents] * len(rows), dtype=torch.int32),
+    )
+    return whole, alone
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "loss"),
+    [(family, loss) for family in FAMILIES for loss in ("plain", "chunked") if (family, loss) != ("bert", "chunked")],
+)
+def test_packed_documents_do_not_see_each_other(family, attention, loss):
+    module = module_of(small_config(family), attention=attention, loss=loss)
+    whole, alone = packed(tokens(rows=2, length=sum(LENGTHS) + 1))
+    value, count = module(whole)
+    assert int(count) == 2 * sum(LENGTHS)
+    torch.testing.assert_close(value, sum(module(one)[0] for one in alone), rtol=2e-6, atol=0)
+    # And would cost something else if they did see each other.
+    together = module(MicroBatch(whole.inputs, whole.labels))[0]
+    assert abs(float(value.detach() / together.detach()) - 1) > 1e-3
+
+
+def windowed(family: str, window: int | None) -> Any:
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": VOCAB, "positions": 64}
+    shape = shape_from_sizes(family, tied=True, **sizes)
+    object.__setattr__(shape, "sliding_window", window)
+    return transformers_config(shape)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_a_window_shorter_than_the_row_is_respected_as_transformers_does(family, attention):
+    batch = as_batch(tokens(rows=2, length=25))
+    module = module_of(windowed(family, 6), attention=attention, longest=24)
+    plain = module_of(windowed(family, 6), attention="eager", longest=24).model
+    assert plain.config._attn_implementation == "eager"
+    logits = plain(input_ids=batch.inputs, use_cache=False).logits
+    wanted = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+    found = module(batch)[0]
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
+    unlimited = module_of(windowed(family, None), attention=attention, longest=24)(batch)[0]
+    assert abs(float(found.detach() / unlimited.detach()) - 1) > 1e-4
+
+
+def test_a_token_outside_the_window_is_not_seen():
+    # Two blocks of window 6 reach back 2 × 5 tokens.
+    module = module_of(windowed("mistral", 6), longest=24)
+    rows = tokens(rows=1, length=25)
+    changed = rows.clone()
+    changed[0, 2] = (changed[0, 2] + 1) % VOCAB
+    before, after = token_losses(module, as_batch(rows)), token_losses(module, as_batch(changed))
+    assert after[13:] == pytest.approx(before[13:], rel=1e-6)
+    assert all(abs(one - other) > 1e-6 for one, other in zip(after[2:7], before[2:7], strict=True))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_documents_do_not_see_each_other_within_a_window_either(attention):
+    module = module_of(windowed("mistral", 4), attention=attention, longest=24)
+    whole, alone = packed(tokens(rows=2, length=sum(LENGTHS) + 1))
+    torch.testing.assert_close(module(whole)[0], sum(module(one)[0] for one in alone), rtol=2e-6, atol=0)
+
+
+def test_a_window_as_long_as_the_rows_costs_no_mask():
+    assert drawn(windowed("mistral", 24), longest=24).config._attn_implementation == MASKLESS
+    assert drawn(windowed("mistral", 23), longest=24).config._attn_implementation == "sdpa"

@@ -1,0 +1,91 @@
+"""On a CUDA device: the strategies' own machinery, as the only rank of a group, trains what plain training trains.
+
+One process is never given ddp or fsdp by the config, so these go through `parallelize`. They run where there is a GPU.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.config import Mesh, config_from_mapping
+from shoal.data.loader import MicroBatch
+from shoal.models.build import blueprint, build_on_meta
+from shoal.parallel.apply import parallelize
+from shoal.parallel.ranks import Ranks
+from shoal.train.gradients import global_norm
+from shoal.train.optimizer import make_optimizer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+
+
+def _losses(strategy: str, precision: str, compile_blocks: bool) -> list[tuple[float, float]]:
+    device = torch.device("cuda", 0)
+    shape = {"family": "llama", "hidden": 256, "layers": 3, "heads": 4, "kv_heads": 2, "vocab": 512, "positions": 256}
+    config = config_from_mapping(
+        {
+            "model": {"shape": shape, "tokenizer": "bytes"},
+            "data": {"source": "text", "path": str(Path(__file__)), "max_length": 256},
+            "train": {"precision": precision, "compile": compile_blocks, "lr": 1e-3},
+        }
+    )
+    model = parallelize(
+        build_on_meta(blueprint(config.model), attention="auto", longest=256),
+        config,
+        strategy=strategy,
+        mesh=Mesh(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1),
+        ranks=Ranks(0, 1, 0, device),
+        micro_batch=4,
+        folder=None,
+    )
+    optimizer = make_optimizer(model.parameters, config.train, model.anatomy, device)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(5):
+        tokens = torch.randint(0, 512, (4, 257), generator=generator)
+        loss, count = model(MicroBatch(tokens[:, :-1], tokens[:, 1:]).to(device))
+        (loss / count).backward()
+        norm = global_norm(list(model.parameters.values()))
+        optimizer.step(1e-3, norm.isfinite())
+        optimizer.clear_gradients()
+        model.weights_changed()
+        found.append(((loss.detach() / count).item(), norm.item()))
+    return found
+
+
+@pytest.mark.parametrize("compile_blocks", [False, True])
+@pytest.mark.parametrize(("precision", "bound"), [("32-true", 1e-5), ("bf16-mixed", 2e-3), ("16-mixed", 2e-3)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_strategy_on_one_gpu_trains_what_plain_training_trains(strategy, precision, bound, compile_blocks):
+    plain = _losses("single", precision, compile_blocks=False)
+    found = _losses(strategy, precision, compile_blocks)
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in plain], rel=bound)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in plain], rel=10 * bound)
+
+
+def test_an_unusable_step_changes_nothing_and_the_host_need_not_look():
+    device = torch.device("cuda", 0)
+    weight = torch.nn.Parameter(torch.ones(8, 8, device=device))
+    config = config_from_mapping({"model": {"shape": "gpt2"}})
+    optimizer = make_optimizer({"weight": weight}, config.train, None, device)  # type: ignore[arg-type]
+    weight.grad = torch.full_like(weight, torch.nan)
+    usable = torch.tensor(False, device=device)
+    optimizer.step(0.1, usable)  # the first makes the state, and waits for it
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step(0.1, usable)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(weight, torch.ones_like(weight))

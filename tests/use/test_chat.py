@@ -1,0 +1,98 @@
+"""A conversation keeps what was said, through a pipe as at a terminal."""
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shoal import api
+from shoal.mistakes import UserMistake
+from shoal.use.chat import Chat, converse
+from shoal.use.generate import Sampling, generate
+from shoal.use.load import load_run
+
+GREEDY = Sampling(tokens=12, temperature=0)
+
+
+def test_each_answer_is_to_the_whole_conversation_so_far(chat_run, tmp_path, shoal):
+    folder = api.export(chat_run, tmp_path / "hf")
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+
+    def expected(*conversation: str) -> str:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(conversation)]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        made = model.generate(ids, do_sample=False, max_new_tokens=12)
+        text = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    first = expected("hello")
+    second = expected("hello", first, "import this")
+    for run in (chat_run, folder):
+        ended = shoal("chat", run, "--tokens", 12, "--temperature", 0, typed="hello\n\nimport this\n/reset\nhello")
+        assert ended.status == 0, ended.err
+        assert ended.out == f"{first}\n{second}\n{first}\n"
+        assert "/reset" in ended.err
+
+
+def test_the_oldest_turns_go_when_positions_run_out(chat_run):
+    said: list[str] = []
+    chat = Chat(load_run(chat_run, device="cpu"), GREEDY, said.append)
+    for letter in "abcdef":
+        list(chat.ask(letter * 120))
+    users = [message["content"][0] for message in chat.history if message["role"] == "user"]
+    assert users == ["d", "e", "f"]
+    assert [message["role"] for message in chat.history] == ["user", "assistant"] * 3
+    assert any("forgotten" in sentence for sentence in said)
+
+
+def test_a_line_too_long_is_refused_and_nothing_is_forgotten(chat_run, shoal):
+    asked = ("chat", chat_run, "--tokens", 12, "--temperature", 0)
+    without = shoal(*asked, typed="hello\nimport this\n")
+    ended = shoal(*asked, typed=f"hello\n{'x' * 600}\nimport this\n")
+    assert (ended.status, ended.out) == (0, without.out)
+    assert "shorten the prompt" in ended.err
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(chat_run):
+    chat, heard = Chat(load_run(chat_run, device="cpu"), GREEDY), []
+
+    def write(piece: str) -> None:
+        heard.append(piece)
+        if len(heard) == 2:
+            raise KeyboardInterrupt
+
+    converse(chat, ["hello", "import this"], write, lambda _: None)
+    assert chat.history[1]["content"] == "".join(heard[:2])
+    assert len(chat.history) == 4
+    assert heard.count("\n") == 2
+
+
+def test_an_answer_that_was_broken_off_is_remembered_as_far_as_it_was_heard(chat_run):
+    chat = Chat(load_run(chat_run, device="cpu"), Sampling(tokens=300, temperature=0))
+    pieces = chat.ask("hello")
+    heard = next(pieces)
+    pieces.close()
+    assert chat.history == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": heard}]
+
+
+def test_without_a_template_a_run_trained_on_instructions_takes_each_line_as_one(instruction_run, shoal):
+    loaded = load_run(instruction_run, device="cpu")
+    expected = [generate(loaded, text, tokens=12, temperature=0) for text in ("turn as one", "follow")]
+    ended = shoal("chat", instruction_run, "--tokens", 12, "--temperature", 0, typed="turn as one\nfollow\n")
+    assert ended.out == "".join(text + "\n" for text in expected)
+    assert "nothing is remembered" in ended.err
+
+
+def test_a_run_that_knows_no_questions_is_refused(text_run, tmp_path, shoal):
+    refused = shoal("chat", text_run, typed="hello\n")
+    refused.hold_mistake("has no chat template", "not trained on instructions", f"shoal generate {text_run} TEXT")
+    folder = api.export(text_run, tmp_path / "hf")
+    shoal("chat", folder).hold_mistake("has no chat template", "names no run's data")
+
+
+def test_a_template_that_fails_is_a_sentence(chat_run):
+    chat = Chat(load_run(chat_run, device="cpu"), GREEDY)
+    chat._loaded.tokenizer.hugging_face.chat_template = "{{ raise_exception('no system message') }}"
+    with pytest.raises(UserMistake, match="no system message"):
+        list(chat.ask("hello"))
+    assert not chat.history
