@@ -136,6 +136,7 @@ def test_the_design_pages_example_is_what_it_says() -> None:
         ("gpt2", {"kv_heads": 2}, "kv_heads .2. has no meaning for the family gpt2"),
         ("neox", {"kv_heads": 2}, "kv_heads .2. has no meaning for the family neox"),
         ("bert", {"kv_heads": 2}, "kv_heads .2. has no meaning for the family bert"),
+        ("bert", {"tied": False}, "leave tied at true"),
         ("qwen2", {"hidden": 60}, "Each head has 15 channels"),
         ("neox", {"hidden": 8}, "of 2 channels that is none"),
         ("llama", {"layers": 0}, "layers is 0"),

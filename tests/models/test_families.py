@@ -30,6 +30,8 @@ def test_the_model_transformers_builds_has_exactly_the_counted_parameters(name: 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_explicit_sizes_are_counted_exactly_too(family: str, tied: bool) -> None:
+    if family == "bert" and not tied:
+        pytest.skip("refused: see catalogue.shapes")
     assert count(tiny(family, tied)) == parameters(tiny(family, tied))
 
 

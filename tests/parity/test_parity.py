@@ -79,6 +79,17 @@ def test_a_strategy_trains_what_one_process_trains(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gpt2", "bert"])
+def test_the_other_families_train_alike_on_two_ranks_and_on_one(family, strategy, instructions, tmp_path):
+    heads = {"kv_heads": 2} if family in ("mistral", "qwen2", "qwen3") else {}
+    shape = {"family": family, "hidden": 32, "layers": 2, "heads": 4, "vocab": 260, "positions": 512, **heads}
+    changes = {"model__shape": shape, "train__micro_batch": MICRO_BATCH, "train__global_batch": 2 * MICRO_BATCH}
+    one = train_on(1, settings(instructions, name="one", **changes), tmp_path)
+    two = train_on(2, settings(instructions, name="two", parallel__strategy=strategy, **changes), tmp_path)
+    hold_equal(two, one, bitwise=True, loss=2e-6, norm=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_packed_documents_train_alike_on_two_ranks_and_on_one(strategy, instructions, reference, tmp_path):
     config = _config(instructions, "llama", "32-true", 2 * MICRO_BATCH, pack=True, parallel__strategy=strategy)
     run = train_on(2, config, tmp_path)

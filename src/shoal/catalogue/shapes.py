@@ -58,10 +58,8 @@ def head_parameters(shape: ModelShape) -> int:
     if shape.traits.final_norm:
         count += _norm(shape)
     if shape.family == "bert":
-        # BERT's head has a linear layer and a norm of its own, and a bias per token. transformers keeps that
-        # bias under two names, which are one tensor only when the matrix is tied too.
-        count += shape.hidden * shape.hidden + shape.hidden + _norm(shape)
-        count += shape.vocab if shape.tied else 2 * shape.vocab
+        # BERT's head has a linear layer and a norm of its own, and a bias per token.
+        count += shape.hidden * shape.hidden + shape.hidden + _norm(shape) + shape.vocab
     return count
 
 
@@ -142,6 +140,10 @@ def _refuse_contradictions(shape: ModelShape) -> None:
     if shape.heads % shape.kv_heads:
         raise UserMistake(
             f"{shape.heads} heads cannot share {shape.kv_heads} kv_heads evenly: make heads a multiple of kv_heads."
+        )
+    if shape.family == "bert" and not shape.tied:
+        raise UserMistake(
+            "bert with tied: false has a bias that nothing uses and no gradient reaches: leave tied at true."
         )
     if not shape.traits.rotary:
         return
