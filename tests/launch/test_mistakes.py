@@ -53,6 +53,15 @@ def folder_of_unknown_kind(folder: Path) -> None:
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "abacus"}))
 
 
+def tokenizer_without_an_end(folder: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder / "endless")
+
+
 def folder_that_is_no_checkpoint(folder: Path) -> None:
     (folder / "elsewhere").mkdir()
 
@@ -131,6 +140,22 @@ MISTAKES = {
     "a batch larger than all epochs": Mistake(
         r"1 epoch of 300 rows give no whole step of train\.global_batch 400; lower it to 300 or less, .+",
         ("train.steps=null", "train.epochs=1", "train.global_batch=400"),
+    ),
+    "a tokenizer without an end token": Mistake(
+        r".*endless.* has no end token.*", ("model.tokenizer=endless",), prepare=tokenizer_without_an_end
+    ),
+    "a GPU nobody makes": Mistake(
+        r"override hardware\.gpu=h300: .*h300.* Did you mean .*h100.*", ("hardware.gpu=h300",)
+    ),
+    "a strategy by a wrong name": Mistake(
+        r"override parallel\.strategy=fdsp: .*Did you mean fsdp\?", ("parallel.strategy=fdsp",)
+    ),
+    "a named shape nobody made": Mistake(
+        r"override model\.shape=lama3-8b: No model shape is called 'lama3-8b'\. Did you mean llama3-8b .+",
+        ("model.shape=lama3-8b",),
+    ),
+    "more processes than the cores can carry": Mistake(
+        r"hardware\.devices is 900, but this machine has no CUDA device and \d+ cores, .+", ("hardware.devices=900",)
     ),
     "zero steps": Mistake(r"override train\.steps=0: must be at least 1\.", ("train.steps=0",)),
     "resuming what was never begun": Mistake(
@@ -348,3 +373,14 @@ def test_a_mistake_that_only_the_ranks_can_find_is_passed_on_as_one_sentence(
     assert said[-1].startswith("shoal: model/model.safetensors is damaged: ")
     assert "Traceback" not in ended.err
     assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_an_option_without_effect_is_said_once_and_the_run_goes_on(instructions: Path, tmp_path: Path) -> None:
+    write_config(tmp_path, settings(instructions, train__steps=1))
+    ended = forked_shoal(tmp_path, "train", "run.yaml", "parallel.prefetch=3", "train.schedule.decay=0.5")
+    assert ended.status == 0, ended.err
+    said = [line for line in ended.err.splitlines() if line.startswith("warning: ")]
+    assert said == [
+        "warning: train.schedule.decay 0.5 has no effect: only wsd has it.",
+        "warning: parallel.prefetch 3 has no effect: parallel.strategy is single, which shards nothing.",
+    ]

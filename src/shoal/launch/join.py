@@ -17,6 +17,8 @@ from shoal.parallel.ranks import Ranks
 
 # Set by our own launcher: a folder on this machine, shared by the ranks of one launch.
 LAUNCH_FOLDER = "SHOAL_LAUNCH"
+# To try out a split on a CPU; more than this would only wait for each other.
+PROCESSES_PER_CORE = 4
 
 
 def started_by_others() -> bool:
@@ -100,4 +102,10 @@ def processes_wanted(config: Config) -> int:
         return max(1, present)
     if present and wanted > present:
         raise UserMistake(f"hardware.devices is {wanted}, but this machine has {present} CUDA devices.")
+    cores = os.cpu_count() or 1
+    if not present and wanted > max(8, PROCESSES_PER_CORE * cores):
+        raise UserMistake(
+            f"hardware.devices is {wanted}, but this machine has no CUDA device and {cores} cores, which "
+            f"{wanted} processes would have to share; ask for at most {max(8, PROCESSES_PER_CORE * cores)}."
+        )
     return wanted
