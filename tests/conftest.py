@@ -10,6 +10,9 @@ import pytest
 # Before torch: a process that has started OpenMP threads cannot fork ranks that use them, and one thread a rank is
 # what makes sums come out the same in one process and in many.
 os.environ["OMP_NUM_THREADS"] = "1"
+# MKL keeps its buffers in lists by thread, and a fork of a process in which several threads have multiplied matrices
+# has been seen to run round such a list for ever.
+os.environ["MKL_DISABLE_FAST_MM"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # A tokenizer that has started its threads in this process would hang ranks forked from it.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -34,6 +34,8 @@ IMPORTED = (
     shoal.launch.run,
 )
 
+PATIENCE = 180
+
 LLAMA = {"family": "llama", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 88, "vocab": 260}
 PYTHIA = {"family": "neox", "hidden": 32, "layers": 2, "heads": 4, "ffn": 128, "vocab": 260}
 
@@ -53,7 +55,8 @@ def run_ranks(world_size: int, function: Callable[[], Any]) -> list[Any]:
             sender.close()
         answers = [_receive(receiver) for receiver, _ in pipes]
         for process in processes:
-            process.join()
+            process.join(timeout=10)
+            process.kill()
     for kind, value in answers:
         if kind == "raised":
             raise value
@@ -62,6 +65,8 @@ def run_ranks(world_size: int, function: Callable[[], Any]) -> list[Any]:
 
 
 def _receive(receiver: Connection) -> tuple[str, Any]:
+    if not receiver.poll(PATIENCE):
+        return ("hung", f"a rank gave no answer in {PATIENCE} seconds")
     try:
         answer: tuple[str, Any] = receiver.recv()
     except EOFError:

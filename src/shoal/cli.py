@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
@@ -111,7 +112,7 @@ def train(
     else:
         typer.echo(summary.text())
     if summary.stopped == "signal":
-        again = " ".join(["shoal train", str(file), *(overrides or []), "--resume"])
+        again = shlex.join(["shoal", "train", str(file), *(overrides or []), "--resume"])
         typer.echo(f"Stopped early, with everything saved. Go on with: {again}", err=True)
         raise typer.Exit(STOPPED_EARLY)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from shoal.checkpoint import state, store
 from shoal.checkpoint.retention import tidy, to_keep
-from shoal.parallel.ranks import ALONE
+from shoal.parallel.ranks import Ranks
 from tests.checkpoint.cut import attempts, everything, hold_bitwise
 from tests.harness import lines, settings, train_on
 
@@ -38,7 +39,7 @@ def checkpoints(trained: Path, tmp_path: Path) -> Path:
 
 
 def newest_of(checkpoints: Path) -> str | None:
-    found = state.newest(checkpoints, ALONE)
+    found = state.newest(checkpoints, Ranks(0, 1, 0, torch.device("cpu")))
     return None if found is None else found.name
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.checkpoint.choose import choose_checkpoint
 from shoal.checkpoint.layout import PieceReader
 from shoal.checkpoint.state import MODEL
-from shoal.checkpoint.store import write_atomically
+from shoal.files import write_atomically
 from shoal.mistakes import UserMistake
 from shoal.models.build import build_on_meta, read_blueprint
 from shoal.models.names import tensors_for_files

@@ -24,9 +24,13 @@ class Progress:
 
     step: int = 0
     tokens: int = 0
+    skipped: int = 0  # steps that changed nothing, because a number was not finite
+    loss: float | None = None  # of the last line
     best: float | None = None
     evaluations_without_gain: int = 0
     world_size: int = 1
+    optimizer: str = ""
+    data: dict[str, int] = field(default_factory=dict)  # what the rows were made from, to notice that it changed
     evaluated_at: int | None = None
     eval_loss: float | None = None  # of the last evaluation
     metrics: dict[str, float] = field(default_factory=dict)  # of this step, for choosing the best checkpoints
@@ -98,11 +102,16 @@ def load(
     for name, tensor in optimizer.empty_state(reader.shapes(OPTIMIZER)).items():
         reader.read_into(OPTIMIZER + name, tensor)
     scaler.load({name: reader.read_whole(SCALER + name) for name in reader.shapes(SCALER)})
-    progress = Progress(**json.loads((folder / "progress.json").read_text()))
+    progress = read_progress(folder)
     if progress.world_size == ranks.world_size:
         _restore_random_state(load_file(folder / f"random-{ranks.rank:05d}.safetensors"), ranks.device)
     progress.world_size = ranks.world_size
     return progress
+
+
+def read_progress(folder: Path) -> Progress:
+    """How far the run was when it wrote this checkpoint."""
+    return Progress(**json.loads((folder / "progress.json").read_text()))
 
 
 def load_parameters(reader: PieceReader, parameters: Mapping[str, Tensor]) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.files import sync_folder, write_atomically
+
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
 
@@ -102,20 +104,17 @@ def remove(checkpoint: Checkpoint) -> None:
     shutil.rmtree(checkpoint.path)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """The file has its old contents or the new, whatever happens."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
+def set_aside(checkpoints: Path, above: int) -> list[Path]:
+    """A run that goes on from step `above` leaves what lies beyond it, whole or damaged, to another branch of history.
 
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    Those folders are renamed, so that neither resuming nor retention takes them for this run's, and nothing is lost.
+    """
+    moved = []
+    for folder in sorted(checkpoints.glob("step-*")):
+        number = folder.name.removeprefix("step-")
+        if number.isdigit() and int(number) > above:
+            aside = folder.with_name(f"abandoned-{number}")
+            if aside.exists():
+                shutil.rmtree(aside)
+            moved.append(folder.replace(aside))
+    return moved

@@ -28,6 +28,8 @@ def _unsharded(run: _Run) -> str | None:
 def _no_reduction(run: _Run) -> str | None:
     if run.config.train.precision == "32-true":
         return "train.precision 32-true sums gradients in fp32 anyway"
+    if run.config.train.precision == "bf16-true":
+        return "train.precision bf16-true sums gradients in bf16"
     return "one device has nothing to sum over" if run.strategy == "single" or run.world_size == 1 else None
 
 
@@ -58,7 +60,12 @@ def _no_evaluation(run: _Run) -> str | None:
 
 
 def _no_best(run: _Run) -> str | None:
-    return _no_evaluation(run) if run.config.checkpoint.metric == "eval_loss" else None
+    if run.config.checkpoint.metric != "eval_loss":
+        return None
+    saved, evaluated = run.config.checkpoint.every, run.config.eval.every
+    if saved % evaluated and evaluated % saved:
+        return f"checkpoints every {saved} steps and evaluations every {evaluated} seldom meet"
+    return _no_evaluation(run)
 
 
 def _no_adapter(run: _Run) -> str | None:
@@ -86,10 +93,13 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         "train.schedule.decay",
         lambda run: "only wsd has it" if run.config.train.schedule.name != "wsd" else None,
     ),
-    ("train.optimizer.betas", _optimizer_not("adamw", "adamw8bit", "lion")),
-    ("train.optimizer.eps", _optimizer_not("adamw", "adamw8bit")),
+    ("train.optimizer.betas", _optimizer_not("adamw", "adamw8bit", "lion", "muon")),
+    ("train.optimizer.eps", _optimizer_not("adamw", "adamw8bit", "muon")),
     ("train.optimizer.momentum", _optimizer_not("sgd", "muon")),
     ("train.reduce_dtype", _no_reduction),
+    ("train.hang_timeout", lambda run: "one process waits for nobody" if run.world_size == 1 else None),
+    ("hardware.gpu", lambda run: "it is for the forecast, which is not built yet"),
+    ("hardware.link", lambda run: "it is for the forecast, which is not built yet"),
     ("train.early_stop", _no_evaluation),
     ("eval.every", _no_evaluation),
     ("eval.batches", _no_evaluation),

@@ -1,15 +1,20 @@
 """The run directory: the only state of a run, and the names of what is in it."""
 
+import fcntl
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from shoal.config.load import config_to_yaml, load_config
 from shoal.config.schema import Config
+from shoal.files import write_atomically
 from shoal.mistakes import UserMistake
 
-# A change of these makes another run of it: another model, other rows, or the same rows in other steps.
-IDENTITY = ("model", "adapter", "data", "seed", "train.global_batch")
+# A change of these makes another run of it: another model, other rows, the same rows in other steps, or a state
+# that the optimizer cannot read.
+IDENTITY = ("model", "adapter", "data", "seed", "train.global_batch", "train.optimizer.name")
 # How the same is computed, and how it is read.
 INCIDENTAL = ("model.attention", "data.workers")
 
@@ -35,8 +40,12 @@ class RunDirectory:
         """Whether there is anything to lose: a start that ended before its first step left nothing."""
         return self.exists and (self.metrics.is_file() or any(self.checkpoints.glob("step-*")))
 
-    def check(self, config: Config, *, resume: bool, overwrite: bool) -> list[str]:
+    def check(self, config: Config, *, resume: bool, overwrite: bool, start_from: Path | None = None) -> list[str]:
         """Whether a run may start here; says what differs from the run that is there. Changes nothing."""
+        with self.held():
+            pass
+        if overwrite and start_from is not None and start_from.resolve().is_relative_to(self.path.resolve()):
+            raise UserMistake(f"--overwrite would throw away {start_from}, which --from starts with.")
         if resume and overwrite:
             raise UserMistake("--resume goes on with the run and --overwrite throws it away; give one of them.")
         if self.begun and not (resume or overwrite):
@@ -48,9 +57,24 @@ class RunDirectory:
             return self._compare(config) if resume else []
         if resume:
             raise UserMistake(f"--resume: there is no run in {self.path}; start it without --resume.")
-        if self.path.exists() and any(self.path.iterdir() if self.path.is_dir() else [self.path]):
+        if self.path.exists() and (not self.path.is_dir() or {one.name for one in self.path.iterdir()} - {"lock"}):
             raise UserMistake(f"{self.path} is there and is not a run of shoal; choose another name=…")
         return []
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While this lasts, no other process trains in this folder."""
+        if not self.path.is_dir():
+            yield
+            return
+        with (self.path / "lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserMistake(
+                    f"Another process is training in {self.path}; wait for it or stop it, or choose another name=…"
+                ) from None
+            yield
 
     def create(self, config: Config, *, overwrite: bool) -> None:
         """Make the folders and write the config, after `check`."""
@@ -59,9 +83,7 @@ class RunDirectory:
                 shutil.rmtree(self.path)
             for folder in (self.path, self.checkpoints, self.logs, self.model):
                 folder.mkdir(parents=True, exist_ok=True)
-            temporary = self.config.with_suffix(".tmp")
-            temporary.write_text(config_to_yaml(config))
-            temporary.replace(self.config)
+            write_atomically(self.config, config_to_yaml(config))
         except OSError as error:
             raise UserMistake(f"{self.path} cannot be written: {error.strerror}.") from None
 

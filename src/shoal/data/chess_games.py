@@ -67,13 +67,14 @@ def play(match: Match, report: Report = lambda _: None) -> Iterator[str]:
     engine = find_engine() if match.player == "stockfish" else None
     processes = max(min(_cores(), match.games // _GAMES_WORTH_A_PROCESS), 1)
     games = _play_share(match, engine, 0, 1) if processes == 1 else _play_in_processes(match, engine, processes)
-    began = time.monotonic()
-    speak = began + 2  # a short match stays quiet
+    speak = time.monotonic() + 2  # a short match stays quiet
+    first = None  # when it was there: the processes take a moment to start
     for done, game in enumerate(games, start=1):
         yield game
         now = time.monotonic()
+        first = first or now
         if now > speak and done < match.games:
-            left = f", about {(now - began) / done * (match.games - done):.0f}s left" if done >= 100 else ""
+            left = f", about {(now - first) / done * (match.games - done):.0f}s left" if done >= 100 else ""
             report(f"Playing chess in {processes} processes: {done:,} of {match.games:,} games{left}.")
             speak = now + 10
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+import shoal.offline  # noqa: F401
 from shoal.mistakes import UserMistake
 
 

@@ -69,6 +69,7 @@ def _meeting_point(world_size: int, timeout: timedelta) -> Store:
     if folder := os.environ.get(LAUNCH_FOLDER):
         # On one machine a file needs no port, which others could reach or take.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         return FileStore(str(Path(folder) / f"store-{attempt}"), world_size)
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     return PrefixStore(f"attempt-{attempt}", store)

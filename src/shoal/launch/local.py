@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -20,7 +20,7 @@ from shoal.mistakes import UserMistake
 from shoal.train.health import Diverged
 from shoal.train.loop import Summary
 
-MISTAKE, DIVERGED, SUMMARY = "mistake.txt", "diverged.txt", "summary.json"
+MISTAKE, DIVERGED, SUMMARY = "mistake", "diverged", "summary.json"
 
 
 class RunFailed(Exception):
@@ -50,6 +50,7 @@ def launch(request: Request, processes: int, *, max_restarts: int) -> Summary:
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=processes,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),  # else the agent leaves a folder of its own behind
             run_id=shared.name,
             # The agent's own meeting point is a file too: a TCP store would listen on every interface.
             rdzv_backend="c10d",
@@ -105,8 +106,8 @@ def _as_terminate(number: int, frame: FrameType | None) -> None:
 
 def _explain(failure: ChildFailedError, shared: Path) -> None:
     for name, kind in ((MISTAKE, UserMistake), (DIVERGED, Diverged)):
-        if (shared / name).is_file():
-            raise kind((shared / name).read_text()) from None
+        for said in sorted(shared.glob(f"{name}-*")):
+            raise kind(said.read_text()) from None
     rank, first = failure.get_first_failure()
     if first.exitcode < 0:
         raise RunFailed(f"Rank {rank} was killed by {signal.Signals(-first.exitcode).name}.") from None

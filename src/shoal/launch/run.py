@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from shoal.config.effect import without_effect
@@ -33,17 +34,19 @@ def start(
     reporter = Reporter(speaks=True)
     processes = processes_wanted(config)
     if processes == 1:
+        if max_restarts:
+            reporter.warn("--max-restarts has no effect: there is one process, and nothing that could restart it.")
         return train_as_rank(config, run, resume=resume, start_from=start_from, overwrite=overwrite)
     _warn(config, processes, reporter)
     # Checked and read here first, so that mistakes are found, and rows made, before there are several processes.
-    _check(config, run, reporter, resume=resume, overwrite=overwrite)
+    _check(config, run, reporter, resume=resume, overwrite=overwrite, start_from=start_from)
     inputs = read_inputs(config, reporter)
     rehearse(config, inputs, processes, inspect_device(choose_device(0)), start_from)
     run.create(config, overwrite=overwrite)
     reporter.say(f"Starting {processes} processes …")
-    return launch(
-        Request(run.path, resume, start_from, config.train.hang_timeout), processes, max_restarts=max_restarts
-    )
+    request = Request(run.path, resume, start_from, patience=config.train.hang_timeout)
+    with run.held():
+        return launch(request, processes, max_restarts=max_restarts)
 
 
 def dry_run(config: Config) -> Preview:
@@ -51,7 +54,9 @@ def dry_run(config: Config) -> Preview:
     reporter = Reporter(speaks=True)
     processes = processes_wanted(config)
     _warn(config, processes, reporter)
-    return preview(config, read_inputs(config, reporter), processes, inspect_device(choose_device(0)))
+    inputs, device = read_inputs(config, reporter), inspect_device(choose_device(0))
+    rehearse(config, inputs, processes, device, None)
+    return preview(config, inputs, processes, device)
 
 
 def train_as_rank(
@@ -65,7 +70,7 @@ def train_as_rank(
     reporter = Reporter(speaks=first)
     if first:
         _warn(config, world_size, reporter)
-        _check(config, run, reporter, resume=resume, overwrite=overwrite)
+        _check(config, run, reporter, resume=resume, overwrite=overwrite, start_from=start_from)
     inputs = read_inputs(config, reporter)
     rehearse(config, inputs, world_size, inspect_device(choose_device(local_rank())), start_from)
     with joined(config) as ranks:
@@ -74,7 +79,8 @@ def train_as_rank(
         ranks.barrier()
         if not first:
             send_output_to(run.logs / f"rank-{ranks.rank}.log")
-        return train(config, inputs, run, ranks, resume=resume, start_from=start_from)
+        with run.held() if first else nullcontext():
+            return train(config, inputs, run, ranks, resume=resume, start_from=start_from)
 
 
 def _warn(config: Config, processes: int, reporter: Reporter) -> None:
@@ -82,8 +88,16 @@ def _warn(config: Config, processes: int, reporter: Reporter) -> None:
         reporter.warn(note)
 
 
-def _check(config: Config, run: RunDirectory, reporter: Reporter, *, resume: bool, overwrite: bool) -> None:
-    for note in run.check(config, resume=resume, overwrite=overwrite):
+def _check(
+    config: Config,
+    run: RunDirectory,
+    reporter: Reporter,
+    *,
+    resume: bool,
+    overwrite: bool,
+    start_from: Path | None,
+) -> None:
+    for note in run.check(config, resume=resume, overwrite=overwrite, start_from=start_from):
         reporter.say(f"Changed since the run began: {note}.")
 
 

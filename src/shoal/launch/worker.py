@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from shoal.checkpoint.store import write_atomically
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
+from shoal.files import write_atomically
 from shoal.launch.join import LAUNCH_FOLDER, joined, restarted
 from shoal.launch.local import DIVERGED, MISTAKE, SUMMARY
 from shoal.launch.run import send_output_to
@@ -50,10 +50,9 @@ def main() -> None:
             if ranks.first:
                 write_atomically(shared / SUMMARY, json.dumps(summary.as_dict()))
     except (UserMistake, Diverged) as mistake:
-        # A sentence, not a traceback: the launcher passes it on.
-        if os.environ.get("RANK") == "0":
-            kind = MISTAKE if isinstance(mistake, UserMistake) else DIVERGED
-            write_atomically(shared / kind, str(mistake))
+        # A sentence, not a traceback: the launcher passes on that of the lowest rank.
+        kind = MISTAKE if isinstance(mistake, UserMistake) else DIVERGED
+        write_atomically(shared / f"{kind}-{int(os.environ['RANK']):05d}", str(mistake))
         sys.exit(2)
     # Threads of torch's that are still alive have been seen to abort an interpreter that ends the usual way.
     sys.stdout.flush()

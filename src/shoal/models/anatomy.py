@@ -78,14 +78,14 @@ def read_anatomy(model: Any) -> Anatomy:
 
 
 def matmul_parameters(parameters: Mapping[str, Tensor], anatomy: Anatomy) -> int:
-    """How many parameters take part in matrix products, as the MFU formula counts: the blocks' matrices and the head.
+    """How many of `parameters` are in matrix products, as the MFU formula counts: the blocks' matrices and the head.
 
     A looked-up embedding multiplies nothing, but a tied one is also the head and counts once.
     """
     inside = anatomy.blocks[0].rsplit(".", 1)[0] + "."
     matrices = (tensor for name, tensor in parameters.items() if name.startswith(inside) and tensor.dim() >= 2)
-    head = parameters[f"{anatomy.embedding if anatomy.tied else anatomy.head}.weight"]
-    return sum(tensor.numel() for tensor in matrices) + head.numel()
+    head = parameters.get(f"{anatomy.embedding if anatomy.tied else anatomy.head}.weight")
+    return sum(tensor.numel() for tensor in matrices) + (0 if head is None else head.numel())
 
 
 def _find_blocks(model: nn.Module) -> tuple[str, ...]:

@@ -50,6 +50,10 @@ def read_blueprint(folder: Path) -> Blueprint:
     except (ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserMistake(f"{folder}/config.json cannot be read as a transformers model: {reason}") from None
+    if getattr(settings, "quantization_config", None):
+        raise UserMistake(
+            f"{folder} holds quantised weights, which cannot be trained; use the model they were made from."
+        )
     return Blueprint(settings, folder)
 
 

@@ -8,22 +8,12 @@ would also make equal runs on different meshes draw different masks.
 from collections.abc import Callable
 from typing import Any
 
-from transformers import (
-    BertConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
-
+import shoal.offline  # noqa: F401
 from shoal.catalogue.shapes import FORECAST_ONLY, ModelShape
 from shoal.mistakes import UserMistake
 
 
-def transformers_config(shape: ModelShape) -> PretrainedConfig:
+def transformers_config(shape: ModelShape) -> Any:
     """The config from which transformers builds exactly this shape as a causal language model."""
     if shape.family in FORECAST_ONLY:
         raise UserMistake(
@@ -31,6 +21,13 @@ def transformers_config(shape: ModelShape) -> PretrainedConfig:
             f"not. Choose a gpt2, neox or llama shape of a similar size."
         )
     return _BUILDERS[shape.family](shape)
+
+
+def _settings(model_type: str, **values: Any) -> Any:
+    # Imported here: it takes seconds, and `offline` must come first.
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(model_type, **values)
 
 
 def _common(shape: ModelShape) -> dict[str, Any]:
@@ -83,20 +80,20 @@ def _rope_parameters(shape: ModelShape) -> dict[str, Any]:
     return settings
 
 
-def _llama(shape: ModelShape) -> PretrainedConfig:
-    return LlamaConfig(**_gated(shape), head_dim=shape.head_size)
+def _llama(shape: ModelShape) -> Any:
+    return _settings("llama", **_gated(shape), head_dim=shape.head_size)
 
 
-def _mistral(shape: ModelShape) -> PretrainedConfig:
-    return MistralConfig(**_gated(shape), head_dim=shape.head_size, sliding_window=shape.sliding_window)
+def _mistral(shape: ModelShape) -> Any:
+    return _settings("mistral", **_gated(shape), head_dim=shape.head_size, sliding_window=shape.sliding_window)
 
 
-def _qwen2(shape: ModelShape) -> PretrainedConfig:
-    return Qwen2Config(**_gated(shape), **_window(shape))
+def _qwen2(shape: ModelShape) -> Any:
+    return _settings("qwen2", **_gated(shape), **_window(shape))
 
 
-def _qwen3(shape: ModelShape) -> PretrainedConfig:
-    return Qwen3Config(**_gated(shape), **_window(shape), head_dim=shape.head_size)
+def _qwen3(shape: ModelShape) -> Any:
+    return _settings("qwen3", **_gated(shape), **_window(shape), head_dim=shape.head_size)
 
 
 def _window(shape: ModelShape) -> dict[str, Any]:
@@ -106,8 +103,9 @@ def _window(shape: ModelShape) -> dict[str, Any]:
     return {"use_sliding_window": True, "sliding_window": shape.sliding_window, "max_window_layers": 0}
 
 
-def _neox(shape: ModelShape) -> PretrainedConfig:
-    return GPTNeoXConfig(
+def _neox(shape: ModelShape) -> Any:
+    return _settings(
+        "gpt_neox",
         **_common(shape),
         **_sizes(shape),
         layer_norm_eps=shape.norm_eps,
@@ -118,8 +116,9 @@ def _neox(shape: ModelShape) -> PretrainedConfig:
     )
 
 
-def _gpt2(shape: ModelShape) -> PretrainedConfig:
-    return GPT2Config(
+def _gpt2(shape: ModelShape) -> Any:
+    return _settings(
+        "gpt2",
         **_common(shape),
         n_embd=shape.hidden,
         n_layer=shape.layers,
@@ -133,8 +132,9 @@ def _gpt2(shape: ModelShape) -> PretrainedConfig:
     )
 
 
-def _bert(shape: ModelShape) -> PretrainedConfig:
-    return BertConfig(
+def _bert(shape: ModelShape) -> Any:
+    return _settings(
+        "bert",
         **_common(shape),
         **_sizes(shape),
         type_vocab_size=shape.traits.segments,
@@ -145,7 +145,7 @@ def _bert(shape: ModelShape) -> PretrainedConfig:
     )
 
 
-_BUILDERS: dict[str, Callable[[ModelShape], PretrainedConfig]] = {
+_BUILDERS: dict[str, Callable[[ModelShape], Any]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,

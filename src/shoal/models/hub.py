@@ -1,12 +1,8 @@
 """Where a model's files are on this machine. Never a network call: compute nodes have none."""
 
-import os
 from pathlib import Path
 
-# Read by huggingface_hub when it is first imported, so this module is imported before transformers.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
+import shoal.offline  # noqa: F401
 from shoal.mistakes import UserMistake
 
 

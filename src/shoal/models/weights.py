@@ -158,12 +158,17 @@ def locate_weights(model: Any, folder: Path) -> dict[str, tuple[Path, str]]:
         try:
             if path not in opened:
                 opened[path] = safe_open(path, framework="pt")
-            shape = tuple(opened[path].get_slice(stored).get_shape())
+            source = opened[path].get_slice(stored)
+            shape, dtype = tuple(source.get_shape()), source.get_dtype()
         except SafetensorError as error:
             raise UserMistake(f"{path} is damaged: {error}") from None
         if shape != tuple(parameter.shape):
             raise UserMistake(
                 f"{path} holds {stored} with shape {shape}, but the model's config makes it {tuple(parameter.shape)}."
+            )
+        if dtype not in ("F64", "F32", "F16", "BF16"):
+            raise UserMistake(
+                f"{path} holds {stored} as {dtype}: quantised weights cannot be trained; use the originals."
             )
         found[name] = (path, stored)
     if missing:

@@ -33,6 +33,7 @@ class ParallelModel:
     precision: Precision
     parameters: dict[str, nn.Parameter]  # the weights that are trained, by their Hugging Face names
     copies: ComputeCopies | None
+    loss_note: str | None  # said to the user: the loss is not the one asked for
 
     def __call__(self, batch: Any) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.module(batch)
@@ -111,7 +112,10 @@ def parallelize(
             module = copies = ComputeCopies(module, precision.compute)
         if strategy == "ddp":
             module = replicate(module, precision, ranks.device)
-    return ParallelModel(module, model, anatomy, precision, parameters, copies)
+    note = None
+    if loss == "plain" and train.loss == "chunked":
+        note = f"train.loss chunked has no effect: the head of {type(model).__name__} is more than one matrix."
+    return ParallelModel(module, model, anatomy, precision, parameters, copies, note)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

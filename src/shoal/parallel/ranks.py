@@ -38,8 +38,5 @@ class Ranks:
         dist.all_reduce(held, op=dist.ReduceOp.MAX)
         return float(held)
 
-    def any(self, flag: bool) -> bool:
-        return bool(self.largest(float(flag)))
-
-
-ALONE = Ranks(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
+    def smallest(self, value: float) -> float:
+        return -self.largest(-value)

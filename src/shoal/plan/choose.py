@@ -5,8 +5,8 @@ from typing import Any
 
 from shoal.mistakes import UserMistake
 
-# Mixed precision with AdamW: fp32 weight, gradient and two moments. A copy to compute with is freed and made again.
-STATE_BYTES = 16
+# Mixed precision with AdamW: fp32 weight, gradient and two moments, and the copy to compute with.
+STATE_BYTES = 18
 # Kept for the backward pass, per token, layer and hidden unit, without recomputation, in bytes of bf16: attention's
 # inputs and outputs, two norms, and an MLP of three to four times the width.
 ACTIVATION_BYTES = 34

@@ -2,9 +2,8 @@
 
 import math
 import resource
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from shoal.observe.metrics import Line, Sink, last_line
 from shoal.observe.progress import Reporter
 from shoal.parallel.ranks import Ranks
+from shoal.train.clock import Mark, mark, seconds_between
 from shoal.train.step import StepResult
 
 
@@ -20,24 +20,24 @@ from shoal.train.step import StepResult
 class Window:
     """Sums over the steps since the last line."""
 
+    began: Mark
     steps: int = 0
     targets: int = 0
-    inputs: int = 0  # of this rank: prompts and padding are computed on too
+    flops: float = 0.0  # of this rank: prompts and padding are computed on too
     data_seconds: float = 0.0
-    began: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A line whose loss and norm are still on the device."""
+    """A line whose numbers are on their way from the device."""
 
     step: int
-    result: StepResult
     rate: float
     tokens: int
-    skipped: Tensor
+    targets: int  # of this step
+    numbers: Tensor  # loss sum, norm, skipped steps: on the host once `ended` is reached
     window: Window
-    seconds: float  # a step's, on the mean of the window
+    ended: Mark
 
 
 class StepLog:
@@ -52,7 +52,7 @@ class StepLog:
         reporter: Reporter,
         ranks: Ranks,
         attempt: int,
-        flops_per_token: float,
+        skipped: int,
         peak: float | None,
     ) -> None:
         self.every = every
@@ -61,23 +61,15 @@ class StepLog:
         self.reporter = reporter
         self.ranks = ranks
         self.attempt = attempt
-        self.flops_per_token = flops_per_token
         self.peak = peak
         self.last: dict[str, float | int | None] = {}
         self.listener: Callable[[Line], None] = lambda line: None  # told of every line
-        self._window = Window()
+        self._window = Window(mark(ranks.device))
         self._pending: Pending | None = None
-        self._skipped = torch.zeros((), device=ranks.device)
+        self._skipped = torch.full((), float(skipped), dtype=torch.float64, device=ranks.device)
 
     def after_step(
-        self,
-        step: int,
-        result: StepResult,
-        *,
-        rate: float,
-        tokens: int,
-        inputs: int,
-        data_seconds: float,
+        self, step: int, result: StepResult, *, rate: float, tokens: int, flops: float, data_seconds: float
     ) -> None:
         """Take note of a step."""
         self.reporter.advance(step)
@@ -85,27 +77,32 @@ class StepLog:
         window = self._window
         window.steps += 1
         window.targets += result.targets
-        window.inputs += inputs
+        window.flops += flops
         window.data_seconds += data_seconds
-        # The step before this one is done by now, or nearly: reading it leaves the device this one's work to do.
+        # The step before this one is done by now, or nearly, and this one keeps the device busy meanwhile.
         self.flush()
         if step % self.every == 0 or step == self.total:
             self.ranks.sum(result.loss_sum)
-            seconds = (time.perf_counter() - window.began) / window.steps
-            self._pending = Pending(step, result, rate, tokens, self._skipped.clone(), window, seconds)
-            self._window = Window()
+            numbers = torch.stack([result.loss_sum, result.norm.double(), self._skipped])
+            if numbers.is_cuda:  # copied behind the step's work; the host goes on
+                numbers = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(numbers, non_blocking=True)
+            ended = mark(self.ranks.device)
+            self._pending = Pending(step, rate, tokens, result.targets, numbers, window, ended)
+            self._window = Window(ended)
 
     def flush(self) -> None:
         """Read what is pending, and write its line."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        loss = float(pending.result.loss_sum) / pending.result.targets
-        norm = float(pending.result.norm)
-        window, seconds = pending.window, pending.seconds
+        pending.ended.wait()
+        loss_sum, norm, skipped = pending.numbers.tolist()
+        loss = loss_sum / pending.targets
+        window = pending.window
+        seconds = seconds_between(window.began, pending.ended) / window.steps
         mfu = None
-        if self.peak is not None:
-            mfu = round(window.inputs / window.steps / seconds * self.flops_per_token / self.peak, 4)
+        if self.peak is not None and math.isfinite(window.flops):
+            mfu = round(window.flops / window.steps / seconds / self.peak, 4)
         line: dict[str, float | int | None] = {
             "step": pending.step,
             "attempt": self.attempt,
@@ -118,7 +115,7 @@ class StepLog:
             "memory_gib": round(self.ranks.largest(_peak_memory_gib(self.ranks.device)), 3),
             "data_seconds": round(window.data_seconds / window.steps, 6),
             "seconds": round(seconds, 6),
-            "skipped": int(pending.skipped),
+            "skipped": int(skipped),
         }
         self.write(line)
         self.reporter.report(line, self.total)
@@ -131,7 +128,7 @@ class StepLog:
 
     def restart_clock(self) -> None:
         """After work that is not training: an evaluation, a save."""
-        self._window = Window()
+        self._window = Window(mark(self.ranks.device))
 
     def close(self) -> None:
         for sink in self.sinks:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint import state
+from shoal.checkpoint import state, store
 from shoal.checkpoint.retention import tidy
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
@@ -41,7 +41,7 @@ class Summary:
 
     def text(self) -> str:
         """For reading, with the next command to try."""
-        loss = "not a number" if self.loss is None else f"{self.loss:.4f}"
+        loss = "–" if self.loss is None else f"{self.loss:.4f}"
         held_out = "" if self.eval_loss is None else f", held out {self.eval_loss:.4f}"
         why = "" if self.stopped is None else f" ({self.stopped.replace('_', ' ')})"
         return "\n".join(
@@ -66,15 +66,15 @@ def train(
     finally:
         job.reporter.end()
         job.log.close()
-    last, progress = job.log.last, job.progress
+    progress = job.progress
     return Summary(
         run=str(run.path),
         step=progress.step,
         steps=job.inputs.steps,
         tokens=progress.tokens,
-        loss=last.get("loss"),
+        loss=progress.loss,
         eval_loss=progress.eval_loss,
-        skipped=int(last.get("skipped") or 0),
+        skipped=progress.skipped,
         seconds=round(time.perf_counter() - began, 1),
         checkpoint=str(job.saved) if job.saved else None,
         stopped=stopped,
@@ -117,13 +117,15 @@ def fit(job: Job) -> str | None:
                 result,
                 rate=step_rate,
                 tokens=progress.tokens,
-                inputs=sum(one.inputs.numel() for one in batch.passes),
+                flops=sum(job.flops(*one.inputs.shape) for one in batch.passes),
                 data_seconds=waited,
             )
 
             last = progress.step == job.inputs.steps
-            if sets.validation is not None and (last or progress.step % config.eval.every == 0) and no_gain(job):
-                stopped = "early_stop"
+            if sets.validation is not None and (last or progress.step % config.eval.every == 0):
+                evaluate(job)
+                if no_longer_improves(job):
+                    stopped = "early_stop"
             if stop.agreed() and not last:
                 stopped = "signal"
             if last or stopped or progress.step % config.checkpoint.every == 0:
@@ -134,20 +136,24 @@ def fit(job: Job) -> str | None:
 
 
 def look_after(job: Job, line: Line, spikes: SpikeWatch) -> None:
-    """Notice what a written line says about the run's health."""
-    if line["loss"] is None or line["grad_norm"] is None:
-        found = f"the loss or the gradient at step {line['step']} is not a number"
+    """Notice what a written line says about the run's health. Steps between two lines show in what was skipped."""
+    skipped = int(line["skipped"] or 0) - job.progress.skipped
+    job.progress.skipped += skipped
+    job.progress.loss = None if line["loss"] is None else float(line["loss"])
+    # In 16-mixed a gradient that overflows is the loss scale's business, and no sign of ill health.
+    if line["loss"] is None or (skipped and not job.scaler.enabled):
+        found = f"up to step {line['step']}, {max(1, skipped)} steps had a loss or a gradient that is not a number"
         if job.config.train.on_nan == "stop":
-            raise Diverged(f"{found}; no weight was changed by it. Lower train.lr, or resume from {job.saved}.")
-        job.reporter.warn(f"{found}; {line['skipped']} such steps were skipped so far.")
-    elif (height := spikes.look(float(line["loss"]))) is not None:
-        job.reporter.warn(
-            f"the loss {line['loss']:.4f} at step {line['step']} is {height:.1f} sigma above the recent ones."
-        )
+            start = f"resume from {job.saved}" if job.saved else "start again"
+            raise Diverged(f"{found}; they changed no weight. Lower train.lr and {start}.")
+        job.reporter.warn(f"{found}, and were skipped.")
+    elif line["loss"] is not None and (height := spikes.look(float(line["loss"]))) is not None:
+        place = f"step {line['step']}"
+        job.reporter.warn(f"the loss {line['loss']:.4f} at {place} is {height:.1f} sigma above the recent ones.")
 
 
-def no_gain(job: Job) -> bool:
-    """Evaluate; true when `train.early_stop` has seen enough evaluations without a better loss."""
+def evaluate(job: Job) -> None:
+    """Write the loss on held-out rows, and remember whether it is the best so far."""
     progress, config = job.progress, job.config
     job.log.flush()
     found = held_out_loss(
@@ -158,18 +164,23 @@ def no_gain(job: Job) -> bool:
         pad=job.inputs.tokenizer.pad,
         ranks=job.ranks,
     )
-    loss, perplexity = found.loss, found.perplexity
+    loss = found.loss if math.isfinite(found.loss) else None  # NaN is no JSON
+    perplexity = None if loss is None else found.perplexity
     line: Line = {"step": progress.step, "attempt": job.log.attempt, "eval_loss": loss, "eval_perplexity": perplexity}
     job.log.write(line)
-    job.reporter.say(f"step {progress.step}  evaluation: loss {loss:.4f}, perplexity {perplexity:.2f}")
+    job.reporter.say(f"step {progress.step}  evaluation: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")
     progress.evaluated_at, progress.eval_loss = progress.step, loss
-    if math.isfinite(loss) and (progress.best is None or loss < progress.best):
+    if loss is not None and (progress.best is None or loss < progress.best):
         progress.best, progress.evaluations_without_gain = loss, 0
     else:
         progress.evaluations_without_gain += 1
     job.log.restart_clock()
-    patience = config.train.early_stop.patience if config.train.early_stop else None
-    return patience is not None and progress.evaluations_without_gain >= patience
+
+
+def no_longer_improves(job: Job) -> bool:
+    """Whether `train.early_stop` has seen enough evaluations without a better loss."""
+    stop = job.config.train.early_stop
+    return stop is not None and job.progress.evaluations_without_gain >= stop.patience
 
 
 def save(job: Job) -> None:
@@ -184,10 +195,10 @@ def save(job: Job) -> None:
         progress=job.progress,
         ranks=job.ranks,
     )
-    job.saved = job.run.checkpoints / f"step-{job.progress.step:08d}"
+    job.saved = store.folder_for(job.run.checkpoints, job.progress.step)
     if job.ranks.first:
         keep = job.config.checkpoint
-        tidy(job.run.checkpoints, newest=keep.keep, best=keep.keep_best, metric=keep.metric)
+        tidy(job.run.checkpoints, written=job.progress.step, newest=keep.keep, best=keep.keep_best, metric=keep.metric)
     job.log.restart_clock()
 
 

@@ -108,7 +108,12 @@ def _make(
             groups, lr=train.lr, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused
         )
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=train.lr, momentum=settings.momentum, fused=fused, foreach=not fused)
+        optimizer = torch.optim.SGD(groups, lr=train.lr, momentum=settings.momentum, fused=fused, foreach=not fused)
+        for parameter in parameters.values() if settings.momentum else ():
+            # torch makes it in the first step, out of memory that it does not clear; a first step that is skipped
+            # would leave it so. From zero the first step is the same.
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+        return optimizer
     if name == "lion":
         return Lion(groups, lr=train.lr, betas=settings.betas)
     assert name == "muon", name

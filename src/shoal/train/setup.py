@@ -1,8 +1,10 @@
 """From a config to a job that is ready for its next step."""
 
 import json
+import math
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from shoal.checkpoint.state import Progress
 from shoal.config.mesh import Mesh, mesh_for
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
+from shoal.files import write_atomically
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import matmul_parameters, read_anatomy
 from shoal.models.build import build_on_meta
@@ -45,6 +48,7 @@ class Job:
     scaler: LossScaler
     step: TrainStep
     log: StepLog
+    flops: Callable[[int, int], float]
     progress: Progress
     saved: Path | None  # the newest checkpoint
 
@@ -57,6 +61,8 @@ def set_up(
     seed_everything(config.seed, ranks.rank, config.train.deterministic)
     built = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
     device = inspect_device(ranks.device)
+    if device.memory_gib is not None:  # unlike devices must not choose unlike batches
+        device = replace(device, memory_gib=ranks.smallest(device.memory_gib))
     chosen, mesh = choose(config, built, ranks.world_size, device)
     checkpoint = starting_point(run, ranks, resume=resume, start_from=start_from)
     parameters = sum(parameter.numel() for parameter in built.parameters())
@@ -73,11 +79,22 @@ def set_up(
     )
     optimizer = make_optimizer(model.parameters, config.train, model.anatomy, ranks.device)
     scaler = LossScaler(ranks.device, enabled=model.precision.scaled)
+    optimizer_name, data = config.train.optimizer.name, fingerprint(inputs)
     progress = Progress(world_size=ranks.world_size)
     if checkpoint is not None:
         progress = state.load(checkpoint, parameters=model.parameters, optimizer=optimizer, scaler=scaler, ranks=ranks)
         model.weights_changed()
+        if resume and start_from is None and progress.data and progress.data != data:
+            raise UserMistake(
+                f"--resume: the data is not what the run began with ({progress.data} then, {data} now), "
+                "so it would see other rows; put it back, or start another run with --from."
+            )
+        if ranks.first:
+            store.set_aside(run.checkpoints, above=progress.step)
         reporter.say(f"Going on after step {progress.step}, from {checkpoint}.")
+    progress.optimizer, progress.data = optimizer_name, data
+    if model.loss_note:
+        reporter.warn(model.loss_note)
     if ranks.first:
         _describe(run, inputs, chosen, built, parameters)
         passes = "1 pass" if chosen.passes == 1 else f"{chosen.passes} passes"
@@ -116,9 +133,10 @@ def set_up(
             reporter=reporter,
             ranks=ranks,
             attempt=next_attempt(run.metrics),
-            flops_per_token=flops_per_token(model, config.data.max_length),
+            skipped=progress.skipped,
             peak=device.peak(config.train.precision),
         ),
+        flops=count_flops(model),
         progress=progress,
         saved=checkpoint,
     )
@@ -138,6 +156,11 @@ def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, st
             raise UserMistake(f"--from: {start_from} is not a whole checkpoint: its MANIFEST.json is missing or wrong.")
         if (file := store.damaged_file(checkpoint)) is not None:
             raise UserMistake(f"--from: {start_from / file} is damaged: its contents are not what was saved.")
+        before, now = state.read_progress(start_from).optimizer, config.train.optimizer.name
+        if before and before != now:
+            raise UserMistake(
+                f"--from: {start_from} was saved with train.optimizer.name {before}, which {now} cannot read."
+            )
     return choose(config, model, world_size, device)[0]
 
 
@@ -172,11 +195,26 @@ def starting_point(run: RunDirectory, ranks: Ranks, *, resume: bool, start_from:
     return state.newest(run.checkpoints, ranks) if resume else None
 
 
-def flops_per_token(model: ParallelModel, length: int) -> float:
-    """As the published tables count: 6 for each entry of a matrix, and attention without the causal half."""
+def count_flops(model: ParallelModel) -> Callable[[int, int], float]:
+    """Operations of a pass over rows of a length, as the published tables count them.
+
+    Six for each entry of a matrix and token (four where it is frozen: no gradient of its own), and attention without
+    the causal half. Mixtures of experts use an unknown share of their matrices: not counted at all.
+    """
     settings = model.model.config.get_text_config()
-    attention: int = 12 * settings.num_hidden_layers * settings.hidden_size * length
-    return 6 * matmul_parameters(model.parameters, model.anatomy) + attention
+    if any(getattr(settings, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return lambda rows, length: math.nan
+    trained = {name: one for name, one in model.parameters.items() if one.requires_grad}
+    whole, learning = (matmul_parameters(some, model.anatomy) for some in (model.parameters, trained))
+    per_token = 4 * whole + 2 * learning
+    attention: int = 12 * settings.num_hidden_layers * settings.hidden_size
+    return lambda rows, length: rows * length * (per_token + attention * length)
+
+
+def fingerprint(inputs: Inputs) -> dict[str, int]:
+    """What tells one set of rows from another, well enough."""
+    summary = inputs.sets.training.summary
+    return {"documents": summary.documents, "tokens": summary.tokens, "rows": summary.rows, "targets": summary.targets}
 
 
 def seed_everything(seed: int, rank: int, deterministic: bool) -> None:
@@ -192,7 +230,7 @@ def _describe(run: RunDirectory, inputs: Inputs, chosen: Chosen, model: torch.nn
     """Write what other commands need to know of this run: how it is carried out, its model, its tokenizer."""
     data = asdict(inputs.sets.training.summary)
     plan = {"parameters": parameters, "steps": inputs.steps, "chosen": chosen.as_dict(), "data": data}
-    store.write_atomically(run.plan, json.dumps(plan, indent=2) + "\n")
+    write_atomically(run.plan, json.dumps(plan, indent=2) + "\n")
     settings = inputs.blueprint.settings
     settings.architectures = [type(model).__name__]
     settings.save_pretrained(run.model)

@@ -1,4 +1,7 @@
-"""One optimizer step: passes, one clip, one update. The host never waits for the device here."""
+"""One optimizer step: passes, one clip, one update.
+
+The host does not wait for the device here, but for Lion and Muon, which have no kernel that could skip a bad step.
+"""
 
 from dataclasses import dataclass
 
