@@ -119,6 +119,11 @@ class Ended:
             assert part in self.err
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _train_before_anything_is_generated(text_runs: object, instruction_run: Path, chat_run: Path) -> None:
+    """Ranks are forked, and generating starts threads in this process, which a fork would lose."""
+
+
 @pytest.fixture
 def shoal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
     """The command, in this process; `typed` is what comes through its standard input."""

@@ -13,10 +13,10 @@ def to_keep(checkpoints: list[Checkpoint], *, newest: int, best: int, metric: st
     return keep | {one.step for one in sorted(measured, key=lambda one: one.metrics[metric])[:best]}
 
 
-def tidy(checkpoints: Path, *, written: int, newest: int, best: int, metric: str) -> list[int]:
+def tidy(checkpoints: Path, *, newest: int, best: int, metric: str, written: int | None = None) -> list[int]:
     """Remove what need not stay; returns the steps removed. The one just `written` stays whatever else is there."""
     whole = list_whole(checkpoints)
-    keep = to_keep(whole, newest=newest, best=best, metric=metric) | {written}
+    keep = to_keep(whole, newest=newest, best=best, metric=metric) | ({written} if written is not None else set())
     gone = [one for one in whole if one.step not in keep]
     for one in gone:
         remove(one)

@@ -158,9 +158,7 @@ def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, st
             raise UserMistake(f"--from: {start_from / file} is damaged: its contents are not what was saved.")
         before, now = state.read_progress(start_from).optimizer, config.train.optimizer.name
         if before and before != now:
-            raise UserMistake(
-                f"--from: {start_from} was saved with train.optimizer.name {before}, which {now} cannot read."
-            )
+            raise UserMistake(f"--from: {start_from} holds the state of {before}, which {now} cannot go on with.")
     return choose(config, model, world_size, device)[0]
 
 

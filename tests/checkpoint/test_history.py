@@ -1,0 +1,105 @@
+"""A run's history: one branch, one writer, one set of data."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shoal.config.run import RunDirectory
+from shoal.mistakes import UserMistake
+from tests.harness import lines, settings, train_on
+
+
+def steps(run: Path) -> list[str]:
+    return sorted(folder.name for folder in (run / "checkpoints").iterdir() if folder.is_dir())
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(instructions, tmp_path):
+    config = settings(instructions, train__steps=8, checkpoint={"every": 2, "keep": 9})
+    run = train_on(2, config, tmp_path)
+    assert steps(run) == ["step-00000002", "step-00000004", "step-00000006", "step-00000008"]
+    config["checkpoint"] = {"every": 3, "keep": 1}
+    train_on(2, config, tmp_path, resume=True, start_from=run / "checkpoints" / "step-00000004")
+    assert steps(run) == ["abandoned-00000006", "abandoned-00000008", "step-00000008"]
+    assert (run / "checkpoints" / "latest").read_text().strip() == "step-00000008"
+
+
+def test_overwriting_a_run_with_its_own_checkpoint_is_refused_and_loses_nothing(instructions, tmp_path):
+    config = settings(instructions, train__steps=2)
+    run = train_on(1, config, tmp_path)
+    with pytest.raises(UserMistake, match=r"--overwrite would throw away .+ which --from starts with"):
+        train_on(1, config, tmp_path, overwrite=True, start_from=run / "checkpoints" / "step-00000002")
+    assert steps(run) == ["step-00000002"]
+
+
+def test_a_second_process_is_kept_out_of_a_live_run(instructions, tmp_path):
+    config = settings(instructions, train__steps=2)
+    run = train_on(1, config, tmp_path)
+    with (
+        RunDirectory(run).held(),
+        pytest.raises(UserMistake, match="Another process is training in"),
+    ):
+        train_on(1, config, tmp_path, resume=True)
+
+
+def test_resuming_on_data_that_has_changed_is_refused(text, tmp_path):
+    data = tmp_path / "text.txt"
+    data.write_text(text.read_text()[:20_000])
+    config = settings(data, data__pack=True, train__steps=2)
+    train_on(1, config, tmp_path)
+    data.write_text(text.read_text()[:30_000])
+    with pytest.raises(UserMistake, match="the data is not what the run began with"):
+        train_on(1, config, tmp_path, resume=True)
+
+
+def test_another_optimizer_cannot_go_on_with_a_run_or_a_checkpoint(instructions, tmp_path):
+    run = train_on(1, settings(instructions, train__steps=2), tmp_path)
+    other = settings(instructions, train__steps=4, train__optimizer={"name": "sgd"})
+    with pytest.raises(UserMistake, match=r"train\.optimizer\.name was 'adamw'"):
+        train_on(1, other, tmp_path, resume=True)
+    with pytest.raises(UserMistake, match="holds the state of adamw, which sgd cannot go on with"):
+        train_on(1, other | {"name": "fresh"}, tmp_path, start_from=run / "checkpoints" / "step-00000002")
+
+
+def test_resuming_a_finished_run_still_knows_its_loss(instructions, tmp_path):
+    config = settings(instructions, train__steps=2)
+    run = train_on(1, config, tmp_path)
+    train_on(1, config, tmp_path, resume=True)
+    progress = json.loads((run / "checkpoints" / "step-00000002" / "progress.json").read_text())
+    assert progress["loss"] == lines(run)[-1]["loss"]
+
+
+def test_quantised_weights_are_refused(instructions, tmp_path):
+    sizes = LlamaConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    LlamaForCausalLM(sizes).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, file, metadata={"format": "pt"})
+    config = settings(instructions)
+    config["model"] = {"from": str(tmp_path / "model"), "tokenizer": "bytes"}
+    with pytest.raises(UserMistake, match="as F8_E4M3"):
+        train_on(1, config, tmp_path)
+    described = json.loads((tmp_path / "model" / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(described))
+    with pytest.raises(UserMistake, match="quantised weights"):
+        train_on(1, config | {"name": "two"}, tmp_path)
+
+
+@pytest.mark.parametrize("module", ["shoal.launch.run", "shoal.use.load", "shoal.data.tokenizer"])
+def test_the_hugging_face_libraries_are_offline_wherever_shoal_brings_them_in(module):
+    code = (
+        f"import os; os.environ.pop('HF_HUB_OFFLINE', None); import {module}; import transformers; "
+        "from huggingface_hub import constants; print(constants.HF_HUB_OFFLINE)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "True"
