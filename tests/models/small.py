@@ -30,7 +30,7 @@ def small_config(family: str, *, tied: bool = True) -> Any:
         ffn=FFN,
         vocab=VOCAB,
         positions=POSITIONS,
-        tied=tied,
+        tied=tied or family == "bert",  # an untied BERT is refused
     )
     return transformers_config(shape)
 

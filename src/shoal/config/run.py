@@ -57,14 +57,14 @@ class RunDirectory:
             return self._compare(config) if resume else []
         if resume:
             raise UserMistake(f"--resume: there is no run in {self.path}; start it without --resume.")
-        if self.path.exists() and (not self.path.is_dir() or {one.name for one in self.path.iterdir()} - {"lock"}):
+        if self.path.exists() and any(self.path.iterdir() if self.path.is_dir() else [self.path]):
             raise UserMistake(f"{self.path} is there and is not a run of shoal; choose another name=…")
         return []
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """While this lasts, no other process trains in this folder."""
-        if not self.path.is_dir():
+        if not self.exists:
             yield
             return
         with (self.path / "lock").open("a") as file:
