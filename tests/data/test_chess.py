@@ -212,3 +212,11 @@ def test_the_recipe_is_what_the_demo_needs() -> None:
     assert (config.parallel.strategy, config.hardware.devices) == ("fsdp", 2)
     assert config.data.path is None
     assert json.loads(json.dumps(config.data.max_length)) > 2 * config.data.plies
+
+
+def test_without_the_package_it_says_what_to_install(
+    settings: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.data.prepare.find_spec", lambda name: None)
+    with pytest.raises(UserMistake, match=r"needs the package chess: pip install 'shoal\[chess\]'"):
+        prepare(settings(source="chess"), load_tokenizer("chess"), report=said.append)

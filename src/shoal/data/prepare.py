@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -126,6 +127,8 @@ def prepare(
 
 def _files(data: DataSettings, path: object, cache: Path, report: Report) -> list[Path]:
     wanted = data.path if path is None else path
+    if data.source == "chess" and find_spec("chess") is None:
+        raise UserMistake("data.source chess needs the package chess: pip install 'shoal[chess]'.")
     if data.source == "chess" and wanted is None:
         from shoal.data.chess_games import Match, played_file
 
