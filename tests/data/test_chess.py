@@ -217,6 +217,6 @@ def test_the_recipe_is_what_the_demo_needs() -> None:
 def test_without_the_package_it_says_what_to_install(
     settings: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.data.prepare.find_spec", lambda name: None)
+    monkeypatch.setattr(sys.modules["shoal.data.prepare"], "find_spec", lambda name: None)
     with pytest.raises(UserMistake, match=r"needs the package chess: pip install 'shoal\[chess\]'"):
         prepare(settings(source="chess"), load_tokenizer("chess"), report=said.append)
