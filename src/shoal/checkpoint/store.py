@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.files import sync_folder, write_atomically
+from shoal.files import sync, write_atomically
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
@@ -56,7 +56,7 @@ def describe(path: Path) -> dict[str, Any]:
 def finish(folder: Path, step: int, files: dict[str, dict[str, Any]], metrics: dict[str, float]) -> Checkpoint:
     """Make the folder whole: the manifest, synced, and then `latest`."""
     manifest = {"format": FORMAT, "step": step, "metrics": metrics, "files": files}
-    sync_folder(folder)
+    sync(folder)
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     write_atomically(folder.parent / "latest", folder.name + "\n")
     return Checkpoint(folder, step, metrics, files)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from shoal.files import sync
 from shoal.mistakes import UserMistake
 
 CONTENTS = "contents.json"  # name → [size, imprint] of every other file; written last
@@ -61,15 +62,15 @@ def _build(entry: Path, build: Callable[[Path], None]) -> None:
         contents = {file.name: [file.stat().st_size, imprint(file)] for file in sorted(folder.iterdir())}
         (folder / CONTENTS).write_text(json.dumps(contents, indent=2) + "\n")
         for file in folder.iterdir():
-            _sync(file)
-        _sync(folder)
+            sync(file)
+        sync(folder)
         # A damaged entry may be mapped by a running process, which keeps its files when they are removed.
         if entry.is_dir():
             shutil.rmtree(entry)
         else:
             entry.unlink(missing_ok=True)
         folder.rename(entry)
-        _sync(entry.parent)
+        sync(entry.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -118,11 +119,3 @@ def _alone(path: Path, report: Report) -> Iterator[None]:
         # The lock ends with the file, also when this process is killed. The empty file stays: removing it would let
         # a third process lock a new one while the second still holds the old.
         yield
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

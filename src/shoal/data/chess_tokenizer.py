@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.data.tokenizer import Tokenizer, calm_parallelism
+from shoal.data.tokenizer_base import Tokenizer, calm_parallelism
 from shoal.mistakes import UserMistake
 
 _SQUARES = [file + rank for rank in "12345678" for file in "abcdefgh"]

@@ -16,7 +16,7 @@ from shoal.data.order import Order
 from shoal.data.rows import TARGET, ArrayWriter, Rows, open_rows, write_array, write_summary
 from shoal.data.sources import find_files
 from shoal.data.tokenise import Corpus, Progress, tokenise
-from shoal.data.tokenizer import Tokenizer
+from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 
 # Part of every cache key. Raise it whenever the same text and settings would give other rows than before: a prompt's

@@ -12,7 +12,7 @@ import numpy as np
 from shoal.data.formats import Format, Segment, choose_format, segment_row
 from shoal.data.rows import DOCUMENT, TARGET, ArrayWriter, Summary
 from shoal.data.sources import Row, read_rows
-from shoal.data.tokenizer import Tokenizer
+from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 
 _CHARACTERS_AT_ONCE = 1 << 21

@@ -5,52 +5,16 @@ transformers takes seconds to import, so it is imported where it is used; `bytes
 
 import hashlib
 import json
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import shoal.offline  # noqa: F401
+from shoal.data.chess_tokenizer import ChessTokenizer
+from shoal.data.tokenizer_base import Tokenizer, calm_parallelism, parallel_when_safe
 from shoal.mistakes import UserMistake
-
-
-class Tokenizer(ABC):
-    """What the rest of shoal knows of a tokenizer. `hugging_face` is the object other libraries expect."""
-
-    name: str
-    end: int  # written after every document
-    begin: int | None
-    prepends_begin: bool  # whether documents of this tokenizer start with `begin` (Llama: yes, GPT-2: no)
-    pad: int  # never seen by a loss, so the end token serves where there is no pad token
-    size: int  # ids are below this, added tokens included
-
-    @property
-    @abstractmethod
-    def hugging_face(self) -> Any: ...
-
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Equal exactly when the same text becomes the same ids; part of the cache's key."""
-
-    @abstractmethod
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids (int32) of each text, without special tokens around it."""
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = True) -> str: ...
-
-    def encode(self, text: str) -> np.ndarray:
-        return self.encode_many([text])[0]
-
-    def save(self, folder: Path) -> None:
-        """Write a folder that plain `AutoTokenizer.from_pretrained` loads."""
-        self.hugging_face.save_pretrained(str(folder))
-
 
 # Names that need no folder.
 BUILT_IN = ("bytes", "chess")
@@ -65,8 +29,6 @@ def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     if name == "chess":
-        from shoal.data.chess_tokenizer import ChessTokenizer  # it builds on this module
-
         return ChessTokenizer()
     calm_parallelism()
     from transformers import AutoTokenizer
@@ -189,7 +151,7 @@ class PretrainedTokenizer(Tokenizer):
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = bool(getattr(self._loaded, "split_special_tokens", False))
-        with _parallel_when_safe():
+        with parallel_when_safe():
             encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
 
@@ -210,30 +172,3 @@ def _byte_level_alphabet() -> dict[str, int]:
             alphabet[chr(spare)] = byte
             spare += 1
     return alphabet
-
-
-# The tokenizers library keeps a thread pool that does not survive a fork: a child that uses its parent's pool waits
-# for ever. So its parallelism is off (which also silences its warning), and on only while encoding in bulk, in a
-# process that did not inherit a pool. What the user set in the environment stays as it is.
-_PARALLELISM = "TOKENIZERS_PARALLELISM"
-_OURS = "false"
-_pool_owner: int | None = None
-
-
-def calm_parallelism() -> None:
-    """Call it before the tokenizers library is used for the first time."""
-    os.environ.setdefault(_PARALLELISM, _OURS)
-
-
-@contextmanager
-def _parallel_when_safe() -> Iterator[None]:
-    global _pool_owner
-    if os.environ.get(_PARALLELISM, _OURS) != _OURS or _pool_owner not in (None, os.getpid()):
-        yield
-        return
-    _pool_owner = os.getpid()
-    os.environ[_PARALLELISM] = "true"
-    try:
-        yield
-    finally:
-        os.environ[_PARALLELISM] = _OURS

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from shoal.config.schema import Config
 from shoal.data.prepare import Sets, prepare_sets
-from shoal.data.tokenizer import BUILT_IN, Tokenizer, load_tokenizer
+from shoal.data.tokenizer import BUILT_IN, load_tokenizer
+from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 from shoal.models.build import Blueprint, blueprint
 from shoal.models.hub import local_folder

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.data.tokenizer import Tokenizer
+from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 from shoal.use.load import LoadedRun
 from shoal.use.prompt import Prompt, make_prompt, room_for_answer

@@ -13,7 +13,8 @@ from shoal.checkpoint.store import MANIFEST
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
-from shoal.data.tokenizer import Tokenizer, load_tokenizer
+from shoal.data.tokenizer import load_tokenizer
+from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake, nearest
 from shoal.models.anatomy import Anatomy, read_anatomy
 from shoal.models.attention import MASKLESS

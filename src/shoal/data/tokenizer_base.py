@@ -1,0 +1,72 @@
+"""What every tokenizer of ours is, and how the tokenizers library's threads are kept from hanging forked processes."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Tokenizer(ABC):
+    """What the rest of shoal knows of a tokenizer. `hugging_face` is the object other libraries expect."""
+
+    name: str
+    end: int  # written after every document
+    begin: int | None
+    prepends_begin: bool  # whether documents of this tokenizer start with `begin` (Llama: yes, GPT-2: no)
+    pad: int  # never seen by a loss, so the end token serves where there is no pad token
+    size: int  # ids are below this, added tokens included
+
+    @property
+    @abstractmethod
+    def hugging_face(self) -> Any: ...
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Equal exactly when the same text becomes the same ids; part of the cache's key."""
+
+    @abstractmethod
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids (int32) of each text, without special tokens around it."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = True) -> str: ...
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_many([text])[0]
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that plain `AutoTokenizer.from_pretrained` loads."""
+        self.hugging_face.save_pretrained(str(folder))
+
+
+# The tokenizers library keeps a thread pool that does not survive a fork: a child that uses its parent's pool waits
+# for ever. So its parallelism is off (which also silences its warning), and on only while encoding in bulk, in a
+# process that did not inherit a pool. What the user set in the environment stays as it is.
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
+_OURS = "false"
+_pool_owner: int | None = None
+
+
+def calm_parallelism() -> None:
+    """Call it before the tokenizers library is used for the first time."""
+    os.environ.setdefault(_PARALLELISM, _OURS)
+
+
+@contextmanager
+def parallel_when_safe() -> Iterator[None]:
+    """Around encoding in bulk."""
+    global _pool_owner
+    if os.environ.get(_PARALLELISM, _OURS) != _OURS or _pool_owner not in (None, os.getpid()):
+        yield
+        return
+    _pool_owner = os.getpid()
+    os.environ[_PARALLELISM] = "true"
+    try:
+        yield
+    finally:
+        os.environ[_PARALLELISM] = _OURS
