@@ -23,7 +23,6 @@ from shoal import api
 from shoal.checkpoint.layout import PieceReader
 from shoal.launch.join import LAUNCH_FOLDER
 
-torch.set_num_threads(1)
 # Imported above so that forked ranks have them already: transformers imports a model's code when it is first used.
 IMPORTED = (
     BertConfig,
@@ -75,6 +74,9 @@ def _receive(receiver: Connection) -> tuple[str, Any]:
 
 
 def _be_rank(rank: int, world_size: int, folder: str, function: Callable[[], Any], sender: Connection) -> None:
+    # Here and not in the parent: a pool of the parent's is replaced after a fork by the first threads that ask for it,
+    # and two that ask at once have been seen to find none.
+    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ[LAUNCH_FOLDER] = folder
     try:

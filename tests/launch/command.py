@@ -142,6 +142,7 @@ def forked_shoal(folder: Path, *arguments: str, env: Mapping[str, str] | None = 
 def _be_command(folder: Path, arguments: tuple[str, ...], env: Mapping[str, str], out: int, err: int) -> NoReturn:
     status: Any = 1
     try:
+        importlib.import_module("torch").set_num_threads(1)  # as in the harness, before other threads want the pool
         os.environ.clear()
         os.environ.update(env)
         os.chdir(folder)

@@ -8,7 +8,15 @@ from pathlib import Path
 from shoal.config.effect import without_effect
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
-from shoal.launch.join import choose_device, joined, local_rank, processes_wanted, restarted, started_by_others
+from shoal.launch.join import (
+    choose_device,
+    first_device,
+    joined,
+    local_rank,
+    processes_wanted,
+    restarted,
+    started_by_others,
+)
 from shoal.launch.local import Request, launch
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
@@ -41,7 +49,7 @@ def start(
     # Checked and read here first, so that mistakes are found, and rows made, before there are several processes.
     _check(config, run, reporter, resume=resume, overwrite=overwrite, start_from=start_from)
     inputs = read_inputs(config, reporter)
-    rehearse(config, inputs, processes, inspect_device(choose_device(0)), start_from)
+    rehearse(config, inputs, processes, inspect_device(first_device()), start_from)
     run.create(config, overwrite=overwrite)
     reporter.say(f"Starting {processes} processes …")
     request = Request(run.path, resume, start_from, patience=config.train.hang_timeout)
@@ -54,7 +62,7 @@ def dry_run(config: Config) -> Preview:
     reporter = Reporter(speaks=True)
     processes = processes_wanted(config)
     _warn(config, processes, reporter)
-    inputs, device = read_inputs(config, reporter), inspect_device(choose_device(0))
+    inputs, device = read_inputs(config, reporter), inspect_device(first_device())
     rehearse(config, inputs, processes, device, None)
     return preview(config, inputs, processes, device)
 
