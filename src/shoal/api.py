@@ -19,6 +19,7 @@ from shoal.config import Config, config_from_mapping, config_to_yaml, config_val
 from shoal.mistakes import UserMistake
 
 if TYPE_CHECKING:
+    from shoal.bench.collectives_report import CollectivesReport
     from shoal.train.loop import Summary
     from shoal.train.preview import Preview
     from shoal.use.evaluate import Evaluation
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Config",
+    "bench_collectives",
     "chat",
     "config_from_mapping",
     "config_to_yaml",
@@ -192,3 +194,26 @@ def evaluate(
     from shoal.use.evaluate import evaluate_run
 
     return evaluate_run(Path(run), overrides, step=step, batches=batches, device=device, report=report)
+
+
+def bench_collectives(
+    *,
+    devices: int | None = None,
+    largest: int | str | None = None,
+    dtype: str = "fp32",
+    repeat: int = 20,
+    seconds: float = 1.0,
+    link: str | None = None,
+    output: Path | str | None = None,
+) -> CollectivesReport:
+    """What all-reduce, all-gather and reduce-scatter reach here; see `shoal bench collectives --help`.
+
+    Among ranks that torchrun or srun has started, each calls this, and each gets the same report.
+    """
+    from shoal.bench.collectives_request import make_request, named_link
+
+    request = make_request(largest=largest, dtype=dtype, repeat=repeat, seconds=seconds)
+    named = named_link(link)
+    from shoal.bench.collectives import measure_collectives
+
+    return measure_collectives(request, devices=devices, link=named, output=None if output is None else Path(output))

@@ -2,20 +2,19 @@
 
 import contextlib
 import importlib
-import json
 import shlex
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from shoal import __version__
+from shoal.cli_bench import bench_app
+from shoal.cli_common import FAILED, MISTAKEN, STOPPED_EARLY, AsJson, print_json
 from shoal.mistakes import UserMistake
-
-DONE, FAILED, MISTAKEN, STOPPED_EARLY = 0, 1, 2, 75
 
 app = typer.Typer(
     help="Train and fine-tune transformers on one device or many, from one YAML file.",
@@ -26,16 +25,12 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at a config before using it.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML file that describes the run.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the file, such as train.lr=3e-4.")
 ]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")
-]
-
-
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, such as runs/NAME.")]
 Model = Annotated[
     Path, typer.Argument(metavar="RUN", help="The run's folder, such as runs/NAME, or a Hugging Face folder.")
@@ -98,7 +93,7 @@ def train(
     config = api.load_config(file, overrides or [])
     if dry_run:
         preview = api.dry_run(config)
-        _print_json(preview.as_dict()) if as_json else typer.echo(preview.text())
+        print_json(preview.as_dict()) if as_json else typer.echo(preview.text())
         return
     summary = api.train(
         config,
@@ -108,7 +103,7 @@ def train(
         max_restarts=max_restarts,
     )
     if as_json:
-        _print_json(summary.as_dict())
+        print_json(summary.as_dict())
     else:
         typer.echo(summary.text())
     if summary.stopped == "signal":
@@ -131,10 +126,10 @@ def init(
     if recipe is None:
         recipes = api.recipes()
         listing = "\n".join(f"{name:16}{about}" for name, about in recipes.items())
-        _print_json({"recipes": recipes}) if as_json else typer.echo(listing)
+        print_json({"recipes": recipes}) if as_json else typer.echo(listing)
         return
     written = api.init(recipe, output)
-    _print_json({"output": str(written)}) if as_json else typer.echo(
+    print_json({"output": str(written)}) if as_json else typer.echo(
         f"{written}: now edit it, then shoal train {written}"
     )
 
@@ -149,7 +144,7 @@ def download(
     from shoal import api
 
     folder = api.download(name, dataset=dataset)
-    _print_json({"folder": str(folder)}) if as_json else typer.echo(str(folder))
+    print_json({"folder": str(folder)}) if as_json else typer.echo(str(folder))
 
 
 @app.command()
@@ -166,7 +161,7 @@ def export(
 
     written = api.export(run, output, step=step, dtype=dtype, report=lambda text: typer.echo(text, err=True))
     if as_json:
-        _print_json({"output": str(written), "format": to.value})
+        print_json({"output": str(written), "format": to.value})
     else:
         typer.echo(str(written))
 
@@ -206,7 +201,7 @@ def generate(
         write=(lambda _: None) if as_json else _print_piece,
     )
     if as_json:
-        _print_json(generated.as_dict())
+        print_json(generated.as_dict())
     else:
         typer.echo()
         if generated.cut_off:
@@ -269,7 +264,7 @@ def evaluate(
         report=lambda text: typer.echo(text, err=True),
     )
     if as_json:
-        _print_json(found.as_dict())
+        print_json(found.as_dict())
     else:
         typer.echo(
             f"{found.run}, step {found.step}: loss {found.eval_loss:.4f}, perplexity {found.eval_perplexity:.2f} "
@@ -284,7 +279,7 @@ def config_show(file: File, overrides: Overrides = None, as_json: AsJson = False
 
     config = api.load_config(file, overrides or [])
     if as_json:
-        _print_json(api.config_values(config))
+        print_json(api.config_values(config))
     else:
         typer.echo(api.config_to_yaml(config), nl=False)
 
@@ -294,7 +289,7 @@ def config_schema(as_json: AsJson = False) -> None:
     """Print the JSON Schema of the config, for editors and other programs. It is JSON with or without --json."""
     from shoal import api
 
-    _print_json(api.json_schema())
+    print_json(api.json_schema())
 
 
 def _print_piece(text: str) -> None:
@@ -317,10 +312,6 @@ def _typed_lines() -> Iterator[str]:
             return
         except KeyboardInterrupt:  # meant for an answer that has just ended, as likely as not
             typer.echo()
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    typer.echo(json.dumps(value, indent=2))
 
 
 def main() -> None:

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, contents: str | bytes) -> None:
     """Temporary file, sync, rename, sync of the folder."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(contents.encode() if isinstance(contents, str) else contents)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -15,6 +15,7 @@ from shoal.checkpoint.export import export_hf
 from shoal.data.tokenizer import load_tokenizer
 from shoal.mistakes import UserMistake
 from tests.harness import LLAMA, PYTHIA, settings, train_on, weights
+from tests.models.small import mixture_config, plain
 
 SHAPES = {
     "llama tied": {**LLAMA, "tied": True},
@@ -255,3 +256,24 @@ def test_a_fine_tuned_model_keeps_its_own_config_and_tokenizer(instructions, tmp
     assert after == {**before, "dtype": "float32"}
     assert (folder / "tokenizer.json").read_text() == (start / "tokenizer.json").read_text()
     load_plainly(folder)
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "hrm_text"]
+)
+def test_what_files_hold_in_another_form_goes_out_in_that_form(family, instructions, tmp_path):
+    """Experts one by one; HRM's query, key and value in one, and so in one file however small files are to be."""
+    start = tmp_path / "start"
+    sizes = {"vocab_size": 260, "max_position_embeddings": 256, "num_key_value_heads": 4}
+    plain(mixture_config(family, **sizes)).save_pretrained(start)
+    changes = {"model": {"from": str(start), "tokenizer": "bytes"}, "train__steps": 1}
+    run = train_on(2, config_of(instructions, "llama tied", "fsdp", **changes), tmp_path / "runs")
+    expected, before = weights(run), AutoModelForCausalLM.from_pretrained(start)
+    matrices = [name for name, parameter in before.named_parameters() if parameter.dim() >= 2]
+    assert not any(torch.equal(expected[name], before.get_parameter(name)) for name in matrices)
+    whole, several = api.export(run, tmp_path / "whole"), export_hf(run, tmp_path / "several", shard_bytes=1)
+    for folder in (whole, several):
+        assert stored_names(folder) == stored_names(start)
+        found = dict(load_plainly(folder).named_parameters())
+        assert found.keys() == expected.keys()
+        assert [name for name in found if not torch.equal(found[name], expected[name])] == []

@@ -56,6 +56,12 @@ MESHES = {
     "one process": (1, {"parallel__strategy": "single"}),
     "ddp": (2, {"parallel__strategy": "ddp"}),
     "fsdp": (2, {"parallel__strategy": "fsdp"}),
+    "zero1": (2, {"parallel__strategy": "zero1"}),
+    "zero2": (2, {"parallel__strategy": "zero2"}),
+    "offload": (2, {"parallel__strategy": "fsdp", "parallel__offload": "optimizer"}),
+    "tp": (2, {"parallel__tp": 2}),
+    "pp": (2, {"parallel__pp": 2}),
+    "cp": (2, {"parallel__cp": 2}),
 }
 
 
@@ -138,6 +144,26 @@ def test_resume_under_another_strategy_continues_the_run(few, tmp_path):
     run = train_on(2, config, tmp_path / "whole")
     config["parallel"]["strategy"] = "fsdp"
     hold_near(resumed(run, config, tmp_path / "cut", world_size=2), run)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_run_goes_from_mesh_to_mesh(family, few, tmp_path):
+    shape = {"family": family, "hidden": 32, "layers": 4, "heads": 4, "vocab": 260, "positions": 64}
+    config = config_of(few, model__shape=shape, train__steps=8, checkpoint__every=1, parallel={"strategy": "fsdp"})
+    run = before = train_on(2, config, tmp_path / "whole")
+    journey = [
+        (4, {"strategy": "fsdp", "tp": 2}),
+        (2, {"pp": 2, "pp_schedule": "interleaved"}),
+        (2, {"strategy": "zero1", "offload": "optimizer"}),
+        (4, {"strategy": "zero3", "cp": 2}),
+        (4, {"pp": 2, "tp": 2}),
+        (1, {"strategy": "single"}),
+    ]
+    for at, (world_size, parallel) in enumerate(journey, start=1):
+        config["parallel"] = parallel
+        before = resumed(before, config, tmp_path / str(at), world_size=world_size, at=at)
+        hold_near(before, run)
+    assert attempts(before) == [0, 1, 2, 3, 4, 5, 6, 6]
 
 
 def test_a_run_goes_from_two_ranks_to_one_and_back(few, tmp_path):

@@ -34,10 +34,23 @@ def test_defaults_are_never_spoken_of() -> None:
             "parallel.prefetch 2 has no effect: parallel.strategy is ddp, which shards nothing.",
         ),
         (
-            {"parallel": {"sharding": "no_shard", "strategy": "single"}},
-            {"parallel": {"sharding": "no_shard"}},
+            {"parallel": {"sharding": "shard_grad_op", "strategy": "single"}},
+            {"parallel": {"sharding": "shard_grad_op"}},
             None,
-            "parallel.sharding no_shard has no effect: parallel.strategy is single, which shards nothing.",
+            "parallel.sharding shard_grad_op has no effect: parallel.strategy is single, which shards nothing.",
+        ),
+        (
+            {"parallel": {"wrap": {"min_params": 9}, "strategy": "zero1"}},
+            {"parallel": {"wrap": {"min_params": 9}, "strategy": "zero3"}},
+            8,
+            'parallel.wrap {"min_params": 9, "classes": []} has no effect: parallel.strategy zero1 shards the '
+            "optimizer's state and no weights.",
+        ),
+        (
+            {"parallel": {"reshard": True, "pp": 2, "strategy": "fsdp"}},
+            {"parallel": {"reshard": True, "strategy": "fsdp"}},
+            8,
+            "parallel.reshard true has no effect: a stage of a pipeline keeps its weights for all passes.",
         ),
         (
             {"train": {"reduce_dtype": "bf16", "precision": "32-true"}},

@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.config import Mesh, mesh_for
+from shoal.config.mesh import length_multiple
 from shoal.config.schema import ParallelConfig
 from shoal.mistakes import UserMistake
 
@@ -18,6 +19,8 @@ from shoal.mistakes import UserMistake
         ({"tp": 2, "pp": 3}, "ddp", 12, Mesh(pp=3, dp_replicate=2, tp=2)),
         ({"tp": 2, "cp": 4}, "fsdp", 32, Mesh(dp_shard=4, cp=4, tp=2)),
         ({"sharding": "no_shard"}, "fsdp", 4, Mesh(dp_replicate=4)),
+        ({}, "zero1", 4, Mesh(dp_replicate=4)),
+        ({}, "zero2", 4, Mesh(dp_shard=4)),
         ({"sharding": "hybrid_shard", "replicate": 2}, "fsdp", 8, Mesh(dp_replicate=2, dp_shard=4)),
         # Under ddp the sharding has no effect.
         ({"sharding": "hybrid_shard", "replicate": 2}, "ddp", 8, Mesh(dp_replicate=8)),
@@ -44,8 +47,9 @@ def test_data_parallel_counts_replicas_and_shards() -> None:
         ({"tp": 3}, "fsdp", 8, "8 processes cannot be divided into groups of 3"),
         ({"tp": 2, "pp": 2}, "ddp", 2, r"groups of 4 \(parallel.tp 2 × pp 2 × cp 1\)"),
         ({"tp": 2}, "ddp", 1, "1 process cannot be divided"),
-        ({"sharding": "hybrid_shard", "replicate": 3}, "fsdp", 8, "replicate 3 does not divide the 8"),
-        ({"sharding": "hybrid_shard"}, "fsdp", 8, "needs parallel.replicate"),
+        ({"sharding": "hybrid_shard", "replicate": 3}, "fsdp", 8, "parallel.replicate 3 do not divide the 8"),
+        ({"tp": 3}, "fsdp", 8, "use 6 processes or 9 processes, or smaller degrees"),
+        ({"reshard": 3}, "fsdp", 8, "reshard 3 does not divide the 8 processes"),
     ],
 )
 def test_processes_that_the_degrees_do_not_divide_are_refused(
@@ -58,3 +62,25 @@ def test_processes_that_the_degrees_do_not_divide_are_refused(
 def test_a_degree_below_one_is_a_broken_invariant() -> None:
     with pytest.raises(AssertionError):
         Mesh(tp=0)
+
+
+def test_hybrid_sharding_replicates_over_nodes() -> None:
+    hybrid = ParallelConfig.model_validate({"sharding": "hybrid_shard"})
+    assert mesh_for(hybrid, "fsdp", 16, nodes=2) == Mesh(dp_replicate=2, dp_shard=8)
+    assert mesh_for(hybrid, "fsdp", 8) == Mesh(dp_shard=8)
+    with pytest.raises(UserMistake, match="the 3 nodes do not divide the 8 data-parallel processes"):
+        mesh_for(hybrid, "fsdp", 8, nodes=3)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "multiple"),
+    [
+        ({}, 1),
+        ({"tp": 4}, 4),
+        ({"cp": 2}, 4),
+        ({"cp": 2, "tp": 3}, 12),
+        ({"cp": 3, "tp": 2, "cp_method": "ulysses"}, 6),
+    ],
+)
+def test_rows_are_padded_so_that_every_rank_gets_equally_many_tokens(degrees: dict[str, object], multiple: int) -> None:
+    assert length_multiple(ParallelConfig.model_validate(degrees)) == multiple

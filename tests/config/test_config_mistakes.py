@@ -108,7 +108,10 @@ def test_a_wrong_value_names_its_line_and_what_it_must_be(text: str, says: str) 
             "train.schedule={nme: linear}",
             "override train.schedule={nme: linear}: train.schedule.nme is not a key shoal knows. Did you mean name?",
         ),
-        ("parallel.tp=2", "override parallel.tp=2: parallel.tp 2 is not built yet. Use strategy fsdp."),
+        (
+            "adapter.kind=lora",
+            "override adapter.kind=lora: adapter.kind lora is not built yet. Use none, which trains the model itself.",
+        ),
     ],
 )
 def test_a_wrong_override_is_quoted(override: str, says: str) -> None:
@@ -256,8 +259,7 @@ def test_a_folder_and_a_binary_file_are_not_configs() -> None:
         ("data.chat_template=x", "alpaca"),
         ("data.streaming=true", "Use false"),
         ("train.precision=fp8", "Use bf16-mixed."),
-        ("train.recompute=full", "Use none"),
-        ("train.recompute={every: 2}", "Use none"),
+        ("train.recompute=auto", "Use none, selective or full."),
         ("train.compile=thunder", "Use auto."),
         ("train.loss=fused", "Use chunked."),
         ("train.optimizer.name=adamw8bit", "Use adamw."),
@@ -265,16 +267,6 @@ def test_a_folder_and_a_binary_file_are_not_configs() -> None:
         ("train.on_spike=skip", "Use report."),
         ("train.on_spike={action: skip}", "Use report."),
         ("train.on_oom=shrink", "Use stop."),
-        ("parallel.strategy=zero2", "Use fsdp"),
-        ("parallel.sharding=hybrid_shard", "Use full_shard"),
-        ("parallel.replicate=2", "Use auto."),
-        ("parallel.tp=2", "fsdp"),
-        ("parallel.pp=2", "fsdp"),
-        ("parallel.cp=2", "max_length"),
-        ("parallel.wrap={min_params: 5}", "Use auto"),
-        ("parallel.reshard=2", "Use auto, true or false."),
-        ("parallel.offload=cpu", "fsdp"),
-        ("parallel.compress=bf16", "Use none."),
         ("parallel.engine=deepspeed", "Use native."),
         ("checkpoint.format=full", "Use sharded."),
         ("checkpoint.async=true", "Use false."),
@@ -304,7 +296,17 @@ def test_what_is_not_built_yet_is_refused_with_what_to_use_meanwhile(override: s
         "train.optimizer.name=muon",
         "train.on_nan=stop",
         "train.on_spike={sigma: 4}",
+        "train.recompute=full",
+        "train.recompute={every: 2}",
         "parallel.strategy=fsdp",
+        "parallel.strategy=zero2",
+        "parallel={strategy: fsdp, sharding: HYBRID_SHARD, replicate: 2}",
+        "parallel.tp=2",
+        "parallel={pp: 4, pp_schedule: zero-bubble}",
+        "parallel={cp: 2, cp_method: ulysses}",
+        "parallel.wrap={min_params: 5}",
+        "parallel={strategy: fsdp, offload: cpu}",
+        "parallel.compress=powersgd",
         "parallel.prefetch=3",
         "parallel.reshard=true",
         "hardware={devices: 8, nodes: 4, gpu: h200}",
@@ -316,9 +318,9 @@ def test_what_is_built_is_let_through(override: str) -> None:
 
 
 def test_what_is_not_built_yet_is_located_in_the_file() -> None:
-    text = BASE + "parallel:\n  tp: 2\nslurm:\n  qos: null\n"
+    text = BASE + "parallel:\n  engine: deepspeed\nslurm:\n  qos: null\n"
     assert mistake_in(text).splitlines() == [
-        "run.yaml:3: parallel.tp 2 is not built yet. Use strategy fsdp.",
+        "run.yaml:3: parallel.engine deepspeed is not built yet. Use native.",
         "run.yaml:5: slurm.qos is not built yet. Start shoal train from your own sbatch script.",
     ]
 

@@ -26,7 +26,9 @@ train:
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["config", "--help"], ["export", "-h"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["config", "--help"], ["export", "-h"], ["bench", "--help"]]
+)
 def test_help_is_there_at_once(arguments: list[str], tmp_path: Path) -> None:
     answer = best_of_three(lambda: shoal(tmp_path, *arguments), lambda ended: ended.wall)
     assert (answer.status, answer.err) == (0, "")
@@ -45,7 +47,15 @@ def test_help_names_the_commands_and_the_options_of_train(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], ["--version"], ["config", "show", "run.yaml"], ["train", "run.yaml", "lr=1"]],
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["--version"],
+        ["config", "show", "run.yaml"],
+        ["train", "run.yaml", "lr=1"],
+        ["bench", "collectives", "--help"],
+        ["bench", "collectives", "--largest", "many"],
+    ],
 )
 def test_torch_is_not_imported_to_answer_or_to_refuse_a_config(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD)
@@ -89,7 +99,7 @@ def test_python_dash_m_shoal_is_the_same_command(tmp_path: Path) -> None:
             [],
             "run.yaml:2: this is not YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'.",
         ),
-        (GOOD + "parallel: {tp: 2}\n", [], "run.yaml:7: parallel.tp 2 is not built yet. Use strategy fsdp."),
+        (GOOD + "parallel: {engine: deepspeed}\n", [], "run.yaml:7: parallel.engine deepspeed is not built yet."),
     ],
     ids=["unknown key", "unknown override", "wrong type", "zero steps", "missing file", "broken YAML", "not built"],
 )

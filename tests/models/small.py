@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from shoal.catalogue.shapes import shape_from_sizes
 from shoal.config.schema import ModelConfig
@@ -17,6 +17,29 @@ CPU = torch.device("cpu")
 HIDDEN, LAYERS, FFN, VOCAB, POSITIONS = 32, 2, 48, 96, 64
 GROUPED = ("llama", "mistral", "qwen2", "qwen3")
 FAMILIES = (*GROUPED, "neox", "gpt2", "bert")
+EXPERTS = 5  # a number that no number of ranks divides
+COMPRESSED = {  # DeepSeek's attention, and its first block without experts
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": EXPERTS,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": EXPERTS},
+    "qwen2_moe": {"num_experts": EXPERTS, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": {"num_experts": EXPERTS, "mlp_only_layers": [0]},
+    "olmoe": {"num_experts": EXPERTS},
+    "gpt_oss": {"num_local_experts": EXPERTS},
+    "deepseek_v2": COMPRESSED,
+    "deepseek_v3": COMPRESSED,
+}
 
 
 def small_config(family: str, *, tied: bool = True) -> Any:
@@ -33,6 +56,29 @@ def small_config(family: str, *, tied: bool = True) -> Any:
         tied=tied or family == "bert",  # an untied BERT is refused
     )
     return transformers_config(shape)
+
+
+def mixture_config(family: str, **changes: Any) -> Any:
+    """A mixture of experts of that model type of transformers."""
+    return CONFIG_MAPPING[family](
+        **{
+            "hidden_size": HIDDEN,
+            "intermediate_size": FFN,
+            "moe_intermediate_size": FFN,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_experts_per_tok": 2,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": POSITIONS,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **MIXTURES.get(family, {}),
+            **changes,
+        }
+    )
 
 
 def on_meta(settings: Any, *, attention: str = "auto", longest: int = POSITIONS) -> Any:

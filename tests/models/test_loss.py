@@ -231,7 +231,7 @@ def test_packed_documents_do_not_see_each_other(family, attention, loss):
     torch.testing.assert_close(value, sum(module(one)[0] for one in alone), rtol=2e-6, atol=0)
     # And would cost something else if they did see each other.
     together = module(MicroBatch(whole.inputs, whole.labels))[0]
-    assert abs(float(value.detach() / together.detach()) - 1) > 1e-3
+    assert abs(float(value.detach() / together.detach()) - 1) > 1e-4
 
 
 def windowed(family: str, window: int | None) -> Any:

@@ -60,7 +60,7 @@ def hold_like_plain(folder: Path) -> None:
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     with torch.no_grad():
         # The same attention code as transformers' own: this is about weights.
-        found.set_attn_implementation("sdpa")
+        found.set_attn_implementation(expected.config._attn_implementation)
         assert torch.equal(found(input_ids=tokens()).logits, expected(input_ids=tokens()).logits)
 
 
@@ -175,6 +175,7 @@ def shards(model: dict[str, Any]) -> list[dict[str, tuple[Any, Any]]]:
             mesh=Mesh(dp_shard=ranks.world_size),
             ranks=ranks,
             micro_batch=1,
+            passes=1,
             folder=plan.folder,
         )
         assert all(isinstance(parameter, DTensor) for parameter in parallel.parameters.values())
@@ -234,6 +235,7 @@ def test_a_rank_has_memory_for_its_own_shard_and_no_more():
                 mesh=Mesh(dp_shard=ranks.world_size),
                 ranks=ranks,
                 micro_batch=1,
+                passes=1,
                 folder=None,
                 values=False,
             )

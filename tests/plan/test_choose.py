@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.config.schema import ParallelConfig
 from shoal.mistakes import UserMistake
 from shoal.plan.choose import Sizes, choose_batch, choose_strategy, count_steps
 
@@ -12,22 +13,27 @@ SMALL = Sizes(parameters=162_322_944, layers=12, hidden=768, vocabulary=50304, l
 @pytest.mark.parametrize(
     ("wanted", "sizes", "world_size", "memory", "strategy"),
     [
-        ("auto", SMALL, 1, 80.0, "single"),
-        ("auto", SMALL, 8, 80.0, "ddp"),
-        ("auto", SEVEN_BILLION, 8, 80.0, "fsdp"),
-        ("auto", SEVEN_BILLION, 4, None, "ddp"),
-        ("fsdp", SMALL, 8, 80.0, "fsdp"),
-        ("fsdp", SMALL, 1, 80.0, "single"),
-        ("ddp", SEVEN_BILLION, 8, 80.0, "ddp"),
+        ({"strategy": "auto"}, SMALL, 1, 80.0, "single"),
+        ({"strategy": "auto"}, SMALL, 8, 80.0, "ddp"),
+        ({"strategy": "auto"}, SEVEN_BILLION, 8, 80.0, "fsdp"),
+        ({"strategy": "auto"}, SEVEN_BILLION, 4, None, "ddp"),
+        ({"strategy": "fsdp"}, SMALL, 8, 80.0, "fsdp"),
+        ({"strategy": "fsdp"}, SMALL, 1, 80.0, "single"),
+        ({"strategy": "ddp"}, SEVEN_BILLION, 8, 80.0, "ddp"),
+        ({"strategy": "fsdp", "sharding": "no_shard"}, SMALL, 8, 80.0, "ddp"),
+        ({"strategy": "zero3", "tp": 8}, SMALL, 8, 80.0, "ddp"),
+        ({"strategy": "zero3", "tp": 4, "cp": 2}, SMALL, 8, 80.0, "zero3"),
+        ({"tp": 4, "pp": 2}, SEVEN_BILLION, 8, 80.0, "ddp"),
+        ({"offload": "cpu"}, SMALL, 1, 80.0, "fsdp"),
     ],
 )
 def test_the_strategy_follows_from_what_fits(wanted, sizes, world_size, memory, strategy):
-    assert choose_strategy(wanted, sizes, world_size, memory)[0] == strategy
+    assert choose_strategy(ParallelConfig(**wanted), sizes, world_size, memory)[0] == strategy
 
 
 def test_single_on_several_processes_is_a_mistake():
     with pytest.raises(UserMistake, match="there are 2 processes; use ddp or fsdp"):
-        choose_strategy("single", SMALL, 2, None)
+        choose_strategy(ParallelConfig(strategy="single"), SMALL, 2, None)
 
 
 @pytest.mark.parametrize(("global_batch", "micro_batch", "ranks", "result"), [(64, 4, 4, (4, 4)), (8, 8, 1, (8, 1))])

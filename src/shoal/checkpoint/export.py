@@ -15,7 +15,7 @@ from shoal.checkpoint.state import MODEL
 from shoal.files import write_atomically
 from shoal.mistakes import UserMistake
 from shoal.models.build import build_on_meta, read_blueprint
-from shoal.models.names import tensors_for_files
+from shoal.models.names import groups_in_files, tensors_for_files
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,7 +48,9 @@ def export_hf(
         raise UserMistake(f"{output} cannot be written: {error.strerror}.") from None
     reader = PieceReader(source)
     model = build_on_meta(read_blueprint(description), attention="auto", longest=1)
-    shards = _divide(reader, shard_bytes, None if dtype is None else DTYPES[dtype].itemsize)
+    weights = {name for name, _ in model.named_parameters()}
+    groups = groups_in_files(model, reader.shapes(MODEL))
+    shards = _divide(reader, groups, shard_bytes, None if dtype is None else DTYPES[dtype].itemsize)
     table: dict[str, str] = {}
     total = 0
     saved_dtype = torch.float32
@@ -57,14 +59,15 @@ def export_hf(
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" if several else "model.safetensors"
         tensors: dict[str, Tensor] = {}
         for name in names:
-            tensor = reader.read_whole(MODEL + name)
-            tensors[name] = tensor if dtype is None else tensor.to(DTYPES[dtype])
-            saved_dtype = tensors[name].dtype
+            tensors[name] = reader.read_whole(MODEL + name)
+            if name in weights:  # and not a buffer, which models keep in a type of its own
+                tensors[name] = tensors[name] if dtype is None else tensors[name].to(DTYPES[dtype])
+                saved_dtype = tensors[name].dtype
         tensors = {name: one.contiguous() for name, one in tensors_for_files(model, tensors).items()}
         table |= dict.fromkeys(tensors, file)
         total += sum(one.numel() * one.element_size() for one in tensors.values())
         save_file(tensors, part / file, metadata={"format": "pt"})
-        report(f"{file}: {len(names)} tensors")
+        report(f"{file}: {len(tensors)} tensors")
     if len(shards) > 1:
         index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": table}, indent=2)
         (part / "model.safetensors.index.json").write_text(index_text)
@@ -77,15 +80,16 @@ def export_hf(
     return output
 
 
-def _divide(reader: PieceReader, shard_bytes: int, itemsize: int | None) -> list[list[str]]:
-    """Names of tensors, shard by shard, each shard at most `shard_bytes` (or one tensor)."""
+def _divide(reader: PieceReader, groups: list[list[str]], shard_bytes: int, itemsize: int | None) -> list[list[str]]:
+    """Names of tensors, shard by shard, each shard at most `shard_bytes` (or one group of tensors)."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, shape in reader.shapes(MODEL).items():
-        size = (itemsize or 4) * torch.Size(shape).numel()
+    shapes = reader.shapes(MODEL)
+    for group in groups:
+        size = sum((itemsize or 4) * torch.Size(shapes[name]).numel() for name in group)
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(name)
+        shards[-1] += group
         filled += size
     return shards

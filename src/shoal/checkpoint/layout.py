@@ -14,46 +14,65 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
-from shoal.models.pieces import Box, local_box, local_tensor, whole
+from shoal.models.pieces import Box, Piece, local_tensor, whole
+from shoal.parallel.placement import Placement
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor on disk: its shape, and for each file the box of it that is there."""
+    """A whole tensor on disk: its shape, and where boxes of it are."""
 
     shape: tuple[int, ...]
-    pieces: tuple[tuple[str, Box], ...]
+    pieces: tuple[tuple[str, str, Box], ...]  # file, name there, which part of the whole
 
 
-def own_pieces(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """The tensors of which this rank writes a piece: its shards, and its share of what every rank has whole."""
-    chosen: dict[str, Tensor] = {}
-    load = [0] * world_size
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            coordinate = tensor.device_mesh.get_coordinate()
-            assert coordinate is not None, "this rank is in the mesh of its own tensors"
-            copies = [c for c, place in zip(coordinate, tensor.placements, strict=True) if isinstance(place, Replicate)]
-            if not any(copies) and not local_box(tensor).empty:
-                chosen[name] = tensor
-        else:  # the same on all ranks, which all see the same order and so agree on the writer
-            writer = load.index(min(load))
-            load[writer] += tensor.numel() * tensor.element_size()
-            if writer == rank:
-                chosen[name] = tensor
+@dataclass(frozen=True)
+class Part:
+    """What this rank has of a whole tensor."""
+
+    tensor: Tensor
+    pieces: list[Piece]
+    whole: tuple[int, ...]
+
+
+def parts_to_write(tensors: Mapping[str, tuple[Tensor, str | None]], placement: Placement) -> dict[str, Part]:
+    """What this rank writes of `tensors` (each with the parameter it belongs to, if to any).
+
+    What several ranks have, one of them writes, and they share the work: all that have a tensor see the same ones in
+    the same order, and so agree on the writer.
+    """
+    chosen: dict[str, Part] = {}
+    loads: dict[int, list[int]] = {}
+    for key, (tensor, parameter) in tensors.items():
+        replica = placement.replica(parameter, tensor)
+        if replica is None:
+            continue
+        number, count = replica
+        load = loads.setdefault(count, [0] * count)
+        writer = load.index(min(load))
+        load[writer] += tensor.numel() * tensor.element_size()
+        if writer == number and (held := placement.pieces(parameter, tensor)):
+            chosen[key] = Part(tensor, held, placement.whole_shape(parameter, tensor))
     return chosen
 
 
-def write_pieces(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> list[Path]:
+def write_pieces(folder: Path, parts: Mapping[str, Part], rank: int) -> list[Path]:
     """Write this rank's pieces and their table; returns the files written."""
     data, table = folder / f"rank-{rank:05d}.safetensors", folder / f"rank-{rank:05d}.json"
     boxes: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        box = local_box(tensor)
-        boxes[name] = {"whole": list(tensor.shape), "offset": list(box.offset), "shape": list(box.shape)}
-    save_file({name: local_tensor(tensor).contiguous().cpu() for name, tensor in tensors.items()}, data)
+    stored: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        local = local_tensor(part.tensor)
+        for index, piece in enumerate(part.pieces):
+            key = name if index == 0 else f"{name}#{index}"
+            boxes[key] = {
+                "whole": list(part.whole),
+                "offset": list(piece.whole.offset),
+                "shape": list(piece.whole.shape),
+            }
+            stored[key] = local[piece.local.slices].contiguous().cpu()
+    save_file(stored, data)
     table.write_text(json.dumps(boxes))
     return [data, table]
 
@@ -66,10 +85,11 @@ class PieceReader:
         self.entries: dict[str, Entry] = {}
         self._files: dict[str, Any] = {}
         for path in sorted(folder.glob("rank-*.json")):
-            for name, place in json.loads(path.read_text()).items():
+            for key, place in json.loads(path.read_text()).items():
                 box = Box(tuple(place["offset"]), tuple(place["shape"]))
+                name = key.partition("#")[0]  # a rank that has several boxes of a tensor numbers them
                 known = self.entries.get(name)
-                pieces = (*(known.pieces if known else ()), (path.with_suffix(".safetensors").name, box))
+                pieces = (*(known.pieces if known else ()), (path.with_suffix(".safetensors").name, key, box))
                 self.entries[name] = Entry(tuple(place["whole"]), pieces)
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
@@ -78,22 +98,24 @@ class PieceReader:
             name.removeprefix(prefix): entry.shape for name, entry in self.entries.items() if name.startswith(prefix)
         }
 
-    def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fill this rank's part of `tensor`."""
-        local, wanted = local_tensor(tensor), local_box(tensor)
-        for file, box in self.entries[name].pieces:
-            shared = wanted.overlap(box)
-            if not shared.empty:
-                local[shared.within(wanted).slices].copy_(self._part(file, name, shared.within(box)))
+    def read_into(self, name: str, tensor: Tensor, pieces: list[Piece]) -> None:
+        """Fill the `pieces` of the whole that `tensor` holds on this rank."""
+        local = local_tensor(tensor)
+        for piece in pieces:
+            for file, key, box in self.entries[name].pieces:
+                shared = piece.whole.overlap(box)
+                if not shared.empty:
+                    place = local[piece.local.slices][shared.within(piece.whole).slices]
+                    place.copy_(self._part(file, key, shared.within(box)))
 
     def read_whole(self, name: str) -> Tensor:
         """The whole tensor, put together on the host."""
         entry = self.entries[name]
-        pieces = [(self._part(file, name, whole(box.shape)), box) for file, box in entry.pieces]
-        if len(pieces) == 1 and pieces[0][1].shape == entry.shape:
-            return pieces[0][0]
-        result = torch.empty(entry.shape, dtype=pieces[0][0].dtype)
-        for piece, box in pieces:
+        found = [(self._part(file, key, whole(box.shape)), box) for file, key, box in entry.pieces]
+        if len(found) == 1 and found[0][1].shape == entry.shape:
+            return found[0][0]
+        result = torch.empty(entry.shape, dtype=found[0][0].dtype)
+        for piece, box in found:
             result[box.slices].copy_(piece)
         return result
 

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shoal.checkpoint import store
-from shoal.checkpoint.layout import PieceReader, own_pieces, write_pieces
+from shoal.checkpoint.layout import PieceReader, parts_to_write, write_pieces
 from shoal.mistakes import UserMistake
+from shoal.models.pieces import pieces
+from shoal.parallel.placement import Placement
 from shoal.parallel.ranks import Ranks
 
 MODEL, OPTIMIZER, SCALER = "model.", "optimizer.", "scaler."
@@ -39,7 +41,7 @@ class Progress:
 class StatefulOptimizer(Protocol):
     def state(self) -> dict[str, Tensor]: ...
 
-    def empty_state(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]: ...
+    def empty_state(self, stored: Mapping[str, tuple[int, ...]], placement: Placement) -> dict[str, Tensor]: ...
 
 
 class StatefulScaler(Protocol):
@@ -51,7 +53,8 @@ class StatefulScaler(Protocol):
 def save(
     checkpoints: Path,
     *,
-    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    placement: Placement,
     optimizer: StatefulOptimizer,
     scaler: StatefulScaler,
     progress: Progress,
@@ -62,12 +65,13 @@ def save(
     if ranks.first:
         store.begin(checkpoints, progress.step)
     ranks.barrier()
-    tensors = {
-        **{MODEL + name: tensor for name, tensor in parameters.items()},
-        **{OPTIMIZER + name: tensor for name, tensor in optimizer.state().items()},
-        **{SCALER + name: tensor for name, tensor in scaler.state().items()},
+    # Each with the parameter that it lies like, if there is one.
+    everything: dict[str, tuple[Tensor, str | None]] = {
+        **{MODEL + name: (tensor, name) for name, tensor in tensors.items()},
+        **{OPTIMIZER + key: (tensor, _parameter(key)) for key, tensor in optimizer.state().items()},
+        **{SCALER + name: (tensor, None) for name, tensor in scaler.state().items()},
     }
-    written = write_pieces(folder, own_pieces(tensors, ranks.rank, ranks.world_size), ranks.rank)
+    written = write_pieces(folder, parts_to_write(everything, placement), ranks.rank)
     random = folder / f"random-{ranks.rank:05d}.safetensors"
     save_file(_random_state(ranks.device), random)
     written.append(random)
@@ -91,16 +95,17 @@ def save(
 def load(
     folder: Path,
     *,
-    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    placement: Placement,
     optimizer: StatefulOptimizer,
     scaler: StatefulScaler,
     ranks: Ranks,
 ) -> Progress:
     """Fill a run from a whole checkpoint, on any number of ranks."""
     reader = PieceReader(folder)
-    load_parameters(reader, parameters)
-    for name, tensor in optimizer.empty_state(reader.shapes(OPTIMIZER)).items():
-        reader.read_into(OPTIMIZER + name, tensor)
+    load_parameters(reader, tensors, placement)
+    for key, tensor in optimizer.empty_state(reader.shapes(OPTIMIZER), placement).items():
+        reader.read_into(OPTIMIZER + key, tensor, placement.pieces(_parameter(key), tensor))
     scaler.load({name: reader.read_whole(SCALER + name) for name in reader.shapes(SCALER)})
     progress = read_progress(folder)
     if progress.world_size == ranks.world_size:
@@ -114,15 +119,23 @@ def read_progress(folder: Path) -> Progress:
     return Progress(**json.loads((folder / "progress.json").read_text()))
 
 
-def load_parameters(reader: PieceReader, parameters: Mapping[str, Tensor]) -> None:
-    """Fill a model's parameters, or this rank's parts of them, from a checkpoint."""
+def load_parameters(reader: PieceReader, tensors: Mapping[str, Tensor], placement: Placement | None = None) -> None:
+    """Fill a model's parameters, and buffers, from a checkpoint; with `placement`, this rank's parts of them."""
     folder, stored = reader.folder, reader.shapes(MODEL)
-    if different := sorted(set(stored) ^ set(parameters)):
+    wanted = {name: tuple(one.shape) for name, one in tensors.items()} if placement is None else placement.shapes
+    if different := sorted(set(stored) ^ set(wanted)):
         raise UserMistake(f"{folder} was saved from another model: only one of the two has {different[0]}.")
-    for name, parameter in parameters.items():
-        if stored[name] != tuple(parameter.shape):
-            raise UserMistake(f"{folder} holds {name} as {stored[name]}, but the model has {tuple(parameter.shape)}.")
-        reader.read_into(MODEL + name, parameter)
+    for name, shape in wanted.items():
+        if stored[name] != shape:
+            raise UserMistake(f"{folder} holds {name} as {stored[name]}, but the model has {shape}.")
+    for name, tensor in tensors.items():
+        held = pieces(tensor, None) if placement is None else placement.pieces(name, tensor)
+        reader.read_into(MODEL + name, tensor, held)
+
+
+def _parameter(key: str) -> str:
+    """The parameter that an optimizer's state 'field.parameter name' belongs to."""
+    return key.partition(".")[2]
 
 
 def newest(checkpoints: Path, ranks: Ranks) -> Path | None:

@@ -22,7 +22,15 @@ class _Run:
 
 
 def _unsharded(run: _Run) -> str | None:
-    return f"parallel.strategy is {run.strategy}, which shards nothing" if run.strategy in ("single", "ddp") else None
+    if run.strategy in ("single", "ddp"):
+        return f"parallel.strategy is {run.strategy}, which shards nothing"
+    if run.strategy == "zero1":
+        return "parallel.strategy zero1 shards the optimizer's state and no weights"
+    return "sharding is no_shard" if run.strategy == "fsdp" and run.config.parallel.sharding == "no_shard" else None
+
+
+def _in_a_pipeline(run: _Run) -> str | None:
+    return "a stage of a pipeline keeps its weights for all passes" if run.config.parallel.pp > 1 else _unsharded(run)
 
 
 def _no_reduction(run: _Run) -> str | None:
@@ -104,7 +112,12 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("eval.every", _no_evaluation),
     ("eval.batches", _no_evaluation),
     ("checkpoint.keep_best", _no_best),
-    *((f"parallel.{key}", _unsharded) for key in ("sharding", "wrap", "prefetch", "reshard")),
+    (
+        "parallel.sharding",
+        lambda run: _unsharded(run) if run.config.parallel.sharding != "no_shard" else None,
+    ),
+    *((f"parallel.{key}", _unsharded) for key in ("wrap", "prefetch")),
+    ("parallel.reshard", _in_a_pipeline),
     (
         "parallel.replicate",
         lambda run: "only hybrid_shard has replicas" if run.config.parallel.sharding != "hybrid_shard" else None,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.config.combinations import refuse_combinations
 from shoal.config.explain import closest, dotted, shown, validate
 from shoal.config.interpolate import escape, refuse_unsafe, resolve
 from shoal.config.locate import Document, KeyPath, Origins, Override, parse_document, read_document, write_yaml
@@ -73,6 +74,7 @@ def json_schema() -> dict[str, Any]:
 def _finish(tree: dict[str, Any], origins: Origins) -> Config:
     config = validate(resolve(tree, origins), origins)
     refuse_unbuilt(config, origins)
+    refuse_combinations(config, origins)
     return config
 
 

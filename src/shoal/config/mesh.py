@@ -1,7 +1,7 @@
 """Who does what: the devices of a run as a grid of five dimensions. Arithmetic only."""
 
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 from shoal.config.schema import ParallelConfig
 from shoal.mistakes import UserMistake
@@ -35,40 +35,63 @@ class Mesh:
         return self.dp_replicate * self.dp_shard
 
 
-def mesh_for(parallel: ParallelConfig, strategy: str, world_size: int) -> Mesh:
-    """The mesh of `world_size` processes under `strategy`, which is a name other than auto."""
+def mesh_for(parallel: ParallelConfig, strategy: str, world_size: int, nodes: int = 1) -> Mesh:
+    """The mesh of `world_size` processes on `nodes` machines under `strategy`, which is a name other than auto."""
     assert world_size >= 1, world_size
     if strategy == "single" and world_size > 1:
         raise UserMistake(
             f"parallel.strategy single runs one process, but there are {world_size}: use ddp, fsdp or auto."
         )
-    within = parallel.tp * parallel.pp * parallel.cp
-    if world_size % within:
-        raise UserMistake(
-            f"{_processes(world_size)} cannot be divided into groups of {within} "
-            f"(parallel.tp {parallel.tp} × pp {parallel.pp} × cp {parallel.cp})."
-        )
-    data_parallel = world_size // within
-    replicate = _replicas(parallel, strategy, data_parallel)
-    return Mesh(
+    data_parallel = divide_processes(parallel, world_size)
+    replicate = _replicas(parallel, strategy, data_parallel, nodes)
+    mesh = Mesh(
         pp=parallel.pp, dp_replicate=replicate, dp_shard=data_parallel // replicate, cp=parallel.cp, tp=parallel.tp
     )
+    shards = mesh.dp_shard * mesh.cp
+    if strategy == "fsdp" and not isinstance(parallel.reshard, bool | str) and shards % parallel.reshard:
+        raise UserMistake(
+            f"parallel.reshard {parallel.reshard} does not divide the {shards} processes that the model is sharded "
+            "over; use true, false or a number that does."
+        )
+    return mesh
 
 
-def _replicas(parallel: ParallelConfig, strategy: str, data_parallel: int) -> int:
+def divide_processes(parallel: ParallelConfig, world_size: int) -> int:
+    """The data-parallel degree that `tp`, `pp` and `cp` leave of `world_size` processes."""
+    within = parallel.tp * parallel.pp * parallel.cp
+    if world_size % within:
+        near = [count for count in (world_size // within * within, -(-world_size // within) * within) if count]
+        raise UserMistake(
+            f"{_processes(world_size)} cannot be divided into groups of {within} "
+            f"(parallel.tp {parallel.tp} × pp {parallel.pp} × cp {parallel.cp}): use "
+            f"{' or '.join(_processes(count) for count in near)}, or smaller degrees."
+        )
+    return world_size // within
+
+
+def length_multiple(parallel: ParallelConfig) -> int:
+    """Rows are padded to a multiple of this, so that every rank of `cp` and `tp` gets equally many tokens."""
+    if parallel.cp == 1:
+        return parallel.tp
+    # The balanced order gives each rank two pieces of a row.
+    return parallel.cp * (lcm(2, parallel.tp) if parallel.cp_method == "gather" else parallel.tp)
+
+
+def _replicas(parallel: ParallelConfig, strategy: str, data_parallel: int, nodes: int) -> int:
     """How many copies of the sharded model there are."""
-    if strategy in ("single", "ddp") or (strategy == "fsdp" and parallel.sharding == "no_shard"):
+    if strategy in ("single", "ddp", "zero1") or (strategy == "fsdp" and parallel.sharding == "no_shard"):
         return data_parallel
-    assert strategy in ("fsdp", "zero1", "zero2", "zero3"), f"no mesh for the strategy {strategy}"
+    assert strategy in ("fsdp", "zero2", "zero3"), f"no mesh for the strategy {strategy}"
     if strategy != "fsdp" or parallel.sharding != "hybrid_shard":
         return 1
-    if parallel.replicate == "auto":
-        raise UserMistake("parallel.sharding hybrid_shard needs parallel.replicate, the number of replicas.")
-    if data_parallel % parallel.replicate:
+    replicas = nodes if parallel.replicate == "auto" else parallel.replicate
+    if data_parallel % replicas:
+        source = f"the {nodes} nodes" if parallel.replicate == "auto" else f"parallel.replicate {replicas}"
         raise UserMistake(
-            f"parallel.replicate {parallel.replicate} does not divide the {data_parallel} data-parallel processes."
+            f"hybrid_shard: {source} do not divide the {data_parallel} data-parallel processes; set "
+            "parallel.replicate to a number that does."
         )
-    return parallel.replicate
+    return replicas
 
 
 def _processes(count: int) -> str:

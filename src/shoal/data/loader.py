@@ -21,12 +21,14 @@ class MicroBatch:
 
     `positions` and `documents` (numbers within the row, for a block-diagonal mask) are there when rows hold several
     documents that must not see each other. Padding is a document of its own, so that no query is without a key.
+    `mask` (rows × 1 × queries × keys, true: sees) stands in for `documents` where a pass has a part of its rows only.
     """
 
     inputs: Tensor  # int64, rows × length
     labels: Tensor  # int64, rows × length
     positions: Tensor | None = None  # int64, rows × length; None: 0, 1, 2, …
     documents: Tensor | None = None  # int32, rows × length; None: each row is one
+    mask: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "MicroBatch":
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -40,6 +42,7 @@ class MicroBatch:
             change(self.labels),
             None if self.positions is None else change(self.positions),
             None if self.documents is None else change(self.documents),
+            None if self.mask is None else change(self.mask),
         )
 
 
@@ -63,13 +66,15 @@ def batches(
     ranks: int,
     pad: int,
     length: int | None = None,
+    multiple: int = 1,
     workers: int = 0,
     pin: bool = False,
 ) -> Generator[StepBatch, None, None]:
     """Steps from `first_step` (counted from 0) on, without end. Close it to end its threads.
 
     A step's rows are the next `global_batch` of the order, whoever takes them: pass p of rank r takes the micro-batch
-    at offset (p · ranks + r) · micro_batch. Rows are padded to the longest of their micro-batch, or to `length`.
+    at offset (p · ranks + r) · micro_batch. Rows are padded to the longest of their micro-batch, rounded up to a
+    multiple of `multiple`, or to `length`.
     """
     passes, rest = divmod(global_batch, micro_batch * ranks)
     if rest or not passes or not 0 <= rank < ranks:
@@ -82,7 +87,7 @@ def batches(
     def make(step: int) -> StepBatch:
         everyone = order.training_rows(step * global_batch, global_batch)
         mine = everyone.reshape(passes, ranks, micro_batch)[:, rank]
-        made = [assemble(rows, one, pad=pad, length=length) for one in mine]
+        made = [assemble(rows, one, pad=pad, length=length, multiple=multiple) for one in mine]
         targets = int(rows.targets[everyone].sum(dtype=np.int64))
         return StepBatch([one.pin() for one in made] if pin else made, targets, mine.reshape(-1))
 
@@ -118,6 +123,7 @@ def evaluation_batches(
     ranks: int,
     pad: int,
     length: int | None = None,
+    multiple: int = 1,
     limit: int | None = None,
 ) -> Iterator[MicroBatch]:
     """This rank's share of `row_ids`, of which at most `limit` rows (over all ranks) are taken: whatever the number of
@@ -133,15 +139,16 @@ def evaluation_batches(
     places = np.arange(passes * ranks * micro_batch).reshape(passes, ranks, micro_batch)[:, rank]
     for place in places:
         real = place < len(wanted)
-        batch = assemble(rows, wanted[np.where(real, place, 0)], pad=pad, length=length)
+        batch = assemble(rows, wanted[np.where(real, place, 0)], pad=pad, length=length, multiple=multiple)
         batch.labels[torch.from_numpy(~real)] = IGNORED
         yield batch
 
 
-def assemble(rows: Rows, row_ids: np.ndarray, *, pad: int, length: int | None = None) -> MicroBatch:
+def assemble(rows: Rows, row_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1) -> MicroBatch:
     """The tensors of these rows."""
     found = [rows[int(row)] for row in row_ids]
-    width = max(len(tokens) for tokens, _ in found) - 1 if length is None else length
+    longest = max(len(tokens) for tokens, _ in found) - 1
+    width = -(-longest // multiple) * multiple if length is None else length
     shape = (len(found), width)
     inputs = np.full(shape, pad, dtype=np.int64)
     labels = np.full(shape, IGNORED, dtype=np.int64)

@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.config.schema import Config
@@ -26,6 +26,11 @@ def started_by_others() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_first() -> bool:
+    """Whether this process is the one that speaks: alone, the launcher, or rank 0."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def restarted() -> bool:
     """Whether an elastic agent has started this process anew after a failure: then the run goes on where it was."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
@@ -36,17 +41,27 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def joined(config: Config) -> AbstractContextManager[Ranks]:
+    """This process as a rank of a run."""
+    # Offloading is FSDP's, which wants a group, be it of one.
+    return joined_within(config.train.hang_timeout, alone=config.parallel.offload != "cpu")
+
+
 @contextmanager
-def joined(config: Config) -> Iterator[Ranks]:
-    """This process as a rank, with a process group when there are several, taken down at the end."""
+def joined_within(hang_timeout: float, *, alone: bool = True) -> Iterator[Ranks]:
+    """This process as a rank, with a process group when there are several, taken down at the end.
+
+    A rank that has waited `hang_timeout` seconds for the others gives up. With `alone` false one process makes a group
+    too.
+    """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(local_rank())
     ranks = Ranks(rank, world_size, local_rank(), device)
-    if world_size == 1:
+    if world_size == 1 and alone:
         yield ranks
         return
-    timeout = timedelta(seconds=config.train.hang_timeout)
+    timeout = timedelta(seconds=hang_timeout)
     # Host collectives go over gloo also where the device's go over NCCL.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -66,6 +81,8 @@ def joined(config: Config) -> Iterator[Ranks]:
 def _meeting_point(world_size: int, timeout: timedelta) -> Store:
     """The store in which ranks find each other. A restart must not find the addresses of the dead in it."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if world_size == 1:
+        return HashStore()
     if folder := os.environ.get(LAUNCH_FOLDER):
         # On one machine a file needs no port, which others could reach or take.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -97,21 +114,29 @@ def choose_device(place: int) -> torch.device:
 def processes_wanted(config: Config) -> int:
     """How many processes this machine should run."""
     wanted = config.hardware.devices
-    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.hardware.nodes > 1:
         raise UserMistake(
             f"hardware.nodes is {config.hardware.nodes}, but this process was started alone; start shoal on every node "
             "with torchrun: torchrun --nnodes N --nproc-per-node DEVICES --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
             "-m shoal train FILE"
         )
-    if wanted == "auto":
-        return max(1, present)
+    return max(1, cuda_devices()) if wanted == "auto" else check_processes(wanted, "hardware.devices")
+
+
+def cuda_devices() -> int:
+    """How many this machine has."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_processes(wanted: int, asked: str) -> int:
+    """`wanted`, if this machine can run so many; `asked` is what the user calls the number."""
+    present = cuda_devices()
     if present and wanted > present:
-        raise UserMistake(f"hardware.devices is {wanted}, but this machine has {present} CUDA devices.")
+        raise UserMistake(f"{asked} is {wanted}, but this machine has {present} CUDA device{'s' * (present > 1)}.")
     cores = os.cpu_count() or 1
     if not present and wanted > max(8, PROCESSES_PER_CORE * cores):
         raise UserMistake(
-            f"hardware.devices is {wanted}, but this machine has no CUDA device and {cores} cores, which "
+            f"{asked} is {wanted}, but this machine has no CUDA device and {cores} cores, which "
             f"{wanted} processes would have to share; ask for at most {max(8, PROCESSES_PER_CORE * cores)}."
         )
     return wanted

@@ -1,30 +1,13 @@
-"""Several processes on this machine, started and watched by torch's elastic agent."""
+"""A training run in several processes on this machine."""
 
-import json
-import logging
-import os
-import signal
-import sys
-import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from shoal.launch.join import LAUNCH_FOLDER
-from shoal.mistakes import UserMistake
+from shoal.launch.processes import RunFailed, run_processes
 from shoal.train.health import Diverged
 from shoal.train.loop import Summary
 
-MISTAKE, DIVERGED, SUMMARY = "mistake", "diverged", "summary.json"
-
-
-class RunFailed(Exception):
-    """Processes of the run died. The message ends with the traceback of the one that died first."""
+DIVERGED = "diverged"
 
 
 @dataclass(frozen=True)
@@ -39,80 +22,21 @@ class Request:
 
 def launch(request: Request, processes: int, *, max_restarts: int) -> Summary:
     """Run `processes` ranks until they end. Ranks that were asked to stop end well, with a summary that says so."""
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        shared = Path(folder)
-        os.environ[LAUNCH_FOLDER] = folder
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-        # Without this the agent opens a store of its own for the ranks, on every interface.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        _quiet_agent()
-        settings = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),  # else the agent leaves a folder of its own behind
-            run_id=shared.name,
-            # The agent's own meeting point is a file too: a TCP store would listen on every interface.
-            rdzv_backend="c10d",
-            rdzv_endpoint=str(shared / "rendezvous"),
-            rdzv_configs={"store_type": "file"},
-            max_restarts=max_restarts,
-            start_method="spawn",
-            local_addr="127.0.0.1",
-            **_patience(request.patience),
-        )
-        before = [(number, signal.signal(number, _as_terminate)) for number in (signal.SIGUSR1, signal.SIGUSR2)]
-        try:
-            elastic_launch(settings, sys.executable)(*_arguments(request))
-        except ChildFailedError as failure:
-            # A rank that dies after the summary was written dies of leaving, with nothing left to lose.
-            if not (shared / SUMMARY).is_file():
-                _explain(failure, shared)
-        except SignalException:
-            if not (shared / SUMMARY).is_file():
-                raise RunFailed("The run was stopped before it could save.") from None
-        finally:
-            del os.environ[LAUNCH_FOLDER]
-            for number, handler in before:
-                signal.signal(number, handler)
-        found: dict[str, Any] = json.loads((shared / SUMMARY).read_text())
-        return Summary(**found)
-
-
-def _quiet_agent() -> None:
-    """What the agent logs, the launcher says in a sentence. torch gives each of these loggers a level of its own."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _patience(seconds: float) -> dict[str, Any]:
-    """Where torch's agent can be told to wait longer than its 30 seconds before it kills ranks that are saving."""
-    known = {field.name for field in fields(LaunchConfig)}
-    return {"shutdown_timeout": round(seconds)} if "shutdown_timeout" in known else {}
+    summary = run_processes(
+        "shoal.launch.worker",
+        _arguments(request),
+        processes,
+        max_restarts=max_restarts,
+        patience=request.patience,
+        sentences={DIVERGED: Diverged},
+    )
+    if summary is None:
+        raise RunFailed("The run was stopped before it could save.")
+    return Summary(**summary)
 
 
 def _arguments(request: Request) -> list[str]:
     flags = ["--resume"] if request.resume else []
     if request.start_from is not None:
         flags += ["--from", str(request.start_from)]
-    return ["-m", "shoal.launch.worker", str(request.run), *flags]
-
-
-def _as_terminate(number: int, frame: FrameType | None) -> None:
-    """The agent passes TERM on to the ranks, and would die of USR1 and USR2, which mean the same here."""
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _explain(failure: ChildFailedError, shared: Path) -> None:
-    for name, kind in ((MISTAKE, UserMistake), (DIVERGED, Diverged)):
-        for said in sorted(shared.glob(f"{name}-*")):
-            raise kind(said.read_text()) from None
-    rank, first = failure.get_first_failure()
-    if first.exitcode < 0:
-        raise RunFailed(f"Rank {rank} was killed by {signal.Signals(-first.exitcode).name}.") from None
-    message = first.message
-    trace = ""
-    if isinstance(message, dict):
-        trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
-    raise RunFailed(f"Rank {rank} failed.\n{trace or message}".rstrip()) from None
+    return [str(request.run), *flags]

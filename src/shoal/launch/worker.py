@@ -1,7 +1,6 @@
 """What each process of `launch.local` runs: `python -m shoal.launch.worker RUN [--resume] [--from CHECKPOINT]`."""
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -10,9 +9,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
-from shoal.files import write_atomically
-from shoal.launch.join import LAUNCH_FOLDER, joined, restarted
-from shoal.launch.local import DIVERGED, MISTAKE, SUMMARY
+from shoal.launch.join import joined, restarted
+from shoal.launch.local import DIVERGED
+from shoal.launch.processes import MISTAKE, leave_result, leave_sentence
 from shoal.launch.run import send_output_to
 from shoal.mistakes import UserMistake
 from shoal.observe.progress import Reporter
@@ -28,7 +27,6 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--from", type=Path, dest="start_from")
     given = parser.parse_args()
-    shared = Path(os.environ[LAUNCH_FOLDER])
     run = RunDirectory(given.run)
     config = load_config(run.config)
     # The launcher prints the traceback of the rank that failed first, once.
@@ -48,11 +46,9 @@ def main() -> None:
                 start_from=None if restarted() else given.start_from,
             )
             if ranks.first:
-                write_atomically(shared / SUMMARY, json.dumps(summary.as_dict()))
+                leave_result(summary.as_dict())
     except (UserMistake, Diverged) as mistake:
-        # A sentence, not a traceback: the launcher passes on that of the lowest rank.
-        kind = MISTAKE if isinstance(mistake, UserMistake) else DIVERGED
-        write_atomically(shared / f"{kind}-{int(os.environ['RANK']):05d}", str(mistake))
+        leave_sentence(MISTAKE if isinstance(mistake, UserMistake) else DIVERGED, str(mistake))
         sys.exit(2)
     # Threads of torch's that are still alive have been seen to abort an interpreter that ends the usual way.
     sys.stdout.flush()

@@ -40,7 +40,8 @@ def masks_itself(settings: Any) -> bool:
 
     Only where it must: a sliding window is part of its mask too. Not every model looks (BERT's eager code does not).
     """
-    return settings._attn_implementation != MASKLESS and getattr(settings, "sliding_window", None) is not None
+    maskless = settings._attn_implementation.startswith(MASKLESS)
+    return not maskless and getattr(settings, "sliding_window", None) is not None
 
 
 def document_mask(documents: Tensor) -> Tensor:

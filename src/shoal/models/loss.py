@@ -4,6 +4,7 @@ It lives inside so that the head's weight is gathered with its module, so that a
 and so that the last stage of a pipeline is this same module.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,9 @@ IGNORED = -100
 # Chunks are sized so that one chunk of logits holds about this many numbers (fp32: 128 MiB).
 CHUNK_LOGITS = 1 << 25
 
+# From fp32 logits (whose memory it may use) and labels: the summed loss, and its slope with respect to the logits.
+Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
 
 class MicroBatch(Protocol):
     """What the loss needs of a micro-batch; labels are already shifted, and IGNORED where there is no target."""
@@ -25,6 +29,7 @@ class MicroBatch(Protocol):
     labels: Tensor
     positions: Tensor | None
     documents: Tensor | None
+    mask: Tensor | None  # who sees whom, where that does not follow from `documents`
 
 
 def choose_loss(wanted: str, anatomy: Anatomy, tokens: int, vocabulary: int) -> str:
@@ -35,64 +40,113 @@ def choose_loss(wanted: str, anatomy: Anatomy, tokens: int, vocabulary: int) -> 
 
 
 class LanguageModel(nn.Module):
-    """A causal language model with its loss. `model` is the transformers model, whose names checkpoints use."""
+    """A causal language model with its loss. `model` is the transformers model, whose names checkpoints use.
 
-    def __init__(self, model: Any, anatomy: Anatomy, loss: str) -> None:
+    `measure` is given where this process has a part of the vocabulary only.
+    """
+
+    def __init__(self, model: Any, anatomy: Anatomy, loss: str, measure: Measure | None = None) -> None:
         super().__init__()
         self.model = model
         self.anatomy = anatomy
         self.loss = loss
+        self.measure = measure
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        inputs: dict[str, Any] = {"input_ids": batch.inputs, "use_cache": False}
-        if batch.positions is not None:
-            inputs["position_ids"] = batch.positions
-        settings = self.model.config.get_text_config()
-        if batch.documents is not None and not masks_itself(settings):
-            mask = document_mask(batch.documents)
-            if settings._attn_implementation == "eager":  # which adds its mask to the scores
-                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
-            inputs["attention_mask"] = mask
-        if self.loss == "plain":
-            logits = self.model(**inputs).logits
-            loss = F.cross_entropy(
-                logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
+        inputs = {"input_ids": batch.inputs, **self.surroundings(batch)}
+        if self.anatomy.linear_head:
+            loss = self.loss_of(self.hidden(inputs), batch.labels)
         else:
-            hidden = self.model.get_submodule(self.anatomy.backbone)(**inputs).last_hidden_state
-            weight = self.model.get_submodule(self.anatomy.head).weight
-            loss = chunked_cross_entropy(hidden.flatten(0, 1), weight, batch.labels.flatten())
+            loss = self.loss_of_logits(self.model(**inputs).logits, batch.labels)
         return loss, (batch.labels != IGNORED).sum()
 
+    def surroundings(self, batch: MicroBatch) -> dict[str, Any]:
+        """What the model is given beside the tokens: where each stands, and which others it sees."""
+        settings = self.model.config.get_text_config()
+        mask = batch.mask
+        if mask is None and batch.documents is not None and not masks_itself(settings):
+            mask = document_mask(batch.documents)
+        found: dict[str, Any] = {"use_cache": False}
+        if mask is not None:
+            if settings._attn_implementation == "eager":  # which adds its mask to the scores
+                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+            found["attention_mask"] = mask
+        if batch.positions is not None:
+            found["position_ids"] = batch.positions
+        return found
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def hidden(self, inputs: dict[str, Any]) -> Tensor:
+        """What the backbone makes of `inputs`."""
+        result: Tensor = self.model.get_submodule(self.anatomy.backbone)(**inputs).last_hidden_state
+        return result
+
+    def loss_of(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The summed loss of the backbone's result, through a head that is one matrix."""
+        head = self.model.get_submodule(self.anatomy.head)
+        if self.loss == "plain":
+            return self.loss_of_logits(head(hidden), labels)
+        # Chunks are sized by the whole vocabulary, so that ranks with uneven parts of it meet in the same exchanges.
+        return chunked_cross_entropy(
+            hidden.flatten(0, 1), head.weight, labels.flatten(), self.measure, int(head.out_features)
+        )
+
+    def loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits, labels = logits.flatten(0, 1), labels.flatten()
+        if self.measure is None:
+            return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+        loss: Tensor = _MeasuredCrossEntropy.apply(logits, labels, self.measure)  # type: ignore[no-untyped-call]
+        return loss
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure | None = None, vocabulary: int | None = None
+) -> Tensor:
     """The summed cross-entropy of `hidden @ weight.T`, logits made and dropped a chunk at a time."""
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels)  # type: ignore[no-untyped-call]
+    rows = max(1, CHUNK_LOGITS // (vocabulary or weight.shape[0]))
+    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, measure or measure_whole, rows
+    )
     return loss
+
+
+def measure_whole(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy over a vocabulary that is all here."""
+    logarithms = torch.log_softmax(logits, dim=-1)
+    loss = F.nll_loss(logarithms, labels, ignore_index=IGNORED, reduction="sum")
+    slope = logarithms.exp_()
+    slope.scatter_add_(1, labels.clamp_min(0)[:, None], torch.full_like(slope[:, :1], -1.0))
+    return loss, slope * (labels != IGNORED)[:, None]
+
+
+class _MeasuredCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
+        loss, slope = measure(logits.to(torch.float32, copy=True), labels)
+        ctx.save_for_backward(slope)
+        ctx.dtype = logits.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return (slope * outer).to(ctx.dtype), None, None
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Makes the gradients in the forward pass, while a chunk's logits exist, instead of making the logits twice."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure, rows: int) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
         # Summed over chunks in fp32, as one large matrix product would do inside.
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        rows = max(1, CHUNK_LOGITS // weight.shape[0])
         for start in range(0, hidden.shape[0], rows):
             part, target = hidden[start : start + rows], labels[start : start + rows]
-            logits = (part @ weight.T).float()
-            logarithms = torch.log_softmax(logits, dim=-1)
-            total += F.nll_loss(logarithms, target, ignore_index=IGNORED, reduction="sum")
-            if not (wants_hidden or wants_weight):
-                continue
-            counted = (target != IGNORED)[:, None]
-            slope = logarithms.exp_()
-            slope.scatter_add_(1, target.clamp_min(0)[:, None], torch.full_like(slope[:, :1], -1.0))
-            slope = (slope * counted).to(part.dtype)
+            loss, slope = measure((part @ weight.T).float(), target)
+            total += loss
+            slope = slope.to(part.dtype)
             if hidden_gradient is not None:
                 torch.matmul(slope, weight, out=hidden_gradient[start : start + rows])
             if weight_gradient is not None:
@@ -102,7 +156,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         saved = list(ctx.saved_tensors)
         hidden = saved.pop(0) if ctx.needs_input_grad[0] else None
         weight = saved.pop(0) if ctx.needs_input_grad[1] else None
@@ -110,5 +164,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             None if hidden is None else (hidden.float() * outer).to(hidden.dtype),
             None if weight is None else (weight * outer).to(ctx.weight_dtype),
+            None,
+            None,
             None,
         )

@@ -1,7 +1,13 @@
-"""Which part of a whole tensor this rank holds. Plain tensors are held whole; sharded ones as one box."""
+"""Which part of a whole tensor this rank holds.
 
+Two cuts lie over each other. Tensor parallelism cuts a weight along one dimension (`Split`), and data-parallel
+sharding (a DTensor) cuts what is left, in the coordinates of what is left. `pieces` puts the two together.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -36,6 +42,34 @@ class Box:
         return Box(offset, self.shape)
 
 
+@dataclass(frozen=True)
+class Split:
+    """A tensor cut along one dimension: this rank's part is these spans of the whole, laid end to end."""
+
+    dimension: int
+    size: int  # of the whole, in that dimension
+    spans: tuple[tuple[int, int], ...]  # (start, length)
+
+    def whole_shape(self, part: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the whole, from that of this rank's part."""
+        return (*part[: self.dimension], self.size, *part[self.dimension + 1 :])
+
+    def part_shape(self, whole: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        length = sum(length for _, length in self.spans)
+        return (*whole[: self.dimension], length, *whole[self.dimension + 1 :])
+
+
+Splits = Mapping[str, Split]  # by the parameter's name; one that is not named is not split
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a whole tensor, and where it stands in this rank's local tensor."""
+
+    whole: Box
+    local: Box
+
+
 def whole(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
@@ -54,3 +88,32 @@ def local_box(tensor: Tensor) -> Box:
     if 0 in shape:  # this rank holds nothing: torch gives an offset past the end
         offset = (0,) * len(shape)
     return Box(tuple(offset), tuple(shape))
+
+
+def whole_shape(tensor: Tensor, split: Split | None) -> tuple[int, ...]:
+    """The shape of the tensor of which `tensor` is a part."""
+    return tuple(tensor.shape) if split is None else split.whole_shape(tensor.shape)
+
+
+def pieces(tensor: Tensor, split: Split | None) -> list[Piece]:
+    """The boxes of the whole that `local_tensor(tensor)` consists of; none where this rank holds nothing of it."""
+    held = local_box(tensor)
+    if held.empty:
+        return []
+    local = whole(held.shape)
+    if split is None:
+        return [Piece(held, local)]
+    found = []
+    at, dimension = 0, split.dimension
+    for start, length in split.spans:
+        span = Box(_with(held.offset, dimension, at), _with(held.shape, dimension, length))
+        shared = held.overlap(span)
+        if not shared.empty:
+            moved = shared.offset[dimension] - at + start
+            found.append(Piece(Box(_with(shared.offset, dimension, moved), shared.shape), shared.within(held)))
+        at += length
+    return found
+
+
+def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])

@@ -5,7 +5,6 @@ on every rank from a seed of its own, and each rank keeps its part: the same num
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
-from shoal.models.names import names_in_model
-from shoal.models.pieces import local_box, local_tensor
+from shoal.models.conversion import Tensors, convert
+from shoal.models.names import sources_in_files
+from shoal.models.pieces import Split, Splits, local_box, local_tensor, pieces, whole_shape
+from shoal.models.stored import Stored, open_folder
 
 Slots = dict[nn.Parameter, list[tuple[nn.Module, str]]]
+NOT_SPLIT: Splits = {}
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,27 @@ class Weights:
 
 
 def materialize(
-    model: Any, anatomy: Anatomy, *, device: torch.device, dtype: torch.dtype, source: Weights | None
+    model: Any,
+    anatomy: Anatomy,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    source: Weights | None,
+    splits: Splits = NOT_SPLIT,
+    offload: bool = False,
 ) -> None:
-    """Give every parameter and buffer of `model` memory on `device`, and its value: no parameter's without `source`."""
-    _allocate(model, device, dtype)
+    """Give every parameter and buffer of `model` memory on `device`, and its value: no parameter's without `source`.
+
+    `splits` says which parameters are parts of whole ones; with `offload` they live in the host's memory.
+    """
+    _allocate(model, torch.device("cpu") if offload else device, dtype)
     if source is not None and source.folder is not None:
-        _read_weights(model, source.folder)
+        _read_weights(model, source.folder, splits)
     elif source is not None:
-        _draw_weights(model, anatomy, device, source.seed)
+        _draw_weights(model, anatomy, device, source.seed, splits)
     _restore_buffers(model, device)
+    if source is not None and source.folder is not None:
+        _read_buffers(model, source.folder)
 
 
 def parameter_slots(model: nn.Module) -> Slots:
@@ -76,20 +89,30 @@ def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Non
             module._parameters[name] = filled
 
 
-def _draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int) -> None:
-    """Draw each block, then all the rest, as transformers would, from seeds that depend on the block's name alone."""
-    blocks = {name: model.get_submodule(name) for name in anatomy.blocks}
-    inside = {id(module) for block in blocks.values() for module in block.modules()}
-    units = {name: _children_first(block) for name, block in blocks.items()}
-    units["outside the blocks"] = [module for module in _children_first(model) if id(module) not in inside]
+def _draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int, splits: Splits) -> None:
+    """Draw each block, then all the rest, as transformers would, from seeds that depend on names alone."""
+    names = {module: name for name, module in model.named_modules()}
+    inside = {module for name in anatomy.blocks for module in model.get_submodule(name).modules()}
+    cut = {parameter: splits[name] for name, parameter in model.named_parameters() if name in splits}
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        for name, modules in units.items():
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:7], "big"))
-            with _whole_parameters(modules, device):
+        for name in anatomy.blocks:
+            modules = _children_first(model.get_submodule(name))
+            _reseed(seed, name)
+            with _whole_parameters(modules, device, cut):
                 for module in modules:
                     model._init_weights(module)
+        # Each with a seed of its own: a stage of a pipeline has some of them only.
+        outside = [module for module in _children_first(model) if module not in inside]
+        with _whole_parameters(outside, device, cut):
+            for module in outside:
+                _reseed(seed, names[module])
+                model._init_weights(module)
+
+
+def _reseed(seed: int, name: str) -> None:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def _children_first(module: nn.Module) -> list[nn.Module]:
@@ -98,20 +121,24 @@ def _children_first(module: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _whole_parameters(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
+def _whole_parameters(modules: list[nn.Module], device: torch.device, cut: dict[nn.Parameter, Split]) -> Iterator[None]:
     """Put whole fp32 tensors in the modules' places, and copy this rank's part back into the real ones at the end."""
     real: Slots = {}
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 real.setdefault(parameter, []).append((module, name))
-    whole = {parameter: nn.Parameter(torch.empty(parameter.shape, device=device)) for parameter in real}
+    whole = {
+        parameter: nn.Parameter(torch.empty(whole_shape(parameter, cut.get(parameter)), device=device))
+        for parameter in real
+    }
     for parameter, places in real.items():
         for module, name in places:
             module._parameters[name] = whole[parameter]
     yield
     for parameter, places in real.items():
-        local_tensor(parameter).copy_(whole[parameter].detach()[local_box(parameter).slices])
+        for piece in pieces(parameter, cut.get(parameter)):
+            local_tensor(parameter)[piece.local.slices].copy_(whole[parameter].detach()[piece.whole.slices])
         for module, name in places:
             module._parameters[name] = parameter
 
@@ -142,74 +169,66 @@ def _restore_buffers(model: Any, device: torch.device) -> None:
             )
 
 
-def locate_weights(model: Any, folder: Path) -> dict[str, tuple[Path, str]]:
-    """For each parameter the file that holds it and its name there. Reads headers only, and compares shapes."""
-    files = _tensor_files(folder)
-    names = names_in_model(model, files)
-    found: dict[str, tuple[Path, str]] = {}
-    missing: list[str] = []
-    opened: dict[Path, Any] = {}
-    for name, parameter in model.named_parameters():
-        stored = names.get(name)
-        if stored is None:
-            missing.append(name)
-            continue
-        path = folder / files[stored]
-        try:
-            if path not in opened:
-                opened[path] = safe_open(path, framework="pt")
-            source = opened[path].get_slice(stored)
-            shape, dtype = tuple(source.get_shape()), source.get_dtype()
-        except SafetensorError as error:
-            raise UserMistake(f"{path} is damaged: {error}") from None
-        if shape != tuple(parameter.shape):
-            raise UserMistake(
-                f"{path} holds {stored} with shape {shape}, but the model's config makes it {tuple(parameter.shape)}."
-            )
-        if dtype not in ("F64", "F32", "F16", "BF16"):
-            raise UserMistake(
-                f"{path} holds {stored} as {dtype}: quantised weights cannot be trained; use the originals."
-            )
-        found[name] = (path, stored)
-    if missing:
+def locate_weights(model: Any, folder: Path, splits: Splits = NOT_SPLIT) -> dict[str, Stored]:
+    """Where the values of each parameter lie. Reads headers only, and compares shapes."""
+    files = open_folder(folder)
+    parameters = dict(model.named_parameters())
+    found: dict[str, Stored] = {}
+    origin: dict[str, str] = {}
+    for name, sources in sources_in_files(model, files.files).items():
+        first, *others = sources.all_names
+        if sources.converter is not None:
+            stored: Tensors = {pattern: [files.find(one) for one in names] for pattern, names in sources.names.items()}
+            made = convert(model, name, sources.converter, stored)
+            found |= made
+            more = f" and {len(others)} others, together" if others else ", converted"
+            origin |= dict.fromkeys(made, f"{folder} holds {first}{more}")
+        elif name in parameters:
+            found[name] = files.find(first)
+            origin[name] = f"{files.file_of(first)} holds {first}"
+    if missing := [name for name in parameters if name not in found]:
         more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise UserMistake(f"{folder} holds no tensor {missing[0]}{more}, which {type(model).__name__} needs.")
-    return found
+    for name, parameter in parameters.items():
+        if found[name].shape != (wanted := whole_shape(parameter, splits.get(name))):
+            raise UserMistake(
+                f"{origin[name]} with shape {found[name].shape}, but the model's config makes it {wanted}."
+            )
+    return {name: found[name] for name in parameters}
 
 
-def _read_weights(model: Any, folder: Path) -> None:
+def _read_weights(model: Any, folder: Path, splits: Splits) -> None:
     """Each rank reads its own part of each tensor."""
-    places = locate_weights(model, folder)
-    opened: dict[Path, Any] = {}
+    stored = locate_weights(model, folder, splits)
     for name, parameter in model.named_parameters():
-        path, stored = places[name]
-        if path not in opened:
-            opened[path] = safe_open(path, framework="pt")
-        slices = local_box(parameter).slices
-        source = opened[path].get_slice(stored)[slices] if slices else opened[path].get_tensor(stored)
-        local_tensor(parameter).copy_(source)
+        for piece in pieces(parameter, splits.get(name)):
+            local_tensor(parameter)[piece.local.slices].copy_(stored[name].read(piece.whole))
 
 
-def _tensor_files(folder: Path) -> dict[str, str]:
-    """For each tensor stored in the folder, the name of its safetensors file."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            table = json.loads(index.read_text())["weight_map"]
-            files = {str(name): str(file) for name, file in table.items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserMistake(f"{index} is not a safetensors index.") from None
-        for file in sorted(set(files.values())):
-            if Path(file).name != file or not (folder / file).is_file():
-                raise UserMistake(f"{index} names {file}, which is not a file of that folder.")
-        return files
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        found = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:2])
-        note = f" ({found} is a pickle, which shoal does not read)" if found else ""
-        raise UserMistake(f"{folder} holds no model.safetensors{note}; save it with save_pretrained.")
-    try:
-        with safe_open(single, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), single.name)
-    except SafetensorError as error:
-        raise UserMistake(f"{single} is damaged: {error}") from None
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that files and checkpoints hold beside the parameters, such as the routing bias of DeepSeek-V3."""
+    return {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _read_buffers(model: Any, folder: Path) -> None:
+    """Every rank has buffers whole. One that is not in the files stays as it was made."""
+    if not (kept := kept_buffers(model)):
+        return
+    files = open_folder(folder)
+    sources = sources_in_files(model, files.files)
+    for name, buffer in kept.items():
+        if name not in sources:
+            continue
+        stored = sources[name].all_names[0]
+        value = files.open(stored).get_tensor(stored)
+        if value.shape != buffer.shape:
+            raise UserMistake(
+                f"{files.file_of(stored)} holds {stored} with shape {tuple(value.shape)}, but the model's config makes "
+                f"it {tuple(buffer.shape)}."
+            )
+        buffer.copy_(value)

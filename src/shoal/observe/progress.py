@@ -31,12 +31,14 @@ class Reporter:
         if self.speaks:
             self._console.print(f"warning: {text}", style="yellow", markup=False)
 
-    def begin(self, step: int, total: int) -> None:
+    def begin(
+        self, step: int, total: int, *, noun: str = "step", waiting: str = "the first steps compile and warm up"
+    ) -> None:
         """The first step is about to start."""
         if self.speaks and self._console.is_terminal:
-            columns: list[ProgressColumn] = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), _Numbers()]
+            columns: list[ProgressColumn] = [TextColumn(noun), MofNCompleteColumn(), BarColumn(), _Numbers()]
             self._bar = Progress(*columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("", total=total, completed=step, line=None)
+            self._task = self._bar.add_task("", total=total, completed=step, line=waiting)
             self._bar.start()
 
     def advance(self, step: int) -> None:
@@ -47,8 +49,12 @@ class Reporter:
     def report(self, line: Line, total: int) -> None:
         """The numbers of a step."""
         text = f"step {line['step']}/{total}  {numbers(line, total)}"
+        self.tell(numbers(line, total) if self._bar is not None else text)
+
+    def tell(self, text: str) -> None:
+        """What was found at this step: beside the bar, or on a line of its own."""
         if self._bar is not None:
-            self._bar.update(self._task, line=numbers(line, total))
+            self._bar.update(self._task, line=text)
         else:
             self.say(text)
 
@@ -62,7 +68,7 @@ class _Numbers(ProgressColumn):
     """Loss, speed and the like, cut where the terminal ends."""
 
     def render(self, task: Task) -> Text:
-        return Text(task.fields["line"] or "the first steps compile and warm up", no_wrap=True, overflow="ellipsis")
+        return Text(task.fields["line"], no_wrap=True, overflow="ellipsis")
 
 
 def numbers(line: Line, total: int) -> str:

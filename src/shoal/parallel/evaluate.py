@@ -1,14 +1,18 @@
 """The loss on held-out rows, the same rows whatever the number of ranks: while training, and afterwards."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from shoal.data.loader import evaluation_batches
+from shoal.data.loader import MicroBatch, evaluation_batches
 from shoal.data.prepare import Sets
 from shoal.parallel.ranks import Ranks
+
+Measure = Callable[[Sequence[MicroBatch]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,22 +28,38 @@ class HeldOut:
         return math.exp(min(self.loss, 700.0))  # more than that is no float
 
 
-@torch.no_grad()
 def held_out_loss(
-    module: nn.Module, sets: Sets, *, micro_batch: int, rows: int | None, pad: int, ranks: Ranks
+    measure: Measure,
+    sets: Sets,
+    *,
+    micro_batch: int,
+    rows: int | None,
+    pad: int,
+    ranks: Ranks,
+    share: tuple[int, int] = (0, 1),
+    length: int | None = None,
+    multiple: int = 1,
+    at_once: int = 1,
 ) -> HeldOut:
-    """Mean loss per target token of the first `rows` held-out rows (None: of all), by a module that turns a micro-batch
-    into (loss sum, target count)."""
+    """Mean loss per target token of the first `rows` held-out rows (None: of all).
+
+    `measure` turns `at_once` micro-batches into (loss sum, target count); the sums over all ranks count each row once.
+    This rank takes part `share[0]` of `share[1]`.
+    """
     assert sets.validation is not None
     wanted = sets.order.validation_rows()[:rows]
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-    training = module.training
-    module.eval()
-    for batch in evaluation_batches(
-        sets.validation, wanted, micro_batch=micro_batch, rank=ranks.rank, ranks=ranks.world_size, pad=pad
-    ):
-        loss_sum, count = module(batch.to(ranks.device))
-        sums += torch.stack([loss_sum.double(), count.double()])
-    module.train(training)
+    found = evaluation_batches(
+        sets.validation,
+        wanted,
+        micro_batch=micro_batch,
+        rank=share[0],
+        ranks=share[1],
+        pad=pad,
+        length=length,
+        multiple=multiple,
+    )
+    while some := list(islice(found, at_once)):
+        sums += measure(some)
     total, targets = ranks.sum(sums).tolist()
     return HeldOut(total / max(targets, 1.0), int(targets), len(wanted))

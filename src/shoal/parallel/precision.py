@@ -5,6 +5,7 @@ computed with, and a gradient leaves the backward pass in bf16 and becomes fp32 
 does this by its own policy; where there is no FSDP, `ComputeCopies` does the same sums in the same order.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,11 @@ class ComputeCopies(nn.Module):
         """After a step or a load: round the weights into the copies."""
         torch._foreach_copy_(self.copies, [weight.detach() for weight in self.weights])
 
-    def forward(self, *inputs: Any) -> Any:
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The weights that are trained, also while copies stand in their places."""
+        return iter(self.weights)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         # The copies are left in place when the forward pass ends: recomputation in the backward pass needs them there.
         for weight, copy, places in zip(self.weights, self.copies, self.places, strict=True):
             routed: Any = copy
@@ -78,4 +83,4 @@ class ComputeCopies(nn.Module):
                 routed = _ThroughCopy.apply(weight, copy)  # type: ignore[no-untyped-call]
             for module, name in places:
                 module._parameters[name] = routed
-        return self.inner(*inputs)
+        return self.inner(*inputs, **named)

@@ -1,17 +1,22 @@
 """Data parallelism: gradients averaged over replicas (DDP), or everything sharded (FSDP2)."""
 
+from collections.abc import Callable
 from inspect import signature
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.parallel.precision import Precision
+from shoal.parallel.precision import DTYPES, Precision
 
-COMPRESSION = {torch.bfloat16: default_hooks.bf16_compress_hook, torch.float16: default_hooks.fp16_compress_hook}
+# PowerSGD sends two thin matrices of this rank instead of a gradient, after some steps that send it whole.
+POWER_RANK, POWER_START = 4, 10
 # Buffers are constants, the same everywhere. torch 2.13 renames the option that leaves them alone.
 BUFFERS = next(
     name
@@ -20,40 +25,72 @@ BUFFERS = next(
 )
 
 
-def replicate(module: nn.Module, precision: Precision, device: torch.device) -> DistributedDataParallel:
-    """Average the gradients of `module`, which must already have its values, the same on all ranks."""
+def replicate(
+    module: nn.Module, mesh: DeviceMesh, precision: Precision, device: torch.device, compress: str
+) -> DistributedDataParallel:
+    """Average the gradients of `module`, which must already have its values, the same on all ranks of `mesh`."""
+    group = mesh.get_group()
     wrapped = DistributedDataParallel(
         module,
         device_ids=[device.index] if device.type == "cuda" else None,
+        process_group=group,
         gradient_as_bucket_view=True,
         init_sync=False,
         **{BUFFERS: False},  # type: ignore[arg-type]
     )
-    if precision.mixed and precision.reduce in COMPRESSION:
-        wrapped.register_comm_hook(None, COMPRESSION[precision.reduce])
+    if compress == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            group, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=POWER_START
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif compress != "none":
+        wrapped.register_comm_hook(group, _rounded(DTYPES[compress]))
+    elif precision.mixed and precision.reduce != torch.float32:
+        wrapped.register_comm_hook(group, _rounded(precision.reduce))
     return wrapped
+
+
+def _rounded(dtype: torch.dtype) -> Callable[..., Any]:
+    """A hook that averages gradients in a smaller type. torch's own for bf16 works with NCCL alone."""
+
+    def average(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        small = bucket.buffer().to(dtype).div_(group.size())
+        work = dist.all_reduce(small, group=group, async_op=True)
+        assert work is not None
+
+        def restore(done: torch.futures.Future[list[Tensor]]) -> Any:
+            return bucket.buffer().copy_(done.value()[0])
+
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(restore)
+        return averaged
+
+    return average
 
 
 def shard_fully(
     module: nn.Module,
-    blocks: list[nn.Module],
+    units: list[nn.Module],
     mesh: DeviceMesh,
     precision: Precision,
     *,
-    reshard: bool,
+    reshard: bool | int,
     prefetch: int,
+    offload: bool,
 ) -> None:
-    """Shard each block, and what is left as the root's own group, over `mesh`. In place; works on meta."""
+    """Shard each unit, and what is left as the root's own group, over `mesh`. In place; works on meta."""
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute if precision.mixed else None,
         reduce_dtype=precision.reduce if precision.mixed else None,
     )
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # Pinned memory is the accelerator's; without one there is nothing to pin it for.
+    place = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": place}
+    for unit in reversed(units):  # those inside others first
+        fully_shard(unit, reshard_after_forward=reshard, **options)
     # Embedding, norm and head stay in the root's group: it is gathered once for the whole pass.
-    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    units: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    fully_shard(module, reshard_after_forward=False, **options)
+    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     if prefetch > 0:
-        for index, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + prefetch])
-            unit.set_modules_to_backward_prefetch(units[max(0, index - prefetch) : index][::-1])
+        for index, one in enumerate(sharded):
+            one.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + prefetch])
+            one.set_modules_to_backward_prefetch(sharded[max(0, index - prefetch) : index][::-1])

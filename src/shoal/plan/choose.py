@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shoal.config.schema import ParallelConfig
 from shoal.mistakes import UserMistake
 
 # Mixed precision with AdamW: fp32 weight, gradient and two moments, and the copy to compute with.
@@ -38,9 +39,18 @@ class Chosen:
     micro_batch: int
     passes: int
     global_batch: int
+    mesh: dict[str, int]  # degrees by name
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def describe(self) -> str:
+        """The strategy, what it is combined with, and why it was taken."""
+        cuts = "".join(f" × {name} {self.mesh[name]}" for name in ("tp", "pp", "cp") if self.mesh[name] > 1)
+        return f"{self.strategy}{cuts} ({self.reason})"
+
+    def rounds(self) -> str:
+        return "1 pass" if self.passes == 1 else f"{self.passes} passes"
 
 
 def state_gib(sizes: Sizes, shards: int = 1) -> float:
@@ -53,17 +63,27 @@ def row_gib(sizes: Sizes) -> float:
     return sizes.length * (activations + 8 * sizes.vocabulary) / 2**30
 
 
-def choose_strategy(wanted: str, sizes: Sizes, world_size: int, memory_gib: float | None) -> tuple[str, str]:
+def choose_strategy(
+    parallel: ParallelConfig, sizes: Sizes, world_size: int, memory_gib: float | None
+) -> tuple[str, str]:
     """The strategy and the reason for it. `memory_gib` is a device's memory; None where devices share the host's."""
+    wanted = parallel.strategy
+    if parallel.offload == "cpu":  # FSDP's machinery, worth having on one device too
+        return ("fsdp", "for parallel.offload cpu") if wanted == "auto" else (wanted, "asked for")
     if wanted != "auto":
         if wanted == "single" and world_size > 1:
             raise UserMistake(f"parallel.strategy is single, but there are {world_size} processes; use ddp or fsdp.")
         if world_size == 1 and wanted != "single":
             return "single", f"{wanted} on one device is single"
+        if wanted == "fsdp" and parallel.sharding == "no_shard":
+            return "ddp", "fsdp with no_shard is ddp"
+        if wanted != "ddp" and world_size == parallel.tp * parallel.pp:
+            return "ddp", f"one copy of the model over all devices, so {wanted} has nothing to shard over"
         return wanted, "asked for"
     if world_size == 1:
         return "single", "one device"
-    needed = state_gib(sizes) + row_gib(sizes)
+    # Tensor and pipeline ranks share a copy of the model between them.
+    needed = state_gib(sizes, parallel.tp * parallel.pp) + row_gib(sizes) / (parallel.tp * parallel.cp)
     if memory_gib is None:
         return "ddp", "no device memory to run out of"
     if needed <= memory_gib * USABLE_SHARE:

@@ -73,7 +73,7 @@ class StepLog:
     ) -> None:
         """Take note of a step."""
         self.reporter.advance(step)
-        self._skipped += ~result.usable
+        self._skipped += (~result.usable).to(self._skipped.device)
         window = self._window
         window.steps += 1
         window.targets += result.targets
@@ -83,7 +83,7 @@ class StepLog:
         self.flush()
         if step % self.every == 0 or step == self.total:
             self.ranks.sum(result.loss_sum)
-            numbers = torch.stack([result.loss_sum, result.norm.double(), self._skipped])
+            numbers = torch.stack([result.loss_sum, result.norm.double().to(self._skipped.device), self._skipped])
             if numbers.is_cuda:  # copied behind the step's work; the host goes on
                 numbers = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(numbers, non_blocking=True)
             ended = mark(self.ranks.device)

@@ -95,9 +95,11 @@ def fit(job: Job) -> str | None:
         first_step=progress.step,
         global_batch=job.chosen.global_batch,
         micro_batch=job.chosen.micro_batch,
-        rank=job.ranks.rank,
+        rank=job.model.grid.data_rank,
         ranks=job.chosen.data_parallel,
         pad=job.inputs.tokenizer.pad,
+        length=job.model.row_length,
+        multiple=job.model.row_multiple,
         workers=config.data.workers,
         pin=job.ranks.device.type == "cuda",
     )
@@ -157,12 +159,16 @@ def evaluate(job: Job) -> None:
     progress, config = job.progress, job.config
     job.log.flush()
     found = held_out_loss(
-        job.model.module,
+        job.model.measure,
         job.inputs.sets,
         micro_batch=job.chosen.micro_batch,
         rows=config.eval.batches * job.chosen.global_batch,
         pad=job.inputs.tokenizer.pad,
         ranks=job.ranks,
+        share=(job.model.grid.data_rank, job.chosen.data_parallel),
+        length=job.model.row_length,
+        multiple=job.model.row_multiple,
+        at_once=job.chosen.passes,
     )
     loss = found.loss if math.isfinite(found.loss) else None  # NaN is no JSON
     perplexity = None if loss is None else found.perplexity
@@ -189,7 +195,8 @@ def save(job: Job) -> None:
     job.progress.metrics = metrics_of_this_step(job)
     state.save(
         job.run.checkpoints,
-        parameters=job.model.parameters,
+        tensors=job.model.saved,
+        placement=job.model.placement,
         optimizer=job.optimizer,
         scaler=job.scaler,
         progress=job.progress,

@@ -1,6 +1,7 @@
 """The optimizer: which parameters decay, at which rate each learns, and its state by name."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from fnmatch import fnmatch
 from typing import Any
 
@@ -10,30 +11,48 @@ from torch import Tensor, nn
 from shoal.config.schema import OptimizerConfig, TrainConfig
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
+from shoal.parallel.placement import Placement
 from shoal.train.lion import Lion
+from shoal.train.offload import OffloadedState, Store, buckets
+from shoal.train.partition import Partition
 
 
 class NamedOptimizer:
     """One or more torch optimizers over parameters that have names. The rate is given at every step."""
 
-    def __init__(self, parts: list[torch.optim.Optimizer], names: Mapping[Tensor, str]) -> None:
+    def __init__(
+        self,
+        parts: list[torch.optim.Optimizer],
+        names: Mapping[Tensor, str],
+        partition: Partition | None = None,
+        offloaded: OffloadedState | None = None,
+    ) -> None:
         self.parts = parts
         self.names = names
+        self.partition = partition  # ZeRO-1: each replica updates its rows
+        self.offloaded = offloaded
 
     def step(self, rate: float, usable: Tensor) -> None:
         """Update the weights, unless `usable` is false: then nothing changes, the optimizer's state included."""
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = rate * group["rate_factor"]
+        if self.partition is not None:
+            self.partition.take_gradients()
         fused = all(group.get("fused") for part in self.parts for group in part.param_groups)
         if fused:  # the kernel itself looks at the flag, and the host need not wait for it
             for part in self.parts:
                 part.found_inf = (~usable).float()  # type: ignore[attr-defined]
         if fused or bool(usable):
             for part in self.parts:
-                part.step()
+                with nullcontext() if self.offloaded is None else self.offloaded.on_device(part):
+                    part.step()
+            if self.partition is not None:
+                self.partition.send_rows()
 
     def clear_gradients(self) -> None:
+        if self.partition is not None:
+            self.partition.drop_gradients()
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
@@ -46,8 +65,9 @@ class NamedOptimizer:
             for field, value in fields.items()
         }
 
-    def empty_state(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Make the state that `stored` (name → shape) describes, ready to be filled, and return it as `state` does."""
+    def empty_state(self, stored: Mapping[str, tuple[int, ...]], placement: Placement) -> dict[str, Tensor]:
+        """Make the state that `stored` (name → whole shape) describes, as far as it is this rank's, ready to be filled,
+        and return it as `state` does."""
         places = {
             self.names[parameter]: (part, parameter, bool(group.get("fused")))
             for part in self.parts
@@ -59,8 +79,12 @@ class NamedOptimizer:
             if name not in places:
                 continue
             part, parameter, fused = places[name]
-            if tuple(shape) == tuple(parameter.shape) and shape:
-                value = torch.zeros_like(parameter, requires_grad=False)
+            value: Tensor
+            if shape and tuple(shape) == placement.whole_shape(name, parameter):
+                if self.offloaded is not None:
+                    value = self.offloaded.store.empty_like(parameter)
+                else:
+                    value = torch.zeros_like(parameter, requires_grad=False)
             else:  # a counter: fused kernels read it on the device, the others on the host
                 value = torch.zeros(shape, device=parameter.device if fused else "cpu")
             part.state[parameter][field] = value
@@ -77,32 +101,40 @@ def trained_parameters(parameters: Mapping[str, nn.Parameter], train: TrainConfi
 
 
 def make_optimizer(
-    parameters: Mapping[str, nn.Parameter], train: TrainConfig, anatomy: Anatomy, device: torch.device
+    parameters: Mapping[str, nn.Parameter],
+    train: TrainConfig,
+    anatomy: Anatomy,
+    *,
+    partition: Partition | None = None,
+    store: Store | None = None,
 ) -> NamedOptimizer:
-    """The optimizer of the config over those `parameters` that are trained."""
-    trained = trained_parameters(parameters, train)
-    settings = train.optimizer
-    if settings.name == "muon":
+    """The optimizer of the config over those `parameters` that are trained.
+
+    With `partition` each replica updates its rows only; with `store` the state lives there between steps.
+    """
+    trained = trained_parameters(parameters if partition is None else partition.parameters, train)
+    kinds = {train.optimizer.name: trained}
+    if train.optimizer.name == "muon":
         # Muon is for matrices inside blocks; embedding, head, norms and biases learn by AdamW beside it.
-        matrices = {
-            name: parameter
-            for name, parameter in trained.items()
-            if parameter.dim() == 2 and name.startswith(f"{anatomy.blocks[0].rsplit('.', 1)[0]}.")
-        }
-        others = {name: parameter for name, parameter in trained.items() if name not in matrices}
-        parts = [_make("muon", matrices, train, device), _make("adamw", others, train, device)]
-    else:
-        parts = [_make(settings.name, trained, train, device)]
-    return NamedOptimizer(parts, {parameter: name for name, parameter in trained.items()})
+        inside = f"{anatomy.blocks[0].rsplit('.', 1)[0]}."
+        matrices = {name: one for name, one in trained.items() if one.dim() == 2 and name.startswith(inside)}
+        others = {name: one for name, one in trained.items() if name not in matrices}
+        kinds = {"muon": matrices, "adamw": others}
+    parts = [
+        _make(name, some, train)
+        for name, members in kinds.items()
+        for some in ([members] if store is None else buckets(members))
+        if some
+    ]
+    names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
+    return NamedOptimizer(parts, names, partition, None if store is None else OffloadedState(store))
 
 
-def _make(
-    name: str, parameters: Mapping[str, nn.Parameter], train: TrainConfig, device: torch.device
-) -> torch.optim.Optimizer:
+def _make(name: str, parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
     settings = train.optimizer
     groups = _groups(parameters, settings, train.lr_groups)
     # The fused CPU kernel rounds the tail of a tensor unlike its middle, so shards of it would differ in the last bit.
-    fused = device.type == "cuda"
+    fused = all(parameter.is_cuda for parameter in parameters.values())
     if name == "adamw":
         return torch.optim.AdamW(
             groups, lr=train.lr, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,13 +22,17 @@ from shoal.models.build import build_on_meta
 from shoal.models.weights import locate_weights
 from shoal.observe.metrics import open_sinks
 from shoal.observe.progress import Reporter
-from shoal.parallel.apply import ParallelModel, freeze, parallelize
+from shoal.parallel.apply import ParallelModel, check_parallel, freeze, parallelize
 from shoal.parallel.device import Device, inspect_device
 from shoal.parallel.ranks import Ranks
+from shoal.parallel.stages import stages_each
 from shoal.plan.choose import Chosen, Sizes, choose_batch, choose_strategy
+from shoal.plan.stages import bubble_share
 from shoal.train.inputs import Inputs
 from shoal.train.log import StepLog, next_attempt
+from shoal.train.offload import find_store
 from shoal.train.optimizer import NamedOptimizer, make_optimizer, trained_parameters
+from shoal.train.partition import Partition
 from shoal.train.scaler import LossScaler
 from shoal.train.schedule import peak_rate
 from shoal.train.step import TrainStep
@@ -66,6 +71,8 @@ def set_up(
     chosen, mesh = choose(config, built, ranks.world_size, device)
     checkpoint = starting_point(run, ranks, resume=resume, start_from=start_from)
     parameters = sum(parameter.numel() for parameter in built.parameters())
+    freeze(built, config.model.freeze)
+    flops = count_flops(built, mesh)
 
     model = parallelize(
         built,
@@ -74,15 +81,32 @@ def set_up(
         mesh=mesh,
         ranks=ranks,
         micro_batch=chosen.micro_batch,
+        passes=chosen.passes,
         folder=inputs.blueprint.folder,
         values=checkpoint is None,
     )
-    optimizer = make_optimizer(model.parameters, config.train, model.anatomy, ranks.device)
-    scaler = LossScaler(ranks.device, enabled=model.precision.scaled)
+    optimizer = make_optimizer(
+        model.parameters,
+        config.train,
+        model.anatomy,
+        partition=Partition(model.parameters, model.grid.replicas) if chosen.strategy == "zero1" else None,
+        store=find_store(config.parallel.offload),
+    )
+    # With the gradients, wherever those are.
+    scaler = LossScaler(
+        torch.device("cpu") if config.parallel.offload == "cpu" else ranks.device, enabled=model.precision.scaled
+    )
     optimizer_name, data = config.train.optimizer.name, fingerprint(inputs)
     progress = Progress(world_size=ranks.world_size)
     if checkpoint is not None:
-        progress = state.load(checkpoint, parameters=model.parameters, optimizer=optimizer, scaler=scaler, ranks=ranks)
+        progress = state.load(
+            checkpoint,
+            tensors=model.saved,
+            placement=model.placement,
+            optimizer=optimizer,
+            scaler=scaler,
+            ranks=ranks,
+        )
         model.weights_changed()
         if resume and start_from is None and progress.data and progress.data != data:
             raise UserMistake(
@@ -97,12 +121,17 @@ def set_up(
         reporter.warn(model.loss_note)
     if ranks.first:
         _describe(run, inputs, chosen, built, parameters)
-        passes = "1 pass" if chosen.passes == 1 else f"{chosen.passes} passes"
         place = f"{ranks.world_size} × {device.gpu.name if device.gpu else ranks.device.type}"
         reporter.say(
-            f"{parameters:,} parameters, {chosen.strategy} ({chosen.reason}) on {place}; "
-            f"{inputs.steps} steps of {chosen.global_batch} rows, {chosen.micro_batch} a device in {passes}."
+            f"{parameters:,} parameters, {chosen.describe()} on {place}; "
+            f"{inputs.steps} steps of {chosen.global_batch} rows, {chosen.micro_batch} a device in {chosen.rounds()}."
         )
+        if mesh.pp > chosen.passes:
+            share = bubble_share(mesh.pp, chosen.passes, stages_each(config.parallel.pp_schedule))
+            reporter.warn(
+                f"parallel.pp {mesh.pp} with {chosen.passes} passes a step leaves each device idle for {share:.0%} of "
+                "it; a smaller train.micro_batch or a larger global_batch gives more passes."
+            )
         if config.train.lr_scaling == "linear":
             reporter.say(
                 f"train.lr {config.train.lr:g} × global_batch {chosen.global_batch} / base_batch "
@@ -118,14 +147,7 @@ def set_up(
         model=model,
         optimizer=optimizer,
         scaler=scaler,
-        step=TrainStep(
-            model,
-            optimizer,
-            scaler,
-            clip=config.train.clip,
-            data_parallel=chosen.data_parallel,
-            device=ranks.device,
-        ),
+        step=TrainStep(model, optimizer, scaler, clip=config.train.clip),
         log=StepLog(
             every=config.log.every,
             total=inputs.steps,
@@ -136,7 +158,7 @@ def set_up(
             skipped=progress.skipped,
             peak=device.peak(config.train.precision),
         ),
-        flops=count_flops(model),
+        flops=flops,
         progress=progress,
         saved=checkpoint,
     )
@@ -148,6 +170,8 @@ def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, st
     read_anatomy(model)
     freeze(model, config.model.freeze)
     trained_parameters(dict(model.named_parameters()), config.train)
+    chosen, mesh = choose(config, model, world_size, device)
+    check_parallel(model, config, mesh, chosen.passes)
     if inputs.blueprint.folder is not None:
         locate_weights(model, inputs.blueprint.folder)
     if start_from is not None:
@@ -159,7 +183,7 @@ def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, st
         before, now = state.read_progress(start_from).optimizer, config.train.optimizer.name
         if before and before != now:
             raise UserMistake(f"--from: {start_from} holds the state of {before}, which {now} cannot go on with.")
-    return choose(config, model, world_size, device)[0]
+    return chosen
 
 
 def choose(config: Config, model: torch.nn.Module, world_size: int, device: Device) -> tuple[Chosen, Mesh]:
@@ -172,18 +196,26 @@ def choose(config: Config, model: torch.nn.Module, world_size: int, device: Devi
         vocabulary=settings.vocab_size,
         length=config.data.max_length,
     )
-    strategy, reason = choose_strategy(config.parallel.strategy, sizes, world_size, device.memory_gib)
-    mesh = mesh_for(config.parallel, strategy, world_size)
+    strategy, reason = choose_strategy(config.parallel, sizes, world_size, device.memory_gib)
+    mesh = mesh_for(config.parallel, strategy, world_size, nodes=_nodes(config, world_size))
     micro_batch, passes = choose_batch(
         config.train.global_batch,
         config.train.micro_batch,
         mesh.data_parallel,
         sizes,
-        shards=mesh.dp_shard,
+        shards=mesh.dp_shard * mesh.tp * mesh.pp,
         memory_gib=device.memory_gib,
     )
-    chosen = Chosen(strategy, reason, world_size, mesh.data_parallel, micro_batch, passes, config.train.global_batch)
+    chosen = Chosen(
+        strategy, reason, world_size, mesh.data_parallel, micro_batch, passes, config.train.global_batch, asdict(mesh)
+    )
     return chosen, mesh
+
+
+def _nodes(config: Config, world_size: int) -> int:
+    """Machines of the run: as the launcher says, or else the config."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return max(1, world_size // local) if local else config.hardware.nodes
 
 
 def starting_point(run: RunDirectory, ranks: Ranks, *, resume: bool, start_from: Path | None) -> Path | None:
@@ -193,20 +225,23 @@ def starting_point(run: RunDirectory, ranks: Ranks, *, resume: bool, start_from:
     return state.newest(run.checkpoints, ranks) if resume else None
 
 
-def count_flops(model: ParallelModel) -> Callable[[int, int], float]:
-    """Operations of a pass over rows of a length, as the published tables count them.
+def count_flops(model: Any, mesh: Mesh) -> Callable[[int, int], float]:
+    """Operations of a device for a pass over rows of a length, as the published tables count them.
 
     Six for each entry of a matrix and token (four where it is frozen: no gradient of its own), and attention without
-    the causal half. Mixtures of experts use an unknown share of their matrices: not counted at all.
+    the causal half. Devices that share a pass share them. Mixtures of experts use an unknown share of their matrices:
+    not counted at all.
     """
-    settings = model.model.config.get_text_config()
+    settings = model.config.get_text_config()
     if any(getattr(settings, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return lambda rows, length: math.nan
-    trained = {name: one for name, one in model.parameters.items() if one.requires_grad}
-    whole, learning = (matmul_parameters(some, model.anatomy) for some in (model.parameters, trained))
+    anatomy, parameters = read_anatomy(model), dict(model.named_parameters())
+    trained = {name: one for name, one in parameters.items() if one.requires_grad}
+    whole, learning = (matmul_parameters(some, anatomy) for some in (parameters, trained))
     per_token = 4 * whole + 2 * learning
     attention: int = 12 * settings.num_hidden_layers * settings.hidden_size
-    return lambda rows, length: rows * length * (per_token + attention * length)
+    sharing = mesh.pp * mesh.cp * mesh.tp
+    return lambda rows, length: rows * length * (per_token + attention * length) / sharing
 
 
 def fingerprint(inputs: Inputs) -> dict[str, int]:

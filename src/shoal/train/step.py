@@ -5,12 +5,11 @@ The host does not wait for the device here, but for Lion and Muon, which have no
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from shoal.data.loader import StepBatch
 from shoal.parallel.apply import ParallelModel
-from shoal.train.gradients import clip_factor, global_norm, multiply
+from shoal.parallel.gradients import clip_factor
 from shoal.train.optimizer import NamedOptimizer
 from shoal.train.scaler import LossScaler
 
@@ -35,31 +34,22 @@ class TrainStep:
         scaler: LossScaler,
         *,
         clip: float | None,
-        data_parallel: int,
-        device: torch.device,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
         self.clip = clip
-        self.data_parallel = data_parallel
-        self.device = device
-        self.trained = [parameter for parameter in model.parameters.values() if parameter.requires_grad]
 
     def __call__(self, batch: StepBatch, rate: float) -> StepResult:
         # The loss is the sum over all target tokens of the step, on all ranks, divided by their number. Data-parallel
         # strategies average gradients over ranks where a sum is wanted, hence the factor.
-        share = self.data_parallel / batch.targets
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, micro_batch in enumerate(batch.passes):
-            with self.model.accumulating(last=index == len(batch.passes) - 1):
-                loss_sum, _ = self.model(micro_batch.to(self.device))
-                torch.autograd.backward(loss_sum * (self.scaler.scale * share))
-            total += loss_sum.detach()
-        norm = global_norm(self.trained) / self.scaler.scale
+        share = self.model.grid.gradient_ranks / batch.targets
+        gradients, scale = self.model.gradients, self.scaler.scale
+        total = self.model.backward(batch.passes, scale * share)
+        norm = gradients.norm() / scale
         usable = norm.isfinite()
         if self.clip is not None or self.scaler.enabled:
-            multiply(self.trained, clip_factor(norm, self.clip) / self.scaler.scale)
+            gradients.multiply(clip_factor(norm, self.clip) / scale)
         self.optimizer.step(rate, usable)
         self.optimizer.clear_gradients()
         self.scaler.update(usable)

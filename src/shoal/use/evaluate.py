@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory, differences
 from shoal.config.schema import Config
@@ -15,6 +17,7 @@ from shoal.mistakes import UserMistake
 from shoal.models.attention import choose_attention
 from shoal.models.loss import LanguageModel, choose_loss
 from shoal.parallel.evaluate import held_out_loss
+from shoal.parallel.passes import Passes
 from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
 from shoal.use.load import LoadedRun, load_run, no_run
@@ -65,8 +68,10 @@ def evaluate_run(
         )
     sets = choose_rows(config, loaded, overrides, report)
     micro_batch = _micro_batch(RunDirectory(run), config)
+    module = _with_loss(loaded, config, micro_batch).eval()
+    passes = Passes(module, lambda batch: batch.to(loaded.device), keeps_weights=False)
     found = held_out_loss(
-        _with_loss(loaded, config, micro_batch),
+        torch.no_grad()(passes.measure),
         sets,
         micro_batch=micro_batch,
         rows=None if batches is None else batches * config.train.global_batch,

@@ -19,7 +19,7 @@ from shoal.mistakes import UserMistake, nearest
 from shoal.models.anatomy import Anatomy, read_anatomy
 from shoal.models.attention import MASKLESS
 from shoal.models.build import build_on_meta, read_blueprint
-from shoal.models.weights import Weights, materialize
+from shoal.models.weights import Weights, kept_buffers, materialize
 from shoal.parallel.precision import DTYPES, read_precision
 
 
@@ -92,7 +92,7 @@ def _load_checkpoint(run: RunDirectory, step: int | None, device: torch.device, 
     anatomy = read_anatomy(model)
     saved = read_precision(config.train.precision, config.train.reduce_dtype).weights
     materialize(model, anatomy, device=device, dtype=dtype or saved, source=None)
-    load_parameters(PieceReader(checkpoint.path), dict(model.named_parameters()))
+    load_parameters(PieceReader(checkpoint.path), dict(model.named_parameters()) | kept_buffers(model))
     return LoadedRun(
         path=run.path,
         model=_to_use(model),

@@ -1,0 +1,122 @@
+"""Measure this machine's collectives: in processes started here, or as one of those that others started."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from shoal.bench.collectives_measure import measure
+from shoal.bench.collectives_plot import can_plot, plot
+from shoal.bench.collectives_report import CollectivesReport, Measured
+from shoal.bench.collectives_request import Request
+from shoal.bench.sizes import show_size
+from shoal.catalogue.gpus import Link
+from shoal.files import write_atomically
+from shoal.launch.join import (
+    check_processes,
+    cuda_devices,
+    first_device,
+    is_first,
+    joined_within,
+    started_by_others,
+)
+from shoal.launch.processes import RunFailed, run_processes
+from shoal.mistakes import UserMistake
+from shoal.observe.progress import Reporter
+
+LARGEST_ON_CUDA, LARGEST_ON_CPU = 256 * 2**20, 64 * 2**20
+# Seconds after which ranks that wait for the others give up: a link that is down, not one that is slow.
+HANG_TIMEOUT = 300
+# The whole, a part, and what is compared with it.
+BUFFERS = 4
+
+
+def measure_collectives(
+    request: Request, *, devices: int | None = None, link: Link | None = None, output: Path | None = None
+) -> CollectivesReport:
+    """What this machine's collectives reach, on all ranks alike; written below `output` by the first."""
+    reporter = Reporter(speaks=is_first())
+    if output is not None and is_first():
+        _make_folder(output)  # now: what cannot be written should be known before it is measured
+    if started_by_others():
+        if devices is not None:
+            reporter.warn("--devices has no effect: the processes have been started already.")
+        measured = measure_as_rank(request)
+    else:
+        measured = _measure_in_processes(request, _processes(devices), reporter)
+    report = CollectivesReport(measured, link)
+    if output is not None and is_first():
+        for note in write_report(report, output):
+            reporter.warn(note)
+    return report
+
+
+def measure_as_rank(request: Request) -> Measured:
+    """Join the other processes and measure with them."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size == 1:
+        raise UserMistake("One process has nobody to send to, so there is nothing to measure; start two or more.")
+    largest = _largest(request, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    with joined_within(HANG_TIMEOUT) as ranks:
+        return measure(request, largest, ranks, Reporter(speaks=ranks.first))
+
+
+def write_report(report: CollectivesReport, folder: Path) -> list[str]:
+    """collectives.json and collectives.png; returns what there is to say about them."""
+    write_atomically(folder / "collectives.json", json.dumps(report.as_dict(), indent=2) + "\n")
+    if not can_plot():
+        return ["There is no collectives.png: plots need matplotlib; pip install 'shoal[plot]'."]
+    write_atomically(folder / "collectives.png", plot(report))
+    return []
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserMistake(f"--output {folder} cannot be made a folder: {error.strerror}.") from None
+
+
+def _measure_in_processes(request: Request, processes: int, reporter: Reporter) -> Measured:
+    _largest(request, processes)  # a mistake is found before there are several processes
+    reporter.say(f"Starting {processes} processes …")
+    found = run_processes("shoal.bench.collectives_worker", [request.to_text()], processes)
+    if found is None:
+        raise RunFailed("Stopped before everything was measured.")
+    return Measured.from_dict(found)
+
+
+def _processes(devices: int | None) -> int:
+    present = cuda_devices()
+    if devices is None and present != 1:
+        return present or 2
+    if devices is None or devices == 1:
+        nobody = "One process has nobody to send to, so there is nothing to measure"
+        if present == 1:
+            raise UserMistake(
+                f"{nobody}, and this machine has one CUDA device; for two processes on its CPU use "
+                "CUDA_VISIBLE_DEVICES= shoal bench collectives --devices 2."
+            )
+        raise UserMistake(f"{nobody}; use --devices 2.")
+    if devices < 1:
+        raise UserMistake(f"--devices is {devices}, but must be at least 2.")
+    return check_processes(devices, "--devices")
+
+
+def _largest(request: Request, processes_here: int) -> int:
+    """The size to go up to, if there is room for it."""
+    device = first_device()
+    if device.type == "cuda":
+        largest = request.largest or LARGEST_ON_CUDA
+        room, where = torch.cuda.get_device_properties(device).total_memory, "a GPU here"
+    else:
+        largest = request.largest or LARGEST_ON_CPU
+        room, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+        room //= processes_here
+    if largest * BUFFERS > room:
+        raise UserMistake(
+            f"--largest is {show_size(largest)}, which needs {show_size(largest * BUFFERS)} a process, but {where} has "
+            f"{show_size(room)} for each; give at most {show_size(room // BUFFERS)}."
+        )
+    return largest

@@ -1,0 +1,148 @@
+"""One rank's part in measuring collectives: call them, look whether the result is right, time them together."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.bench.collectives_report import Measured, Timing
+from shoal.bench.collectives_request import Request, sizes_up_to
+from shoal.bench.sizes import show_seconds, show_size
+from shoal.observe.progress import Reporter
+from shoal.parallel.ranks import Ranks
+from shoal.plan.ring import OPERATIONS, Operation
+
+# torch 2.13 has given them new names, and warns of the old ones.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# A sample is as many calls in a row as take this long, so that neither the clock nor ranks that begin a little
+# apart count for much.
+SAMPLE_SECONDS = 0.005
+MOST_CALLS = 1000
+WARM_UP = 3
+# Fewer would have no spread.
+FEWEST_SAMPLES = 3
+# Of the values that are compared. No 2^k is one short of a multiple of 7, so parts that changed places are noticed.
+PERIOD = 7
+
+
+class Buffers:
+    """The tensors of one size: the whole, and this rank's part of it."""
+
+    def __init__(self, size: int, dtype: torch.dtype, ranks: Ranks) -> None:
+        self.ranks = ranks
+        # Written to, not just reserved: pages that were only ever zeros all share one page of memory.
+        self.whole = torch.empty(size // dtype.itemsize, dtype=dtype, device=ranks.device).zero_()
+        self.part = torch.empty_like(self.whole.chunk(ranks.world_size)[0]).zero_()
+
+    def call(self, operation: Operation) -> Callable[[], object]:
+        """One collective, to be called by all ranks."""
+        if operation == "all-reduce":
+            return lambda: dist.all_reduce(self.whole)
+        if operation == "all-gather":
+            return lambda: ALL_GATHER(self.whole, self.part)
+        return lambda: REDUCE_SCATTER(self.part, self.whole)
+
+    def is_right(self, operation: Operation) -> bool:
+        """Call it once with values that differ by rank and place, and compare; leaves zeros, which sum to zeros."""
+        rank, count = self.ranks.rank, self.ranks.world_size
+        mine = self._values([rank])
+        self.whole.copy_(mine)
+        self.part.copy_(mine.chunk(count)[rank])
+        self.call(operation)()
+        if operation == "all-gather":
+            parts = zip(self.whole.chunk(count), range(count), strict=True)
+            right = all(torch.equal(part, self._values([owner]).chunk(count)[owner]) for part, owner in parts)
+        else:
+            expected = self._values(range(count))
+            found = self.whole if operation == "all-reduce" else self.part
+            right = torch.equal(found, expected if operation == "all-reduce" else expected.chunk(count)[rank])
+        self.whole.zero_()
+        self.part.zero_()
+        return right
+
+    def _values(self, owners: list[int] | range) -> torch.Tensor:
+        """The sum of what these ranks hold: ones and zeros, so that a sum of hundreds is exact in bf16 as well."""
+        period = [float(sum((place + owner) % PERIOD == 0 for owner in owners)) for place in range(PERIOD)]
+        table = torch.tensor(period, dtype=self.whole.dtype, device=self.whole.device)
+        return table.repeat(-(-self.whole.numel() // PERIOD))[: self.whole.numel()]
+
+
+def measure(request: Request, largest: int, ranks: Ranks, reporter: Reporter) -> Measured:
+    """Time every operation at every size. Ends early, with a sentence in `faults`, where a result is wrong."""
+    sizes = sizes_up_to(largest, ranks.world_size)
+    timings: list[Timing] = []
+    faults: list[str] = []
+    reporter.begin(0, len(sizes) * len(OPERATIONS), noun="measurement", waiting="ranks meet")
+    for size in sizes:
+        buffers = Buffers(size, DTYPES[request.dtype], ranks)
+        for operation in OPERATIONS:
+            wrong = _ranks_where(not buffers.is_right(operation), ranks)
+            if wrong:
+                faults.append(f"{operation} of {show_size(size)} gave a wrong result on rank {_listed(wrong)}")
+                continue
+            timing = _time(operation, size, buffers.call(operation), ranks, request)
+            timings.append(timing)
+            reporter.advance(len(timings))
+            reporter.tell(f"{operation:14}  {show_size(size):>8}  {show_seconds(timing.seconds):>8}")
+        if faults:
+            break
+    reporter.end()
+    return Measured(**_machine(ranks), dtype=request.dtype, timings=timings, faults=faults)
+
+
+def _time(operation: Operation, size: int, call: Callable[[], object], ranks: Ranks, request: Request) -> Timing:
+    def sample(calls: int) -> float:
+        """Seconds a call, of the slowest rank: so long a step that needs the result would wait."""
+        ranks.barrier()
+        _finish(ranks)
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        _finish(ranks)
+        return ranks.largest((time.perf_counter() - began) / calls)
+
+    about = min(sample(1) for _ in range(WARM_UP))
+    # From what all ranks agree on, so that all of them call equally often.
+    calls = min(MOST_CALLS, max(1, round(SAMPLE_SECONDS / about)))
+    samples = max(FEWEST_SAMPLES, min(request.repeat, int(request.seconds / (about * calls))))
+    taken = [sample(calls) for _ in range(samples)]
+    low, middle, high = statistics.quantiles(taken, n=4, method="inclusive")
+    return Timing(operation, size, middle, low, high, samples, calls)
+
+
+def _finish(ranks: Ranks) -> None:
+    """Until the device is done with what it was given."""
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)
+
+
+def _ranks_where(found: bool, ranks: Ranks) -> list[int]:
+    flags = torch.zeros(ranks.world_size)
+    flags[ranks.rank] = float(found)
+    return [int(rank) for rank in ranks.sum(flags).nonzero().flatten()]
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+
+
+def _machine(ranks: Ranks) -> dict[str, Any]:
+    """What the numbers depend on, and nothing that would say whose machine it is."""
+    cuda = ranks.device.type == "cuda"
+    machines = ranks.sum(torch.tensor([float(ranks.local_rank == 0)]))
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else None  # type: ignore[no-untyped-call]
+    return {
+        "device": torch.cuda.get_device_name(ranks.device) if cuda else "cpu",
+        "backend": f"nccl {nccl}" if cuda else "gloo",
+        "torch": torch.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+        "ranks": ranks.world_size,
+        "machines": int(machines),
+    }

@@ -1,0 +1,61 @@
+"""`shoal bench`: parse, call, print, as in `cli.py`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli_common import ANSWER_IS_NO, AsJson, print_json
+
+bench_app = typer.Typer(help="Measure what a run's speed depends on.", no_args_is_help=True, rich_markup_mode=None)
+
+
+class Dtype(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+# The callback keeps `collectives` a command with a name while it is the only one.
+@bench_app.callback()
+def bench() -> None:
+    pass
+
+
+@bench_app.command()
+def collectives(
+    devices: Annotated[
+        int | None, typer.Option("--devices", help="Processes to start; default: one a GPU, or 2 on a CPU.")
+    ] = None,
+    largest: Annotated[
+        str | None,
+        typer.Option("--largest", metavar="SIZE", help="Sizes go up to this; default: 256MiB on CUDA, 64MiB on a CPU."),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="What is sent and summed.")] = Dtype.fp32,
+    repeat: Annotated[int, typer.Option("--repeat", help="Samples of each operation and size, at most.")] = 20,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="Fewer samples, where they would take longer than this.")
+    ] = 1.0,
+    link: Annotated[
+        str | None,
+        typer.Option("--link", metavar="NAME", help="Hold it against this link, such as nvlink4, not the best seen."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write collectives.json and .png there.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """All-reduce, all-gather and reduce-scatter by size, against the ring formula. Wrong results are status 3."""
+    from shoal import api
+
+    report = api.bench_collectives(
+        devices=devices, largest=largest, dtype=dtype, repeat=repeat, seconds=seconds, link=link, output=output
+    )
+    from shoal.launch.join import is_first
+
+    if is_first():
+        print_json(report.as_dict()) if as_json else typer.echo(report.text())
+    if not report.correct:
+        if is_first():
+            typer.echo(f"shoal: {report.fault()}", err=True)
+        raise typer.Exit(ANSWER_IS_NO)

@@ -1,0 +1,16 @@
+"""What the commands have in common."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+DONE, FAILED, MISTAKEN, ANSWER_IS_NO, STOPPED_EARLY = 0, 1, 2, 3, 75
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")
+]
+
+
+def print_json(value: dict[str, Any]) -> None:
+    typer.echo(json.dumps(value, indent=2))

@@ -1,0 +1,88 @@
+"""Keys that cannot go together: refused when the config is read, with the reason and the nearest that works."""
+
+from collections.abc import Iterator
+
+from shoal.config.locate import KeyPath, Origins
+from shoal.config.mesh import divide_processes, length_multiple
+from shoal.config.schema import Config
+from shoal.mistakes import UserMistake
+
+Finding = tuple[str, str]  # the key to point at, and the sentence
+
+
+def refuse_combinations(config: Config, origins: Origins) -> None:
+    """Raise a UserMistake with one line for each combination that cannot work."""
+    sentences = []
+    for key, sentence in (*_sharding(config), *_cutting(config), *_sizes(config)):
+        path: KeyPath = tuple(key.split("."))
+        sentences.append(f"{origins.prefix(path)}{sentence}")
+    if sentences:
+        raise UserMistake("\n".join(sentences))
+
+
+def _sharding(config: Config) -> Iterator[Finding]:
+    parallel = config.parallel
+    strategy, sharding = parallel.strategy, parallel.sharding
+    if strategy in ("zero1", "zero2", "zero3") and sharding != "full_shard":
+        nearest = {"shard_grad_op": "zero2", "no_shard": "ddp"}.get(sharding, f"fsdp with sharding {sharding}")
+        yield (
+            "parallel.sharding",
+            f"parallel.sharding {sharding} is a way of fsdp, and {strategy} has its own; use strategy {nearest}.",
+        )
+    keeps = strategy == "zero2" or (strategy == "fsdp" and sharding == "shard_grad_op")
+    if keeps and parallel.reshard not in ("auto", False):
+        yield (
+            "parallel.reshard",
+            f"parallel.reshard {str(parallel.reshard).lower()} frees weights after the forward pass, and "
+            f"{'zero2' if strategy == 'zero2' else 'shard_grad_op'} keeps them; use fsdp with full_shard.",
+        )
+    if parallel.offload == "cpu" and strategy in ("single", "ddp", "zero1"):
+        yield (
+            "parallel.offload",
+            f"parallel.offload cpu moves what is sharded, and {strategy} shards no weights; use strategy fsdp, or "
+            "offload optimizer.",
+        )
+    if parallel.offload == "cpu" and parallel.pp > 1:
+        yield (
+            "parallel.offload",
+            "parallel.offload cpu cannot be used with parallel.pp: a stage keeps its weights gathered for all passes "
+            "of a step; use offload optimizer, or pp 1.",
+        )
+
+
+def _cutting(config: Config) -> Iterator[Finding]:
+    parallel, train = config.parallel, config.train
+    if parallel.tp > 1 and train.optimizer.name == "muon":
+        yield (
+            "parallel.tp",
+            "parallel.tp cuts the matrices that muon must see whole; use tp 1 with strategy fsdp, or optimizer adamw.",
+        )
+    if parallel.pp > 1 and parallel.compress != "none":
+        yield (
+            "parallel.compress",
+            f"parallel.compress {parallel.compress} is DDP's, and a pipeline sums its gradients itself; use compress "
+            "none, or pp 1.",
+        )
+    if parallel.cp > 1 and config.model.attention == "eager":
+        yield (
+            "model.attention",
+            "model.attention eager cannot be used with parallel.cp, which brings its own attention; use auto.",
+        )
+
+
+def _sizes(config: Config) -> Iterator[Finding]:
+    parallel, hardware = config.parallel, config.hardware
+    multiple, length = length_multiple(parallel), config.data.max_length
+    if length % multiple:
+        below = length // multiple * multiple
+        near = " or ".join(str(one) for one in (below, below + multiple) if one)
+        yield (
+            "data.max_length",
+            f"data.max_length {length} cannot be divided over parallel.cp {parallel.cp} × tp {parallel.tp}: it must be "
+            f"a multiple of {multiple}, such as {near}.",
+        )
+    if hardware.devices != "auto":
+        try:
+            divide_processes(parallel, hardware.devices * hardware.nodes)
+        except UserMistake as mistake:
+            yield "hardware.devices", str(mistake)

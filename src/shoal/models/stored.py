@@ -1,0 +1,203 @@
+"""Tensors as they lie in the safetensors files of a folder, read a box at a time.
+
+A tensor of the model is one tensor of a file, or it is put together from several: expert by expert, say. Whatever it
+is made of, `read` touches only the tensors, and of those only the rows, that the wanted box overlaps.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shoal.mistakes import UserMistake
+from shoal.models.pieces import Box
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Stored(Protocol):
+    """A whole tensor that is not in memory."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read(self, box: Box) -> Tensor:
+        """The values of `box`, on the CPU, in the files' dtype."""
+        ...
+
+
+@dataclass
+class Folder:
+    """The safetensors files of a folder. Each is opened once, when a tensor of it is first asked for."""
+
+    path: Path
+    files: dict[str, str]  # by the tensor's name
+    opened: dict[str, Any] = field(default_factory=dict)
+
+    def file_of(self, name: str) -> Path:
+        return self.path / self.files[name]
+
+    def open(self, name: str) -> Any:
+        """The file that holds the tensor `name`."""
+        file = self.files[name]
+        if file not in self.opened:
+            try:
+                self.opened[file] = safe_open(self.path / file, framework="pt")
+            except SafetensorError as error:
+                raise UserMistake(f"{self.path / file} is damaged: {error}") from None
+        return self.opened[file]
+
+    def find(self, name: str) -> "InFile":
+        """The tensor `name`, of which only the header is read."""
+        try:
+            header = self.open(name).get_slice(name)
+        except SafetensorError as error:
+            raise UserMistake(f"{self.file_of(name)} is damaged: {error}") from None
+        kind = header.get_dtype()
+        if kind not in DTYPES:
+            raise UserMistake(
+                f"{self.file_of(name)} holds {name} as {kind}: quantised weights cannot be trained; use the originals."
+            )
+        return InFile(self, name, tuple(header.get_shape()), DTYPES[kind])
+
+
+def open_folder(path: Path) -> Folder:
+    """The files of a Hugging Face folder, as its index or its only file lists them."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            table = json.loads(index.read_text())["weight_map"]
+            files = {str(name): str(file) for name, file in table.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserMistake(f"{index} is not a safetensors index.") from None
+        for file in sorted(set(files.values())):
+            if Path(file).name != file or not (path / file).is_file():
+                raise UserMistake(f"{index} names {file}, which is not a file of that folder.")
+        return Folder(path, files)
+    single = path / "model.safetensors"
+    if not single.is_file():
+        found = ", ".join(sorted(other.name for other in path.glob("*.bin"))[:2])
+        note = f" ({found} is a pickle, which shoal does not read)" if found else ""
+        raise UserMistake(f"{path} holds no model.safetensors{note}; save it with save_pretrained.")
+    try:
+        opened: Any = safe_open(single, framework="pt")
+        return Folder(path, dict.fromkeys(opened.keys(), single.name), {single.name: opened})
+    except SafetensorError as error:
+        raise UserMistake(f"{single} is damaged: {error}") from None
+
+
+@dataclass(frozen=True)
+class InFile:
+    """One tensor of a file."""
+
+    folder: Folder
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, box: Box) -> Tensor:
+        if box.empty:
+            return torch.empty(box.shape, dtype=self.dtype)
+        opened = self.folder.open(self.name)
+        # safetensors cannot slice a tensor without dimensions.
+        found: Tensor = opened.get_slice(self.name)[box.slices] if box.shape else opened.get_tensor(self.name)
+        return found
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors of one shape, one after the other along a new dimension."""
+
+    parts: Sequence[Stored]
+    dimension: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        inner = self.parts[0].shape
+        return (*inner[: self.dimension], len(self.parts), *inner[self.dimension :])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return common_dtype(self.parts)
+
+    def read(self, box: Box) -> Tensor:
+        found = torch.empty(box.shape, dtype=self.dtype)
+        if box.empty:
+            return found
+        inner = Box(_without(box.offset, self.dimension), _without(box.shape, self.dimension))
+        first = box.offset[self.dimension]
+        for place in range(box.shape[self.dimension]):
+            found.select(self.dimension, place).copy_(self.parts[first + place].read(inner))
+        return found
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tensors laid end to end along a dimension they have."""
+
+    parts: Sequence[Stored]
+    dimension: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        length = sum(part.shape[self.dimension] for part in self.parts)
+        return _with(self.parts[0].shape, self.dimension, length)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return common_dtype(self.parts)
+
+    def read(self, box: Box) -> Tensor:
+        found = torch.empty(box.shape, dtype=self.dtype)
+        start = 0
+        for part in self.parts:
+            place = Box(_with((0,) * len(part.shape), self.dimension, start), part.shape)
+            shared = box.overlap(place)
+            if not shared.empty:
+                found[shared.within(box).slices] = part.read(shared.within(place))
+            start += part.shape[self.dimension]
+        return found
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A box of another tensor, as a tensor of its own."""
+
+    whole: Stored
+    place: Box
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.place.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    def read(self, box: Box) -> Tensor:
+        offset = tuple(one + other for one, other in zip(self.place.offset, box.offset, strict=True))
+        return self.whole.read(Box(offset, box.shape))
+
+
+def common_dtype(parts: Iterable[Stored]) -> torch.dtype:
+    """The dtype that holds the values of all parts; files may mix them."""
+    first, *others = [part.dtype for part in parts]
+    for other in others:
+        first = torch.promote_types(first, other)
+    return first
+
+
+def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _without(values: tuple[int, ...], index: int) -> tuple[int, ...]:
+    return (*values[:index], *values[index + 1 :])

@@ -1,0 +1,187 @@
+"""Context parallelism: each rank works on a part of every row's tokens, and attention alone needs the others'.
+
+`gather`: keys and values of all ranks are gathered, queries stay. A later query sees more keys, so a rank takes one
+piece from the front of the row and its mirror image from the back: all ranks then compute equally much.
+`ulysses`: queries, keys and values are exchanged so that a rank has all tokens of some heads, and back.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from shoal.config.mesh import Mesh
+from shoal.data.loader import MicroBatch
+from shoal.mistakes import UserMistake
+from shoal.models.attention import MASKLESS, document_mask
+from shoal.parallel.exchange import exchange, gather
+from shoal.parallel.plans import find_plan
+
+HEADS, SEQUENCE = 1, 2  # of queries, keys and values
+Attention = Callable[..., tuple[Tensor, None]]
+
+
+def check_context_parallel(model: Any, mesh: Mesh, method: str) -> None:
+    """Raise a UserMistake unless `model` can be given parts of rows."""
+    if mesh.cp == 1 and mesh.tp == 1:
+        return
+    key = "parallel.cp" if mesh.cp > 1 else "parallel.tp"
+    find_plan(model, key)
+    settings = model.config.get_text_config()
+    if settings._attn_implementation == "sdpa":
+        raise UserMistake(
+            f"{key} cannot be used with a sliding window ({settings.sliding_window} tokens) shorter than "
+            "data.max_length; lower that, or use parallel.strategy fsdp alone."
+        )
+    if mesh.cp == 1:
+        return
+    if settings._attn_implementation == "eager":
+        raise UserMistake("parallel.cp brings its own attention, so model.attention cannot be eager; use auto.")
+    heads = settings.num_attention_heads // mesh.tp
+    if method == "ulysses" and heads % mesh.cp:
+        raise UserMistake(
+            f"parallel.cp {mesh.cp} with cp_method ulysses does not divide the {heads} attention heads "
+            f"{'of a tensor-parallel rank' if mesh.tp > 1 else 'of the model'}; use cp_method gather."
+        )
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """Which tokens of a row this rank has."""
+
+    group: dist.ProcessGroup
+    method: str
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def cut(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's tokens of a batch; positions are those in the whole row."""
+        length = batch.inputs.shape[1]
+        mine = self.places(length, batch.inputs.device)
+        mask = None
+        if batch.documents is not None:
+            mask = document_mask(batch.documents)
+            mask = mask.index_select(2, mine) if self.method == "gather" else mask
+        positions = batch.positions
+        if positions is None:
+            positions = torch.arange(length, device=mine.device).expand(batch.inputs.shape)
+        return replace(
+            batch,
+            inputs=batch.inputs.index_select(1, mine),
+            labels=batch.labels.index_select(1, mine),
+            positions=positions.index_select(1, mine),
+            documents=None,
+            mask=mask,
+        )
+
+    def places(self, length: int, device: torch.device) -> Tensor:
+        """Where this rank's tokens stand in a row of `length`."""
+        everything = torch.arange(length, device=device)
+        if self.method == "ulysses":
+            return everything.chunk(self.size)[self.rank]
+        parts = everything.chunk(2 * self.size)
+        return torch.cat([parts[self.rank], parts[-1 - self.rank]])
+
+    def attention(self) -> Attention:
+        """The function that stands in for a transformers model's attention."""
+        return self._gathered if self.method == "gather" else self._exchanged
+
+    def _gathered(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        both = gather(torch.stack([key, value]), SEQUENCE + 1, self.group)
+        # Ranks hold (first, last), (second, last but one), …: put the pieces back into the order of the row.
+        parts = both.chunk(2 * self.size, SEQUENCE + 1)
+        keys, values = torch.cat([*parts[0::2], *parts[1::2][::-1]], SEQUENCE + 1).unbind(0)
+        if attention_mask is not None:
+            found = attend(query, keys, values, attention_mask, scaling, dropout)
+        else:
+            length = query.shape[SEQUENCE] // 2
+            front, back = torch.split(query, length, SEQUENCE)
+            ends = (length * (self.rank + 1), length * (2 * self.size - self.rank))
+            found = torch.cat(
+                [
+                    attend_before(part, keys[:, :, :end], values[:, :, :end], scaling, dropout)
+                    for part, end in zip((front, back), ends, strict=True)
+                ],
+                SEQUENCE,
+            )
+        return found.transpose(HEADS, SEQUENCE).contiguous(), None
+
+    def _exchanged(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        repeat = self.size // gcd(key.shape[HEADS], self.size)  # fewer key heads than ranks: some have copies
+        both = torch.stack([key, value]).repeat_interleave(repeat, HEADS + 1)
+        query = exchange(query, HEADS, SEQUENCE, self.group)
+        keys, values = exchange(both, HEADS + 1, SEQUENCE + 1, self.group).unbind(0)
+        if attention_mask is None:
+            found = attend_before(query, keys, values, scaling, dropout)
+        else:
+            found = attend(query, keys, values, attention_mask, scaling, dropout)
+        return exchange(found, SEQUENCE, HEADS, self.group).transpose(HEADS, SEQUENCE).contiguous(), None
+
+
+def split_sequence(model: Any, group: dist.ProcessGroup, method: str) -> SequencePart:
+    """Give `model` an attention that works on parts of rows."""
+    from transformers import AttentionInterface
+
+    part = SequencePart(group, method)
+    name = f"{MASKLESS}_{method}"
+    AttentionInterface.register(name, part.attention())
+    model.set_attn_implementation(name)
+    return part
+
+
+def attend_before(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, dropout: float) -> Tensor:
+    """Causal attention of queries that stand at the end of `keys`."""
+    queries, length = query.shape[SEQUENCE], keys.shape[SEQUENCE]
+    if queries == length:
+        return attend(query, keys, values, None, scaling, dropout)
+    if query.is_cuda:  # a mask that flash attention understands without its being made
+        return attend(query, keys, values, causal_lower_right(queries, length), scaling, dropout)
+    sees = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)
+    return attend(query, keys, values, sees, scaling, dropout)
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query,
+        keys,
+        values,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[HEADS] != keys.shape[HEADS],
+    )

@@ -1,0 +1,104 @@
+"""Gradients of a step after its passes: summed where ranks have parts of them, measured, multiplied.
+
+Squares are summed in fp64, so that however the sum is split over ranks the norm rounds to the same fp32 number, and
+clipping changes no bit between one process and many.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shoal.models.pieces import local_tensor
+from shoal.parallel.placement import Placement
+
+ShardedOver = tuple[DeviceMesh, tuple[int, ...]] | None
+# Gradients are summed over a group in buckets of about so many numbers.
+BUCKET = 1 << 25
+
+
+class Gradients:
+    """The gradients of the trained `parameters` of this rank."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], placement: Placement, *, averages: bool) -> None:
+        """`averages`: nothing that wraps the model averages gradients over replicas, so it is done here."""
+        self.parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+        self.placement = placement
+        self.averages = averages
+
+    def finish(self) -> None:
+        """After the last pass: make each gradient the whole step's, as far as what wraps the model has not."""
+        grid, placement = self.placement.grid, self.placement
+        if self.averages and grid.gradient_ranks > 1:
+            everything = self._local(self.parameters)
+            sum_over(everything, grid.replicas.get_group())
+            torch._foreach_div_(everything, grid.gradient_ranks)
+        if grid.tp is not None:
+            # What is not cut has seen a part of the tokens, or of the heads, on each tensor-parallel rank.
+            sum_over(self._local(name for name in self.parameters if name not in placement.splits), grid.tp)
+        if placement.at_both_ends and grid.ends is not None:
+            sum_over(self._local(name for name in self.parameters if name in placement.at_both_ends), grid.ends)
+
+    def norm(self) -> Tensor:
+        """The 2-norm of all gradients together, as fp32; the same on all ranks. The host does not wait."""
+        grid = self.placement.grid
+        kinds: dict[tuple[ShardedOver, bool], list[Tensor]] = {}
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if gradient is None or name in self.placement.counted_elsewhere:
+                continue
+            over: ShardedOver = None
+            if isinstance(gradient, DTensor):
+                dimensions = tuple(i for i, place in enumerate(gradient.placements) if isinstance(place, Shard))
+                over = (gradient.device_mesh, dimensions) if dimensions else None
+            kinds.setdefault((over, name in self.placement.splits), []).append(local_tensor(gradient))
+        # Ranks of a stage have parameters of the same kinds, and meet in the same sums.
+        total: Tensor | None = None
+        for (over, is_split), gradients in kinds.items():
+            square = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum()
+            if over is not None:
+                mesh, dimensions = over
+                for dimension in dimensions:
+                    dist.all_reduce(square, group=mesh.get_group(dimension))
+            if is_split and grid.tp is not None:
+                dist.all_reduce(square, group=grid.tp)
+            total = square if total is None else total + square
+        assert total is not None, "the backward pass left no gradient"
+        if grid.pp is not None:
+            dist.all_reduce(total, group=grid.pp)
+        return total.sqrt().float()
+
+    def multiply(self, factor: Tensor) -> None:
+        torch._foreach_mul_(self._local(self.parameters), factor)
+
+    def _local(self, names: Iterable[str]) -> list[Tensor]:
+        gradients = (self.parameters[name].grad for name in names)
+        return [local_tensor(gradient) for gradient in gradients if gradient is not None]
+
+
+def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
+    """What gradients are multiplied with so that their norm is at most `limit`."""
+    return torch.ones_like(norm) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+def sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum each tensor over `group`, in place, many in one exchange."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[Tensor] = []
+        for tensor in [one for one in tensors if one.dtype == dtype]:
+            bucket.append(tensor)
+            if sum(one.numel() for one in bucket) >= BUCKET:
+                _sum_bucket(bucket, group)
+                bucket = []
+        if bucket:
+            _sum_bucket(bucket, group)
+
+
+def _sum_bucket(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])

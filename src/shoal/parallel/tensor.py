@@ -1,0 +1,152 @@
+"""Tensor parallelism: each rank holds some heads, some of the MLP's width and some of the vocabulary.
+
+Between the matrices a rank holds its part of the sequence (sequence parallelism): after each norm the sequence is
+gathered, and what comes out of a row-cut matrix is summed and scattered again. Four exchanges a block and direction
+two by two: gathers and scatters. Everything that is not cut (norms, biases after a sum) sees a part of the tokens on
+each rank, so its gradient is partial and must be summed over the group at the end of a step.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.mistakes import UserMistake
+from shoal.models.anatomy import Anatomy
+from shoal.models.pieces import Split
+from shoal.parallel.exchange import gather, own_part, scatter_sum
+from shoal.parallel.plans import Plan, find_plan
+
+SEQUENCE = 1  # activations are rows × sequence × hidden
+
+
+def check_tensor_parallel(model: Any, anatomy: Anatomy, degree: int) -> None:
+    """Raise a UserMistake unless `model` can be cut `degree` ways."""
+    if degree == 1:
+        return
+    find_plan(model, "parallel.tp")
+    settings = model.config.get_text_config()
+    heads = settings.num_attention_heads
+    counts = {
+        "attention heads": heads,
+        "key and value heads": getattr(settings, "num_key_value_heads", None) or heads,
+        "MLP columns": _inner_width(model, anatomy),
+    }
+    for what, count in counts.items():
+        if count % degree:
+            fitting = max(one for one in range(1, degree) if all(each % one == 0 for each in counts.values()))
+            raise UserMistake(
+                f"parallel.tp {degree} does not divide the model's {count} {what}; the next smaller that does is "
+                f"{fitting}."
+            )
+
+
+def split_tensors(model: Any, anatomy: Anatomy, group: dist.ProcessGroup) -> dict[str, Split]:
+    """Cut `model`, which is on meta, in place; returns how each parameter that was cut lies in the whole."""
+    plan = find_plan(model, "parallel.tp")
+    splits: dict[str, Split] = {}
+    for name in anatomy.blocks:
+        _split_block(model.get_submodule(name), name, plan, group, splits)
+    _split_ends(model, anatomy, plan, group, splits)
+    return splits
+
+
+def _inner_width(model: Any, anatomy: Anatomy) -> int:
+    settings = model.config.get_text_config()
+    width: int = getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size
+    return width
+
+
+def _split_block(block: nn.Module, name: str, plan: Plan, group: dist.ProcessGroup, splits: dict[str, Split]) -> None:
+    for column in plan.column:
+        linear: Any = block.get_submodule(column)
+        dimension = 0 if isinstance(linear, nn.Linear) else 1  # Conv1D holds its matrix the other way round
+        fused = plan.fused.get(column, 1)
+        for key, at in (("weight", dimension), ("bias", 0)):
+            _cut(linear, key, f"{name}.{column}", at, fused, group, splits)
+        if not isinstance(linear, nn.Linear):
+            linear.nf = linear.weight.shape[1]
+            if fused > 1:  # GPT-2's attention cuts its fused result into pieces of a size it remembers
+                attention: Any = block.get_submodule(column.rsplit(".", 1)[0])
+                attention.split_size = linear.nf // fused
+    for row in plan.row:
+        linear = block.get_submodule(row)
+        is_linear = isinstance(linear, nn.Linear)
+        _cut(linear, "weight", f"{name}.{row}", 1 if is_linear else 0, 1, group, splits)
+        linear.forward = partial(_row_forward, linear, group, is_linear)
+    for norm in plan.norms:
+        _gather_after(block.get_submodule(norm), group)
+
+
+def _split_ends(model: Any, anatomy: Anatomy, plan: Plan, group: dist.ProcessGroup, splits: dict[str, Split]) -> None:
+    """Embedding and head by vocabulary, tied or not; final norm and learned positions by sequence.
+
+    A stage of a pipeline has some of these only.
+    """
+    embedding, head = model.get_submodule(anatomy.embedding), model.get_submodule(anatomy.head)
+    if "weight" in embedding._parameters:
+        _cut(embedding, "weight", anatomy.embedding, 0, 1, group, splits)
+        ((start, _),) = splits[f"{anatomy.embedding}.weight"].spans
+        embedding.forward = partial(_embedding_forward, embedding, start, group)
+    if "weight" in head._parameters:
+        if anatomy.tied:
+            head.weight = embedding.weight
+        else:
+            _cut(head, "weight", anatomy.head, 0, 1, group, splits)
+    assert anatomy.final_norm is not None, "every family that has a plan has a final norm"
+    final_norm = model.get_submodule(anatomy.final_norm)
+    if final_norm._parameters:
+        _gather_after(final_norm, group)
+    if plan.positions is not None:
+        positions = model.get_submodule(anatomy.backbone).get_submodule(plan.positions)
+        if positions._parameters:
+            positions.register_forward_hook(lambda _, __, output: own_part(output, SEQUENCE, group))
+
+
+def _cut(
+    module: nn.Module,
+    key: str,
+    name: str,
+    dimension: int,
+    fused: int,
+    group: dist.ProcessGroup,
+    splits: dict[str, Split],
+) -> None:
+    """Replace a parameter by this rank's part. `fused` matrices side by side are each cut."""
+    whole = module._parameters.get(key)
+    if whole is None:
+        return
+    assert whole.is_meta, "models are cut before they have memory"
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    width = whole.shape[dimension] // fused
+    start, end = width * rank // size, width * (rank + 1) // size
+    spans = tuple((one * width + start, end - start) for one in range(fused))
+    split = Split(dimension, whole.shape[dimension], spans)
+    part = torch.empty(split.part_shape(whole.shape), dtype=whole.dtype, device="meta")
+    module._parameters[key] = nn.Parameter(part, requires_grad=whole.requires_grad)
+    splits[f"{name}.{key}"] = split
+
+
+def _gather_after(norm: nn.Module, group: dist.ProcessGroup) -> None:
+    norm.register_forward_hook(lambda _, __, output: gather(output, SEQUENCE, group))
+
+
+def _row_forward(linear: Any, group: dist.ProcessGroup, is_linear: bool, inputs: Tensor) -> Tensor:
+    """Each rank's share of the products, summed; the bias is added once, after that."""
+    weight = linear.weight if is_linear else linear.weight.t()
+    result = scatter_sum(F.linear(inputs, weight), SEQUENCE, group)
+    return result if linear.bias is None else result + linear.bias
+
+
+def _embedding_forward(embedding: Any, start: int, group: dist.ProcessGroup, tokens: Tensor) -> Tensor:
+    """Vectors of the tokens that this rank has, zero for the others; summed, each rank keeps its part of them."""
+    local, size = tokens - start, embedding.weight.shape[0]
+    here = (local >= 0) & (local < size)
+    padding = None  # a token whose vector does not learn
+    if embedding.padding_idx is not None and 0 <= embedding.padding_idx - start < size:
+        padding = embedding.padding_idx - start
+    found = F.embedding(local * here, embedding.weight, padding) * here.unsqueeze(-1)
+    return scatter_sum(found, SEQUENCE, group)

@@ -1,0 +1,66 @@
+"""What FSDP gathers and frees as one: each block, or what `parallel.wrap` says."""
+
+from typing import Any
+
+from torch import nn
+
+from shoal.config.schema import WrapConfig
+from shoal.mistakes import UserMistake, suggestion
+from shoal.models.anatomy import Anatomy
+from shoal.models.weights import parameter_slots
+
+
+def choose_units(model: Any, anatomy: Anatomy, wrap: str | WrapConfig) -> list[nn.Module]:
+    """Modules in the order in which the forward pass enters them; what they leave over belongs to the root."""
+    if not isinstance(wrap, WrapConfig):
+        return anatomy.block_modules(model)
+    allowed = _wrappable(model, anatomy)
+    if wrap.min_params is not None:
+        chosen = _by_size(model.get_submodule(anatomy.backbone), wrap.min_params, allowed)
+    else:
+        names = {type(module).__name__ for module in model.modules()}
+        for name in wrap.classes:
+            if name not in names:
+                raise UserMistake(
+                    f"parallel.wrap: no module of {type(model).__name__} is a {name}{suggestion(name, names)}."
+                )
+        chosen = {module for module in allowed if type(module).__name__ in wrap.classes}
+        if not chosen:
+            raise UserMistake(
+                f"parallel.wrap: {', '.join(wrap.classes)} cannot be gathered alone: the head, and modules that share "
+                "weights with others, stay with the root."
+            )
+    return [module for module in model.modules() if module in chosen]
+
+
+def _wrappable(model: Any, anatomy: Anatomy) -> set[nn.Module]:
+    """Modules of the backbone with parameters of their own. Not those that share one with a module outside: a tied
+    weight must stay one."""
+    shared = [[owner for owner, _ in places] for places in parameter_slots(model).values() if len(places) > 1]
+    found = set()
+    for module in model.get_submodule(anatomy.backbone).modules():
+        inside = set(module.modules())
+        torn = any(0 < sum(owner in inside for owner in owners) < len(owners) for owners in shared)
+        if not torn and not isinstance(module, nn.ModuleList) and any(True for _ in module.parameters()):
+            found.add(module)
+    return found
+
+
+def _by_size(root: nn.Module, least: int, allowed: set[nn.Module]) -> set[nn.Module]:
+    """From the leaves up: a module is a unit when what its own units leave over has `least` parameters."""
+    chosen: set[nn.Module] = set()
+    seen: set[nn.Parameter] = set()
+
+    def left_over(module: nn.Module) -> int:
+        count = sum(left_over(child) for child in module.children())
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                count += parameter.numel()
+        if count >= least and module in allowed:
+            chosen.add(module)
+            return 0
+        return count
+
+    left_over(root)
+    return chosen

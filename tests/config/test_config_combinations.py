@@ -1,0 +1,44 @@
+"""Keys that cannot go together are refused when the config is read, with the reason and what works instead."""
+
+import pytest
+
+from shoal.config.load import load_config
+from shoal.mistakes import UserMistake
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["parallel.strategy=zero3", "parallel.sharding=hybrid_shard"],
+            "parallel.sharding hybrid_shard is a way of fsdp, and zero3 has its own; "
+            "use strategy fsdp with sharding hybrid_shard.",
+        ),
+        (["parallel.strategy=zero1", "parallel.sharding=shard_grad_op"], "use strategy zero2."),
+        (["parallel.strategy=zero2", "parallel.reshard=true"], "and zero2 keeps them; use fsdp with full_shard."),
+        (
+            ["parallel.strategy=fsdp", "parallel.sharding=shard_grad_op", "parallel.reshard=2"],
+            "parallel.reshard 2 frees weights after the forward pass, and shard_grad_op keeps them",
+        ),
+        (["parallel.strategy=ddp", "parallel.offload=cpu"], "ddp shards no weights; use strategy fsdp, or offload opt"),
+        (["parallel.strategy=fsdp", "parallel.offload=cpu", "parallel.pp=2"], "use offload optimizer, or pp 1."),
+        (["parallel.tp=2", "train.optimizer.name=muon"], "muon must see whole; use tp 1 with strategy fsdp, or"),
+        (["parallel.pp=2", "parallel.compress=bf16"], "use compress none, or pp 1."),
+        (["parallel.cp=2", "model.attention=eager"], "parallel.cp, which brings its own attention; use auto."),
+        (["parallel.cp=2", "data.max_length=250"], "it must be a multiple of 4, such as 248 or 252."),
+        (["parallel.tp=3", "data.max_length=2"], "it must be a multiple of 3, such as 3."),
+        (["parallel.tp=3", "data.max_length=48", "hardware.devices=8"], "use 6 processes or 9 processes"),
+    ],
+)
+def test_what_cannot_go_together_is_refused_with_what_works(overrides: list[str], says: str) -> None:
+    with pytest.raises(UserMistake) as caught:
+        load_config(None, ["model.shape=gpt2", *overrides])
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_line_of_the_file_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("model: {shape: gpt2}\nparallel:\n  strategy: ddp\n  offload: cpu\n")
+    with pytest.raises(UserMistake, match=r"^run.yaml:4: parallel.offload cpu moves what is sharded"):
+        load_config("run.yaml")

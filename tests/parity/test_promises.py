@@ -1,0 +1,170 @@
+"""Equality beyond the matrix: other families, packed documents, pipelines to the bit, dropout, evaluation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from shoal.data.tokenizer import load_tokenizer
+from tests.harness import lines, settings, train_on
+from tests.parity.test_parity import FAMILIES, MICRO_BATCH, hold_equal
+
+CUTS: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "cp_gather": {"cp": 2},
+    "cp_ulysses": {"cp": 2, "cp_method": "ulysses"},
+}
+OTHERS = ("mistral", "qwen2", "qwen3", "gpt2")
+
+
+def shape_of(family: str, **changes: Any) -> dict[str, Any]:
+    heads = {"kv_heads": 2} if family in ("mistral", "qwen2", "qwen3") else {}
+    shape = {"family": family, "hidden": 32, "layers": 2, "heads": 4, "vocab": 260, "positions": 512, **heads}
+    return {**shape, **changes}
+
+
+def small(data: Path, name: str, **changes: Any) -> dict[str, Any]:
+    batch = {"train__micro_batch": MICRO_BATCH, "train__global_batch": 2 * MICRO_BATCH}
+    return settings(data, name=name, **{**batch, **changes})
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("family", [*OTHERS, "bert"])
+def test_the_other_families_train_alike_on_two_ranks_and_on_one(family, strategy, instructions, tmp_path):
+    shape = shape_of(family)
+    one = train_on(1, small(instructions, "one", model__shape=shape), tmp_path)
+    two = train_on(2, small(instructions, "two", model__shape=shape, parallel__strategy=strategy), tmp_path)
+    hold_equal(two, one, bitwise=True)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_the_other_families_can_be_cut(family, instructions, tmp_path):
+    # 257 tokens do not divide by two: one rank has a larger part of the vocabulary. The bytes tokenizer has 258.
+    shape = shape_of(family, vocab=259)
+    one = train_on(1, small(instructions, "one", model__shape=shape), tmp_path)
+    for name, cut in CUTS.items():
+        two = train_on(2, small(instructions, name, model__shape=shape, parallel=cut), tmp_path)
+        hold_equal(two, one, bitwise=False)
+
+
+@pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, {"strategy": "fsdp"}, *CUTS.values()], ids=str)
+def test_packed_documents_train_alike_on_two_ranks_and_on_one(parallel, instructions, tmp_path):
+    shape = {**FAMILIES["llama"], "positions": 512}
+    one = train_on(1, small(instructions, "one", model__shape=shape, data__pack=True), tmp_path)
+    two = train_on(2, small(instructions, "two", model__shape=shape, data__pack=True, parallel=parallel), tmp_path)
+    hold_equal(two, one, bitwise="strategy" in parallel)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+def test_a_pipeline_alone_is_one_process_to_the_bit(schedule, text, tmp_path):
+    """Rows of text are all of one length, so nothing is padded; a tied embedding is summed in another order."""
+    shape = {**FAMILIES["pythia"], "positions": 512}
+    config = {"model__shape": shape, "data__pack": True, "train__global_batch": 8, "train__micro_batch": 2}
+    one = train_on(1, settings(text, name="one", **config), tmp_path)
+    two = train_on(2, settings(text, name="two", parallel={"pp": 2, "pp_schedule": schedule}, **config), tmp_path)
+    hold_equal(two, one, bitwise=True)
+
+
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
+def test_both_losses_are_the_same_over_a_split_vocabulary(loss, instructions, tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.models.loss.CHUNK_LOGITS", 30 * 260)  # many chunks a pass
+    one = train_on(1, small(instructions, "one", train__loss=loss), tmp_path)
+    two = train_on(2, small(instructions, "two", train__loss=loss, parallel={"tp": 2}), tmp_path)
+    hold_equal(two, one, bitwise=False)
+
+
+@pytest.mark.parametrize("parallel", [{"strategy": "zero1"}, *CUTS.values()], ids=str)
+def test_the_loss_scale_of_16_mixed_is_one_for_all_ranks(parallel, instructions, tmp_path):
+    """The first scale overflows: all ranks leave the same steps out, and go on alike."""
+    shape = {**FAMILIES["llama"], "positions": 512}
+    changes = {"model__shape": shape, "train__precision": "16-mixed", "train__lr": 1e-2}
+    one = train_on(1, small(instructions, "one", **changes), tmp_path)
+    two = train_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path)
+    assert [line["skipped"] for line in lines(two)] == [line["skipped"] for line in lines(one)]
+    hold_equal(two, one, bitwise=False, loss=2e-3, norm=1e-2)
+
+
+@pytest.fixture(scope="module")
+def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 that drops a tenth of everything."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 192, "vocab_size": 260}
+    dropout = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
+    GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=256, eos_token_id=257)).save_pretrained(folder)
+    load_tokenizer("bytes").save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("parallel", [{"strategy": "fsdp"}, {"tp": 2}, {"cp": 2}], ids=str)
+def test_what_is_computed_again_is_dropped_again(parallel, recompute, instructions, with_dropout, tmp_path):
+    changes = {"model": {"from": str(with_dropout)}, "parallel": parallel}
+    kept = train_on(2, small(instructions, "kept", **changes), tmp_path)
+    again = train_on(2, small(instructions, "again", train__recompute=recompute, **changes), tmp_path)
+    hold_equal(again, kept, bitwise=True)
+
+
+@pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, *CUTS.values()], ids=str)
+def test_dropout_trains_as_well_when_cut(parallel, instructions, with_dropout, tmp_path):
+    """Other numbers are dropped on other ranks, so nothing is equal but what is learnt."""
+    changes = {"model": {"from": str(with_dropout)}, "train__steps": 10}
+    one = train_on(1, small(instructions, "one", **changes), tmp_path)
+    two = train_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path)
+    found, wanted = ([line["loss"] for line in lines(run)] for run in (two, one))
+    assert found != wanted
+    assert found == pytest.approx(wanted, rel=0.03)
+
+
+def evaluations(run: Path) -> list[float]:
+    found = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    return [line["eval_loss"] for line in found if "eval_loss" in line]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (2, {"strategy": "zero2"}),
+        *((2, cut) for cut in CUTS.values()),
+        (2, {"pp": 2, "pp_schedule": "interleaved"}),
+        (4, {"pp": 2, "tp": 2}),
+        (4, {"strategy": "fsdp", "pp": 2}),
+    ],
+    ids=str,
+)
+def test_the_same_rows_are_evaluated_however_the_model_is_cut(world_size, parallel, instructions, tmp_path):
+    """Seven rows: some ranks, and some rounds of a pipeline, have nothing left to do."""
+    changes = {
+        "model__shape": {**FAMILIES["llama"], "positions": 512},
+        "data__validation": 7 / 300,
+        "train__global_batch": 8,
+        "train__micro_batch": 2,
+        "train__steps": 4,
+        "eval": {"every": 2, "batches": 3},
+    }
+    one = train_on(1, settings(instructions, name="one", **changes), tmp_path)
+    several = train_on(world_size, settings(instructions, name="several", parallel=parallel, **changes), tmp_path)
+    assert len(evaluations(one)) == 2
+    assert evaluations(several) == pytest.approx(evaluations(one), rel=2e-6)
+
+
+@pytest.mark.parametrize("compress", ["bf16", "fp16", "powersgd"])
+def test_compressed_gradients_train_nearly_the_same(compress, instructions, tmp_path):
+    """Lossy, and so outside the bounds of the matrix: ten steps of powersgd still send whole gradients."""
+    changes = {"train__steps": 20, "train__global_batch": 8, "train__micro_batch": 4}
+    plain = train_on(2, small(instructions, "plain", parallel={"strategy": "ddp"}, **changes), tmp_path)
+    parallel = {"strategy": "ddp", "compress": compress}
+    lossy = train_on(2, small(instructions, "lossy", parallel=parallel, **changes), tmp_path)
+    found, wanted = ([line["loss"] for line in lines(run)] for run in (lossy, plain))
+    assert found[1:] != wanted[1:]
+    assert found == pytest.approx(wanted, rel=1e-3 if compress != "powersgd" else 0.05)
+    assert found[-1] < 0.9 * found[0]
+
+
+def test_losses_of_the_reference_fall(instructions, tmp_path):
+    found = [line["loss"] for line in lines(train_on(1, small(instructions, "one"), tmp_path))]
+    assert found[-1] < 0.9 * found[0]
