@@ -14,6 +14,7 @@ from shoal import api
 from shoal.checkpoint.export import export_hf
 from shoal.data.tokenizer import load_tokenizer
 from shoal.mistakes import UserMistake
+from shoal.models.weights import kept_buffers
 from tests.harness import LLAMA, PYTHIA, settings, train_on, weights
 from tests.models.small import mixture_config, plain
 
@@ -274,6 +275,7 @@ def test_what_files_hold_in_another_form_goes_out_in_that_form(family, instructi
     whole, several = api.export(run, tmp_path / "whole"), export_hf(run, tmp_path / "several", shard_bytes=1)
     for folder in (whole, several):
         assert stored_names(folder) == stored_names(start)
-        found = dict(load_plainly(folder).named_parameters())
+        plain_model = load_plainly(folder)
+        found = {**dict(plain_model.named_parameters()), **kept_buffers(plain_model)}
         assert found.keys() == expected.keys()
         assert [name for name in found if not torch.equal(found[name], expected[name])] == []

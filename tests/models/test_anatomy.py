@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from shoal.mistakes import UserMistake
-from shoal.models.anatomy import matmul_parameters, read_anatomy
+from shoal.models.anatomy import matmul_parameters, read_anatomy, require_blocks
 from tests.models.small import FAMILIES, FFN, HIDDEN, LAYERS, VOCAB, on_meta, small_config
 
 GATED = {"backbone": "model", "blocks": "model.layers", "embedding": "model.embed_tokens", "final_norm": "model.norm"}
@@ -149,16 +149,23 @@ def test_the_unusual_model_is_readable_when_nothing_is_missing():
 @pytest.mark.parametrize(
     ("options", "missing"),
     [
-        ({"layers": []}, "blocks"),
-        ({"layers": [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)]}, "blocks"),
         ({"layers": EQUAL, "head": False}, "head"),
         ({"layers": EQUAL, "embedding": False}, "input embedding"),
-        ({"layers": [], "head": False}, "head and the blocks"),
+        ({"layers": [], "embedding": False, "head": False}, "input embedding and the head"),
     ],
 )
 def test_a_model_that_cannot_be_read_is_a_mistake_that_names_what_is_missing(options, missing):
     with pytest.raises(UserMistake, match=f"cannot find the {missing} of Unusual"):
         read_anatomy(Unusual(**options))
+
+
+@pytest.mark.parametrize("layers", [[], [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)]])
+def test_a_model_without_equal_blocks_can_be_read_but_not_cut(layers):
+    model = Unusual(layers=layers)
+    anatomy = read_anatomy(model)
+    assert anatomy.blocks == ()
+    with pytest.raises(UserMistake, match="parallel.tp needs a model whose blocks are .* in Unusual; use fsdp instead"):
+        require_blocks(anatomy, model, "parallel.tp", "use fsdp instead")
 
 
 def test_a_backbone_without_head_is_a_mistake():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, JambaConfig, JambaForCausalLM
 
 from shoal.data.tokenizer import load_tokenizer
 from tests.harness import lines, settings, train_on
@@ -49,6 +49,28 @@ def test_the_other_families_can_be_cut(family, instructions, tmp_path):
     for name, cut in CUTS.items():
         two = train_on(2, small(instructions, name, model__shape=shape, parallel=cut), tmp_path)
         hold_equal(two, one, bitwise=False)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"strategy": "zero1"},
+        {"strategy": "fsdp", "wrap": {"min_params": 2000}},
+        {"strategy": "zero2", "wrap": {"classes": ["JambaMambaDecoderLayer", "JambaAttentionDecoderLayer"]}},
+    ],
+    ids=str,
+)
+def test_a_model_without_equal_blocks_trains_alike_on_two_ranks_and_on_one(parallel, instructions, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 1, "use_mamba_kernels": False}
+    order = {"attn_layer_period": 2, "attn_layer_offset": 1, "pad_token_id": 258}
+    torch.manual_seed(0)
+    JambaForCausalLM(JambaConfig(**sizes, **heads, **order)).save_pretrained(tmp_path / "start")
+    load_tokenizer("bytes").save(tmp_path / "start")
+    changes = {"model": {"from": str(tmp_path / "start")}, "data__max_length": 64, "data__train_on": "all"}
+    one = train_on(1, small(instructions, "one", **changes), tmp_path)
+    two = train_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path)
+    hold_equal(two, one, bitwise=True)
 
 
 @pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, {"strategy": "fsdp"}, *CUTS.values()], ids=str)

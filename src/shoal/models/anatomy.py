@@ -30,7 +30,7 @@ class Anatomy:
     """Names of modules, relative to the model."""
 
     backbone: str
-    blocks: tuple[str, ...]
+    blocks: tuple[str, ...]  # none: the model is not one list of equal layers
     embedding: str
     final_norm: str | None
     head: str
@@ -39,6 +39,11 @@ class Anatomy:
 
     def block_modules(self, model: nn.Module) -> list[nn.Module]:
         return [model.get_submodule(name) for name in self.blocks]
+
+    @property
+    def inside_blocks(self) -> str | None:
+        """What the name of every parameter in a block begins with."""
+        return f"{self.blocks[0].rsplit('.', 1)[0]}." if self.blocks else None
 
 
 def read_anatomy(model: Any) -> Anatomy:
@@ -52,16 +57,16 @@ def read_anatomy(model: Any) -> Anatomy:
     output = model.get_output_embeddings()
     head = names.get(id(output)) if output is not None else None
     backbone = names.get(id(model.base_model))
+    if not backbone and embedding is not None:  # Llama 4 misnames its backbone: it is where the embedding is
+        backbone = embedding.rpartition(".")[0]
     blocks = _find_blocks(model)
     missing = [
-        part
-        for part, found in {"input embedding": embedding, "head": head, "blocks": blocks, "backbone": backbone}.items()
-        if not found
+        part for part, found in {"input embedding": embedding, "head": head, "backbone": backbone}.items() if not found
     ]
     if missing or embedding is None or head is None or not backbone:
         raise UserMistake(
             f"shoal cannot find the {' and the '.join(missing)} of {kind}; "
-            "it needs a model whose blocks are one nn.ModuleList of equal layers, as in Llama, GPT-NeoX or GPT-2."
+            "it needs a causal language model such as Llama, GPT-NeoX or GPT-2."
         )
     settings = model.config.get_text_config()
     plain = not any(getattr(settings, name, None) not in (None, 1, 1.0) for name in LOGIT_TRANSFORMS)
@@ -77,13 +82,26 @@ def read_anatomy(model: Any) -> Anatomy:
     )
 
 
+def require_blocks(anatomy: Anatomy, model: Any, key: str, instead: str) -> None:
+    """Raise a UserMistake where `key` needs blocks and the model has none that shoal can see."""
+    if not anatomy.blocks:
+        raise UserMistake(
+            f"{key} needs a model whose blocks are one nn.ModuleList of equal layers, and shoal cannot find such "
+            f"blocks in {type(model).__name__}; {instead}."
+        )
+
+
 def matmul_parameters(parameters: Mapping[str, Tensor], anatomy: Anatomy) -> int:
     """How many of `parameters` are in matrix products, as the MFU formula counts: the blocks' matrices and the head.
 
     A looked-up embedding multiplies nothing, but a tied one is also the head and counts once.
     """
-    inside = anatomy.blocks[0].rsplit(".", 1)[0] + "."
-    matrices = (tensor for name, tensor in parameters.items() if name.startswith(inside) and tensor.dim() >= 2)
+    inside, ends = anatomy.inside_blocks, (f"{anatomy.embedding}.weight", f"{anatomy.head}.weight")
+    matrices = (
+        tensor
+        for name, tensor in parameters.items()
+        if tensor.dim() >= 2 and (name not in ends if inside is None else name.startswith(inside))
+    )
     head = parameters.get(f"{anatomy.embedding if anatomy.tied else anatomy.head}.weight")
     return sum(tensor.numel() for tensor in matrices) + (0 if head is None else head.numel())
 
@@ -104,6 +122,8 @@ def _find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 def _find_final_norm(model: nn.Module, backbone: str, blocks: tuple[str, ...]) -> str | None:
     """The normalisation that follows the blocks among their siblings, if the model has one (BERT has none)."""
+    if not blocks:
+        return None
     parent = blocks[0].rsplit(".", 2)[0]
     after = False
     for name, module in model.get_submodule(parent).named_children():

@@ -17,7 +17,7 @@ from shoal.config.mesh import Mesh, length_multiple
 from shoal.config.schema import Config
 from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
-from shoal.models.anatomy import Anatomy, read_anatomy
+from shoal.models.anatomy import Anatomy, read_anatomy, require_blocks
 from shoal.models.loss import LanguageModel, choose_loss
 from shoal.models.pieces import Split
 from shoal.models.weights import Weights, kept_buffers, materialize
@@ -94,13 +94,22 @@ class ParallelModel:
             copies.refresh()
 
 
-def check_parallel(model: Any, config: Config, mesh: Mesh, passes: int) -> None:
+def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, passes: int) -> None:
     """Find what cannot work on this mesh, from the model on meta alone. Raises UserMistake."""
     anatomy, parallel = read_anatomy(model), config.parallel
+    sharding = "use parallel.strategy fsdp with parallel.wrap {min_params: 10_000_000}, which needs none"
+    for key, needed in (("parallel.tp", mesh.tp > 1), ("parallel.pp", mesh.pp > 1)):
+        if needed:
+            require_blocks(anatomy, model, key, sharding)
+    if config.train.recompute != "none":
+        require_blocks(anatomy, model, "train.recompute", "use none")
+    if config.train.optimizer.name == "muon":
+        require_blocks(anatomy, model, "muon", "use adamw")
     check_pipeline(model, anatomy, mesh.pp, parallel.pp_schedule, passes)
     check_tensor_parallel(model, anatomy, mesh.tp)
     check_context_parallel(model, mesh, parallel.cp_method)
-    choose_units(model, anatomy, parallel.wrap)
+    if strategy in SHARDED:
+        choose_units(model, anatomy, parallel.wrap)
 
 
 def parallelize(

@@ -1,7 +1,5 @@
 """Activation recomputation: what is not kept for the backward pass is computed again there."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.config.schema import RecomputeConfig
+from shoal.parallel.become import become
 
 # Dear to compute and small to keep: attention in its various kernels, and results that came over the network.
 KEPT = {
@@ -36,26 +35,32 @@ MATRIX_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torc
 
 
 def recompute_blocks(blocks: list[nn.Module], how: str | RecomputeConfig) -> None:
-    """Make the blocks that `train.recompute` names forget their activations. In place: no name changes."""
+    """Make the blocks that `train.recompute` names forget their activations."""
     if how == "none":
         return
     if isinstance(how, RecomputeConfig):
-        chosen, contexts = blocks[:: how.every], None
-    else:
-        assert how in ("full", "selective"), how
-        chosen, contexts = blocks, _keep_some if how == "selective" else None
-    for block in chosen:
-        _recompute(block, contexts)
+        blocks = blocks[:: how.every]
+    for block in blocks:
+        become(block, _PartlyRecomputed if how == "selective" else _Recomputed)
 
 
-def _recompute(block: nn.Module, contexts: Callable[[], Any] | None) -> None:
-    # The forward of this one block, not its class; inside the module's call, so that sharding's hooks stay outside and
-    # gathered weights are there when the backward pass computes again.
-    inner = block.forward
-    options: dict[str, Any] = {"use_reentrant": False}
-    if contexts is not None:
-        options["context_fn"] = contexts
-    block.forward = partial(checkpoint, inner, **options)
+class _Recomputed:
+    """A block that keeps its inputs alone.
+
+    Inside the module's call, so that sharding's hooks stay outside, and gathered weights are there when the backward
+    pass computes again.
+    """
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return checkpoint(super().forward, *inputs, use_reentrant=False, **named)  # type: ignore[misc]
+
+
+class _PartlyRecomputed:
+    """A block that also keeps what was dear to compute."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        inner = super().forward  # type: ignore[misc]
+        return checkpoint(inner, *inputs, use_reentrant=False, context_fn=_keep_some, **named)
 
 
 def _keep_some() -> Any:

@@ -6,7 +6,6 @@ two by two: gathers and scatters. Everything that is not cut (norms, biases afte
 each rank, so its gradient is partial and must be summed over the group at the end of a step.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.pieces import Split
+from shoal.parallel.become import become
 from shoal.parallel.exchange import gather, own_part, scatter_sum
 from shoal.parallel.plans import Plan, find_plan
 
@@ -76,9 +76,9 @@ def _split_block(block: nn.Module, name: str, plan: Plan, group: dist.ProcessGro
         linear = block.get_submodule(row)
         is_linear = isinstance(linear, nn.Linear)
         _cut(linear, "weight", f"{name}.{row}", 1 if is_linear else 0, 1, group, splits)
-        linear.forward = partial(_row_forward, linear, group, is_linear)
+        become(linear, _RowCut, tensor_group=group, transposed=not is_linear)
     for norm in plan.norms:
-        _gather_after(block.get_submodule(norm), group)
+        become(block.get_submodule(norm), _GatheredAfter, tensor_group=group)
 
 
 def _split_ends(model: Any, anatomy: Anatomy, plan: Plan, group: dist.ProcessGroup, splits: dict[str, Split]) -> None:
@@ -90,7 +90,7 @@ def _split_ends(model: Any, anatomy: Anatomy, plan: Plan, group: dist.ProcessGro
     if "weight" in embedding._parameters:
         _cut(embedding, "weight", anatomy.embedding, 0, 1, group, splits)
         ((start, _),) = splits[f"{anatomy.embedding}.weight"].spans
-        embedding.forward = partial(_embedding_forward, embedding, start, group)
+        become(embedding, _VocabularyCut, tensor_group=group, first_token=start)
     if "weight" in head._parameters:
         if anatomy.tied:
             head.weight = embedding.weight
@@ -99,11 +99,11 @@ def _split_ends(model: Any, anatomy: Anatomy, plan: Plan, group: dist.ProcessGro
     assert anatomy.final_norm is not None, "every family that has a plan has a final norm"
     final_norm = model.get_submodule(anatomy.final_norm)
     if final_norm._parameters:
-        _gather_after(final_norm, group)
+        become(final_norm, _GatheredAfter, tensor_group=group)
     if plan.positions is not None:
         positions = model.get_submodule(anatomy.backbone).get_submodule(plan.positions)
         if positions._parameters:
-            positions.register_forward_hook(lambda _, __, output: own_part(output, SEQUENCE, group))
+            become(positions, _OwnPart, tensor_group=group)
 
 
 def _cut(
@@ -130,23 +130,51 @@ def _cut(
     splits[f"{name}.{key}"] = split
 
 
-def _gather_after(norm: nn.Module, group: dist.ProcessGroup) -> None:
-    norm.register_forward_hook(lambda _, __, output: gather(output, SEQUENCE, group))
+class _GatheredAfter:
+    """A norm: of this rank's tokens; then everybody's."""
+
+    tensor_group: dist.ProcessGroup
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return gather(super().forward(inputs), SEQUENCE, self.tensor_group)  # type: ignore[misc]
 
 
-def _row_forward(linear: Any, group: dist.ProcessGroup, is_linear: bool, inputs: Tensor) -> Tensor:
-    """Each rank's share of the products, summed; the bias is added once, after that."""
-    weight = linear.weight if is_linear else linear.weight.t()
-    result = scatter_sum(F.linear(inputs, weight), SEQUENCE, group)
-    return result if linear.bias is None else result + linear.bias
+class _RowCut:
+    """A matrix cut along its inputs: each rank's share of the products, summed; the bias is added once, after that."""
+
+    tensor_group: dist.ProcessGroup
+    transposed: bool  # GPT-2's Conv1D holds its matrix the other way round
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        weight = self.weight.t() if self.transposed else self.weight
+        result = scatter_sum(F.linear(inputs, weight), SEQUENCE, self.tensor_group)
+        return result if self.bias is None else result + self.bias
 
 
-def _embedding_forward(embedding: Any, start: int, group: dist.ProcessGroup, tokens: Tensor) -> Tensor:
-    """Vectors of the tokens that this rank has, zero for the others; summed, each rank keeps its part of them."""
-    local, size = tokens - start, embedding.weight.shape[0]
-    here = (local >= 0) & (local < size)
-    padding = None  # a token whose vector does not learn
-    if embedding.padding_idx is not None and 0 <= embedding.padding_idx - start < size:
-        padding = embedding.padding_idx - start
-    found = F.embedding(local * here, embedding.weight, padding) * here.unsqueeze(-1)
-    return scatter_sum(found, SEQUENCE, group)
+class _VocabularyCut:
+    """An embedding: vectors of the tokens that this rank has, zero for the others; summed, each keeps its part."""
+
+    tensor_group: dist.ProcessGroup
+    first_token: int
+    weight: Tensor
+    padding_idx: int | None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local, size = tokens - self.first_token, self.weight.shape[0]
+        here = (local >= 0) & (local < size)
+        padding = None  # a token whose vector does not learn
+        if self.padding_idx is not None and 0 <= self.padding_idx - self.first_token < size:
+            padding = self.padding_idx - self.first_token
+        found = F.embedding(local * here, self.weight, padding) * here.unsqueeze(-1)
+        return scatter_sum(found, SEQUENCE, self.tensor_group)
+
+
+class _OwnPart:
+    """An embedding of positions, which every rank has whole: of its own part of the sequence."""
+
+    tensor_group: dist.ProcessGroup
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return own_part(super().forward(positions), SEQUENCE, self.tensor_group)  # type: ignore[misc]

@@ -6,13 +6,15 @@ from torch import nn
 
 from shoal.config.schema import WrapConfig
 from shoal.mistakes import UserMistake, suggestion
-from shoal.models.anatomy import Anatomy
+from shoal.models.anatomy import Anatomy, require_blocks
 from shoal.models.weights import parameter_slots
 
 
 def choose_units(model: Any, anatomy: Anatomy, wrap: str | WrapConfig) -> list[nn.Module]:
     """Modules in the order in which the forward pass enters them; what they leave over belongs to the root."""
     if not isinstance(wrap, WrapConfig):
+        instead = "set parallel.wrap to {min_params: 10_000_000} or to {classes: [NAME]}, which need none"
+        require_blocks(anatomy, model, "parallel.wrap auto", instead)
         return anatomy.block_modules(model)
     allowed = _wrappable(model, anatomy)
     if wrap.min_params is not None:
@@ -22,7 +24,7 @@ def choose_units(model: Any, anatomy: Anatomy, wrap: str | WrapConfig) -> list[n
         for name in wrap.classes:
             if name not in names:
                 raise UserMistake(
-                    f"parallel.wrap: no module of {type(model).__name__} is a {name}{suggestion(name, names)}."
+                    f"parallel.wrap: no module of {type(model).__name__} is a {name}.{suggestion(name, names)}"
                 )
         chosen = {module for module in allowed if type(module).__name__ in wrap.classes}
         if not chosen:

@@ -116,7 +116,8 @@ def make_optimizer(
     kinds = {train.optimizer.name: trained}
     if train.optimizer.name == "muon":
         # Muon is for matrices inside blocks; embedding, head, norms and biases learn by AdamW beside it.
-        inside = f"{anatomy.blocks[0].rsplit('.', 1)[0]}."
+        inside = anatomy.inside_blocks
+        assert inside is not None, "checked before: muon needs blocks"
         matrices = {name: one for name, one in trained.items() if one.dim() == 2 and name.startswith(inside)}
         others = {name: one for name, one in trained.items() if name not in matrices}
         kinds = {"muon": matrices, "adamw": others}

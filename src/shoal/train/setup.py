@@ -170,8 +170,9 @@ def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, st
     read_anatomy(model)
     freeze(model, config.model.freeze)
     trained_parameters(dict(model.named_parameters()), config.train)
+    find_store(config.parallel.offload)
     chosen, mesh = choose(config, model, world_size, device)
-    check_parallel(model, config, mesh, chosen.passes)
+    check_parallel(model, config, strategy=chosen.strategy, mesh=mesh, passes=chosen.passes)
     if inputs.blueprint.folder is not None:
         locate_weights(model, inputs.blueprint.folder)
     if start_from is not None:

@@ -1,0 +1,117 @@
+"""What cannot be split says why, and what to do instead, before a run folder is touched."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import JambaConfig, JambaForCausalLM, MistralConfig, MistralForCausalLM
+
+from shoal import api
+from shoal.data.tokenizer import load_tokenizer
+from shoal.mistakes import UserMistake
+from tests.harness import run_ranks, settings
+
+
+def mistake(world_size: int, config: dict[str, Any], runs: Path) -> str:
+    with pytest.raises(UserMistake) as caught:
+        run_ranks(world_size, lambda: api.train(api.config_from_mapping(config), runs=runs).as_dict())
+    assert not runs.exists()
+    says = str(caught.value)
+    assert "\n" not in says
+    return says
+
+
+def shape(**changes: Any) -> dict[str, Any]:
+    sizes = {"family": "llama", "hidden": 48, "layers": 3, "heads": 6, "kv_heads": 3, "ffn": 96, "vocab": 260}
+    return {**sizes, "positions": 512, **changes}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model", "parallel", "says"),
+    [
+        (
+            4,
+            {},
+            {"tp": 4},
+            "parallel.tp 4 does not divide the model's 6 attention heads; the next smaller that does is 3.",
+        ),
+        (2, {}, {"tp": 2}, "parallel.tp 2 does not divide the model's 3 key and value heads"),
+        (3, {"ffn": 97}, {"tp": 3}, "parallel.tp 3 does not divide the model's 97 MLP columns"),
+        (4, {}, {"pp": 4}, "parallel.pp 4 with pp_schedule 1f1b makes 4 stages, but the model has 3 blocks"),
+        (2, {}, {"pp": 2, "pp_schedule": "interleaved"}, "lower parallel.pp to 1, or use parallel.pp_schedule 1f1b"),
+        (
+            4,
+            {"kv_heads": 6},
+            {"cp": 4, "cp_method": "ulysses"},
+            "does not divide the 6 attention heads of the model; use",
+        ),
+        (
+            2,
+            {"family": "bert", "kv_heads": None},
+            {"tp": 2},
+            "built for llama, mistral, qwen2, qwen3, gpt_neox, gpt2, and",
+        ),
+        (2, {"family": "bert", "kv_heads": None}, {"pp": 2}, "use parallel.pp 1 and parallel.strategy fsdp"),
+        (3, {}, {"tp": 2}, "3 processes cannot be divided into groups of 2"),
+        (2, {}, {"strategy": "fsdp", "wrap": {"classes": ["LlamaMLPs"]}}, "is a LlamaMLPs. Did you mean LlamaMLP?"),
+        (2, {"tied": True}, {"strategy": "fsdp", "wrap": {"classes": ["Embedding"]}}, "cannot be gathered alone"),
+        (2, {}, {"strategy": "fsdp", "offload": {"optimizer": "nvme", "path": "nowhere/at/all"}}, "is not a folder"),
+    ],
+)
+def test_what_cannot_be_split_says_why(world_size, model, parallel, says, instructions, tmp_path):
+    config = settings(instructions, model__shape=shape(**model), parallel=parallel, data__max_length=192)
+    config["train"].update(global_batch=24, micro_batch=2)
+    assert says in mistake(world_size, config, tmp_path / "runs")
+
+
+def test_passes_that_make_no_equal_rounds_name_the_nearest_that_do(instructions, tmp_path):
+    config = settings(instructions, model__shape=shape(layers=4), parallel={"pp": 2, "pp_schedule": "zero-bubble"})
+    config["train"].update(global_batch=10, micro_batch=2)
+    assert "5 passes cannot be divided into 2; change train.global_batch or micro_batch so that there are 4 or 6" in (
+        mistake(2, config, tmp_path / "runs")
+    )
+
+
+def folder_with(model: Any, path: Path) -> dict[str, str]:
+    model.save_pretrained(path)
+    load_tokenizer("bytes").save(path)
+    return {"from": str(path)}
+
+
+@pytest.mark.parametrize("cut", [{"tp": 2}, {"cp": 2}])
+def test_a_sliding_window_is_not_cut(cut, instructions, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260}
+    model = MistralForCausalLM(MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=16))
+    config = settings(instructions, model=folder_with(model, tmp_path / "start"), parallel=cut)
+    assert "cannot be used with a sliding window (16 tokens) shorter than data.max_length" in (
+        mistake(2, config, tmp_path / "runs")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"parallel": {"tp": 2}}, "parallel.tp needs a model whose blocks are one nn.ModuleList of equal layers, and"),
+        ({"parallel": {"pp": 2}}, "use parallel.strategy fsdp with parallel.wrap {min_params: 10_000_000}"),
+        ({"parallel": {"strategy": "fsdp"}}, "set parallel.wrap to {min_params: 10_000_000} or to {classes: [NAME]}"),
+        ({"train__recompute": "full"}, "train.recompute needs a model whose blocks"),
+        ({"train__optimizer": {"name": "muon"}}, "muon needs a model whose blocks"),
+    ],
+)
+def test_a_model_without_equal_blocks_says_what_it_can_be_trained_with(changes, says, instructions, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 1, "use_mamba_kernels": False}
+    order = {"attn_layer_period": 2, "attn_layer_offset": 1, "pad_token_id": 258}
+    model = folder_with(JambaForCausalLM(JambaConfig(**sizes, **heads, **order)), tmp_path / "start")
+    config = settings(instructions, model=model, **changes)
+    says_now = mistake(2, config, tmp_path / "runs")
+    assert says in says_now
+    assert "JambaForCausalLM" in says_now
+
+
+def test_fewer_passes_than_stages_are_warned_of_with_the_share_that_is_idle(instructions, tmp_path, capfd):
+    config = settings(instructions, parallel={"pp": 2}, train__steps=1)
+    config["train"].update(global_batch=4, micro_batch=4)
+    run_ranks(2, lambda: api.train(api.config_from_mapping(config), runs=tmp_path).as_dict())
+    said = capfd.readouterr()
+    assert "parallel.pp 2 with 1 passes a step leaves each device idle for 50% of it" in said.out + said.err
