@@ -164,7 +164,7 @@ def test_a_model_without_equal_blocks_can_be_read_but_not_cut(layers):
     model = Unusual(layers=layers)
     anatomy = read_anatomy(model)
     assert anatomy.blocks == ()
-    with pytest.raises(UserMistake, match="parallel.tp needs a model whose blocks are .* in Unusual; use fsdp instead"):
+    with pytest.raises(UserMistake, match=r"tp needs a model whose blocks are .* in Unusual; use fsdp instead"):
         require_blocks(anatomy, model, "parallel.tp", "use fsdp instead")
 
 

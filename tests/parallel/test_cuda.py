@@ -7,17 +7,20 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from shoal.config import Mesh, config_from_mapping
-from shoal.data.loader import MicroBatch
+from shoal.data.loader import MicroBatch, StepBatch
 from shoal.models.build import blueprint, build_on_meta
 from shoal.parallel.apply import parallelize
+from shoal.parallel.context import attend_before
 from shoal.parallel.ranks import Ranks
-from shoal.train.gradients import global_norm
 from shoal.train.optimizer import make_optimizer
+from shoal.train.scaler import LossScaler
+from shoal.train.step import TrainStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -48,20 +51,22 @@ def _losses(strategy: str, precision: str, compile_blocks: bool) -> list[tuple[f
         mesh=Mesh(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1),
         ranks=Ranks(0, 1, 0, device),
         micro_batch=4,
+        passes=1,
         folder=None,
     )
-    optimizer = make_optimizer(model.parameters, config.train, model.anatomy, device)
+    step = TrainStep(
+        model,
+        make_optimizer(model.parameters, config.train, model.anatomy),
+        LossScaler(device, enabled=model.precision.scaled),
+        clip=None,
+    )
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(5):
         tokens = torch.randint(0, 512, (4, 257), generator=generator)
-        loss, count = model(MicroBatch(tokens[:, :-1], tokens[:, 1:]).to(device))
-        (loss / count).backward()
-        norm = global_norm(list(model.parameters.values()))
-        optimizer.step(1e-3, norm.isfinite())
-        optimizer.clear_gradients()
-        model.weights_changed()
-        found.append(((loss.detach() / count).item(), norm.item()))
+        batch = StepBatch([MicroBatch(tokens[:, :-1], tokens[:, 1:])], targets=4 * 256, rows=np.arange(4))
+        result = step(batch, 1e-3)
+        found.append((result.loss_sum.item() / result.targets, result.norm.item()))
     return found
 
 
@@ -79,7 +84,7 @@ def test_an_unusable_step_changes_nothing_and_the_host_need_not_look():
     device = torch.device("cuda", 0)
     weight = torch.nn.Parameter(torch.ones(8, 8, device=device))
     config = config_from_mapping({"model": {"shape": "gpt2"}})
-    optimizer = make_optimizer({"weight": weight}, config.train, None, device)  # type: ignore[arg-type]
+    optimizer = make_optimizer({"weight": weight}, config.train, None)  # type: ignore[arg-type]
     weight.grad = torch.full_like(weight, torch.nan)
     usable = torch.tensor(False, device=device)
     optimizer.step(0.1, usable)  # the first makes the state, and waits for it
@@ -89,3 +94,15 @@ def test_an_unusable_step_changes_nothing_and_the_host_need_not_look():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(weight, torch.ones_like(weight))
+
+
+@pytest.mark.parametrize("queries", [1, 64, 100])
+def test_queries_at_the_end_see_what_stands_before_them(queries):
+    """Context parallelism's mask for flash attention is the one it makes on a CPU."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(2, heads, length, 64, generator=generator) for heads, length in ((8, queries), (4, 256), (4, 256))
+    )
+    wanted = attend_before(query, keys, values, None, 0.0)
+    found = attend_before(query.cuda().bfloat16(), keys.cuda().bfloat16(), values.cuda().bfloat16(), None, 0.0)
+    torch.testing.assert_close(found.float().cpu(), wanted, rtol=0.02, atol=0.02)
