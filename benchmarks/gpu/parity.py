@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 SHAPE = {"family": "llama", "hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 512, "positions": 512}
@@ -50,7 +51,8 @@ COMPILED = [
     ("compiled, cp", 2, {"cp": 2}, {"compile": True}),
     ("compiled, pp", 2, {"pp": 2}, {"compile": True}),
 ]
-WORLD = 8
+# Cases that run at the same time, and seconds that one may take.
+AT_ONCE, PATIENCE = 3, 90
 
 
 def config_of(precision: str, name: str, parallel: dict, train: dict) -> dict:
@@ -74,69 +76,68 @@ def config_of(precision: str, name: str, parallel: dict, train: dict) -> dict:
     }
 
 
-def work(rank: int, folder: Path) -> None:
-    """One of the processes: takes part in every case that has that many."""
-    import torch
+def train_case(folder: Path, precision: str, case: tuple[str, int, dict, dict]) -> dict:
+    """Train with as many processes as the case has; how it went."""
+    name, world, parallel, train = case
+    config = config_of(precision, name, parallel, train)
+    place = folder / config["name"]
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(config))
+    began = time.perf_counter()
+    workers = []
+    for rank in range(world):
+        ranks = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "SHOAL_LAUNCH": str(place)}
+        # NCCL takes processes with different identities for different machines, which may share no GPU.
+        environment = {**os.environ, **ranks, "NCCL_HOSTID": f"machine-{rank}", "OMP_NUM_THREADS": "1"}
+        if world == 1:
+            del environment["RANK"], environment["WORLD_SIZE"]
+        log = (place / f"rank-{rank}.log").open("w")
+        command = [sys.executable, __file__, "--work", str(place), str(folder / "runs")]
+        workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    entry = {"precision": precision, "case": name, "processes": world}
+    try:
+        for worker in workers:
+            worker.wait(timeout=max(1.0, PATIENCE - (time.perf_counter() - began)))
+    except subprocess.TimeoutExpired:
+        entry["error"] = f"no end in {PATIENCE} seconds"
+    for worker in workers:
+        worker.kill()
+        worker.wait()
+    if any(worker.returncode for worker in workers):
+        logs = [*sorted(place.glob("rank-*.log")), *sorted((folder / "runs" / config["name"]).glob("logs/*"))]
+        entry["log"] = [path.read_text()[-1200:] for path in logs if path.stat().st_size]
+        entry.setdefault("error", "a process failed")
+    entry["seconds"] = round(time.perf_counter() - began, 1)
+    return entry
 
-    from shoal import api
 
-    for precision in ("32-true", "bf16-mixed"):
-        for index, (name, world, parallel, train) in enumerate([("reference", 1, {}, {}), *CASES, *COMPILED]):
-            if rank >= world:
-                continue
-            place = folder / f"{precision}-{index}"
-            place.mkdir(exist_ok=True)
-            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0", SHOAL_LAUNCH=str(place))
-            torch.use_deterministic_algorithms(False)
-            torch._dynamo.reset()
-            began = time.perf_counter()
-            try:
-                config = api.config_from_mapping(config_of(precision, name, parallel, train))
-                api.train(config, runs=folder / "runs")
-                said = {"seconds": round(time.perf_counter() - began, 1)}
-            except Exception:
-                said = {"error": traceback.format_exc()[-1500:]}
-            (place / f"done-{rank}.json").write_text(json.dumps(said))
-
-
-def lines(folder: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+def lines(folder: Path, precision: str, name: str) -> list[dict]:
+    metrics = folder / "runs" / config_of(precision, name, {}, {})["name"] / "metrics.jsonl"
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
 def main(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as temporary:
+    wanted = sys.argv[2:]
+    found = []
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(AT_ONCE) as pool:
         folder = Path(temporary)
-        workers = []
-        for rank in range(WORLD):
-            # NCCL takes processes with different identities for different machines, which may share no GPU.
-            environment = {**os.environ, "NCCL_HOSTID": f"machine-{rank}", "OMP_NUM_THREADS": "1"}
-            log = (output / f"rank-{rank}.log").open("w") if rank < 2 else subprocess.DEVNULL
-            command = [sys.executable, __file__, "--work", str(rank), str(folder)]
-            workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        for worker in workers:
-            worker.wait()
-        found = []
         for precision in ("32-true", "bf16-mixed"):
-            reference = lines(folder, config_of(precision, "reference", {}, {})["name"])
-            for index, (name, world, _, _) in enumerate([*CASES, *COMPILED], start=1):
-                place = folder / f"{precision}-{index}"
-                said = [json.loads(path.read_text()) for path in sorted(place.glob("done-*.json"))]
-                entry = {"precision": precision, "case": name, "processes": world}
-                errors = [one["error"] for one in said if "error" in one]
-                if errors or len(said) < world:
-                    entry["error"] = (errors or ["a process ended early"])[0]
-                else:
-                    trained = lines(folder, config_of(precision, name, {}, {})["name"])
+            train_case(folder, precision, ("reference", 1, {}, {}))
+            reference = lines(folder, precision, "reference")
+            cases = [case for case in [*CASES, *COMPILED] if not wanted or case[0] in wanted]
+            for entry in pool.map(partial(train_case, folder, precision), cases):
+                if "error" not in entry:
+                    trained = lines(folder, precision, entry["case"])
                     for key in ("loss", "grad_norm"):
-                        apart = [
-                            abs(one[key] - other[key]) / other[key]
-                            for one, other in zip(trained, reference, strict=True)
-                        ]
-                        entry[key] = float(f"{max(apart):.2e}")
-                    entry["seconds"] = said[0]["seconds"]
+                        pairs = zip(trained, reference, strict=True)
+                        entry[key] = float(f"{max(abs(one[key] / other[key] - 1) for one, other in pairs):.2e}")
                 found.append(entry)
                 print(json.dumps(entry), flush=True)
+                write(output, found)
+
+
+def write(output: Path, found: list[dict]) -> None:
     import torch
 
     machine = {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
@@ -145,8 +146,14 @@ def main(output: Path) -> None:
     (output / "parity.json").write_text(json.dumps({"machine": machine, "cases": found}, indent=1) + "\n")
 
 
+def work(place: Path, runs: Path) -> None:
+    from shoal import api
+
+    api.train(api.config_from_mapping(json.loads((place / "config.json").read_text())), runs=runs)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "--work":
-        work(int(sys.argv[2]), Path(sys.argv[3]))
+        work(Path(sys.argv[2]), Path(sys.argv[3]))
     else:
         main(Path(sys.argv[1]))

@@ -113,7 +113,10 @@ def test_zero1_sums_every_gradient_and_gathers_every_updated_row_once_a_step(run
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize(("strategy", "sharding"), [("zero2", "full_shard"), ("fsdp", "shard_grad_op")])
+@pytest.mark.parametrize(
+    ("strategy", "sharding"),
+    [("zero2", "full_shard"), pytest.param("fsdp", "shard_grad_op", marks=pytest.mark.slow)],
+)
 def test_zero2_gathers_weights_once_a_step_and_scatters_gradients_in_every_pass(run, strategy, sharding, passes):
     found = count(run(4, passes, parallel__strategy=strategy, parallel__sharding=sharding), 4)
     units = BLOCKS + 1
@@ -121,7 +124,7 @@ def test_zero2_gathers_weights_once_a_step_and_scatters_gradients_in_every_pass(
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_zero3_gathers_blocks_twice_and_the_root_once_in_every_pass(run, strategy, passes):
     found = count(run(4, passes, parallel__strategy=strategy), 4)
     gathered = (passes * (2 * BLOCKS + 1), passes * (2 * BLOCKS * BLOCK + ROOT))
@@ -144,7 +147,7 @@ def test_weights_kept_sharded_over_two_ranks_are_gathered_from_two_ranks_in_the_
     hold(found, expected, scalars=1)
 
 
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_hybrid_shard_shards_within_and_sums_its_shards_over_replicas(run, passes):
     hybrid = {"parallel__strategy": "fsdp", "parallel__sharding": "hybrid_shard", "parallel__replicate": 2}
     found = count(run(8, passes, **hybrid), 8)

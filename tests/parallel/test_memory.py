@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from shoal.catalogue.shapes import shape_from_sizes
 from shoal.models.families import transformers_config
+from shoal.train import partition
 from tests.harness import settings, train_on
 from tests.parallel.measure import Measured, Memory
 
@@ -108,10 +109,20 @@ def test_the_peak_of_zero1_is_the_exchange_of_updated_rows(measure, ranks):
     hold("peak of a step", found.peak("step"), everything + MODEL / ranks + MODEL + MATRIX)
 
 
+def test_zero1_exchanges_updated_rows_a_bucket_at_a_time(text, monkeypatch):
+    monkeypatch.setattr(partition, "BUCKET", 1)  # a bucket for each matrix
+    ranks = 8
+    run = Measured(_settings(text, parallel__strategy="zero1", train__global_batch=ranks), length=2)
+    found = run.as_rank_zero(ranks, run.memory)
+    exchange = MATRIX / ranks + MATRIX + MATRIX
+    hold("peak of a step", found.peak("step"), (2 + 2 / ranks) * MODEL + max(exchange, MODEL / ranks))
+
+
 @pytest.mark.xfail(reason="DDP's first pass of several makes gradients of its own beside its buckets", strict=True)
 def test_zero1_with_several_passes_needs_no_more_than_with_one(measure):
-    found = measure("zero1", 4, passes=3)
-    assert found.peak("passes") <= (2 + 2 / 4) * MODEL + BLOCK
+    peak = measure("zero1", 4, passes=3).peak("passes")
+    print(f"\n  peak of the passes: {peak:,} bytes, {peak / MODEL:.3f} of the weights", end="")
+    assert peak <= (2 + 2 / 4) * MODEL + BLOCK
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -121,7 +132,7 @@ def test_the_peak_of_zero2_is_all_weights_gathered_and_two_blocks(measure, ranks
     hold("peak of a step", found.peak("step"), 3 * MODEL / ranks + MODEL + 2 * BLOCK)
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_zero2_with_several_passes_has_gradients_beside_the_gathered_weights(measure, ranks):
     found = measure("zero2", ranks, passes=3)
     # The gradients of a block, those of the block before on their way, and the tied embedding's, which come first and

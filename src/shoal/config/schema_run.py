@@ -70,7 +70,9 @@ class ParallelConfig(Block):
     cp_method: Literal["gather", "ulysses"] = Field("gather", description="How context parallel attention exchanges.")
     wrap: Literal["auto"] | WrapConfig = Field("auto", description="What fsdp gathers as one; auto: each block.")
     prefetch: CountOrZero = Field(
-        1, description="Blocks gathered ahead of use, which is also the limit on gathers in flight."
+        1,
+        description="Blocks gathered ahead of use, which is also the limit on gathers in flight; 0: none ahead in the "
+        "forward pass, and one in the backward pass, which FSDP2 always does.",
     )
     reshard: Literal["auto"] | bool | Annotated[int, Ge(2)] = Field(
         "auto", description="Whether fsdp frees weights after the forward pass; a number: keep them sharded that wide."

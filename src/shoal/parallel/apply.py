@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shoal.config.mesh import Mesh, length_multiple
 from shoal.config.schema import Config
@@ -214,7 +215,8 @@ def parallelize(
     note = None
     if loss == "plain" and train.loss == "chunked":
         note = f"train.loss chunked has no effect: the head of {type(model).__name__} is more than one matrix."
-    averages = mesh.pp > 1 and strategy not in SHARDED
+    wrapped = isinstance(modules[0], DistributedDataParallel)
+    gradients = Gradients(parameters, placement, averages=mesh.pp > 1 and strategy not in SHARDED, in_buckets=wrapped)
     return ParallelModel(
         modules=modules,
         runner=runner,
@@ -224,7 +226,7 @@ def parallelize(
         placement=placement,
         parameters=parameters,
         buffers=buffers,
-        gradients=Gradients(parameters, placement, averages=averages),
+        gradients=gradients,
         copies=copies,
         row_length=config.data.max_length if mesh.pp > 1 else None,
         row_multiple=length_multiple(parallel),

@@ -23,11 +23,15 @@ BUCKET = 1 << 25
 class Gradients:
     """The gradients of the trained `parameters` of this rank."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], placement: Placement, *, averages: bool) -> None:
-        """`averages`: nothing that wraps the model averages gradients over replicas, so it is done here."""
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], placement: Placement, *, averages: bool, in_buckets: bool
+    ) -> None:
+        """`averages`: nothing that wraps the model averages gradients over replicas, so it is done here.
+        `in_buckets`: DDP does, and keeps them."""
         self.parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self.placement = placement
         self.averages = averages
+        self.in_buckets = in_buckets
 
     def finish(self) -> None:
         """After the last pass: make each gradient the whole step's, as far as what wraps the model has not."""
@@ -70,6 +74,15 @@ class Gradients:
         if grid.pp is not None:
             dist.all_reduce(total, group=grid.pp)
         return total.sqrt().float()
+
+    def clear(self) -> None:
+        """After the step."""
+        if self.in_buckets:
+            # Views of DDP's buckets. Dropped, those of a first pass without exchange would be made beside them.
+            torch._foreach_zero_(self._local(self.parameters))
+            return
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def multiply(self, factor: Tensor) -> None:
         torch._foreach_mul_(self._local(self.parameters), factor)

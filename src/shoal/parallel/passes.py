@@ -39,13 +39,15 @@ class Passes:
         return torch.stack(sums).sum(0)
 
     def _accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Around one pass. DDP averages gradients in the last only.
+        """Around one pass. DDP averages gradients in the last only, and so do replicas of a sharded model.
 
-        FSDP reduces in every pass: it never holds a whole gradient, which is what it was chosen for.
+        Shards are reduced in every pass: no whole gradient is ever held, which is what FSDP was chosen for.
         """
         if isinstance(self.module, DistributedDataParallel) and not last:
             return self.module.no_sync()
-        if isinstance(self.module, FSDPModule) and self.keeps_weights:
-            # Freed at the end of the step at the latest: else the next one would compute with weights of the last.
-            self.module.set_reshard_after_backward(last)
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_all_reduce(last)
+            if self.keeps_weights:
+                # Freed at the end of the step at the latest: else the next would compute with weights of the last.
+                self.module.set_reshard_after_backward(last)
         return nullcontext()

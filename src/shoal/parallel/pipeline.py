@@ -46,7 +46,10 @@ class Stage(nn.Module):
         batch = MicroBatch(given, labels, positions, documents, mask)
         name = "input_ids" if self.is_first else "inputs_embeds"
         hidden = self.inner.hidden({name: given, **self.inner.surroundings(batch)})
-        return self.inner.loss_of(hidden, labels).reshape(1) if self.is_last else hidden
+        if self.is_last:
+            return self.inner.loss_of(hidden, labels).reshape(1)
+        # GPT-2 folds what it returns to the shape of its tokens, of which a tensor-parallel rank has a part.
+        return hidden.reshape(given.shape[0], -1, hidden.shape[-1])
 
 
 class Pipeline:

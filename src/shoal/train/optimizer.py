@@ -50,12 +50,6 @@ class NamedOptimizer:
             if self.partition is not None:
                 self.partition.send_rows()
 
-    def clear_gradients(self) -> None:
-        if self.partition is not None:
-            self.partition.drop_gradients()
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
-
     def state(self) -> dict[str, Tensor]:
         """Every state tensor under 'field.parameter name'."""
         return {

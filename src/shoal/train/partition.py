@@ -10,8 +10,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shoal.models.pieces import local_tensor
 
-# Updated rows are sent in pieces of about so many numbers a rank, so that little memory is needed for it.
+# Updated rows are sent in pieces of about so many numbers of all ranks together, so that little memory is needed.
 BUCKET = 1 << 24
+# torch 2.13 renames it, and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Partition:
@@ -31,13 +33,11 @@ class Partition:
             gradient = parameter.grad
             self.rows[name].grad = None if gradient is None else _as_shard(gradient, self.mesh)
 
-    def drop_gradients(self) -> None:
-        for parameter in (*self.parameters.values(), *self.whole.values()):
-            parameter.grad = None
-
     @torch.no_grad()
     def send_rows(self) -> None:
         """Give every replica the rows that the others have updated."""
+        for rows in self.rows.values():
+            rows.grad = None
         bucket: list[str] = []
         filled = 0
         for name, parameter in self.whole.items():
@@ -45,7 +45,7 @@ class Partition:
                 self._send(bucket)
                 bucket, filled = [], 0
             bucket.append(name)
-            filled += self._share(parameter)
+            filled += self._share(parameter) * self.mesh.size()
         if bucket:
             self._send(bucket)
 
@@ -63,7 +63,7 @@ class Partition:
             local = local_tensor(self.rows[name])
             part[: local.numel()].copy_(local.reshape(-1))
         everyone = torch.empty(replicas * mine.numel(), dtype=mine.dtype, device=mine.device)
-        dist.all_gather_into_tensor(everyone, mine, group=self.mesh.get_group())
+        _all_gather(everyone, mine, group=self.mesh.get_group())
         for part, name in zip(torch.split(everyone.view(replicas, -1), shares, dim=1), names, strict=True):
             whole = self.whole[name].detach()
             whole.copy_(part.reshape(-1)[: whole.numel()].view_as(whole))

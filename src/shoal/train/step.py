@@ -51,7 +51,7 @@ class TrainStep:
         if self.clip is not None or self.scaler.enabled:
             gradients.multiply(clip_factor(norm, self.clip) / scale)
         self.optimizer.step(rate, usable)
-        self.optimizer.clear_gradients()
+        gradients.clear()
         self.scaler.update(usable)
         self.model.weights_changed()
         return StepResult(total, batch.targets, norm, usable)
