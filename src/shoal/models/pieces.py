@@ -80,6 +80,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def placed_like(local: Tensor, tensor: Tensor) -> Tensor:
+    """`local` as this rank's part of a tensor that lies as `tensor` does, wherever the memory is: `DTensor.from_local`
+    would move it to the mesh's kind of device."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def local_box(tensor: Tensor) -> Box:
     """The part of the whole that `local_tensor(tensor)` is."""
     if not isinstance(tensor, DTensor):

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.conversion import Tensors, convert
 from shoal.models.names import sources_in_files
-from shoal.models.pieces import Split, Splits, local_box, local_tensor, pieces, whole_shape
+from shoal.models.pieces import Split, Splits, local_box, local_tensor, pieces, placed_like, whole_shape
 from shoal.models.stored import Stored, open_folder
 
 Slots = dict[nn.Parameter, list[tuple[nn.Module, str]]]
@@ -71,20 +70,8 @@ def parameter_slots(model: nn.Module) -> Slots:
 def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """`Module.to_empty` would give each place of a tied weight a tensor of its own; here they stay one."""
     for parameter, places in parameter_slots(model).items():
-        data: Tensor
-        if isinstance(parameter, DTensor):
-            local = torch.empty(local_box(parameter).shape, device=device, dtype=dtype)
-            data = DTensor.from_local(
-                local,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-        else:
-            data = torch.empty(parameter.shape, device=device, dtype=dtype)
-        filled = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        local = torch.empty(local_box(parameter).shape, device=device, dtype=dtype)
+        filled = nn.Parameter(placed_like(local, parameter), requires_grad=parameter.requires_grad)
         for module, name in places:
             module._parameters[name] = filled
 

@@ -46,10 +46,13 @@ class Stage(nn.Module):
         batch = MicroBatch(given, labels, positions, documents, mask)
         name = "input_ids" if self.is_first else "inputs_embeds"
         hidden = self.inner.hidden({name: given, **self.inner.surroundings(batch)})
+        # What leaves a stage must own its memory: zero-bubble schedules detach it in place.
         if self.is_last:
-            return self.inner.loss_of(hidden, labels).reshape(1)
-        # GPT-2 folds what it returns to the shape of its tokens, of which a tensor-parallel rank has a part.
-        return hidden.reshape(given.shape[0], -1, hidden.shape[-1])
+            return torch.stack([self.inner.loss_of(hidden, labels)])
+        if hidden._is_view():
+            # GPT-2 folds what it returns to the shape of its tokens, of which a tensor-parallel rank has a part.
+            hidden = hidden.reshape(given.shape[0], -1, hidden.shape[-1]).clone()
+        return hidden
 
 
 class Pipeline:

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoal.mistakes import UserMistake
-from shoal.models.pieces import local_tensor
+from shoal.models.pieces import local_tensor, placed_like
 
 # Parameters whose state is on the device at the same time have about so many numbers.
 BUCKET = 1 << 26
@@ -51,7 +50,7 @@ class Store:
             kept = torch.empty(local.shape, dtype=local.dtype)
         else:
             kept = self._mapped(local)
-        return _lying_like(kept, tensor)
+        return placed_like(kept, tensor)
 
     def _mapped(self, local: Tensor) -> Tensor:
         file, name = tempfile.mkstemp(prefix="shoal-", suffix=".state", dir=self.folder)
@@ -94,15 +93,7 @@ class OffloadedState:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    return _lying_like(local_tensor(tensor).to(device, non_blocking=True), tensor)
-
-
-def _lying_like(local: Tensor, tensor: Tensor) -> Tensor:
-    """`local` as this rank's part of a tensor placed as `tensor` is. `DTensor.from_local` would move it to the mesh's
-    kind of device."""
-    if not isinstance(tensor, DTensor):
-        return local
-    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return placed_like(local_tensor(tensor).to(device, non_blocking=True), tensor)
 
 
 def find_store(offload: object) -> Store | None:
