@@ -52,7 +52,7 @@ COMPILED = [
     ("compiled, pp", 2, {"pp": 2}, {"compile": True}),
 ]
 # Cases that run at the same time, and seconds that one may take.
-AT_ONCE, PATIENCE = 3, 90
+AT_ONCE, PATIENCE = 4, 90
 
 
 def config_of(precision: str, name: str, parallel: dict, train: dict) -> dict:

@@ -105,7 +105,7 @@ def test_the_peak_of_zero1_is_the_exchange_of_updated_rows(measure, ranks):
     everything = (2 + 2 / ranks) * MODEL
     # A gradient is made by itself and then copied into its bucket.
     assert everything <= found.peak("passes") <= everything + BLOCK
-    # Own rows, everyone's, and one of those as it is copied to its place: all at once, since a bucket holds 2²⁴ numbers.
+    # Own rows, everyone's, and one of those as it is copied to its place: all at once, since a bucket holds that many.
     hold("peak of a step", found.peak("step"), everything + MODEL / ranks + MODEL + MATRIX)
 
 

@@ -3,8 +3,7 @@
 Each case trains ten steps on rows of very different lengths, and is held to what one process gets from the same
 micro-batches. The bounds are the design's: bitwise where it promises so; elsewhere sums are taken in another order.
 
-The table is trained with four settings that between them pair every family, number of passes and precision. The two
-in fp32 are the quick tests, the two in bf16 are slow ones.
+Each row of the table is trained with every family, number of passes and precision; most of that is marked slow.
 """
 
 from dataclasses import dataclass, field
@@ -101,24 +100,19 @@ UNUSUAL = [
 
 
 def cases(rows: list[Row], *, exact: bool) -> list[Any]:
-    """Quick: one pass of Llama at the smaller world size, four of Pythia at the larger. Slow: the other families."""
+    """Four settings of each row. Quick: in fp32, one pass of Llama at the smaller world size, and of what goes together
+    also four passes of Pythia."""
     found = []
     for row in rows:
         small, large = row.world_sizes[0], row.world_sizes[-1]
         chosen = [(small, "llama", 1), (large, "pythia", 4)] if exact else [(small, "pythia", 1), (large, "llama", 4)]
         others = [(large, "llama", 1), (small, "pythia", 4)] if exact else [(large, "pythia", 1), (small, "llama", 4)]
-        for world_size, family, passes in dict.fromkeys(chosen + others):
-            quick = exact and (world_size, family, passes) in chosen
-            found.append(
-                pytest.param(
-                    row,
-                    world_size,
-                    family,
-                    passes,
-                    id=f"{row.name}-{world_size}-{family}-{passes}",
-                    marks=() if quick else pytest.mark.slow,
-                )
-            )
+        quick = (chosen if row in TOGETHER else chosen[:1]) if exact else []
+        for setting in dict.fromkeys(chosen + others):
+            world_size, family, passes = setting
+            marks = () if setting in quick else pytest.mark.slow
+            name = f"{row.name}-{world_size}-{family}-{passes}"
+            found.append(pytest.param(row, world_size, family, passes, id=name, marks=marks))
     return found
 
 
@@ -188,7 +182,10 @@ def test_in_bf16_a_strategy_trains_nearly_what_one_process_trains(
     hold_equal(run, expected, bitwise=False, loss=2e-3, norm=1e-2)
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in UNUSUAL])
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=row.name, marks=pytest.mark.slow if "compile" in row.train else ()) for row in UNUSUAL],
+)
 def test_an_unusual_combination_trains_what_one_process_trains(row, instructions, reference, tmp_path):
     (world_size,) = row.world_sizes
     run = train_row(row, world_size, "llama", 4, "32-true", instructions, tmp_path)

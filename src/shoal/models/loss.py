@@ -15,10 +15,12 @@ from shoal.models.anatomy import Anatomy
 from shoal.models.attention import document_mask, masks_itself
 
 IGNORED = -100
-# Chunks are sized so that one chunk of logits holds about this many numbers (fp32: 128 MiB).
+# Chunks are sized so that one chunk of logits holds about this many numbers. Compiled, they are in memory once as they
+# are and once as their slope; not compiled, several times in fp32.
 CHUNK_LOGITS = 1 << 25
+COMPILED_CHUNK_LOGITS = 1 << 28
 
-# From fp32 logits (whose memory it may use) and labels: the summed loss, and its slope with respect to the logits.
+# From logits and labels: the summed loss in fp32, and its slope with respect to the logits, in their type.
 Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -42,15 +44,22 @@ def choose_loss(wanted: str, anatomy: Anatomy, tokens: int, vocabulary: int) -> 
 class LanguageModel(nn.Module):
     """A causal language model with its loss. `model` is the transformers model, whose names checkpoints use.
 
-    `measure` is given where this process has a part of the vocabulary only.
+    `measure` is given where this process has a part of the vocabulary only; `backend` compiles the chunked loss.
     """
 
-    def __init__(self, model: Any, anatomy: Anatomy, loss: str, measure: Measure | None = None) -> None:
+    def __init__(
+        self, model: Any, anatomy: Anatomy, loss: str, measure: Measure | None = None, backend: str | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.anatomy = anatomy
         self.loss = loss
         self.measure = measure
+        self.chunk_measure: Measure = measure or measure_whole
+        self.chunk_logits = CHUNK_LOGITS
+        if measure is None and backend == "inductor":
+            self.chunk_measure = torch.compile(measure_whole, backend=backend)
+            self.chunk_logits = COMPILED_CHUNK_LOGITS
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         inputs = {"input_ids": batch.inputs, **self.surroundings(batch)}
@@ -86,9 +95,8 @@ class LanguageModel(nn.Module):
         if self.loss == "plain":
             return self.loss_of_logits(head(hidden), labels)
         # Chunks are sized by the whole vocabulary, so that ranks with uneven parts of it meet in the same exchanges.
-        return chunked_cross_entropy(
-            hidden.flatten(0, 1), head.weight, labels.flatten(), self.measure, int(head.out_features)
-        )
+        rows = max(1, self.chunk_logits // int(head.out_features))
+        return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten(), self.chunk_measure, rows)
 
     def loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits, labels = logits.flatten(0, 1), labels.flatten()
@@ -99,10 +107,10 @@ class LanguageModel(nn.Module):
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure | None = None, vocabulary: int | None = None
+    hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure | None = None, rows: int | None = None
 ) -> Tensor:
-    """The summed cross-entropy of `hidden @ weight.T`, logits made and dropped a chunk at a time."""
-    rows = max(1, CHUNK_LOGITS // (vocabulary or weight.shape[0]))
+    """The summed cross-entropy of `hidden @ weight.T`, logits made and dropped `rows` at a time."""
+    rows = rows or max(1, CHUNK_LOGITS // weight.shape[0])
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, measure or measure_whole, rows
     )
@@ -110,26 +118,35 @@ def chunked_cross_entropy(
 
 
 def measure_whole(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy over a vocabulary that is all here."""
-    logarithms = torch.log_softmax(logits, dim=-1)
-    loss = F.nll_loss(logarithms, labels, ignore_index=IGNORED, reduction="sum")
-    slope = logarithms.exp_()
-    slope.scatter_add_(1, labels.clamp_min(0)[:, None], torch.full_like(slope[:, :1], -1.0))
-    return loss, slope * (labels != IGNORED)[:, None]
+    """Cross-entropy over a vocabulary that is all here. Nothing is done in place, so that it compiles to two passes."""
+    logarithms = torch.log_softmax(logits.float(), dim=-1)
+    counted = labels != IGNORED
+    target = logarithms.gather(1, labels.clamp_min(0)[:, None]).squeeze(1)
+    loss = -torch.where(counted, target, 0.0).sum()
+    hit = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    shares = logarithms.exp()
+    return loss, (torch.where(hit, shares - 1, shares) * counted[:, None]).to(logits.dtype)
 
 
 class _MeasuredCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
-        loss, slope = measure(logits.to(torch.float32, copy=True), labels)
+        loss, slope = measure(logits, labels)
         ctx.save_for_backward(slope)
-        ctx.dtype = logits.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
         (slope,) = ctx.saved_tensors
-        return (slope * outer).to(ctx.dtype), None, None
+        return (slope.float() * outer).to(slope.dtype), None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a matrix product to `total`, which is fp32."""
+    if total.is_cuda and left.dtype != total.dtype:  # summed where the products are, without a rounded copy of them
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -144,13 +161,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], rows):
             part, target = hidden[start : start + rows], labels[start : start + rows]
-            loss, slope = measure((part @ weight.T).float(), target)
+            loss, slope = measure(part @ weight.T, target)
             total += loss
-            slope = slope.to(part.dtype)
             if hidden_gradient is not None:
                 torch.matmul(slope, weight, out=hidden_gradient[start : start + rows])
             if weight_gradient is not None:
-                weight_gradient += slope.T @ part
+                _add_product(weight_gradient, slope.T, part)
         ctx.save_for_backward(*(gradient for gradient in (hidden_gradient, weight_gradient) if gradient is not None))
         ctx.weight_dtype = weight.dtype
         return total

@@ -142,6 +142,7 @@ def parallelize(
     vocabulary = model.config.get_text_config().vocab_size
     loss = choose_loss(wanted, anatomy, micro_batch * config.data.max_length // mesh.cp, vocabulary)
 
+    backend = compile_backend(train.compile, ranks.device)
     stages = _stages(model, anatomy, mesh, parallel.pp_schedule, grid)
     splits: dict[str, Split] = {}
     parameters: dict[str, nn.Parameter] = {}
@@ -154,10 +155,10 @@ def parallelize(
             splits |= split_tensors(stage.model, stage.anatomy, grid.tp)
         if grid.cp is not None:
             sequence = split_sequence(stage.model, grid.cp, parallel.cp_method)
-        module = _with_loss(stage, loss, grid, splits)
+        module = _with_loss(stage, loss, grid, splits, backend)
         blocks = stage.anatomy.block_modules(stage.model)
         recompute_blocks(blocks, train.recompute)
-        if (backend := compile_backend(train.compile, ranks.device)) is not None:
+        if backend is not None:
             compile_blocks(blocks, backend)
         offload = parallel.offload == "cpu"
         if strategy in SHARDED:
@@ -243,13 +244,13 @@ def _stages(model: Any, anatomy: Anatomy, mesh: Mesh, schedule: str, grid: Grid)
     return cut_stages(model, anatomy, mine, mesh.pp * each)
 
 
-def _with_loss(stage: StageModel, loss: str, grid: Grid, splits: dict[str, Split]) -> nn.Module:
+def _with_loss(stage: StageModel, loss: str, grid: Grid, splits: dict[str, Split], backend: str | None) -> nn.Module:
     measure = None
     name = f"{stage.anatomy.embedding if stage.anatomy.tied else stage.anatomy.head}.weight"
     if grid.tp is not None and name in splits:
         ((start, _),) = splits[name].spans
         measure = VocabularyPart(start, grid.tp)
-    inner = LanguageModel(stage.model, stage.anatomy, loss, measure)
+    inner = LanguageModel(stage.model, stage.anatomy, loss, measure, backend)
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
 
 

@@ -17,6 +17,7 @@ class VocabularyPart:
     group: dist.ProcessGroup
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, logits = logits.dtype, logits.to(torch.float32, copy=True)
         highest = logits.max(dim=-1).values
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.group)
         local = labels - self.start
@@ -31,4 +32,4 @@ class VocabularyPart:
         loss = torch.where(counted, sums[0].log() + highest - sums[1], 0.0).sum()
         shares.div_(sums[0][:, None])
         shares.scatter_add_(1, place, -here.to(shares.dtype)[:, None])
-        return loss, shares.mul_(counted[:, None])
+        return loss, shares.mul_(counted[:, None]).to(dtype)
