@@ -1,6 +1,7 @@
 """Promises about going on: a resumed run is the run that was never interrupted, whatever it runs on now."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,34 @@ def test_a_run_goes_from_mesh_to_mesh(family, few, tmp_path):
         before = resumed(before, config, tmp_path / str(at), world_size=world_size, at=at)
         hold_near(before, run)
     assert attempts(before) == [0, 1, 2, 3, 4, 5, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (4, {"strategy": "zero1", "tp": 2}),
+        (4, {"strategy": "fsdp", "sharding": "hybrid_shard", "replicate": 2}),
+        (4, {"strategy": "ddp", "pp": 2}),
+        (8, {"strategy": "fsdp", "sharding": "hybrid_shard", "replicate": 2, "pp": 2, "tp": 2}),
+    ],
+    ids=str,
+)
+def test_every_number_is_written_once_however_the_model_is_split(world_size, parallel, few, tmp_path):
+    """Also where ranks have parts of unlike size: 259 tokens are 129 and 130."""
+    shape = {"family": "gpt2", "hidden": 16, "layers": 2, "heads": 2, "vocab": 259, "positions": 64}
+    config = config_of(few, model__shape=shape, parallel=parallel, train__steps=2)
+    run = train_on(world_size, config, tmp_path / "whole")
+    written: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for path in (run / "checkpoints" / "step-00000002").glob("rank-*.json"):
+        for key, place in json.loads(path.read_text()).items():
+            name = key.partition("#")[0]
+            written[name] = written.get(name, 0) + math.prod(place["shape"])
+            whole[name] = math.prod(place["whole"])
+    assert written == whole
+    config["train"]["steps"] = 4
+    train_on(world_size, config, tmp_path / "whole", resume=True)
+    hold_near(run, train_on(1, {**config, "parallel": {"strategy": "single"}}, tmp_path / "one"))
 
 
 def test_a_run_goes_from_two_ranks_to_one_and_back(few, tmp_path):

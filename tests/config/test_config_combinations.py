@@ -24,7 +24,19 @@ from shoal.mistakes import UserMistake
         (["parallel.strategy=fsdp", "parallel.offload=cpu", "parallel.pp=2"], "use offload optimizer, or pp 1."),
         (["parallel.tp=2", "train.optimizer.name=muon"], "muon must see whole; use tp 1 with strategy fsdp, or"),
         (["parallel.pp=2", "parallel.compress=bf16"], "use compress none, or pp 1."),
-        (["parallel.cp=2", "model.attention=eager"], "parallel.cp, which brings its own attention; use auto."),
+        (
+            ["parallel.cp=2", "model.attention=eager"],
+            "mask from whole rows, which parallel.cp cuts; use auto.",
+        ),
+        (
+            ["parallel.tp=2", "model.attention=eager"],
+            "mask from whole rows, which parallel.tp cuts; use auto.",
+        ),
+        (
+            ["parallel={pp: 2, pp_schedule: zero-bubble}", "train.recompute=selective"],
+            "use recompute full, or pp_schedule interleaved.",
+        ),
+        (["parallel.offload={optimizer: cpu, path: x}"], "parallel.offload to cpu has no path"),
         (["parallel.cp=2", "data.max_length=250"], "it must be a multiple of 4, such as 248 or 252."),
         (["parallel.tp=3", "data.max_length=2"], "it must be a multiple of 3, such as 3."),
         (["parallel.tp=3", "data.max_length=48", "hardware.devices=8"], "use 6 processes or 9 processes"),

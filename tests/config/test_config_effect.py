@@ -47,6 +47,18 @@ def test_defaults_are_never_spoken_of() -> None:
             "optimizer's state and no weights.",
         ),
         (
+            {"parallel": {"compress": "bf16", "strategy": "zero3"}},
+            {"parallel": {"compress": "bf16", "strategy": "zero1"}},
+            8,
+            "parallel.compress bf16 has no effect: parallel.strategy is zero3.",
+        ),
+        (
+            {"train": {"reduce_dtype": "bf16"}, "parallel": {"pp": 2, "strategy": "ddp"}},
+            {"train": {"reduce_dtype": "bf16"}, "parallel": {"pp": 2, "strategy": "fsdp"}},
+            8,
+            "train.reduce_dtype bf16 has no effect: a pipeline without sharding sums gradients in fp32.",
+        ),
+        (
             {"parallel": {"reshard": True, "pp": 2, "strategy": "fsdp"}},
             {"parallel": {"reshard": True, "strategy": "fsdp"}},
             8,

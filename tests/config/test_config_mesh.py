@@ -50,6 +50,7 @@ def test_data_parallel_counts_replicas_and_shards() -> None:
         ({"sharding": "hybrid_shard", "replicate": 3}, "fsdp", 8, "parallel.replicate 3 do not divide the 8"),
         ({"tp": 3}, "fsdp", 8, "use 6 processes or 9 processes, or smaller degrees"),
         ({"reshard": 3}, "fsdp", 8, "reshard 3 does not divide the 8 processes"),
+        ({"reshard": 3}, "zero3", 8, "reshard 3 does not divide the 8 processes"),
     ],
 )
 def test_processes_that_the_degrees_do_not_divide_are_refused(
@@ -68,6 +69,8 @@ def test_hybrid_sharding_replicates_over_nodes() -> None:
     hybrid = ParallelConfig.model_validate({"sharding": "hybrid_shard"})
     assert mesh_for(hybrid, "fsdp", 16, nodes=2) == Mesh(dp_replicate=2, dp_shard=8)
     assert mesh_for(hybrid, "fsdp", 8) == Mesh(dp_shard=8)
+    deep = ParallelConfig.model_validate({"sharding": "hybrid_shard", "pp": 2})
+    assert mesh_for(deep, "fsdp", 32, nodes=4) == Mesh(pp=2, dp_replicate=2, dp_shard=8)
     with pytest.raises(UserMistake, match="the 3 nodes do not divide the 8 data-parallel processes"):
         mesh_for(hybrid, "fsdp", 8, nodes=3)
 

@@ -7,6 +7,7 @@ piece is. A reader puts the pieces together over the box it wants, so the world 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shoal.mistakes import UserMistake
 from shoal.models.pieces import Box, Piece, local_tensor, whole
 from shoal.parallel.placement import Placement
 
@@ -43,17 +45,19 @@ def parts_to_write(tensors: Mapping[str, tuple[Tensor, str | None]], placement: 
     the same order, and so agree on the writer.
     """
     chosen: dict[str, Part] = {}
-    loads: dict[int, list[int]] = {}
+    loads: dict[tuple[str, ...], list[int]] = {}
     for key, (tensor, parameter) in tensors.items():
-        replica = placement.replica(parameter, tensor)
-        if replica is None:
+        over = placement.shared_over(parameter, tensor)
+        if over is None:
             continue
-        number, count = replica
-        load = loads.setdefault(count, [0] * count)
+        number, count = placement.grid.replica(over)
+        load = loads.setdefault(over, [0] * count)
         writer = load.index(min(load))
-        load[writer] += tensor.numel() * tensor.element_size()
+        # Of the whole: parts of it may differ in size, and with them what ranks think of each other's load.
+        whole_size = placement.whole_shape(parameter, tensor)
+        load[writer] += prod(whole_size) * tensor.element_size()
         if writer == number and (held := placement.pieces(parameter, tensor)):
-            chosen[key] = Part(tensor, held, placement.whole_shape(parameter, tensor))
+            chosen[key] = Part(tensor, held, whole_size)
     return chosen
 
 
@@ -102,11 +106,15 @@ class PieceReader:
         """Fill the `pieces` of the whole that `tensor` holds on this rank."""
         local = local_tensor(tensor)
         for piece in pieces:
+            filled = 0
             for file, key, box in self.entries[name].pieces:
                 shared = piece.whole.overlap(box)
                 if not shared.empty:
                     place = local[piece.local.slices][shared.within(piece.whole).slices]
                     place.copy_(self._part(file, key, shared.within(box)))
+                    filled += prod(shared.shape)
+            if filled != prod(piece.whole.shape):
+                raise UserMistake(f"{self.folder} holds only a part of {name}: it was not written whole.")
 
     def read_whole(self, name: str) -> Tensor:
         """The whole tensor, put together on the host."""

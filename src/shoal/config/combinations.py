@@ -63,10 +63,17 @@ def _cutting(config: Config) -> Iterator[Finding]:
             f"parallel.compress {parallel.compress} is DDP's, and a pipeline sums its gradients itself; use compress "
             "none, or pp 1.",
         )
-    if parallel.cp > 1 and config.model.attention == "eager":
+    for key, degree in (("cp", parallel.cp), ("tp", parallel.tp)):
+        if degree > 1 and config.model.attention == "eager":
+            yield (
+                "model.attention",
+                f"model.attention eager makes its mask from whole rows, which parallel.{key} cuts; use auto.",
+            )
+    if parallel.pp > 1 and parallel.pp_schedule == "zero-bubble" and train.recompute == "selective":
         yield (
-            "model.attention",
-            "model.attention eager cannot be used with parallel.cp, which brings its own attention; use auto.",
+            "train.recompute",
+            "train.recompute selective computes again once, and zero-bubble goes back through a block twice; use "
+            "recompute full, or pp_schedule interleaved.",
         )
 
 

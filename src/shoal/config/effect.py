@@ -20,6 +20,12 @@ class _Run:
         strategy = self.config.parallel.strategy
         return "single" if strategy == "auto" and self.world_size == 1 else strategy
 
+    @property
+    def averages(self) -> bool:
+        """Whether DDP, as far as it is known, averages whole gradients."""
+        whole = self.config.parallel.sharding == "no_shard"
+        return self.strategy in ("auto", "ddp", "zero1") or (self.strategy == "fsdp" and whole)
+
 
 def _unsharded(run: _Run) -> str | None:
     if run.strategy in ("single", "ddp"):
@@ -38,6 +44,8 @@ def _no_reduction(run: _Run) -> str | None:
         return "train.precision 32-true sums gradients in fp32 anyway"
     if run.config.train.precision == "bf16-true":
         return "train.precision bf16-true sums gradients in bf16"
+    if run.config.parallel.pp > 1 and run.averages:
+        return "a pipeline without sharding sums gradients in fp32"
     return "one device has nothing to sum over" if run.strategy == "single" or run.world_size == 1 else None
 
 
@@ -126,7 +134,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("parallel.cp_method", lambda run: "parallel.cp is 1" if run.config.parallel.cp == 1 else None),
     (
         "parallel.compress",
-        lambda run: f"parallel.strategy is {run.strategy}" if run.strategy not in ("auto", "ddp") else None,
+        lambda run: f"parallel.strategy is {run.strategy}" if not run.averages else None,
     ),
 )
 

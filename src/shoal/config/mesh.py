@@ -48,7 +48,7 @@ def mesh_for(parallel: ParallelConfig, strategy: str, world_size: int, nodes: in
         pp=parallel.pp, dp_replicate=replicate, dp_shard=data_parallel // replicate, cp=parallel.cp, tp=parallel.tp
     )
     shards = mesh.dp_shard * mesh.cp
-    if strategy == "fsdp" and not isinstance(parallel.reshard, bool | str) and shards % parallel.reshard:
+    if strategy in ("fsdp", "zero3") and not isinstance(parallel.reshard, bool | str) and shards % parallel.reshard:
         raise UserMistake(
             f"parallel.reshard {parallel.reshard} does not divide the {shards} processes that the model is sharded "
             "over; use true, false or a number that does."
@@ -84,9 +84,11 @@ def _replicas(parallel: ParallelConfig, strategy: str, data_parallel: int, nodes
     assert strategy in ("fsdp", "zero2", "zero3"), f"no mesh for the strategy {strategy}"
     if strategy != "fsdp" or parallel.sharding != "hybrid_shard":
         return 1
-    replicas = nodes if parallel.replicate == "auto" else parallel.replicate
+    # A pipeline goes across machines first: each of its stages has some of them.
+    machines = max(1, nodes // parallel.pp)
+    replicas = machines if parallel.replicate == "auto" else parallel.replicate
     if data_parallel % replicas:
-        source = f"the {nodes} nodes" if parallel.replicate == "auto" else f"parallel.replicate {replicas}"
+        source = f"the {machines} nodes" if parallel.replicate == "auto" else f"parallel.replicate {replicas}"
         raise UserMistake(
             f"hybrid_shard: {source} do not divide the {data_parallel} data-parallel processes; set "
             "parallel.replicate to a number that does."

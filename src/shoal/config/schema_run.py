@@ -52,6 +52,8 @@ class OffloadConfig(Block):
     def _disk_needs_a_folder(self) -> "OffloadConfig":
         if self.optimizer == "nvme" and self.path is None:
             raise contradiction("parallel.offload to nvme needs path, a folder on the disk.", "optimizer")
+        if self.optimizer == "cpu" and self.path is not None:
+            raise contradiction("parallel.offload to cpu has no path: give optimizer nvme, or leave path out.", "path")
         return self
 
 

@@ -1,7 +1,7 @@
 """The whole parallel recipe, in the one order that works.
 
 Cut into pipeline stages → cut tensors → cut the sequence → recompute → compile each block → shard and fill, or fill
-and replicate. The model is on meta until it is filled, so no rank ever holds more of it than the mesh says.
+and replicate. The model is on meta until it is filled, so a rank is given memory for its own part alone.
 """
 
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, pas
     if config.train.optimizer.name == "muon":
         require_blocks(anatomy, model, "muon", "use adamw")
     check_pipeline(model, anatomy, mesh.pp, parallel.pp_schedule, passes)
-    check_tensor_parallel(model, anatomy, mesh.tp)
+    check_tensor_parallel(model, mesh.tp)
     check_context_parallel(model, mesh, parallel.cp_method)
     if strategy in SHARDED:
         choose_units(model, anatomy, parallel.wrap)
@@ -125,7 +125,8 @@ def parallelize(
     folder: Path | None,
     values: bool = True,
 ) -> ParallelModel:
-    """Spread `model`, which is on meta, over `mesh`. No rank holds it whole unless the mesh says so.
+    """Spread `model`, which is on meta and has what is frozen frozen, over `mesh`. No rank holds it whole unless the
+    mesh says so.
 
     Weights come from `folder` or, where that is None, from the seed; with `values` false they are left unset, because
     a checkpoint will be read into them.
@@ -134,7 +135,6 @@ def parallelize(
     grid = Grid(mesh, ranks)
     precision = read_precision(train.precision, train.reduce_dtype)
     anatomy = read_anatomy(model)
-    freeze(model, config.model.freeze)
     everything: dict[str, Tensor] = {**dict(model.named_parameters()), **kept_buffers(model)}
     shapes = {name: tuple(tensor.shape) for name, tensor in everything.items()}
     # A chunked loss makes its gradients before they are scaled, and fp16 cannot hold the smallest of them.
@@ -144,6 +144,8 @@ def parallelize(
 
     backend = compile_backend(train.compile, ranks.device)
     stages = _stages(model, anatomy, mesh, parallel.pp_schedule, grid)
+    if mesh.pp > 1 and anatomy.tied:
+        _ = grid.ends  # made by every rank, also those of the stages between, or NCCL would wait for them
     splits: dict[str, Split] = {}
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}
@@ -165,7 +167,7 @@ def parallelize(
             # Sharded while on meta, so that only this rank's part is ever given memory.
             shard_fully(
                 module,
-                choose_units(stage.model, stage.anatomy, parallel.wrap),
+                choose_units(stage.model, stage.anatomy, parallel.wrap, part=mesh.pp > 1),
                 grid.sharding,
                 precision,
                 reshard=_reshards(config, strategy),

@@ -41,8 +41,6 @@ def check_context_parallel(model: Any, mesh: Mesh, method: str) -> None:
         )
     if mesh.cp == 1:
         return
-    if settings._attn_implementation == "eager":
-        raise UserMistake("parallel.cp brings its own attention, so model.attention cannot be eager; use auto.")
     heads = settings.num_attention_heads // mesh.tp
     if method == "ulysses" and heads % mesh.cp:
         raise UserMistake(

@@ -32,6 +32,8 @@ class Gradients:
         self.placement = placement
         self.averages = averages
         self.in_buckets = in_buckets
+        # Where gradients are: with everything offloaded that is not where the model runs.
+        self._device = next((local_tensor(one).device for one in self.parameters.values()), placement.grid.device)
 
     def finish(self) -> None:
         """After the last pass: make each gradient the whole step's, as far as what wraps the model has not."""
@@ -39,7 +41,8 @@ class Gradients:
         if self.averages and grid.gradient_ranks > 1:
             everything = self._local(self.parameters)
             sum_over(everything, grid.replicas.get_group())
-            torch._foreach_div_(everything, grid.gradient_ranks)
+            if everything:
+                torch._foreach_div_(everything, grid.gradient_ranks)
         if grid.tp is not None:
             # What is not cut has seen a part of the tokens, or of the heads, on each tensor-parallel rank.
             sum_over(self._local(name for name in self.parameters if name not in placement.splits), grid.tp)
@@ -60,7 +63,7 @@ class Gradients:
                 over = (gradient.device_mesh, dimensions) if dimensions else None
             kinds.setdefault((over, name in self.placement.splits), []).append(local_tensor(gradient))
         # Ranks of a stage have parameters of the same kinds, and meet in the same sums.
-        total: Tensor | None = None
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         for (over, is_split), gradients in kinds.items():
             square = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum()
             if over is not None:
@@ -69,8 +72,7 @@ class Gradients:
                     dist.all_reduce(square, group=mesh.get_group(dimension))
             if is_split and grid.tp is not None:
                 dist.all_reduce(square, group=grid.tp)
-            total = square if total is None else total + square
-        assert total is not None, "the backward pass left no gradient"
+            total = total + square
         if grid.pp is not None:
             dist.all_reduce(total, group=grid.pp)
         return total.sqrt().float()
@@ -79,13 +81,15 @@ class Gradients:
         """After the step."""
         if self.in_buckets:
             # Views of DDP's buckets. Dropped, those of a first pass without exchange would be made beside them.
-            torch._foreach_zero_(self._local(self.parameters))
+            if held := self._local(self.parameters):
+                torch._foreach_zero_(held)
             return
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def multiply(self, factor: Tensor) -> None:
-        torch._foreach_mul_(self._local(self.parameters), factor)
+        if held := self._local(self.parameters):  # a stage of a pipeline may have nothing that is trained
+            torch._foreach_mul_(held, factor)
 
     def _local(self, names: Iterable[str]) -> list[Tensor]:
         gradients = (self.parameters[name].grad for name in names)
@@ -111,6 +115,9 @@ def sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _sum_bucket(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        dist.all_reduce(tensors[0], group=group)
+        return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])

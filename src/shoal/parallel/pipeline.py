@@ -73,7 +73,6 @@ class Pipeline:
         device: torch.device,
     ) -> None:
         """`stages` are (number, module) of those on this rank; `tokens` and `hidden` the shapes of a pass's tensors."""
-        self.modules = [module for _, module in stages]
         self.prepare = prepare
         self.passes = passes
         self.has_last = any(number == count - 1 for number, _ in stages)
@@ -108,22 +107,21 @@ class Pipeline:
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
         """As `Passes.backward`; ranks that do not have the last stage return zero."""
         self._factor = factor
-        return self._run(self._schedule.step, batches)
+        return self._run(self._schedule.step, [self.prepare(batch) for batch in batches])
 
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
         """As `Passes.measure`, for any number of batches: what lacks to whole rounds is computed and not counted."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         targets = torch.zeros((), dtype=torch.float64, device=self.device)
         for start in range(0, len(batches), self.passes):
-            part = list(batches[start : start + self.passes])
+            part = [self.prepare(batch) for batch in batches[start : start + self.passes]]
             if self.has_last:
                 targets += sum((batch.labels != IGNORED).sum() for batch in part)
             blank = [_without_targets(part[0])] * (self.passes - len(part))
             loss += self._run(self._schedule.eval, part + blank)
         return torch.stack([loss, targets])
 
-    def _run(self, run: Any, batches: Sequence[MicroBatch]) -> Tensor:
-        prepared = [self.prepare(batch) for batch in batches]
+    def _run(self, run: Any, prepared: Sequence[MicroBatch]) -> Tensor:
         self._total = torch.zeros_like(self._total)
         # The schedule cuts them apart again, along the rows.
         inputs, labels = (torch.cat([getattr(one, name) for one in prepared]) for name in ("inputs", "labels"))

@@ -38,8 +38,9 @@ class Placement:
     def whole_shape(self, name: str | None, tensor: Tensor) -> tuple[int, ...]:
         return whole_shape(tensor, self._split(name, tensor))
 
-    def replica(self, name: str | None, tensor: Tensor) -> tuple[int, int] | None:
-        """(number, count) of this rank among those that have the same pieces; None: others speak for this tensor."""
+    def shared_over(self, name: str | None, tensor: Tensor) -> tuple[str, ...] | None:
+        """The dimensions of the grid in which ranks that have the same pieces differ; None: another stage speaks for
+        this tensor."""
         if name in self.counted_elsewhere:
             return None
         over = ["dp_replicate", "dp_shard", "cp", "tp"]
@@ -51,7 +52,7 @@ class Placement:
                     over = [one for one in over if one not in STANDS_FOR[label]]
         if name is None:
             over.insert(0, "pp")  # the run's own numbers are the same everywhere
-        return self.grid.replica(tuple(over))
+        return tuple(over)
 
     def _split(self, name: str | None, tensor: Tensor) -> Split | None:
         split = self.splits.get(name) if name is not None else None

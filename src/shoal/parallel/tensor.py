@@ -23,7 +23,7 @@ from shoal.parallel.plans import Plan, find_plan
 SEQUENCE = 1  # activations are rows × sequence × hidden
 
 
-def check_tensor_parallel(model: Any, anatomy: Anatomy, degree: int) -> None:
+def check_tensor_parallel(model: Any, degree: int) -> None:
     """Raise a UserMistake unless `model` can be cut `degree` ways."""
     if degree == 1:
         return
@@ -33,7 +33,7 @@ def check_tensor_parallel(model: Any, anatomy: Anatomy, degree: int) -> None:
     counts = {
         "attention heads": heads,
         "key and value heads": getattr(settings, "num_key_value_heads", None) or heads,
-        "MLP columns": _inner_width(model, anatomy),
+        "MLP columns": _inner_width(model),
     }
     for what, count in counts.items():
         if count % degree:
@@ -54,7 +54,7 @@ def split_tensors(model: Any, anatomy: Anatomy, group: dist.ProcessGroup) -> dic
     return splits
 
 
-def _inner_width(model: Any, anatomy: Anatomy) -> int:
+def _inner_width(model: Any) -> int:
     settings = model.config.get_text_config()
     width: int = getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size
     return width

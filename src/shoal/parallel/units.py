@@ -10,8 +10,11 @@ from shoal.models.anatomy import Anatomy, require_blocks
 from shoal.models.weights import parameter_slots
 
 
-def choose_units(model: Any, anatomy: Anatomy, wrap: str | WrapConfig) -> list[nn.Module]:
-    """Modules in the order in which the forward pass enters them; what they leave over belongs to the root."""
+def choose_units(model: Any, anatomy: Anatomy, wrap: str | WrapConfig, *, part: bool = False) -> list[nn.Module]:
+    """Modules in the order in which the forward pass enters them; what they leave over belongs to the root.
+
+    A `part` of a model, a stage of a pipeline, need not have all that `wrap` names.
+    """
     if not isinstance(wrap, WrapConfig):
         instead = "set parallel.wrap to {min_params: 10_000_000} or to {classes: [NAME]}, which need none"
         require_blocks(anatomy, model, "parallel.wrap auto", instead)
@@ -22,12 +25,12 @@ def choose_units(model: Any, anatomy: Anatomy, wrap: str | WrapConfig) -> list[n
     else:
         names = {type(module).__name__ for module in model.modules()}
         for name in wrap.classes:
-            if name not in names:
+            if name not in names and not part:
                 raise UserMistake(
                     f"parallel.wrap: no module of {type(model).__name__} is a {name}.{suggestion(name, names)}"
                 )
         chosen = {module for module in allowed if type(module).__name__ in wrap.classes}
-        if not chosen:
+        if not chosen and not part:
             raise UserMistake(
                 f"parallel.wrap: {', '.join(wrap.classes)} cannot be gathered alone: the head, and modules that share "
                 "weights with others, stay with the root."

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from shoal.config.schema import OffloadConfig
 from shoal.mistakes import UserMistake
 from shoal.models.pieces import local_tensor, placed_like
 
@@ -96,11 +97,8 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     return placed_like(local_tensor(tensor).to(device, non_blocking=True), tensor)
 
 
-def find_store(offload: object) -> Store | None:
+def find_store(offload: str | OffloadConfig) -> Store | None:
     """The store that `parallel.offload` names, if it is one for the optimizer's state alone."""
-    if offload == "optimizer":
-        return Store(None)
-    optimizer, path = getattr(offload, "optimizer", None), getattr(offload, "path", None)
-    if optimizer is None:
-        return None
-    return Store(Path(path).expanduser() if optimizer == "nvme" and path is not None else None)
+    if isinstance(offload, OffloadConfig):
+        return Store(Path(offload.path).expanduser() if offload.path is not None else None)
+    return Store(None) if offload == "optimizer" else None

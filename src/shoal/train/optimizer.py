@@ -85,13 +85,12 @@ class NamedOptimizer:
         return self.state()
 
 
-def trained_parameters(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> dict[str, nn.Parameter]:
-    """Those the optimizer changes; a pattern of `lr_groups` that fits none of them is a mistake."""
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+def check_groups(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> None:
+    """A pattern of `lr_groups` that fits no trained parameter of the whole model is a mistake."""
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     for pattern in train.lr_groups:
         if not any(fnmatch(name, pattern) for name in trained):
             raise UserMistake(f"train.lr_groups: {pattern!r} fits no trained parameter.")
-    return trained
 
 
 def make_optimizer(
@@ -106,7 +105,8 @@ def make_optimizer(
 
     With `partition` each replica updates its rows only; with `store` the state lives there between steps.
     """
-    trained = trained_parameters(parameters if partition is None else partition.parameters, train)
+    held = parameters if partition is None else partition.parameters
+    trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
     kinds = {train.optimizer.name: trained}
     if train.optimizer.name == "muon":
         # Muon is for matrices inside blocks; embedding, head, norms and biases learn by AdamW beside it.
@@ -116,7 +116,7 @@ def make_optimizer(
         others = {name: one for name, one in trained.items() if name not in matrices}
         kinds = {"muon": matrices, "adamw": others}
     parts = [
-        _make(name, some, train)
+        _make(name, some, train, store)
         for name, members in kinds.items()
         for some in ([members] if store is None else buckets(members))
         if some
@@ -125,7 +125,9 @@ def make_optimizer(
     return NamedOptimizer(parts, names, partition, None if store is None else OffloadedState(store))
 
 
-def _make(name: str, parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
+def _make(
+    name: str, parameters: Mapping[str, nn.Parameter], train: TrainConfig, store: Store | None
+) -> torch.optim.Optimizer:
     settings = train.optimizer
     groups = _groups(parameters, settings, train.lr_groups)
     # The fused CPU kernel rounds the tail of a tensor unlike its middle, so shards of it would differ in the last bit.
@@ -139,7 +141,8 @@ def _make(name: str, parameters: Mapping[str, nn.Parameter], train: TrainConfig)
         for parameter in parameters.values() if settings.momentum else ():
             # torch makes it in the first step, out of memory that it does not clear; a first step that is skipped
             # would leave it so. From zero the first step is the same.
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+            kept = torch.empty_like(parameter, requires_grad=False) if store is None else store.empty_like(parameter)
+            optimizer.state[parameter]["momentum_buffer"] = kept.zero_()
         return optimizer
     if name == "lion":
         return Lion(groups, lr=train.lr, betas=settings.betas)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+SMALLEST = 2.0**-24
+
 
 class LossScaler:
     """Doubles after `patience` usable steps in a row, halves after an unusable one. Lives on the device."""
@@ -19,6 +21,7 @@ class LossScaler:
         self.streak = torch.where(usable, self.streak + 1, 0.0)
         grown = self.streak >= self.patience
         self.scale = torch.where(usable, torch.where(grown, self.scale * 2, self.scale), self.scale / 2)
+        self.scale = self.scale.clamp(min=SMALLEST)  # at zero it would stay there
         self.streak = torch.where(grown, 0.0, self.streak)
 
     def state(self) -> dict[str, Tensor]:

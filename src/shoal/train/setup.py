@@ -31,7 +31,7 @@ from shoal.plan.stages import bubble_share
 from shoal.train.inputs import Inputs
 from shoal.train.log import StepLog, next_attempt
 from shoal.train.offload import find_store
-from shoal.train.optimizer import NamedOptimizer, make_optimizer, trained_parameters
+from shoal.train.optimizer import NamedOptimizer, check_groups, make_optimizer
 from shoal.train.partition import Partition
 from shoal.train.scaler import LossScaler
 from shoal.train.schedule import peak_rate
@@ -126,6 +126,8 @@ def set_up(
             f"{parameters:,} parameters, {chosen.describe()} on {place}; "
             f"{inputs.steps} steps of {chosen.global_batch} rows, {chosen.micro_batch} a device in {chosen.rounds()}."
         )
+        if config.parallel.sharding == "hybrid_shard" and chosen.strategy == "fsdp" and mesh.dp_replicate == 1:
+            reporter.warn("hybrid_shard has one machine to shard over, and so is full_shard; see parallel.replicate.")
         if mesh.pp > chosen.passes:
             share = bubble_share(mesh.pp, chosen.passes, stages_each(config.parallel.pp_schedule))
             reporter.warn(
@@ -169,7 +171,7 @@ def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, st
     model = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
     read_anatomy(model)
     freeze(model, config.model.freeze)
-    trained_parameters(dict(model.named_parameters()), config.train)
+    check_groups(dict(model.named_parameters()), config.train)
     find_store(config.parallel.offload)
     chosen, mesh = choose(config, model, world_size, device)
     check_parallel(model, config, strategy=chosen.strategy, mesh=mesh, passes=chosen.passes)

@@ -1,6 +1,7 @@
 """One optimizer step: passes, one clip, one update.
 
-The host does not wait for the device here, but for Lion and Muon, which have no kernel that could skip a bad step.
+The host does not wait for the device here, but for Lion and Muon, which have no kernel that could skip a bad step, and
+where the optimizer's state is brought from the host.
 """
 
 from dataclasses import dataclass
@@ -42,14 +43,16 @@ class TrainStep:
 
     def __call__(self, batch: StepBatch, rate: float) -> StepResult:
         # The loss is the sum over all target tokens of the step, on all ranks, divided by their number. Data-parallel
-        # strategies average gradients over ranks where a sum is wanted, hence the factor.
-        share = self.model.grid.gradient_ranks / batch.targets
+        # strategies average gradients over ranks where a sum is wanted, hence `ranks`: in the loss, or afterwards where
+        # fp16 would overflow that much sooner than in one process.
+        ranks = self.model.grid.gradient_ranks
+        before, after = (1, ranks) if self.scaler.enabled else (ranks, 1)
         gradients, scale = self.model.gradients, self.scaler.scale
-        total = self.model.backward(batch.passes, scale * share)
-        norm = gradients.norm() / scale
+        total = self.model.backward(batch.passes, scale * (before / batch.targets))
+        norm = gradients.norm() * after / scale
         usable = norm.isfinite()
         if self.clip is not None or self.scaler.enabled:
-            gradients.multiply(clip_factor(norm, self.clip) / scale)
+            gradients.multiply(clip_factor(norm, self.clip) * after / scale)
         self.optimizer.step(rate, usable)
         gradients.clear()
         self.scaler.update(usable)
