@@ -99,7 +99,11 @@ def test_python_dash_m_shoal_is_the_same_command(tmp_path: Path) -> None:
             [],
             "run.yaml:2: this is not YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'.",
         ),
-        (GOOD + "parallel: {engine: deepspeed}\n", [], "run.yaml:7: parallel.engine deepspeed is not built yet."),
+        (
+            GOOD + "parallel: {engine: deepspeed}\n",
+            [],
+            "run.yaml:7: parallel.engine deepspeed is not built yet. Use native.",
+        ),
     ],
     ids=["unknown key", "unknown override", "wrong type", "zero steps", "missing file", "broken YAML", "not built"],
 )

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.parallel.precision import DTYPES, Precision
 
+SHARDED = ("fsdp", "zero2", "zero3")  # the strategies that FSDP2 carries out
 # PowerSGD sends two thin matrices of this rank instead of a gradient, after some steps that send it whole.
 POWER_RANK, POWER_START = 4, 10
 # Buffers are constants, the same everywhere. torch 2.13 renames the option that leaves them alone.

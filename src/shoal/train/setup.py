@@ -22,8 +22,10 @@ from shoal.models.build import build_on_meta
 from shoal.models.weights import locate_weights
 from shoal.observe.metrics import open_sinks
 from shoal.observe.progress import Reporter
-from shoal.parallel.apply import ParallelModel, check_parallel, freeze, parallelize
+from shoal.parallel.apply import freeze, parallelize
+from shoal.parallel.check import check_parallel
 from shoal.parallel.device import Device, inspect_device
+from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.stages import stages_each
 from shoal.plan.choose import Chosen, Sizes, choose_batch, choose_strategy

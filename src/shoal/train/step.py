@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal.data.loader import StepBatch
-from shoal.parallel.apply import ParallelModel
 from shoal.parallel.gradients import clip_factor
+from shoal.parallel.model import ParallelModel
 from shoal.train.optimizer import NamedOptimizer
 from shoal.train.scaler import LossScaler
 

@@ -1,0 +1,33 @@
+"""What cannot work, found from a model on meta alone: before there are processes, memory or a run folder."""
+
+from typing import Any
+
+from shoal.config.mesh import Mesh
+from shoal.config.schema import Config
+from shoal.models.anatomy import read_anatomy, require_blocks
+from shoal.parallel.context import check_context_parallel
+from shoal.parallel.shard import SHARDED
+from shoal.parallel.stages import check_pipeline
+from shoal.parallel.tensor import check_tensor_parallel
+from shoal.parallel.units import choose_units
+
+SHARD_INSTEAD = "use parallel.strategy fsdp with parallel.wrap {min_params: 10_000_000}, which needs none"
+
+
+def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, passes: int) -> None:
+    """Raise a UserMistake unless `model` can be trained like this."""
+    anatomy, parallel, train = read_anatomy(model), config.parallel, config.train
+    needs_blocks = {
+        "parallel.tp": (mesh.tp > 1, SHARD_INSTEAD),
+        "parallel.pp": (mesh.pp > 1, SHARD_INSTEAD),
+        "train.recompute": (train.recompute != "none", "use none"),
+        "muon": (train.optimizer.name == "muon", "use adamw"),
+    }
+    for key, (asked, instead) in needs_blocks.items():
+        if asked:
+            require_blocks(anatomy, model, key, instead)
+    check_pipeline(model, anatomy, mesh.pp, parallel.pp_schedule, passes)
+    check_tensor_parallel(model, mesh.tp)
+    check_context_parallel(model, mesh, parallel.cp_method)
+    if strategy in SHARDED:
+        choose_units(model, anatomy, parallel.wrap)

@@ -1,0 +1,69 @@
+"""A model spread over ranks, as the loop sees it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.loader import MicroBatch
+from shoal.models.anatomy import Anatomy
+from shoal.parallel.gradients import Gradients
+from shoal.parallel.grid import Grid
+from shoal.parallel.placement import Placement
+from shoal.parallel.precision import ComputeCopies, Precision
+
+
+class Runner(Protocol):
+    """Runs the passes of a step, or of an evaluation: `Passes` one by one, `Pipeline` through its stages."""
+
+    def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor: ...
+
+    def measure(self, batches: Sequence[MicroBatch]) -> Tensor: ...
+
+
+@dataclass
+class ParallelModel:
+    """What `parallelize` makes of a model."""
+
+    modules: list[nn.Module]  # what was wrapped: one, or the stages of a pipeline that are here
+    runner: Runner
+    grid: Grid
+    anatomy: Anatomy  # of the whole model
+    precision: Precision
+    placement: Placement
+    parameters: dict[str, nn.Parameter]  # the weights that are here, by their Hugging Face names
+    buffers: dict[str, Tensor]  # what is kept with them and not trained
+    gradients: Gradients
+    copies: list[ComputeCopies]
+    row_length: int | None  # all rows are padded to this; None: to the longest of a pass
+    row_multiple: int  # … rounded up to a multiple of this
+    loss_note: str | None  # said to the user: the loss is not the one asked for
+
+    def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
+        """Gradients of `factor` times the mean over ranks of the summed loss. Returns this rank's sum, in fp64: ranks
+        that have what another reports return zero, so that the sum over all ranks counts every target once."""
+        total = self.runner.backward(batches, factor)
+        self.gradients.finish()
+        return total if self.grid.reports_loss else torch.zeros_like(total)
+
+    @torch.no_grad()
+    def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """(summed loss, targets) of batches, without training on them; the sum over all ranks counts each once."""
+        for module in self.modules:
+            module.eval()
+        sums = self.runner.measure(batches)
+        for module in self.modules:
+            module.train()
+        return sums if self.grid.reports_loss else torch.zeros_like(sums)
+
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model."""
+        return {**self.parameters, **self.buffers}
+
+    def weights_changed(self) -> None:
+        """After an optimizer step, or after weights were loaded."""
+        for copies in self.copies:
+            copies.refresh()
