@@ -71,3 +71,9 @@ def test_an_epoch_smaller_than_a_batch_is_a_mistake_that_says_what_to_do():
         UserMistake, match=r"1 epoch of 5 rows give no whole step of train\.global_batch 8; lower it to 5"
     ):
         count_steps(epochs=1, steps=None, tokens=None, rows=5, targets=50, global_batch=8)
+
+
+def test_a_pipeline_is_given_several_passes_a_stage():
+    assert choose_batch(64, "auto", 1, SMALL, shards=4, memory_gib=80.0, stages=4) == (4, 16)
+    assert choose_batch(8, "auto", 1, SMALL, shards=4, memory_gib=80.0, stages=4) == (1, 8)
+    assert choose_batch(64, 16, 1, SMALL, shards=4, memory_gib=80.0, stages=4) == (16, 4), "asked for"

@@ -15,9 +15,9 @@ def compile_backend(wanted: bool | str, device: torch.device) -> str | None:
 
 def compile_blocks(blocks: list[nn.Module], backend: str) -> None:
     """In place: names of modules and parameters do not change."""
-    # Rows of several lengths are a handful of shapes; past this many the block would fall back to eager.
     # Blocks are smaller than DDP's buckets: cutting them where a bucket ends would only break them up.
     torch._dynamo.config.optimize_ddp = False
+    # Rows of several lengths are a handful of shapes; past this many the block would fall back to eager.
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 32)
     for block in blocks:
         block.compile(backend=backend)

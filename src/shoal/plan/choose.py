@@ -13,6 +13,8 @@ STATE_BYTES = 18
 ACTIVATION_BYTES = 34
 # What is left for everything the two numbers above do not count.
 USABLE_SHARE = 0.85
+# Fewer, and a pipeline's devices wait too long for the first pass to arrive and the last to leave.
+PASSES_PER_STAGE = 4
 # On a CPU nothing overlaps, and past a few rows larger passes only take memory.
 CPU_ROWS = 8
 
@@ -99,8 +101,13 @@ def choose_batch(
     *,
     shards: int,
     memory_gib: float | None,
+    stages: int = 1,
+    sharing: int = 1,
 ) -> tuple[int, int]:
-    """(micro-batch, passes), so that micro-batch × passes × data-parallel ranks is the global batch exactly."""
+    """(micro-batch, passes), so that micro-batch × passes × data-parallel ranks is the global batch exactly.
+
+    `stages` of a pipeline want several passes each; `sharing` ranks have parts of every row.
+    """
     if global_batch % data_parallel:
         raise UserMistake(
             f"train.global_batch {global_batch} does not divide over {data_parallel} data-parallel devices; "
@@ -117,7 +124,9 @@ def choose_batch(
         return micro_batch, rows // micro_batch
     most: float = CPU_ROWS
     if memory_gib is not None:
-        most = (memory_gib * USABLE_SHARE - state_gib(sizes, shards)) / row_gib(sizes)
+        most = (memory_gib * USABLE_SHARE - state_gib(sizes, shards)) / (row_gib(sizes) / sharing)
+    if stages > 1:  # so that its devices wait for at most a fifth of a step
+        most = min(most, rows / (PASSES_PER_STAGE * stages))
     chosen = max(size for size in range(1, rows + 1) if rows % size == 0 and (size <= most or size == 1))
     return chosen, rows // chosen
 

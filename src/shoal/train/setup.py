@@ -210,6 +210,8 @@ def choose(config: Config, model: torch.nn.Module, world_size: int, device: Devi
         sizes,
         shards=mesh.dp_shard * mesh.tp * mesh.pp,
         memory_gib=device.memory_gib,
+        stages=mesh.pp,
+        sharing=mesh.tp * mesh.cp,
     )
     chosen = Chosen(
         strategy, reason, world_size, mesh.data_parallel, micro_batch, passes, config.train.global_batch, asdict(mesh)
