@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal.models.pieces import local_tensor
+from shoal.parallel.buckets import in_buckets
 from shoal.parallel.placement import Placement
 
 ShardedOver = tuple[DeviceMesh, tuple[int, ...]] | None
@@ -104,13 +105,8 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
 def sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """Sum each tensor over `group`, in place, many in one exchange."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        bucket: list[Tensor] = []
-        for tensor in [one for one in tensors if one.dtype == dtype]:
-            bucket.append(tensor)
-            if sum(one.numel() for one in bucket) >= BUCKET:
-                _sum_bucket(bucket, group)
-                bucket = []
-        if bucket:
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        for bucket in in_buckets(alike, Tensor.numel, BUCKET):
             _sum_bucket(bucket, group)
 
 

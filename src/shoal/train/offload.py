@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.config.schema import OffloadConfig
 from shoal.mistakes import UserMistake
 from shoal.models.pieces import local_tensor, placed_like
+from shoal.parallel.buckets import in_buckets
 
 # Parameters whose state is on the device at the same time have about so many numbers.
 BUCKET = 1 << 26
@@ -22,16 +23,8 @@ BUCKET = 1 << 26
 
 def buckets(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
     """The parameters in groups whose state fits on the device together."""
-    found: list[dict[str, nn.Parameter]] = [{}]
-    filled = 0
-    for name, parameter in parameters.items():
-        size = local_tensor(parameter).numel()
-        if found[-1] and filled + size > BUCKET:
-            found.append({})
-            filled = 0
-        found[-1][name] = parameter
-        filled += size
-    return found
+    groups = in_buckets(parameters.items(), lambda item: local_tensor(item[1]).numel(), BUCKET)
+    return [dict(group) for group in groups]
 
 
 class Store:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal.models.pieces import local_tensor
+from shoal.parallel.buckets import in_buckets
 
 # Updated rows are sent in pieces of about so many numbers of all ranks together, so that little memory is needed.
 BUCKET = 1 << 24
@@ -38,16 +39,10 @@ class Partition:
         """Give every replica the rows that the others have updated."""
         for rows in self.rows.values():
             rows.grad = None
-        bucket: list[str] = []
-        filled = 0
-        for name, parameter in self.whole.items():
-            if bucket and (filled >= BUCKET or self.whole[bucket[0]].dtype != parameter.dtype):
+        for dtype in dict.fromkeys(parameter.dtype for parameter in self.whole.values()):
+            alike = [name for name, parameter in self.whole.items() if parameter.dtype == dtype]
+            for bucket in in_buckets(alike, lambda name: self.whole[name].numel(), BUCKET):
                 self._send(bucket)
-                bucket, filled = [], 0
-            bucket.append(name)
-            filled += self._share(parameter) * self.mesh.size()
-        if bucket:
-            self._send(bucket)
 
     def _share(self, parameter: Tensor) -> int:
         """Numbers of a parameter that go to each replica; the last may have fewer."""
