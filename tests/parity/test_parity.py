@@ -70,7 +70,7 @@ ALONE = [
     Row("recompute_full", FSDP, train={"recompute": "full"}, bitwise=True),
     Row("recompute_selective", {"strategy": "ddp"}, train={"recompute": "selective"}, bitwise=True),
     Row("recompute_every_second", FSDP, train={"recompute": {"every": 2}}, bitwise=True),
-    Row("compile", FSDP, (2,), train={"compile": "aot_eager", "recompute": "selective"}),
+    Row("compile", FSDP, train={"compile": "aot_eager", "recompute": "selective"}),
     Row("tp", {"tp": ALL}),
     Row("pp", {"pp": ALL}),
     Row("pp_interleaved", {"pp": 2, "pp_schedule": "interleaved"}),

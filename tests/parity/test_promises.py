@@ -76,6 +76,19 @@ def test_a_model_without_equal_blocks_trains_alike_on_two_ranks_and_on_one(paral
     hold_equal(two, one, bitwise=True)
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("way", ["nvme", "classes"])
+def test_what_needs_a_folder_or_a_name_trains_what_one_process_trains(way, world_size, instructions, tmp_path):
+    """As the matrix does, for two ways whose keys are this machine's and this family's."""
+    parallel: dict[str, Any] = {"strategy": "fsdp", "offload": {"optimizer": "nvme", "path": str(tmp_path)}}
+    if way == "classes":
+        parallel = {"strategy": "fsdp", "wrap": {"classes": ["LlamaMLP", "LlamaAttention"]}}
+    batch = {"train__global_batch": MICRO_BATCH * world_size, "model__shape": {**FAMILIES["llama"], "positions": 512}}
+    one = train_on(1, small(instructions, "one", **batch), tmp_path)
+    several = train_on(world_size, small(instructions, "several", parallel=parallel, **batch), tmp_path)
+    hold_equal(several, one, bitwise=world_size == 2)
+
+
 @pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, {"strategy": "fsdp"}, *CUTS.values()], ids=str)
 def test_packed_documents_train_alike_on_two_ranks_and_on_one(parallel, instructions, tmp_path):
     shape = {**FAMILIES["llama"], "positions": 512}

@@ -114,14 +114,15 @@ def pieces(tensor: Tensor, split: Split | None) -> list[Piece]:
     found = []
     at, dimension = 0, split.dimension
     for start, length in split.spans:
-        span = Box(_with(held.offset, dimension, at), _with(held.shape, dimension, length))
+        span = Box(with_value(held.offset, dimension, at), with_value(held.shape, dimension, length))
         shared = held.overlap(span)
         if not shared.empty:
             moved = shared.offset[dimension] - at + start
-            found.append(Piece(Box(_with(shared.offset, dimension, moved), shared.shape), shared.within(held)))
+            found.append(Piece(Box(with_value(shared.offset, dimension, moved), shared.shape), shared.within(held)))
         at += length
     return found
 
 
-def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+def with_value(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    """`values` with another one at `index`."""
     return (*values[:index], value, *values[index + 1 :])

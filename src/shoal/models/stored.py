@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shoal.mistakes import UserMistake
-from shoal.models.pieces import Box
+from shoal.models.pieces import Box, with_value
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -149,7 +149,7 @@ class Joined:
     @property
     def shape(self) -> tuple[int, ...]:
         length = sum(part.shape[self.dimension] for part in self.parts)
-        return _with(self.parts[0].shape, self.dimension, length)
+        return with_value(self.parts[0].shape, self.dimension, length)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,7 +159,7 @@ class Joined:
         found = torch.empty(box.shape, dtype=self.dtype)
         start = 0
         for part in self.parts:
-            place = Box(_with((0,) * len(part.shape), self.dimension, start), part.shape)
+            place = Box(with_value((0,) * len(part.shape), self.dimension, start), part.shape)
             shared = box.overlap(place)
             if not shared.empty:
                 found[shared.within(box).slices] = part.read(shared.within(place))
@@ -193,10 +193,6 @@ def common_dtype(parts: Iterable[Stored]) -> torch.dtype:
     for other in others:
         first = torch.promote_types(first, other)
     return first
-
-
-def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
-    return (*values[:index], value, *values[index + 1 :])
 
 
 def _without(values: tuple[int, ...], index: int) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ piece from the front of the row and its mirror image from the back: all ranks th
 `ulysses`: queries, keys and values are exchanged so that a rank has all tokens of some heads, and back.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -24,7 +23,6 @@ from shoal.parallel.exchange import exchange, gather
 from shoal.parallel.plans import find_plan
 
 HEADS, SEQUENCE = 1, 2  # of queries, keys and values
-Attention = Callable[..., tuple[Tensor, None]]
 
 
 def check_context_parallel(model: Any, mesh: Mesh, method: str) -> None:
@@ -92,11 +90,7 @@ class SequencePart:
         parts = everything.chunk(2 * self.size)
         return torch.cat([parts[self.rank], parts[-1 - self.rank]])
 
-    def attention(self) -> Attention:
-        """The function that stands in for a transformers model's attention."""
-        return self._gathered if self.method == "gather" else self._exchanged
-
-    def _gathered(
+    def attention(
         self,
         module: Any,
         query: Tensor,
@@ -107,45 +101,36 @@ class SequencePart:
         dropout: float = 0.0,
         **_: Any,
     ) -> tuple[Tensor, None]:
+        """Stands in for a transformers model's attention."""
+        attend_parts = self._gathered if self.method == "gather" else self._exchanged
+        found = attend_parts(query, key, value, attention_mask, scaling, dropout)
+        return found.transpose(HEADS, SEQUENCE).contiguous(), None
+
+    def _gathered(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
+    ) -> Tensor:
         both = gather(torch.stack([key, value]), SEQUENCE + 1, self.group)
         # Ranks hold (first, last), (second, last but one), …: put the pieces back into the order of the row.
         parts = both.chunk(2 * self.size, SEQUENCE + 1)
         keys, values = torch.cat([*parts[0::2], *parts[1::2][::-1]], SEQUENCE + 1).unbind(0)
-        if attention_mask is not None:
-            found = attend(query, keys, values, attention_mask, scaling, dropout)
-        else:
-            length = query.shape[SEQUENCE] // 2
-            front, back = torch.split(query, length, SEQUENCE)
-            ends = (length * (self.rank + 1), length * (2 * self.size - self.rank))
-            found = torch.cat(
-                [
-                    attend_before(part, keys[:, :, :end], values[:, :, :end], scaling, dropout)
-                    for part, end in zip((front, back), ends, strict=True)
-                ],
-                SEQUENCE,
-            )
-        return found.transpose(HEADS, SEQUENCE).contiguous(), None
+        if mask is not None:
+            return attend(query, keys, values, mask, scaling, dropout)
+        length = query.shape[SEQUENCE] // 2
+        ends = (length * (self.rank + 1), length * (2 * self.size - self.rank))
+        found = [
+            attend_before(part, keys[:, :, :end], values[:, :, :end], scaling, dropout)
+            for part, end in zip(torch.split(query, length, SEQUENCE), ends, strict=True)
+        ]
+        return torch.cat(found, SEQUENCE)
 
     def _exchanged(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
+    ) -> Tensor:
         repeat = self.size // gcd(key.shape[HEADS], self.size)  # fewer key heads than ranks: some have copies
         both = torch.stack([key, value]).repeat_interleave(repeat, HEADS + 1)
         query = exchange(query, HEADS, SEQUENCE, self.group)
         keys, values = exchange(both, HEADS + 1, SEQUENCE + 1, self.group).unbind(0)
-        if attention_mask is None:
-            found = attend_before(query, keys, values, scaling, dropout)
-        else:
-            found = attend(query, keys, values, attention_mask, scaling, dropout)
-        return exchange(found, SEQUENCE, HEADS, self.group).transpose(HEADS, SEQUENCE).contiguous(), None
+        return exchange(attend(query, keys, values, mask, scaling, dropout), SEQUENCE, HEADS, self.group)
 
 
 def split_sequence(model: Any, group: dist.ProcessGroup, method: str) -> SequencePart:
@@ -154,7 +139,7 @@ def split_sequence(model: Any, group: dist.ProcessGroup, method: str) -> Sequenc
 
     part = SequencePart(group, method)
     name = f"{MASKLESS}_{method}"
-    AttentionInterface.register(name, part.attention())
+    AttentionInterface.register(name, part.attention)
     model.set_attn_implementation(name)
     return part
 

@@ -123,24 +123,7 @@ def set_up(
         reporter.warn(model.loss_note)
     if ranks.first:
         _describe(run, inputs, chosen, built, parameters)
-        place = f"{ranks.world_size} × {device.gpu.name if device.gpu else ranks.device.type}"
-        reporter.say(
-            f"{parameters:,} parameters, {chosen.describe()} on {place}; "
-            f"{inputs.steps} steps of {chosen.global_batch} rows, {chosen.micro_batch} a device in {chosen.rounds()}."
-        )
-        if config.parallel.sharding == "hybrid_shard" and chosen.strategy == "fsdp" and mesh.dp_replicate == 1:
-            reporter.warn("hybrid_shard has one machine to shard over, and so is full_shard; see parallel.replicate.")
-        if mesh.pp > chosen.passes:
-            share = bubble_share(mesh.pp, chosen.passes, stages_each(config.parallel.pp_schedule))
-            reporter.warn(
-                f"parallel.pp {mesh.pp} with {chosen.passes} passes a step leaves each device idle for {share:.0%} of "
-                "it; a smaller train.micro_batch or a larger global_batch gives more passes."
-            )
-        if config.train.lr_scaling == "linear":
-            reporter.say(
-                f"train.lr {config.train.lr:g} × global_batch {chosen.global_batch} / base_batch "
-                f"{config.train.base_batch} = {peak_rate(config.train):g} is the highest learning rate."
-            )
+        _announce(reporter, config, inputs, chosen, device.gpu.name if device.gpu else ranks.device.type, parameters)
     return Job(
         config=config,
         run=run,
@@ -166,6 +149,28 @@ def set_up(
         progress=progress,
         saved=checkpoint,
     )
+
+
+def _announce(reporter: Reporter, config: Config, inputs: Inputs, chosen: Chosen, device: str, parameters: int) -> None:
+    """Say how the run will go, and what of it is probably not meant."""
+    reporter.say(
+        f"{parameters:,} parameters, {chosen.describe()} on {chosen.world_size} × {device}; "
+        f"{inputs.steps} steps of {chosen.global_batch} rows, {chosen.micro_batch} a device in {chosen.rounds()}."
+    )
+    parallel, stages = config.parallel, chosen.mesh["pp"]
+    if parallel.sharding == "hybrid_shard" and chosen.strategy == "fsdp" and chosen.mesh["dp_replicate"] == 1:
+        reporter.warn("hybrid_shard has one machine to shard over, and so is full_shard; see parallel.replicate.")
+    if stages > chosen.passes:
+        share = bubble_share(stages, chosen.passes, stages_each(parallel.pp_schedule))
+        reporter.warn(
+            f"parallel.pp {stages} with {chosen.passes} passes a step leaves each device idle for {share:.0%} of "
+            "it; a smaller train.micro_batch or a larger global_batch gives more passes."
+        )
+    if config.train.lr_scaling == "linear":
+        reporter.say(
+            f"train.lr {config.train.lr:g} × global_batch {chosen.global_batch} / base_batch "
+            f"{config.train.base_batch} = {peak_rate(config.train):g} is the highest learning rate."
+        )
 
 
 def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, start_from: Path | None) -> Chosen:
