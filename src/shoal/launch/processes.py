@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.files import write_atomically
@@ -113,11 +113,32 @@ def _as_terminate(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank whose death the others died of.
+
+    Times alone do not tell: they are whole seconds, and the survivors of a rank that was killed may be faster to write
+    down their lost connection than the agent is to find the dead one.
+    """
+
+    def order(rank: int) -> tuple[int, int, int]:
+        ended = failures[rank].exitcode
+        if ended == -signal.SIGTERM:  # sent by the agent, after the first death
+            certainty = 2
+        elif ended < 0 and ended != -signal.SIGABRT:  # nothing a peer does ends a process like this
+            certainty = 0
+        else:
+            certainty = 1
+        return certainty, failures[rank].timestamp, rank
+
+    first = min(failures, key=order)
+    return first, failures[first]
+
+
 def _explain(failure: ChildFailedError, shared: Path, sentences: Mapping[str, type[Exception]]) -> None:
     for name, kind in sentences.items():
         for said in sorted(shared.glob(f"{name}-*")):
             raise kind(said.read_text()) from None
-    rank, first = failure.get_first_failure()
+    rank, first = cause_of(failure.failures)
     if first.exitcode < 0:
         raise RunFailed(f"Rank {rank} was killed by {signal.Signals(-first.exitcode).name}.") from None
     message = first.message
