@@ -5,6 +5,7 @@ so a test sees what a user sees: the files of a run.
 """
 
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import BertConfig, GPT2LMHeadModel, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import shoal.launch.run
@@ -133,6 +135,21 @@ def lines(run: Path) -> list[dict[str, Any]]:
     """The training lines of a run's metrics, the last one of each step."""
     found = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
     return list({line["step"]: line for line in found if "loss" in line}.values())
+
+
+def written_boxes(folder: Path) -> list[dict[str, tuple[int, int]]]:
+    """For every file of a checkpoint: tensor → (numbers of it that are here, numbers of the whole)."""
+    found = []
+    for path in sorted(folder.glob("rank-*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            wholes = {key: place["whole"] for key, place in json.loads(file.metadata()["boxes"]).items()}
+            here = {key: math.prod(file.get_slice(key).get_shape()) for key in wholes}
+        table: dict[str, tuple[int, int]] = {}
+        for key, whole in wholes.items():
+            name = key.partition("#")[0]
+            table[name] = (table.get(name, (0, 0))[0] + here[key], math.prod(whole))
+        found.append(table)
+    return found
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

@@ -20,6 +20,8 @@ from shoal.mistakes import UserMistake
 
 if TYPE_CHECKING:
     from shoal.bench.collectives_report import CollectivesReport
+    from shoal.checkpoint.imports import Imported
+    from shoal.checkpoint.inspect import Listed
     from shoal.train.loop import Summary
     from shoal.train.preview import Preview
     from shoal.use.evaluate import Evaluation
@@ -30,6 +32,7 @@ __all__ = [
     "Config",
     "bench_collectives",
     "chat",
+    "checkpoints",
     "config_from_mapping",
     "config_to_yaml",
     "config_values",
@@ -38,6 +41,7 @@ __all__ = [
     "evaluate",
     "export",
     "generate",
+    "import_checkpoint",
     "init",
     "json_schema",
     "load_config",
@@ -119,6 +123,33 @@ def export(
 
     folder = Path(run)
     return export_hf(folder, folder / "hf" if output is None else Path(output), step=step, dtype=dtype, report=report)
+
+
+def import_checkpoint(
+    source: Path | str,
+    output: Path | str,
+    *,
+    model: Path | str | None = None,
+    dtype: str | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> Imported:
+    """Make a Hugging Face folder of a LitGPT, DeepSpeed or FSDP checkpoint; nothing in its files is run.
+
+    `model` is the folder whose config.json and tokenizer the weights go with; by default, what lies beside them.
+    """
+    from shoal.checkpoint.imports import import_hf
+
+    described = None if model is None else str(model)
+    return import_hf(Path(source), Path(output), model=described, dtype=dtype, report=report)
+
+
+def checkpoints(
+    run: Path | str, *, verify: bool = False, report: Callable[[str], None] = lambda _: None
+) -> list[Listed]:
+    """A run's checkpoints, oldest first; with `verify`, every file is read and compared with its hash."""
+    from shoal.checkpoint.inspect import list_checkpoints
+
+    return list_checkpoints(Path(run), verify=verify, report=report)
 
 
 def load_run(run: Path | str, *, step: int | None = None, device: str = "auto", dtype: str | None = None) -> LoadedRun:

@@ -13,8 +13,10 @@ import typer
 
 from shoal import __version__
 from shoal.cli_bench import bench_app
+from shoal.cli_checkpoints import checkpoints
 from shoal.cli_common import FAILED, MISTAKEN, STOPPED_EARLY, AsJson, print_json
-from shoal.mistakes import UserMistake
+from shoal.cli_import import import_command
+from shoal.mistakes import RunFailed, UserMistake
 
 app = typer.Typer(
     help="Train and fine-tune transformers on one device or many, from one YAML file.",
@@ -26,6 +28,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at a config before using it.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
+app.command("checkpoints")(checkpoints)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML file that describes the run.")]
 Overrides = Annotated[
@@ -164,6 +167,9 @@ def export(
         print_json({"output": str(written), "format": to.value})
     else:
         typer.echo(str(written))
+
+
+app.command("import")(import_command)
 
 
 @app.command()
@@ -321,9 +327,6 @@ def main() -> None:
     except UserMistake as mistake:
         typer.echo(f"shoal: {mistake}", err=True)
         sys.exit(MISTAKEN)
-    except Exception as error:
-        # Imported by now, if it can have been raised at all; importing it for `--help` would cost seconds.
-        if type(error).__name__ in ("Diverged", "RunFailed"):
-            typer.echo(f"shoal: {error}", err=True)
-            sys.exit(FAILED)
-        raise
+    except RunFailed as failure:
+        typer.echo(f"shoal: {failure}", err=True)
+        sys.exit(FAILED)

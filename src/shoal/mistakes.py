@@ -1,4 +1,4 @@
-"""The one exception for what the user can mend, and how a mistake names what was probably meant."""
+"""What the user can mend and what not, as exceptions, and how a mistake names what was probably meant."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -18,3 +18,7 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
     """' Did you mean a or b?', or nothing: made to be put at the end of a sentence."""
     matches = nearest(name, choices)
     return f" Did you mean {' or '.join(matches)}?" if matches else ""
+
+
+class RunFailed(Exception):
+    """The run failed, and not by a mistake of the user's: the message says how, and the command exits with status 1."""

@@ -1,5 +1,6 @@
 """Promises about checkpoints as folders: whole or not there, nothing but JSON and safetensors, the right ones kept."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -12,10 +13,11 @@ import torch
 from safetensors import safe_open
 
 from shoal.checkpoint import state, store
+from shoal.checkpoint.image import write_image
 from shoal.checkpoint.retention import tidy, to_keep
 from shoal.parallel.ranks import Ranks
 from tests.checkpoint.cut import attempts, everything, hold_bitwise
-from tests.harness import lines, settings, train_on
+from tests.harness import lines, settings, train_on, written_boxes
 
 STEPS = 4
 
@@ -39,8 +41,13 @@ def checkpoints(trained: Path, tmp_path: Path) -> Path:
 
 
 def newest_of(checkpoints: Path) -> str | None:
-    found = state.newest(checkpoints, Ranks(0, 1, 0, torch.device("cpu")))
+    found = state.newest([checkpoints], Ranks(0, 1, 0, torch.device("cpu")))
     return None if found is None else found.name
+
+
+def description(path: Path) -> dict[str, Any]:
+    contents = path.read_bytes()
+    return {"size": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
 
 
 def flip(path: Path) -> None:
@@ -62,9 +69,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 FILES = [
     "rank-00000.safetensors",
     "rank-00001.safetensors",
-    "rank-00001.json",
-    "random-00001.safetensors",
     "progress.json",
+    "config.json",
 ]
 
 
@@ -101,11 +107,16 @@ def test_when_all_are_damaged_there_is_none(checkpoints):
     assert newest_of(checkpoints) is None
 
 
+@pytest.mark.parametrize("damage", ["flipped byte", "truncated", "deleted"])
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
-    trained, checkpoints, instructions, tmp_path
+    damage, trained, checkpoints, instructions, tmp_path, capfd
 ):
-    flip(checkpoints / "step-00000004" / "rank-00001.safetensors")
+    file = checkpoints / "step-00000004" / "rank-00001.safetensors"
+    DAMAGES[damage](file)
     train_on(2, config_of(instructions, parallel__strategy="fsdp"), tmp_path, resume=True)
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"{file} is damaged" in said
+    assert f"Going on after step 2, from {checkpoints / 'step-00000002'}" in said
     assert attempts(checkpoints.parent) == [0, 0, 1, 1]
     hold_bitwise(checkpoints.parent, trained)
     assert newest_of(checkpoints) == "step-00000004", "the damaged one was written anew"
@@ -121,7 +132,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(name, checkpoints):
     name = str(outside) if name == "ABSOLUTE" else name
     path = folder / store.MANIFEST
     manifest = json.loads(path.read_text())
-    described = store.describe(folder / name) if (folder / name).is_file() else {"sha256": "0" * 64}
+    described = description(folder / name) if (folder / name).is_file() else {"sha256": "0" * 64}
     manifest["files"][name] = {**described, "size": (folder / name).stat().st_size}
     path.write_text(json.dumps(manifest))
     assert newest_of(checkpoints) == "step-00000002"
@@ -131,7 +142,7 @@ def test_the_manifest_lists_every_other_file_with_its_size_and_hash(checkpoints)
     for one in store.list_whole(checkpoints):
         there = {path.name for path in one.path.iterdir()} - {store.MANIFEST}
         assert set(one.files) == there
-        assert {name: store.describe(one.path / name) for name in there} == one.files
+        assert {name: description(one.path / name) for name in there} == one.files
         assert one.size == sum((one.path / name).stat().st_size for name in there)
 
 
@@ -149,16 +160,15 @@ def test_the_manifest_is_written_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr(store, "write_atomically", watched)
     folder = store.begin(tmp_path, 1)
-    (folder / "progress.json").write_text("{}")
-    files = {"progress.json": store.describe(folder / "progress.json")}
-    store.finish(folder, 1, files, {})
+    store.leave_hashes(folder, 0, {"progress.json": write_image(folder / "progress.json", [memoryview(b"{}")])})
+    store.finish(folder, 1, {})
     assert seen == [True]
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
 
 
 def test_what_an_interrupted_save_left_goes_away(tmp_path):
     folder = store.begin(tmp_path, 3)
-    (folder / "rank-00007.json").write_text("{}")
+    (folder / "rank-00007.safetensors").write_text("{}")
     assert store.list_whole(tmp_path) == []
     assert list(store.begin(tmp_path, 3).iterdir()) == []
 
@@ -171,10 +181,12 @@ def test_latest_names_the_newest(checkpoints):
 def test_every_file_of_a_checkpoint_is_json_or_safetensors_and_opens_as_such(checkpoints):
     files = [path for path in checkpoints.glob("step-*/*") if path.is_file()]
     assert {path.suffix for path in files} == {".json", ".safetensors"}
-    assert {path.name for path in files if "rank" in path.name or "random" in path.name} == {
-        f"{kind}-0000{rank}.{suffix}"
-        for rank in (0, 1)
-        for kind, suffix in (("rank", "safetensors"), ("rank", "json"), ("random", "safetensors"))
+    assert {path.name for path in files} == {
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+        "progress.json",
+        "config.json",
+        "MANIFEST.json",
     }
     for path in files:
         if path.suffix == ".json":
@@ -187,9 +199,9 @@ def test_every_file_of_a_checkpoint_is_json_or_safetensors_and_opens_as_such(che
 def test_no_rank_writes_what_another_has_written(checkpoints):
     """The pieces of every tensor fill it exactly once."""
     held: dict[str, list[int]] = {}
-    for table in (checkpoints / "step-00000004").glob("rank-*.json"):
-        for name, place in json.loads(table.read_text()).items():
-            held.setdefault(name, [math.prod(place["whole"])]).append(math.prod(place["shape"]))
+    for table in written_boxes(checkpoints / "step-00000004"):
+        for name, (here, whole) in table.items():
+            held.setdefault(name, [whole]).append(here)
     assert {name for name in held if name.startswith("model.")} == {
         name for name in everything(checkpoints.parent) if name.startswith("model.")
     }
@@ -199,7 +211,7 @@ def test_no_rank_writes_what_another_has_written(checkpoints):
 def test_ddp_ranks_share_the_writing_of_what_all_of_them_have(instructions, tmp_path):
     run = train_on(2, config_of(instructions, parallel__strategy="ddp", train__steps=1), tmp_path)
     folder = run / "checkpoints" / "step-00000001"
-    tables = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    tables = written_boxes(folder)
     assert len(tables) == 2
     assert not set(tables[0]) & set(tables[1])
     sizes = [path.stat().st_size for path in folder.glob("rank-*.safetensors")]
@@ -211,8 +223,8 @@ def test_ddp_ranks_share_the_writing_of_what_all_of_them_have(instructions, tmp_
 
 def fake(checkpoints: Path, step: int, **metrics: float) -> None:
     folder = store.begin(checkpoints, step)
-    (folder / "progress.json").write_text("{}")
-    store.finish(folder, step, {"progress.json": store.describe(folder / "progress.json")}, metrics)
+    store.leave_hashes(folder, 0, {"progress.json": write_image(folder / "progress.json", [memoryview(b"{}")])})
+    store.finish(folder, step, metrics)
 
 
 def kept(checkpoints: Path) -> list[int]:
@@ -230,6 +242,13 @@ def test_the_newest_and_the_best_stay(newest, best, expected, tmp_path):
     assert kept(tmp_path) == expected
     assert sorted(gone + expected) == [1, 2, 3, 4, 5, 6]
     assert {path.name for path in tmp_path.glob("step-*")} == {f"step-{step:08d}" for step in expected}
+
+
+def test_every_so_manieth_stays_for_ever(tmp_path):
+    for step in range(10, 110, 10):
+        fake(tmp_path, step)
+    tidy(tmp_path, newest=1, best=0, metric="eval_loss", every=30)
+    assert kept(tmp_path) == [30, 60, 90, 100]
 
 
 def test_the_newest_always_stays(tmp_path):

@@ -61,6 +61,7 @@ train:
   on_nan: skip
   on_spike: report
   on_oom: stop
+  slow_rank: {behind: 0.3, steps: 50}
   hang_timeout: 600
 eval: {every: 200, batches: 50}
 parallel:
@@ -79,7 +80,8 @@ parallel:
   compress: none
   engine: native
 hardware: {devices: auto, nodes: 1, gpu: auto, link: auto}
-checkpoint: {every: 200, keep: 2, keep_best: 3, metric: eval_loss, format: sharded, async: false, fallback: null}
+checkpoint:
+  {every: 200, keep: 2, keep_best: 3, keep_every: null, metric: eval_loss, format: sharded, async: true, fallback: null}
 log: {every: 10, to: [tensorboard]}
 slurm:
   partition: null
@@ -138,7 +140,8 @@ def test_keys_that_are_python_words_are_reached_with_an_underscore() -> None:
     config = config_from_mapping({"model": {"from": "some/model"}, "checkpoint": {"async": False}})
     assert config.model.from_ == "some/model"
     assert config.checkpoint.async_ is False
-    assert config_from_mapping({"model": {"from_": "some/model"}}) == config
+    same = {"model": {"from_": "some/model"}, "checkpoint": {"async_": False}}
+    assert config_from_mapping(same) == config
 
 
 def test_a_loaded_config_does_not_change() -> None:

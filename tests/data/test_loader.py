@@ -10,6 +10,7 @@ import torch
 
 from shoal.data import Order, Rows
 from shoal.data.loader import MicroBatch, StepBatch, batches, evaluation_batches
+from shoal.data.order import Spans
 from shoal.data.rows import TARGET
 
 MakeRows = Callable[..., Rows]
@@ -149,11 +150,11 @@ def test_what_fails_while_preparing_surfaces_in_the_loop(
     rows, order = make_rows(40), Order(40, seed=4)
     take_rows = order.training_rows
 
-    def fail_at_the_third_step(first: int, count: int) -> np.ndarray:
+    def fail_at_the_third_step(first: int, count: int, left_out: Spans) -> np.ndarray:
         if first >= 16:
             raise OSError("the disk is gone")
         time.sleep(0.01)
-        return take_rows(first, count)
+        return take_rows(first, count, left_out)
 
     monkeypatch.setattr(order, "training_rows", fail_at_the_third_step)
     before = threading.active_count()

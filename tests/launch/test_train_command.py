@@ -41,7 +41,8 @@ TRAINING_KEYS = {
     "seconds", "skipped",
 }  # fmt: skip
 SUMMARY_KEYS = {
-    "run", "step", "steps", "tokens", "loss", "eval_loss", "skipped", "seconds", "checkpoint", "stopped",
+    "run", "step", "steps", "tokens", "loss", "eval_loss", "skipped", "seconds", "save_seconds", "checkpoint",
+    "stopped",
 }  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def test_16_mixed_scales_the_loss_and_trains_what_fp32_trains(strategy, instruct
     exact = train_on(1, settings(instructions, name="exact"), tmp_path)
     assert losses(run) == pytest.approx(losses(exact), rel=1e-3)
     newest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
-    assert PieceReader(newest).read_whole("scaler.scale") == 2.0**16
+    assert PieceReader(newest).read_whole("control.scaler.scale") == 2.0**16
 
 
 @pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 2e-6), ("lion", 2e-6), ("muon", 2e-3)])

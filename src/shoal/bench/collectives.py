@@ -21,8 +21,8 @@ from shoal.launch.join import (
     joined_within,
     started_by_others,
 )
-from shoal.launch.processes import RunFailed, run_processes
-from shoal.mistakes import UserMistake
+from shoal.launch.processes import run_processes
+from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.progress import Reporter
 
 LARGEST_ON_CUDA, LARGEST_ON_CPU = 256 * 2**20, 64 * 2**20

@@ -10,10 +10,12 @@ from shoal.bench.collectives_request import Request
 from shoal.launch.join import is_first
 from shoal.launch.processes import MISTAKE, leave_result, leave_sentence
 from shoal.mistakes import UserMistake
+from shoal.signals import die_with_parent
 
 
 @record
 def main() -> None:
+    die_with_parent()
     # Standard output belongs to the launcher, whatever the libraries below have to say.
     os.dup2(2, 1)
     # The launcher prints the traceback of the rank that failed first, once.

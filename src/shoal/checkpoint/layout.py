@@ -1,6 +1,6 @@
 """Who holds which piece of which tensor: how ranks divide the writing, and how any mesh reads it back.
 
-Each rank writes `rank-N.safetensors` with its pieces and `rank-N.json` that says which box of which whole tensor each
+Each rank writes `rank-N.safetensors` with its pieces; the file's metadata says which box of which whole tensor each
 piece is. A reader puts the pieces together over the box it wants, so the world size that wrote does not matter.
 """
 
@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shoal.checkpoint.image import NAMES, Image, lay_out
+from shoal.checkpoint.store import read_manifest
 from shoal.mistakes import UserMistake
 from shoal.models.pieces import Box, Piece, local_tensor, whole
 from shoal.parallel.placement import Placement
+
+BOXES = "boxes"  # in a file's metadata: where each of its tensors stands in the whole one
 
 
 @dataclass(frozen=True)
@@ -61,24 +64,20 @@ def parts_to_write(tensors: Mapping[str, tuple[Tensor, str | None]], placement: 
     return chosen
 
 
-def write_pieces(folder: Path, parts: Mapping[str, Part], rank: int) -> list[Path]:
-    """Write this rank's pieces and their table; returns the files written."""
-    data, table = folder / f"rank-{rank:05d}.safetensors", folder / f"rank-{rank:05d}.json"
+def image_of(parts: Mapping[str, Part]) -> Image:
+    """The file that holds these parts, and says of each which box of which whole tensor it is."""
     boxes: dict[str, Any] = {}
     stored: dict[str, Tensor] = {}
     for name, part in parts.items():
         local = local_tensor(part.tensor)
         for index, piece in enumerate(part.pieces):
             key = name if index == 0 else f"{name}#{index}"
-            boxes[key] = {
-                "whole": list(part.whole),
-                "offset": list(piece.whole.offset),
-                "shape": list(piece.whole.shape),
-            }
-            stored[key] = local[piece.local.slices].contiguous().cpu()
-    save_file(stored, data)
-    table.write_text(json.dumps(boxes))
-    return [data, table]
+            stored[key] = local[piece.local.slices]
+            # The type as well: the header's is one word, and with another one of its length the same bytes would be
+            # other numbers.
+            kind = NAMES[stored[key].dtype]
+            boxes[key] = {"whole": list(part.whole), "offset": list(piece.whole.offset), "dtype": kind}
+    return lay_out(stored, {BOXES: json.dumps(boxes)})
 
 
 class PieceReader:
@@ -88,13 +87,43 @@ class PieceReader:
         self.folder = folder
         self.entries: dict[str, Entry] = {}
         self._files: dict[str, Any] = {}
-        for path in sorted(folder.glob("rank-*.json")):
-            for key, place in json.loads(path.read_text()).items():
-                box = Box(tuple(place["offset"]), tuple(place["shape"]))
-                name = key.partition("#")[0]  # a rank that has several boxes of a tensor numbers them
-                known = self.entries.get(name)
-                pieces = (*(known.pieces if known else ()), (path.with_suffix(".safetensors").name, key, box))
-                self.entries[name] = Entry(tuple(place["whole"]), pieces)
+        checkpoint = read_manifest(folder)
+        if checkpoint is None:
+            raise UserMistake(f"{folder} is not a whole checkpoint: its MANIFEST.json is missing or wrong.")
+        # What is not listed has not been hashed, whoever put it there.
+        for path in sorted(folder / name for name in checkpoint.files if name.endswith(".safetensors")):
+            try:
+                self._read_table(path)
+            except (
+                *(SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError),
+                *(OverflowError, RecursionError),  # an infinite offset, lists in lists in lists
+            ):
+                raise UserMistake(f"{path} is damaged: it does not say which tensors it holds.") from None
+        for name, entry in self.entries.items():
+            if not _fills([box for _, _, box in entry.pieces], entry.shape):
+                raise UserMistake(f"{folder} holds only a part of {name}: it was not written whole.")
+
+    def _read_table(self, path: Path) -> None:
+        """Take note of what a file holds, trusting nothing in it that the shapes of its tensors do not bear out."""
+        file: Any = safe_open(path, framework="pt")
+        self._files[path.name] = file
+        places = json.loads(file.metadata()[BOXES])
+        if set(places) != set(file.keys()):
+            raise ValueError
+        for key, place in places.items():
+            header = file.get_slice(key)
+            shape = tuple(header.get_shape())
+            box, whole_shape = Box(tuple(map(int, place["offset"])), shape), tuple(map(int, place["whole"]))
+            ends = zip(box.offset, box.shape, whole_shape, strict=True)
+            if any(offset < 0 or offset + size > limit for offset, size, limit in ends):
+                raise ValueError
+            if header.get_dtype() != place["dtype"]:
+                raise ValueError
+            name = key.partition("#")[0]  # a rank that has several boxes of a tensor numbers them
+            known = self.entries.get(name, Entry(whole_shape, ()))
+            if known.shape != whole_shape:
+                raise ValueError
+            self.entries[name] = Entry(whole_shape, (*known.pieces, (path.name, key, box)))
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """Name (without `prefix`) → whole shape of every tensor under `prefix`."""
@@ -128,10 +157,24 @@ class PieceReader:
         return result
 
     def _part(self, file: str, name: str, box: Box) -> Tensor:
-        if file not in self._files:
-            self._files[file] = safe_open(self.folder / file, framework="pt")
         if not box.shape:
             scalar: Tensor = self._files[file].get_tensor(name)
             return scalar
         part: Tensor = self._files[file].get_slice(name)[box.slices]
         return part
+
+
+def _fills(boxes: list[Box], shape: tuple[int, ...]) -> bool:
+    """Whether `boxes`, all inside a whole of this shape, hold every element of it, and none twice."""
+    if sum(prod(box.shape) for box in boxes) != prod(shape):
+        return False
+    ordered = sorted(boxes, key=lambda box: box.offset)
+    for index, box in enumerate(ordered):
+        # Only those that begin before this one ends: of many shards of a tensor, that is hardly ever more than one.
+        for after in range(index + 1, len(ordered)):
+            other = ordered[after]
+            if other.offset[0] >= box.offset[0] + box.shape[0]:
+                break
+            if not box.overlap(other).empty:
+                return False
+    return True

@@ -6,8 +6,9 @@ manifest does not exist for us; `latest` names the newest one that has it, and m
 
 import hashlib
 import json
-import os
 import shutil
+import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from shoal.files import sync, write_atomically
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -36,25 +37,33 @@ def folder_for(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
 
+def step_of(folder: Path) -> int | None:
+    """The step that a folder's name says it is of, if it is a checkpoint's."""
+    number = folder.name.removeprefix("step-")
+    step = int(number) if number.isdecimal() else -1
+    return step if folder.name == folder_for(folder.parent, step).name and folder.is_dir() else None
+
+
 def begin(checkpoints: Path, step: int) -> Path:
     """An empty folder for this step. What an interrupted save left there goes away."""
     folder = folder_for(checkpoints, step)
     if folder.exists():
         shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    folder.mkdir()  # and no parents: a run whose folder has vanished is not quietly begun anew
     return folder
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """Size and hash of a file, after making sure that it is on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"size": path.stat().st_size, "sha256": digest}
+def leave_hashes(folder: Path, rank: int, files: dict[str, dict[str, Any]]) -> None:
+    """For `finish`: what this rank wrote."""
+    (folder / f"hashes-{rank:05d}.json").write_text(json.dumps(files))
 
 
-def finish(folder: Path, step: int, files: dict[str, dict[str, Any]], metrics: dict[str, float]) -> Checkpoint:
-    """Make the folder whole: the manifest, synced, and then `latest`."""
+def finish(folder: Path, step: int, metrics: dict[str, float]) -> Checkpoint:
+    """Make the folder whole, once every rank has left its hashes: the manifest, synced, and then `latest`."""
+    files: dict[str, dict[str, Any]] = {}
+    for listing in sorted(folder.glob("hashes-*.json")):
+        files.update(json.loads(listing.read_text()))
+        listing.unlink()
     manifest = {"format": FORMAT, "step": step, "metrics": metrics, "files": files}
     sync(folder)
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
@@ -63,31 +72,63 @@ def finish(folder: Path, step: int, files: dict[str, dict[str, Any]], metrics: d
 
 
 def read_manifest(folder: Path) -> Checkpoint | None:
-    """The checkpoint in `folder`, or None if its manifest is missing, or is not one, or names files that are not
-    there in full. Contents are not hashed: see `damaged_file`."""
+    """The checkpoint in `folder`, or None if there is none: see `examine`. Contents are not hashed: see
+    `damaged_file`."""
+    found = examine(folder)
+    return found if isinstance(found, Checkpoint) else None
+
+
+def examine(folder: Path) -> Checkpoint | str:
+    """The checkpoint in `folder`, or the name of the file that is missing, has another size, or is no manifest."""
+    wrong = MANIFEST
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        if not (folder / MANIFEST).is_file():  # nor a pipe, which would be read for ever
+            return MANIFEST
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = {str(name): dict(entry) for name, entry in manifest["files"].items()}
-        checkpoint = Checkpoint(folder, int(manifest["step"]), dict(manifest["metrics"]), files)
-        if manifest["format"] != FORMAT:
-            return None
+        metrics = {str(name): float(value) for name, value in manifest["metrics"].items()}
+        checkpoint = Checkpoint(folder, int(manifest["step"]), metrics, files)
+        # A folder that was given another name is not of another step.
+        if manifest["format"] != FORMAT or step_of(folder) not in (None, checkpoint.step):
+            return MANIFEST
+        "".join(metrics).encode()  # half a character, which JSON can spell, could not be printed
+        if any(Path(name).name != name for name in files):
+            return MANIFEST
         for name, entry in files.items():
-            if name in (".", "..") or Path(name).name != name or (folder / name).stat().st_size != entry["size"]:
-                return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+            wrong = name
+            if not _is_file_of_size(folder / name, entry["size"]):
+                return name
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return wrong
     return checkpoint
+
+
+def list_broken(checkpoints: Path) -> list[tuple[int, Path]]:
+    """(step, file) for every folder that was whole once, and the file because of which it is not any more."""
+    found = []
+    for folder in sorted(checkpoints.glob("step-*")):
+        step, wrong = step_of(folder), examine(folder)
+        if step is not None and isinstance(wrong, str) and (folder / MANIFEST).exists():
+            found.append((step, folder / wrong))
+    return found
+
+
+def _is_file_of_size(path: Path, size: object) -> bool:
+    """Not a pipe or a device, which have no size and no end."""
+    found = path.stat()
+    return stat.S_ISREG(found.st_mode) and found.st_size == size
 
 
 def list_whole(checkpoints: Path) -> list[Checkpoint]:
     """All whole checkpoints, oldest first."""
-    found = (read_manifest(folder) for folder in sorted(checkpoints.glob("step-*")) if folder.is_dir())
+    found = (read_manifest(folder) for folder in sorted(checkpoints.glob("step-*")) if step_of(folder) is not None)
     return sorted((one for one in found if one is not None), key=lambda one: one.step)
 
 
-def damaged_file(checkpoint: Checkpoint) -> str | None:
-    """The first file whose contents are not what was written, or None."""
-    for name, entry in checkpoint.files.items():
+def damaged_file(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> str | None:
+    """The first file (of `names`, if given) whose contents are not what was written, or None."""
+    for name in checkpoint.files if names is None else names:
+        entry = checkpoint.files[name]
         try:
             with (checkpoint.path / name).open("rb") as file:
                 whole = hashlib.file_digest(file, "sha256").hexdigest() == entry.get("sha256")
@@ -108,11 +149,15 @@ def set_aside(checkpoints: Path, above: int) -> list[Path]:
     """A run that goes on from step `above` leaves what lies beyond it, whole or damaged, to another branch of history.
 
     Those folders are renamed, so that neither resuming nor retention takes them for this run's, and nothing is lost.
+    What a save left that never came to its end is nothing, and goes.
     """
     moved = []
     for folder in sorted(checkpoints.glob("step-*")):
         number = folder.name.removeprefix("step-")
         if number.isdigit() and int(number) > above:
+            if not (folder / MANIFEST).exists():
+                shutil.rmtree(folder)
+                continue
             aside = folder.with_name(f"abandoned-{number}")
             if aside.exists():
                 shutil.rmtree(aside)

@@ -75,6 +75,10 @@ def _no_evaluation(run: _Run) -> str | None:
     return "data.validation is 0, so nothing is evaluated" if run.config.data.validation == 0 else None
 
 
+def _nobody_to_wait(run: _Run) -> str | None:
+    return "one process keeps nobody waiting" if run.world_size == 1 else None
+
+
 def _no_best(run: _Run) -> str | None:
     if run.config.checkpoint.metric != "eval_loss":
         return None
@@ -113,7 +117,8 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("train.optimizer.eps", _optimizer_not("adamw", "adamw8bit", "muon")),
     ("train.optimizer.momentum", _optimizer_not("sgd", "muon")),
     ("train.reduce_dtype", _no_reduction),
-    ("train.hang_timeout", lambda run: "one process waits for nobody" if run.world_size == 1 else None),
+    ("train.slow_rank.behind", _nobody_to_wait),
+    ("train.slow_rank.steps", _nobody_to_wait),
     ("hardware.gpu", lambda run: "it is for the forecast, which is not built yet"),
     ("hardware.link", lambda run: "it is for the forecast, which is not built yet"),
     ("train.early_stop", _no_evaluation),

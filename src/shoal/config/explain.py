@@ -34,6 +34,7 @@ _OTHER_NAMES = {
     "lora_r": "adapter.rank",
     "lora_alpha": "adapter.alpha",
 }
+MOST_SENTENCES = 50  # that anybody would read
 # Attributes of the bounds in annotated_types, which are also what pydantic's errors about them carry.
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
@@ -72,10 +73,12 @@ def _sentences(error: ValidationError, given: Mapping[str, Any], origins: Origin
         if details["type"] != "default_factory_not_called":
             by_path.setdefault(_path_in(given, details["loc"]), []).append(details)
     # When a key may be a word or a block, pydantic reports both as failed; what is wrong inside the block says more.
-    innermost = [path for path in by_path if not any(other[: len(path)] == path != other for other in by_path)]
-    placed = [(origins.find(path), _sentence(path, by_path[path], given, origins)) for path in innermost]
-    placed.sort(key=lambda pair: _reading_order(pair[0]))
-    return [sentence for _, sentence in placed]
+    around = {path[:length] for path in by_path for length in range(len(path))}
+    innermost = [path for path in by_path if path not in around]
+    innermost.sort(key=lambda path: _reading_order(origins.find(path)))
+    sentences = [_sentence(path, by_path[path], given, origins) for path in innermost[:MOST_SENTENCES]]
+    more = len(innermost) - len(sentences)
+    return [*sentences, f"There are {more:,} more such mistakes."] if more else sentences
 
 
 def _reading_order(origin: Origin | None) -> tuple[bool, str, int]:

@@ -12,6 +12,10 @@ from shoal.mistakes import UserMistake
 
 _ALLOWED = re.compile(r"\$\{\s*(?:oc\.env\s*:\s*(?P<variable>\w+)\s*(?P<default>,[^{}$]*)?|[\w.\[\]-]+)\s*\}")
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
+_REFERENCE = re.compile(r"\$\{\s*(?P<up>\.*)(?P<key>[\w.\[\]-]*)\s*\}")
+_KEY_PART = re.compile(r"[^.\[\]]+")
+DEEPEST = 10  # defaults within defaults of `oc.env`
+MOST_CHARACTERS = 200_000  # of all texts with references, once those are followed
 
 
 def strings_in(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
@@ -37,13 +41,13 @@ def refuse_unsafe(value: Any, origins: Origins, above: KeyPath = ()) -> None:
             continue
         prefix = f"{origins.prefix(path)}{dotted(path)}"
         # From the inside out: what was allowed becomes a mark that may stand in a default and nowhere else.
-        rest, count = text, 1
-        while count:
+        rest = text
+        for _ in range(DEEPEST):
             for match in _ALLOWED.finditer(rest):
                 variable = match["variable"]
                 if variable and not match["default"] and variable not in os.environ:
                     raise UserMistake(f"{prefix} needs the environment variable {variable}, which is not set.")
-            rest, count = _ALLOWED.subn("\0", rest)
+            rest = _ALLOWED.sub("\0", rest)
         if "${" in rest:
             raise UserMistake(
                 f"{prefix} is {shown(text)}, but only ${{another.key}} and ${{oc.env:NAME}} may stand in a config."
@@ -64,6 +68,7 @@ def resolve(given: dict[str, Any], origins: Origins) -> dict[str, Any]:
     from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
     try:
+        _refuse_bombs(given, [path for path, text in texts if "${" in text], origins)
         defaults = OmegaConf.create(Config.model_construct().model_dump(mode="json"))
         resolved = OmegaConf.to_container(OmegaConf.merge(defaults, given), resolve=True)
     except OmegaConfBaseException as error:
@@ -77,6 +82,44 @@ def resolve(given: dict[str, Any], origins: Origins) -> dict[str, Any]:
         raise UserMistake(f"{origins.prefix(())}a value refers to itself through ${{…}}.") from error
     restricted: dict[str, Any] = _restrict(resolved, given)
     return restricted
+
+
+def _refuse_bombs(tree: dict[str, Any], paths: list[KeyPath], origins: Origins) -> None:
+    """A text that refers twice to one that refers twice to another, and so on, soon is longer than memory."""
+    sizes: dict[KeyPath, int] = {}
+
+    def size(path: KeyPath) -> int:
+        if path not in sizes:
+            sizes[path] = 0  # what leads back to itself, OmegaConf refuses
+            sizes[path] = sum(_sizes(path))
+        return sizes[path]
+
+    def _sizes(path: KeyPath) -> Iterator[int]:
+        value = _at(tree, path)
+        if isinstance(value, Mapping):
+            yield from (size((*path, key)) for key in value)
+        elif isinstance(value, list):
+            yield from (size((*path, index)) for index in range(len(value)))
+        elif isinstance(value, str):
+            yield len(value)
+            for match in _REFERENCE.finditer(value):
+                around = path[: max(0, len(path) - len(match["up"]))] if match["up"] else ()
+                yield size((*around, *_KEY_PART.findall(match["key"])))
+        else:
+            yield 1
+
+    if sum(map(size, paths)) > MOST_CHARACTERS:
+        raise UserMistake(f"{origins.prefix(())}references (${{…}}) make more than {MOST_CHARACTERS:,} characters.")
+
+
+def _at(tree: Any, path: KeyPath) -> Any:
+    """The value at a path, or None."""
+    for part in path:
+        try:
+            tree = tree[int(part) if isinstance(tree, list) else part]
+        except (LookupError, ValueError, TypeError):
+            return None
+    return tree
 
 
 def escape(value: Any) -> Any:

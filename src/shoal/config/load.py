@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from shoal.mistakes import UserMistake
 # Dotted, or in brackets where a key has dots of its own: train.lr_groups[lm_head.*]
 _KEY_PART = re.compile(r"\.?([^.\[\]=\s]+)|\[([^\[\]]+)\]")
 
+MOST_FILES = 100
+
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file with what it includes, lay `key=value` overrides over it, and check the whole.
@@ -26,7 +29,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Confi
     origins = Origins(whole=str(path) if path is not None else "")
     tree: dict[str, Any] = {}
     if path is not None:
-        for file, document in _layers(Path(path), ()):
+        for file, document in _layers(Path(path), (), count(1)):
             origins.lay(document, str(file))
             refuse_unsafe(document.value, origins)
             tree = _over(tree, document.value)
@@ -87,8 +90,10 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _layers(file: Path, including: tuple[Path, ...]) -> Iterator[tuple[Path, Document]]:
+def _layers(file: Path, including: tuple[Path, ...], number: Iterator[int]) -> Iterator[tuple[Path, Document]]:
     """The files that `file` includes, lowest first, and then itself."""
+    if next(number) > MOST_FILES:
+        raise UserMistake(f"{including[0]}: this includes more than {MOST_FILES} files, one through the other.")
     if not file.exists():
         raise UserMistake(_not_there(file))
     document = read_document(file)
@@ -103,12 +108,16 @@ def _layers(file: Path, including: tuple[Path, ...]) -> Iterator[tuple[Path, Doc
         here = f"{file}:{lines['include', index]}"
         below = file.parent / name
         trail = (*including, file)
-        if below.resolve() in {above.resolve() for above in trail}:
+        try:
+            there, real = below.is_file(), below.resolve()
+        except (OSError, ValueError) as error:  # too long for a name, or with characters that no name has
+            raise UserMistake(f"{here}: include names {shown(name)}, which cannot be a file.") from error
+        if real in {above.resolve() for above in trail}:
             circle = " → ".join(str(above) for above in (*trail, below))
             raise UserMistake(f"{here}: include goes round in a circle: {circle}.")
-        if not below.is_file():
+        if not there:
             raise UserMistake(f"{here}: included file {_not_there(below)}")
-        yield from _layers(below, trail)
+        yield from _layers(below, trail, number)
     yield file, Document(content, lines, document.mappings)
 
 

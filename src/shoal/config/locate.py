@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import yaml
 from shoal.mistakes import UserMistake
 
 KeyPath = tuple[str | int, ...]
+
+MOST_VALUES = 100_000  # in one file
 
 
 @dataclass(frozen=True)
@@ -45,26 +48,25 @@ class Origins:
     whole: str = ""
     places: dict[KeyPath, Origin] = field(default_factory=dict)
 
-    def put(self, path: KeyPath, origin: Origin, replaces: bool) -> None:
-        """Note that `origin` set `path`; when it `replaces` what was there, keys below it are no longer from there."""
-        if replaces:
-            for old in [old for old in self.places if len(old) > len(path) and old[: len(path)] == path]:
-                del self.places[old]
-        self.places[path] = origin
+    def forget_below(self, replaced: set[KeyPath]) -> None:
+        """Where a value was replaced, keys inside it are no longer from where they were."""
+        for old in [old for old in self.places if any(old[:length] in replaced for length in range(len(old)))]:
+            del self.places[old]
 
     def lay(self, document: "Document", file: str) -> None:
         """Put a file's keys over those noted so far."""
-        for path, line in document.lines.items():
-            self.put(path, FileLine(file, line), replaces=path not in document.mappings)
+        self.forget_below(document.lines.keys() - document.mappings)
+        self.places.update({path: FileLine(file, line) for path, line in document.lines.items()})
 
     def lay_override(self, document: "Document", override: Override) -> None:
         """Put the key of an override, and the keys inside its value, over those noted so far."""
         for length in range(1, len(override.path)):
             # A block that nobody else opened was opened by this override.
             self.places.setdefault(override.path[:length], override)
-        self.put(override.path, override, replaces=not isinstance(document.value, dict))
-        for path in document.lines:
-            self.put((*override.path, *path), override, replaces=path not in document.mappings)
+        replaced = {(*override.path, *path) for path in document.lines.keys() - document.mappings}
+        self.forget_below(replaced if isinstance(document.value, dict) else {override.path})
+        self.places[override.path] = override
+        self.places.update({(*override.path, *path): override for path in document.lines})
 
     def find(self, path: KeyPath) -> Origin | None:
         """The origin of a key, or of the nearest key around it."""
@@ -115,6 +117,14 @@ def _implicit_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _implicit_resolvers()
 
+    def construct_whole_number(self, node: yaml.ScalarNode) -> int:
+        number: int = self.construct_yaml_int(node)
+        str(number)  # raises ValueError: in hexadecimal one can read more digits than Python will write
+        return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole_number)
+
 
 class _Dumper(yaml.SafeDumper):
     """The loader's mirror: it quotes exactly what the loader would otherwise read as something else."""
@@ -152,8 +162,8 @@ def parse_document(text: str, source: str, with_lines: bool = True) -> Document:
         node = loader.get_single_node()
         if node is None:
             return Document(None, {}, set())
-        _refuse_odd_keys(node, place, ())
-        document = Document(loader.construct_document(node), {}, set())
+        _refuse_odd_keys(node, place, (), count())
+        document = Document(_construct(loader, node), {}, set())
         # After construction, because that is when PyYAML puts merged keys (<<) into their mapping.
         for path, line, is_mapping in _positions(node, ()):
             document.lines[path] = line + 1
@@ -171,18 +181,31 @@ def parse_document(text: str, source: str, with_lines: bool = True) -> Document:
         raise UserMistake(f"{source}: this is YAML that cannot be turned into values: {error}.") from error
 
 
+def _construct(loader: _Loader, node: yaml.Node) -> Any:
+    try:
+        return loader.construct_document(node)
+    except (KeyError, IndexError, AttributeError) as error:
+        # What PyYAML makes of a tag that does not fit its value, such as `!!bool maybe`.
+        raise ValueError("a value is not what its tag (!!) says") from error
+
+
 def write_yaml(value: Any) -> str:
     """YAML that `parse_document` reads back as the same value: a key a line, lists of plain values in brackets."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
-def _refuse_odd_keys(node: yaml.Node, place: Callable[[int], str], above: tuple[yaml.Node, ...]) -> None:
-    """Refuse keys that stand twice or are not text, and values that contain themselves: PyYAML takes them all."""
+def _refuse_odd_keys(
+    node: yaml.Node, place: Callable[[int], str], above: tuple[yaml.Node, ...], visits: Iterator[int]
+) -> None:
+    """Refuse keys that stand twice or are not text, values that contain themselves, and aliases of aliases that stand
+    for millions of values: PyYAML takes them all."""
     if node in above:
         raise UserMistake(f"{place(node.start_mark.line)}: a value contains itself through an alias.")
+    if next(visits) > MOST_VALUES:
+        raise UserMistake(f"{place(node.start_mark.line)}: with its aliases this has more than {MOST_VALUES:,} values.")
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _refuse_odd_keys(item, place, (*above, node))
+            _refuse_odd_keys(item, place, (*above, node), visits)
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -193,7 +216,7 @@ def _refuse_odd_keys(node: yaml.Node, place: Callable[[int], str], above: tuple[
             if key.value in seen:
                 raise UserMistake(f"{here}: the key {key.value} stands twice in this block.")
             seen.add(key.value)
-            _refuse_odd_keys(value, place, (*above, node))
+            _refuse_odd_keys(value, place, (*above, node), visits)
 
 
 def _positions(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int, bool]]:

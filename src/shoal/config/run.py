@@ -81,11 +81,15 @@ class RunDirectory:
         try:
             if overwrite and self.exists:
                 shutil.rmtree(self.path)
-            for folder in (self.path, self.checkpoints, self.logs, self.model):
-                folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.config, config_to_yaml(config))
+            self.make(config)
         except OSError as error:
             raise UserMistake(f"{self.path} cannot be written: {error.strerror}.") from None
+
+    def make(self, config: Config) -> None:
+        """The folders and the config, whatever is there; an `OSError` where the disk does not take it."""
+        for folder in (self.path, self.checkpoints, self.logs, self.model):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.config, config_to_yaml(config))
 
     def _compare(self, config: Config) -> list[str]:
         before = load_config(self.config)

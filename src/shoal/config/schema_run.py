@@ -120,12 +120,17 @@ class CheckpointConfig(Block):
     every: Count = Field(200, description="Steps between checkpoints.")
     keep: Count = Field(2, description="Newest checkpoints that are kept.")
     keep_best: CountOrZero = Field(3, description="Best checkpoints that are kept besides.")
+    keep_every: Count | None = Field(None, description="Checkpoints of every so many steps are kept for ever.")
     metric: Literal["eval_loss", "loss"] = Field("eval_loss", description="What best means: the lowest of this.")
     format: Literal["sharded", "full"] = Field(
         "sharded", description="sharded: each process writes its own part; full: one process writes it all."
     )
-    async_: bool = Field(False, alias="async", description="Write while training goes on.")
-    fallback: str | None = Field(None, description="Folder to write to when the first is full or gone.")
+    async_: bool = Field(
+        True, alias="async", description="Write while training goes on, from a copy in the host's memory."
+    )
+    fallback: str | None = Field(
+        None, description="Folder to save under (in FOLDER/NAME) when the run's own is full or gone."
+    )
 
 
 class LogConfig(Block):

@@ -94,6 +94,24 @@ class EarlyStopConfig(Block):
     patience: Count = Field(3, description="Evaluations in a row without a better loss before training stops.")
 
 
+class NanConfig(Block):
+    """When losses or gradients that are not numbers are too many, and what then happens."""
+
+    action: Literal["skip", "rollback", "stop"] = Field(
+        "skip",
+        description="skip: the step changes nothing and the run goes on; rollback: go on from the last checkpoint "
+        "before them, without their rows; stop.",
+    )
+    after: Count = Field(3, description="Steps in a row after which to roll back or stop.")
+
+
+class SlowRankConfig(Block):
+    """When a process that keeps the others waiting is named."""
+
+    behind: Positive = Field(0.3, description="How much slower than the others, as a share.")
+    steps: Count = Field(50, description="For how many steps in a row.")
+
+
 class SpikeConfig(Block):
     """What counts as a spike of the loss, and what then happens."""
 
@@ -144,14 +162,19 @@ class TrainConfig(Block):
     early_stop: EarlyStopConfig | None = Field(
         None, description="When to stop because evaluation no longer gets better."
     )
-    on_nan: Literal["skip", "rollback", "stop"] = Field(
-        "skip", description="What happens at a loss or gradient that is not a number."
+    on_nan: Literal["skip", "rollback", "stop"] | NanConfig = Field(
+        "skip",
+        description="What happens at losses or gradients that are not numbers; such a step never changes a weight. A "
+        "block also says after how many in a row.",
     )
     on_spike: Literal["report", "skip"] | SpikeConfig = Field(
         "report", description="What happens when the loss leaps; a block also says what a leap is."
     )
     on_oom: Literal["stop", "shrink"] = Field(
         "stop", description="What happens when memory runs out; shrink halves micro_batch."
+    )
+    slow_rank: SlowRankConfig = Field(
+        default_factory=SlowRankConfig, description="When a process that keeps the others waiting is named."
     )
     hang_timeout: Positive = Field(600.0, description="Seconds without progress after which a run counts as hung.")
 

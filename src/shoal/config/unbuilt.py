@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.config.explain import shown
 from shoal.config.locate import KeyPath, Origins
-from shoal.config.schema import Config, SpikeConfig
+from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 
 
@@ -51,17 +51,8 @@ LIMITS = (
     Limit("train.recompute", _not("auto"), "Use none, selective or full."),
     Limit("train.compile", _not("thunder"), "Use auto."),
     Limit("train.loss", _not("fused"), "Use chunked."),
-    Limit("train.on_nan", _not("rollback"), "Use skip or stop."),
-    Limit(
-        "train.on_spike",
-        lambda value: (value.action if isinstance(value, SpikeConfig) else value) == "report",
-        "Use report.",
-    ),
     Limit("train.on_oom", _not("shrink"), "Use stop."),
     Limit("parallel.engine", _only("native"), "Use native."),
-    Limit("checkpoint.format", _only("sharded"), "Use sharded."),
-    Limit("checkpoint.async", _only(False), "Use false."),
-    Limit("checkpoint.fallback", _only(None), "Use null."),
     Limit("log.to", lambda sinks: set(sinks) <= {"tensorboard", "csv"}, "Use tensorboard or csv."),
 )
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.order import Order
+from shoal.data.order import Order, Spans
 from shoal.data.rows import DOCUMENT, TARGET, Rows
 
 IGNORED = -100  # the label no loss counts
@@ -69,12 +69,13 @@ def batches(
     multiple: int = 1,
     workers: int = 0,
     pin: bool = False,
+    left_out: Spans = (),
 ) -> Generator[StepBatch, None, None]:
     """Steps from `first_step` (counted from 0) on, without end. Close it to end its threads.
 
     A step's rows are the next `global_batch` of the order, whoever takes them: pass p of rank r takes the micro-batch
-    at offset (p · ranks + r) · micro_batch. Rows are padded to the longest of their micro-batch, rounded up to a
-    multiple of `multiple`, or to `length`.
+    at offset (p · ranks + r) · micro_batch. Positions `left_out` of the order are stepped over. Rows are padded to the
+    longest of their micro-batch, rounded up to a multiple of `multiple`, or to `length`.
     """
     passes, rest = divmod(global_batch, micro_batch * ranks)
     if rest or not passes or not 0 <= rank < ranks:
@@ -85,7 +86,7 @@ def batches(
         raise ValueError(f"rows have up to {rows.summary.longest} inputs, more than the length {length}")
 
     def make(step: int) -> StepBatch:
-        everyone = order.training_rows(step * global_batch, global_batch)
+        everyone = order.training_rows(step * global_batch, global_batch, left_out)
         mine = everyone.reshape(passes, ranks, micro_batch)[:, rank]
         made = [assemble(rows, one, pad=pad, length=length, multiple=multiple) for one in mine]
         targets = int(rows.targets[everyone].sum(dtype=np.int64))

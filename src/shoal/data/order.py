@@ -6,6 +6,7 @@ on any number of ranks, at no cost.
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -64,6 +65,22 @@ def _key(*parts: object) -> int:
     return int.from_bytes(digest, "little")
 
 
+Spans = Sequence[tuple[int, int]]  # (first position, number of positions)
+
+
+def around(first: int, count: int, left_out: Spans) -> list[tuple[int, int]]:
+    """Where the `count` positions from the `first` on really are, when those in `left_out` are stepped over."""
+    found = []
+    for start, length in left_out:
+        if first >= start:
+            first += length
+        elif count and first + count > start:
+            found.append((first, start - first))
+            count -= start - first
+            first = start + length
+    return [*found, (first, count)] if count else found
+
+
 class Order:
     """The order of `rows` rows for one seed: those held out, and the endless sequence of the others.
 
@@ -98,11 +115,18 @@ class Order:
         self._separate = separate is not None
         self._split_key = _key("shoal", "validation", seed)
 
-    def training_rows(self, first_position: int, count: int) -> np.ndarray:
-        """The rows at `count` global positions from `first_position` on, through as many epochs as that takes."""
+    def training_rows(self, first_position: int, count: int, left_out: Spans = ()) -> np.ndarray:
+        """The rows at `count` global positions from `first_position` on, through as many epochs as that takes.
+
+        Positions in `left_out` (in order, not overlapping) are not counted: see `around`.
+        """
+        spans = around(first_position, count, left_out)
+        return np.concatenate([np.empty(0, dtype=np.int64), *(self._rows_at(*span) for span in spans)])
+
+    def _rows_at(self, first_position: int, count: int) -> np.ndarray:
         assert first_position >= 0
         assert count >= 0
-        pieces = [np.empty(0, dtype=np.int64)]
+        pieces = []
         position, stop = first_position, first_position + count
         while position < stop:
             epoch, index = divmod(position, self.training_count)

@@ -14,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.parallel.ranks import Ranks
+from shoal.train.collectives import record_collectives
 
 # Set by our own launcher: a folder on this machine, shared by the ranks of one launch.
 LAUNCH_FOLDER = "SHOAL_LAUNCH"
@@ -31,9 +32,20 @@ def is_first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def attempt() -> int:
+    """How often an elastic agent has started this process's rank before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def restarted() -> bool:
     """Whether an elastic agent has started this process anew after a failure: then the run goes on where it was."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return attempt() > 0
+
+
+def beats_file() -> Path | None:
+    """Where the ranks of one launch on this machine can see each other live."""
+    folder = os.environ.get(LAUNCH_FOLDER)
+    return None if folder is None else Path(folder) / f"beats-{attempt()}"
 
 
 def local_rank() -> int:
@@ -51,8 +63,8 @@ def joined(config: Config) -> AbstractContextManager[Ranks]:
 def joined_within(hang_timeout: float, *, alone: bool = True) -> Iterator[Ranks]:
     """This process as a rank, with a process group when there are several, taken down at the end.
 
-    A rank that has waited `hang_timeout` seconds for the others gives up. With `alone` false one process makes a group
-    too.
+    A rank that waits for the others for more than `hang_timeout` seconds gives up, sooner or later. With `alone` false
+    one process makes a group too.
     """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -61,7 +73,9 @@ def joined_within(hang_timeout: float, *, alone: bool = True) -> Iterator[Ranks]
     if world_size == 1 and alone:
         yield ranks
         return
-    timeout = timedelta(seconds=hang_timeout)
+    record_collectives()
+    # Longer than the watch over the loop waits, which has more to say when it gives up.
+    timeout = timedelta(seconds=2 * hang_timeout + 60)
     # Host collectives go over gloo also where the device's go over NCCL.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -80,16 +94,15 @@ def joined_within(hang_timeout: float, *, alone: bool = True) -> Iterator[Ranks]
 
 def _meeting_point(world_size: int, timeout: timedelta) -> Store:
     """The store in which ranks find each other. A restart must not find the addresses of the dead in it."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if world_size == 1:
         return HashStore()
     if folder := os.environ.get(LAUNCH_FOLDER):
         # On one machine a file needs no port, which others could reach or take.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        return FileStore(str(Path(folder) / f"store-{attempt}"), world_size)
+        return FileStore(str(Path(folder) / f"store-{attempt()}"), world_size)
     store, _, _ = next(rendezvous("env://", timeout=timeout))
-    return PrefixStore(f"attempt-{attempt}", store)
+    return PrefixStore(f"attempt-{attempt()}", store)
 
 
 def first_device() -> torch.device:

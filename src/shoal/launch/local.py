@@ -1,13 +1,12 @@
 """A training run in several processes on this machine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.launch.processes import RunFailed, run_processes
-from shoal.train.health import Diverged
+from shoal.launch.processes import run_processes
+from shoal.mistakes import RunFailed
 from shoal.train.loop import Summary
-
-DIVERGED = "diverged"
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Request:
     patience: float  # seconds that ranks get to finish a step and save, once they were asked to stop
 
 
-def launch(request: Request, processes: int, *, max_restarts: int) -> Summary:
+def launch(request: Request, processes: int, *, max_restarts: int, warn: Callable[[str], None]) -> Summary:
     """Run `processes` ranks until they end. Ranks that were asked to stop end well, with a summary that says so."""
     summary = run_processes(
         "shoal.launch.worker",
@@ -28,7 +27,7 @@ def launch(request: Request, processes: int, *, max_restarts: int) -> Summary:
         processes,
         max_restarts=max_restarts,
         patience=request.patience,
-        sentences={DIVERGED: Diverged},
+        warn=warn,
     )
     if summary is None:
         raise RunFailed("The run was stopped before it could save.")

@@ -7,11 +7,15 @@ result, or a sentence of any rank that could not go on.
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,14 +25,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.files import write_atomically
-from shoal.launch.join import LAUNCH_FOLDER
-from shoal.mistakes import UserMistake
+from shoal.launch.join import LAUNCH_FOLDER, attempt
+from shoal.mistakes import RunFailed, UserMistake
+from shoal.signals import second_signal_ends
 
-RESULT, MISTAKE = "result.json", "mistake"
-
-
-class RunFailed(Exception):
-    """Processes of the run died. The message ends with the traceback of the one that died first."""
+RESULT, MISTAKE, FAILED, HUNG = "result.json", "mistake", "failed", "hung"
 
 
 def run_processes(
@@ -38,12 +39,12 @@ def run_processes(
     *,
     max_restarts: int = 0,
     patience: float = 30,
-    sentences: Mapping[str, type[Exception]] | None = None,
+    warn: Callable[[str], None] = lambda sentence: None,
 ) -> dict[str, Any] | None:
     """Run `python -m MODULE` as `processes` ranks and return the result that the first left; None if it was stopped.
 
     `patience` is how many seconds ranks get to end once they were asked to. What a rank left by `leave_sentence` is
-    raised as the exception that `sentences` has for its kind.
+    raised here, or, if the ranks could be started again, told to `warn`.
     """
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         shared = Path(folder)
@@ -69,11 +70,14 @@ def run_processes(
         )
         before = [(number, signal.signal(number, _as_terminate)) for number in (signal.SIGUSR1, signal.SIGUSR2)]
         try:
-            elastic_launch(settings, sys.executable)("-m", module, *arguments)
+            # A second signal ends this process, and with it the ranks: see `die_with_parent`.
+            clean_up = partial(shutil.rmtree, folder, ignore_errors=True)
+            with _telling_of_restarts(shared, warn), second_signal_ends(clean_up):
+                elastic_launch(settings, sys.executable)("-m", module, *arguments)
         except ChildFailedError as failure:
             # A rank that dies after the result was written dies of leaving, with nothing left to lose.
             if not (shared / RESULT).is_file():
-                _explain(failure, shared, {MISTAKE: UserMistake, **(sentences or {})})
+                _explain(failure, shared)
         except SignalException:
             if not (shared / RESULT).is_file():
                 return None
@@ -81,6 +85,8 @@ def run_processes(
             del os.environ[LAUNCH_FOLDER]
             for number, handler in before:
                 signal.signal(number, handler)
+        if not (shared / RESULT).is_file():  # the ranks ended without a fault, but with something to say
+            _raise_sentence(shared)
         found: dict[str, Any] = json.loads((shared / RESULT).read_text())
         return found
 
@@ -92,7 +98,48 @@ def leave_result(result: Mapping[str, Any]) -> None:
 
 def leave_sentence(kind: str, sentence: str) -> None:
     """For any rank: why it cannot go on, in place of a traceback. Of several ranks' the lowest's is passed on."""
-    write_atomically(Path(os.environ[LAUNCH_FOLDER]) / f"{kind}-{int(os.environ['RANK']):05d}", sentence)
+    name = f"{kind}-{attempt():03d}-{int(os.environ['RANK']):05d}"
+    write_atomically(Path(os.environ[LAUNCH_FOLDER]) / name, sentence)
+
+
+def _sentences(shared: Path, kind: str) -> list[Path]:
+    """What ranks of the latest attempt have left."""
+    latest = max((int(path.name.split("-")[1]) for path in shared.glob("store-*")), default=0)
+    return sorted(shared.glob(f"{kind}-{latest:03d}-*"))
+
+
+def _raise_sentence(shared: Path) -> None:
+    for kind, error in ((MISTAKE, UserMistake), (FAILED, RunFailed), (HUNG, RunFailed)):
+        for said in _sentences(shared, kind):
+            raise error(said.read_text()) from None
+
+
+@contextmanager
+def _telling_of_restarts(shared: Path, warn: Callable[[str], None]) -> Iterator[None]:
+    """The agent says nothing of its restarts, and a run that hung and was started again should not be a secret."""
+    over = threading.Event()
+
+    def look() -> None:
+        told = 0
+        while not over.wait(0.5):
+            stores = len(list(shared.glob("store-*")))
+            if stores > told + 1:
+                told = stores - 1
+                hung = sorted(shared.glob(f"{HUNG}-{told - 1:03d}-*"))
+                why = hung[0].read_text() if hung else "A process died."
+                warn(f"{why} All processes were started again, for the {_ordinal(told)} time.")
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _ordinal(number: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
 
 
 def _quiet_agent() -> None:
@@ -134,10 +181,8 @@ def cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailur
     return first, failures[first]
 
 
-def _explain(failure: ChildFailedError, shared: Path, sentences: Mapping[str, type[Exception]]) -> None:
-    for name, kind in sentences.items():
-        for said in sorted(shared.glob(f"{name}-*")):
-            raise kind(said.read_text()) from None
+def _explain(failure: ChildFailedError, shared: Path) -> None:
+    _raise_sentence(shared)
     rank, first = cause_of(failure.failures)
     if first.exitcode < 0:
         raise RunFailed(f"Rank {rank} was killed by {signal.Signals(-first.exitcode).name}.") from None

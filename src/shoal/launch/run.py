@@ -9,6 +9,7 @@ from shoal.config.effect import without_effect
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.launch.join import (
+    beats_file,
     choose_device,
     first_device,
     joined,
@@ -41,9 +42,7 @@ def start(
         return train_as_rank(config, run, resume=resume, start_from=start_from, overwrite=overwrite)
     reporter = Reporter(speaks=True)
     processes = processes_wanted(config)
-    if processes == 1:
-        if max_restarts:
-            reporter.warn("--max-restarts has no effect: there is one process, and nothing that could restart it.")
+    if processes == 1 and not max_restarts:
         return train_as_rank(config, run, resume=resume, start_from=start_from, overwrite=overwrite)
     _warn(config, processes, reporter)
     # Checked and read here first, so that mistakes are found, and rows made, before there are several processes.
@@ -51,10 +50,10 @@ def start(
     inputs = read_inputs(config, reporter)
     rehearse(config, inputs, processes, inspect_device(first_device()), start_from)
     run.create(config, overwrite=overwrite)
-    reporter.say(f"Starting {processes} processes …")
+    reporter.say(f"Starting {processes} {'process' if processes == 1 else 'processes'} …")
     request = Request(run.path, resume, start_from, patience=config.train.hang_timeout)
     with run.held():
-        return launch(request, processes, max_restarts=max_restarts)
+        return launch(request, processes, max_restarts=max_restarts, warn=reporter.warn)
 
 
 def dry_run(config: Config) -> Preview:
@@ -80,7 +79,9 @@ def train_as_rank(
         _warn(config, world_size, reporter)
         _check(config, run, reporter, resume=resume, overwrite=overwrite, start_from=start_from)
     inputs = read_inputs(config, reporter)
-    rehearse(config, inputs, world_size, inspect_device(choose_device(local_rank())), start_from)
+    # One rank looks at the checkpoint for all: it hashes every file.
+    device = inspect_device(choose_device(local_rank()))
+    rehearse(config, inputs, world_size, device, start_from if first else None)
     with joined(config) as ranks:
         if first:
             run.create(config, overwrite=overwrite)
@@ -88,7 +89,7 @@ def train_as_rank(
         if not first:
             send_output_to(run.logs / f"rank-{ranks.rank}.log")
         with run.held() if first else nullcontext():
-            return train(config, inputs, run, ranks, resume=resume, start_from=start_from)
+            return train(config, inputs, run, ranks, resume=resume, start_from=start_from, beats=beats_file())
 
 
 def _warn(config: Config, processes: int, reporter: Reporter) -> None:

@@ -9,19 +9,19 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
-from shoal.launch.join import joined, restarted
-from shoal.launch.local import DIVERGED
-from shoal.launch.processes import MISTAKE, leave_result, leave_sentence
+from shoal.launch.join import beats_file, joined, restarted
+from shoal.launch.processes import FAILED, HUNG, MISTAKE, leave_result, leave_sentence
 from shoal.launch.run import send_output_to
-from shoal.mistakes import UserMistake
+from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.progress import Reporter
-from shoal.train.health import Diverged
+from shoal.signals import die_with_parent
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import train
 
 
 @record
 def main() -> None:
+    die_with_parent()
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("--resume", action="store_true")
@@ -44,12 +44,14 @@ def main() -> None:
                 ranks,
                 resume=given.resume or restarted(),
                 start_from=None if restarted() else given.start_from,
+                beats=beats_file(),
+                tell=lambda sentence: leave_sentence(HUNG, sentence),
             )
             if ranks.first:
                 leave_result(summary.as_dict())
-    except (UserMistake, Diverged) as mistake:
-        leave_sentence(MISTAKE if isinstance(mistake, UserMistake) else DIVERGED, str(mistake))
-        sys.exit(2)
+    except (UserMistake, RunFailed) as failure:
+        # Starting again would not help, so the agent, which restarts whatever fails, sees no failure.
+        leave_sentence(MISTAKE if isinstance(failure, UserMistake) else FAILED, str(failure))
     # Threads of torch's that are still alive have been seen to abort an interpreter that ends the usual way.
     sys.stdout.flush()
     sys.stderr.flush()

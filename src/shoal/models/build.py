@@ -64,7 +64,11 @@ def build_on_meta(plan: Blueprint, *, attention: str, longest: int) -> Any:
     settings = plan.settings
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, trust_remote_code=False)
+            # No attention that the folder's config.json names: it could name code on the hub, and transformers would
+            # fetch and run that.
+            model = AutoModelForCausalLM.from_config(
+                settings, dtype=torch.float32, trust_remote_code=False, attn_implementation=None
+            )
     except ValueError as error:
         reason = str(error).strip().splitlines()[0]
         raise UserMistake(

@@ -10,26 +10,44 @@ Line = Mapping[str, float | int | None]
 
 
 class Sink(Protocol):
+    name: str
+
     def write(self, line: Line) -> None: ...
 
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """Each line is written whole and at once, so that a killed run leaves whole lines."""
+    """Each line is written whole and at once, so that a killed run leaves whole lines.
+
+    What a full disk does not take is kept, and written with the next line for which there is room.
+    """
+
+    name = "metrics.jsonl"
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("a", buffering=1)
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
 
     def write(self, line: Line) -> None:
-        self._file.write(json.dumps(dict(line)) + "\n")
+        self._unwritten += json.dumps(dict(line)).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._write()
+        finally:
+            self._file.close()
 
 
 class Csv:
     """Training lines in `metrics.csv`, evaluation lines in `evaluation.csv`: a table has one kind of row."""
+
+    name = "metrics.csv"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,6 +71,8 @@ class Csv:
 
 
 class TensorBoard:
+    name = "tensorboard"
+
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 

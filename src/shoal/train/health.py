@@ -2,83 +2,73 @@
 
 import math
 import signal
+from collections.abc import Sequence
 from types import FrameType
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from shoal.config.schema_train import SpikeConfig
-from shoal.parallel.ranks import Ranks
+from shoal.mistakes import RunFailed
+from shoal.signals import STOP_SIGNALS, second_signal_ends
 
 
-class Diverged(Exception):
-    """The run failed: a loss or a gradient is not a number, and `train.on_nan` says to stop."""
+class Diverged(RunFailed):
+    """The run failed: losses or gradients are not numbers, and `train.on_nan` says to stop, or nothing else helps."""
 
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+class GoBack(Exception):
+    """These steps, one after the other, came to nothing: go on from before them, without their rows."""
+
+    def __init__(self, steps: Sequence[int]) -> None:
+        super().__init__(f"steps {steps[0]} to {steps[-1]}")
+        self.steps = steps
 
 
 class StopRequest:
     """A signal means: finish the step, save, stop. A second one means: now.
 
-    Ranks must agree on the step after which they stop, or one would wait for the others for ever. The flags are
-    summed on the host while the next step runs, so that asking costs nothing.
+    Ranks must agree on the step after which they stop, or one would wait for the others for ever: `wanted` is what
+    this one would tell them.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+    def __init__(self) -> None:
         self.signal: int | None = None
-        self._asked: tuple[dist.Work, torch.Tensor] | None = None
         self._before: dict[int, object] = {}
+
+    @property
+    def wanted(self) -> bool:
+        return self.signal is not None
 
     def __enter__(self) -> "StopRequest":
         for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._receive)
+        self._second = second_signal_ends()
+        self._second.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._second.__exit__(None, None, None)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _receive(self, number: int, _: FrameType | None) -> None:
-        if self.signal is not None:
-            raise KeyboardInterrupt
-        self.signal = number
-
-    def agreed(self) -> bool:
-        """Whether any rank had been asked to stop by the time of the previous call (alone: by now)."""
-        if self.ranks.world_size == 1:
-            return self.signal is not None
-        stop = False
-        if self._asked is not None:
-            work, flag = self._asked
-            work.wait()
-            stop = bool(flag)
-        flag = torch.tensor([1.0 if self.signal is not None else 0.0])
-        work = dist.all_reduce(flag, async_op=True)
-        assert work is not None
-        self._asked = (work, flag)
-        return stop
-
-    def settle(self) -> None:
-        """Wait for the last question, so that no collective is left open at the end."""
-        if self._asked is not None:
-            self._asked[0].wait()
-            self._asked = None
+        if self.signal is None:
+            self.signal = number
 
 
-def spike_sigma(setting: str | SpikeConfig) -> float:
-    """How far above the recent mean a loss must be to count as a spike."""
-    return setting.sigma if isinstance(setting, SpikeConfig) else SpikeConfig().sigma
+def spike_settings(setting: str | SpikeConfig) -> SpikeConfig:
+    """`train.on_spike` as a block."""
+    return setting if isinstance(setting, SpikeConfig) else SpikeConfig.model_validate({"action": setting})
 
 
 class SpikeWatch:
     """Remembers recent losses and says when one stands far above them."""
 
-    def __init__(self, sigma: float, memory: float = 0.98, settled_after: int = 20) -> None:
+    memory, settled_after = 0.98, 20
+
+    def __init__(self, sigma: float) -> None:
         self.sigma = sigma
-        self.memory = memory
-        self.settled_after = settled_after
         self.seen = 0
         self.mean = 0.0
         self.variance = 0.0
@@ -97,3 +87,30 @@ class SpikeWatch:
         self.mean += weight * change
         self.variance = (1 - weight) * (self.variance + weight * change * change)
         return None
+
+
+class SpikeGuard:
+    """The same on the device, where a step can be left out before it is made and without asking the host."""
+
+    def __init__(self, sigma: float, device: torch.device) -> None:
+        self.sigma = sigma
+        self.numbers = torch.zeros(3, dtype=torch.float64, device=device)  # seen, mean, variance
+
+    def fine(self, loss: Tensor) -> Tensor:
+        """Whether `loss` is no spike."""
+        seen, mean, variance = self.numbers
+        spike = (seen >= SpikeWatch.settled_after) & (variance > 0) & (loss - mean > self.sigma * variance.sqrt())
+        counted = seen + 1
+        weight = (1 / counted).clamp(min=1 - SpikeWatch.memory)
+        change = loss - mean
+        after = torch.stack([counted, mean + weight * change, (1 - weight) * (variance + weight * change * change)])
+        self.numbers = torch.where(spike | ~loss.isfinite(), self.numbers, after)
+        fine: Tensor = ~spike
+        return fine
+
+    def state(self) -> dict[str, Tensor]:
+        return {"numbers": self.numbers}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        if state:
+            self.numbers.copy_(state["numbers"])

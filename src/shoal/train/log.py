@@ -28,14 +28,35 @@ class Window:
 
 
 @dataclass(frozen=True)
+class StepNumbers:
+    """What became of one step: the same on every rank."""
+
+    step: int
+    loss: float
+    norm: float
+    usable: bool  # false: it changed nothing
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Steps whose numbers are still with the device."""
+
+    steps: tuple[int, ...]
+    targets: tuple[int, ...]
+    numbers: Tensor  # steps × (loss sum, norm, usable): on the host once the device has come so far
+
+    def read(self) -> list[StepNumbers]:
+        rows = zip(self.steps, self.targets, self.numbers.tolist(), strict=True)
+        return [StepNumbers(step, loss / targets, norm, bool(usable)) for step, targets, (loss, norm, usable) in rows]
+
+
+@dataclass(frozen=True)
 class Pending:
     """A line whose numbers are on their way from the device."""
 
-    step: int
     rate: float
     tokens: int
-    targets: int  # of this step
-    numbers: Tensor  # loss sum, norm, skipped steps: on the host once `ended` is reached
+    unread: Unread
     window: Window
     ended: Mark
 
@@ -48,32 +69,33 @@ class StepLog:
         *,
         every: int,
         total: int,
-        sinks: list[Sink],
         reporter: Reporter,
         ranks: Ranks,
         attempt: int,
-        skipped: int,
         peak: float | None,
     ) -> None:
         self.every = every
         self.total = total
-        self.sinks = sinks
+        self.sinks: list[Sink] = []  # where lines go
         self.reporter = reporter
         self.ranks = ranks
         self.attempt = attempt
         self.peak = peak
         self.last: dict[str, float | int | None] = {}
-        self.listener: Callable[[Line], None] = lambda line: None  # told of every line
+        self.skipped = 0  # steps that changed nothing
+        self.listener: Callable[[list[StepNumbers]], None] = lambda steps: None  # told of every step, if late
+        self.step_seconds = 0.0  # of the last line
         self._window = Window(mark(ranks.device))
         self._pending: Pending | None = None
-        self._skipped = torch.full((), float(skipped), dtype=torch.float64, device=ranks.device)
+        self._results: list[tuple[int, StepResult]] = []
+        self._failed: list[Sink] = []
 
     def after_step(
         self, step: int, result: StepResult, *, rate: float, tokens: int, flops: float, data_seconds: float
     ) -> None:
         """Take note of a step."""
         self.reporter.advance(step)
-        self._skipped += (~result.usable).to(self._skipped.device)
+        self._results.append((step, result))
         window = self._window
         window.steps += 1
         window.targets += result.targets
@@ -82,13 +104,35 @@ class StepLog:
         # The step before this one is done by now, or nearly, and this one keeps the device busy meanwhile.
         self.flush()
         if step % self.every == 0 or step == self.total:
-            self.ranks.sum(result.loss_sum)
-            numbers = torch.stack([result.loss_sum, result.norm.double().to(self._skipped.device), self._skipped])
-            if numbers.is_cuda:  # copied behind the step's work; the host goes on
-                numbers = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(numbers, non_blocking=True)
+            unread = self._send_for_numbers()
             ended = mark(self.ranks.device)
-            self._pending = Pending(step, rate, tokens, result.targets, numbers, window, ended)
+            self._pending = Pending(rate, tokens, unread, window, ended)
             self._window = Window(ended)
+
+    def _send_for_numbers(self) -> Unread:
+        """One collective for all steps since the last time; the host does not wait for the answer."""
+        steps, results = zip(*self._results, strict=True)
+        self._results = []
+        losses = self.ranks.sum(torch.stack([result.loss_sum for result in results]))
+        norms, usable = (
+            torch.stack([getattr(result, name).double() for result in results]).to(losses.device)
+            for name in ("norm", "usable")
+        )
+        numbers = torch.stack([losses, norms, usable], dim=1)
+        if numbers.is_cuda:  # copied behind the steps' work; the host goes on
+            there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            numbers = there.copy_(numbers, non_blocking=True)
+        return Unread(steps, tuple(result.targets for result in results), numbers)
+
+    def catch_up(self) -> None:
+        """Hear of every step so far, also of those that get no line: before a save, which is to be of a good run."""
+        self.flush()
+        if self._results:
+            unread = self._send_for_numbers()
+            mark(self.ranks.device).wait()
+            steps = unread.read()
+            self.skipped += sum(not one.usable for one in steps)
+            self.listener(steps)
 
     def flush(self) -> None:
         """Read what is pending, and write its line."""
@@ -96,18 +140,19 @@ class StepLog:
         if pending is None:
             return
         pending.ended.wait()
-        loss_sum, norm, skipped = pending.numbers.tolist()
-        loss = loss_sum / pending.targets
-        window = pending.window
+        steps = pending.unread.read()
+        self.skipped += sum(not one.usable for one in steps)
+        last, window = steps[-1], pending.window
         seconds = seconds_between(window.began, pending.ended) / window.steps
+        self.step_seconds = seconds
         mfu = None
         if self.peak is not None and math.isfinite(window.flops):
             mfu = round(window.flops / window.steps / seconds / self.peak, 4)
         line: dict[str, float | int | None] = {
-            "step": pending.step,
+            "step": last.step,
             "attempt": self.attempt,
-            "loss": loss if math.isfinite(loss) else None,
-            "grad_norm": norm if math.isfinite(norm) else None,
+            "loss": last.loss if math.isfinite(last.loss) else None,
+            "grad_norm": last.norm if math.isfinite(last.norm) else None,
             "lr": pending.rate,
             "tokens": pending.tokens,
             "tokens_per_second": round(window.targets / window.steps / seconds, 1),
@@ -115,16 +160,26 @@ class StepLog:
             "memory_gib": round(self.ranks.largest(_peak_memory_gib(self.ranks.device)), 3),
             "data_seconds": round(window.data_seconds / window.steps, 6),
             "seconds": round(seconds, 6),
-            "skipped": int(skipped),
+            "skipped": self.skipped,
         }
         self.write(line)
         self.reporter.report(line, self.total)
         self.last = line
-        self.listener(line)
+        self.listener(steps)
 
     def write(self, line: Line) -> None:
         for sink in self.sinks:
-            sink.write(line)
+            try:
+                sink.write(line)
+            except OSError as error:  # a full disk must not end a run that can go on without it
+                if sink not in self._failed:
+                    self._failed.append(sink)
+                    self.reporter.warn(f"{sink.name} cannot be written: {error.strerror}. Training goes on.")
+
+    def forget(self) -> None:
+        """Steps that are not to count: the run goes back to before them."""
+        self._pending, self._results = None, []
+        self.restart_clock()
 
     def restart_clock(self) -> None:
         """After work that is not training: an evaluation, a save."""
@@ -132,7 +187,10 @@ class StepLog:
 
     def close(self) -> None:
         for sink in self.sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as error:
+                self.reporter.warn(f"{sink.name} could not be written to the end: {error.strerror}.")
 
 
 def next_attempt(metrics: Path) -> int:

@@ -1,24 +1,33 @@
 """The training loop, top to bottom: step, log, evaluate, save, until it is done or asked to stop."""
 
 import math
+import sys
 import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint import state, store
-from shoal.checkpoint.retention import tidy
+from torch import Tensor
+
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
-from shoal.data.loader import batches
+from shoal.data.loader import MicroBatch, batches
 from shoal.observe.metrics import Line
 from shoal.observe.progress import duration
 from shoal.parallel.evaluate import held_out_loss
 from shoal.parallel.ranks import Ranks
-from shoal.train.health import Diverged, SpikeWatch, StopRequest, spike_sigma
+from shoal.train.health import GoBack, StopRequest
 from shoal.train.inputs import Inputs
+from shoal.train.job import Job
+from shoal.train.pace import SlowRanks
+from shoal.train.pulse import Pulse
+from shoal.train.recovery import Recovery, go_back
+from shoal.train.save import heed_save, save
 from shoal.train.schedule import make_schedule, peak_rate
-from shoal.train.setup import Job, set_up
+from shoal.train.setup import set_up
+from shoal.train.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Summary:
     eval_loss: float | None
     skipped: int
     seconds: float
+    save_seconds: float  # of these, that training stood still for saves; the last is always waited for
     checkpoint: str | None
     stopped: str | None  # why it ended before its last step: "signal", "early_stop"; None: it did not
 
@@ -55,14 +65,31 @@ class Summary:
 
 
 def train(
-    config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, *, resume: bool, start_from: Path | None
+    config: Config,
+    inputs: Inputs,
+    run: RunDirectory,
+    ranks: Ranks,
+    *,
+    resume: bool,
+    start_from: Path | None,
+    beats: Path | None = None,
+    tell: Callable[[str], None] = lambda sentence: print(f"shoal: {sentence}", file=sys.stderr),
 ) -> Summary:
-    """Train on this rank, together with the others."""
+    """Train on this rank, together with the others.
+
+    `beats` is a file that the ranks of this machine share, in which they can see that the others live; `tell` is for
+    what a rank has to say when it ends a run that stands still.
+    """
     began = time.perf_counter()
     job = set_up(config, inputs, run, ranks, resume=resume, start_from=start_from)
     job.reporter.begin(job.progress.step, job.inputs.steps)
+    folder = run.logs / f"hang-{job.log.attempt}"
+    watch = Watch(folder, ranks, config.train.hang_timeout, beats=beats, tell=tell)
+    job.beat = lambda doing: watch.beat(job.progress.step, doing)
     try:
-        stopped = fit(job)
+        with watch:
+            stopped = fit(job)
+            watch.ended()
     finally:
         job.reporter.end()
         job.log.close()
@@ -76,6 +103,7 @@ def train(
         eval_loss=progress.eval_loss,
         skipped=progress.skipped,
         seconds=round(time.perf_counter() - began, 1),
+        save_seconds=round(job.saver.waited, 3),
         checkpoint=str(job.saved) if job.saved else None,
         stopped=stopped,
     )
@@ -83,11 +111,21 @@ def train(
 
 def fit(job: Job) -> str | None:
     """Run the steps that are left; returns why it stopped early, if it did."""
-    config, progress, sets = job.config, job.progress, job.inputs.sets
+    job.log.listener = Recovery(job).look_at
+    slow = SlowRanks(job.config.train.slow_rank, job.ranks.world_size, job.reporter.warn)
+    with StopRequest() as stop, Pulse(job.ranks, slow) as pulse:
+        while True:
+            try:
+                return run_steps(job, stop, pulse)
+            except GoBack as bad:
+                go_back(job, bad.steps)
+
+
+def run_steps(job: Job, stop: StopRequest, pulse: Pulse) -> str | None:
+    """From where the run is to where it ends, or stops early; says why."""
+    config, progress, sets, ranks = job.config, job.progress, job.inputs.sets, job.ranks
     factor_at = make_schedule(config.train.schedule, job.inputs.steps)
     rate = peak_rate(config.train)
-    spikes = SpikeWatch(spike_sigma(config.train.on_spike))
-    job.log.listener = lambda line: look_after(job, line, spikes)
     stopped = None
     stream = batches(
         sets.training,
@@ -101,9 +139,10 @@ def fit(job: Job) -> str | None:
         length=job.model.row_length,
         multiple=job.model.row_multiple,
         workers=config.data.workers,
-        pin=job.ranks.device.type == "cuda",
+        pin=ranks.device.type == "cuda",
+        left_out=progress.left_out,
     )
-    with StopRequest(job.ranks) as stop:
+    with closing(stream):
         while progress.step < job.inputs.steps and stopped is None:
             asked = time.perf_counter()
             batch = next(stream)
@@ -122,44 +161,40 @@ def fit(job: Job) -> str | None:
                 flops=sum(job.flops(*one.inputs.shape) for one in batch.passes),
                 data_seconds=waited,
             )
+            job.beat("training")
 
             last = progress.step == job.inputs.steps
             if sets.validation is not None and (last or progress.step % config.eval.every == 0):
                 evaluate(job)
                 if no_longer_improves(job):
                     stopped = "early_stop"
-            if stop.agreed() and not last:
+            agreed = pulse.after_step(
+                stop=stop.wanted,
+                cannot_save=job.cannot_save,
+                data_seconds=waited,
+                step_seconds=job.log.step_seconds,
+            )
+            if agreed.stop and not last:
                 stopped = "signal"
-            if last or stopped or progress.step % config.checkpoint.every == 0:
-                save(job)
-        stop.settle()
-    stream.close()
+            final = last or stopped is not None or agreed.cannot_save
+            if final or progress.step % config.checkpoint.every == 0:
+                save(job, wait=final)
+            else:
+                heed_save(job)
     return stopped
-
-
-def look_after(job: Job, line: Line, spikes: SpikeWatch) -> None:
-    """Notice what a written line says about the run's health. Steps between two lines show in what was skipped."""
-    skipped = int(line["skipped"] or 0) - job.progress.skipped
-    job.progress.skipped += skipped
-    job.progress.loss = None if line["loss"] is None else float(line["loss"])
-    # In 16-mixed a gradient that overflows is the loss scale's business, and no sign of ill health.
-    if line["loss"] is None or (skipped and not job.scaler.enabled):
-        found = f"up to step {line['step']}, {max(1, skipped)} steps had a loss or a gradient that is not a number"
-        if job.config.train.on_nan == "stop":
-            start = f"resume from {job.saved}" if job.saved else "start again"
-            raise Diverged(f"{found}; they changed no weight. Lower train.lr and {start}.")
-        job.reporter.warn(f"{found}, and were skipped.")
-    elif line["loss"] is not None and (height := spikes.look(float(line["loss"]))) is not None:
-        place = f"step {line['step']}"
-        job.reporter.warn(f"the loss {line['loss']:.4f} at {place} is {height:.1f} sigma above the recent ones.")
 
 
 def evaluate(job: Job) -> None:
     """Write the loss on held-out rows, and remember whether it is the best so far."""
     progress, config = job.progress, job.config
     job.log.flush()
+
+    def measure(some: Sequence[MicroBatch]) -> Tensor:
+        job.beat("evaluating")
+        return job.model.measure(some)
+
     found = held_out_loss(
-        job.model.measure,
+        measure,
         job.inputs.sets,
         micro_batch=job.chosen.micro_batch,
         rows=config.eval.batches * job.chosen.global_batch,
@@ -187,34 +222,3 @@ def no_longer_improves(job: Job) -> bool:
     """Whether `train.early_stop` has seen enough evaluations without a better loss."""
     stop = job.config.train.early_stop
     return stop is not None and job.progress.evaluations_without_gain >= stop.patience
-
-
-def save(job: Job) -> None:
-    """Write a checkpoint, then remove those that need not stay."""
-    job.log.flush()
-    job.progress.metrics = metrics_of_this_step(job)
-    state.save(
-        job.run.checkpoints,
-        tensors=job.model.saved,
-        placement=job.model.placement,
-        optimizer=job.optimizer,
-        scaler=job.scaler,
-        progress=job.progress,
-        ranks=job.ranks,
-    )
-    job.saved = store.folder_for(job.run.checkpoints, job.progress.step)
-    if job.ranks.first:
-        keep = job.config.checkpoint
-        tidy(job.run.checkpoints, written=job.progress.step, newest=keep.keep, best=keep.keep_best, metric=keep.metric)
-    job.log.restart_clock()
-
-
-def metrics_of_this_step(job: Job) -> dict[str, float]:
-    """What the checkpoint may be chosen by. An older evaluation says nothing about these weights."""
-    progress, last = job.progress, job.log.last
-    found: dict[str, float] = {}
-    if progress.eval_loss is not None and progress.evaluated_at == progress.step:
-        found["eval_loss"] = progress.eval_loss
-    if last.get("step") == progress.step and last["loss"] is not None:
-        found["loss"] = float(last["loss"])
-    return found

@@ -4,7 +4,8 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,39 +26,21 @@ from shoal.observe.progress import Reporter
 from shoal.parallel.apply import freeze, parallelize
 from shoal.parallel.check import check_parallel
 from shoal.parallel.device import Device, inspect_device
-from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.stages import stages_each
 from shoal.plan.choose import Chosen, Sizes, choose_batch, choose_strategy
 from shoal.plan.stages import bubble_share
+from shoal.train.health import SpikeGuard, spike_settings
 from shoal.train.inputs import Inputs
+from shoal.train.job import Job
 from shoal.train.log import StepLog, next_attempt
 from shoal.train.offload import find_store
-from shoal.train.optimizer import NamedOptimizer, check_groups, make_optimizer
+from shoal.train.optimizer import check_groups, make_optimizer
 from shoal.train.partition import Partition
+from shoal.train.save import checkpoint_folders, make_saver
 from shoal.train.scaler import LossScaler
 from shoal.train.schedule import peak_rate
 from shoal.train.step import TrainStep
-
-
-@dataclass
-class Job:
-    """One rank's share of a run: all that the loop uses."""
-
-    config: Config
-    run: RunDirectory
-    ranks: Ranks
-    reporter: Reporter
-    inputs: Inputs
-    chosen: Chosen
-    model: ParallelModel
-    optimizer: NamedOptimizer
-    scaler: LossScaler
-    step: TrainStep
-    log: StepLog
-    flops: Callable[[int, int], float]
-    progress: Progress
-    saved: Path | None  # the newest checkpoint
 
 
 def set_up(
@@ -71,7 +54,7 @@ def set_up(
     if device.memory_gib is not None:  # unlike devices must not choose unlike batches
         device = replace(device, memory_gib=ranks.smallest(device.memory_gib))
     chosen, mesh = choose(config, built, ranks.world_size, device)
-    checkpoint = starting_point(run, ranks, resume=resume, start_from=start_from)
+    checkpoint = starting_point(config, run, ranks, reporter, resume=resume, start_from=start_from)
     parameters = sum(parameter.numel() for parameter in built.parameters())
     freeze(built, config.model.freeze)
     flops = count_flops(built, mesh)
@@ -98,33 +81,10 @@ def set_up(
     scaler = LossScaler(
         torch.device("cpu") if config.parallel.offload == "cpu" else ranks.device, enabled=model.precision.scaled
     )
-    optimizer_name, data = config.train.optimizer.name, fingerprint(inputs)
-    progress = Progress(world_size=ranks.world_size)
-    if checkpoint is not None:
-        progress = state.load(
-            checkpoint,
-            tensors=model.saved,
-            placement=model.placement,
-            optimizer=optimizer,
-            scaler=scaler,
-            ranks=ranks,
-        )
-        model.weights_changed()
-        if resume and start_from is None and progress.data and progress.data != data:
-            raise UserMistake(
-                f"--resume: the data is not what the run began with ({progress.data} then, {data} now), "
-                "so it would see other rows; put it back, or start another run with --from."
-            )
-        if ranks.first:
-            store.set_aside(run.checkpoints, above=progress.step)
-        reporter.say(f"Going on after step {progress.step}, from {checkpoint}.")
-    progress.optimizer, progress.data = optimizer_name, data
-    if model.loss_note:
-        reporter.warn(model.loss_note)
-    if ranks.first:
-        _describe(run, inputs, chosen, built, parameters)
-        _announce(reporter, config, inputs, chosen, device.gpu.name if device.gpu else ranks.device.type, parameters)
-    return Job(
+    spikes = spike_settings(config.train.on_spike)
+    guard = SpikeGuard(spikes.sigma, ranks.device) if spikes.action == "skip" else None
+    describe = partial(_describe, inputs=inputs, chosen=chosen, model=built, parameters=parameters)
+    job = Job(
         config=config,
         run=run,
         ranks=ranks,
@@ -134,21 +94,47 @@ def set_up(
         model=model,
         optimizer=optimizer,
         scaler=scaler,
-        step=TrainStep(model, optimizer, scaler, clip=config.train.clip),
+        controls={"scaler": scaler} | ({} if guard is None else {"spikes": guard}),
+        step=TrainStep(model, optimizer, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
         log=StepLog(
             every=config.log.every,
             total=inputs.steps,
-            sinks=open_sinks(config.log.to, run.path) if ranks.first else [],
             reporter=reporter,
             ranks=ranks,
             attempt=next_attempt(run.metrics),
-            skipped=progress.skipped,
             peak=device.peak(config.train.precision),
         ),
         flops=flops,
-        progress=progress,
-        saved=checkpoint,
+        progress=Progress(world_size=ranks.world_size),
+        saver=make_saver(config, run, ranks, describe),
+        saved=None,
     )
+    if checkpoint is not None:
+        _go_on(job, checkpoint, same_run=resume and start_from is None)
+    job.progress.optimizer, job.progress.data = config.train.optimizer.name, fingerprint(inputs)
+    job.log.skipped = job.progress.skipped
+    job.saver.while_waiting = lambda: job.beat("waiting for a save")
+    if model.loss_note:
+        reporter.warn(model.loss_note)
+    if ranks.first:
+        describe(run)
+        _announce(reporter, config, inputs, chosen, device.gpu.name if device.gpu else ranks.device.type, parameters)
+        job.log.sinks = open_sinks(config.log.to, run.path)
+    return job
+
+
+def _go_on(job: Job, checkpoint: Path, *, same_run: bool) -> None:
+    """From a checkpoint, of this run or of another."""
+    job.load(checkpoint)
+    before, now = job.progress.data, fingerprint(job.inputs)
+    if same_run and before and before != now:
+        raise UserMistake(
+            f"--resume: the data is not what the run began with ({before} then, {now} now), "
+            "so it would see other rows; put it back, or start another run with --from."
+        )
+    if job.ranks.first:
+        store.set_aside(job.run.checkpoints, above=job.progress.step)
+    job.reporter.say(f"Going on after step {job.progress.step}, from {checkpoint}.")
 
 
 def _announce(reporter: Reporter, config: Config, inputs: Inputs, chosen: Chosen, device: str, parameters: int) -> None:
@@ -230,11 +216,13 @@ def _nodes(config: Config, world_size: int) -> int:
     return max(1, world_size // local) if local else config.hardware.nodes
 
 
-def starting_point(run: RunDirectory, ranks: Ranks, *, resume: bool, start_from: Path | None) -> Path | None:
+def starting_point(
+    config: Config, run: RunDirectory, ranks: Ranks, reporter: Reporter, *, resume: bool, start_from: Path | None
+) -> Path | None:
     """The checkpoint to begin with, if any."""
     if start_from is not None:
         return start_from
-    return state.newest(run.checkpoints, ranks) if resume else None
+    return state.newest(checkpoint_folders(config, run), ranks, reporter.warn) if resume else None
 
 
 def count_flops(model: Any, mesh: Mesh) -> Callable[[int, int], float]:
@@ -271,7 +259,7 @@ def seed_everything(seed: int, rank: int, deterministic: bool) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def _describe(run: RunDirectory, inputs: Inputs, chosen: Chosen, model: torch.nn.Module, parameters: int) -> None:
+def _describe(run: RunDirectory, *, inputs: Inputs, chosen: Chosen, model: torch.nn.Module, parameters: int) -> None:
     """Write what other commands need to know of this run: how it is carried out, its model, its tokenizer."""
     data = asdict(inputs.sets.training.summary)
     plan = {"parameters": parameters, "steps": inputs.steps, "chosen": chosen.as_dict(), "data": data}

@@ -4,6 +4,7 @@ The host does not wait for the device here, but for Lion and Muon, which have no
 where the optimizer's state is brought from the host.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from shoal.data.loader import StepBatch
 from shoal.parallel.gradients import clip_factor
 from shoal.parallel.model import ParallelModel
+from shoal.train.health import SpikeGuard
 from shoal.train.optimizer import NamedOptimizer
 from shoal.train.scaler import LossScaler
 
@@ -22,7 +24,7 @@ class StepResult:
     loss_sum: Tensor  # over this rank's target tokens, in fp64: the step's loss is the sum over ranks by `targets`
     targets: int  # of all ranks
     norm: Tensor
-    usable: Tensor  # false: a number was not finite, and the step changed nothing
+    usable: Tensor  # false: a number was not finite, or the loss a spike, and the step changed nothing
 
 
 class TrainStep:
@@ -35,11 +37,15 @@ class TrainStep:
         scaler: LossScaler,
         *,
         clip: float | None,
+        guard: SpikeGuard | None = None,
+        total: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.scaler = scaler
         self.clip = clip
+        self.guard = guard  # leaves out steps whose loss is a spike
+        self.total = total  # the sum over all ranks, in place
 
     def __call__(self, batch: StepBatch, rate: float) -> StepResult:
         # The loss is the sum over all target tokens of the step, on all ranks, divided by their number. Data-parallel
@@ -51,6 +57,8 @@ class TrainStep:
         total = self.model.backward(batch.passes, scale * (before / batch.targets))
         norm = gradients.norm() * after / scale
         usable = norm.isfinite()
+        if self.guard is not None:
+            usable = usable & self.guard.fine(self.total(total.clone()) / batch.targets).to(usable.device)
         if self.clip is not None or self.scaler.enabled:
             gradients.multiply(clip_factor(norm, self.clip) * after / scale)
         self.optimizer.step(rate, usable)

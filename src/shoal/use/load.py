@@ -47,7 +47,7 @@ def load_run(
     wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
     if RunDirectory(run).exists:
         return _load_checkpoint(RunDirectory(run), step, place, wanted)
-    if (run / "config.json").is_file():
+    if (run / "config.json").is_file() and not (run / MANIFEST).is_file():
         if step is not None:
             raise UserMistake(f"{run} is a Hugging Face folder, which has no steps to choose from; leave --step out.")
         return _load_folder(run, place, wanted)

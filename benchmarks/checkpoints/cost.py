@@ -1,0 +1,148 @@
+"""What a checkpoint costs: how long training waits for it, how fast it is written, and how soon a killed run trains.
+
+    python benchmarks/checkpoints/cost.py OUTPUT.json [--folder FOLDER_ON_THE_DISK]
+
+Everything is measured through `shoal train` and its files, on the disk of FOLDER (default: here), but for the bandwidth
+of writing, which is that of the class that writes checkpoints, against `dd` with the same amount and a sync.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal import api
+from shoal.checkpoint.layout import Part
+from shoal.checkpoint.saver import Place, Saver
+from shoal.models.pieces import pieces
+from shoal.parallel.ranks import Ranks
+from tests.launch.command import SHOAL, Command, rank_process, training_lines, write_config
+
+SHAPE = {"family": "llama", "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 1408, "vocab": 512}
+GIB = 2**30
+
+
+def config(folder: Path, name: str, *, steps: int, every: int, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": {"shape": {**SHAPE, "positions": 256}, "tokenizer": "bytes"},
+        "data": {"source": "text", "path": str(folder / "text.txt"), "max_length": 128, "validation": 0},
+        "train": {"steps": steps, "global_batch": 8, "micro_batch": 8, "lr": 3e-4, "precision": "32-true"},
+        "checkpoint": {"every": every, "keep": 1, "keep_best": 0, **more},
+        "log": {"every": 10, "to": []},
+    }
+
+
+def waiting(folder: Path, steps: int = 300, every: int = 100) -> dict[str, Any]:
+    """The share of a run that goes into waiting for saves: with and without a thread that writes them."""
+    found: dict[str, Any] = {"steps": steps, "every": every}
+    # The last save is waited for in any run, so that a run with no other is what is subtracted.
+    only_last = api.train(api.config_from_mapping(config(folder, "last", steps=steps, every=10**6)), runs=folder / "r")
+    for kind, more in (("async", {"async": True}), ("sync", {"async": False})):
+        summary = api.train(
+            api.config_from_mapping(config(folder, kind, steps=steps - 1, every=every, **more)), runs=folder / "r"
+        )
+        lines = [json.loads(line) for line in (folder / "r" / kind / "metrics.jsonl").read_text().splitlines()]
+        step = statistics.median(line["seconds"] for line in lines)
+        saves = (steps - 1) // every
+        waited = max(0.0, summary.save_seconds - only_last.save_seconds)
+        found[kind] = {
+            "saves": saves,
+            "step_seconds": step,
+            "waited_seconds_a_save": waited / saves,
+            "share_of_training": waited / saves / (every * step),
+        }
+    found["checkpoint_bytes"] = sum(path.stat().st_size for path in (folder / "r" / "async" / "checkpoints").rglob("*"))
+    return found
+
+
+def bandwidth(folder: Path, size: int = GIB, times: int = 5) -> dict[str, Any]:
+    """Bytes a second of a save, hashes and syncs included, as a share of what `dd` with a sync gets; in turns."""
+    ranks = Ranks(0, 1, 0, torch.device("cpu"))
+    tensors = {f"t{index}": torch.randn(size // 16 // 4) for index in range(16)}
+    parts = {name: Part(tensor, pieces(tensor, None), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    (folder / "checkpoints").mkdir()
+    saver = Saver([Place(folder / "checkpoints")], ranks, tidy=lambda place, step: None)
+    rates: dict[str, list[float]] = {"dd": [], "save": []}
+    for step in range(times + 1):
+        target = folder / "dd"
+        began = time.perf_counter()
+        copying = ["dd", "if=/dev/zero", f"of={target}", "bs=16M", f"count={size // 2**24}", "conv=fsync"]
+        subprocess.run(copying, check=True, capture_output=True)
+        plain = time.perf_counter() - began
+        target.unlink()
+        saver.save(step, parts, {"progress.json": "{}"}, {})
+        saved = saver.settle()
+        assert saved is not None
+        assert saved.folder is not None
+        if step:  # the first of each warms up
+            rates["dd"].append(size / plain)
+            rates["save"].append(size / saved.seconds)
+        for path in saved.folder.iterdir():
+            path.unlink()
+    shares = [ours / theirs for ours, theirs in zip(rates["save"], rates["dd"], strict=True)]
+    return {
+        "bytes": size,
+        "dd_bytes_per_second": statistics.median(rates["dd"]),
+        "save_bytes_per_second": statistics.median(rates["save"]),
+        "share": statistics.median(shares),
+        "shares": shares,
+    }
+
+
+def restart(folder: Path) -> dict[str, Any]:
+    """From the death of a rank to the next line of training, and how much of that is importing."""
+    settings = config(folder, "killed", steps=100_000, every=20)
+    settings["model"]["shape"] |= {"hidden": 64, "layers": 2, "ffn": 128}
+    settings["log"]["every"], settings["hardware"] = 1, {"devices": 2}
+    write_config(folder, settings)
+    run = folder / "runs" / "killed"
+    with Command(folder, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1"]) as command:
+        command.wait_until(lambda: max(training_lines(run), default=0) > 50)
+        died = time.perf_counter()
+        os.kill(rank_process(command.process.pid, 1), signal.SIGKILL)
+        command.wait_until(lambda: any(line["attempt"] == 1 for line in training_lines(run).values()))
+        seconds = time.perf_counter() - died
+        os.kill(command.process.pid, signal.SIGTERM)
+        command.wait(30)
+    began = time.perf_counter()
+    importing = [
+        subprocess.Popen([sys.executable, "-c", "import shoal.launch.worker, transformers.models.llama.modeling_llama"])
+        for _ in range(2)
+    ]
+    for process in importing:
+        process.wait()
+    imports = time.perf_counter() - began
+    return {"kill_to_training_seconds": seconds, "imports_seconds": imports, "without_imports": seconds - imports}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path.cwd())
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as place:
+        folder = Path(place)
+        (folder / "text.txt").write_text(Path(argparse.__file__).read_text() * 4)
+        found = {
+            "machine": {"cores": os.cpu_count(), "system": platform.platform(), "torch": torch.__version__},
+            "writing": bandwidth(folder),
+            "waiting": waiting(folder),
+            "restart": restart(folder),
+        }
+    given.output.write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

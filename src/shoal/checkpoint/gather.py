@@ -1,0 +1,67 @@
+"""`checkpoint.format: full`: every rank's parts brought together on the first, which writes one file."""
+
+import json
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.checkpoint.layout import Part
+from shoal.models.pieces import Box, Piece, local_tensor, whole
+from shoal.parallel.ranks import Ranks
+
+
+def gather(parts: Mapping[str, Part], ranks: Ranks) -> dict[str, Part]:
+    """Whole tensors, on the host of the first rank, which must have room for all of them; nothing on the others."""
+    if not ranks.first:
+        _send(parts)
+        return {}
+    found: dict[str, Tensor] = {}
+    for name, whole_shape, box, tensor in _own(parts):
+        _put(found, name, whole_shape, box, tensor)
+    for rank in range(1, ranks.world_size):
+        for entry in json.loads(bytes(_receive(rank, int(_receive(rank, 8).view(torch.int64))).tolist())):
+            dtype, box = getattr(torch, entry["dtype"]), Box(tuple(entry["offset"]), tuple(entry["shape"]))
+            tensor = _receive(rank, prod(box.shape) * dtype.itemsize).view(dtype).reshape(box.shape)
+            _put(found, entry["name"], tuple(entry["whole"]), box, tensor)
+    return {name: _whole_part(tensor) for name, tensor in found.items()}
+
+
+def _own(parts: Mapping[str, Part]) -> Iterator[tuple[str, tuple[int, ...], Box, Tensor]]:
+    for name, part in parts.items():
+        local = local_tensor(part.tensor)
+        for piece in part.pieces:
+            yield name, part.whole, piece.whole, local[piece.local.slices]
+
+
+def _send(parts: Mapping[str, Part]) -> None:
+    """What comes, in the order in which it comes; then the bytes of each."""
+    entries: list[dict[str, Any]] = [
+        {"name": name, "whole": shape, "offset": box.offset, "shape": box.shape, "dtype": str(tensor.dtype)[6:]}
+        for name, shape, box, tensor in _own(parts)
+    ]
+    text = json.dumps(entries).encode()
+    dist.send(torch.tensor([len(text)]).view(torch.uint8), 0)
+    dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
+    for _, _, _, tensor in _own(parts):
+        dist.send(tensor.contiguous().cpu().reshape(-1).view(torch.uint8), 0)
+
+
+def _receive(rank: int, size: int) -> Tensor:
+    arrived = torch.empty(size, dtype=torch.uint8)
+    dist.recv(arrived, rank)
+    return arrived
+
+
+def _put(found: dict[str, Tensor], name: str, shape: tuple[int, ...], box: Box, tensor: Tensor) -> None:
+    if name not in found:
+        found[name] = torch.empty(shape, dtype=tensor.dtype)
+    found[name][box.slices].copy_(tensor)
+
+
+def _whole_part(tensor: Tensor) -> Part:
+    box = whole(tuple(tensor.shape))
+    return Part(tensor, [Piece(box, box)], tuple(tensor.shape))

@@ -1,0 +1,68 @@
+"""What checkpoints a run has, and whether each is what was saved: for `shoal checkpoints`."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.store import Checkpoint, damaged_file, examine, folder_for, step_of
+from shoal.mistakes import UserMistake
+
+WHOLE, UNFINISHED, DAMAGED = "whole", "not whole", "damaged"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One folder of a run's checkpoints."""
+
+    step: int
+    path: str
+    size: int  # bytes, of the files that are there
+    metrics: dict[str, float]
+    state: str  # whole; not whole: its manifest is missing, or files are; damaged: its contents are not what was saved
+    damaged: str | None  # the first file that is missing, too short, or not what was saved
+    latest: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        metrics = "  ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
+        what = f"{self.state}: {self.damaged}" if self.damaged else self.state
+        return f"{self.step:>10}  {_readable(self.size):>10}  {what}{'  latest' * self.latest}  {metrics}".rstrip()
+
+
+def list_checkpoints(
+    run: Path, *, verify: bool = False, report: Callable[[str], None] = lambda _: None
+) -> list[Listed]:
+    """All of a run's checkpoints, oldest first; with `verify`, every file is compared with its hash."""
+    checkpoints = run / "checkpoints"
+    if not checkpoints.is_dir():
+        raise UserMistake(f"{run} holds no checkpoints; give the folder of a run, such as runs/NAME.")
+    try:
+        latest = (checkpoints / "latest").read_text().strip()
+    except (OSError, ValueError):
+        latest = ""
+    steps = sorted(step for path in checkpoints.iterdir() if (step := step_of(path)) is not None)
+    found = []
+    for step in steps:
+        folder = folder_for(checkpoints, step)
+        found_there = examine(folder)
+        checkpoint = found_there if isinstance(found_there, Checkpoint) else None
+        state, damaged = (WHOLE, None) if checkpoint is not None else (UNFINISHED, str(found_there))
+        if checkpoint is not None and verify:
+            report(f"reading {folder} ({_readable(checkpoint.size)})")
+            damaged = damaged_file(checkpoint)
+            state = WHOLE if damaged is None else DAMAGED
+        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        metrics = {} if checkpoint is None else checkpoint.metrics
+        found.append(Listed(step, str(folder), size, metrics, state, damaged, folder.name == latest))
+    return found
+
+
+def _readable(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,207 @@
+"""Writing checkpoints together with all ranks, behind training's back or in front of it.
+
+Training waits for the copy off the device and no longer; a thread writes, and the threads of all ranks agree over a
+group of their own on how it went. One save is under way at a time: the next waits for it.
+"""
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.checkpoint import store
+from shoal.checkpoint.gather import gather
+from shoal.checkpoint.image import HostCopy, Image, write_image
+from shoal.checkpoint.layout import Part, image_of
+from shoal.parallel.ranks import Ranks
+
+# The place is there and has no room: it may have some again. Anything else will not mend itself.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NOT_THE_DISK = 100_000  # no number of the system's: an exception that is ours to answer for
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder for checkpoints, and what makes it one."""
+
+    checkpoints: Path
+    prepare: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended: the same on every rank."""
+
+    step: int
+    folder: Path | None  # where it is whole; None: nowhere
+    problems: tuple[tuple[Path, int], ...]  # places where it failed, with the system's number for why
+    seconds: float  # of writing
+
+    @property
+    def unwritable(self) -> bool:
+        """Whether the run's own place failed for more than want of room."""
+        return bool(self.problems) and self.problems[0][1] not in NO_ROOM
+
+    def explain(self) -> str:
+        return "; ".join(f"{place}: {os.strerror(number)}" for place, number in self.problems)
+
+
+class Saver:
+    """Saves to the first of `places` that takes it."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        ranks: Ranks,
+        *,
+        in_background: bool = True,
+        full: bool = False,
+        tidy: Callable[[Path, int], object] = lambda checkpoints, step: None,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.places = places
+        self.ranks = ranks
+        self.in_background = in_background
+        self.full = full
+        self.tidy = tidy
+        self.while_waiting = while_waiting  # told now and then while a save is waited for that makes progress
+        self.waited = 0.0  # seconds that training stood still for saves
+        self._meeting = ranks.apart()
+        self._copy = HostCopy(ranks.device)
+        self._written = 0
+        self._thread: threading.Thread | None = None
+        self._ended: Saved | None = None
+        self._crash: BaseException | None = None
+
+    def save(
+        self, step: int, parts: Mapping[str, Part], texts: Mapping[str, str], metrics: dict[str, float]
+    ) -> Saved | None:
+        """Save `parts` (this rank's) and, on rank 0, `texts` (name of the file → contents).
+
+        Returns how the save before this one ended, if nobody has asked yet. Without `in_background` this one has ended
+        too, and `settle` says how.
+        """
+        before = self.settle()
+        began = time.perf_counter()
+        if self.full:
+            parts = gather(parts, self.ranks)
+        image = image_of(parts) if parts else None
+        # What was gathered is a copy already.
+        copied = self.in_background and not (self.full and self.ranks.world_size > 1)
+        if copied and image is not None:
+            self._copy.take(image)
+        work = _Work(step, image, self._copy if copied else None, texts, metrics)
+        self._thread = threading.Thread(target=self._run, args=(work,), name="shoal-save", daemon=True)
+        self._thread.start()
+        self.waited += time.perf_counter() - began
+        if not self.in_background:
+            self._wait()
+        return before
+
+    def settle(self) -> Saved | None:
+        """Wait for the save that is under way. How it ended is said once."""
+        self._wait()
+        return self._take()
+
+    def look(self) -> Saved | None:
+        """How the save ended, if one has since the last time. Ranks may see it some steps apart."""
+        return None if self._thread is not None and self._thread.is_alive() else self.settle()
+
+    def _wait(self) -> None:
+        if self._thread is None:
+            return
+        began, seen = time.perf_counter(), -1
+        while self._thread.is_alive():
+            self._thread.join(1)
+            if self._written != seen:
+                seen = self._written
+                self.while_waiting()
+        self.waited += time.perf_counter() - began
+        self._thread = None
+        if self._crash is not None:
+            raise self._crash
+
+    def _take(self) -> Saved | None:
+        ended, self._ended = self._ended, None
+        return ended
+
+    def _run(self, work: "_Work") -> None:
+        began = time.perf_counter()
+        problems: list[tuple[Path, int]] = []
+        folder: Path | None = None
+        try:
+            for place in self.places:
+                number = self._save_in(place, work)
+                if number == NOT_THE_DISK:
+                    break
+                if number == 0:
+                    folder = store.folder_for(place.checkpoints, work.step)
+                    break
+                problems.append((place.checkpoints, number))
+        except BaseException as error:  # of the meeting itself: another rank is gone
+            self._crash = error
+        self._ended = Saved(work.step, folder, tuple(problems), time.perf_counter() - began)
+
+    def _save_in(self, place: Place, work: "_Work") -> int:
+        """Zero on every rank if the checkpoint is whole there, or else the number of what was in the way."""
+        number = self._agree(lambda: self._begin(place, work.step) if self.ranks.first else None)
+        if number == 0:
+            number = self._agree(lambda: self._write(place, work))
+        if number == 0:
+            number = self._agree(lambda: self._finish(place, work) if self.ranks.first else None)
+        if number and self.ranks.first:
+            shutil.rmtree(store.folder_for(place.checkpoints, work.step), ignore_errors=True)
+        return number
+
+    def _agree(self, act: Callable[[], object]) -> int:
+        """Act, and hear from all ranks whether it went well: the largest of their error numbers."""
+        number = 0
+        try:
+            act()
+        except OSError as error:
+            number = error.errno or errno.EIO
+        except BaseException as error:
+            self._crash, number = error, NOT_THE_DISK
+        return int(self._meeting.largest(number))
+
+    def _begin(self, place: Place, step: int) -> None:
+        place.prepare()
+        store.begin(place.checkpoints, step)
+
+    def _write(self, place: Place, work: "_Work") -> None:
+        """This rank's files, and what they should hash to: a list that the manifest takes over."""
+        folder, rank, files = store.folder_for(place.checkpoints, work.step), self.ranks.rank, {}
+        if work.image is not None:
+            name = f"rank-{rank:05d}.safetensors"
+            files[name] = write_image(folder / name, self._counted(work.chunks()))
+        for name, text in work.texts.items():
+            files[name] = write_image(folder / name, [memoryview(text.encode())])
+        store.leave_hashes(folder, rank, files)
+
+    def _finish(self, place: Place, work: "_Work") -> None:
+        store.finish(store.folder_for(place.checkpoints, work.step), work.step, work.metrics)
+        self.tidy(place.checkpoints, work.step)
+
+    def _counted(self, chunks: Iterator[memoryview]) -> Iterator[memoryview]:
+        for chunk in chunks:
+            self._written += len(chunk)
+            yield chunk
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a thread writes."""
+
+    step: int
+    image: Image | None
+    copy: HostCopy | None  # of the image; None: the tensors themselves are written, and do not change meanwhile
+    texts: Mapping[str, str]
+    metrics: dict[str, float]
+
+    def chunks(self) -> Iterator[memoryview]:
+        assert self.image is not None
+        return self.image.chunks() if self.copy is None else self.copy.chunks()

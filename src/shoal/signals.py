@@ -1,0 +1,55 @@
+"""The signals that ask a run to stop, and what is done at the second one."""
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+# A Ctrl-C reaches every process of a terminal, and the launcher passes it on to its own as well: that is one request.
+SAME_REQUEST = 0.3
+_PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
+
+
+@contextmanager
+def second_signal_ends(before: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """The first request to stop is left to its handler; a second ends the process at once, after `before`.
+
+    Python runs handlers between two of its own instructions, and a main thread that waits for a device or for another
+    process may never come to the next. A signal's number arrives in a pipe at once, and a thread reads it there.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def count() -> None:
+        first: float | None = None
+        with os.fdopen(reading, "rb", buffering=0) as pipe:
+            while letter := pipe.read(1):
+                if letter[0] not in STOP_SIGNALS:
+                    continue
+                now = time.monotonic()
+                first = now if first is None else first
+                if now - first > SAME_REQUEST:
+                    before()
+                    os._exit(128 + letter[0])
+
+    threading.Thread(target=count, name="shoal-signals", daemon=True).start()
+    earlier = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(earlier)
+        os.close(writing)  # which ends the thread
+
+
+def die_with_parent() -> None:
+    """Where the system can do it: a rank whose launcher is killed must not go on alone, with a device in its hands."""
+    parent = os.getppid()
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PARENT_DEATH, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGKILL)

@@ -1,0 +1,76 @@
+"""The last collectives of this process, from torch's flight recorder, and which rank is missing from which."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch._C._distributed_c10d as c10d
+
+# How many the recorder remembers. It is read when the first group is made.
+REMEMBERED = 200
+LAST = 10
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One that this process has begun."""
+
+    group: str
+    number: int  # the how-manieth of the group
+    name: str
+    sizes: str
+
+    def __str__(self) -> str:
+        return f"{self.name} number {self.number} of group {self.group}, {self.sizes}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def record_collectives() -> None:
+    """To be called before a process group is made."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(REMEMBERED))
+
+
+def last_collectives() -> list[Collective]:
+    """Newest last; none where torch does not record them."""
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return []
+    try:
+        entries = json.loads(dump(True)).get("entries", [])
+    except (RuntimeError, ValueError):
+        return []
+    own = [entry for entry in entries if not entry.get("is_p2p")]
+    found = [
+        Collective(
+            group="{} ({})".format(*entry["process_group"]),
+            number=int(entry["collective_seq_id"]),
+            name=str(entry["profiling_name"]).partition(":")[2],
+            sizes="×".join(map(str, entry["input_sizes"][0])) if entry.get("input_sizes") else "",
+        )
+        for entry in own
+    ]
+    # The newest of every group, and the last few of all: a group that is seldom used may be the one that hangs.
+    newest = {one.group: one for one in found}
+    return [one for index, one in enumerate(found) if index >= len(found) - LAST or newest[one.group] is one]
+
+
+def who_is_missing(collectives: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[int, str] | None:
+    """(rank, the collective that it has not come to), for the rank that is farthest behind in any group."""
+    worst: tuple[int, int, str] | None = None
+    groups = {one["group"] for held in collectives.values() for one in held}
+    for group in groups:
+        newest = {
+            rank: max((one for one in held if one["group"] == group), key=lambda one: int(one["number"]))
+            for rank, held in collectives.items()
+            if any(one["group"] == group for one in held)
+        }
+        ahead = max(newest.values(), key=lambda one: int(one["number"]))
+        for rank, one in newest.items():
+            behind = int(ahead["number"]) - int(one["number"])
+            if behind and (worst is None or behind > worst[0]):
+                worst = (behind, rank, f"{ahead['name']} number {ahead['number']} of group {group}")
+    return None if worst is None else worst[1:]

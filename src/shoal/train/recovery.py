@@ -1,0 +1,121 @@
+"""When steps come to nothing: say so, with the rows they were made of, and go back to where all was well."""
+
+import math
+from collections.abc import Sequence
+
+from shoal.checkpoint import state, store
+from shoal.config.schema_train import NanConfig
+from shoal.data.order import around
+from shoal.train.health import Diverged, GoBack, SpikeWatch, spike_settings
+from shoal.train.job import Job
+from shoal.train.log import StepNumbers
+from shoal.train.save import checkpoint_folders
+
+TRIES = 3  # times that a run goes back to the same checkpoint: then its rows are not what is wrong
+ROWS_SHOWN = 8
+
+
+class Recovery:
+    """Looks at every step's numbers, which are the same on every rank, and so decides the same."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        setting = job.config.train.on_nan
+        self.limit = setting if isinstance(setting, NanConfig) else NanConfig(action=setting)
+        spikes = spike_settings(job.config.train.on_spike)
+        self.spikes, self.skips_spikes = SpikeWatch(spikes.sigma), spikes.action == "skip"
+        self._bad: list[int] = []  # the steps in a row that came to nothing, up to now
+
+    def look_at(self, steps: Sequence[StepNumbers]) -> None:
+        """Notice what is wrong with these steps; raises `GoBack` or `Diverged` if `train.on_nan` says so."""
+        job = self.job
+        job.progress.skipped = job.log.skipped
+        last = steps[-1]
+        job.progress.loss = last.loss if math.isfinite(last.loss) else None
+        bad_now = 0
+        for one in steps:
+            if not self._is_bad(one):
+                self._bad = []
+                self._look_for_spike(one)
+                continue
+            bad_now += 1
+            self._bad.append(one.step)
+            if len(self._bad) >= self.limit.after and self.limit.action != "skip":
+                bad, self._bad = self._bad, []
+                self._give_up(bad)
+        if bad_now:
+            rows = f", the last with {rows_of(job, self._bad[-1])}" if self._bad else ""
+            job.reporter.warn(
+                f"up to step {last.step}, {bad_now} {'step' if bad_now == 1 else 'steps'} had a loss or a gradient "
+                f"that is not a number{rows}, and changed nothing."
+            )
+
+    def _is_bad(self, one: StepNumbers) -> bool:
+        # In 16-mixed a gradient that overflows is the loss scale's business, and no sign of ill health.
+        overflow = not math.isfinite(one.norm) and not self.job.scaler.enabled
+        return overflow or not math.isfinite(one.loss)
+
+    def _look_for_spike(self, one: StepNumbers) -> None:
+        height = self.spikes.look(one.loss)
+        if height is not None:
+            left_out = self.skips_spikes and not one.usable
+            self.job.reporter.warn(
+                f"the loss {one.loss:.4f} at step {one.step} is {height:.1f} sigma above the recent ones; the step had "
+                f"{rows_of(self.job, one.step)}{' and was left out' if left_out else ''}."
+            )
+
+    def _give_up(self, bad: Sequence[int]) -> None:
+        if self.limit.action == "rollback":
+            raise GoBack(bad)
+        start = f"resume from {self.job.saved}" if self.job.saved else "start again"
+        raise Diverged(
+            f"{_named(bad)} had a loss or a gradient that is not a number; they changed no weight. The last had "
+            f"{rows_of(self.job, bad[-1])}. Lower train.lr and {start}."
+        )
+
+
+def go_back(job: Job, bad: Sequence[int]) -> None:
+    """Go on from the newest checkpoint before the steps `bad`, and step over their rows this time."""
+    job.saver.settle()
+    job.log.forget()
+    folders = checkpoint_folders(job.config, job.run)
+    found = state.newest(folders, job.ranks, job.reporter.warn, before=bad[0])
+    rows = "; ".join(f"step {step}: {rows_of(job, step)}" for step in bad[-3:])
+    if found is None:
+        raise Diverged(
+            f"{_named(bad)} had a loss or a gradient that is not a number ({rows}), and there is no checkpoint before "
+            "them to go back to. Lower train.lr, or checkpoint.every."
+        )
+    job.times_back[found.name] += 1
+    if job.times_back[found.name] > TRIES:
+        raise Diverged(
+            f"{_named(bad)} had a loss or a gradient that is not a number, after going back to {found} {TRIES} times "
+            "and stepping over their rows. Lower train.lr."
+        )
+    left_out, skipped = positions_without(job, bad), job.progress.skipped
+    job.load(found)
+    job.progress.left_out, job.progress.skipped = left_out, skipped
+    job.reporter.warn(f"{_named(bad)} came to nothing ({rows}). Going back to {found}, to go on without those rows.")
+    job.ranks.barrier()  # all have read it
+    if job.ranks.first:
+        store.set_aside(job.run.checkpoints, above=job.progress.step)
+    job.ranks.barrier()
+
+
+def positions_without(job: Job, bad: Sequence[int]) -> list[tuple[int, int]]:
+    """What is stepped over already, and the positions of these steps."""
+    size = job.chosen.global_batch
+    spans = [span for step in bad for span in around((step - 1) * size, size, job.progress.left_out)]
+    return sorted([*job.progress.left_out, *spans])
+
+
+def rows_of(job: Job, step: int) -> str:
+    """The rows of a step, for reading."""
+    size = job.chosen.global_batch
+    rows = job.inputs.sets.order.training_rows((step - 1) * size, size, job.progress.left_out)
+    shown = ", ".join(map(str, rows[:ROWS_SHOWN].tolist()))
+    return f"rows {shown}" + (f" and {len(rows) - ROWS_SHOWN} more" if len(rows) > ROWS_SHOWN else "")
+
+
+def _named(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"

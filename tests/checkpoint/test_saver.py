@@ -1,0 +1,165 @@
+"""Saving behind training's back: what is saved is what was there when the save began, and one at a time."""
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoal.checkpoint import image, store
+from shoal.checkpoint.image import HostCopy, lay_out, write_image
+from shoal.checkpoint.layout import Part, PieceReader
+from shoal.checkpoint.saver import Place, Saver
+from shoal.models.pieces import pieces
+from shoal.parallel.ranks import Ranks
+from tests.checkpoint.cut import everything, hold_bitwise
+from tests.harness import settings, train_on, written_boxes
+
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
+
+
+def parts_of(**tensors: torch.Tensor) -> dict[str, Part]:
+    return {name: Part(tensor, pieces(tensor, None), tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A disk that takes nothing until the event is set."""
+    ready = threading.Event()
+    fdatasync = image.os.fsync
+
+    def wait(descriptor: int) -> None:
+        if threading.current_thread().name == "shoal-save":
+            ready.wait(20)
+        fdatasync(descriptor)
+
+    monkeypatch.setattr(image.os, "fsync", wait)
+    return ready
+
+
+def test_what_training_changes_while_a_save_is_written_is_not_in_it(slow_disk, tmp_path):
+    saver = Saver([Place(tmp_path)], ALONE)
+    weight = torch.arange(6.0)
+    began = time.monotonic()
+    saver.save(1, parts_of(weight=weight), {"progress.json": "{}"}, {})
+    assert time.monotonic() - began < 5, "it waited for the disk"
+    assert saver.look() is None
+    weight.fill_(-1)
+    slow_disk.set()
+    ended = saver.settle()
+    assert ended is not None
+    assert ended.folder == tmp_path / "step-00000001"
+    assert PieceReader(ended.folder).read_whole("weight").tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_second_save_waits_for_the_first_and_both_are_whole(slow_disk, tmp_path):
+    saver = Saver([Place(tmp_path)], ALONE)
+    weight = torch.zeros(4)
+    saver.save(1, parts_of(weight=weight), {}, {})
+    threading.Timer(0.3, slow_disk.set).start()
+    weight.fill_(2)
+    began = time.monotonic()
+    first = saver.save(2, parts_of(weight=weight), {}, {})
+    assert time.monotonic() - began > 0.2, "it did not wait"
+    second = saver.settle()
+    assert [first.step, second.step] == [1, 2]  # type: ignore[union-attr]
+    for step, value in ((1, 0.0), (2, 2.0)):
+        reader = PieceReader(store.folder_for(tmp_path, step))
+        assert reader.read_whole("weight").tolist() == [value] * 4
+    assert [one.step for one in store.list_whole(tmp_path)] == [1, 2]
+
+
+def test_an_image_is_a_safetensors_file_of_every_type_and_shape(tmp_path):
+    torch.manual_seed(1)
+    types = [dtype for dtype in image.NAMES if dtype not in (torch.bool,)]
+    tensors = {str(dtype): (torch.rand(3, 5) * 9).to(dtype) for dtype in types}
+    tensors |= {"yes": torch.tensor([True, False]), "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
+    tensors["turned"] = torch.arange(12.0).reshape(3, 4).t()
+    made = lay_out(tensors, {"note": "here"})
+    listed = write_image(tmp_path / "file", made.chunks())
+    assert listed["size"] == (tmp_path / "file").stat().st_size
+    found = load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].double(), tensor.double()), name
+
+
+@pytest.mark.parametrize("slab", [64, 1024])
+def test_a_copy_on_the_host_is_the_same_file_and_its_memory_is_used_again(slab, tmp_path, monkeypatch):
+    """Also where tensors lie across the pieces of memory that the copy is made of."""
+    monkeypatch.setattr(image, "SLAB", slab)
+    monkeypatch.setattr(image, "CHUNK", 32)
+    copy = HostCopy(torch.device("cpu"))
+    for count in (40, 7, 90, 90):
+        tensors = {"a": torch.randn(count), "b": torch.randn(3, count), "c": torch.arange(count)}
+        made = lay_out(tensors, {})
+        expected = write_image(tmp_path / "plain", made.chunks())
+        copy.take(made)
+        assert write_image(tmp_path / "copied", copy.chunks()) == expected
+    held = sum(map(len, copy._slabs))
+    copy.take(made)
+    assert sum(map(len, copy._slabs)) == held
+
+
+def config_of(data: Path, **changes: Any) -> dict[str, Any]:
+    short = {"train__steps": 6, "data__max_length": 48, "data__train_on": "all", "checkpoint__every": 2}
+    return settings(data, **{**short, "checkpoint__keep": 9, **changes})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (1, {"strategy": "single"}),
+        (2, {"strategy": "fsdp"}),
+        (4, {"strategy": "fsdp", "tp": 2}),
+        (4, {"strategy": "ddp", "pp": 2}),
+    ],
+    ids=str,
+)
+def test_a_full_checkpoint_is_one_file_with_every_tensor_whole_and_resumes_to_the_bit(
+    world_size, parallel, instructions, tmp_path
+):
+    config = config_of(instructions, parallel=parallel, checkpoint__format="full")
+    run = train_on(world_size, config, tmp_path / "full")
+    newest = run / "checkpoints" / "step-00000006"
+    assert {path.name for path in newest.glob("*.safetensors")} == {"rank-00000.safetensors"}
+    assert all(here == whole for here, whole in written_boxes(newest)[0].values())
+    sharded = train_on(world_size, {**config, "checkpoint": {"every": 2, "keep": 9}}, tmp_path / "sharded")
+    hold_bitwise(run, sharded)
+    config["train"]["steps"] = 8
+    train_on(world_size, config, tmp_path / "full", resume=True)
+    sharded_config = {**config, "checkpoint": {"every": 2, "keep": 9}}
+    train_on(world_size, sharded_config, tmp_path / "sharded", resume=True)
+    hold_bitwise(run, sharded)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_saves_in_the_background_hold_what_saves_in_the_foreground_hold(world_size, instructions, tmp_path):
+    parallel = {"strategy": "fsdp" if world_size > 1 else "single"}
+    runs = [
+        train_on(
+            world_size,
+            config_of(instructions, parallel=parallel, checkpoint__async=background, checkpoint__every=1),
+            tmp_path / str(background),
+        )
+        for background in (True, False)
+    ]
+    hold_bitwise(*runs)
+    for step in range(1, 7):
+        found = []
+        for run in runs:
+            (run / "checkpoints" / "latest").write_text(f"step-{step:08d}\n")
+            found.append(everything(run))
+        assert all(torch.equal(found[0][name], found[1][name]) for name in found[1]), step
+
+
+def test_a_checkpoint_holds_the_config_it_was_made_with(instructions, tmp_path):
+    run = train_on(1, config_of(instructions, train__lr=2e-3), tmp_path)
+    held = json.loads((run / "checkpoints" / "step-00000006" / "config.json").read_text())
+    assert held["train"]["lr"] == 2e-3
+    assert held["name"] == "run"

@@ -1,0 +1,204 @@
+"""A disk that is full, read-only or gone: nothing half-written stays, and nothing that can be saved is lost."""
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal import api
+from shoal.checkpoint.store import list_whole
+from shoal.train.save import CannotSave
+from tests.checkpoint.cut import hold_bitwise
+from tests.harness import lines, settings, train_on
+from tests.launch.command import forked_shoal, training_lines, write_config
+
+STEPS, SAVE_EVERY = 300, 20
+ROOM = 4 * 2**20  # of the small disk; a checkpoint here takes about 400 KiB
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of a few megabytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mounting, capture_output=True).returncode:
+        pytest.skip("only root can mount a file system")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def config_of(data: Path, **changes: Any) -> dict[str, Any]:
+    long = {"train__steps": STEPS, "checkpoint__every": SAVE_EVERY, "data__max_length": 64, "data__train_on": "all"}
+    return settings(data, **{**long, **changes})
+
+
+@contextlib.contextmanager
+def meanwhile(act: Callable[[], None]) -> Iterator[None]:
+    """Somebody else, in a process of their own."""
+    other = multiprocessing.get_context("fork").Process(target=act)
+    other.start()
+    try:
+        yield
+    finally:
+        other.join(20)
+        other.kill()
+        assert other.exitcode == 0
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 20
+    while max(training_lines(run), default=0) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def fill(disk: Path) -> Path:
+    """Leave no room, as somebody else's files do."""
+    filler = disk / "somebody-elses"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(b"x" * 1024):
+            pass
+    return filler
+
+
+def steps_in(checkpoints: Path) -> list[int]:
+    whole = [one.step for one in list_whole(checkpoints)]
+    there = [path.name for path in checkpoints.glob("step-*")]
+    assert len(whole) == len(there), "something half-written was left behind"
+    return whole
+
+
+@pytest.mark.parametrize(("world_size", "asynchronous"), [(1, True), (1, False), (2, True)])
+def test_a_save_to_a_full_disk_is_abandoned_with_a_warning_and_the_next_with_room_is_whole(
+    world_size, asynchronous, instructions, small_disk, tmp_path, capfd
+):
+    config = config_of(instructions, checkpoint__async=asynchronous)
+    reference = train_on(world_size, config, tmp_path / "reference")
+
+    def fill_for_a_while() -> None:
+        wait_for_step(small_disk / "run", SAVE_EVERY + 5)
+        filler = fill(small_disk)
+        time.sleep(0.6)
+        filler.unlink()
+
+    with meanwhile(fill_for_a_while):
+        run = train_on(world_size, config, small_disk)
+    said = capfd.readouterr().err
+    assert "COULD NOT BE SAVED" in said
+    assert "No space left on device" in said
+    assert steps_in(run / "checkpoints")[-1] == STEPS
+    # Lines that found no room were kept, and are all there.
+    assert [line["step"] for line in lines(run)] == list(range(1, STEPS + 1))
+    hold_bitwise(run, reference)
+
+
+def test_a_run_whose_last_save_found_no_room_does_not_end_as_if_it_had(instructions, small_disk, capfd):
+    def fill_for_good() -> None:
+        wait_for_step(small_disk / "run", SAVE_EVERY + 5)
+        fill(small_disk)
+
+    with meanwhile(fill_for_good), pytest.raises(CannotSave, match=r"No space left on device.* newest checkpoint is"):
+        train_on(1, config_of(instructions), small_disk)
+    assert SAVE_EVERY in steps_in(small_disk / "run" / "checkpoints")
+
+
+def test_a_full_disk_makes_the_fallback_the_place_to_save(instructions, small_disk, tmp_path, capfd):
+    config = config_of(instructions, checkpoint__fallback=str(tmp_path / "elsewhere"))
+
+    def fill_for_good() -> None:
+        wait_for_step(small_disk / "run", SAVE_EVERY + 5)
+        fill(small_disk)
+
+    with meanwhile(fill_for_good):
+        run = train_on(1, config, small_disk)
+    assert "was saved in" in capfd.readouterr().err
+    assert steps_in(run / "checkpoints")[-1] < STEPS
+    spare = tmp_path / "elsewhere" / "run"
+    assert steps_in(spare / "checkpoints")[-1] == STEPS
+    # What lies there is as good as a run of its own.
+    assert (api.export(spare, tmp_path / "exported") / "model.safetensors").is_file()
+    (small_disk / "somebody-elses").unlink()
+    config["train"]["steps"] = STEPS + 2
+    train_on(1, config, small_disk, resume=True)
+    assert f"Going on after step {STEPS}, from {spare}" in " ".join(capfd.readouterr().err.split())
+    assert steps_in(run / "checkpoints")[-1] == STEPS + 2
+
+
+def vanish(run: Path) -> None:
+    run.rename(run.with_name("gone"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_folder_that_vanished_ends_the_run_with_its_state_in_the_fallback(
+    world_size, instructions, tmp_path, capfd
+):
+    config = config_of(instructions, checkpoint__fallback=str(tmp_path / "elsewhere"), train__steps=3000)
+    config["train"]["schedule"] = {"name": "constant", "warmup": 0}
+    run = tmp_path / "runs" / "run"
+
+    def take_it_away() -> None:
+        wait_for_step(run, SAVE_EVERY + 5)
+        vanish(run)
+
+    with meanwhile(take_it_away), pytest.raises(CannotSave) as raised:
+        train_on(world_size, config, tmp_path / "runs")
+    said = str(raised.value)
+    assert "cannot be written any more" in said
+    assert "No such file or directory" in said
+    assert not run.exists(), "it was quietly begun anew"
+    spare = tmp_path / "elsewhere" / "run" / "checkpoints"
+    last = steps_in(spare)[-1]
+    assert f"--from {spare / f'step-{last:08d}'}" in said
+    config["train"]["steps"] = last + 2
+    again = train_on(world_size, config, tmp_path / "runs", start_from=spare / f"step-{last:08d}")
+    assert [line["step"] for line in lines(again)] == [last + 1, last + 2]
+    undisturbed = train_on(world_size, config, tmp_path / "undisturbed")
+    assert lines(again)[-1]["loss"] == lines(undisturbed)[-1]["loss"]
+
+
+def test_without_a_fallback_it_is_one_sentence_and_status_1(instructions, tmp_path):
+    write_config(tmp_path, config_of(instructions, train__steps=3000))
+    run = tmp_path / "runs" / "run"
+
+    def take_it_away() -> None:
+        wait_for_step(run, SAVE_EVERY + 5)
+        shutil.rmtree(run)
+
+    with meanwhile(take_it_away):
+        ended = forked_shoal(tmp_path, "train", "run.yaml", "--json")
+    assert (ended.status, ended.out) == (1, "")
+    assert "Traceback" not in ended.err
+    assert ended.err.splitlines()[-1].startswith("shoal: runs/run cannot be written any more")
+
+
+def test_a_read_only_run_folder_ends_the_run_with_a_sentence(instructions, small_disk, tmp_path):
+    config = config_of(instructions, train__steps=3000, checkpoint__fallback=str(tmp_path / "elsewhere"))
+
+    def protect() -> None:
+        wait_for_step(small_disk / "run", SAVE_EVERY + 5)
+        # Over the folder, since files that are open keep what lies below writable.
+        place = small_disk / "run" / "checkpoints"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(place)], check=True)
+
+    with meanwhile(protect), pytest.raises(CannotSave, match="Read-only file system"):
+        train_on(1, config, small_disk)
+    subprocess.run(["umount", str(small_disk / "run" / "checkpoints")], check=True)
+    assert steps_in(tmp_path / "elsewhere" / "run" / "checkpoints")
+
+
+def test_a_folder_that_cannot_be_written_from_the_start_is_a_mistake_said_at_once(instructions, small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    write_config(small_disk.parent, config_of(instructions))
+    (small_disk.parent / "runs").symlink_to(small_disk)
+    ended = forked_shoal(small_disk.parent, "train", "run.yaml")
+    assert ended.status == 2
+    assert "Traceback" not in ended.err
+    assert "Read-only file system" in ended.err.splitlines()[-1]

@@ -1,0 +1,257 @@
+"""More than a thousand damaged checkpoints and configs: each ends in a sentence or in the truth.
+
+Never in another exception, never in a hang, and never in weights that nobody saved. Chance is seeded, so that a failure
+comes back; a failure is named by its kind and number.
+"""
+
+import json
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shoal import api
+from shoal.catalogue.recipes import read_recipe, recipe_names
+from shoal.checkpoint import state
+from shoal.checkpoint.choose import choose_checkpoint
+from shoal.checkpoint.layout import PieceReader
+from shoal.checkpoint.store import MANIFEST, folder_for
+from shoal.mistakes import UserMistake
+from shoal.parallel.ranks import Ranks
+from tests.faults.damage import ANY_JSON, MANIFEST_ONLY, TENSORS_ONLY, hashed_anew, written
+from tests.faults.odd_configs import ODD_CONFIGS
+from tests.harness import settings, train_on
+
+STEPS = 2
+SECONDS = 5  # that one case may take
+MANIFESTS = {**ANY_JSON, **MANIFEST_ONLY}
+MANIFEST_CASES, TENSOR_CASES, TEXT_CASES = 20, 24, 8
+EVERY = 8  # one case in so many is also exported
+ALONE = Ranks(0, 1, 0, torch.device("cpu"))
+
+
+class TookTooLong(BaseException):
+    """No `except` in the way takes it for a damaged file."""
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Of processor time, because the machine is shared; and of patience, for what waits without working."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise TookTooLong
+
+    clocks = ((signal.SIGPROF, signal.ITIMER_PROF, SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, 12 * SECONDS))
+    before = [signal.signal(number, ring) for number, _, _ in clocks]
+    for _, clock, seconds in clocks:
+        signal.setitimer(clock, seconds)
+    try:
+        yield
+    finally:
+        for (number, clock, _), handler in zip(clocks, before, strict=True):
+            signal.setitimer(clock, 0)
+            signal.signal(number, handler)
+
+
+def problems_of(cases: int, kind: str, attempt: Callable[[Random, int], None]) -> list[str]:
+    """What went wrong in which case: all of it, because one fault often hides another."""
+    found = []
+    for number in range(cases):
+        try:
+            with limited():
+                attempt(Random(f"{kind}/{number}"), number)
+        except (Exception, TookTooLong) as error:
+            found.append(f"{number}: {type(error).__name__}: {str(error)[:300]}")
+    return found
+
+
+def test_there_are_more_than_a_thousand() -> None:
+    manifests = MANIFEST_CASES * len(MANIFESTS)
+    tensors = TENSOR_CASES * len(TENSORS_ONLY)
+    texts = TEXT_CASES * len(ANY_JSON) * 2
+    configs = sum(cases for _, cases in ODD_CONFIGS.values())
+    assert manifests + tensors + texts + configs > 1000
+
+
+# Checkpoints.
+
+
+class Victim:
+    """A run with two checkpoints, each written by two ranks, and what is truly in them."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+        self.newest = folder_for(run / "checkpoints", STEPS)
+        self.tensors = {step: everything(folder_for(run / "checkpoints", step)) for step in range(1, STEPS + 1)}
+        self.exported = {step: self.export(step) for step in self.tensors}
+        self.progress = {
+            step: state.read_progress(folder_for(run / "checkpoints", step)) for step in range(1, STEPS + 1)
+        }
+
+    def export(self, step: int | None) -> dict[str, Tensor]:
+        output = self.run.parent / "exported"
+        shutil.rmtree(output, ignore_errors=True)
+        return load_file(api.export(self.run, output, step=step) / "model.safetensors")
+
+
+def everything(folder: Path) -> dict[str, Tensor]:
+    reader = PieceReader(folder)
+    # Copies: what the library reads may be the file itself, mapped into memory.
+    return {name: reader.read_whole(name).clone() for name in reader.entries}
+
+
+def hold_same(found: dict[str, Tensor], true: dict[str, Tensor], what: str) -> None:
+    assert found.keys() == true.keys(), f"{what}: other names"
+    for name, tensor in true.items():
+        assert found[name].dtype == tensor.dtype, f"{what}: {name} is {found[name].dtype}"
+        assert torch.equal(found[name], tensor), f"{what}: {name} is not what was saved"
+
+
+@pytest.fixture(scope="module")
+def victim(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Victim:
+    short = {"train__steps": STEPS, "data__max_length": 48, "data__train_on": "all"}
+    config = settings(instructions, **short, checkpoint__every=1, checkpoint__keep=9, parallel__strategy="fsdp")
+    return Victim(train_on(2, config, tmp_path_factory.mktemp("victim")))
+
+
+def hold(victim: Victim, *, export: bool) -> None:
+    """Every door to a run's checkpoints says what is wrong with it, or gives out what was saved."""
+    for verify in (False, True):
+        for listed in api.checkpoints(victim.run, verify=verify):
+            assert listed.state in ("whole", "not whole", "damaged")
+            assert listed.text().encode()
+            json.dumps(listed.as_dict())
+    for step in (None, STEPS):
+        try:
+            chosen = choose_checkpoint(victim.run, step)
+            assert chosen.path == folder_for(victim.run / "checkpoints", chosen.step)
+            hold_same(everything(chosen.path), victim.tensors[chosen.step], f"step {step}")
+            assert state.read_progress(chosen.path).step == chosen.step
+        except UserMistake as mistake:
+            hold_sentence(mistake)
+    folder = state.newest([victim.run / "checkpoints"], ALONE)
+    if folder is not None:
+        try:
+            hold_same(everything(folder), victim.tensors[int(folder.name.removeprefix("step-"))], "resumed")
+        except UserMistake as mistake:
+            hold_sentence(mistake)
+    if export:
+        try:
+            exported = victim.export(STEPS)
+        except UserMistake as mistake:
+            hold_sentence(mistake)
+        else:
+            hold_same(exported, victim.exported[STEPS], "exported")
+
+
+def hold_sentence(mistake: UserMistake) -> None:
+    text = str(mistake)
+    assert text
+    assert "Traceback" not in text
+    assert text.strip().endswith((".", "?")) or ": " in text, text
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_damaged_manifest_gives_a_sentence_or_the_truth(kind: str, victim: Victim) -> None:
+    path = victim.newest / MANIFEST
+    whole = path.read_bytes()
+
+    def attempt(chance: Random, number: int) -> None:
+        with written({path: MANIFESTS[kind](whole, chance)}):
+            hold(victim, export=number % EVERY == 0)
+
+    assert problems_of(MANIFEST_CASES, kind, attempt) == []
+
+
+@pytest.mark.parametrize("kind", TENSORS_ONLY)
+def test_damaged_tensors_give_a_sentence_or_the_truth_even_where_the_hash_was_made_to_fit(
+    kind: str, victim: Victim
+) -> None:
+    files = sorted(victim.newest.glob("rank-*.safetensors"))
+
+    def attempt(chance: Random, number: int) -> None:
+        path = chance.choice(files)
+        damaged = TENSORS_ONLY[kind](path.read_bytes(), chance)
+        with written(hashed_anew(path, damaged) if number % 2 else {path: damaged}):
+            hold(victim, export=number % EVERY < 2)
+
+    assert problems_of(TENSOR_CASES, kind, attempt) == []
+
+
+@pytest.mark.parametrize("kind", ANY_JSON)
+@pytest.mark.parametrize("name", [state.PROGRESS, state.CONFIG])
+def test_damaged_texts_give_a_sentence_or_the_truth_even_where_the_hash_was_made_to_fit(
+    name: str, kind: str, victim: Victim
+) -> None:
+    path = victim.newest / name
+    whole = path.read_bytes()
+
+    def attempt(chance: Random, number: int) -> None:
+        with written(hashed_anew(path, ANY_JSON[kind](whole, chance))):
+            hold(victim, export=number == 0)
+            try:
+                found = state.read_progress(victim.newest)
+            except UserMistake as mistake:
+                hold_sentence(mistake)
+            else:
+                hold_types(found, victim.progress[STEPS])
+
+    assert problems_of(TEXT_CASES, f"{name} {kind}", attempt) == []
+
+
+def hold_types(found: state.Progress, true: state.Progress) -> None:
+    """What a number should have been only the hash can tell; but a number it must be, for the run to go on from."""
+    assert found.step == true.step
+    for name, value in vars(true).items():
+        if isinstance(value, int | str | dict | list):
+            assert type(getattr(found, name)) is type(value), name
+    for value in (found.loss, found.best, found.eval_loss, *found.metrics.values()):
+        assert value is None or type(value) in (int, float)
+
+
+# Configs.
+
+
+@pytest.fixture(scope="module")
+def good_configs(instructions: Path) -> list[str]:
+    """One that this test wrote, and every recipe with what it leaves open filled in."""
+    own = api.config_to_yaml(api.config_from_mapping(settings(instructions)))
+    return [own, *(read_recipe(name).replace("???", "gpt2") for name in recipe_names())]
+
+
+@pytest.mark.parametrize("kind", ODD_CONFIGS)
+def test_an_odd_config_gives_a_sentence_or_a_config_and_runs_nothing(
+    kind: str, good_configs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOAL_TEST_SECRET", "xyzzy-4711")
+    make, cases = ODD_CONFIGS[kind]
+
+    def attempt(chance: Random, number: int) -> None:
+        path = tmp_path / "run.yaml"
+        path.write_bytes(make(good_configs[number % len(good_configs)], tmp_path, chance))
+        try:
+            config = api.load_config(path)
+        except UserMistake as mistake:
+            hold_sentence(mistake)
+        else:
+            hold_config(config)
+        assert not (tmp_path / "MARKER").exists()
+
+    assert problems_of(cases, kind, attempt) == []
+
+
+def hold_config(config: Any) -> None:
+    """What came out is a config like any other: it can be written down, and read again as the same."""
+    written_down = Path("again.yaml")
+    written_down.write_text(api.config_to_yaml(config), encoding="utf-8")
+    assert api.load_config(written_down) == config

@@ -1,0 +1,142 @@
+"""A rank that stands still: every other dumps its stacks, the one to blame is named, and the run starts again."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.launch.join import beats_file, joined_within
+from shoal.train.watch import Watch
+from tests.harness import run_ranks, settings, train_on
+from tests.launch.command import SHOAL, Command, losses, rank_process, training_lines, write_config
+
+HANG_TIMEOUT = 4.0
+
+
+def hang(folder: Path, act: Callable[[int], None]) -> tuple[str, dict[int, str]]:
+    """What is said, and each rank's stacks, when three ranks do `act` instead of their next step."""
+    said = folder / "said"
+
+    def be() -> None:
+        with joined_within(60) as ranks:
+            watch = Watch(
+                folder / "hang", ranks, 1.0, beats=beats_file(), tell=lambda text: said.write_text(text) and None
+            )
+            with watch:
+                dist.all_reduce(torch.ones(3))
+                watch.beat(7, "training")
+                act(ranks.rank)
+
+    with pytest.raises(AssertionError, match="ended without an answer"):
+        run_ranks(3, be)
+    found = {int(path.stem[-5:]): path.read_text() for path in (folder / "hang").glob("rank-*.txt")}
+    assert (folder / "hang" / "verdict.txt").read_text().strip() == said.read_text()
+    return said.read_text(), found
+
+
+def test_a_rank_that_skips_a_collective_is_named_with_the_collective_and_what_it_was_doing(tmp_path):
+    def act(rank: int) -> None:
+        if rank == 1:
+            time.sleep(60)
+        dist.all_reduce(torch.ones(5))
+
+    said, stacks = hang(tmp_path, act)
+    assert said.startswith("The run stood still for 1 s: rank 1 has not come to all_reduce number 2 of group 0")
+    assert "it was training after step 7, at test_hang.py:" in said
+    assert set(stacks) == {0, 1, 2}
+    assert "in act" in stacks[1]
+    assert "all_reduce number 2" not in stacks[1]
+    assert "all_reduce number 2" in stacks[0]
+    assert "all_reduce" in stacks[2]
+
+
+def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path):
+    def act(rank: int) -> None:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(5))
+
+    said, stacks = hang(tmp_path, act)
+    assert said.startswith("The run stood still for 1 s: rank 0 is stopped; it was training after step 7.")
+    assert set(stacks) == {1, 2}
+
+
+def test_survivors_of_a_dead_rank_do_not_wait_for_it(tmp_path):
+    """Where no connection breaks: they see that its process is gone."""
+
+    def be() -> None:
+        with joined_within(600) as ranks, Watch(tmp_path, ranks, 600, beats=beats_file()) as watch:
+            watch.beat(1, "training")
+            dist.barrier()
+            if ranks.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match="ended without an answer"):
+        run_ranks(2, be)
+    assert time.monotonic() - began < 15
+
+
+def test_a_slow_step_is_no_hang(instructions, tmp_path):
+    config = settings(instructions, train__hang_timeout=3.0, train__steps=3, eval__every=1, data__validation=0.3)
+    train_on(2, config, tmp_path)
+    assert not list((tmp_path / "run" / "logs").glob("hang-*"))
+
+
+def config_of(data: Path, **changes: Any) -> dict[str, Any]:
+    return settings(
+        data,
+        train__steps=60,
+        train__hang_timeout=HANG_TIMEOUT,
+        checkpoint__every=20,
+        hardware__devices=2,
+        data__max_length=64,
+        data__train_on="all",
+        **changes,
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_is_started_again_and_ends_as_if_undisturbed(instructions: Path, tmp_path: Path) -> None:
+    undisturbed = train_on(2, config_of(instructions), tmp_path / "undisturbed")
+    write_config(tmp_path, config_of(instructions))
+    run = tmp_path / "runs" / "run"
+    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1", "--json"]) as command:
+        command.wait_until(lambda: max(training_lines(run), default=0) > 22)
+        os.kill(rank_process(command.process.pid, 1), signal.SIGSTOP)
+        stopped = time.monotonic()
+        command.wait_until(lambda: "stood still" in command.read(1), seconds=30)
+        told = time.monotonic() - stopped
+        ended = command.wait(60)
+    assert ended.status == 0, ended.err
+    assert told < HANG_TIMEOUT + 20  # of which most is the restart that is told of with it
+    said = next(line for line in ended.err.splitlines() if "stood still" in line)
+    assert "rank 1 is stopped; it was training after step" in said
+    assert "started again, for the first time" in said
+    assert losses(run) == losses(undisturbed)
+    report = json.loads((run / "logs" / "hang-0" / "rank-00000.json").read_text())
+    assert report["collectives"]
+    assert "in run_steps" in (run / "logs" / "hang-0" / "rank-00000.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_without_restarts_left_fails_with_that_sentence(instructions: Path, tmp_path: Path) -> None:
+    write_config(tmp_path, config_of(instructions))
+    run = tmp_path / "runs" / "run"
+    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--json"]) as command:
+        command.wait_until(lambda: len(training_lines(run)) > 2)
+        os.kill(rank_process(command.process.pid, 0), signal.SIGSTOP)
+        ended = command.wait(60)
+    assert (ended.status, ended.out) == (1, "")
+    assert ended.err.splitlines()[-1].startswith(
+        f"shoal: The run stood still for {HANG_TIMEOUT:g} s: rank 0 is stopped"
+    )
+    assert "Traceback" not in ended.err

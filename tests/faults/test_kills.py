@@ -1,0 +1,110 @@
+"""`kill -9` of any rank, at any time: the run ends with the weights of a run that nobody touched, to the bit."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.checkpoint.store import damaged_file, list_whole
+from tests.harness import settings, train_on, weights
+from tests.launch.command import SHOAL, Command, losses, rank_process, training_lines, write_config
+
+pytestmark = pytest.mark.slow
+SAVE_EVERY, KILLS = 10, 20
+
+
+def config(data: Path, steps: int) -> dict[str, Any]:
+    return settings(
+        data,
+        train__steps=steps,
+        checkpoint__every=SAVE_EVERY,
+        parallel__strategy="fsdp",
+        hardware__devices=2,
+        data__max_length=64,
+        data__train_on="all",
+    )
+
+
+def hold_undisturbed(run: Path, undisturbed: Path) -> None:
+    """Every step's numbers and the last weights are the same, and every checkpoint that is there is whole."""
+    assert losses(run) == losses(undisturbed)
+    found, expected = weights(run), weights(undisturbed)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    whole = list_whole(run / "checkpoints")
+    assert [one.path.name for one in whole if damaged_file(one) is not None] == []
+    assert {one.path.name for one in whole} == {path.name for path in (run / "checkpoints").glob("step-*")}
+
+
+def half_written(run: Path) -> bool:
+    """Whether a save is under way just now."""
+    return any(not (folder / "MANIFEST.json").exists() for folder in (run / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_in_the_middle_of_a_save_costs_a_restart_and_nothing_else(
+    rank: int, instructions: Path, tmp_path: Path
+) -> None:
+    undisturbed = train_on(2, config(instructions, 60), tmp_path / "undisturbed")
+    write_config(tmp_path, config(instructions, 60))
+    run = tmp_path / "runs" / "run"
+    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1", "--json"]) as command:
+        command.wait_until(lambda: bool(list_whole(run / "checkpoints")))
+        victim = rank_process(command.process.pid, rank)
+        deadline = time.perf_counter() + 30
+        while not half_written(run):
+            assert time.perf_counter() < deadline, "no save was seen under way"
+        os.kill(victim, signal.SIGKILL)
+        ended = command.wait()
+    assert ended.status == 0, ended.err
+    assert "started again, for the first time" in ended.err
+    hold_undisturbed(run, undisturbed)
+    attempts = [json.loads(line)["attempt"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert set(attempts) == {0, 1}
+    again = [step for step, line in training_lines(run).items() if line["attempt"] == 1]
+    assert min(again) > 1, "it began anew"
+
+
+def test_twenty_kills_at_random_moments_change_nothing(instructions: Path, tmp_path: Path) -> None:
+    steps = 600
+    undisturbed = train_on(2, config(instructions, steps), tmp_path / "undisturbed")
+    write_config(tmp_path, config(instructions, steps))
+    run = tmp_path / "runs" / "run"
+    chance = random.Random(11)
+    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", str(KILLS), "--json"]) as command:
+        killed: set[int] = set()
+        for _ in range(KILLS):
+            command.wait_until(lambda: bool(new_rank(command.process.pid, killed)), seconds=60)  # noqa: B023
+            if chance.random() < 0.7:  # most of them while it trains; the others while it starts
+                begun = size(run / "metrics.jsonl")
+                command.wait_until(lambda: size(run / "metrics.jsonl") > begun, seconds=60)  # noqa: B023
+            time.sleep(chance.uniform(0, 0.6))
+            if command.process.poll() is not None:
+                break
+            both = new_rank(command.process.pid, killed)
+            victim = chance.choice(both)
+            killed |= set(both)
+            os.kill(victim, signal.SIGKILL)
+        ended = command.wait(120)
+    assert ended.status == 0, ended.err
+    assert len(killed) == 2 * KILLS, "it was done before it had been killed often enough"
+    hold_undisturbed(run, undisturbed)
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def new_rank(launcher: int, killed: set[int]) -> list[int]:
+    """The two ranks that are running, if both are and neither belongs to those that were ended."""
+    try:
+        both = [rank_process(launcher, rank) for rank in (0, 1)]
+    except (AssertionError, OSError):
+        return []
+    return [] if killed & set(both) else both

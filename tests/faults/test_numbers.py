@@ -1,0 +1,214 @@
+"""Losses that are not numbers, and losses that leap: skipped alike on all ranks, counted, and gone back from."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shoal.checkpoint import store
+from shoal.checkpoint.state import read_progress
+from shoal.train.health import Diverged
+from tests.checkpoint.cut import hold_bitwise
+from tests.harness import lines, settings, train_on, weights
+
+ROWS, BATCH, POISON, LOUD = 96, 8, "\x07", "\x08"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in which one token has an embedding that is not a number, and another's is far too large."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=260,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    made = LlamaForCausalLM(config)
+    with torch.no_grad():
+        made.model.embed_tokens.weight[ord(POISON)] = float("nan")
+    folder = tmp_path_factory.mktemp("model")
+    made.save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, poisoned: set[int]) -> Path:
+    """Rows of text; those in `poisoned` hold the token that is not a number."""
+    with path.open("w") as file:
+        for row in range(ROWS):
+            word = f"{row:03d}" + (POISON if row in poisoned else " ")
+            file.write(json.dumps({"text": word * 4}) + "\n")
+    return path
+
+
+def config_of(model: Path, data: Path, **changes: Any) -> dict[str, Any]:
+    settled = settings(data, train__global_batch=BATCH, data__max_length=32, checkpoint__every=2, checkpoint__keep=20)
+    settled["model"] = {"from": str(model), "tokenizer": "bytes"}
+    settled["train"] |= {"steps": 8, "schedule": {"name": "constant", "warmup": 0}}
+    for key, value in changes.items():
+        settled["train"][key] = value
+    return settled
+
+
+def rows_of_steps(data: Path, model: Path, steps: list[int]) -> list[int]:
+    """The rows that these steps see, as a report of the run's own order says."""
+    from shoal.data.order import Order
+
+    order = Order(ROWS, seed=settings(data).get("seed", 1234))
+    return [int(row) for step in steps for row in order.training_rows((step - 1) * BATCH, BATCH)]
+
+
+@pytest.fixture(scope="module")
+def poisoned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data of which every row of steps 4, 5 and 6 is poisoned."""
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    return write_rows(path, set(rows_of_steps(path, model, [4, 5, 6])))
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_a_step_that_is_not_a_number_changes_nothing_on_any_rank_and_is_counted(
+    world_size, parallel, model, poisoned, tmp_path, capfd
+):
+    config = config_of(model, poisoned)
+    config["parallel"] = {"strategy": parallel}
+    run = train_on(world_size, config, tmp_path)
+    found = lines(run)
+    assert [line["step"] for line in found if line["loss"] is None] == [4, 5, 6]
+    assert [line["skipped"] for line in found] == [0, 0, 0, 1, 2, 3, 3, 3]
+    said = capfd.readouterr().err
+    assert "had a loss or a gradient that is not a number" in said
+    assert all(torch.isfinite(tensor).all() for name, tensor in weights(run).items() if "embed_tokens" not in name)
+
+
+@pytest.mark.parametrize(("world_size", "parallel", "every"), [(1, "single", 1), (1, "single", 8), (2, "fsdp", 3)])
+def test_after_three_in_a_row_the_run_goes_back_and_steps_over_their_rows(
+    world_size, parallel, every, model, poisoned, tmp_path, capfd
+):
+    config = config_of(model, poisoned, on_nan="rollback")
+    config["parallel"], config["log"]["every"] = {"strategy": parallel}, every
+    run = train_on(world_size, config, tmp_path / "poisoned")
+    said = capfd.readouterr().err
+    assert "steps 4 to 6 came to nothing" in said
+    assert "Going back to" in said
+    assert "step-00000002" in said
+    assert str(rows_of_steps(poisoned, model, [6])[0]) in said
+    # What then happened is what happens to a run that never saw those rows: its steps 4, 5, … have the rows of 7, 8, …
+    progress = read_progress(run / "checkpoints" / "step-00000008")
+    assert progress.left_out == [(3 * BATCH, BATCH), (4 * BATCH, BATCH), (5 * BATCH, BATCH)]
+    assert (progress.step, progress.skipped) == (8, 3)
+    assert all(line["loss"] is not None for line in lines(run))
+    stopped = tmp_path / "clean"
+    shutil.copytree(run.parent, stopped)
+    assert [one.step for one in store.list_whole(run / "checkpoints")] == [2, 4, 6, 8]
+
+
+def test_a_run_that_went_back_resumes_to_the_bit_without_those_rows(model, poisoned, tmp_path):
+    config = config_of(model, poisoned, on_nan="rollback")
+    whole = train_on(1, config, tmp_path / "whole")
+    first = train_on(1, {**config, "train": {**config["train"], "steps": 6}}, tmp_path / "cut")
+    train_on(1, config, tmp_path / "cut", resume=True)
+    assert [line["loss"] for line in lines(first)] == [line["loss"] for line in lines(whole)]
+    found, expected = weights(first), weights(whole)
+    different = [
+        name for name in expected if not torch.equal(found[name].nan_to_num(9.0), expected[name].nan_to_num(9.0))
+    ]
+    assert different == []
+
+
+def test_without_a_checkpoint_before_them_the_run_ends_with_a_sentence(model, poisoned, tmp_path):
+    config = config_of(model, poisoned, on_nan="rollback")
+    config["checkpoint"]["every"] = 100
+    with pytest.raises(Diverged, match=r"steps 4 to 6 had a loss .* no checkpoint before them"):
+        train_on(1, config, tmp_path)
+
+
+def test_a_run_that_is_not_a_number_whatever_its_rows_does_not_go_back_for_ever(model, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, set(range(ROWS)) - set(rows_of_steps(path, model, [1, 2])))
+    with pytest.raises(Diverged, match=r"after going back to .*step-00000002 3 times"):
+        train_on(1, config_of(model, path, on_nan="rollback", steps=40), tmp_path / "runs")
+
+
+def test_stop_ends_the_run_after_so_many_in_a_row_and_says_which_rows(model, poisoned, tmp_path):
+    config = config_of(model, poisoned, on_nan={"action": "stop", "after": 2})
+    with pytest.raises(Diverged, match=r"steps 4 to 5 had .* changed no weight.* rows \d+") as raised:
+        train_on(1, config, tmp_path)
+    assert str(rows_of_steps(poisoned, model, [5])[0]) in str(raised.value)
+
+
+# Spikes.
+
+
+@pytest.fixture
+def leaping(tmp_path: Path) -> tuple[Path, int]:
+    """Rows that are all alike but for those of one step, late enough for the losses to have settled; and that step."""
+    step, path = 140, tmp_path / "rows.jsonl"
+    rows = 150 * BATCH
+    from shoal.data.order import Order
+
+    odd = set(Order(rows, seed=1234).training_rows((step - 1) * BATCH, BATCH).tolist())
+    with path.open("w") as file:
+        for row in range(rows):
+            text = "".join(chr(97 + (row * 7 + i * i) % 26) for i in range(24)) if row in odd else "shoal " * 4
+            file.write(json.dumps({"text": text}) + "\n")
+    return path, step
+
+
+def spiking(data: Path, **changes: Any) -> dict[str, Any]:
+    config = settings(data, train__steps=146, train__lr=3e-3, data__max_length=32, checkpoint__every=200, log__every=6)
+    config["train"] |= {"global_batch": BATCH, **changes}
+    return config
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), (2, "ddp")])
+def test_a_spike_is_reported_with_its_rows_also_between_two_lines(world_size, parallel, leaping, tmp_path, capfd):
+    data, step = leaping
+    run = train_on(world_size, {**spiking(data), "parallel": {"strategy": parallel}}, tmp_path / "runs")
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"at step {step} is" in said
+    assert "sigma above the recent ones; the step had rows" in said
+    assert "left out" not in said
+    assert lines(run)[-1]["skipped"] == 0
+
+
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), (2, "fsdp")])
+def test_a_spike_is_left_out_where_asked_for(world_size, parallel, leaping, tmp_path, capfd):
+    data, step = leaping
+    config = {**spiking(data, on_spike="skip"), "parallel": {"strategy": parallel}}
+    config["checkpoint"] = {"every": 1, "keep": 10}
+    run = train_on(world_size, config, tmp_path / "runs")
+    said = " ".join(capfd.readouterr().err.split())
+    assert f"at step {step} is" in said
+    assert "and was left out" in said
+    assert lines(run)[-1]["skipped"] == 1
+    before, after = (model_at(run, number) for number in (step - 1, step))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not all(torch.equal(before[name], tensor) for name, tensor in model_at(run, step - 2).items())
+
+
+def model_at(run: Path, step: int) -> dict[str, torch.Tensor]:
+    from shoal.checkpoint.layout import PieceReader
+
+    reader = PieceReader(run / "checkpoints" / f"step-{step:08d}")
+    return {name: reader.read_whole("model." + name) for name in reader.shapes("model.")}
+
+
+def test_what_counts_as_a_spike_is_remembered_across_a_resume(leaping, tmp_path):
+    data, _ = leaping
+    config = spiking(data, on_spike="skip")
+    config["checkpoint"]["every"] = 100
+    whole = train_on(1, config, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    cut = tmp_path / "cut" / "run"
+    shutil.rmtree(cut / "checkpoints" / "step-00000146")
+    train_on(1, config, tmp_path / "cut", resume=True)
+    assert lines(cut)[-1]["skipped"] == 1
+    hold_bitwise(cut, whole)

@@ -1,0 +1,87 @@
+"""A rank that keeps the others waiting is named, once, with what it is slow at."""
+
+import multiprocessing
+import os
+from typing import Any
+
+import pytest
+
+from shoal import api
+from shoal.config.schema_train import SlowRankConfig
+from shoal.train.pace import SlowRanks
+from tests.harness import run_ranks, settings
+
+STEP = 0.1
+
+
+def told(times_of_steps, *, behind=0.3, steps=3):
+    said: list[str] = []
+    slow = SlowRanks(SlowRankConfig(behind=behind, steps=steps), len(times_of_steps[0]), said.append)
+    for times in times_of_steps:
+        slow.look(times, STEP)
+    return said
+
+
+EVEN = [(0.001, 0.0), (0.0011, 0.0), (0.0009, 0.001), (0.001, 0.0)]
+THIRD_SLOW = [*EVEN[:2], (0.0015, 0.0), EVEN[3]]
+THIRD_WAITS = [*EVEN[:2], (0.001, 0.06), EVEN[3]]
+
+
+def test_a_slow_chip_is_named_once():
+    said = told([THIRD_SLOW] * 10)
+    assert said == [
+        "rank 2 has been 50% behind the others for 3 steps: a product that takes the others 1.00 ms takes it 1.50 ms."
+    ]
+
+
+def test_a_slow_disk_is_named_once():
+    said = told([THIRD_WAITS] * 10)
+    assert len(said) == 1
+    assert "rank 2 has been 60% behind" in said[0]
+    assert "it waits 60.0 ms longer for data in a step of 100.0 ms" in said[0]
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        [EVEN] * 10,
+        [THIRD_SLOW, THIRD_SLOW, EVEN] * 5,  # never for three steps in a row
+        [[(0.001, 0.2)] * 4] * 10,  # all wait alike
+        [[(0.0, 0.0), (0.001, 0.0)]] * 10,  # not measured on every rank yet
+        [[(0.001, 0.0)]] * 10,  # alone
+    ],
+)
+def test_nobody_is_named_without_need(times):
+    assert told(times) == []
+
+
+def spin(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    while True:
+        pass
+
+
+@pytest.mark.slow
+def test_a_rank_that_shares_its_core_with_others_is_named_while_it_trains(instructions, tmp_path, capfd):
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("there is one core")
+    config = settings(instructions, train__steps=120, train__slow_rank={"behind": 0.5, "steps": 20}, log__every=10)
+
+    def be() -> dict[str, Any]:
+        os.sched_setaffinity(0, {cores[int(os.environ["RANK"])]})
+        return api.train(api.config_from_mapping(config), runs=tmp_path).as_dict()
+
+    fork = multiprocessing.get_context("fork")
+    others = [fork.Process(target=spin, args=(cores[1],), daemon=True) for _ in range(4)]
+    for other in others:
+        other.start()
+    try:
+        run_ranks(2, be)
+    finally:
+        for other in others:
+            other.kill()
+    said = " ".join(capfd.readouterr().err.split())
+    assert said.count("behind the others for 20 steps") == 1
+    assert "warning: rank 1 has been" in said
+    assert "a product that takes the others" in said

@@ -1,0 +1,107 @@
+"""TERM, INT, USR1 and USR2, to the launcher or any rank: the step is finished and saved; 75 says: start me again."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.checkpoint.store import list_whole
+from tests.harness import settings, train_on
+from tests.launch.command import SHOAL, Command, descendants, losses, rank_process, shoal, training_lines, write_config
+
+pytestmark = pytest.mark.slow
+STOPS_WITHIN = 15  # seconds from the signal to the end
+
+
+def config(data: Path, **changes: Any) -> dict[str, Any]:
+    long = {"train__steps": 120, "checkpoint__every": 50, "hardware__devices": 2, "train__hang_timeout": 60.0}
+    return settings(data, **{**long, **changes})
+
+
+def test_a_signal_to_any_rank_stops_all_of_them_with_everything_saved(instructions: Path, tmp_path: Path) -> None:
+    undisturbed = train_on(2, config(instructions), tmp_path / "undisturbed")
+    write_config(tmp_path, config(instructions))
+    run, saved = tmp_path / "runs" / "run", 0
+    for rank, number in ((1, signal.SIGTERM), (0, signal.SIGUSR1), (1, signal.SIGINT), (0, signal.SIGUSR2)):
+        arguments = [str(SHOAL), "train", "run.yaml", "--json", "--max-restarts", "3"]
+        with Command(tmp_path, [*arguments, "--resume"] if saved else arguments) as command:
+            command.wait_until(lambda: max(training_lines(run), default=0) > saved + 2)  # noqa: B023
+            asked = time.perf_counter()
+            os.kill(rank_process(command.process.pid, rank), number)
+            ended = command.wait(STOPS_WITHIN)
+        assert time.perf_counter() - asked < STOPS_WITHIN
+        assert ended.status == 75, f"{number.name}: {ended.err}"
+        summary = json.loads(ended.out)
+        assert summary["stopped"] == "signal"
+        assert saved < summary["step"] < 120
+        assert list_whole(run / "checkpoints")[-1].step == summary["step"]
+        assert {line["attempt"] for line in training_lines(run).values() if line["step"] > saved} == {
+            training_lines(run)[summary["step"]]["attempt"]
+        }, "a stop was taken for a failure, and the ranks were started again"
+        saved = summary["step"]
+    ended = shoal(tmp_path, "train", "run.yaml", "--resume", "--json")
+    assert ended.status == 0, ended.err
+    assert losses(run) == losses(undisturbed)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_second_signal_ends_it_at_once_and_loses_only_what_was_not_saved(
+    devices: int, instructions: Path, tmp_path: Path
+) -> None:
+    """Also when the first cannot be heeded: here a rank is stopped, and the others wait for it."""
+    write_config(tmp_path, config(instructions, checkpoint__every=5, hardware__devices=devices, train__steps=100_000))
+    run = tmp_path / "runs" / "run"
+    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--json"]) as command:
+        command.wait_until(lambda: len(list_whole(run / "checkpoints")) > 1)
+        ranks = [rank_process(command.process.pid, rank) for rank in range(devices)] if devices > 1 else []
+        if ranks:
+            os.kill(ranks[1], signal.SIGSTOP)
+        os.kill(command.process.pid, signal.SIGTERM)
+        if ranks:
+            time.sleep(1)
+            assert command.process.poll() is None
+        else:
+            time.sleep(0.35)
+        asked = time.perf_counter()
+        try:
+            os.kill(command.process.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            assert devices == 1, "one process may have been done with the first"
+        ended = command.wait(5)
+        took = time.perf_counter() - asked
+        time.sleep(0.5)
+        left = [rank for rank in ranks if Path(f"/proc/{rank}/cmdline").exists() and not is_dead(rank)]
+    assert took < 3
+    assert left == []
+    assert ended.status in ((143, 1) if devices > 1 else (143, 75, -signal.SIGTERM))  # the last: it was done already
+    whole = list_whole(run / "checkpoints")[-1].step
+    last = max(training_lines(run))
+    assert last - whole <= 2 * 5  # what was under way may not have been whole yet
+    resumed = shoal(tmp_path, "train", "run.yaml", f"train.steps={last + 2}", "--resume", "--json")
+    assert resumed.status == 0, resumed.err
+
+
+def is_dead(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(instructions: Path, tmp_path: Path) -> None:
+    write_config(tmp_path, config(instructions, train__steps=100_000))
+    run = tmp_path / "runs" / "run"
+    with Command(tmp_path, [str(SHOAL), "train", "run.yaml"]) as command:
+        command.wait_until(lambda: len(training_lines(run)) > 2)
+        ranks = descendants(command.process.pid)
+        assert len(ranks) >= 2
+        os.kill(command.process.pid, signal.SIGKILL)
+        command.wait(5)
+        deadline = time.monotonic() + 5
+        while not all(is_dead(rank) for rank in ranks):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
