@@ -70,7 +70,7 @@ class Saver:
         self.tidy = tidy
         self.while_waiting = while_waiting  # told now and then while a save is waited for that makes progress
         self.waited = 0.0  # seconds that training stood still for saves
-        self._meeting = ranks.apart()
+        self._meeting: Ranks | None = None  # made at the first save: many a rank is set up that never saves
         self._copy = HostCopy(ranks.device)
         self._written = 0
         self._thread: threading.Thread | None = None
@@ -87,6 +87,7 @@ class Saver:
         """
         before = self.settle()
         began = time.perf_counter()
+        self._meeting = self._meeting or self.ranks.apart()
         if self.full:
             parts = gather(parts, self.ranks)
         image = image_of(parts) if parts else None
@@ -166,6 +167,7 @@ class Saver:
             number = error.errno or errno.EIO
         except BaseException as error:
             self._crash, number = error, NOT_THE_DISK
+        assert self._meeting is not None
         return int(self._meeting.largest(number))
 
     def _begin(self, place: Place, step: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from shoal.files import sync, write_atomically
 
 MANIFEST = "MANIFEST.json"
+PARTS = ("progress.json", "rank-*.safetensors")
 FORMAT = 2
 
 
@@ -91,8 +92,11 @@ def examine(folder: Path) -> Checkpoint | str:
         # A folder that was given another name is not of another step.
         if manifest["format"] != FORMAT or step_of(folder) not in (None, checkpoint.step):
             return MANIFEST
-        "".join(metrics).encode()  # half a character, which JSON can spell, could not be printed
+        "".join([*metrics, *files]).encode()  # half a character, which JSON can spell, could not be printed
         if any(Path(name).name != name for name in files):
+            return MANIFEST
+        # What else lies there is not ours; but a manifest that forgets a part of the checkpoint is not its manifest.
+        if not {path.name for pattern in PARTS for path in folder.glob(pattern)} <= set(files):
             return MANIFEST
         for name, entry in files.items():
             wrong = name
