@@ -9,13 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-# A Ctrl-C reaches every process of a terminal, and the launcher passes it on to its own as well: that is one request.
-SAME_REQUEST = 0.3
+# What comes within this many seconds of the first is the same request: a Ctrl-C reaches every process of a terminal. A
+# rank is told by the launcher as well, which may be a while later, and ends with the launcher anyway.
+SAME_REQUEST, SAME_REQUEST_FOR_RANKS = 0.3, 2.0
+LAUNCHER = "SHOAL_LAUNCHER"  # the process that started this one as a rank
 _PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
 
 
 @contextmanager
-def second_signal_ends(before: Callable[[], object] = lambda: None) -> Iterator[None]:
+def second_signal_ends(
+    same_request: float = SAME_REQUEST, before: Callable[[], object] = lambda: None
+) -> Iterator[None]:
     """The first request to stop is left to its handler; a second ends the process at once, after `before`.
 
     Python runs handlers between two of its own instructions, and a main thread that waits for a device or for another
@@ -32,7 +36,7 @@ def second_signal_ends(before: Callable[[], object] = lambda: None) -> Iterator[
                     continue
                 now = time.monotonic()
                 first = now if first is None else first
-                if now - first > SAME_REQUEST:
+                if now - first > same_request:
                     before()
                     os._exit(128 + letter[0])
 
@@ -47,9 +51,8 @@ def second_signal_ends(before: Callable[[], object] = lambda: None) -> Iterator[
 
 def die_with_parent() -> None:
     """Where the system can do it: a rank whose launcher is killed must not go on alone, with a device in its hands."""
-    parent = os.getppid()
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PARENT_DEATH, signal.SIGKILL)
-        if os.getppid() != parent:
+        if str(os.getppid()) != os.environ.get(LAUNCHER):  # it died before it could be asked for
             os._exit(128 + signal.SIGKILL)

@@ -47,7 +47,7 @@ def test_what_training_changes_while_a_save_is_written_is_not_in_it(slow_disk, t
     began = time.monotonic()
     saver.save(1, parts_of(weight=weight), {"progress.json": "{}"}, {})
     assert time.monotonic() - began < 5, "it waited for the disk"
-    assert saver.look() is None
+    assert saver.poll() is None
     weight.fill_(-1)
     slow_disk.set()
     ended = saver.settle()

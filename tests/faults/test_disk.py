@@ -1,6 +1,7 @@
 """A disk that is full, read-only or gone: nothing half-written stays, and nothing that can be saved is lost."""
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from shoal import api
+from shoal.checkpoint import store
 from shoal.checkpoint.store import list_whole
 from shoal.train.save import CannotSave
 from tests.checkpoint.cut import hold_bitwise
@@ -130,6 +132,46 @@ def test_a_full_disk_makes_the_fallback_the_place_to_save(instructions, small_di
     train_on(1, config, small_disk, resume=True)
     assert f"Going on after step {STEPS}, from {spare}" in " ".join(capfd.readouterr().err.split())
     assert steps_in(run / "checkpoints")[-1] == STEPS + 2
+
+
+def test_a_new_run_of_the_same_name_does_not_go_on_with_what_another_left_in_the_fallback(
+    instructions, small_disk, tmp_path, capfd
+):
+    config = config_of(instructions, checkpoint__fallback=str(tmp_path / "elsewhere"))
+
+    def fill_for_good() -> None:
+        wait_for_step(small_disk / "run", SAVE_EVERY + 5)
+        fill(small_disk)
+
+    with meanwhile(fill_for_good):
+        train_on(1, config, small_disk)
+    (small_disk / "somebody-elses").unlink()
+    other = {**config, "seed": 7, "train": {**config["train"], "steps": 25}}
+    train_on(1, other, small_disk, overwrite=True)
+    other["train"]["steps"] = 30
+    capfd.readouterr()
+    train_on(1, other, small_disk, resume=True)
+    assert "Going on after step 25" in capfd.readouterr().err
+    spare = tmp_path / "elsewhere" / "run" / "checkpoints"
+    assert steps_in(spare) == []
+    assert list(spare.glob("abandoned-*")), "what the other had saved was thrown away"
+
+
+def test_a_disk_that_failed_once_and_works_again_is_saved_to_as_before(instructions, tmp_path, monkeypatch):
+    begin, failed = store.begin, []
+
+    def fail_once(checkpoints: Path, step: int) -> Path:
+        if not failed:
+            failed.append(step)
+            raise OSError(errno.EIO, "not now")
+        return begin(checkpoints, step)
+
+    monkeypatch.setattr(store, "begin", fail_once)
+    run = train_on(1, config_of(instructions, train__steps=30, checkpoint__every=4, checkpoint__keep=40), tmp_path)
+    saved = steps_in(run / "checkpoints")
+    # The one that failed was made up for at the next step or two, and from then on all is as it was.
+    assert [step for step in saved if step > 8] == [12, 16, 20, 24, 28, 30]
+    assert 1 <= len([step for step in saved if step < 8]) <= 2
 
 
 def vanish(run: Path) -> None:

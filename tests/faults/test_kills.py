@@ -71,6 +71,23 @@ def test_a_rank_killed_in_the_middle_of_a_save_costs_a_restart_and_nothing_else(
     assert min(again) > 1, "it began anew"
 
 
+def test_a_run_begun_from_another_checkpoint_and_killed_before_its_first_save_begins_there_again(
+    instructions: Path, tmp_path: Path
+) -> None:
+    first = train_on(2, config(instructions, 20), tmp_path / "first")
+    settled = config(instructions, 60)
+    settled["checkpoint"]["every"] = 1000
+    write_config(tmp_path, settled)
+    run = tmp_path / "runs" / "run"
+    start = ["--from", str(first / "checkpoints" / "step-00000020")]
+    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", *start, "--max-restarts", "1", "--json"]) as command:
+        command.wait_until(lambda: len(training_lines(run)) > 2)
+        os.kill(rank_process(command.process.pid, 1), signal.SIGKILL)
+        ended = command.wait()
+    assert ended.status == 0, ended.err
+    assert sorted(training_lines(run)) == list(range(21, 61))
+
+
 def test_twenty_kills_at_random_moments_change_nothing(instructions: Path, tmp_path: Path) -> None:
     steps = 600
     undisturbed = train_on(2, config(instructions, steps), tmp_path / "undisturbed")

@@ -110,6 +110,18 @@ def test_after_three_in_a_row_the_run_goes_back_and_steps_over_their_rows(
     assert [one.step for one in store.list_whole(run / "checkpoints")] == [2, 4, 6, 8]
 
 
+def test_going_back_right_after_an_evaluation_does_not_go_on_with_gathered_weights(model, poisoned, tmp_path):
+    """FSDP keeps the last weights that it gathered, and a checkpoint fills the parts they were gathered from."""
+    config = config_of(model, poisoned, on_nan="rollback")
+    config["log"]["every"], config["eval"] = 10, {"every": 6, "batches": 1}
+    config["data"]["validation"] = str(poisoned)
+    alone = train_on(1, {**config, "parallel": {"strategy": "single"}}, tmp_path / "one")
+    for reshard in ("auto", False):
+        parallel = {"strategy": "fsdp", "reshard": reshard}
+        sharded = train_on(2, {**config, "parallel": parallel}, tmp_path / f"two-{reshard}")
+        assert lines(sharded)[-1]["loss"] == pytest.approx(lines(alone)[-1]["loss"], rel=2e-6)
+
+
 def test_a_run_that_went_back_resumes_to_the_bit_without_those_rows(model, poisoned, tmp_path):
     config = config_of(model, poisoned, on_nan="rollback")
     whole = train_on(1, config, tmp_path / "whole")

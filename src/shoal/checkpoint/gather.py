@@ -1,7 +1,7 @@
 """`checkpoint.format: full`: every rank's parts brought together on the first, which writes one file."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -14,10 +14,13 @@ from shoal.models.pieces import Box, Piece, local_tensor, whole
 from shoal.parallel.ranks import Ranks
 
 
-def gather(parts: Mapping[str, Part], ranks: Ranks) -> dict[str, Part]:
-    """Whole tensors, on the host of the first rank, which must have room for all of them; nothing on the others."""
+def gather(parts: Mapping[str, Part], ranks: Ranks, beat: Callable[[], None] = lambda: None) -> dict[str, Part]:
+    """Whole tensors, on the host of the first rank, which must have room for all of them; nothing on the others.
+
+    `beat` is called with every piece.
+    """
     if not ranks.first:
-        _send(parts)
+        _send(parts, beat)
         return {}
     found: dict[str, Tensor] = {}
     for name, whole_shape, box, tensor in _own(parts):
@@ -27,6 +30,7 @@ def gather(parts: Mapping[str, Part], ranks: Ranks) -> dict[str, Part]:
             dtype, box = getattr(torch, entry["dtype"]), Box(tuple(entry["offset"]), tuple(entry["shape"]))
             tensor = _receive(rank, prod(box.shape) * dtype.itemsize).view(dtype).reshape(box.shape)
             _put(found, entry["name"], tuple(entry["whole"]), box, tensor)
+            beat()
     return {name: _whole_part(tensor) for name, tensor in found.items()}
 
 
@@ -37,7 +41,7 @@ def _own(parts: Mapping[str, Part]) -> Iterator[tuple[str, tuple[int, ...], Box,
             yield name, part.whole, piece.whole, local[piece.local.slices]
 
 
-def _send(parts: Mapping[str, Part]) -> None:
+def _send(parts: Mapping[str, Part], beat: Callable[[], None]) -> None:
     """What comes, in the order in which it comes; then the bytes of each."""
     entries: list[dict[str, Any]] = [
         {"name": name, "whole": shape, "offset": box.offset, "shape": box.shape, "dtype": str(tensor.dtype)[6:]}
@@ -48,6 +52,7 @@ def _send(parts: Mapping[str, Part]) -> None:
     dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
     for _, _, _, tensor in _own(parts):
         dist.send(tensor.contiguous().cpu().reshape(-1).view(torch.uint8), 0)
+        beat()
 
 
 def _receive(rank: int, size: int) -> Tensor:

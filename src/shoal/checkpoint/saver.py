@@ -5,6 +5,7 @@ group of their own on how it went. One save is under way at a time: the next wai
 """
 
 import errno
+import math
 import os
 import shutil
 import threading
@@ -12,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from shoal.checkpoint import store
 from shoal.checkpoint.gather import gather
@@ -62,13 +65,15 @@ class Saver:
         full: bool = False,
         tidy: Callable[[Path, int], object] = lambda checkpoints, step: None,
         while_waiting: Callable[[], None] = lambda: None,
+        patience: float = math.inf,
     ) -> None:
         self.places = places
         self.ranks = ranks
         self.in_background = in_background
         self.full = full
         self.tidy = tidy
-        self.while_waiting = while_waiting  # told now and then while a save is waited for that makes progress
+        self.while_waiting = while_waiting  # told now and then while a save is waited for
+        self.patience = patience  # … unless this rank has written nothing for so many seconds: others may write yet
         self.waited = 0.0  # seconds that training stood still for saves
         self._meeting: Ranks | None = None  # made at the first save: many a rank is set up that never saves
         self._copy = HostCopy(ranks.device)
@@ -89,17 +94,21 @@ class Saver:
         began = time.perf_counter()
         self._meeting = self._meeting or self.ranks.apart()
         if self.full:
-            parts = gather(parts, self.ranks)
+            parts = gather(parts, self.ranks, self.while_waiting)
         image = image_of(parts) if parts else None
         # What was gathered is a copy already.
-        copied = self.in_background and not (self.full and self.ranks.world_size > 1)
+        gathered = self.full and self.ranks.world_size > 1
+        copied = self.in_background and not gathered
         if copied and image is not None:
-            self._copy.take(image)
+            try:
+                self._copy.take(image)
+            except (RuntimeError, MemoryError):  # no room for a copy: then it is written while training waits
+                copied, self._copy = False, HostCopy(self.ranks.device)
         work = _Work(step, image, self._copy if copied else None, texts, metrics)
         self._thread = threading.Thread(target=self._run, args=(work,), name="shoal-save", daemon=True)
         self._thread.start()
         self.waited += time.perf_counter() - began
-        if not self.in_background:
+        if not (copied or (gathered and self.in_background)):
             self._wait()
         return before
 
@@ -108,18 +117,20 @@ class Saver:
         self._wait()
         return self._take()
 
-    def look(self) -> Saved | None:
-        """How the save ended, if one has since the last time. Ranks may see it some steps apart."""
+    def poll(self) -> Saved | None:
+        """As `settle`, but without waiting: nothing if nothing has ended. Ranks may see it some steps apart."""
         return None if self._thread is not None and self._thread.is_alive() else self.settle()
 
     def _wait(self) -> None:
         if self._thread is None:
             return
-        began, seen = time.perf_counter(), -1
+        began = moved = time.perf_counter()
+        seen = self._written
         while self._thread.is_alive():
             self._thread.join(1)
             if self._written != seen:
-                seen = self._written
+                seen, moved = self._written, time.perf_counter()
+            if time.perf_counter() - moved < self.patience:
                 self.while_waiting()
         self.waited += time.perf_counter() - began
         self._thread = None
@@ -132,6 +143,8 @@ class Saver:
 
     def _run(self, work: "_Work") -> None:
         began = time.perf_counter()
+        if self.ranks.device.type == "cuda":  # else a thread's is the first, which belongs to another rank
+            torch.cuda.set_device(self.ranks.device)
         problems: list[tuple[Path, int]] = []
         folder: Path | None = None
         try:
@@ -185,7 +198,8 @@ class Saver:
         store.leave_hashes(folder, rank, files)
 
     def _finish(self, place: Place, work: "_Work") -> None:
-        store.finish(store.folder_for(place.checkpoints, work.step), work.step, work.metrics)
+        folder = store.folder_for(place.checkpoints, work.step)
+        store.finish(folder, work.step, work.metrics, self.ranks.world_size)
         self.tidy(place.checkpoints, work.step)
 
     def _counted(self, chunks: Iterator[memoryview]) -> Iterator[memoryview]:

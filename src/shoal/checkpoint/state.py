@@ -37,6 +37,7 @@ class Progress:
     world_size: int = 1
     optimizer: str = ""
     data: dict[str, int] = field(default_factory=dict)  # what the rows were made from, to notice that it changed
+    bad_steps: list[int] = field(default_factory=list)  # the last ones, in a row, that were not numbers
     left_out: list[tuple[int, int]] = field(default_factory=list)  # positions of the order that are stepped over
     evaluated_at: int | None = None
     eval_loss: float | None = None  # of the last evaluation

@@ -4,6 +4,7 @@
 manifest does not exist for us; `latest` names the newest one that has it, and moves by an atomic rename.
 """
 
+import errno
 import hashlib
 import json
 import shutil
@@ -59,10 +60,13 @@ def leave_hashes(folder: Path, rank: int, files: dict[str, dict[str, Any]]) -> N
     (folder / f"hashes-{rank:05d}.json").write_text(json.dumps(files))
 
 
-def finish(folder: Path, step: int, metrics: dict[str, float]) -> Checkpoint:
-    """Make the folder whole, once every rank has left its hashes: the manifest, synced, and then `latest`."""
+def finish(folder: Path, step: int, metrics: dict[str, float], ranks: int = 1) -> Checkpoint:
+    """Make the folder whole, once all `ranks` have left their hashes: the manifest, synced, and then `latest`."""
     files: dict[str, dict[str, Any]] = {}
-    for listing in sorted(folder.glob("hashes-*.json")):
+    listings = sorted(folder.glob("hashes-*.json"))
+    if len(listings) != ranks:  # a shared disk may show one machine what another wrote a while later
+        raise OSError(errno.ESTALE, "some ranks' files are not to be seen")
+    for listing in listings:
         files.update(json.loads(listing.read_text()))
         listing.unlink()
     manifest = {"format": FORMAT, "step": step, "metrics": metrics, "files": files}

@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shoal.files import write_atomically
 from shoal.launch.join import LAUNCH_FOLDER, attempt
 from shoal.mistakes import RunFailed, UserMistake
-from shoal.signals import second_signal_ends
+from shoal.signals import LAUNCHER, second_signal_ends
 
 RESULT, MISTAKE, FAILED, HUNG = "result.json", "mistake", "failed", "hung"
 
@@ -48,7 +48,7 @@ def run_processes(
     """
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         shared = Path(folder)
-        os.environ[LAUNCH_FOLDER] = folder
+        os.environ[LAUNCH_FOLDER], os.environ[LAUNCHER] = folder, str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
         # Without this the agent opens a store of its own for the ranks, on every interface.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -72,7 +72,7 @@ def run_processes(
         try:
             # A second signal ends this process, and with it the ranks: see `die_with_parent`.
             clean_up = partial(shutil.rmtree, folder, ignore_errors=True)
-            with _telling_of_restarts(shared, warn), second_signal_ends(clean_up):
+            with _telling_of_restarts(shared, warn), second_signal_ends(before=clean_up):
                 elastic_launch(settings, sys.executable)("-m", module, *arguments)
         except ChildFailedError as failure:
             # A rank that dies after the result was written dies of leaving, with nothing left to lose.
@@ -82,7 +82,7 @@ def run_processes(
             if not (shared / RESULT).is_file():
                 return None
         finally:
-            del os.environ[LAUNCH_FOLDER]
+            del os.environ[LAUNCH_FOLDER], os.environ[LAUNCHER]
             for number, handler in before:
                 signal.signal(number, handler)
         if not (shared / RESULT).is_file():  # the ranks ended without a fault, but with something to say
@@ -157,7 +157,7 @@ def _patience(seconds: float) -> dict[str, Any]:
 
 def _as_terminate(number: int, frame: FrameType | None) -> None:
     """The agent passes TERM on to the ranks, and would die of USR1 and USR2, which mean the same here."""
-    os.kill(os.getpid(), signal.SIGTERM)
+    raise SignalException(f"asked to stop by signal {number}", sigval=signal.SIGTERM)
 
 
 def cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

@@ -72,8 +72,8 @@ def train_as_rank(
     """Join the other processes, if there are any, and train."""
     first = int(os.environ.get("RANK", "0")) == 0
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if restarted():
-        resume, overwrite, start_from = True, False, None
+    if restarted():  # what the run was begun with is there, unless it died before
+        resume, overwrite = run.exists, False
     reporter = Reporter(speaks=first)
     if first:
         _warn(config, world_size, reporter)
@@ -89,7 +89,16 @@ def train_as_rank(
         if not first:
             send_output_to(run.logs / f"rank-{ranks.rank}.log")
         with run.held() if first else nullcontext():
-            return train(config, inputs, run, ranks, resume=resume, start_from=start_from, beats=beats_file())
+            return train(
+                config,
+                inputs,
+                run,
+                ranks,
+                resume=resume,
+                start_from=start_from,
+                again=restarted(),
+                beats=beats_file(),
+            )
 
 
 def _warn(config: Config, processes: int, reporter: Reporter) -> None:

@@ -14,7 +14,8 @@ from shoal.launch.processes import FAILED, HUNG, MISTAKE, leave_result, leave_se
 from shoal.launch.run import send_output_to
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.progress import Reporter
-from shoal.signals import die_with_parent
+from shoal.signals import SAME_REQUEST_FOR_RANKS, die_with_parent
+from shoal.train.health import StopRequest
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import train
 
@@ -35,15 +36,16 @@ def main() -> None:
         send_output_to(run.logs / f"rank-{os.environ['RANK']}.log")
         sys.excepthook = sys.__excepthook__
     try:
-        inputs = read_inputs(config, Reporter(speaks=False))
-        with joined(config) as ranks:
+        with StopRequest(SAME_REQUEST_FOR_RANKS) as stop, joined(config) as ranks:
             summary = train(
                 config,
-                inputs,
+                read_inputs(config, Reporter(speaks=False)),
                 run,
                 ranks,
                 resume=given.resume or restarted(),
-                start_from=None if restarted() else given.start_from,
+                start_from=given.start_from,
+                again=restarted(),
+                stop=stop,
                 beats=beats_file(),
                 tell=lambda sentence: leave_sentence(HUNG, sentence),
             )

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from shoal.data.loader import MicroBatch
 from shoal.models.anatomy import Anatomy
@@ -62,6 +63,13 @@ class ParallelModel:
     def saved(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model."""
         return {**self.parameters, **self.buffers}
+
+    def forget_gathered(self) -> None:
+        """Before weights are loaded: what FSDP has gathered for the next forward pass are the old ones."""
+        for module in self.modules:
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
 
     def weights_changed(self) -> None:
         """After an optimizer step, or after weights were loaded."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SLOT = struct.Struct("<qqd40s")
-ENDED, GONE = "ended", "is gone"
+ENDED, GONE, STOPPED = "ended", "is gone", "is stopped"
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Beat:
         try:
             letter = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
-            return GONE
-        return {"T": "is stopped", "D": "waits for a disk", "Z": GONE}.get(letter, "gives no answer")
+            return GONE if Path("/proc/self/stat").exists() else "gives no answer"
+        return {"T": STOPPED, "D": "waits for a disk", "Z": GONE}.get(letter, "gives no answer")
 
 
 class Beats:

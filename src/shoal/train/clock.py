@@ -13,6 +13,10 @@ class Mark:
     host: float
     event: torch.cuda.Event | None
 
+    def reached(self) -> bool:
+        """Whether the device has come this far."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> None:
         """Until the device has come this far; not until it has done all that it was given since."""
         if self.event is not None:

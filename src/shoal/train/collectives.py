@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ class Collective:
     number: int  # the how-manieth of the group
     name: str
     sizes: str
+    between_two: bool  # a send or a receive, which not all ranks of the group take part in
 
     def __str__(self) -> str:
         return f"{self.name} number {self.number} of group {self.group}, {self.sizes}"
@@ -36,23 +38,25 @@ def record_collectives() -> None:
 
 def last_collectives() -> list[Collective]:
     """Newest last; none where torch does not record them."""
-    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
-    if dump is None:
-        return []
-    try:
-        entries = json.loads(dump(True)).get("entries", [])
-    except (RuntimeError, ValueError):
-        return []
-    own = [entry for entry in entries if not entry.get("is_p2p")]
-    found = [
-        Collective(
-            group="{} ({})".format(*entry["process_group"]),
-            number=int(entry["collective_seq_id"]),
-            name=str(entry["profiling_name"]).partition(":")[2],
-            sizes="×".join(map(str, entry["input_sizes"][0])) if entry.get("input_sizes") else "",
+    entries = []
+    for recorder in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, and NCCL's own
+        if dump := getattr(c10d, recorder, None):
+            with suppress(RuntimeError, ValueError):
+                entries += json.loads(dump(True)).get("entries", [])
+    entries.sort(key=lambda entry: int(entry.get("time_created_ns", 0)))
+    found = []
+    for entry in entries:
+        backend, _, name = str(entry["profiling_name"]).partition(":")
+        pair = "p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id"
+        found.append(
+            Collective(
+                group="{} {} ({})".format(backend, *entry["process_group"]),
+                number=int(entry[pair]),
+                name=name,
+                sizes="×".join(map(str, entry["input_sizes"][0])) if entry.get("input_sizes") else "",
+                between_two=bool(entry.get("is_p2p")),
+            )
         )
-        for entry in own
-    ]
     # The newest of every group, and the last few of all: a group that is seldom used may be the one that hangs.
     newest = {one.group: one for one in found}
     return [one for index, one in enumerate(found) if index >= len(found) - LAST or newest[one.group] is one]
@@ -61,11 +65,12 @@ def last_collectives() -> list[Collective]:
 def who_is_missing(collectives: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[int, str] | None:
     """(rank, the collective that it has not come to), for the rank that is farthest behind in any group."""
     worst: tuple[int, int, str] | None = None
-    groups = {one["group"] for held in collectives.values() for one in held}
+    together = {rank: [one for one in held if not one["between_two"]] for rank, held in collectives.items()}
+    groups = {one["group"] for held in together.values() for one in held}
     for group in groups:
         newest = {
             rank: max((one for one in held if one["group"] == group), key=lambda one: int(one["number"]))
-            for rank, held in collectives.items()
+            for rank, held in together.items()
             if any(one["group"] == group for one in held)
         }
         ahead = max(newest.values(), key=lambda one: int(one["number"]))

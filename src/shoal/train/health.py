@@ -2,7 +2,9 @@
 
 import math
 import signal
+import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import FrameType
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from shoal.config.schema_train import SpikeConfig
 from shoal.mistakes import RunFailed
-from shoal.signals import STOP_SIGNALS, second_signal_ends
+from shoal.signals import SAME_REQUEST, STOP_SIGNALS, second_signal_ends
 
 
 class Diverged(RunFailed):
@@ -32,25 +34,24 @@ class StopRequest:
     this one would tell them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, same_request: float = SAME_REQUEST) -> None:
         self.signal: int | None = None
-        self._before: dict[int, object] = {}
+        self.same_request = same_request
+        self._leave = ExitStack()
 
     @property
     def wanted(self) -> bool:
         return self.signal is not None
 
     def __enter__(self) -> "StopRequest":
-        for number in STOP_SIGNALS:
-            self._before[number] = signal.signal(number, self._receive)
-        self._second = second_signal_ends()
-        self._second.__enter__()
+        if threading.current_thread() is threading.main_thread():  # signals are no other's business
+            for number in STOP_SIGNALS:
+                self._leave.callback(signal.signal, number, signal.signal(number, self._receive))
+            self._leave.enter_context(second_signal_ends(self.same_request))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._second.__exit__(None, None, None)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._leave.close()
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self.signal is None:

@@ -44,9 +44,11 @@ class Job:
     cannot_save: bool = False  # the run's folder does not take it any more
     times_back: Counter[str] = field(default_factory=Counter)  # how often the run went back to which checkpoint
     beat: Callable[[str], None] = field(default=lambda doing: None)  # says that the run goes on
+    rest: Callable[[str], None] = field(default=lambda doing: None)  # says that the next beat may take long
 
     def load(self, checkpoint: Path) -> None:
         """Fill the model and all that belongs to it from a checkpoint."""
+        self.model.forget_gathered()
         self.progress = state.load(
             checkpoint,
             tensors=self.model.saved,

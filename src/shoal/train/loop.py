@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,27 +72,31 @@ def train(
     *,
     resume: bool,
     start_from: Path | None,
+    again: bool = False,
+    stop: StopRequest | None = None,
     beats: Path | None = None,
     tell: Callable[[str], None] = lambda sentence: print(f"shoal: {sentence}", file=sys.stderr),
 ) -> Summary:
     """Train on this rank, together with the others.
 
-    `beats` is a file that the ranks of this machine share, in which they can see that the others live; `tell` is for
-    what a rank has to say when it ends a run that stands still.
+    `again`: an agent has started these ranks before. `stop` is there if somebody listens for signals already. `beats`
+    is a file that the ranks of this machine share, in which they can see that the others live; `tell` is for what a
+    rank has to say when it ends a run that stands still.
     """
     began = time.perf_counter()
-    job = set_up(config, inputs, run, ranks, resume=resume, start_from=start_from)
-    job.reporter.begin(job.progress.step, job.inputs.steps)
-    folder = run.logs / f"hang-{job.log.attempt}"
-    watch = Watch(folder, ranks, config.train.hang_timeout, beats=beats, tell=tell)
-    job.beat = lambda doing: watch.beat(job.progress.step, doing)
-    try:
-        with watch:
-            stopped = fit(job)
-            watch.ended()
-    finally:
-        job.reporter.end()
-        job.log.close()
+    with StopRequest() if stop is None else nullcontext(stop) as asked:
+        job = set_up(config, inputs, run, ranks, resume=resume, start_from=start_from, again=again)
+        job.reporter.begin(job.progress.step, job.inputs.steps)
+        folder = run.logs / f"hang-{job.log.attempt}"
+        try:
+            with Watch(folder, ranks, config.train.hang_timeout, beats=beats, tell=tell) as watch:
+                job.beat = lambda doing: watch.beat(job.progress.step, doing)
+                job.rest = lambda doing: watch.rest(job.progress.step, doing)
+                stopped = fit(job, asked)
+                watch.ended()
+        finally:
+            job.reporter.end()
+            job.log.close()
     progress = job.progress
     return Summary(
         run=str(run.path),
@@ -109,11 +113,11 @@ def train(
     )
 
 
-def fit(job: Job) -> str | None:
+def fit(job: Job, stop: StopRequest) -> str | None:
     """Run the steps that are left; returns why it stopped early, if it did."""
     job.log.listener = Recovery(job).look_at
     slow = SlowRanks(job.config.train.slow_rank, job.ranks.world_size, job.reporter.warn)
-    with StopRequest() as stop, Pulse(job.ranks, slow) as pulse:
+    with Pulse(job.ranks, slow) as pulse:
         while True:
             try:
                 return run_steps(job, stop, pulse)
@@ -174,7 +178,7 @@ def run_steps(job: Job, stop: StopRequest, pulse: Pulse) -> str | None:
                 data_seconds=waited,
                 step_seconds=job.log.step_seconds,
             )
-            if agreed.stop and not last:
+            if agreed.stop and not last and stopped is None:
                 stopped = "signal"
             final = last or stopped is not None or agreed.cannot_save
             if final or progress.step % config.checkpoint.every == 0:

@@ -82,6 +82,9 @@ class NamedOptimizer:
             else:  # a counter: fused kernels read it on the device, the others on the host
                 value = torch.zeros(shape, device=parameter.device if fused else "cpu")
             part.state[parameter][field] = value
+        for name, (part, parameter, _) in places.items():  # what the checkpoint does not know of is no part of the run
+            for field in [one for one in part.state.get(parameter, ()) if f"{one}.{name}" not in stored]:
+                del part.state[parameter][field]
         return self.state()
 
 

@@ -42,7 +42,8 @@ class Pace:
     def _measure(self, matrix: torch.Tensor) -> None:
         """Read the product that was given to the device last time; give it the next."""
         if self._probe is not None:
-            self._probe[1].wait()
+            if not self._probe[1].reached():
+                return
             seconds = seconds_between(*self._probe)
             self.product = MEMORY * self.product + (1 - MEMORY) * seconds if self.product else seconds
             self._next = time.perf_counter() + seconds / SHARE

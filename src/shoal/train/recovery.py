@@ -9,7 +9,7 @@ from shoal.data.order import around
 from shoal.train.health import Diverged, GoBack, SpikeWatch, spike_settings
 from shoal.train.job import Job
 from shoal.train.log import StepNumbers
-from shoal.train.save import checkpoint_folders
+from shoal.train.save import checkpoint_folders, settle_save
 
 TRIES = 3  # times that a run goes back to the same checkpoint: then its rows are not what is wrong
 ROWS_SHOWN = 8
@@ -24,30 +24,29 @@ class Recovery:
         self.limit = setting if isinstance(setting, NanConfig) else NanConfig(action=setting)
         spikes = spike_settings(job.config.train.on_spike)
         self.spikes, self.skips_spikes = SpikeWatch(spikes.sigma), spikes.action == "skip"
-        self._bad: list[int] = []  # the steps in a row that came to nothing, up to now
 
     def look_at(self, steps: Sequence[StepNumbers]) -> None:
         """Notice what is wrong with these steps; raises `GoBack` or `Diverged` if `train.on_nan` says so."""
         job = self.job
         job.progress.skipped = job.log.skipped
-        last = steps[-1]
+        last, bad = steps[-1], job.progress.bad_steps
         job.progress.loss = last.loss if math.isfinite(last.loss) else None
-        bad_now = 0
+        bad_now: list[StepNumbers] = []
         for one in steps:
             if not self._is_bad(one):
-                self._bad = []
+                bad.clear()
                 self._look_for_spike(one)
                 continue
-            bad_now += 1
-            self._bad.append(one.step)
-            if len(self._bad) >= self.limit.after and self.limit.action != "skip":
-                bad, self._bad = self._bad, []
+            bad_now.append(one)
+            bad.append(one.step)
+            if len(bad) >= self.limit.after and self.limit.action != "skip":
                 self._give_up(bad)
         if bad_now:
-            rows = f", the last with {rows_of(job, self._bad[-1])}" if self._bad else ""
+            # An infinite loss may have finite gradients.
+            nothing = "" if any(one.usable for one in bad_now) else ", and changed nothing"
             job.reporter.warn(
-                f"up to step {last.step}, {bad_now} {'step' if bad_now == 1 else 'steps'} had a loss or a gradient "
-                f"that is not a number{rows}, and changed nothing."
+                f"up to step {last.step}, {len(bad_now)} {'step' if len(bad_now) == 1 else 'steps'} had a loss or a "
+                f"gradient that is not a number, the last with {rows_of(job, bad_now[-1].step)}{nothing}."
             )
 
     def _is_bad(self, one: StepNumbers) -> bool:
@@ -65,8 +64,9 @@ class Recovery:
             )
 
     def _give_up(self, bad: Sequence[int]) -> None:
+        settle_save(self.job)  # a good one may be under way
         if self.limit.action == "rollback":
-            raise GoBack(bad)
+            raise GoBack(list(bad))
         start = f"resume from {self.job.saved}" if self.job.saved else "start again"
         raise Diverged(
             f"{_named(bad)} had a loss or a gradient that is not a number; they changed no weight. The last had "
@@ -76,8 +76,8 @@ class Recovery:
 
 def go_back(job: Job, bad: Sequence[int]) -> None:
     """Go on from the newest checkpoint before the steps `bad`, and step over their rows this time."""
-    job.saver.settle()
     job.log.forget()
+    job.rest("going back")
     folders = checkpoint_folders(job.config, job.run)
     found = state.newest(folders, job.ranks, job.reporter.warn, before=bad[0])
     rows = "; ".join(f"step {step}: {rows_of(job, step)}" for step in bad[-3:])
@@ -97,9 +97,19 @@ def go_back(job: Job, bad: Sequence[int]) -> None:
     job.progress.left_out, job.progress.skipped = left_out, skipped
     job.reporter.warn(f"{_named(bad)} came to nothing ({rows}). Going back to {found}, to go on without those rows.")
     job.ranks.barrier()  # all have read it
-    if job.ranks.first:
-        store.set_aside(job.run.checkpoints, above=job.progress.step)
+    set_aside(job)
     job.ranks.barrier()
+
+
+def set_aside(job: Job) -> None:
+    """What lies beyond the step that the run goes on from belongs to another history; rank 0 puts it away."""
+    if not job.ranks.first:
+        return
+    for folder in checkpoint_folders(job.config, job.run):
+        try:
+            store.set_aside(folder, above=job.progress.step)
+        except OSError as error:  # the next save will find the same, and is agreed on
+            job.reporter.warn(f"checkpoints beyond step {job.progress.step} cannot be put away: {error}.")
 
 
 def positions_without(job: Job, bad: Sequence[int]) -> list[tuple[int, int]]:

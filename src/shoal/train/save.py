@@ -15,6 +15,8 @@ from shoal.mistakes import RunFailed
 from shoal.parallel.ranks import Ranks
 from shoal.train.job import Job
 
+SAVE_PATIENCE = 10  # times hang_timeout, for a rank that waits for what others write
+
 
 class CannotSave(RunFailed):
     """The run failed: what it has learnt cannot be kept."""
@@ -48,6 +50,7 @@ def make_saver(config: Config, run: RunDirectory, ranks: Ranks, describe: Callab
         ranks,
         in_background=keep.async_ and not too_large_to_copy(config),
         full=keep.format == "full",
+        patience=SAVE_PATIENCE * config.train.hang_timeout,
         tidy=lambda checkpoints, step: tidy(
             checkpoints,
             written=step,
@@ -84,21 +87,29 @@ def save(job: Job, *, wait: bool) -> None:
             state.PROGRESS: json.dumps(asdict(job.progress)),
             state.CONFIG: json.dumps(config_values(job.config), indent=1),
         }
-    _heed(job, job.saver.save(job.progress.step, parts, texts, job.progress.metrics))
+    heed(job, job.saver.save(job.progress.step, parts, texts, job.progress.metrics))
     if wait:
         ended = job.saver.settle()
-        _heed(job, ended)
-        if ended is None or ended.folder is None or ended.unwritable:
+        heed(job, ended)
+        if ended is None or not (ended.folder or ended.problems):
+            raise RuntimeError("another rank failed while it saved")
+        if ended.folder is None or ended.unwritable:
             _give_up(job, ended)
+        job.cannot_save = False  # what was in the way is not any more
     job.log.restart_clock()
 
 
 def heed_save(job: Job) -> None:
     """Take note of how a save ended, if one has."""
-    _heed(job, job.saver.look())
+    heed(job, job.saver.poll())
 
 
-def _heed(job: Job, ended: Saved | None) -> None:
+def settle_save(job: Job) -> None:
+    """Wait for the save that is under way, if one is, and take note of how it ended."""
+    heed(job, job.saver.settle())
+
+
+def heed(job: Job, ended: Saved | None) -> None:
     if ended is None:
         return
     if ended.folder is not None:
@@ -114,21 +125,20 @@ def _heed(job: Job, ended: Saved | None) -> None:
     job.cannot_save = job.cannot_save or ended.unwritable
 
 
-def _give_up(job: Job, ended: Saved | None) -> None:
-    why = "" if ended is None else f" ({ended.explain()})"
-    if ended is not None and ended.folder is not None:
+def _give_up(job: Job, ended: Saved) -> None:
+    if ended.folder is not None:
         found = f"Step {ended.step} is in {ended.folder}: go on from there with --from {ended.folder}."
     else:
         found = "Nothing of it could be saved" + (f"; the newest checkpoint is {job.saved}." if job.saved else ".")
-    raise CannotSave(f"{job.run.path} cannot be written any more{why}. {found}")
+    raise CannotSave(f"{job.run.path} cannot be written any more ({ended.explain()}). {found}")
 
 
 def metrics_of_this_step(job: Job) -> dict[str, float]:
     """What the checkpoint may be chosen by. An older evaluation says nothing about these weights."""
-    progress, last = job.progress, job.log.last
+    progress = job.progress
     found: dict[str, float] = {}
     if progress.eval_loss is not None and progress.evaluated_at == progress.step:
         found["eval_loss"] = progress.eval_loss
-    if last.get("step") == progress.step and last["loss"] is not None:
-        found["loss"] = float(last["loss"])
+    if progress.loss is not None:
+        found["loss"] = progress.loss
     return found

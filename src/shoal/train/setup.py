@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import state, store
-from shoal.checkpoint.state import Progress
+from shoal.checkpoint.state import Progress, read_progress
 from shoal.config.mesh import Mesh, mesh_for
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
@@ -37,6 +37,7 @@ from shoal.train.log import StepLog, next_attempt
 from shoal.train.offload import find_store
 from shoal.train.optimizer import check_groups, make_optimizer
 from shoal.train.partition import Partition
+from shoal.train.recovery import set_aside
 from shoal.train.save import checkpoint_folders, make_saver
 from shoal.train.scaler import LossScaler
 from shoal.train.schedule import peak_rate
@@ -44,7 +45,14 @@ from shoal.train.step import TrainStep
 
 
 def set_up(
-    config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, *, resume: bool, start_from: Path | None
+    config: Config,
+    inputs: Inputs,
+    run: RunDirectory,
+    ranks: Ranks,
+    *,
+    resume: bool,
+    start_from: Path | None,
+    again: bool = False,
 ) -> Job:
     """Build the model over all ranks, and load the checkpoint there is to start from."""
     reporter = Reporter(speaks=ranks.first)
@@ -54,7 +62,7 @@ def set_up(
     if device.memory_gib is not None:  # unlike devices must not choose unlike batches
         device = replace(device, memory_gib=ranks.smallest(device.memory_gib))
     chosen, mesh = choose(config, built, ranks.world_size, device)
-    checkpoint = starting_point(config, run, ranks, reporter, resume=resume, start_from=start_from)
+    checkpoint = starting_point(config, run, ranks, reporter, resume=resume, start_from=start_from, again=again)
     parameters = sum(parameter.numel() for parameter in built.parameters())
     freeze(built, config.model.freeze)
     flops = count_flops(built, mesh)
@@ -110,7 +118,9 @@ def set_up(
         saved=None,
     )
     if checkpoint is not None:
-        _go_on(job, checkpoint, same_run=resume and start_from is None)
+        _go_on(job, checkpoint, same_run=checkpoint != start_from)
+    elif not resume:
+        set_aside(job)  # what another run of this name left in the fallback
     job.progress.optimizer, job.progress.data = config.train.optimizer.name, fingerprint(inputs)
     job.log.skipped = job.progress.skipped
     job.saver.while_waiting = lambda: job.beat("waiting for a save")
@@ -132,8 +142,7 @@ def _go_on(job: Job, checkpoint: Path, *, same_run: bool) -> None:
             f"--resume: the data is not what the run began with ({before} then, {now} now), "
             "so it would see other rows; put it back, or start another run with --from."
         )
-    if job.ranks.first:
-        store.set_aside(job.run.checkpoints, above=job.progress.step)
+    set_aside(job)
     job.reporter.say(f"Going on after step {job.progress.step}, from {checkpoint}.")
 
 
@@ -217,12 +226,23 @@ def _nodes(config: Config, world_size: int) -> int:
 
 
 def starting_point(
-    config: Config, run: RunDirectory, ranks: Ranks, reporter: Reporter, *, resume: bool, start_from: Path | None
+    config: Config,
+    run: RunDirectory,
+    ranks: Ranks,
+    reporter: Reporter,
+    *,
+    resume: bool,
+    start_from: Path | None,
+    again: bool,
 ) -> Path | None:
-    """The checkpoint to begin with, if any."""
-    if start_from is not None:
+    """The checkpoint to begin with, if any. Ranks that an agent started `again` go on with what they have saved since
+    they were told to start from another."""
+    if start_from is not None and not again:
         return start_from
-    return state.newest(checkpoint_folders(config, run), ranks, reporter.warn) if resume else None
+    own = state.newest(checkpoint_folders(config, run), ranks, reporter.warn) if resume else None
+    if start_from is None or (own is not None and read_progress(own).step > read_progress(start_from).step):
+        return own
+    return start_from
 
 
 def count_flops(model: Any, mesh: Mesh) -> Callable[[int, int], float]:

@@ -56,13 +56,13 @@ class TrainStep:
         gradients, scale = self.model.gradients, self.scaler.scale
         total = self.model.backward(batch.passes, scale * (before / batch.targets))
         norm = gradients.norm() * after / scale
-        usable = norm.isfinite()
+        finite = usable = norm.isfinite()
         if self.guard is not None:
             usable = usable & self.guard.fine(self.total(total.clone()) / batch.targets).to(usable.device)
         if self.clip is not None or self.scaler.enabled:
             gradients.multiply(clip_factor(norm, self.clip) * after / scale)
         self.optimizer.step(rate, usable)
         gradients.clear()
-        self.scaler.update(usable)
+        self.scaler.update(finite)  # a spike says nothing about the scale
         self.model.weights_changed()
         return StepResult(total, batch.targets, norm, usable)

@@ -14,10 +14,11 @@ from typing import Any
 
 from shoal.files import write_atomically
 from shoal.parallel.ranks import Ranks
-from shoal.train.beats import ENDED, Beats
+from shoal.train.beats import ENDED, GONE, STOPPED, Beats
 from shoal.train.collectives import last_collectives, who_is_missing
 
-FAILED = 1
+FAILED, VERDICT = 1, "verdict.txt"
+GRACE = 5.0  # seconds for a rank to write its report, once it is its turn
 SURVIVE_A_PEER = 5.0  # seconds for a rank to fail by itself, with a better reason, once another is dead
 
 
@@ -43,11 +44,15 @@ class Watch:
         self.tell = tell
         self.beats = Beats(beats, ranks.rank, ranks.world_size)
         self._main = threading.main_thread().ident
-        self._last: float | None = None  # the first step compiles, and may take longer than any other
+        self._last: float | None = None  # none: not watched. The first step compiles, and may take longer than any
+        self._longest = 0.0  # between two beats
         self._over = threading.Event()
 
     def __enter__(self) -> "Watch":
         self.beats.write(0, "starting")
+        with suppress(OSError):  # of a start before this one, which got so far that it hung and no farther
+            (self.folder / VERDICT).unlink(missing_ok=True)
+            self._report(self.ranks.rank).unlink()
         threading.Thread(target=self._run, name="shoal-watch", daemon=True).start()
         return self
 
@@ -60,7 +65,14 @@ class Watch:
 
     def beat(self, step: int, doing: str) -> None:
         """The run goes on."""
-        self._last = time.monotonic()
+        now = time.monotonic()
+        self._longest = max(self._longest, now - (self._last or now))
+        self._last = now
+        self.beats.write(step, doing)
+
+    def rest(self, step: int, doing: str) -> None:
+        """The next beat may take as long as it will."""
+        self._last = None
         self.beats.write(step, doing)
 
     def _run(self) -> None:
@@ -80,34 +92,41 @@ class Watch:
 
     def _end_the_run(self) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._dump()
-            reports = self._wait_for_others()
+            own = self._dump()
+            reports = self._wait_for_others(own)
             if self.ranks.rank == min(reports):
                 sentence = self._verdict(reports)
-                write_atomically(self.folder / "verdict.txt", sentence + "\n")
                 self.tell(sentence)
+                with suppress(OSError):
+                    write_atomically(self.folder / VERDICT, sentence + "\n")
                 self._end_the_silent(reports)
+            else:  # with the first that goes, connections break, and the others may end before they have spoken
+                deadline = time.monotonic() + GRACE
+                while not (self.folder / VERDICT).exists() and time.monotonic() < deadline:
+                    time.sleep(0.1)
         finally:
             os._exit(FAILED)
 
-    def _dump(self) -> None:
-        beat = self.beats.read(self.ranks.rank)
-        collectives = last_collectives()
-        with (self.folder / f"rank-{self.ranks.rank:05d}.txt").open("w") as file:
-            file.write(
-                f"rank {self.ranks.rank}, step {beat.step}, {beat.doing}; no progress for {self.timeout:g} s\n\n"
-            )
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.write("\nlast collectives, newest last:\n" + "".join(f"  {one}\n" for one in collectives))
+    def _dump(self) -> dict[str, Any]:
+        """Write where this rank is, for people and for the other ranks; a disk that takes nothing is no obstacle."""
+        beat, collectives = self.beats.read(self.ranks.rank), last_collectives()
         report = {
             "step": beat.step,
             "doing": beat.doing,
+            "stood_still_at": time.time() - (time.monotonic() - beat.when),
             "where": self._where(),
             "collectives": [one.as_dict() for one in collectives],
         }
-        write_atomically(self._report(self.ranks.rank), json.dumps(report, indent=1))
+        with suppress(OSError):
+            self.folder.mkdir(exist_ok=True)
+            with (self.folder / f"rank-{self.ranks.rank:05d}.txt").open("w") as file:
+                stood = f"no progress for {self.timeout:g} s"
+                file.write(f"rank {self.ranks.rank}, step {beat.step}, {beat.doing}; {stood}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.write("\nlast collectives, newest last:\n" + "".join(f"  {one}\n" for one in collectives))
+            write_atomically(self._report(self.ranks.rank), json.dumps(report, indent=1))
+        return report
 
     def _report(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.json"
@@ -124,17 +143,31 @@ class Watch:
             frame = frame.f_back
         return innermost
 
-    def _wait_for_others(self) -> dict[int, dict[str, Any]]:
-        """What the ranks have written, once all have, or those that have not can be taken to be unable to."""
-        deadline = time.monotonic() + min(5.0, max(2.0, self.timeout / 2))
+    def _wait_for_others(self, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """What the ranks have written, once all have that can.
+
+        The rank that stood still first is the first to get here, and the others, who waited for it, come after it by
+        as much as they were ahead.
+        """
+        began = time.monotonic()
+        reports = {self.ranks.rank: own}
         while True:
-            reports = {}
             for rank in range(self.ranks.world_size):
                 with suppress(OSError, ValueError):
-                    reports[rank] = json.loads(self._report(rank).read_text())
-            if len(reports) == self.ranks.world_size or time.monotonic() > deadline:
+                    reports.setdefault(rank, json.loads(self._report(rank).read_text()))
+            if not any(self._may_answer(rank, began) for rank in range(self.ranks.world_size) if rank not in reports):
                 return reports
             time.sleep(0.1)
+
+    def _may_answer(self, rank: int, began: float) -> bool:
+        """Whether a rank that has written nothing yet can still be expected to."""
+        now = time.monotonic()
+        if not self.beats.shared:
+            return now < began + 2 * self._longest + GRACE
+        beat = self.beats.read(rank)
+        if beat.state in (STOPPED, GONE):
+            return now < began + 1  # it may have been about to be taken up again
+        return now < beat.when + self.timeout + GRACE
 
     def _verdict(self, reports: dict[int, dict[str, Any]]) -> str:
         stood = f"The run stood still for {self.timeout:g} s"
@@ -146,7 +179,7 @@ class Watch:
             more = f" (and {len(silent) - 1} more)" if len(silent) > 1 else ""
             return f"{stood}: rank {silent[0]}{more}{known}. {stacks}"
         found = who_is_missing({rank: report["collectives"] for rank, report in reports.items()})
-        rank = found[0] if found else min(reports, key=lambda one: self.beats.read(one).when)
+        rank = found[0] if found else min(reports, key=lambda one: float(reports[one]["stood_still_at"]))
         report = reports[rank]
         missing = f" has not come to {found[1]}, in which others wait" if found else " was the first to stand still"
         return (
