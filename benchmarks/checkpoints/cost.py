@@ -38,14 +38,15 @@ def config(folder: Path, name: str, *, steps: int, every: int, **more: Any) -> d
         "model": {"shape": {**SHAPE, "positions": 256}, "tokenizer": "bytes"},
         "data": {"source": "text", "path": str(folder / "text.txt"), "max_length": 128, "validation": 0},
         "train": {"steps": steps, "global_batch": 8, "micro_batch": 8, "lr": 3e-4, "precision": "32-true"},
-        "checkpoint": {"every": every, "keep": 1, "keep_best": 0, **more},
+        "checkpoint": {"every": every, "keep": 1, **more},
         "log": {"every": 10, "to": []},
     }
 
 
-def waiting(folder: Path, steps: int = 300, every: int = 100) -> dict[str, Any]:
-    """The share of a run that goes into waiting for saves: with and without a thread that writes them."""
-    found: dict[str, Any] = {"steps": steps, "every": every}
+def waiting(folder: Path, steps: int = 61, every: int = 20, counted: int = 100) -> dict[str, Any]:
+    """The share of a run that goes into waiting for saves, if there is one in `counted` steps: with and without a
+    thread that writes them."""
+    found: dict[str, Any] = {"steps": steps, "every": every, "counted": counted}
     # The last save is waited for in any run, so that a run with no other is what is subtracted.
     only_last = api.train(api.config_from_mapping(config(folder, "last", steps=steps, every=10**6)), runs=folder / "r")
     for kind, more in (("async", {"async": True}), ("sync", {"async": False})):
@@ -54,13 +55,13 @@ def waiting(folder: Path, steps: int = 300, every: int = 100) -> dict[str, Any]:
         )
         lines = [json.loads(line) for line in (folder / "r" / kind / "metrics.jsonl").read_text().splitlines()]
         step = statistics.median(line["seconds"] for line in lines)
-        saves = (steps - 1) // every
+        saves = (steps - 2) // every  # without the last
         waited = max(0.0, summary.save_seconds - only_last.save_seconds)
         found[kind] = {
             "saves": saves,
             "step_seconds": step,
             "waited_seconds_a_save": waited / saves,
-            "share_of_training": waited / saves / (every * step),
+            "share_of_training": waited / saves / (counted * step),
         }
     found["checkpoint_bytes"] = sum(path.stat().st_size for path in (folder / "r" / "async" / "checkpoints").rglob("*"))
     return found
@@ -104,7 +105,7 @@ def restart(folder: Path) -> dict[str, Any]:
     """From the death of a rank to the next line of training, and how much of that is importing."""
     settings = config(folder, "killed", steps=100_000, every=20)
     settings["model"]["shape"] |= {"hidden": 64, "layers": 2, "ffn": 128}
-    settings["log"]["every"], settings["hardware"] = 1, {"devices": 2}
+    settings["log"]["every"], settings["hardware"], settings["train"]["micro_batch"] = 1, {"devices": 2}, 4
     write_config(folder, settings)
     run = folder / "runs" / "killed"
     with Command(folder, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1"]) as command:
