@@ -88,6 +88,39 @@ def test_a_run_begun_from_another_checkpoint_and_killed_before_its_first_save_be
     assert sorted(training_lines(run)) == list(range(21, 61))
 
 
+def test_one_process_can_be_started_again_too(instructions: Path, tmp_path: Path) -> None:
+    settled = config(instructions, 60)
+    settled["hardware"]["devices"], settled["parallel"]["strategy"] = 1, "single"
+    undisturbed = train_on(1, settled, tmp_path / "undisturbed")
+    write_config(tmp_path, settled)
+    run = tmp_path / "runs" / "run"
+    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1", "--json"]) as command:
+        command.wait_until(lambda: bool(list_whole(run / "checkpoints")))
+        os.kill(rank_process(command.process.pid, 0), signal.SIGKILL)
+        ended = command.wait()
+    assert ended.status == 0, ended.err
+    assert "started again, for the first time" in ended.err
+    hold_undisturbed(run, undisturbed)
+
+
+def test_a_mistake_that_shows_after_a_restart_is_a_sentence_too(instructions: Path, tmp_path: Path) -> None:
+    """The data is changed while the run is down: going on with it would be another run."""
+    data = tmp_path / "rows.jsonl"
+    data.write_bytes(instructions.read_bytes())
+    settled = config(data, 100_000)
+    settled["hardware"]["devices"], settled["parallel"]["strategy"] = 1, "single"
+    write_config(tmp_path, settled)
+    run = tmp_path / "runs" / "run"
+    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "3", "--json"]) as command:
+        command.wait_until(lambda: bool(list_whole(run / "checkpoints")))
+        data.write_bytes(b"".join(data.read_bytes().splitlines(keepends=True)[:200]))
+        os.kill(rank_process(command.process.pid, 0), signal.SIGKILL)
+        ended = command.wait()
+    assert ended.status == 2, ended.err
+    assert "the data is not what the run began with" in ended.err.splitlines()[-1]
+    assert "Traceback" not in ended.err
+
+
 def test_twenty_kills_at_random_moments_change_nothing(instructions: Path, tmp_path: Path) -> None:
     steps = 600
     undisturbed = train_on(2, config(instructions, steps), tmp_path / "undisturbed")

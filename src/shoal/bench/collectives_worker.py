@@ -8,14 +8,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shoal.bench.collectives import measure_as_rank
 from shoal.bench.collectives_request import Request
 from shoal.launch.join import is_first
-from shoal.launch.processes import MISTAKE, leave_result, leave_sentence
+from shoal.launch.processes import MISTAKE, begin_rank, leave_result, leave_sentence
 from shoal.mistakes import UserMistake
-from shoal.signals import die_with_parent
 
 
 @record
 def main() -> None:
-    die_with_parent()
+    begin_rank()
     # Standard output belongs to the launcher, whatever the libraries below have to say.
     os.dup2(2, 1)
     # The launcher prints the traceback of the rank that failed first, once.

@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shoal.files import write_atomically
 from shoal.launch.join import LAUNCH_FOLDER, attempt
 from shoal.mistakes import RunFailed, UserMistake
-from shoal.signals import LAUNCHER, second_signal_ends
+from shoal.signals import LAUNCHER, die_with_parent, second_signal_ends
 
 RESULT, MISTAKE, FAILED, HUNG = "result.json", "mistake", "failed", "hung"
 
@@ -91,6 +91,12 @@ def run_processes(
         return found
 
 
+def begin_rank() -> None:
+    """The first thing that a rank does."""
+    die_with_parent()
+    (Path(os.environ[LAUNCH_FOLDER]) / f"begun-{attempt()}").touch()
+
+
 def leave_result(result: Mapping[str, Any]) -> None:
     """For the first rank: what `run_processes` is to return."""
     write_atomically(Path(os.environ[LAUNCH_FOLDER]) / RESULT, json.dumps(result))
@@ -104,8 +110,12 @@ def leave_sentence(kind: str, sentence: str) -> None:
 
 def _sentences(shared: Path, kind: str) -> list[Path]:
     """What ranks of the latest attempt have left."""
-    latest = max((int(path.name.split("-")[1]) for path in shared.glob("store-*")), default=0)
-    return sorted(shared.glob(f"{kind}-{latest:03d}-*"))
+    return sorted(shared.glob(f"{kind}-{_attempts(shared) - 1:03d}-*"))
+
+
+def _attempts(shared: Path) -> int:
+    """How often the ranks have been started."""
+    return len(list(shared.glob("begun-*")))
 
 
 def _raise_sentence(shared: Path) -> None:
@@ -122,9 +132,8 @@ def _telling_of_restarts(shared: Path, warn: Callable[[str], None]) -> Iterator[
     def look() -> None:
         told = 0
         while not over.wait(0.5):
-            stores = len(list(shared.glob("store-*")))
-            if stores > told + 1:
-                told = stores - 1
+            if _attempts(shared) > told + 1:
+                told = _attempts(shared) - 1
                 hung = sorted(shared.glob(f"{HUNG}-{told - 1:03d}-*"))
                 why = hung[0].read_text() if hung else "A process died."
                 warn(f"{why} All processes were started again, for the {_ordinal(told)} time.")

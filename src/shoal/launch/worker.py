@@ -10,11 +10,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
 from shoal.launch.join import beats_file, joined, restarted
-from shoal.launch.processes import FAILED, HUNG, MISTAKE, leave_result, leave_sentence
+from shoal.launch.processes import FAILED, HUNG, MISTAKE, begin_rank, leave_result, leave_sentence
 from shoal.launch.run import send_output_to
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.progress import Reporter
-from shoal.signals import SAME_REQUEST_FOR_RANKS, die_with_parent
+from shoal.signals import SAME_REQUEST_FOR_RANKS
 from shoal.train.health import StopRequest
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import train
@@ -22,7 +22,7 @@ from shoal.train.loop import train
 
 @record
 def main() -> None:
-    die_with_parent()
+    begin_rank()
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("--resume", action="store_true")
