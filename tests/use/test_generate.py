@@ -211,6 +211,14 @@ def test_mistakes_in_the_run_are_sentences(text_run, tmp_path, shoal, monkeypatc
     assert shoal("generate", damaged, "x", "--step", 2, "--tokens", 2).status == 0
 
 
+def test_a_token_beyond_the_vocabulary_is_a_sentence(text_run):
+    loaded = api.load_run(text_run)
+    loaded.model.config.vocab_size = ord("e")
+    with pytest.raises(UserMistake, match=r"has token 102, but the vocabulary of .* ends at 100"):
+        api.generate(loaded, "def ", tokens=2)
+    assert api.generate(loaded, "abcd", tokens=2, seed=1).tokens >= 0
+
+
 def test_python_has_the_same_door(text_run):
     heard: list[str] = []
     loaded = api.load_run(text_run)

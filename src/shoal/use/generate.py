@@ -69,6 +69,16 @@ def stream(loaded: LoadedRun, prompt: str, sampling: Sampling, *, raw: bool = Fa
     return Answer(loaded, make_prompt(loaded, prompt, raw=raw), sampling)
 
 
+def refuse_unknown_tokens(loaded: LoadedRun, ids: list[int]) -> None:
+    """A tokenizer may have been given tokens that the model was not."""
+    known = loaded.model.config.get_text_config().vocab_size
+    if max(ids, default=0) >= known:
+        raise UserMistake(
+            f"The prompt has token {max(ids)}, but the vocabulary of {loaded.path} ends at {known - 1}: its tokenizer "
+            "is another model's, or was given tokens that the model was not."
+        )
+
+
 @dataclass(frozen=True)
 class Generated:
     """An answer that is complete, and what it took."""
@@ -95,6 +105,7 @@ class Answer(Iterator[str]):
         self.ids: list[int] = []  # without the end token
         self.seed = random.SystemRandom().randrange(2**32) if sampling.seed is None else sampling.seed
         self.step = loaded.step
+        refuse_unknown_tokens(loaded, prompt.ids)
         self._limit = room_for_answer(loaded, prompt.ids, sampling.tokens)
         self._short = self._limit < sampling.tokens
         self._prompt_seen = False
