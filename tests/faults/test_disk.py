@@ -86,9 +86,13 @@ def test_a_save_to_a_full_disk_is_abandoned_with_a_warning_and_the_next_with_roo
     reference = train_on(world_size, config, tmp_path / "reference")
 
     def fill_for_a_while() -> None:
+        wait_for_step(small_disk / "run", 5)
+        began = time.monotonic()
         wait_for_step(small_disk / "run", SAVE_EVERY + 5)
+        # As long as these steps took and half as long again: there is a save among as many.
+        long_enough = 1.5 * (time.monotonic() - began)
         filler = fill(small_disk)
-        time.sleep(0.6)
+        time.sleep(max(0.6, long_enough))
         filler.unlink()
 
     with meanwhile(fill_for_a_while):
