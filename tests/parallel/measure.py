@@ -30,7 +30,8 @@ from shoal.launch.join import joined_within
 from shoal.observe.progress import Reporter
 from shoal.parallel.ranks import Ranks
 from shoal.train.inputs import read_inputs
-from shoal.train.setup import Job, set_up
+from shoal.train.job import Job
+from shoal.train.setup import Start, set_up
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -197,7 +198,7 @@ class Measured:
     def _set_up(self, ranks: Ranks) -> Iterator[Callable[[], Job]]:
         with tempfile.TemporaryDirectory() as folder:
             run = RunDirectory(Path(folder))
-            yield lambda: set_up(self.config, self.inputs, run, ranks, resume=False, start_from=self.start_from)
+            yield lambda: set_up(self.config, self.inputs, run, ranks, Start(checkpoint=self.start_from))
 
 
 @dataclass

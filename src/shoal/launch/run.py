@@ -24,7 +24,7 @@ from shoal.parallel.device import inspect_device
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import Summary, train
 from shoal.train.preview import Preview, preview
-from shoal.train.setup import rehearse
+from shoal.train.setup import Start, rehearse
 
 
 def start(
@@ -89,16 +89,8 @@ def train_as_rank(
         if not first:
             send_output_to(run.logs / f"rank-{ranks.rank}.log")
         with run.held() if first else nullcontext():
-            return train(
-                config,
-                inputs,
-                run,
-                ranks,
-                resume=resume,
-                start_from=start_from,
-                again=restarted(),
-                beats=beats_file(),
-            )
+            start = Start(resume, start_from, restarted())
+            return train(config, inputs, run, ranks, start, beats=beats_file())
 
 
 def _warn(config: Config, processes: int, reporter: Reporter) -> None:

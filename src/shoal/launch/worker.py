@@ -18,6 +18,7 @@ from shoal.signals import SAME_REQUEST_FOR_RANKS
 from shoal.train.health import StopRequest
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import train
+from shoal.train.setup import Start
 
 
 @record
@@ -42,9 +43,7 @@ def main() -> None:
                 read_inputs(config, Reporter(speaks=False)),
                 run,
                 ranks,
-                resume=given.resume or restarted(),
-                start_from=given.start_from,
-                again=restarted(),
+                Start(given.resume or restarted(), given.start_from, restarted()),
                 stop=stop,
                 beats=beats_file(),
                 tell=lambda sentence: leave_sentence(HUNG, sentence),

@@ -26,7 +26,7 @@ from shoal.train.pulse import Pulse
 from shoal.train.recovery import Recovery, go_back
 from shoal.train.save import heed_save, save
 from shoal.train.schedule import make_schedule, peak_rate
-from shoal.train.setup import set_up
+from shoal.train.setup import Start, set_up
 from shoal.train.watch import Watch
 
 
@@ -69,23 +69,20 @@ def train(
     inputs: Inputs,
     run: RunDirectory,
     ranks: Ranks,
+    start: Start,
     *,
-    resume: bool,
-    start_from: Path | None,
-    again: bool = False,
     stop: StopRequest | None = None,
     beats: Path | None = None,
     tell: Callable[[str], None] = lambda sentence: print(f"shoal: {sentence}", file=sys.stderr),
 ) -> Summary:
     """Train on this rank, together with the others.
 
-    `again`: an agent has started these ranks before. `stop` is there if somebody listens for signals already. `beats`
-    is a file that the ranks of this machine share, in which they can see that the others live; `tell` is for what a
-    rank has to say when it ends a run that stands still.
+    `stop` is there if somebody listens for signals already. `beats` is a file that the ranks of this machine share, in
+    which they can see that the others live; `tell` is for what a rank has to say when it ends a run that stands still.
     """
     began = time.perf_counter()
     with StopRequest() if stop is None else nullcontext(stop) as asked:
-        job = set_up(config, inputs, run, ranks, resume=resume, start_from=start_from, again=again)
+        job = set_up(config, inputs, run, ranks, start)
         job.reporter.begin(job.progress.step, job.inputs.steps)
         folder = run.logs / f"hang-{job.log.attempt}"
         try:

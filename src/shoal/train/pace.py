@@ -66,11 +66,12 @@ class SlowRanks:
         if len(times) < 2 or not step_seconds:
             return
         products, waits = ([one[index] for one in times] for index in (0, 1))
+        measured = all(products)
+        # The lower of two in the middle: of two ranks, the one that is not to blame.
+        usual, usual_wait = statistics.median_low(products), statistics.median_low(waits)
         for rank in range(len(times)):
-            others = [one for index, one in enumerate(products) if index != rank]
-            usual = statistics.median(others)
-            slower = products[rank] / usual - 1 if usual and all(products) else 0.0
-            waiting = waits[rank] - statistics.median(waits[:rank] + waits[rank + 1 :])
+            slower = products[rank] / usual - 1 if measured else 0.0
+            waiting = waits[rank] - usual_wait
             late = max(slower, waiting / step_seconds)
             self._behind[rank] = self._behind[rank] + 1 if late > self.limit.behind else 0
             if self._behind[rank] >= self.limit.steps and rank not in self._named:

@@ -25,7 +25,7 @@ class Pulse:
         self.ranks = ranks
         self.slow = slow
         self.pace = Pace(ranks)
-        self._asked: tuple[dist.Work, list[torch.Tensor]] | None = None
+        self._asked: tuple[dist.Work, torch.Tensor] | None = None
 
     def __enter__(self) -> "Pulse":
         return self
@@ -38,7 +38,8 @@ class Pulse:
     def after_step(self, *, stop: bool, cannot_save: bool, data_seconds: float, step_seconds: float) -> Agreed:
         """Tell the others; returns what all told at the previous call (alone: at this one)."""
         told = self._exchange([stop, cannot_save, *self.pace.after_step(data_seconds)])
-        self.slow.look([(product, data) for _, _, product, data in told], step_seconds)
+        if self.ranks.first:  # who would say it
+            self.slow.look([(product, data) for _, _, product, data in told], step_seconds)
         return Agreed(stop=any(one[0] for one in told), cannot_save=any(one[1] for one in told))
 
     def _exchange(self, numbers: list[float]) -> list[list[float]]:
@@ -46,8 +47,8 @@ class Pulse:
             return [numbers]
         heard = self._hear()
         mine = torch.tensor(numbers, dtype=torch.float64)
-        table = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
-        work = dist.all_gather(table, mine, async_op=True)
+        table = mine.new_empty(self.ranks.world_size * len(numbers))
+        work = dist.all_gather_into_tensor(table, mine, async_op=True)
         assert work is not None
         self._asked = (work, table)
         return heard
@@ -59,4 +60,5 @@ class Pulse:
         work, table = self._asked
         self._asked = None
         work.wait()
-        return [numbers.tolist() for numbers in table]
+        found: list[list[float]] = table.reshape(self.ranks.world_size, -1).tolist()
+        return found

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,16 +44,16 @@ from shoal.train.schedule import peak_rate
 from shoal.train.step import TrainStep
 
 
-def set_up(
-    config: Config,
-    inputs: Inputs,
-    run: RunDirectory,
-    ranks: Ranks,
-    *,
-    resume: bool,
-    start_from: Path | None,
-    again: bool = False,
-) -> Job:
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: anew, unless one of these says otherwise."""
+
+    resume: bool = False  # with its own newest checkpoint
+    checkpoint: Path | None = None  # with this one, of whatever run
+    again: bool = False  # an agent has started these ranks before: with what they have saved since, if anything
+
+
+def set_up(config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, start: Start) -> Job:
     """Build the model over all ranks, and load the checkpoint there is to start from."""
     reporter = Reporter(speaks=ranks.first)
     seed_everything(config.seed, ranks.rank, config.train.deterministic)
@@ -62,7 +62,7 @@ def set_up(
     if device.memory_gib is not None:  # unlike devices must not choose unlike batches
         device = replace(device, memory_gib=ranks.smallest(device.memory_gib))
     chosen, mesh = choose(config, built, ranks.world_size, device)
-    checkpoint = starting_point(config, run, ranks, reporter, resume=resume, start_from=start_from, again=again)
+    checkpoint = starting_point(config, run, ranks, reporter, start)
     parameters = sum(parameter.numel() for parameter in built.parameters())
     freeze(built, config.model.freeze)
     flops = count_flops(built, mesh)
@@ -118,8 +118,8 @@ def set_up(
         saved=None,
     )
     if checkpoint is not None:
-        _go_on(job, checkpoint, same_run=checkpoint != start_from)
-    elif not resume:
+        _go_on(job, checkpoint, same_run=checkpoint != start.checkpoint)
+    elif not start.resume:
         set_aside(job)  # what another run of this name left in the fallback
     job.progress.optimizer, job.progress.data = config.train.optimizer.name, fingerprint(inputs)
     job.log.skipped = job.progress.skipped
@@ -225,24 +225,15 @@ def _nodes(config: Config, world_size: int) -> int:
     return max(1, world_size // local) if local else config.hardware.nodes
 
 
-def starting_point(
-    config: Config,
-    run: RunDirectory,
-    ranks: Ranks,
-    reporter: Reporter,
-    *,
-    resume: bool,
-    start_from: Path | None,
-    again: bool,
-) -> Path | None:
-    """The checkpoint to begin with, if any. Ranks that an agent started `again` go on with what they have saved since
-    they were told to start from another."""
-    if start_from is not None and not again:
-        return start_from
-    own = state.newest(checkpoint_folders(config, run), ranks, reporter.warn) if resume else None
-    if start_from is None or (own is not None and read_progress(own).step > read_progress(start_from).step):
+def starting_point(config: Config, run: RunDirectory, ranks: Ranks, reporter: Reporter, start: Start) -> Path | None:
+    """The checkpoint to begin with, if any."""
+    given = start.checkpoint
+    if given is not None and not start.again:
+        return given
+    own = state.newest(checkpoint_folders(config, run), ranks, reporter.warn) if start.resume else None
+    if given is None or (own is not None and read_progress(own).step > read_progress(given).step):
         return own
-    return start_from
+    return given
 
 
 def count_flops(model: Any, mesh: Mesh) -> Callable[[int, int], float]:
