@@ -84,6 +84,7 @@ def test_resume_goes_on_with_the_same_dropout(mesh, few, with_dropout, tmp_path)
 @pytest.mark.parametrize(
     "changes",
     [
+        {"train__optimizer": {"name": "adamw8bit"}},
         {"train__optimizer": {"name": "sgd"}},
         {"train__optimizer": {"name": "lion"}, "train__lr": 3e-4},
         {"train__optimizer": {"name": "muon"}},

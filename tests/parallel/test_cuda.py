@@ -34,14 +34,19 @@ def _group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _losses(strategy: str, precision: str, compile_blocks: bool) -> list[tuple[float, float]]:
+def _losses(strategy: str, precision: str, compile_blocks: bool, optimizer: str = "adamw") -> list[tuple[float, float]]:
     device = torch.device("cuda", 0)
     shape = {"family": "llama", "hidden": 256, "layers": 3, "heads": 4, "kv_heads": 2, "vocab": 512, "positions": 256}
     config = config_from_mapping(
         {
             "model": {"shape": shape, "tokenizer": "bytes"},
             "data": {"source": "text", "path": str(Path(__file__)), "max_length": 256},
-            "train": {"precision": precision, "compile": compile_blocks, "lr": 1e-3},
+            "train": {
+                "precision": precision,
+                "compile": compile_blocks,
+                "lr": 1e-3,
+                "optimizer": {"name": optimizer},
+            },
         }
     )
     model = parallelize(
@@ -56,7 +61,13 @@ def _losses(strategy: str, precision: str, compile_blocks: bool) -> list[tuple[f
     )
     step = TrainStep(
         model,
-        make_optimizer(model.parameters, config.train, model.anatomy),
+        make_optimizer(
+            model.parameters,
+            config.train,
+            model.anatomy,
+            placement=model.placement,
+            copies=model.low_precision,
+        ),
         LossScaler(device, enabled=model.precision.scaled),
         clip=None,
     )
@@ -80,20 +91,30 @@ def test_a_strategy_on_one_gpu_trains_what_plain_training_trains(strategy, preci
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in plain], rel=10 * bound)
 
 
-def test_an_unusable_step_changes_nothing_and_the_host_need_not_look():
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_moments_in_8_bits_train_nearly_what_whole_ones_train(strategy, precision):
+    plain = _losses("single", precision, compile_blocks=False)
+    found = _losses(strategy, precision, compile_blocks=False, optimizer="adamw8bit")
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in plain], rel=1e-2)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_an_unusable_step_changes_nothing_and_the_host_need_not_look(optimizer):
     device = torch.device("cuda", 0)
-    weight = torch.nn.Parameter(torch.ones(8, 8, device=device))
-    config = config_from_mapping({"model": {"shape": "gpt2"}})
-    optimizer = make_optimizer({"weight": weight}, config.train, None)  # type: ignore[arg-type]
+    weight = torch.nn.Parameter(torch.ones(80, 80, device=device))
+    config = config_from_mapping({"model": {"shape": "gpt2"}, "train": {"optimizer": {"name": optimizer}}})
+    made = make_optimizer({"weight": weight}, config.train, None)  # type: ignore[arg-type]
     weight.grad = torch.full_like(weight, torch.nan)
     usable = torch.tensor(False, device=device)
-    optimizer.step(0.1, usable)  # the first makes the state, and waits for it
+    made.step(0.1, usable)  # the first makes the state, and waits for it
     torch.cuda.set_sync_debug_mode("error")
     try:
-        optimizer.step(0.1, usable)
+        made.step(0.1, usable)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(weight, torch.ones_like(weight))
+    assert not any(value.any() for value in made.state().values())
 
 
 @pytest.mark.parametrize("queries", [1, 64, 100])

@@ -64,6 +64,16 @@ def test_what_cannot_be_split_says_why(world_size, model, parallel, says, instru
     assert says in mistake(world_size, config, tmp_path / "runs")
 
 
+def test_a_cut_inside_of_numbers_that_share_a_scale_names_a_degree_that_has_none(instructions, tmp_path):
+    sizes = {"family": "llama", "hidden": 512, "layers": 1, "heads": 8, "kv_heads": 4, "ffn": 1024, "vocab": 260}
+    config = settings(instructions, model__shape={**sizes, "positions": 512}, parallel={"tp": 4})
+    config["train"]["optimizer"] = {"name": "adamw8bit"}
+    assert mistake(4, config, tmp_path / "runs") == (
+        "parallel.tp 4 cuts rows of model.layers.0.self_attn.o_proj.weight into 128 numbers, and adamw8bit keeps them "
+        "in blocks of 256; use parallel.tp 2, or train.optimizer.name adamw."
+    )
+
+
 def test_passes_that_make_no_equal_rounds_name_the_nearest_that_do(instructions, tmp_path):
     config = settings(instructions, model__shape=shape(layers=4), parallel={"pp": 2, "pp_schedule": "zero-bubble"})
     config["train"].update(global_batch=10, micro_batch=2)

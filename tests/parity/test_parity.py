@@ -98,6 +98,17 @@ UNUSUAL = [
     Row("wrap_compile", {**FSDP, "wrap": {"min_params": 1500}}, (2,), train={"compile": "aot_eager"}),
 ]
 
+EIGHT_BITS = {"optimizer": {"name": "adamw8bit"}}
+IN_EIGHT_BITS = [
+    Row("ddp", {"strategy": "ddp"}, train=EIGHT_BITS, bitwise=True),
+    Row("zero1", {"strategy": "zero1"}, train=EIGHT_BITS, bitwise=True),
+    Row("fsdp", FSDP, train=EIGHT_BITS, bitwise=True),
+    Row("offload_cpu", {**FSDP, "offload": "cpu"}, (2,), train=EIGHT_BITS, bitwise=True),
+    Row("offload_optimizer", {"strategy": "zero1", "offload": "optimizer"}, (2,), train=EIGHT_BITS, bitwise=True),
+    Row("pp", {"pp": 2}, (2,), train=EIGHT_BITS),
+    Row("cp", {"cp": 2}, (2,), train=EIGHT_BITS),
+]
+
 
 def cases(rows: list[Row], *, exact: bool) -> list[Any]:
     """Two settings of each row in each precision, so that it meets both families, both numbers of passes and all its
@@ -121,8 +132,9 @@ def reference(instructions: Path, tmp_path_factory: pytest.TempPathFactory):
     """What one process does with the same batch, trained once for all cases that share it."""
 
     @cache
-    def train(family: str, precision: str, global_batch: int, pack: bool) -> Path:
-        config = _config(instructions, family, precision, global_batch, pack)
+    def train(family: str, precision: str, global_batch: int, pack: bool, optimizer: str = "adamw") -> Path:
+        changes = {"train__optimizer": {"name": optimizer}}
+        config = _config(instructions, family, precision, global_batch, pack, **changes)
         return train_on(1, config, tmp_path_factory.mktemp("reference"))
 
     return train
@@ -140,7 +152,9 @@ def _config(data: Path, family: str, precision: str, global_batch: int, pack: bo
     )
 
 
-def hold_equal(run: Path, expected: Path, *, bitwise: bool, loss: float = 2e-6, norm: float = 1e-5) -> None:
+def hold_equal(
+    run: Path, expected: Path, *, bitwise: bool, loss: float = 2e-6, norm: float = 1e-5, weight: float | None = None
+) -> None:
     found, wanted = lines(run), lines(expected)
     assert [line["step"] for line in found] == [line["step"] for line in wanted] == list(range(1, 11))
     assert [line["tokens"] for line in found] == [line["tokens"] for line in wanted]
@@ -157,7 +171,7 @@ def hold_equal(run: Path, expected: Path, *, bitwise: bool, loss: float = 2e-6, 
         assert [line[key] for line in found] == pytest.approx([line[key] for line in wanted], rel=bound)
     # AdamW turns the smallest gradients, which are rounding, into steps as large as any: weights are held loosely.
     apart = max(float((one[name] - other[name]).abs().max()) for name in one)
-    assert apart < 20 * loss
+    assert apart < (20 * loss if weight is None else weight)
 
 
 def train_row(row: Row, world_size: int, family: str, passes: int, precision: str, data: Path, runs: Path) -> Path:
@@ -191,3 +205,20 @@ def test_an_unusual_combination_trains_what_one_process_trains(row, instructions
     run = train_row(row, world_size, "llama", 4, "32-true", instructions, tmp_path)
     expected = reference("llama", "32-true", MICRO_BATCH * row.data_parallel(world_size) * 4, False)
     hold_equal(run, expected, bitwise=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "world_size"),
+    [
+        pytest.param(row, size, id=f"{row.name}-{size}", marks=() if size == 2 else pytest.mark.slow)
+        for row in IN_EIGHT_BITS
+        for size in row.world_sizes
+    ],
+)
+def test_a_strategy_keeps_the_8_bit_moments_that_one_process_keeps(row, world_size, instructions, reference, tmp_path):
+    """Where sums are taken in another order a moment may be rounded to the next code, and its weight take a step that
+    is a share of the rate longer; losses and norms do not show it."""
+    run = train_row(row, world_size, "pythia", 1, "32-true", instructions, tmp_path)
+    global_batch = MICRO_BATCH * row.data_parallel(world_size)
+    expected = reference("pythia", "32-true", global_batch, False, "adamw8bit")
+    hold_equal(run, expected, bitwise=row.bitwise and world_size == 2, weight=1e-3)

@@ -22,15 +22,15 @@ class Watched(Store):
         return self.given[-1]
 
 
-@pytest.mark.parametrize(("name", "fields"), [("adamw", 2), ("sgd", 1), ("lion", 1)])
+@pytest.mark.parametrize(("name", "fields"), [("adamw", 2), ("adamw8bit", 4), ("sgd", 1), ("lion", 1)])
 def test_every_moment_of_every_optimizer_lives_in_the_store(name, fields, tmp_path):
     store = Watched(tmp_path)
-    parameters = {f"weight{index}": torch.nn.Parameter(torch.randn(4, 5)) for index in range(3)}
+    parameters = {f"weight{index}": torch.nn.Parameter(torch.randn(64, 65)) for index in range(3)}
     train = TrainConfig.model_validate({"optimizer": {"name": name}})
     optimizer = make_optimizer(parameters, train, None, store=store)  # type: ignore[arg-type]
     for _ in range(2):
         for parameter in parameters.values():
-            parameter.grad = torch.randn(4, 5)
+            parameter.grad = torch.randn(64, 65)
         optimizer.step(0.1, torch.tensor(True))
     held = {value.data_ptr() for key, value in optimizer.state().items() if value.dim()}
     assert held == {tensor.data_ptr() for tensor in store.given}

@@ -10,7 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+# Numbers of a row that share one, where a state has a number for each block of a parameter (see train/eight_bits.py).
+BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,13 @@ class Split:
         length = sum(length for _, length in self.spans)
         return (*whole[: self.dimension], length, *whole[self.dimension + 1 :])
 
+    def in_blocks(self, size: int) -> "Split":
+        """Of a tensor with one number for each block of `size` numbers in this dimension, where no cut is inside of a
+        block."""
+        assert all(start % size == 0 for start, _ in self.spans), "cut inside of a block"
+        spans = tuple((start // size, -(-length // size)) for start, length in self.spans)
+        return Split(self.dimension, -(-self.size // size), spans)
+
 
 Splits = Mapping[str, Split]  # by the parameter's name; one that is not named is not split
 
@@ -76,16 +87,22 @@ def whole(shape: tuple[int, ...]) -> Box:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The memory of `tensor` on this rank, without autograd."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # in this order: to detach a DTensor costs the host much more
+            tensor = tensor.to_local()
+    return tensor.detach()
 
 
-def placed_like(local: Tensor, tensor: Tensor) -> Tensor:
+def placed_like(local: Tensor, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """`local` as this rank's part of a tensor that lies as `tensor` does, wherever the memory is: `DTensor.from_local`
-    would move it to the mesh's kind of device."""
+    would move it to the mesh's kind of device. `shape` is that of the whole, if it is not that of `tensor`."""
     if not isinstance(tensor, DTensor):
         return local
-    return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    whole_size = tensor.shape if shape is None else torch.Size(shape)
+    stride = torch.empty(whole_size, device="meta").stride() if shape is not None else tensor.stride()
+    meta = TensorMeta(whole_size, stride, local.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def local_box(tensor: Tensor) -> Box:
@@ -126,3 +143,8 @@ def pieces(tensor: Tensor, split: Split | None) -> list[Piece]:
 def with_value(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
     """`values` with another one at `index`."""
     return (*values[:index], value, *values[index + 1 :])
+
+
+def blocks_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor with one number for each block of a parameter of this shape."""
+    return (*shape[:-1], -(-shape[-1] // BLOCK))

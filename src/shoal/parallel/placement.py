@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from shoal.models.pieces import Piece, Split, Splits, pieces, whole_shape
+from shoal.models.pieces import BLOCK, Piece, Split, Splits, pieces, whole_shape
 from shoal.parallel.grid import Grid
 
 # Mesh dimensions of ours that the dimensions of a DTensor's mesh stand for.
@@ -19,7 +19,8 @@ STANDS_FOR = {
 
 @dataclass(frozen=True)
 class Placement:
-    """For parameters by their names, and for tensors that lie as a parameter does (its optimizer state)."""
+    """For parameters by their names, and for tensors that lie as a parameter does: its optimizer state, also where that
+    has one number for each block of the parameter's."""
 
     grid: Grid
     shapes: Mapping[str, tuple[int, ...]]  # of every parameter of the whole model, wherever it is
@@ -56,4 +57,8 @@ class Placement:
 
     def _split(self, name: str | None, tensor: Tensor) -> Split | None:
         split = self.splits.get(name) if name is not None else None
-        return split if split is not None and tensor.dim() else None  # a counter is not cut with its parameter
+        if name is None or split is None or not tensor.dim():  # a counter is not cut with its parameter
+            return None
+        part = split.part_shape(self.shapes[name])
+        in_blocks = split.dimension == len(part) - 1 and tuple(tensor.shape) != part
+        return split.in_blocks(BLOCK) if in_blocks else split

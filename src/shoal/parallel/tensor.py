@@ -44,6 +44,18 @@ def check_tensor_parallel(model: Any, degree: int) -> None:
             )
 
 
+def rows_cut(model: Any, anatomy: Anatomy) -> dict[str, int]:
+    """The weights that would be cut along their last dimension, and the length of what is divided there."""
+    plan = find_plan(model, "parallel.tp")
+    found = {}
+    for name in anatomy.blocks:
+        for matrix in (*plan.column, *plan.row):
+            linear: Any = model.get_submodule(f"{name}.{matrix}")
+            if (matrix in plan.row) == isinstance(linear, nn.Linear):  # Conv1D holds its matrix the other way round
+                found[f"{name}.{matrix}.weight"] = linear.weight.shape[1] // plan.fused.get(matrix, 1)
+    return found
+
+
 def split_tensors(model: Any, anatomy: Anatomy, group: dist.ProcessGroup) -> dict[str, Split]:
     """Cut `model`, which is on meta, in place; returns how each parameter that was cut lies in the whole."""
     plan = find_plan(model, "parallel.tp")
@@ -76,7 +88,7 @@ def _split_block(block: nn.Module, name: str, plan: Plan, group: dist.ProcessGro
         linear = block.get_submodule(row)
         is_linear = isinstance(linear, nn.Linear)
         _cut(linear, "weight", f"{name}.{row}", 1 if is_linear else 0, 1, group, splits)
-        become(linear, _RowCut, tensor_group=group, transposed=not is_linear)
+        become(linear, RowCut, tensor_group=group, transposed=not is_linear)
     for norm in plan.norms:
         become(block.get_submodule(norm), _GatheredAfter, tensor_group=group)
 
@@ -139,7 +151,7 @@ class _GatheredAfter:
         return gather(super().forward(inputs), SEQUENCE, self.tensor_group)  # type: ignore[misc]
 
 
-class _RowCut:
+class RowCut:
     """A matrix cut along its inputs: each rank's share of the products, summed; the bias is added once, after that."""
 
     tensor_group: dist.ProcessGroup
@@ -148,9 +160,11 @@ class _RowCut:
     bias: Tensor | None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        weight = self.weight.t() if self.transposed else self.weight
-        result = scatter_sum(F.linear(inputs, weight), SEQUENCE, self.tensor_group)
+        result = scatter_sum(self.product(inputs), SEQUENCE, self.tensor_group)
         return result if self.bias is None else result + self.bias
+
+    def product(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.weight.t() if self.transposed else self.weight)
 
 
 class _VocabularyCut:

@@ -10,8 +10,12 @@ from torch import Tensor, nn
 
 from shoal.config.schema import OptimizerConfig, TrainConfig
 from shoal.mistakes import UserMistake
-from shoal.models.anatomy import Anatomy
+from shoal.models.anatomy import Anatomy, read_anatomy
+from shoal.models.pieces import BLOCK
 from shoal.parallel.placement import Placement
+from shoal.parallel.tensor import rows_cut
+from shoal.train.adamw import NO_COPIES, AdamW, find_kernel
+from shoal.train.eight_bits import is_kept_small
 from shoal.train.lion import Lion
 from shoal.train.offload import OffloadedState, Store, buckets
 from shoal.train.partition import Partition
@@ -26,29 +30,43 @@ class NamedOptimizer:
         names: Mapping[Tensor, str],
         partition: Partition | None = None,
         offloaded: OffloadedState | None = None,
+        copies: Mapping[Tensor, Tensor] = NO_COPIES,
     ) -> None:
+        """`copies` of parameters, rounded to the type that is computed with, are written in the same go where
+        `writes_copies`."""
         self.parts = parts
         self.names = names
         self.partition = partition  # ZeRO-1: each replica updates its rows
         self.offloaded = offloaded
+        # Gradients need not be multiplied with what clips them before a step, which takes the factor.
+        self.takes_factor = all(isinstance(part, AdamW) for part in parts)
+        # Rows of a weight are all that a replica knows before the others have sent theirs.
+        self.writes_copies = self.takes_factor and partition is None and bool(copies)
+        self.copies = copies if self.writes_copies else NO_COPIES
 
-    def step(self, rate: float, usable: Tensor) -> None:
-        """Update the weights, unless `usable` is false: then nothing changes, the optimizer's state included."""
+    def step(self, rate: float, usable: Tensor, factor: Tensor | None = None) -> None:
+        """Update the weights by the gradients times `factor` (where `takes_factor`), unless `usable` is false: then
+        nothing changes, the optimizer's state included."""
+        assert factor is None or self.takes_factor
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = rate * group["rate_factor"]
         if self.partition is not None:
             self.partition.take_gradients()
-        fused = all(group.get("fused") for part in self.parts for group in part.param_groups)
-        if fused:  # the kernel itself looks at the flag, and the host need not wait for it
-            for part in self.parts:
-                part.found_inf = (~usable).float()  # type: ignore[attr-defined]
-        if fused or bool(usable):
+        if all(_looks_itself(part) for part in self.parts) or bool(usable):
             for part in self.parts:
                 with nullcontext() if self.offloaded is None else self.offloaded.on_device(part):
-                    part.step()
+                    self._step(part, usable, factor)
             if self.partition is not None:
                 self.partition.send_rows()
+
+    def _step(self, part: torch.optim.Optimizer, usable: Tensor, factor: Tensor | None) -> None:
+        if isinstance(part, AdamW):
+            part.step(usable, factor, self.copies)
+            return
+        if _looks_itself(part):
+            part.found_inf = (~usable).float()  # type: ignore[attr-defined]
+        part.step()
 
     def state(self) -> dict[str, Tensor]:
         """Every state tensor under 'field.parameter name'."""
@@ -63,7 +81,7 @@ class NamedOptimizer:
         """Make the state that `stored` (name → whole shape) describes, as far as it is this rank's, ready to be filled,
         and return it as `state` does."""
         places = {
-            self.names[parameter]: (part, parameter, bool(group.get("fused")))
+            self.names[parameter]: (part, parameter)
             for part in self.parts
             for group in part.param_groups
             for parameter in group["params"]
@@ -72,20 +90,34 @@ class NamedOptimizer:
             field, _, name = key.partition(".")
             if name not in places:
                 continue
-            part, parameter, fused = places[name]
-            value: Tensor
-            if shape and tuple(shape) == placement.whole_shape(name, parameter):
-                if self.offloaded is not None:
-                    value = self.offloaded.store.empty_like(parameter)
-                else:
-                    value = torch.zeros_like(parameter, requires_grad=False)
-            else:  # a counter: fused kernels read it on the device, the others on the host
-                value = torch.zeros(shape, device=parameter.device if fused else "cpu")
+            part, parameter = places[name]
+            value = _empty(part, parameter, field, shape)
+            if placement.whole_shape(name, value) != tuple(shape):
+                raise UserMistake(
+                    f"The checkpoint's {key} is {shape}, but this run's {placement.whole_shape(name, value)}."
+                )
+            if value.dim() and self.offloaded is not None:
+                value = self.offloaded.store.empty_like(value)
             part.state[parameter][field] = value
-        for name, (part, parameter, _) in places.items():  # what the checkpoint does not know of is no part of the run
+        for name, (part, parameter) in places.items():  # what the checkpoint does not know of is no part of the run
             for field in [one for one in part.state.get(parameter, ()) if f"{one}.{name}" not in stored]:
                 del part.state[parameter][field]
         return self.state()
+
+
+def _looks_itself(part: torch.optim.Optimizer) -> bool:
+    """Whether a kernel looks at the flag of an unusable step, so that the host need not wait for it."""
+    return isinstance(part, AdamW) or all(group.get("fused") for group in part.param_groups)
+
+
+def _empty(part: torch.optim.Optimizer, parameter: Tensor, field: str, shape: tuple[int, ...]) -> Tensor:
+    """Room for a field of the state of `parameter`, of which the whole has this shape."""
+    if isinstance(part, AdamW):
+        return part.empty_field(parameter, field)
+    if shape:
+        return torch.zeros_like(parameter, requires_grad=False)
+    # A counter: fused kernels read it on the device, the others on the host.
+    return torch.zeros((), device=parameter.device if _looks_itself(part) else "cpu")
 
 
 def check_groups(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> None:
@@ -96,17 +128,43 @@ def check_groups(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> 
             raise UserMistake(f"train.lr_groups: {pattern!r} fits no trained parameter.")
 
 
+def check_cuts(model: nn.Module, train: TrainConfig, degree: int) -> None:
+    """A cut of tensor parallelism inside of a block of numbers that share a scale is a mistake."""
+    if train.optimizer.name != "adamw8bit" or degree == 1:
+        return
+    parameters = dict(model.named_parameters())
+    widths = {
+        name: width
+        for name, width in rows_cut(model, read_anatomy(model)).items()
+        if parameters[name].requires_grad and is_kept_small(tuple(parameters[name].shape))
+    }
+    fitting = [
+        one
+        for one in range(1, degree + 1)
+        if degree % one == 0 and (one == 1 or all(width % (one * BLOCK) == 0 for width in widths.values()))
+    ]
+    if fitting[-1] != degree:
+        name = next(name for name, width in widths.items() if width % (degree * BLOCK))
+        raise UserMistake(
+            f"parallel.tp {degree} cuts rows of {name} into {widths[name] // degree} numbers, and adamw8bit keeps them "
+            f"in blocks of {BLOCK}; use parallel.tp {fitting[-1]}, or train.optimizer.name adamw."
+        )
+
+
 def make_optimizer(
     parameters: Mapping[str, nn.Parameter],
     train: TrainConfig,
     anatomy: Anatomy,
     *,
+    placement: Placement | None = None,
     partition: Partition | None = None,
     store: Store | None = None,
+    copies: Mapping[Tensor, Tensor] = NO_COPIES,
 ) -> NamedOptimizer:
     """The optimizer of the config over those `parameters` that are trained.
 
-    With `partition` each replica updates its rows only; with `store` the state lives there between steps.
+    `placement` says of which wholes they are parts, if they are; with `partition` each replica updates its rows only;
+    with `store` the state lives there between steps; `copies` of parameters are low-precision ones to be kept up.
     """
     held = parameters if partition is None else partition.parameters
     trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
@@ -118,23 +176,39 @@ def make_optimizer(
         matrices = {name: one for name, one in trained.items() if one.dim() == 2 and name.startswith(inside)}
         others = {name: one for name, one in trained.items() if name not in matrices}
         kinds = {"muon": matrices, "adamw": others}
+    whole = {} if placement is None else placement.shapes
     parts = [
-        _make(name, some, train, store)
+        _make(name, some, train, store, whole)
         for name, members in kinds.items()
         for some in ([members] if store is None else buckets(members))
         if some
     ]
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
-    return NamedOptimizer(parts, names, partition, None if store is None else OffloadedState(store))
+    return NamedOptimizer(parts, names, partition, None if store is None else OffloadedState(store), copies)
 
 
 def _make(
-    name: str, parameters: Mapping[str, nn.Parameter], train: TrainConfig, store: Store | None
+    name: str,
+    parameters: Mapping[str, nn.Parameter],
+    train: TrainConfig,
+    store: Store | None,
+    whole: Mapping[str, tuple[int, ...]],
 ) -> torch.optim.Optimizer:
     settings = train.optimizer
     groups = _groups(parameters, settings, train.lr_groups)
     # The fused CPU kernel rounds the tail of a tensor unlike its middle, so shards of it would differ in the last bit.
     fused = all(parameter.is_cuda for parameter in parameters.values())
+    if name == "adamw8bit":
+        small = {key: one for key, one in parameters.items() if is_kept_small(whole.get(key, tuple(one.shape)))}
+        large = {key: one for key, one in parameters.items() if key not in small}
+        groups = [
+            {**group, "eight_bits": some is small}
+            for some in (small, large)
+            for group in _groups(some, settings, train.lr_groups)
+        ]
+        return AdamW(groups, lr=train.lr, betas=settings.betas, eps=settings.eps, dtype=torch.float32)
+    if name == "adamw" and fused and find_kernel() is not None:
+        return AdamW(groups, lr=train.lr, betas=settings.betas, eps=settings.eps)
     if name == "adamw":
         return torch.optim.AdamW(
             groups, lr=train.lr, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused

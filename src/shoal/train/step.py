@@ -59,10 +59,15 @@ class TrainStep:
         finite = usable = norm.isfinite()
         if self.guard is not None:
             usable = usable & self.guard.fine(self.total(total.clone()) / batch.targets).to(usable.device)
+        factor = None
         if self.clip is not None or self.scaler.enabled:
-            gradients.multiply(clip_factor(norm, self.clip) * after / scale)
-        self.optimizer.step(rate, usable)
+            factor = clip_factor(norm, self.clip) * after / scale
+        if factor is not None and not self.optimizer.takes_factor:
+            gradients.multiply(factor)
+            factor = None
+        self.optimizer.step(rate, usable, factor)
         gradients.clear()
         self.scaler.update(finite)  # a spike says nothing about the scale
-        self.model.weights_changed()
+        if not self.optimizer.writes_copies:
+            self.model.weights_changed()
         return StepResult(total, batch.targets, norm, usable)
