@@ -76,14 +76,19 @@ def test_hybrid_sharding_replicates_over_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("degrees", "multiple"),
+    ("degrees", "precision", "multiple"),
     [
-        ({}, 1),
-        ({"tp": 4}, 4),
-        ({"cp": 2}, 4),
-        ({"cp": 2, "tp": 3}, 12),
-        ({"cp": 3, "tp": 2, "cp_method": "ulysses"}, 6),
+        ({}, "bf16-mixed", 1),
+        ({"tp": 4}, "bf16-mixed", 4),
+        ({"cp": 2}, "bf16-mixed", 4),
+        ({"cp": 2, "tp": 3}, "bf16-mixed", 12),
+        ({"cp": 3, "tp": 2, "cp_method": "ulysses"}, "bf16-mixed", 6),
+        ({}, "fp8", 16),
+        ({"tp": 3}, "fp8", 48),
+        ({"cp": 2}, "fp8", 32),
     ],
 )
-def test_rows_are_padded_so_that_every_rank_gets_equally_many_tokens(degrees: dict[str, object], multiple: int) -> None:
-    assert length_multiple(ParallelConfig.model_validate(degrees)) == multiple
+def test_rows_are_padded_so_that_every_rank_gets_equally_many_tokens(
+    degrees: dict[str, object], precision: str, multiple: int
+) -> None:
+    assert length_multiple(ParallelConfig.model_validate(degrees), precision) == multiple

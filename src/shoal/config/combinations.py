@@ -13,7 +13,7 @@ Finding = tuple[str, str]  # the key to point at, and the sentence
 def refuse_combinations(config: Config, origins: Origins) -> None:
     """Raise a UserMistake with one line for each combination that cannot work."""
     sentences = []
-    for key, sentence in (*_sharding(config), *_cutting(config), *_sizes(config)):
+    for key, sentence in (*_sharding(config), *_cutting(config), *_attention(config), *_sizes(config)):
         path: KeyPath = tuple(key.split("."))
         sentences.append(f"{origins.prefix(path)}{sentence}")
     if sentences:
@@ -77,16 +77,34 @@ def _cutting(config: Config) -> Iterator[Finding]:
         )
 
 
+def _attention(config: Config) -> Iterator[Finding]:
+    attention, train = config.model.attention, config.train
+    if attention == "flex" and train.compile is False:
+        yield (
+            "train.compile",
+            "train.compile false makes flex attention compute every pair of tokens; use compile auto, or attention "
+            "auto.",
+        )
+    if attention == "flex" and config.parallel.cp > 1:
+        yield (
+            "model.attention",
+            "model.attention flex looks at whole rows, which parallel.cp cuts; use attention auto, or cp 1.",
+        )
+
+
 def _sizes(config: Config) -> Iterator[Finding]:
     parallel, hardware = config.parallel, config.hardware
-    multiple, length = length_multiple(parallel), config.data.max_length
+    precision = config.train.precision
+    multiple, length = length_multiple(parallel, precision), config.data.max_length
     if length % multiple:
         below = length // multiple * multiple
         near = " or ".join(str(one) for one in (below, below + multiple) if one)
+        over = f"be divided over parallel.cp {parallel.cp} × tp {parallel.tp}"
+        if parallel.cp == parallel.tp == 1:
+            over = f"be multiplied in {precision}"
         yield (
             "data.max_length",
-            f"data.max_length {length} cannot be divided over parallel.cp {parallel.cp} × tp {parallel.tp}: it must be "
-            f"a multiple of {multiple}, such as {near}.",
+            f"data.max_length {length} cannot {over}: it must be a multiple of {multiple}, such as {near}.",
         )
     if hardware.devices != "auto":
         try:

@@ -69,12 +69,15 @@ def divide_processes(parallel: ParallelConfig, world_size: int) -> int:
     return world_size // within
 
 
-def length_multiple(parallel: ParallelConfig) -> int:
-    """Rows are padded to a multiple of this, so that every rank of `cp` and `tp` gets equally many tokens."""
+def length_multiple(parallel: ParallelConfig, precision: str) -> int:
+    """Rows are padded to a multiple of this, so that every rank of `cp` and `tp` gets equally many tokens; 8-bit
+    products want them in sixteens."""
+    units = 16 if precision == "fp8" else 1
     if parallel.cp == 1:
-        return parallel.tp
+        return lcm(parallel.tp, units)
     # The balanced order gives each rank two pieces of a row.
-    return parallel.cp * (lcm(2, parallel.tp) if parallel.cp_method == "gather" else parallel.tp)
+    pieces = lcm(2, parallel.tp) if parallel.cp_method == "gather" else parallel.tp
+    return parallel.cp * lcm(pieces, units)
 
 
 def _replicas(parallel: ParallelConfig, strategy: str, data_parallel: int, nodes: int) -> int:

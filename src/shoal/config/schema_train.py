@@ -73,7 +73,11 @@ class ScheduleConfig(Block):
 class OptimizerConfig(Block):
     """What turns gradients into changes of the weights."""
 
-    name: OptimizerName = Field("adamw", description="The optimizer.")
+    name: OptimizerName = Field(
+        "adamw",
+        description="The optimizer; adamw8bit is adamw that keeps its two moments of every matrix in 8 bits, a quarter "
+        "of the memory.",
+    )
     betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], Strict(False)] = Field(
         (0.9, 0.95), description="How slowly the running means of the gradient and of its square forget."
     )
@@ -148,15 +152,19 @@ class TrainConfig(Block):
     clip: Positive | None = Field(1.0, description="Largest norm of the gradient; null: not clipped.")
     precision: Precision = Field("bf16-mixed", description="In which numbers weights are kept and computed with.")
     reduce_dtype: ReduceDtype = Field("fp32", description="In which numbers gradients are summed over devices.")
-    recompute: Literal["none", "selective", "full", "auto"] | RecomputeConfig = Field(
-        "none", description="What is computed again in the backward pass instead of being kept in memory."
+    recompute: Literal["none", "cheap", "selective", "full", "auto"] | RecomputeConfig = Field(
+        "none",
+        description="What is computed again in the backward pass instead of being kept in memory; cheap: what costs "
+        "next to no time, in compiled blocks.",
     )
     compile: bool | Literal["auto", "thunder", "aot_eager"] = Field(
         "auto",
         description="Whether the blocks are compiled; auto: each block, on CUDA; aot_eager traces without compiling.",
     )
     loss: Literal["auto", "plain", "chunked", "fused"] = Field(
-        "auto", description="How logits are treated: whole, in pieces, or never stored."
+        "auto",
+        description="How logits are treated: whole, in pieces, or (fused) in pieces that become their gradients at "
+        "once, which pieces do anyway where blocks are compiled.",
     )
     deterministic: bool = Field(False, description="Only kernels that give the same bits each time; slower.")
     early_stop: EarlyStopConfig | None = Field(

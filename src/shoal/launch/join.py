@@ -18,6 +18,8 @@ from shoal.train.collectives import record_collectives
 
 # Set by our own launcher: a folder on this machine, shared by the ranks of one launch.
 LAUNCH_FOLDER = "SHOAL_LAUNCH"
+# The user's own, if there are any.
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # To try out a split on a CPU; more than this would only wait for each other.
 PROCESSES_PER_CORE = 4
 
@@ -121,6 +123,9 @@ def choose_device(place: int) -> torch.device:
         )
     device = torch.device("cuda", place)
     torch.cuda.set_device(device)
+    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        # Memory that grows in place: sharded training asks for pieces of so many sizes that fixed ones lie about idle.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     return device
 
 

@@ -3,15 +3,21 @@
 transformers derives its masks from position_ids, which on CUDA makes the host wait for the device in every forward.
 Rows here are either one document (causal attention needs no mask, and padding stands on the right where no real token
 looks) or carry document numbers (the mask is made from those), so the derivation is skipped: `shoal` is transformers'
-own SDPA attention, registered under a name for which no mask maker is registered.
+own SDPA attention, or flex attention where the mask says which tiles to skip, registered under a name for which no mask
+maker is registered.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from shoal.models.flex import flex_attend
 
 MASKLESS = "shoal"
+# What transformers' models call the dropout of attention's weights, which flex attention has not.
+DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def choose_attention(model: Any, wanted: str, longest: int) -> str:
@@ -28,11 +34,38 @@ def choose_attention(model: Any, wanted: str, longest: int) -> str:
     return MASKLESS
 
 
+def skips_tiles(model: Any, wanted: str, *, compiled: bool) -> bool:
+    """Whether masks of packed rows say which tiles to skip. Uncompiled, flex attention would compute every pair, and
+    keep it."""
+    settings = model.config.get_text_config()
+    drops = any(getattr(settings, name, 0.0) for name in DROPOUT)
+    return wanted in ("auto", "flex") and compiled and not drops and settings._attn_implementation == MASKLESS
+
+
 def _register() -> None:
     from transformers import AttentionInterface
+
+    AttentionInterface.register(MASKLESS, attend)
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | BlockMask | None,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What a transformers model calls, with the arguments that it has for it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    AttentionInterface.register(MASKLESS, sdpa_attention_forward)
+    if isinstance(attention_mask, BlockMask):
+        return flex_attend(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    result: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **others
+    )
+    return result
 
 
 def masks_itself(settings: Any) -> bool:

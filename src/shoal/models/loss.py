@@ -10,13 +10,15 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from shoal.models.anatomy import Anatomy
 from shoal.models.attention import document_mask, masks_itself
+from shoal.models.flex import document_blocks
 
 IGNORED = -100
-# Chunks are sized so that one chunk of logits holds about this many numbers. Compiled, they are in memory once as they
-# are and once as their slope; not compiled, several times in fp32.
+# Chunks are sized so that one chunk of logits holds at most about this many numbers. Compiled, they are in memory once
+# as they are and once as their slope; not compiled, several times in fp32.
 CHUNK_LOGITS = 1 << 25
 COMPILED_CHUNK_LOGITS = 1 << 28
 
@@ -44,17 +46,26 @@ def choose_loss(wanted: str, anatomy: Anatomy, tokens: int, vocabulary: int) -> 
 class LanguageModel(nn.Module):
     """A causal language model with its loss. `model` is the transformers model, whose names checkpoints use.
 
-    `measure` is given where this process has a part of the vocabulary only; `backend` compiles the chunked loss.
+    `measure` is given where this process has a part of the vocabulary only; `backend` compiles the chunked loss; with
+    `skips_tiles` masks are made for flex attention.
     """
 
     def __init__(
-        self, model: Any, anatomy: Anatomy, loss: str, measure: Measure | None = None, backend: str | None = None
+        self,
+        model: Any,
+        anatomy: Anatomy,
+        loss: str,
+        measure: Measure | None = None,
+        backend: str | None = None,
+        *,
+        skips_tiles: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.anatomy = anatomy
         self.loss = loss
         self.measure = measure
+        self.skips_tiles = skips_tiles
         self.chunk_measure: Measure = measure or measure_whole
         self.chunk_logits = CHUNK_LOGITS
         if measure is None and backend == "inductor":
@@ -72,12 +83,13 @@ class LanguageModel(nn.Module):
     def surroundings(self, batch: MicroBatch) -> dict[str, Any]:
         """What the model is given beside the tokens: where each stands, and which others it sees."""
         settings = self.model.config.get_text_config()
-        mask = batch.mask
+        mask: Tensor | BlockMask | None = batch.mask
         if mask is None and batch.documents is not None and not masks_itself(settings):
-            mask = document_mask(batch.documents)
+            mask = document_blocks(batch.documents) if self.skips_tiles else document_mask(batch.documents)
         found: dict[str, Any] = {"use_cache": False}
         if mask is not None:
-            if settings._attn_implementation == "eager":  # which adds its mask to the scores
+            # Eager attention adds its mask to the scores.
+            if isinstance(mask, Tensor) and settings._attn_implementation == "eager":
                 mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
             found["attention_mask"] = mask
         if batch.positions is not None:
@@ -95,7 +107,7 @@ class LanguageModel(nn.Module):
         if self.loss == "plain":
             return self.loss_of_logits(head(hidden), labels)
         # Chunks are sized by the whole vocabulary, so that ranks with uneven parts of it meet in the same exchanges.
-        rows = max(1, self.chunk_logits // int(head.out_features))
+        rows = even_chunk(hidden.shape[0] * hidden.shape[1], self.chunk_logits // int(head.out_features))
         return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten(), self.chunk_measure, rows)
 
     def loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -104,6 +116,11 @@ class LanguageModel(nn.Module):
             return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         loss: Tensor = _MeasuredCrossEntropy.apply(logits, labels, self.measure)  # type: ignore[no-untyped-call]
         return loss
+
+
+def even_chunk(rows: int, most: int) -> int:
+    """Rows of a chunk, so that chunks have at most `most` and the last has nearly as many as the others."""
+    return -(-rows // -(-rows // max(1, most)))
 
 
 def chunked_cross_entropy(
@@ -179,7 +196,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Multiplied in fp32: rounding `outer` to bf16 first would bend every gradient by up to 0.4%.
         return (
             None if hidden is None else (hidden.float() * outer).to(hidden.dtype),
-            None if weight is None else (weight * outer).to(ctx.weight_dtype),
+            None if weight is None else weight.mul_(outer).to(ctx.weight_dtype),  # ours alone, and large
             None,
             None,
             None,

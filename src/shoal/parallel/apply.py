@@ -1,10 +1,11 @@
 """The whole parallel recipe, in the one order that works.
 
-Cut into pipeline stages → cut tensors → cut the sequence → recompute → compile each block → shard and fill, or fill
-and replicate. The model is on meta until it is filled, so a rank is given memory for its own part alone.
+Cut into pipeline stages → cut tensors → cut the sequence → 8-bit products → recompute → compile each block → shard and
+fill, or fill and replicate. The model is on meta until it is filled, so a rank is given memory for its own part alone.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,11 +20,13 @@ from shoal.config.schema import Config
 from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, read_anatomy
+from shoal.models.attention import skips_tiles
 from shoal.models.loss import LanguageModel, choose_loss
 from shoal.models.pieces import Split
 from shoal.models.weights import Weights, kept_buffers, materialize
 from shoal.parallel.compile import compile_backend, compile_blocks
 from shoal.parallel.context import SequencePart, split_sequence
+from shoal.parallel.float8 import use_float8
 from shoal.parallel.gradients import Gradients
 from shoal.parallel.grid import Grid
 from shoal.parallel.model import ParallelModel, Runner
@@ -38,6 +41,9 @@ from shoal.parallel.stages import StageModel, cut_stages, stages_each
 from shoal.parallel.tensor import split_tensors
 from shoal.parallel.units import choose_units
 from shoal.parallel.vocabulary import VocabularyPart
+
+# Few enough lengths for a compiler, and little to pad.
+ROUND_LENGTHS_TO = 64
 
 
 def parallelize(
@@ -69,17 +75,21 @@ def parallelize(
     modules: list[nn.Module] = []
     parameters: dict[str, nn.Parameter] = {}
     stages = _stages(model, anatomy, config, grid)
+    backend = compile_backend(config.train.compile, ranks.device)
+    compiled = backend == "inductor" and ranks.device.type == "cuda"
+    tiles = mesh.cp == 1 and skips_tiles(model, config.model.attention, compiled=compiled)
     for stage in stages:
         if grid.tp is not None:
             splits |= split_tensors(stage.model, stage.anatomy, grid.tp)
         if grid.cp is not None:
             sequence = split_sequence(stage.model, grid.cp, config.parallel.cp_method)
-        backend = compile_backend(config.train.compile, ranks.device)
-        module = _with_loss(stage, loss, grid, splits, backend)
+        module = _with_loss(stage, loss, grid, splits, backend, tiles)
         blocks = stage.anatomy.block_modules(stage.model)
+        if config.train.precision == "fp8":
+            use_float8(blocks)
         recompute_blocks(blocks, config.train.recompute)
         if backend is not None:
-            compile_blocks(blocks, backend)
+            compile_blocks(blocks, backend, keeps_all=config.train.recompute == "none")
         if strategy in SHARDED:
             _shard(module, stage, config, strategy, grid, precision)  # on meta, so that only this part gets memory
         materialize(
@@ -121,9 +131,9 @@ def parallelize(
             in_buckets=isinstance(modules[0], DistributedDataParallel),
         ),
         copies=[copies for module in modules for copies in module.modules() if isinstance(copies, ComputeCopies)],
-        row_length=config.data.max_length if mesh.pp > 1 else None,
-        row_multiple=length_multiple(config.parallel),
-        loss_note=_loss_note(model, config.train.loss, loss),
+        row_length=config.data.max_length if mesh.pp > 1 or (compiled and config.data.pack) else None,
+        row_multiple=_row_multiple(config, compiled=compiled),
+        notes=list(_notes(model, config, loss, compiled=backend is not None, tiles=tiles)),
     )
 
 
@@ -136,10 +146,17 @@ def _choose_loss(
     return choose_loss(wanted, anatomy, tokens, model.config.get_text_config().vocab_size)
 
 
-def _loss_note(model: Any, wanted: str, loss: str) -> str | None:
-    if wanted != "chunked" or loss != "plain":
-        return None
-    return f"train.loss chunked has no effect: the head of {type(model).__name__} is more than one matrix."
+def _notes(model: Any, config: Config, loss: str, *, compiled: bool, tiles: bool) -> Iterator[str]:
+    name = type(model).__name__
+    if config.train.loss in ("chunked", "fused") and loss == "plain":
+        yield f"train.loss {config.train.loss} has no effect: the head of {name} is more than one matrix."
+    if config.train.recompute == "cheap" and not compiled:
+        yield "train.recompute cheap has no effect: the compiler does it, and blocks are not compiled here."
+    if config.model.attention == "flex" and not tiles:
+        yield (
+            f"model.attention flex has no effect: it needs CUDA, compiled blocks, and a model without a sliding window "
+            f"or dropout in its attention; {name} is trained with sdpa or eager attention."
+        )
 
 
 def _stages(model: Any, anatomy: Anatomy, config: Config, grid: Grid) -> list[StageModel]:
@@ -154,13 +171,15 @@ def _stages(model: Any, anatomy: Anatomy, config: Config, grid: Grid) -> list[St
     return cut_stages(model, anatomy, mine, devices * each)
 
 
-def _with_loss(stage: StageModel, loss: str, grid: Grid, splits: dict[str, Split], backend: str | None) -> nn.Module:
+def _with_loss(
+    stage: StageModel, loss: str, grid: Grid, splits: dict[str, Split], backend: str | None, tiles: bool
+) -> nn.Module:
     measure = None
     name = f"{stage.anatomy.embedding if stage.anatomy.tied else stage.anatomy.head}.weight"
     if grid.tp is not None and name in splits:
         ((start, _),) = splits[name].spans
         measure = VocabularyPart(start, grid.tp)
-    inner = LanguageModel(stage.model, stage.anatomy, loss, measure, backend)
+    inner = LanguageModel(stage.model, stage.anatomy, loss, measure, backend, skips_tiles=tiles)
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
 
 
@@ -221,6 +240,13 @@ def _reshards(config: Config, strategy: str) -> bool | int:
     if strategy == "zero2" or (strategy == "fsdp" and parallel.sharding == "shard_grad_op"):
         return False
     return True if parallel.reshard == "auto" else parallel.reshard
+
+
+def _row_multiple(config: Config, *, compiled: bool) -> int:
+    """What the length of rows is rounded up to. Compiled code and attention's kernels are made for each length anew."""
+    multiple = length_multiple(config.parallel, config.train.precision)
+    rounded = math.lcm(multiple, ROUND_LENGTHS_TO)
+    return rounded if compiled and config.data.max_length % rounded == 0 else multiple
 
 
 def _preparation(sequence: SequencePart | None, device: torch.device, fill: bool) -> Prepare:

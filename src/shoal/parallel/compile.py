@@ -1,6 +1,7 @@
 """Compile each block: blocks are alike, so one compilation serves them all, and the parts between stay plain Python."""
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 
@@ -13,8 +14,20 @@ def compile_backend(wanted: bool | str, device: torch.device) -> str | None:
     return wanted
 
 
-def compile_blocks(blocks: list[nn.Module], backend: str) -> None:
-    """In place: names of modules and parameters do not change."""
+# Reasons for which the compiler keeps a result for the backward pass although it could be computed again, element by
+# element, out of others that are kept anyway: norms, and the product of the MLP's two halves. They save little time for
+# much memory. Measured: docs/performance.md.
+REASONS_TO_KEEP = (
+    "ban_recompute_used_far_apart",
+    "ban_recompute_long_fusible_chains",
+    "ban_recompute_materialized_backward",
+)
+
+
+def compile_blocks(blocks: list[nn.Module], backend: str, *, keeps_all: bool) -> None:
+    """In place: names of modules and parameters do not change. `keeps_all`: memory is not to be saved."""
+    for reason in REASONS_TO_KEEP:
+        setattr(torch._functorch.config, reason, keeps_all)
     # Blocks are smaller than DDP's buckets: cutting them where a bucket ends would only break them up.
     torch._dynamo.config.optimize_ddp = False
     # Rows of several lengths are a handful of shapes; past this many the block would fall back to eager.

@@ -1,5 +1,6 @@
 """What this process runs on."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ class Device:
 
     gpu: Gpu | None
     memory_gib: float | None
+    capability: tuple[int, int] | None = None  # of CUDA
 
     def peak(self, precision: str) -> float | None:
         """Operations a second of the matrix units, for MFU; None where that means nothing."""
@@ -23,8 +25,18 @@ class Device:
         return self.gpu.fp16 if precision == "16-mixed" else self.gpu.bf16
 
 
+def describe_machine(device: torch.device) -> dict[str, str | int]:
+    """What measured numbers depend on, and nothing that would say whose machine it is."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
 def inspect_device(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device(None, None)
     properties = torch.cuda.get_device_properties(device)
-    return Device(recognise(properties.name), properties.total_memory / 2**30)
+    capability = (properties.major, properties.minor)
+    return Device(recognise(properties.name), properties.total_memory / 2**30, capability)

@@ -40,7 +40,7 @@ class ParallelModel:
     copies: list[ComputeCopies]
     row_length: int | None  # all rows are padded to this; None: to the longest of a pass
     row_multiple: int  # … rounded up to a multiple of this
-    loss_note: str | None  # said to the user: the loss is not the one asked for
+    notes: list[str]  # for the user: what is not done as was asked for
 
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
         """Gradients of `factor` times the mean over ranks of the summed loss. Returns this rank's sum, in fp64: ranks
@@ -63,6 +63,13 @@ class ParallelModel:
     def saved(self) -> dict[str, Tensor]:
         """What a checkpoint holds of the model."""
         return {**self.parameters, **self.buffers}
+
+    @property
+    def low_precision(self) -> dict[Tensor, Tensor]:
+        """The copies that are computed with, by the weights that they are copies of."""
+        return {
+            weight: copy for copies in self.copies for weight, copy in zip(copies.weights, copies.copies, strict=True)
+        }
 
     def forget_gathered(self) -> None:
         """Before weights are loaded: what FSDP has gathered for the next forward pass are the old ones."""

@@ -36,16 +36,17 @@ def read_precision(name: str, reduce_dtype: str) -> Precision:
         return Precision(torch.float32, torch.float32, torch.float32, scaled=False)
     if name == "bf16-true":
         return Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16, scaled=False)
-    compute = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}[name]
+    # fp8 is bf16-mixed but for the products inside blocks: see parallel.float8.
+    compute = {"bf16-mixed": torch.bfloat16, "fp8": torch.bfloat16, "16-mixed": torch.float16}[name]
     return Precision(torch.float32, compute, DTYPES[reduce_dtype], scaled=name == "16-mixed")
 
 
 class _ThroughCopy(torch.autograd.Function):
-    """Forward: the copy. Backward: the copy's gradient, in the weight's dtype, goes to the weight."""
+    """Forward: the copy. Backward: the copy's gradient, in the dtype of the weight's, goes to the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
-        ctx.dtype = weight.dtype
+        ctx.dtype = weight.grad_dtype
         return copy.view_as(copy)
 
     @staticmethod
@@ -70,6 +71,13 @@ class ComputeCopies(nn.Module):
     def refresh(self) -> None:
         """After a step or a load: round the weights into the copies."""
         torch._foreach_copy_(self.copies, [weight.detach() for weight in self.weights])
+
+    def keep_small_gradients(self) -> None:
+        """Keep gradients as they leave the backward pass. Nothing is lost where none is added to them, and whoever
+        reads them computes in fp32: a gradient as wide as its weight would be the same numbers in twice the memory."""
+        for weight, copy in zip(self.weights, self.copies, strict=True):
+            if weight.requires_grad:
+                weight.grad_dtype = copy.dtype
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The weights that are trained, also while copies stand in their places."""

@@ -158,6 +158,7 @@ class StepLog:
             "tokens_per_second": round(window.targets / window.steps / seconds, 1),
             "mfu": mfu,
             "memory_gib": round(self.ranks.largest(_peak_memory_gib(self.ranks.device)), 3),
+            "reserved_gib": _reserved_gib(self.ranks),
             "data_seconds": round(window.data_seconds / window.steps, 6),
             "seconds": round(seconds, 6),
             "skipped": self.skipped,
@@ -197,6 +198,13 @@ def next_attempt(metrics: Path) -> int:
     """0 for a first start, one more than the last line's after that."""
     found = last_line(metrics).get("attempt")
     return found + 1 if isinstance(found, int) else 0
+
+
+def _reserved_gib(ranks: Ranks) -> float | None:
+    """What the allocator holds, the worst rank's: what must be free on a GPU. A CPU has no such thing."""
+    if ranks.device.type != "cuda":
+        return None
+    return round(ranks.largest(torch.cuda.max_memory_reserved(ranks.device) / 2**30), 3)
 
 
 def _peak_memory_gib(device: torch.device) -> float:

@@ -24,7 +24,7 @@ from shoal.train.job import Job
 from shoal.train.pace import SlowRanks
 from shoal.train.pulse import Pulse
 from shoal.train.recovery import Recovery, go_back
-from shoal.train.save import heed_save, save
+from shoal.train.save import heed_save, save, settle_save
 from shoal.train.schedule import make_schedule, peak_rate
 from shoal.train.setup import Start, set_up
 from shoal.train.watch import Watch
@@ -178,10 +178,13 @@ def run_steps(job: Job, stop: StopRequest, pulse: Pulse) -> str | None:
             if agreed.stop and not last and stopped is None:
                 stopped = "signal"
             final = last or stopped is not None or agreed.cannot_save
-            if final or progress.step % config.checkpoint.every == 0:
+            wanted = config.checkpoint.at_end if last else final
+            if wanted or progress.step % config.checkpoint.every == 0:
                 save(job, wait=final)
             else:
                 heed_save(job)
+    job.log.flush()
+    settle_save(job)
     return stopped
 
 

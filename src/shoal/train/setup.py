@@ -25,7 +25,8 @@ from shoal.observe.metrics import open_sinks
 from shoal.observe.progress import Reporter
 from shoal.parallel.apply import freeze, parallelize
 from shoal.parallel.check import check_parallel
-from shoal.parallel.device import Device, inspect_device
+from shoal.parallel.device import Device, describe_machine, inspect_device
+from shoal.parallel.float8 import check_float8
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.stages import stages_each
 from shoal.plan.choose import Chosen, Sizes, choose_batch, choose_strategy
@@ -35,7 +36,7 @@ from shoal.train.inputs import Inputs
 from shoal.train.job import Job
 from shoal.train.log import StepLog, next_attempt
 from shoal.train.offload import find_store
-from shoal.train.optimizer import check_groups, make_optimizer
+from shoal.train.optimizer import check_cuts, check_groups, make_optimizer
 from shoal.train.partition import Partition
 from shoal.train.recovery import set_aside
 from shoal.train.save import checkpoint_folders, make_saver
@@ -82,16 +83,28 @@ def set_up(config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, star
         model.parameters,
         config.train,
         model.anatomy,
+        placement=model.placement,
         partition=Partition(model.parameters, model.grid.replicas) if chosen.strategy == "zero1" else None,
         store=find_store(config.parallel.offload),
+        copies=model.low_precision,
     )
+    if optimizer.takes_factor and ranks.world_size == 1 and chosen.passes == 1:
+        for copies in model.copies:
+            copies.keep_small_gradients()
     # With the gradients, wherever those are.
     scaler = LossScaler(
         torch.device("cpu") if config.parallel.offload == "cpu" else ranks.device, enabled=model.precision.scaled
     )
     spikes = spike_settings(config.train.on_spike)
     guard = SpikeGuard(spikes.sigma, ranks.device) if spikes.action == "skip" else None
-    describe = partial(_describe, inputs=inputs, chosen=chosen, model=built, parameters=parameters)
+    describe = partial(
+        _describe,
+        inputs=inputs,
+        chosen=chosen,
+        model=built,
+        parameters=parameters,
+        machine=describe_machine(ranks.device),
+    )
     job = Job(
         config=config,
         run=run,
@@ -124,8 +137,8 @@ def set_up(config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, star
     job.progress.optimizer, job.progress.data = config.train.optimizer.name, fingerprint(inputs)
     job.log.skipped = job.progress.skipped
     job.saver.while_waiting = lambda: job.beat("waiting for a save")
-    if model.loss_note:
-        reporter.warn(model.loss_note)
+    for note in model.notes:
+        reporter.warn(note)
     if ranks.first:
         describe(run)
         _announce(reporter, config, inputs, chosen, device.gpu.name if device.gpu else ranks.device.type, parameters)
@@ -177,6 +190,9 @@ def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, st
     find_store(config.parallel.offload)
     chosen, mesh = choose(config, model, world_size, device)
     check_parallel(model, config, strategy=chosen.strategy, mesh=mesh, passes=chosen.passes)
+    check_cuts(model, config.train, mesh.tp)
+    if config.train.precision == "fp8":
+        check_float8(model, device)
     if inputs.blueprint.folder is not None:
         locate_weights(model, inputs.blueprint.folder)
     if start_from is not None:
@@ -270,10 +286,24 @@ def seed_everything(seed: int, rank: int, deterministic: bool) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def _describe(run: RunDirectory, *, inputs: Inputs, chosen: Chosen, model: torch.nn.Module, parameters: int) -> None:
+def _describe(
+    run: RunDirectory,
+    *,
+    inputs: Inputs,
+    chosen: Chosen,
+    model: torch.nn.Module,
+    parameters: int,
+    machine: dict[str, str | int],
+) -> None:
     """Write what other commands need to know of this run: how it is carried out, its model, its tokenizer."""
     data = asdict(inputs.sets.training.summary)
-    plan = {"parameters": parameters, "steps": inputs.steps, "chosen": chosen.as_dict(), "data": data}
+    plan = {
+        "parameters": parameters,
+        "steps": inputs.steps,
+        "chosen": chosen.as_dict(),
+        "data": data,
+        "machine": machine,
+    }
     write_atomically(run.plan, json.dumps(plan, indent=2) + "\n")
     settings = inputs.blueprint.settings
     settings.architectures = [type(model).__name__]

@@ -1,0 +1,49 @@
+"""Which tiles of a packed row are computed, against the mask that has every pair."""
+
+import pytest
+import torch
+
+from shoal.models.attention import document_mask
+from shoal.models.flex import TILE, document_blocks, flex_attend
+
+
+def random_documents(rows: int, length: int, longest: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length + longest)
+    lines = []
+    for _ in range(rows):
+        sizes = torch.randint(1, longest + 1, (length,), generator=generator)
+        lines.append(torch.repeat_interleave(torch.arange(length), sizes)[:length])
+    return torch.stack(lines).to(torch.int32)
+
+
+@pytest.mark.parametrize(("length", "longest"), [(512, 40), (512, 700), (640, 300), (300, 90), (64, 20), (384, 10_000)])
+def test_every_pair_that_sees_each_other_is_computed_and_whole_tiles_are_whole(length, longest):
+    documents = random_documents(3, length, longest)
+    blocks = document_blocks(documents)
+    exact = document_mask(documents)[:, 0]
+    tiles = -(-length // TILE)
+    padded = torch.zeros(3, tiles * TILE, tiles * TILE, dtype=torch.bool)
+    padded[:, :length, :length] = exact
+    by_tile = padded.view(3, tiles, TILE, tiles, TILE).transpose(2, 3)
+    some, every = by_tile.any(-1).any(-1), by_tile.all(-1).all(-1)
+
+    def listed(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        wanted = torch.arange(tiles) < counts[:, 0, :, None]
+        return torch.zeros(3, tiles, tiles, dtype=torch.bool).scatter(2, indices[:, 0].long(), wanted)
+
+    partly = listed(blocks.kv_num_blocks, blocks.kv_indices)
+    wholly = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    assert torch.equal(partly | wholly, some)
+    assert torch.equal(wholly, every)
+    assert not (partly & wholly).any()
+
+
+def test_attention_over_tiles_is_attention_under_the_dense_mask():
+    documents = random_documents(2, 300, 120)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 300, 16) for heads in (4, 2, 2))
+    found = flex_attend(query, key, value, document_blocks(documents), 0.25)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=document_mask(documents), scale=0.25, enable_gqa=True
+    )
+    assert found.flatten().tolist() == pytest.approx(exact.flatten().tolist(), abs=1e-5)

@@ -1,0 +1,55 @@
+"""8-bit products against exact ones: how near they come, and that nothing of it depends on a tensor's scale."""
+
+import pytest
+import torch
+
+from shoal.models.float8 import SLOPES, VALUES, float8_linear, rounded_both_ways
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(((found.float() - exact).norm() / exact.norm()).detach())
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
+def test_products_and_gradients_come_near_the_exact_ones_whatever_the_scale(size):
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 32, 64) * size).bfloat16().requires_grad_()
+    weight = (torch.randn(48, 64) * 0.02).bfloat16().requires_grad_()
+    bias = torch.randn(48).bfloat16().requires_grad_()
+    slope = torch.randn(2, 32, 48).bfloat16()
+    float8_linear(inputs, weight, bias).backward(slope)
+    exact_inputs, exact_weight = (one.detach().float().requires_grad_() for one in (inputs, weight))
+    exact = torch.nn.functional.linear(exact_inputs, exact_weight, bias.detach().float())
+    exact.backward(slope.float())
+    # e4m3 rounds by up to 1/16, e5m2 by up to 1/8; the errors of a sum's terms are independent.
+    assert relative_error(float8_linear(inputs, weight, bias), exact) < 0.05
+    assert relative_error(inputs.grad, exact_inputs.grad) < 0.08
+    assert relative_error(weight.grad, exact_weight.grad) < 0.08
+    assert bias.grad.tolist() == pytest.approx(slope.float().sum((0, 1)).tolist(), rel=0.05, abs=0.2)
+
+
+def test_zeros_and_the_largest_number_survive_rounding():
+    values = torch.zeros(16, 32, dtype=torch.bfloat16)
+    unit = torch.tensor(2.0)
+    values[3, 5], values[7, 9] = 2 * torch.finfo(VALUES).max, -2e6
+    by_rows, by_columns = rounded_both_ways(values, unit, VALUES)
+    assert torch.equal(by_rows.float().t(), by_columns.float())
+    assert by_columns.is_contiguous()
+    assert by_rows.float()[3, 5] == torch.finfo(VALUES).max
+    assert by_rows.float()[7, 9] == -torch.finfo(VALUES).max  # cut off, not turned into NaN
+    assert by_rows.float().count_nonzero() == 2
+    nothing = torch.zeros(16, 16, dtype=torch.bfloat16, requires_grad=True)
+    float8_linear(nothing, nothing).sum().backward()
+    assert nothing.grad.isfinite().all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("shape", [(64, 128), (16, 16), (4096, 2048), (80, 4112)])
+@pytest.mark.parametrize("dtype", [VALUES, SLOPES])
+def test_the_kernel_rounds_as_the_host_does(shape, dtype):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).bfloat16()
+    unit = values.abs().max().float() / torch.finfo(dtype).max
+    expected = rounded_both_ways(values, unit, dtype)
+    found = rounded_both_ways(values.cuda(), unit.cuda(), dtype)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.cpu().float(), other.float())
