@@ -20,8 +20,10 @@ from shoal.mistakes import UserMistake
 
 if TYPE_CHECKING:
     from shoal.bench.collectives_report import CollectivesReport
+    from shoal.bench.training import Measured
     from shoal.checkpoint.imports import Imported
     from shoal.checkpoint.inspect import Listed
+    from shoal.plan.report import Plan
     from shoal.train.loop import Summary
     from shoal.train.preview import Preview
     from shoal.use.evaluate import Evaluation
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "bench_collectives",
+    "bench_rank",
+    "bench_train",
     "chat",
     "checkpoints",
     "config_from_mapping",
@@ -46,6 +50,7 @@ __all__ = [
     "json_schema",
     "load_config",
     "load_run",
+    "plan",
     "recipes",
     "train",
 ]
@@ -71,6 +76,17 @@ def train(
         overwrite=overwrite,
         max_restarts=max_restarts,
     )
+
+
+def plan(config: Config, *, system: str = "shoal") -> Plan:
+    """The forecast of `config` on the hardware it names: memory, speed, and what would change them.
+
+    `load_config(..., planned=True)` reads configs that ask for what is not built yet. `system` forecasts what another
+    system's code would do with the same run.
+    """
+    from shoal.plan.report import make_plan
+
+    return make_plan(config, system=system)
 
 
 def dry_run(config: Config) -> Preview:
@@ -225,6 +241,24 @@ def evaluate(
     from shoal.use.evaluate import evaluate_run
 
     return evaluate_run(Path(run), overrides, step=step, batches=batches, device=device, report=report)
+
+
+def bench_train(
+    config: Config, *, steps: int = 20, warmup: int = 5, report: Callable[[str], None] = lambda _: None
+) -> Measured:
+    """Train some steps as `config` says, in a process of its own that saves nothing, and measure them."""
+    from shoal.bench.training import measure_training
+
+    return measure_training(config, steps=steps, warmup=warmup, report=report)
+
+
+def bench_rank(
+    config: Config, world_size: int, *, steps: int = 10, warmup: int = 4, report: Callable[[str], None] = lambda _: None
+) -> Measured:
+    """The same as one rank of `world_size`, whose exchanges with the others return at once."""
+    from shoal.bench.training import measure_rank
+
+    return measure_rank(config, world_size, steps=steps, warmup=warmup, report=report)
 
 
 def bench_collectives(

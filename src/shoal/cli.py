@@ -14,8 +14,9 @@ import typer
 from shoal import __version__
 from shoal.cli_bench import bench_app
 from shoal.cli_checkpoints import checkpoints
-from shoal.cli_common import FAILED, MISTAKEN, STOPPED_EARLY, AsJson, print_json
+from shoal.cli_common import FAILED, MISTAKEN, STOPPED_EARLY, AsJson, File, Overrides, print_json
 from shoal.cli_import import import_command
+from shoal.cli_plan import plan_command
 from shoal.mistakes import RunFailed, UserMistake
 
 app = typer.Typer(
@@ -29,11 +30,8 @@ config_app = typer.Typer(help="Look at a config before using it.", no_args_is_he
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 app.command("checkpoints")(checkpoints)
+app.command("plan")(plan_command)
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML file that describes the run.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the file, such as train.lr=3e-4.")
-]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder, such as runs/NAME.")]
 Model = Annotated[
     Path, typer.Argument(metavar="RUN", help="The run's folder, such as runs/NAME, or a Hugging Face folder.")

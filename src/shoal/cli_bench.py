@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli_common import ANSWER_IS_NO, AsJson, print_json
+from shoal.cli_common import ANSWER_IS_NO, AsJson, File, Overrides, print_json
 
 bench_app = typer.Typer(help="Measure what a run's speed depends on.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -16,10 +16,44 @@ class Dtype(StrEnum):
     bf16 = "bf16"
 
 
-# The callback keeps `collectives` a command with a name while it is the only one.
-@bench_app.callback()
-def bench() -> None:
-    pass
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps that are measured.")]
+Warmup = Annotated[int, typer.Option("--warmup", min=1, help="Steps before them, which compile and settle.")]
+
+
+@bench_app.command()
+def train(
+    file: File,
+    overrides: Overrides = None,
+    steps: Steps = 20,
+    warmup: Warmup = 5,
+    as_json: AsJson = False,
+) -> None:
+    """Train some steps as FILE says, save nothing, and say how fast it was and what it took."""
+    from shoal import api
+
+    found = api.bench_train(api.load_config(file, overrides or []), steps=steps, warmup=warmup, report=_say)
+    print_json(found.as_dict()) if as_json else typer.echo(found.text())
+
+
+@bench_app.command()
+def rank(
+    file: File,
+    overrides: Overrides = None,
+    world: Annotated[int, typer.Option("--world", min=2, help="Ranks that the whole job would have.")] = 8,
+    steps: Steps = 10,
+    warmup: Warmup = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Be one rank of a job of many: memory and compute are real, exchanges return at once. Losses mean nothing."""
+    from shoal import api
+
+    config = api.load_config(file, overrides or [])
+    found = api.bench_rank(config, world, steps=steps, warmup=warmup, report=_say)
+    print_json(found.as_dict()) if as_json else typer.echo(found.text())
+
+
+def _say(sentence: str) -> None:
+    typer.echo(sentence, err=True)
 
 
 @bench_app.command()

@@ -79,9 +79,10 @@ parallel:
   offload: none
   compress: none
   engine: native
-hardware: {devices: auto, nodes: 1, gpu: auto, link: auto}
+hardware: {devices: auto, nodes: 1, gpu: auto, link: auto, network: auto, host_gib: null, price: null}
 checkpoint:
-  {every: 200, keep: 2, keep_best: 3, keep_every: null, metric: eval_loss, format: sharded, async: true, fallback: null}
+  {every: 200, at_end: true, keep: 2, keep_best: 3, keep_every: null, metric: eval_loss, format: sharded, async: true,
+   fallback: null}
 log: {every: 10, to: [tensorboard]}
 slurm:
   partition: null

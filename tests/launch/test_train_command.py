@@ -37,8 +37,8 @@ from tests.launch.command import (
 STEPS, SAVE_EVERY = 60, 20
 STOPS_WITHIN = 15  # seconds from the signal to the end
 TRAINING_KEYS = {
-    "step", "attempt", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "data_seconds",
-    "seconds", "skipped",
+    "step", "attempt", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "reserved_gib",
+    "data_seconds", "seconds", "skipped",
 }  # fmt: skip
 SUMMARY_KEYS = {
     "run", "step", "steps", "tokens", "loss", "eval_loss", "skipped", "seconds", "save_seconds", "checkpoint",

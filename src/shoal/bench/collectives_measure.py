@@ -1,6 +1,5 @@
 """One rank's part in measuring collectives: call them, look whether the result is right, time them together."""
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from shoal.bench.collectives_report import Measured, Timing
 from shoal.bench.collectives_request import Request, sizes_up_to
 from shoal.bench.sizes import show_seconds, show_size
 from shoal.observe.progress import Reporter
+from shoal.parallel.device import describe_machine
 from shoal.parallel.ranks import Ranks
 from shoal.plan.ring import OPERATIONS, Operation
 
@@ -139,10 +139,8 @@ def _machine(ranks: Ranks) -> dict[str, Any]:
     machines = ranks.sum(torch.tensor([float(ranks.local_rank == 0)]))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else None  # type: ignore[no-untyped-call]
     return {
-        "device": torch.cuda.get_device_name(ranks.device) if cuda else "cpu",
+        **describe_machine(ranks.device),
         "backend": f"nccl {nccl}" if cuda else "gloo",
-        "torch": torch.__version__,
-        "cores": len(os.sched_getaffinity(0)),
         "ranks": ranks.world_size,
         "machines": int(machines),
     }

@@ -119,8 +119,10 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("train.reduce_dtype", _no_reduction),
     ("train.slow_rank.behind", _nobody_to_wait),
     ("train.slow_rank.steps", _nobody_to_wait),
-    ("hardware.gpu", lambda run: "it is for the forecast, which is not built yet"),
-    ("hardware.link", lambda run: "it is for the forecast, which is not built yet"),
+    *(
+        (f"hardware.{key}", lambda run: "training takes what is there; it is for shoal plan")
+        for key in ("gpu", "link", "network", "host_gib", "price")
+    ),
     ("train.early_stop", _no_evaluation),
     ("eval.every", _no_evaluation),
     ("eval.batches", _no_evaluation),

@@ -21,10 +21,11 @@ _KEY_PART = re.compile(r"\.?([^.\[\]=\s]+)|\[([^\[\]]+)\]")
 MOST_FILES = 100
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, planned: bool = False) -> Config:
     """Read a YAML file with what it includes, lay `key=value` overrides over it, and check the whole.
 
     Everything wrong raises UserMistake with one line for each mistake, which names the file and line or the override.
+    With `planned` the config may ask for what is not built yet, which the forecast knows already.
     """
     origins = Origins(whole=str(path) if path is not None else "")
     tree: dict[str, Any] = {}
@@ -42,7 +43,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Confi
         for key in reversed(override.path):
             layer = {key: layer}
         tree = _over(tree, layer)
-    return _finish(tree, origins)
+    return _finish(tree, origins, planned=planned)
 
 
 def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
@@ -74,9 +75,10 @@ def json_schema() -> dict[str, Any]:
     return Config.model_json_schema()
 
 
-def _finish(tree: dict[str, Any], origins: Origins) -> Config:
+def _finish(tree: dict[str, Any], origins: Origins, *, planned: bool = False) -> Config:
     config = validate(resolve(tree, origins), origins)
-    refuse_unbuilt(config, origins)
+    if not planned:
+        refuse_unbuilt(config, origins)
     refuse_combinations(config, origins)
     return config
 

@@ -20,7 +20,9 @@ from shoal.config.schema_model import (
 )
 from shoal.config.schema_run import (
     CheckpointConfig,
+    GpuConfig,
     HardwareConfig,
+    LinkConfig,
     LogConfig,
     OffloadConfig,
     ParallelConfig,
@@ -46,7 +48,9 @@ __all__ = [
     "DataConfig",
     "EarlyStopConfig",
     "EvalConfig",
+    "GpuConfig",
     "HardwareConfig",
+    "LinkConfig",
     "LogConfig",
     "ModelConfig",
     "OffloadConfig",

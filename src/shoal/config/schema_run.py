@@ -6,7 +6,7 @@ from annotated_types import Ge
 from pydantic import Field, Strict, model_validator
 
 from shoal.catalogue.gpus import find_gpu, find_link
-from shoal.config.schema_base import Block, Count, CountOrZero, Texts, contradiction, spelled
+from shoal.config.schema_base import Block, Count, CountOrZero, Positive, Texts, contradiction, spelled
 from shoal.mistakes import UserMistake
 
 Strategy = Annotated[
@@ -95,18 +95,50 @@ class ParallelConfig(Block):
         return self
 
 
+class GpuConfig(Block):
+    """A device that the catalogue does not have, or has otherwise."""
+
+    like: str = Field("a100-80gb", description="The device of the catalogue that it is most like.")
+    memory_gib: Positive | None = Field(None, description="GiB of its memory; null: as the other's.")
+    gb_per_second: Positive | None = Field(None, description="GB a second of its memory; null: as the other's.")
+    tflops: Positive | None = Field(None, description="Dense 16-bit TFLOP/s at their peak; null: as the other's.")
+
+    @model_validator(mode="after")
+    def _known(self) -> "GpuConfig":
+        try:
+            find_gpu(self.like)
+        except UserMistake as mistake:
+            raise contradiction(str(mistake), "like") from None
+        return self
+
+
+class LinkConfig(Block):
+    """A connection that the catalogue does not have."""
+
+    gb_per_second: Positive = Field(50.0, description="GB a second in each direction, for each device.")
+    latency_us: Positive = Field(10.0, description="Microseconds that a small message takes.")
+
+
 class HardwareConfig(Block):
     """What the run has, or is planned for."""
 
     devices: Count | Literal["auto"] = Field("auto", description="Devices in each node; auto: those that are there.")
     nodes: Count = Field(1, description="Machines.")
-    gpu: str = Field("auto", description="Kind of device to plan for; auto: the one that is there.")
-    link: str = Field("auto", description="Kind of connection to plan for; auto: what the device usually has.")
+    gpu: str | GpuConfig = Field("auto", description="Kind of device to plan for; auto: the one that is there.")
+    link: str | LinkConfig = Field(
+        "auto", description="Connection in a machine to plan for; auto: what the device usually has."
+    )
+    network: str | LinkConfig = Field(
+        "auto", description="Connection between machines to plan for; auto: what such devices usually have."
+    )
+    host_gib: Positive | None = Field(None, description="GiB of main memory of a machine, to plan for; null: unknown.")
+    price: Positive | None = Field(None, description="What an hour of one device costs, to plan for.")
 
     @model_validator(mode="after")
     def _names_are_known(self) -> "HardwareConfig":
-        for key, name, find in (("gpu", self.gpu, find_gpu), ("link", self.link, find_link)):
-            if name != "auto":
+        named = (("gpu", self.gpu, find_gpu), ("link", self.link, find_link), ("network", self.network, find_link))
+        for key, name, find in named:
+            if isinstance(name, str) and name != "auto":
                 try:
                     find(name)
                 except UserMistake as mistake:
@@ -118,6 +150,7 @@ class CheckpointConfig(Block):
     """When the run is saved, and what is kept."""
 
     every: Count = Field(200, description="Steps between checkpoints.")
+    at_end: bool = Field(True, description="Save after the last step; false: for runs that only measure something.")
     keep: Count = Field(2, description="Newest checkpoints that are kept.")
     keep_best: CountOrZero = Field(3, description="Best checkpoints that are kept besides.")
     keep_every: Count | None = Field(None, description="Checkpoints of every so many steps are kept for ever.")

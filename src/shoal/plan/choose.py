@@ -111,7 +111,7 @@ def choose_batch(
     if global_batch % data_parallel:
         raise UserMistake(
             f"train.global_batch {global_batch} does not divide over {data_parallel} data-parallel devices; "
-            f"the nearest that do are {_nearest_multiples(global_batch, data_parallel)}."
+            f"the nearest that do are {nearest_multiples(global_batch, data_parallel)}."
         )
     rows = global_batch // data_parallel
     if isinstance(micro_batch, int):
@@ -119,7 +119,7 @@ def choose_batch(
             unit = micro_batch * data_parallel
             raise UserMistake(
                 f"train.global_batch {global_batch} is not a multiple of micro_batch {micro_batch} × {data_parallel} "
-                f"devices = {unit}; the nearest that are: {_nearest_multiples(global_batch, unit)}."
+                f"devices = {unit}; the nearest that are: {nearest_multiples(global_batch, unit)}."
             )
         return micro_batch, rows // micro_batch
     most: float = CPU_ROWS
@@ -131,7 +131,8 @@ def choose_batch(
     return chosen, rows // chosen
 
 
-def _nearest_multiples(value: int, unit: int) -> str:
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` on either side of `value`, for a sentence."""
     below = value // unit * unit
     return " and ".join(str(one) for one in (below, below + unit) if one > 0)
 

@@ -1,0 +1,303 @@
+"""What else could be done: other strategies on the same devices, limits of this one, and changes that would help."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.catalogue.shapes import ModelShape
+from shoal.config.schema import Config
+from shoal.mistakes import UserMistake
+from shoal.plan.decide import Choice, choose, fits
+from shoal.plan.from_config import choose_loss
+from shoal.plan.habits import OURS, Habits
+from shoal.plan.machine import Machine
+from shoal.plan.terms import GIB
+
+# Rows longer than this are worth cutting over devices.
+LONG = 32_768
+LONGEST = 1 << 22
+MOST_ROWS = 1 << 14
+MOST_DEVICES = 4096
+# Changes that are taken together when none helps alone.
+TOGETHER = 6
+# What a change touches, the least first: how the same is computed, in which numbers, what is trained, on how much.
+TOUCHES = ("how it runs", "its numbers", "what is trained", "the hardware")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Keys to set, and what that does."""
+
+    settings: tuple[str, ...]  # key=value
+    touches: str  # one of TOUCHES
+    choice: Choice
+    saves_gib: float
+    slower: float  # share of time for each token; below zero it is faster
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "set": list(self.settings),
+            "touches": self.touches,
+            "fits": self.choice.fits,
+            "reserved_gib": round(self.choice.memory.reserved / GIB, 2),
+            "saves_gib": round(self.saves_gib, 2),
+            "slower": round(self.slower, 3),
+        }
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far the chosen way goes."""
+
+    micro_batch: int | None
+    length: int | None
+    devices: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"largest_micro_batch": self.micro_batch, "longest_sequence": self.length, "fewest_gpus": self.devices}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A config, its model and the machine it is planned for."""
+
+    config: Config
+    shape: ModelShape
+    machine: Machine
+    habits: Habits = field(default=OURS)
+
+    def answer(self, changes: dict[str, Any] | None = None) -> Choice | None:
+        """The choice with some keys changed; None where that cannot be."""
+        try:
+            config = changed(self.config, changes or {})
+            machine = self.machine
+            if changes and "hardware.nodes" in changes:
+                machine = machine.of(machine.devices, changes["hardware.nodes"])
+            if changes and "hardware.devices" in changes:
+                machine = machine.of(changes["hardware.devices"], machine.nodes)
+            return choose(config, self.shape, machine, habits=self.habits)
+        except UserMistake:
+            return None
+
+
+def changed(config: Config, changes: dict[str, Any]) -> Config:
+    """The config with dotted keys replaced; values are taken as they are."""
+    for dotted, value in changes.items():
+        block, key = dotted.rsplit(".", 1)
+        if "." in block:
+            outer, inner = block.split(".")
+            parent = getattr(config, outer)
+            within = getattr(parent, inner).model_copy(update={key: value})
+            config = config.model_copy(update={outer: parent.model_copy(update={inner: within})})
+        else:
+            config = config.model_copy(update={block: getattr(config, block).model_copy(update={key: value})})
+    return config
+
+
+def alternatives(question: Question) -> list[Choice]:
+    """One choice for each strategy that the devices allow, the fastest that fits first."""
+    found: dict[str, Choice] = {}
+    for changes in _strategies(question):
+        choice = question.answer({"train.micro_batch": "auto", **changes})
+        if choice is not None and choice.name not in found:
+            found[choice.name] = choice
+    return sorted(found.values(), key=lambda choice: (not choice.fits, -choice.speed.tokens_per_second_per_gpu))
+
+
+def _strategies(question: Question) -> Iterator[dict[str, Any]]:
+    config, machine, shape = question.config, question.machine, question.shape
+    world = machine.world_size
+    plain = {"parallel.tp": 1, "parallel.pp": 1, "parallel.cp": 1, "parallel.sharding": "full_shard"}
+    if world == 1:
+        yield {**plain, "parallel.strategy": "single"}
+        return
+    for strategy in ("ddp", "zero1", "zero2", "fsdp"):
+        yield {**plain, "parallel.strategy": strategy}
+    if machine.nodes > 1:
+        yield {**plain, "parallel.strategy": "fsdp", "parallel.sharding": "hybrid_shard"}
+    cuts = [cut for cut in (2, 4, 8) if cut <= machine.devices and not shape.heads % cut and not shape.kv_heads % cut]
+    for cut in cuts[-1:] if len(cuts) < 2 else (cuts[0], cuts[-1]):
+        yield {**plain, "parallel.strategy": "fsdp", "parallel.tp": cut}
+    stages = [stages for stages in (2, 4, 8, machine.nodes) if 1 < stages <= min(world, shape.layers)]
+    for pipeline in sorted({stages[0], machine.nodes} & set(stages)) if stages else ():
+        yield {**plain, "parallel.strategy": "fsdp", "parallel.pp": pipeline}
+        if cuts and machine.nodes > 1 and cuts[-1] * pipeline <= world:
+            yield {**plain, "parallel.strategy": "fsdp", "parallel.tp": cuts[-1], "parallel.pp": pipeline}
+    if config.data.max_length >= LONG:
+        yield {**plain, "parallel.strategy": "fsdp", "parallel.cp": min(8, machine.devices)}
+
+
+def limits(choice: Choice, question: Question) -> Limits:
+    """The largest micro-batch, the longest rows at a micro-batch of one, and the fewest devices."""
+    run, machine, config = choice.run, choice.machine, choice.config
+    if machine.is_cpu:
+        return Limits(None, None, None)
+    unit = 64 * run.mesh.tp * run.mesh.cp * 2
+
+    def with_rows(rows: int) -> bool:
+        loss = choose_loss(config, run.shape, rows * run.length // run.mesh.cp)
+        return fits(run.with_(micro_batch=rows, loss=loss), machine)
+
+    def with_length(units: int) -> bool:
+        loss = choose_loss(config, run.shape, units * unit // run.mesh.cp)
+        return fits(run.with_(micro_batch=1, length=units * unit, loss=loss), machine)
+
+    rows, units = _largest(with_rows, MOST_ROWS), _largest(with_length, LONGEST // unit)
+    return Limits(rows or None, units * unit or None, _fewest(question))
+
+
+def _largest(works: Callable[[int], bool], most: int) -> int:
+    """The largest number that works; 0 where none does."""
+    if not works(1):
+        return 0
+    low, high = 1, 2
+    while high <= most and works(high):
+        low, high = high, high * 2
+    high = min(high, most + 1)
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if works(middle) else (low, middle)
+    return low
+
+
+def _fewest(question: Question) -> int | None:
+    """The smallest power of two of such devices on which some data-parallel strategy fits."""
+    within = question.config.parallel.tp * question.config.parallel.pp * question.config.parallel.cp
+    free = {"parallel.strategy": "auto", "train.micro_batch": 1}
+    count = within
+    while count <= MOST_DEVICES:
+        devices = min(count, max(question.machine.devices, 8))
+        machine = question.machine.of(devices, -(-count // devices))
+        ranks = max(1, count // within)
+        # As many passes as tell one from several: gradients that are added up take more memory.
+        passes = 2 if question.config.train.global_batch > ranks else 1
+        config = changed(question.config, {**free, "train.global_batch": ranks * passes})
+        one = Question(config, question.shape, machine, question.habits).answer()
+        if one is not None and one.fits:
+            return count
+        count *= 2
+    return None
+
+
+def changes(choice: Choice, question: Question) -> list[Change]:
+    """What would make a run fit, cheapest first: alone where that is enough, else several together."""
+    return [change for change in savings(choice, question) if change.choice.fits] or _together(choice, question)
+
+
+def savings(choice: Choice, question: Question) -> list[Change]:
+    """Every single change that takes less memory, whether or not the run is forecast to fit: for one that did not."""
+    found = [change for one in _candidates(choice) if (change := _try(choice, question, one)) is not None]
+    return sorted(found, key=lambda change: (TOUCHES.index(change.touches), change.slower))
+
+
+def _together(choice: Choice, question: Question) -> list[Change]:
+    """Change after change, each the one that costs least time for what it saves, until it fits."""
+    taken: dict[str, Any] = {}
+    found: list[Change] = []
+    current = choice
+    while len(found) < TOGETHER and not current.fits:
+        tried = []
+        for one in _candidates(choice):
+            if not any(key in taken for key in one):
+                change = _try(choice, question, {**taken, **one})
+                if change is not None and change.choice.memory.reserved < current.memory.reserved * 0.99:
+                    tried.append((change, one))
+        if not tried:
+            break
+        # What is enough, of the mildest kind; else the best bargain of the mildest kind that still helps.
+        enough = [pair for pair in tried if pair[0].choice.fits]
+        mildest = min(_rank(one) for _, one in enough or tried)
+        pool = [pair for pair in enough or tried if _rank(pair[1]) == mildest]
+        change, one = min(pool, key=lambda pair: pair[0].slower if enough else _price(pair[0], current))
+        taken |= one
+        found.append(change)
+        current = change.choice
+    return found
+
+
+def _rank(one: dict[str, Any]) -> int:
+    """Where in TOUCHES the strongest of some changes stands."""
+    return max(TOUCHES.index(_touched(key, value)) for key, value in one.items())
+
+
+def _touched(key: str, value: Any) -> str:
+    if key.startswith("hardware."):
+        return "the hardware"
+    if key.startswith("adapter.") or key == "data.max_length":
+        return "what is trained"
+    if key == "train.optimizer.name" or (key == "train.precision" and value == "bf16-true"):
+        return "its numbers"
+    return "how it runs"
+
+
+def _price(change: Change, current: Choice) -> float:
+    """Time for each GiB saved, never below nothing: what is free is taken by how much it saves."""
+    saved = (current.memory.reserved - change.choice.memory.reserved) / GIB
+    return (max(0.0, change.slower) + 0.01) / max(saved, 1e-9)
+
+
+def _try(choice: Choice, question: Question, one: dict[str, Any]) -> Change | None:
+    answer = question.answer(one)
+    if answer is None or answer.memory.reserved >= choice.memory.reserved * 0.995:
+        return None
+    before, after = (each.speed.tokens_per_second_per_gpu for each in (choice, answer))
+    saved = (choice.memory.reserved - answer.memory.reserved) / GIB
+    settings = tuple(f"{key}={_shown(value)}" for key, value in one.items())
+    return Change(settings, TOUCHES[_rank(one)], answer, saved, before / after - 1)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _candidates(choice: Choice) -> Sequence[dict[str, Any]]:
+    """Single changes worth trying, whatever they cost."""
+    run, config, machine = choice.run, choice.config, choice.machine
+    found: list[dict[str, Any]] = []
+    if run.loss == "plain" and run.shape.family != "bert" and run.precision != "16-mixed":
+        found.append({"train.loss": "chunked"})
+    if run.micro_batch > 1:
+        half = run.micro_batch
+        while half > 1 and half % 2 == 0:
+            half //= 2
+            found.append({"train.micro_batch": half})
+        found.append({"train.micro_batch": 1})
+    if run.recompute == "none" and run.compiled:
+        found.append({"train.recompute": "cheap"})
+    if run.recompute in ("none", "cheap"):
+        found.append({"train.recompute": "selective"})
+    if run.recompute != "full":
+        found.append({"train.recompute": "full"})
+    if machine.world_size > 1 and not run.sharded and machine.world_size > run.mesh.tp * run.mesh.pp:
+        found += [{"parallel.strategy": name} for name in ("zero1", "zero2", "fsdp")]
+    elif run.keeps_weights and run.sharded and run.mesh.pp == 1:
+        found.append({"parallel.strategy": "zero3", "parallel.sharding": "full_shard"})
+    if run.sharded and run.mesh.dp_replicate > 1:
+        found.append({"parallel.strategy": "fsdp", "parallel.sharding": "full_shard"})
+    for cut in (2, 4, 8):
+        if run.mesh.tp < cut <= machine.devices and machine.world_size % (cut * run.mesh.pp * run.mesh.cp) == 0:
+            found.append({"parallel.tp": cut})
+    if run.offload == "none":
+        found.append({"parallel.offload": "optimizer"})
+        if run.mesh.pp == 1 and run.strategy != "zero1":
+            found.append({"parallel.strategy": "fsdp", "parallel.offload": "cpu"})
+    if run.optimizer == "adamw" and run.adapter is None:
+        found.append({"train.optimizer.name": "adamw8bit"})
+    if run.mixed and run.gpu.bf16:
+        found.append({"train.precision": "bf16-true"})
+    if run.adapter is None:
+        found += [{"adapter.kind": "lora"}, {"adapter.kind": "qlora"}]
+    elif run.adapter.quantize is None:
+        found.append({"adapter.kind": "qlora"})
+    if config.data.max_length >= 1024:
+        found.append({"data.max_length": config.data.max_length // 2})
+    for factor in (2, 4, 8):
+        found.append(_more(machine, factor))
+    return found
+
+
+def _more(machine: Machine, factor: int) -> dict[str, Any]:
+    """More devices: in one machine up to eight, beyond that more machines."""
+    if machine.nodes == 1 and machine.devices * factor <= 8:
+        return {"hardware.devices": machine.devices * factor}
+    return {"hardware.nodes": machine.nodes * factor}

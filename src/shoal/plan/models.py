@@ -1,0 +1,143 @@
+"""The shape of the model that a config names: from the catalogue, or from the config.json of a Hugging Face folder.
+
+Reads that one file and imports nothing of transformers, so that the forecast stays quick.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shoal.catalogue.shapes import NAMED, ModelShape, find_shape
+from shoal.config.schema import ModelConfig
+from shoal.mistakes import UserMistake, suggestion
+
+# transformers' model_type → our family.
+FAMILY = {
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gpt_neox": "neox",
+    "gpt2": "gpt2",
+    "bert": "bert",
+    "mpt": "mpt",
+}
+# What models call the same size.
+_NAMES = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab": ("vocab_size",),
+}
+_DROPOUTS = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "resid_dropout")
+
+
+def read_shape(model: ModelConfig) -> ModelShape:
+    """The sizes of the model that a config asks for."""
+    if model.shape is not None:
+        shape = find_shape(model.shape) if isinstance(model.shape, str) else model.shape.named()
+    else:
+        assert model.from_ is not None, "the config demands one of model.from and model.shape"
+        shape = _from_name(model.from_)
+    return replace(shape, vocab=shape.vocab + len(model.add_tokens))
+
+
+def has_dropout(model: ModelConfig) -> bool:
+    """Whether the model's own config drops parts of the hidden states; named shapes never do."""
+    if model.from_ is None or (folder := _folder(model.from_)) is None:
+        return False
+    settings = _read(folder)
+    return any(float(settings.get(name) or 0.0) > 0 for name in _DROPOUTS)
+
+
+def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json") -> ModelShape:
+    """The shape that a transformers config, as a mapping, describes."""
+    inner = settings.get("text_config")
+    if isinstance(inner, Mapping):
+        settings = {**settings, **inner}
+    kind = str(settings.get("model_type", ""))
+    if any(settings.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise UserMistake(f"{source} is of a mixture of experts, which the forecast does not know yet.")
+    sizes: dict[str, int] = {}
+    for name, spellings in _NAMES.items():
+        value = next((settings[each] for each in spellings if isinstance(settings.get(each), int)), None)
+        if value is None or value < 1:
+            raise UserMistake(f"{source} says nothing of {spellings[0]}, so the model's size is not known.")
+        sizes[name] = value
+    hidden, heads = sizes["hidden"], sizes["heads"]
+    # What is not one of ours is counted as Llama where its feed-forward part is gated, as nearly all are, else as neox.
+    gated = "intermediate_size" in settings and "silu" in str(settings.get("hidden_act", "silu"))
+    family = FAMILY.get(kind, "llama" if gated else "neox")
+    ffn = next((settings[one] for one in ("intermediate_size", "n_inner", "ffn_dim") if settings.get(one)), 4 * hidden)
+    positions = next(
+        (settings[one] for one in ("max_position_embeddings", "n_positions", "max_seq_len") if settings.get(one)), 2048
+    )
+    if hidden % heads and not settings.get("head_dim"):
+        raise UserMistake(f"{source}: hidden size {hidden} does not divide into {heads} heads.")
+    keys = int(settings.get("num_key_value_heads") or heads)
+    if heads % keys:
+        raise UserMistake(f"{source}: {heads} heads cannot share {keys} key-value heads evenly.")
+    window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
+    return ModelShape(
+        family=family,
+        hidden=hidden,
+        layers=sizes["layers"],
+        heads=heads,
+        kv_heads=keys,
+        ffn=int(ffn),
+        vocab=sizes["vocab"],
+        positions=int(positions),
+        tied=bool(settings.get("tie_word_embeddings", kind in ("gpt2", "bert", "mpt"))),
+        head_size=int(settings.get("head_dim") or hidden // heads),
+        sliding_window=int(window) if window else None,
+    )
+
+
+def _from_name(name: str) -> ModelShape:
+    folder = _folder(name)
+    if folder is not None:
+        return shape_from_settings(_read(folder), str(folder / "config.json"))
+    known = {_plain(shape): shape for shape in NAMED}
+    if "/" in name and _plain(name) in known:
+        return NAMED[known[_plain(name)]]
+    raise UserMistake(
+        f"{name} is neither a folder with a config.json nor in the local Hugging Face cache, so its size is not known."
+        f"{suggestion(_plain(name), NAMED)} model.shape=NAME plans for one of {', '.join(NAMED)}."
+    )
+
+
+def _plain(name: str) -> str:
+    """`meta-llama/Llama-2-7b-hf` as the catalogue spells it: llama2-7b."""
+    last = name.rsplit("/", 1)[-1].lower()
+    last = re.sub(r"^meta-", "", last)
+    last = re.sub(r"-(hf|base|instruct|chat|chat-hf|v0\.\d|it)$", "", last)
+    last = re.sub(r"^(llama|qwen)-(\d)", r"\1\2", last)
+    return last.replace("llama3.1-8b", "llama3-8b").replace("llama3.1-70b", "llama3-70b")
+
+
+def _folder(name: str) -> Path | None:
+    """The folder with the model's config.json, on this machine."""
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    cache = os.environ.get("HF_HUB_CACHE") or str(
+        Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+    )
+    snapshots = Path(cache) / f"models--{name.replace('/', '--')}" / "snapshots"
+    found = sorted(snapshots.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
+    return found[-1].parent if found else None
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        settings = json.loads(file.read_text())
+    except (OSError, ValueError):
+        raise UserMistake(f"{file} cannot be read as JSON.") from None
+    if not isinstance(settings, dict):
+        raise UserMistake(f"{file} must hold the model's config, but holds something else.")
+    return settings

@@ -1,0 +1,69 @@
+"""A plan as a picture: memory of each strategy as bars of terms against the device, and where a step's time goes."""
+
+from pathlib import Path
+
+from shoal.mistakes import UserMistake
+from shoal.plan.decide import Choice
+from shoal.plan.report import Plan
+from shoal.plan.terms import GIB
+
+COLOURS = {
+    "weights": "#3b6ea5",
+    "gathered weights": "#8fb4d9",
+    "gradients": "#c8553d",
+    "gradients of the whole stage": "#c8553d",
+    "gradients being reduced": "#e59a88",
+    "optimizer state": "#f2c14e",
+    "activations": "#588157",
+    "backward of a block": "#a3b899",
+    "head": "#7d5ba6",
+    "communication buffers": "#999999",
+    "optimizer's work": "#d9b86c",
+    "reserve": "#dddddd",
+}
+
+
+def plot_plan(plan: Plan, path: Path) -> None:
+    """Write the picture to `path`; its ending says in which format."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserMistake("--plot needs matplotlib: pip install 'shoal[plot]'.") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = list(plan.alternatives) or [plan.choice]
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(12, 1.6 + 0.45 * len(rows)), gridspec_kw={"width_ratios": [3, 2]}, layout="constrained"
+    )
+    used: dict[str, str] = {}
+    for position, one in enumerate(rows):
+        start = 0.0
+        for name, amount in _bars(one):
+            colour = COLOURS.get(name, "#bbbbbb")
+            left.barh(position, amount, left=start, color=colour, label=None if name in used else name)
+            used[name] = colour
+            start += amount
+    device = plan.choice.machine.gpu.memory_gib
+    left.axvline(device, color="black", linestyle="--", linewidth=1)
+    left.set_yticks(range(len(rows)), [("* " if one.name == plan.choice.name else "") + one.name for one in rows])
+    left.invert_yaxis()
+    left.set_xlabel(f"GiB a device at the highest moment; dashed: {plan.choice.machine.gpu.name}")
+    left.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.2), ncols=4, frameon=False)
+    speeds = [one.speed.tokens_per_second_per_gpu for one in rows]
+    right.barh(range(len(rows)), speeds, color=["#3b6ea5" if one.fits else "#cccccc" for one in rows])
+    right.set_yticks([])
+    right.invert_yaxis()
+    right.set_xlabel("tokens/s a device; grey: does not fit")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise UserMistake(f"--plot {path} cannot be written: {error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _bars(choice: Choice) -> list[tuple[str, float]]:
+    worst = choice.memory.worst
+    found = [(term.name, term.amount / GIB) for term in worst.peak.tree.parts]
+    return [*found, ("reserve", worst.reserve / GIB)]

@@ -1,0 +1,180 @@
+"""A plan as text for a terminal: one paragraph of answer, a bar of memory, a table of strategies, what to change."""
+
+from shoal.plan.advise import Change
+from shoal.plan.decide import Choice
+from shoal.plan.report import Plan
+from shoal.plan.terms import GIB, Term
+
+WIDTH = 44
+# One letter for each kind of memory, so that a bar needs no colour.
+KINDS = (
+    ("weights", "w"),
+    ("gathered weights", "w"),
+    ("gradients", "g"),
+    ("gradients of the whole stage", "g"),
+    ("gradients being reduced", "g"),
+    ("optimizer state", "o"),
+    ("activations", "a"),
+    ("backward of a block", "a"),
+    ("head", "h"),
+    ("communication buffers", "c"),
+    ("optimizer's work", "o"),
+)
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as lines."""
+    choice, lines = plan.choice, []
+    lines += [_headline(plan), ""]
+    lines += _memory_lines(choice)
+    lines += ["", *_speed_lines(plan)]
+    if len(plan.alternatives) > 1:
+        lines += ["", *_table(plan)]
+    lines += ["", *_limit_lines(plan)]
+    if not plan.fits:
+        lines += ["", *_change_lines(plan.changes)]
+    if plan.notes:
+        lines += ["", *(f"note: {note}" for note in plan.notes)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _headline(plan: Plan) -> str:
+    choice, run, machine = plan.choice, plan.choice.run, plan.choice.machine
+    nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
+    verdict = "fits" if plan.fits else "does NOT fit"
+    batch = f"{run.micro_batch} row{'s' if run.micro_batch > 1 else ''} a pass, {_count(run.passes, 'pass')}"
+    return (
+        f"{plan.name}: {choice.name} on {nodes}{machine.devices} × {machine.gpu.name} {verdict} ({choice.reason}).\n"
+        f"{batch}, rows of {run.length} tokens, recompute {run.recompute}, loss {run.loss}, {run.precision}."
+    )
+
+
+def _memory_lines(choice: Choice) -> list[str]:
+    worst, memory = choice.memory.worst, choice.memory
+    device = choice.machine.gpu.memory_gib
+    place = f" of stage {worst.place}" if len(memory.places) > 1 else ""
+    lines = [
+        f"memory a device{place}: {worst.allocated / GIB:.1f} GiB allocated, {worst.reserved / GIB:.1f} reserved, of "
+        f"{device:.1f}; highest at: {worst.peak.name}",
+        f"  |{bar(choice)}|",
+    ]
+    for term in worst.peak.tree.parts:
+        lines.append(f"  {_letter(term.name)} {term.amount / GIB:8.2f}  {term.name}")
+        if term.amount / worst.allocated > 0.1:
+            lines += [f"    {part.amount / GIB:10.2f}  {part.name}" for part in _largest(term)]
+    lines.append(f"    {worst.reserve / GIB:8.2f}  allocator's reserve")
+    if memory.context:
+        lines.append(f"    {memory.context / GIB:8.2f}  the driver and NCCL, outside PyTorch (typical)")
+    if choice.run.offload != "none":
+        lines.append(f"  host: {memory.host.amount / GIB:.1f} GiB for each device")
+    return lines
+
+
+def _largest(term: Term) -> list[Term]:
+    return sorted(term.parts, key=lambda part: -part.amount)[:5]
+
+
+def bar(choice: Choice, width: int = WIDTH) -> str:
+    """The device's memory as a bar, a letter for each kind; ! where it is overfull."""
+    device = choice.machine.gpu.memory_gib * GIB
+    worst = choice.memory.worst
+    text = ""
+    total = 0.0
+    for letter, amount in _kinds(worst.peak.tree, worst.reserve + choice.memory.context):
+        total += amount
+        text += letter * (round(min(total / device, 1.0) * width) - len(text))
+    if total > device:
+        return text[: width - 1] + "!"
+    return text.ljust(width, ".")
+
+
+def _kinds(tree: Term, rest: float) -> list[tuple[str, float]]:
+    found: dict[str, float] = {}
+    for term in tree.parts:
+        letter = _letter(term.name)
+        found[letter] = found.get(letter, 0.0) + term.amount
+    return [*found.items(), ("r", rest)]
+
+
+def _letter(name: str) -> str:
+    return dict(KINDS).get(name, "c")
+
+
+def _speed_lines(plan: Plan) -> list[str]:
+    speed = plan.choice.speed
+    whole = speed.tokens_per_second_per_gpu * speed.world_size
+    lines = [
+        f"speed: {speed.tokens_per_second_per_gpu:,.0f} tokens/s a device ({whole:,.0f} in all), "
+        f"MFU {speed.mfu:.1%}, {_duration(speed.step_seconds)} a step"
+    ]
+    shares = sorted(speed.step.parts, key=lambda part: -part.amount)
+    lines.append("  " + ", ".join(f"{part.name} {part.amount / speed.step_seconds:.0%}" for part in shares[:6]))
+    if plan.seconds is not None and plan.gpu_hours is not None:
+        price = f", {plan.cost:,.2f} at {plan.choice.machine.price:g} an hour" if plan.cost is not None else ""
+        lines.append(f"  {plan.steps:,} steps: {_duration(plan.seconds)}, {plan.gpu_hours:,.1f} device hours{price}")
+    else:
+        lines.append("  time to finish: not known, as epochs depend on the data; set train.steps or train.tokens")
+    return lines
+
+
+def _table(plan: Plan) -> list[str]:
+    head = (
+        f"  {'strategy':22}{'fits':>5}{'reserved':>10}  {'':{WIDTH // 2}} {'tokens/s':>10}{'rows':>6}{'recompute':>11}"
+    )
+    lines = ["on the same devices:", head + ("   time" if plan.steps else "")]
+    for one in plan.alternatives:
+        mark = "*" if one.name == plan.choice.name else " "
+        time = f"   {_duration(plan.steps * one.speed.step_seconds)}" if plan.steps else ""
+        lines.append(
+            f"{mark} {one.name:22}{'yes' if one.fits else 'no':>5}{one.memory.reserved / GIB:>7.1f}GiB  "
+            f"{bar(one, WIDTH // 2)} {one.speed.tokens_per_second_per_gpu:>10,.0f}{one.run.micro_batch:>6}"
+            f"{one.run.recompute!s:>11}{time}"
+        )
+    return lines
+
+
+def _limit_lines(plan: Plan) -> list[str]:
+    found = plan.limits
+    parts = []
+    if found.micro_batch is not None:
+        parts.append(f"largest micro-batch {found.micro_batch}")
+    if found.length is not None:
+        parts.append(f"longest rows {found.length:,} tokens (one a pass)")
+    if found.devices is not None:
+        parts.append(f"fewest devices {found.devices}")
+    return [f"limits: {', '.join(parts)}"] if parts else []
+
+
+def _change_lines(changes: tuple[Change, ...]) -> list[str]:
+    if not changes:
+        return ["No single change or handful of them makes it fit: a smaller model, or many more devices."]
+    alone = changes[0].choice.fits
+    lines = [
+        "what would make it fit, cheapest first:" if alone else "together, one after the other, these make it fit:"
+    ]
+    if not changes[-1].choice.fits:
+        lines = ["these bring it nearer, one after the other, but not all the way:"]
+    for change in changes:
+        setting = " ".join(change.settings) if alone else change.settings[-1]
+        time = f"{change.slower:+.0%} time a token" if abs(change.slower) >= 0.005 else "no time"
+        lines.append(
+            f"  {setting:44} → {change.choice.memory.reserved / GIB:6.1f} GiB (saves {change.saves_gib:.1f}), {time}"
+            + (f"; changes {change.touches}" if change.touches != "how it runs" else "")
+        )
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 72 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} days"
+
+
+def _count(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number} {what}es"

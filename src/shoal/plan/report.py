@@ -1,0 +1,201 @@
+"""The whole answer of `shoal plan`: one object, of which JSON, text and plot are views."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.catalogue.shapes import parameters
+from shoal.config.schema import Config
+from shoal.mistakes import UserMistake
+from shoal.plan.advise import Change, Limits, Question, alternatives, changes, limits
+from shoal.plan.decide import Choice, choose
+from shoal.plan.habits import SYSTEMS
+from shoal.plan.layout import ranks
+from shoal.plan.machine import Machine, read_machine
+from shoal.plan.models import read_shape
+from shoal.plan.states import trained_parameters
+from shoal.plan.terms import GIB
+
+HOUR = 3600
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run before it starts: will it fit, how fast is it, and what would change that."""
+
+    name: str
+    choice: Choice
+    alternatives: tuple[Choice, ...]
+    limits: Limits
+    changes: tuple[Change, ...]
+    steps: int | None
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.choice.fits
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the whole run, without evaluation and checkpoints; None where its length is not known."""
+        return None if self.steps is None else self.steps * self.choice.speed.step_seconds
+
+    @property
+    def gpu_hours(self) -> float | None:
+        return None if self.seconds is None else self.seconds * self.choice.run.world_size / HOUR
+
+    @property
+    def cost(self) -> float | None:
+        price = self.choice.machine.price
+        return None if self.gpu_hours is None or price is None else self.gpu_hours * price
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` prints; programs rely on `fits`, `memory`, `speed`, `chosen` and `alternatives`."""
+        return {
+            "fits": self.fits,
+            "memory": _memory(self.choice),
+            "speed": {
+                **_speed(self.choice),
+                "steps": self.steps,
+                "seconds_to_finish": _rounded(self.seconds, 0),
+                "gpu_hours": _rounded(self.gpu_hours, 2),
+                "cost": _rounded(self.cost, 2),
+            },
+            "chosen": {**_chosen(self.choice), "reason": self.choice.reason},
+            "alternatives": [_row(one, self.steps) for one in self.alternatives],
+            "limits": self.limits.as_dict(),
+            "changes": [change.as_dict() for change in self.changes],
+            "model": _model(self.choice),
+            "hardware": _hardware(self.choice.machine),
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(config: Config, *, system: str = "shoal") -> Plan:
+    """The plan of `config`: the forecast of what `shoal train` would do with it on the hardware it names."""
+    if system not in SYSTEMS:
+        raise UserMistake(f"No system is called {system}; the names are {', '.join(SYSTEMS)}.")
+    if config.parallel.engine == "deepspeed" and system == "shoal":
+        system = "deepspeed"
+    shape, machine = read_shape(config.model), read_machine(config.hardware)
+    question = Question(config, shape, machine, SYSTEMS[system])
+    choice = choose(config, shape, machine, habits=question.habits)
+    notes = list(machine.notes)
+    if config.data.max_length > shape.positions:
+        notes.append(
+            f"data.max_length {config.data.max_length} is longer than the {shape.positions} positions that the model "
+            "was made for."
+        )
+    if system != "shoal":
+        notes.append(f"As the code of {system} would do it, not ours.")
+    return Plan(
+        name=config.name,
+        choice=choice,
+        alternatives=tuple(alternatives(question)),
+        limits=limits(choice, question),
+        changes=() if choice.fits else tuple(changes(choice, question)),
+        steps=count_steps(config, choice),
+        notes=tuple(notes),
+    )
+
+
+def count_steps(config: Config, choice: Choice) -> int | None:
+    """Optimizer steps of the run, where the config alone says how many: epochs need the data's size."""
+    train = config.train
+    if train.steps is not None:
+        return train.steps
+    if train.tokens is not None:
+        return max(1, -(-train.tokens // choice.speed.tokens_per_step))
+    return None
+
+
+def _memory(choice: Choice) -> dict[str, Any]:
+    memory, worst = choice.memory, choice.memory.worst
+    return {
+        "allocated_gib": round(worst.allocated / GIB, 3),
+        "reserved_gib": round(worst.reserved / GIB, 3),
+        "device_gib": round(choice.machine.gpu.memory_gib, 2),
+        "context_gib": round(memory.context / GIB, 2),
+        "peak": worst.peak.name,
+        "terms": worst.peak.tree.as_dict(GIB),
+        "moments": {moment.name: round(moment.tree.amount / GIB, 3) for moment in worst.moments},
+        "stages": [
+            {
+                "place": place.place,
+                "allocated_gib": round(place.allocated / GIB, 3),
+                "reserved_gib": round(place.reserved / GIB, 3),
+                "peak": place.peak.name,
+            }
+            for place in memory.places
+        ],
+        "host": {"gib": round(memory.host.amount / GIB, 3), "terms": memory.host.as_dict(GIB)},
+    }
+
+
+def _speed(choice: Choice) -> dict[str, Any]:
+    speed = choice.speed
+    each = speed.tokens_per_second_per_gpu
+    return {
+        "tokens_per_second_per_gpu": round(each, 1 if each > 100 else 3),
+        "tokens_per_second": round(each * speed.world_size, 1),
+        "mfu": round(speed.mfu, 4),
+        "step_seconds": round(speed.step_seconds, 6),
+        "terms": speed.step.as_dict(1.0, 6),
+    }
+
+
+def _chosen(choice: Choice) -> dict[str, Any]:
+    run = choice.run
+    return {
+        "name": choice.name,
+        "strategy": run.strategy,
+        "sharding": choice.config.parallel.sharding,
+        "world_size": run.world_size,
+        "data_parallel": run.mesh.data_parallel,
+        "micro_batch": run.micro_batch,
+        "passes": run.passes,
+        "global_batch": run.global_batch,
+        "mesh": asdict(run.mesh),
+        "recompute": f"every {run.recompute}" if isinstance(run.recompute, int) else run.recompute,
+        "loss": run.loss,
+        "compiled": run.compiled,
+        "precision": run.precision,
+    }
+
+
+def _row(choice: Choice, steps: int | None) -> dict[str, Any]:
+    speed = _speed(choice)
+    return {
+        **_chosen(choice),
+        "fits": choice.fits,
+        "allocated_gib": round(choice.memory.worst.allocated / GIB, 2),
+        "reserved_gib": round(choice.memory.reserved / GIB, 2),
+        "tokens_per_second_per_gpu": speed["tokens_per_second_per_gpu"],
+        "mfu": speed["mfu"],
+        "step_seconds": speed["step_seconds"],
+        "seconds_to_finish": _rounded(None if steps is None else steps * choice.speed.step_seconds, 0),
+    }
+
+
+def _model(choice: Choice) -> dict[str, Any]:
+    run = choice.run
+    whole = run.with_(mesh=type(run.mesh)())
+    return {
+        "family": run.shape.family,
+        "parameters": parameters(run.shape),
+        "trained": round(trained_parameters(whole, ranks(run.shape, 1, run.schedule)[0])),
+    }
+
+
+def _hardware(machine: Machine) -> dict[str, Any]:
+    return {
+        "gpu": machine.gpu.name,
+        "devices": machine.devices,
+        "nodes": machine.nodes,
+        "link": machine.link.name,
+        "network": machine.network.name if machine.nodes > 1 else None,
+        "price": machine.price,
+    }
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)

@@ -1,0 +1,57 @@
+"""`shoal bench train` and `shoal bench rank`: the real training, measured, with nothing left behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.harness import settings
+from tests.launch.command import shoal, write_config
+
+
+@pytest.fixture
+def folder(instructions: Path, tmp_path: Path) -> Path:
+    write_config(tmp_path, settings(instructions, train__steps=1000, data__validation=0.1))
+    return tmp_path
+
+
+def test_bench_train_measures_the_steps_after_the_warm_up_and_saves_nothing(folder):
+    result = shoal(folder, "bench", "train", "run.yaml", "train.lr=1e-3", "--steps", "4", "--warmup", "2", "--json")
+    assert result.status == 0, result.err
+    found = json.loads(result.out)
+    assert (found["warmup"], found["steps"], len(found["losses"])) == (2, 4, 6)
+    assert found["losses"][-1] < found["losses"][0]
+    assert sorted(found["seconds"][2:])[1] <= found["step_seconds"] <= sorted(found["seconds"][2:])[2]
+    assert found["tokens_per_second"] > 0
+    assert found["first_step_seconds"] > found["step_seconds"]
+    assert found["reserved_gib"] is None
+    assert found["mfu"] is None, "a CPU's peak is not known"
+    assert found["machine"]["device"] == "cpu"
+    assert {path.name for path in folder.iterdir()} <= {"run.yaml", "cache", "hub"}, "nothing is left behind"
+
+
+def test_bench_rank_is_one_of_many_and_counts_its_own_tokens(folder):
+    result = shoal(
+        folder, "bench", "rank", "run.yaml", "parallel.strategy=fsdp", "train.global_batch=32", "train.micro_batch=4",
+        "--world", "8", "--steps", "2", "--warmup", "1", "--json",
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    found = json.loads(result.out)
+    assert found["world_size"] == found["chosen"]["mesh"]["dp_shard"] == 8
+    # A rank's rows of a step are an eighth of all: about its share of the targets in a second.
+    assert found["tokens_per_second"] * found["step_seconds"] < 4 * 192
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "run.yaml", "train.global_batch=7"], "micro_batch"),
+        (["rank", "run.yaml", "parallel.strategy=ddp", "train.global_batch=32", "--world", "8"], "bench train"),
+    ],
+)
+def test_what_cannot_be_measured_is_a_sentence(arguments, sentence, folder):
+    result = shoal(folder, "bench", *arguments)
+    assert result.status == 2
+    assert sentence in result.err
+    assert "Traceback" not in result.err
