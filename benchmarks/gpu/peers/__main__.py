@@ -1,0 +1,20 @@
+"""`python -m peers TASK RESULT`: train as the task says, with the tool it names, and write what came of it."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from peers.clock import Clock
+from peers.task import read_task
+
+
+def main(task_file: str, result_file: str) -> None:
+    task = read_task(Path(task_file))
+    clock = Clock(task)
+    importlib.import_module(f"peers.{task.runner}").run(task, clock)
+    Path(result_file).write_text(json.dumps(clock.result()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

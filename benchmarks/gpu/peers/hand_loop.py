@@ -1,0 +1,146 @@
+"""What a person who knows PyTorch writes for one GPU: no framework, each block compiled, logits never stored."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from peers.clock import Clock
+from peers.models import add_adapter, build, decay_groups, device
+from peers.rows import read_batch
+from peers.task import BETAS, CLIP, EPSILON, RATE, Task
+
+
+def run(task: Task, clock: Clock) -> None:
+    """Options: `adapter` (lora), `float8`."""
+    if task.options.get("adapter"):
+        adapter(task, clock)
+    elif task.options.get("float8"):
+        float8(task, clock)
+    else:
+        mixed(task, clock)
+
+
+def mixed(task: Task, clock: Clock) -> None:
+    """fp32 weights under autocast."""
+    model = build(task, torch.float32)
+    compile_blocks(model, clock)
+    parameters = list(model.parameters())
+    optimizer = make_optimizer(parameters, clock)
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(task, clock, Loss(model, autocast=True), update)
+
+
+def float8(task: Task, clock: Clock) -> None:
+    """bf16 weights, copied once a step from fp32 masters, and the blocks' products in float8 with tensorwise scales."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = build(task, torch.bfloat16)
+    masters = [nn.Parameter(one.detach().float()) for one in build(task, torch.float32).parameters()]
+    for block in model.model.layers:
+        convert_to_float8_training(block, config=Float8LinearConfig(emulate=not clock.cuda))
+    compile_blocks(model, clock)
+    parameters = list(model.parameters())
+    optimizer = make_optimizer(masters, clock)
+    for master in masters:
+        master.grad = torch.empty_like(master)
+
+    def update() -> None:
+        torch._foreach_copy_([one.grad for one in masters], [one.grad for one in parameters])
+        nn.utils.clip_grad_norm_(masters, CLIP)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, masters)
+        for parameter in parameters:
+            parameter.grad = None
+
+    train(task, clock, Loss(model, autocast=False), update)
+
+
+def adapter(task: Task, clock: Clock) -> None:
+    """bf16 weights that are not trained, and peft's fp32 adapters under autocast."""
+    adapted = add_adapter(build(task, torch.bfloat16))
+    model = adapted.get_base_model()
+    compile_blocks(model, clock)
+    parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(parameters, clock)
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(task, clock, Loss(model, autocast=True), update)
+
+
+class Loss:
+    """From tokens to the mean loss: transformers' blocks called one by one, then the head fused with its loss.
+
+    The model's own forward would look at the positions on the host to find out whether rows are packed.
+    """
+
+    def __init__(self, model: Any, autocast: bool) -> None:
+        self.decoder = model.model
+        self.head = model.lm_head.weight
+        self.fused = LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
+        self.autocast = autocast
+
+    def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        # Around one forward only: autocast keeps its copies of the weights for as long as it lasts.
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.autocast):
+            return self.forward(inputs, labels)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        decoder = self.decoder
+        positions = torch.arange(inputs.shape[1], device=inputs.device)[None]
+        hidden = decoder.embed_tokens(inputs).to(torch.bfloat16)
+        rotary = decoder.rotary_emb(hidden, position_ids=positions)
+        for block in decoder.layers:
+            hidden = block(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
+        hidden = decoder.norm(hidden).to(torch.bfloat16)
+        # Cast once here: the loss works in chunks, and autocast would cast the whole head anew for each.
+        return self.fused(self.head.to(torch.bfloat16), hidden.flatten(0, 1), labels.flatten())
+
+
+def train(task: Task, clock: Clock, loss_of: Callable[[Tensor, Tensor], Tensor], update: Callable[[], None]) -> None:
+    rows = np.load(task.rows_file)
+    clock.begin()
+    with cudnn_attention(clock):
+        for step in range(task.steps):
+            batch = read_batch(rows, step, task.rows)
+            if clock.cuda:
+                batch = tuple(part.pin_memory().to(device(), non_blocking=True) for part in batch)
+            loss = loss_of(*batch)
+            loss.backward()
+            update()
+            clock.step_done(loss)
+
+
+def compile_blocks(model: Any, clock: Clock) -> None:
+    for block in model.model.layers:
+        block.compile(backend="inductor" if clock.cuda else "aot_eager")
+
+
+def make_optimizer(parameters: list[nn.Parameter], clock: Clock) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(decay_groups(parameters), lr=RATE, betas=BETAS, eps=EPSILON, fused=clock.cuda)
+
+
+@contextmanager
+def cudnn_attention(clock: Clock) -> Iterator[None]:
+    """cuDNN's attention first, which on Hopper is faster than PyTorch's own choice, flash attention 2."""
+    if not clock.cuda:
+        yield
+        return
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
+        yield

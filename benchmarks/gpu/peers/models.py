@@ -1,0 +1,85 @@
+"""The peers' models: transformers' own classes with the very weights that shoal draws from the same seed."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from peers.task import ADAPTER_ALPHA, ADAPTER_RANK, ADAPTER_TARGETS, SEED, WEIGHT_DECAY, Task
+from shoal.catalogue.named_shapes import ModelShape
+from shoal.catalogue.shapes import find_shape, shape_from_sizes
+from shoal.models.anatomy import read_anatomy
+from shoal.models.families import transformers_config
+from shoal.models.weights import Weights, materialize
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_shape(shape: str | dict[str, Any]) -> ModelShape:
+    return find_shape(shape) if isinstance(shape, str) else shape_from_sizes(**shape)
+
+
+def build(task: Task, dtype: torch.dtype, attention: str = "sdpa") -> Any:
+    """The causal language model on the device. Without a folder its weights are drawn there: an 8B model in seconds."""
+    from transformers import AutoModelForCausalLM
+
+    if task.weights is not None:
+        model = AutoModelForCausalLM.from_pretrained(task.weights, dtype=dtype, attn_implementation=attention)
+        return model.to(device()).train()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            transformers_config(resolve_shape(task.shape)), dtype=torch.float32, attn_implementation=attention
+        )
+    materialize(model, read_anatomy(model), device=device(), dtype=dtype, source=Weights(None, SEED))
+    return model.train()
+
+
+def add_adapter(model: Any) -> Any:
+    """LoRA of rank 8 on queries and values, through peft."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(SEED)
+    return get_peft_model(
+        model,
+        LoraConfig(
+            r=ADAPTER_RANK,
+            lora_alpha=ADAPTER_ALPHA,
+            lora_dropout=0.0,
+            target_modules=list(ADAPTER_TARGETS),
+            task_type="CAUSAL_LM",
+        ),
+    )
+
+
+def quantize(model: Any) -> None:
+    """The blocks' linear layers to bitsandbytes NF4, double quantised, as BitsAndBytesConfig would load them."""
+    import bitsandbytes
+
+    for block in model.model.layers:
+        for name, layer in [found for found in block.named_modules() if isinstance(found[1], nn.Linear)]:
+            small = bitsandbytes.nn.Linear4bit(
+                layer.in_features,
+                layer.out_features,
+                bias=False,
+                compute_dtype=torch.bfloat16,
+                compress_statistics=True,
+                quant_type="nf4",
+                device="meta",
+            )
+            small.weight = bitsandbytes.nn.Params4bit(
+                layer.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
+            )
+            block.set_submodule(name, small.to(device()))
+    # What peft looks at to choose its own layer for quantised weights.
+    model.is_loaded_in_4bit = True
+
+
+def decay_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Weight decay for matrices and none for vectors."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return [
+        {"params": [one for one in trained if one.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [one for one in trained if one.dim() < 2], "weight_decay": 0.0},
+    ]

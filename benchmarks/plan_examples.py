@@ -1,0 +1,197 @@
+"""Worked examples that guides give for memory and scaling, and what the forecast says of the same runs.
+
+python benchmarks/plan_examples.py [OUTPUT_FOLDER]        (default: benchmarks/plan)
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal import api
+from shoal.plan.decide import Choice
+from shoal.plan.terms import GIB
+
+HERE = Path(__file__).parent
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Example:
+    """A run as a guide describes it, what the guide says of it, and why the forecast differs."""
+
+    what: str
+    theirs: str
+    why: str
+    settings: tuple[str, ...]
+
+
+EXAMPLES = (
+    Example(
+        "Pythia-1B, FSDP on 2 × L40, 16 rows of 512 a device",
+        "8.45 GiB steady, 9.3–10.2 at the peak",
+        "They count half of 16 bytes a parameter and 1 GiB of activations. At its peak a step has no gradients yet, "
+        "but what 16 blocks keep of 8,192 tokens is many times 1 GiB, and the logits come on top.",
+        ("model.shape=pythia-1b", "hardware.gpu=l40", "hardware.devices=2", "parallel.strategy=fsdp",
+         "train.micro_batch=16", "train.global_batch=32", "data.max_length=512"),
+    ),
+    Example(
+        "TinyLlama-1.1B, one device, 8 rows of 2,048",
+        "16 GB without FSDP",
+        "They count fp32 weights, gradients and Adam, and no activations. Ours has a bf16 copy to compute with, and "
+        "the activations of 16,384 tokens.",
+        ("model.shape=tinyllama-1.1b", "hardware.gpu=a100-80gb", "parallel.strategy=single", "train.micro_batch=8",
+         "train.global_batch=64"),
+    ),
+    Example(
+        "TinyLlama-1.1B, FSDP on 8 devices, 8 rows of 2,048",
+        "2 GB",
+        "Only what is sharded is divided by 8: activations, the head and gathered weights are on every device whole.",
+        ("model.shape=tinyllama-1.1b", "hardware.gpu=a100-80gb", "hardware.devices=8", "parallel.strategy=fsdp",
+         "train.micro_batch=8", "train.global_batch=512"),
+    ),
+    Example(
+        "Llama-2-7B, FSDP on 4 nodes of 8, 2 rows of 2,048",
+        "3.5 GB",
+        "As above: 112 GB / 32 is what is sharded, and a tenth of what a device needs.",
+        ("model.shape=llama2-7b", "hardware.gpu=a100-80gb", "hardware.devices=8", "hardware.nodes=4",
+         "parallel.strategy=fsdp", "train.micro_batch=2", "train.global_batch=1024"),
+    ),
+    Example(
+        "Llama-2-7B LoRA r8, FSDP on 4 × A100-40GB, 4 rows of 2,048",
+        "about 20 GB, about 5 samples/s",
+        "Without recomputation the activations of 8,192 tokens alone are more than that. Alpaca's rows are far shorter "
+        "than 2,048: see the next row.",
+        ("model.shape=llama2-7b", "hardware.gpu=a100-40gb", "hardware.devices=4", "parallel.strategy=fsdp",
+         "adapter.kind=lora", "train.micro_batch=4", "train.global_batch=64"),
+    ),
+    Example(
+        "the same, with rows of 300 tokens, as Alpaca's are",
+        "about 20 GB, about 5 samples/s",
+        "The longest row of a pass decides its memory, and theirs vary: 20 GB lie between the two. Why their speed is "
+        "that low we cannot say from sizes.",
+        ("model.shape=llama2-7b", "hardware.gpu=a100-40gb", "hardware.devices=4", "parallel.strategy=fsdp",
+         "adapter.kind=lora", "train.micro_batch=4", "train.global_batch=64", "data.max_length=300"),
+    ),
+    Example(
+        "Llama-2-70B LoRA r8, FSDP on 8 × A100-80GB, 1 row of 2,048",
+        "about 70 GB, about 1 sample/s",
+        "An eighth of 138 GB of weights, and the activations of 80 blocks without recomputation.",
+        ("model.shape=llama2-70b", "hardware.gpu=a100-80gb", "hardware.devices=8", "parallel.strategy=fsdp",
+         "adapter.kind=lora", "train.micro_batch=1", "train.global_batch=32"),
+    ),
+    Example(
+        "Llama-3.1-405B LoRA r16, FSDP on 8 nodes of 8 × H100, 1 row of 4,096",
+        "about 60 GB",
+        "They shard within each node, which would leave 101 GB of weights on a device; over all 64 it is 13 GB. "
+        "Gathered blocks, embedding and head are most of the rest, with recomputation.",
+        ("model.shape=llama3.1-405b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=8",
+         "parallel.strategy=fsdp", "adapter.kind=lora", "adapter.rank=16", "train.micro_batch=1",
+         "train.global_batch=128", "data.max_length=4096", "train.recompute=full"),
+    ),
+    Example(
+        "7B full, one device, 1 row of 2,048",
+        "140+ GB",
+        "18 bytes a parameter are 121 GB, and a row of activations comes on top.",
+        ("model.shape=llama2-7b", "hardware.gpu=h200", "parallel.strategy=single", "train.micro_batch=1",
+         "train.global_batch=8"),
+    ),
+    Example(
+        "7B full, FSDP on 8 devices, 1 row of 2,048",
+        "about 25 GB",
+        "13.5 GB are the eighth of 16 bytes a parameter; the rest is one row's activations. They do not say how many "
+        "devices or rows.",
+        ("model.shape=llama2-7b", "hardware.gpu=a100-80gb", "hardware.devices=8", "parallel.strategy=fsdp",
+         "train.micro_batch=1", "train.global_batch=64"),
+    ),
+    Example(
+        "7B full, ZeRO-3 on 8 devices, 1 row of 2,048, recompute full",
+        "about 20 GB",
+        "zero3 and fsdp are one thing here; with recomputation a block's input is all that is kept.",
+        ("model.shape=llama2-7b", "hardware.gpu=a100-80gb", "hardware.devices=8", "parallel.strategy=zero3",
+         "train.micro_batch=1", "train.global_batch=64", "train.recompute=full"),
+    ),
+    Example(
+        "the same, with everything offloaded",
+        "about 8 GB",
+        "Weights, gradients and state live in main memory; gathered blocks, the head and one block's activations are "
+        "left.",
+        ("model.shape=llama2-7b", "hardware.gpu=a100-80gb", "hardware.devices=8", "parallel.strategy=fsdp",
+         "train.micro_batch=1", "train.global_batch=64", "train.recompute=full", "parallel.offload=cpu"),
+    ),
+)  # fmt: skip
+
+SCALING = {1: (1.0, 1.0), 2: (1.95, 1.9), 4: (3.8, 3.7), 8: (7.5, 7.2), 16: (14.5, 13.8), 32: (28.0, 26.0)}
+
+
+def plan_of(settings: tuple[str, ...]) -> Choice:
+    return api.plan(api.load_config(None, settings, planned=True)).choice
+
+
+def example_rows() -> list[str]:
+    lines = ["| run | theirs | ours | why they differ |", "| --- | --- | --- | --- |"]
+    for one in EXAMPLES:
+        choice = plan_of(one.settings)
+        worst, speed = choice.memory.worst, choice.speed
+        samples = speed.tokens_per_second_per_gpu * speed.world_size / choice.run.length
+        ours = (
+            f"{worst.allocated / GIB:.1f} GiB allocated ({worst.allocated / GB:.0f} GB), {worst.reserved / GIB:.1f} "
+            f"reserved; {samples:.1f} samples/s"
+        )
+        lines.append(f"| {one.what} | {one.theirs} | {ours} | {one.why} |")
+    return lines
+
+
+def speedup(devices: int, strategy: str, network: str) -> float:
+    """How many times as fast as one device: Llama-3.2-1B, 4 rows of 2,048 a device, A100s in machines of eight."""
+    nodes = max(1, devices // 8)
+    common = ("model.shape=llama3.2-1b", "hardware.gpu=a100-80gb", "train.micro_batch=4", f"hardware.network={network}")
+    alone = plan_of((*common, "train.global_batch=4"))
+    if devices == 1:
+        return 1.0
+    many = plan_of(
+        (
+            *common,
+            f"train.global_batch={4 * devices}",
+            f"hardware.devices={devices // nodes}",
+            f"hardware.nodes={nodes}",
+            f"parallel.strategy={strategy}",
+        )
+    )
+    return devices * many.speed.tokens_per_second_per_gpu / alone.speed.tokens_per_second_per_gpu
+
+
+def scaling_rows() -> list[str]:
+    lines = [
+        "| GPUs | theirs: DDP, FSDP | ours, 200 Gb/s a GPU: ddp, fsdp | ours, 25 Gb/s a GPU: ddp, fsdp |",
+        "| --- | --- | --- | --- |",
+    ]
+    for devices, (ddp, fsdp) in SCALING.items():
+        ours = [
+            ", ".join(f"{speedup(devices, strategy, network):.1f}×" for strategy in ("ddp", "fsdp"))
+            for network in ("infiniband-hdr", "ethernet-25")
+        ]
+        lines.append(f"| {devices} | {ddp:g}×, {fsdp:g}× | {ours[0]} | {ours[1]} |")
+    return lines
+
+
+def main() -> None:
+    output = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "plan"
+    output.mkdir(parents=True, exist_ok=True)
+    lines = [
+        "# Worked examples of guides, and the forecast",
+        "",
+        "Made by `benchmarks/plan_examples.py`, which has the settings of each.",
+        "",
+        *example_rows(),
+        "",
+        "Llama-3.2-1B, 4 rows of 2,048 tokens a device and one pass a step, A100-80GB in machines of eight:",
+        "",
+        *scaling_rows(),
+    ]
+    text = "\n".join(lines) + "\n"
+    (output / "examples.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

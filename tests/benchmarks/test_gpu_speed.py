@@ -1,0 +1,156 @@
+"""`benchmarks/gpu/speed.py` without a GPU: its cases run, what fails is recorded, and its arithmetic is right."""
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
+sys.path.insert(0, str(FOLDER))
+
+from peers import cases, chart, numerics  # noqa: E402
+from peers.cases import Case, shrink  # noqa: E402
+from peers.flops import count_work, peak_of  # noqa: E402
+from peers.instructions import SEED, make_lengths  # noqa: E402
+from peers.machine import describe_machine  # noqa: E402
+from peers.measure import NOT_RUN, Session, measure  # noqa: E402
+from peers.report import Report, markdown, read_report, write_report  # noqa: E402
+
+FIGURES = {
+    "tokens_per_second",
+    "step_seconds",
+    "mfu",
+    "mfu_formula",
+    "allocated_gib",
+    "reserved_gib",
+    "first_step_seconds",
+    "warmup",
+    "steps",
+    "losses",
+    "measured_at",
+}
+
+
+def speed(folder: Path, *options: str) -> dict[str, Any]:
+    command = [sys.executable, str(FOLDER / "speed.py"), str(folder), "--tiny", *options]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=settings, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads((folder / "speed.json").read_text())
+
+
+@pytest.mark.slow
+def test_ours_and_a_plain_loop_train_the_same_from_the_same_weights(tmp_path: Path) -> None:
+    found = speed(tmp_path, "--numerics", "--only", "numerics-fp32", "numerics-ours-fp32")
+    records = found["numerics"]
+    assert {record["status"] for record in records.values()} == {"measured"}, records
+    assert [len(record["losses"]) for record in records.values()] == [4, 4]
+    # Same rows, same weights, same optimizer: what is left is the order of sums.
+    assert found["distance_from_fp32"]["numerics-ours-fp32"]["largest"] < 1e-4
+
+
+@pytest.mark.slow
+def test_a_run_can_be_continued_by_another(tmp_path: Path) -> None:
+    first = speed(tmp_path, "--only", "1b-ours-4")
+    assert first["cases"]["1b-ours-4"].keys() >= FIGURES, first["cases"]
+    assert (tmp_path / "speed.png").stat().st_size > 0
+    later = speed(tmp_path, "--only", "1b", "--seconds", "0.001", "--merge", str(tmp_path / "speed.json"))
+    assert later["cases"]["1b-ours-4"] == first["cases"]["1b-ours-4"]
+    others = [record["status"] for name, record in later["cases"].items() if name != "1b-ours-4"]
+    assert others
+    assert all(status == NOT_RUN or status.startswith("skipped: ") for status in others)
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Session:
+    return Session(tmp_path, warmup=1, steps=1, patience=60, until=time.monotonic() + 60, gpu=None)
+
+
+@pytest.fixture
+def case() -> Case:
+    return Case("one", "1b-4", "one", "plain", "llama3.2-1b", 16, 1)
+
+
+def test_a_case_that_fails_is_recorded_with_its_reason(session: Session, case: Case) -> None:
+    record = measure(replace(case, runner="nobody"), session)
+    assert record["status"] == "failed: ModuleNotFoundError: No module named 'peers.nobody'"
+    assert "importlib" in record["said"]
+
+
+def test_a_case_that_does_not_end_is_ended(session: Session, case: Case) -> None:
+    record = measure(case, replace(session, patience=0.2))
+    assert record["status"] == "failed: not done after 0 s"
+
+
+def test_a_case_that_began_too_late_to_finish_counts_as_not_run(session: Session, case: Case) -> None:
+    assert measure(case, replace(session, until=time.monotonic() + 0.2))["status"] == NOT_RUN
+    assert measure(case, replace(session, until=time.monotonic()))["status"] == NOT_RUN
+
+
+def test_a_tool_that_is_not_installed_is_skipped_by_name(session: Session, case: Case) -> None:
+    record = measure(replace(case, needs=("json", "no_such_tool")), session)
+    assert record["status"] == "skipped: no_such_tool is not installed"
+
+
+def test_mfu_counts_matrices_six_times_and_frozen_ones_four_times() -> None:
+    by_name = {case.name: case for case in cases.CASES}
+    peak = peak_of("NVIDIA H200")
+    assert peak == 989e12
+    full = count_work(by_name["1b-hf-trainer-4"])
+    matrices = 16 * (2048 * (2 * 2048 + 2 * 512) + 3 * 2048 * 8192) + 128_256 * 2048
+    assert full.per_token == 6 * matrices + 12 * 16 * 2048 * 4096
+    assert full.utilisation(peak / full.per_token, peak) == pytest.approx(1)
+    adapter = count_work(by_name["lora-hand"])
+    frozen = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14_336) + 128_256 * 4096
+    assert adapter.per_token == 4 * frozen + 6 * 32 * 8 * (4096 + 4096 + 4096 + 1024) + 12 * 32 * 4096 * 2048
+
+
+def test_instructions_have_the_lengths_they_should_have() -> None:
+    lengths = make_lengths(random.Random(SEED), 2048)
+    assert statistics.mean(lengths) == pytest.approx(250, abs=1)
+    assert max(lengths) == 2048
+    assert make_lengths(random.Random(SEED), 2048) == lengths
+
+
+def test_names_are_unique_and_tiny_cases_that_would_repeat_each_other_run_once() -> None:
+    names = [case.name for case in cases.CASES]
+    assert len(set(names)) == len(names)
+    assert {case.job for case in cases.CASES} == set(cases.JOBS)
+    tiny = [case.name for case in cases.select(["1b-ours"], tiny=True)]
+    assert tiny == ["1b-ours-4", "1b-ours-fp8-4"]
+    assert shrink(cases.CASES[0]).shape["hidden"] == 64
+
+
+def test_a_report_is_read_back_and_shown(tmp_path: Path, case: Case) -> None:
+    def record(status: str = "measured", **more: Any) -> dict[str, Any]:
+        figures = dict.fromkeys(FIGURES) | {"losses": [2.0, 1.5], "tokens_per_second": 100.0}
+        return {"job": "packing", "label": "shoal", "ours": True, "status": status, **figures, **more}
+
+    report = Report(describe_machine(), tiny=True)
+    report.cases["packing-packed"] = record(tokens_per_second=400.0)
+    report.cases["packing-padded"] = record()
+    report.cases["1b-ours-4"] = record("failed: out of memory", job="1b-4")
+    report.numeric[numerics.REFERENCE] = record()
+    report.numeric["numerics-ours"] = record(losses=[2.25, 1.5])
+    report.numeric["numerics-hf-trainer"] = record(losses=[2.25, None])
+    write_report(tmp_path / "speed.json", report)
+    chart.draw(tmp_path / "speed.png", report)
+    assert (tmp_path / "speed.png").exists()
+
+    again = read_report(tmp_path / "speed.json")
+    assert again.packing() == {"packing-padded": 4.0}
+    assert again.drifts() == {"numerics-ours": numerics.Drift(mean=0.125, largest=0.25, last=0.0)}
+    shown = markdown(again)
+    assert "failed: out of memory" in shown
+    assert "4.00 ×" in shown
+    assert "1.25e-01 | 2.50e-01" in shown
+    with pytest.raises(SystemExit, match="another machine"):
+        Report(describe_machine(), tiny=False).take_over(again)

@@ -1,0 +1,78 @@
+"""How good the forecast is: over every published and measured row of benchmarks/data, not over one of them."""
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from shoal.plan.habits import OURS
+from shoal.plan.memory import forecast_memory
+from shoal.plan.terms import GIB
+
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plan_accuracy", ROOT / "benchmarks" / "plan_accuracy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def summaries() -> dict[str, dict[str, Any]]:
+    script = benchmark()
+    return {name: script.summarise(some) for name, some in script.groups(script.compare(script.read_rows()))}
+
+
+@pytest.mark.parametrize(
+    ("rows", "median", "worst"),
+    [("memory, given", 0.05, 0.15), ("memory, held out", 0.05, 0.15), ("speed, given", 0.10, 0.25)],
+)
+def test_the_forecast_is_within_its_goals(rows, median, worst):
+    found = summaries()[rows]
+    assert found["median"] <= median
+    assert found["worst"] <= worst, found["worst_row"]
+
+
+def test_rows_that_no_constant_was_chosen_on_are_forecast_as_well():
+    found = summaries()["speed, held out"]
+    assert found["figures"] > 150
+    assert found["median"] <= 0.05
+    assert found["ninety_per_cent_within"] <= 0.15
+
+
+def test_our_own_path_on_an_h200_is_within_five_per_cent():
+    script = benchmark()
+    own = [row for row in script.read_rows() if "benchmarks/gpu" in row.label]
+    assert own
+    assert all(row.run.habits == OURS for row in own)
+    assert all(abs(one.error) < 0.05 for one in script.compare(own))
+
+
+def test_the_committed_results_are_those_of_this_code():
+    script = benchmark()
+    written = json.loads((ROOT / "benchmarks" / "plan" / "accuracy.json").read_text())
+    now = script.compare(script.read_rows())
+    assert [row["run"] for row in written["rows"]] == [one.row.label for one in now]
+    for row, one in zip(written["rows"], now, strict=True):
+        assert row["forecast"] == pytest.approx(one.forecast, rel=1e-3), "run benchmarks/plan_accuracy.py"
+
+
+def test_runs_whose_micro_batch_was_the_largest_that_fitted_are_forecast_to_fit():
+    script = benchmark()
+    rows = [row for row in script.read_rows() if row.file.startswith("mpt")]
+    shares = sorted(forecast_memory(row.run).reserved / GIB / row.run.gpu.memory_gib for row in rows)
+    assert len(shares) == 216
+    assert shares[-1] < 1.1  # the allocator's reserve shrinks when it must
+    assert sum(share > 0.5 for share in shares) > 150

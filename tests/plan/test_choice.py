@@ -1,0 +1,162 @@
+"""What `auto` chooses, through the plan; training is to call the same function."""
+
+import pytest
+
+from shoal import api
+from shoal.plan.advise import Question, savings
+from shoal.plan.decide import choose
+from shoal.plan.machine import machine_at_hand, read_machine
+from shoal.plan.models import read_shape
+from shoal.plan.terms import GIB
+from tests.plan.planning import plan
+
+BASE = ("data.max_length=2048", "train.global_batch=64")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "says"),
+    [
+        (("model.shape=gpt2", "hardware.gpu=a100-80gb"), "single", "one device"),
+        (("model.shape=gpt2", "hardware.gpu=a100-80gb", "hardware.devices=8"), "ddp", "fit on each device"),
+        (("model.shape=llama3-8b", "hardware.gpu=a100-80gb", "hardware.devices=8"), "fsdp", "would need"),
+        (
+            (
+                "model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=4",
+                "hardware.network=ethernet-25", "data.max_length=1024",
+            ),
+            "hybrid",
+            "within each machine",
+        ),
+        (
+            ("model.shape=gpt2", "hardware.gpu=a100-80gb", "hardware.devices=2", "parallel.strategy=zero2"),
+            "zero2",
+            "asked for",
+        ),
+        (("model.shape=gpt2", "hardware.gpu=a100-80gb", "parallel.offload=cpu"), "fsdp", "offload cpu"),
+        (
+            ("model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", "parallel.tp=4"),
+            "ddp × tp 4",
+            "fit on each device",
+        ),
+    ],
+)  # fmt: skip
+def test_the_strategy_follows_from_what_fits_and_is_fastest(overrides, name, says):
+    chosen = plan(*BASE, *overrides).choice
+    assert chosen.name == name
+    assert says in chosen.reason
+    assert chosen.fits
+
+
+@pytest.mark.parametrize("memory", [32, 40, 80, 140])
+def test_the_micro_batch_is_the_largest_that_fits_with_some_care(memory):
+    found = plan(*BASE, "model.shape=llama3.2-1b", f"hardware.gpu={{like: a100-80gb, memory_gib: {memory}}}")
+    run = found.choice.run
+    assert run.micro_batch * run.passes == 64
+    assert found.fits
+    assert found.limits.micro_batch is not None
+    assert run.micro_batch <= found.limits.micro_batch
+
+
+def test_recompute_auto_recomputes_only_when_it_must():
+    arguments = (*BASE, "model.shape=llama3-8b", "hardware.devices=8", "train.recompute=auto", "train.micro_batch=8")
+    roomy = plan(*arguments, "hardware.gpu={like: h200, memory_gib: 300}").choice
+    tight = plan(*arguments, "hardware.gpu=h100-80gb").choice
+    assert roomy.run.recompute == "none"
+    assert tight.run.recompute in ("cheap", "selective", "full")
+    assert roomy.fits
+    assert tight.fits
+    assert tight.config.train.recompute == tight.run.recompute
+
+
+def test_the_chosen_config_has_no_auto_left_and_chooses_itself():
+    config = api.load_config(
+        None,
+        ["model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", "train.recompute=auto", *BASE],
+        planned=True,
+    )
+    shape, machine = read_shape(config.model), read_machine(config.hardware)
+    chosen = choose(config, shape, machine)
+    assert chosen.config.parallel.strategy != "auto"
+    assert chosen.config.train.micro_batch != "auto"
+    assert chosen.config.train.recompute != "auto"
+    again = choose(chosen.config, shape, machine)
+    assert (again.run.strategy, again.run.micro_batch, again.run.recompute) == (
+        chosen.run.strategy,
+        chosen.run.micro_batch,
+        chosen.run.recompute,
+    )
+
+
+def test_training_may_hand_in_the_machine_it_is_on():
+    config = api.load_config(None, ["model.shape=gpt2", *BASE, "data.max_length=512"], planned=True)
+    for printed, name in (("NVIDIA H200", "h200"), ("NVIDIA Nonesuch 9000", "a100-80gb")):
+        machine = machine_at_hand(printed, 139.8, devices=4, nodes=2)
+        assert (machine.gpu.name, machine.gpu.memory_gib) == (name, 139.8)
+        chosen = choose(config, read_shape(config.model), machine).chosen()
+        assert (chosen.world_size, chosen.data_parallel) == (8, 8)
+        assert chosen.micro_batch * chosen.passes * 8 == chosen.global_batch == 64
+    assert machine_at_hand(None, None, devices=2).is_cpu
+
+
+def test_the_limits_are_limits():
+    arguments = ("model.shape=llama3.2-1b", "hardware.gpu=a100-40gb", "data.max_length=2048", "train.global_batch=1")
+    found = plan(*arguments)
+    rows, length = found.limits.micro_batch, found.limits.length
+    assert rows is not None
+    assert length is not None
+    assert plan(*arguments, f"train.micro_batch={rows}", f"train.global_batch={rows}").fits
+    more = rows * 2
+    assert not plan(*arguments, f"train.micro_batch={more}", f"train.global_batch={more}").fits
+    one = ("train.micro_batch=1", "train.global_batch=1")
+    assert plan(*arguments, *one, f"data.max_length={length}").fits
+    assert not plan(*arguments, *one, f"data.max_length={length * 2}").fits
+
+
+def test_the_fewest_devices_are_enough_and_half_are_not():
+    arguments = ("model.shape=llama3-8b", "hardware.gpu=a100-80gb", "data.max_length=2048", "train.global_batch=64")
+    fewest = plan(*arguments, "hardware.devices=8").limits.devices
+    assert fewest is not None
+    assert plan(*arguments, f"hardware.devices={fewest}", "train.micro_batch=1").fits
+    assert not plan(*arguments, f"hardware.devices={fewest // 2}", "train.micro_batch=1").fits
+
+
+def test_the_alternatives_are_the_fastest_that_fit_first():
+    rows = plan("model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", *BASE).as_dict()[
+        "alternatives"
+    ]
+    order = [(not row["fits"], -row["tokens_per_second_per_gpu"]) for row in rows]
+    assert order == sorted(order)
+    assert len({row["name"] for row in rows}) == len(rows) >= 5
+
+
+def test_several_machines_are_offered_tensor_and_pipeline_parallelism():
+    found = plan(
+        "model.shape=llama3.1-405b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=16",
+        "train.global_batch=256", "data.max_length=4096", "train.recompute=full",
+    )  # fmt: skip
+    names = {choice.name for choice in found.alternatives}
+    assert any("tp 8" in name and "pp" in name for name in names)
+    best = found.alternatives[0]
+    assert best.fits
+    assert best.memory.reserved / GIB < 80
+
+
+def test_a_cpu_takes_a_few_rows_at_a_time():
+    chosen = plan("model.shape=gpt2", "hardware.gpu=cpu", "data.max_length=64", "train.global_batch=64").choice
+    assert chosen.run.micro_batch <= 8
+    assert not chosen.run.compiled
+
+
+def test_a_run_that_ran_out_although_it_should_fit_is_told_what_saves_most_cheaply():
+    config = api.load_config(
+        None, ["model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", *BASE], planned=True
+    )
+    question = Question(config, read_shape(config.model), read_machine(config.hardware))
+    choice = question.answer()
+    assert choice is not None
+    assert choice.fits
+    found = savings(choice, question)
+    assert {"train.recompute=full"} <= {setting for change in found for setting in change.settings}
+    assert all(change.saves_gib > 0 for change in found)
+    mild = [change.slower for change in found if change.touches == "how it runs"]
+    assert mild == sorted(mild)

@@ -1,0 +1,211 @@
+"""What the forecast of memory promises: trees that add up, more of what saves never costs, ZeRO's own table."""
+
+import pytest
+
+from shoal.catalogue.shapes import FORECAST_ONLY, NAMED, ModelShape, parameters
+from shoal.config.mesh import Mesh
+from shoal.plan.habits import DEEPSPEED
+from shoal.plan.layout import count, ranks
+from shoal.plan.memory import forecast_memory
+from shoal.plan.run import FROZEN, Adapter
+from shoal.plan.states import states
+from shoal.plan.terms import GIB
+from tests.plan.planning import EIGHT_H100, leaves, make_run, plan, reserved
+
+SHAPES = ["llama3-8b", "pythia-1b", "gpt2", "qwen3-8b", "mpt-7b", "mistral-7b"]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_parts_of_a_model_are_the_whole_model(name):
+    run = make_run(name)
+    (rank,) = ranks(run.shape, 1, "1f1b")
+    assert count(run, rank).all == parameters(run.shape)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3.2-1b"])
+def test_the_stages_of_a_pipeline_are_the_whole_model(name):
+    run = make_run(name, mesh=Mesh(pp=4))
+    held = sum(count(run, rank).all for rank in ranks(run.shape, 4, "1f1b"))
+    twice = run.shape.vocab * run.shape.hidden if run.shape.tied else 0
+    assert held == parameters(run.shape) + twice
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("parallel.tp=2",),
+        ("parallel.pp=2", "train.micro_batch=1"),
+        ("adapter.kind=qlora",),
+        ("parallel.strategy=zero1",),
+        ("train.recompute=selective",),
+        ("parallel.offload=optimizer",),
+    ],
+)
+def test_the_terms_add_up(overrides):
+    found = plan("model.shape=llama3.2-1b", *EIGHT_H100, *overrides).as_dict()
+    memory, speed = found["memory"], found["speed"]
+    assert leaves(memory["terms"]) == pytest.approx(memory["allocated_gib"], abs=0.01)
+    assert leaves(speed["terms"]) == pytest.approx(speed["step_seconds"], rel=1e-3)
+    assert max(memory["moments"].values()) == memory["allocated_gib"] == memory["moments"][memory["peak"]]
+    assert max(stage["reserved_gib"] for stage in memory["stages"]) == memory["reserved_gib"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("cut", [{}, {"tp": 2}, {"cp": 2}])
+def test_more_recomputation_never_takes_more_memory(shape, compiled, cut):
+    def needed(recompute):
+        run = make_run(shape, micro_batch=4, compiled=compiled, recompute=recompute, mesh=Mesh(**cut))
+        return forecast_memory(run).reserved
+
+    whole, half, full = needed("none"), needed(2), needed("full")
+    assert full <= half <= whole
+    assert full <= needed("cheap") <= whole
+    if "tp" not in cut:  # where results that came over the network are kept as well
+        assert full <= needed("selective") <= whole
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])
+def test_more_shards_never_take_more_memory(strategy):
+    def needed(count):
+        mesh = Mesh(dp_replicate=count) if strategy == "zero1" else Mesh(dp_shard=count)
+        return forecast_memory(make_run(strategy=strategy, mesh=mesh)).reserved
+
+    sizes = [needed(count) for count in (2, 4, 8, 64, 512)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_each_stage_of_zero_takes_less_than_the_one_before():
+    def needed(strategy):
+        mesh = Mesh(dp_replicate=8) if strategy in ("ddp", "zero1") else Mesh(dp_shard=8)
+        return forecast_memory(make_run(strategy=strategy, mesh=mesh)).allocated
+
+    sizes = [needed(strategy) for strategy in ("ddp", "zero1", "zero2", "zero3")]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(("axis", "degrees"), [("tp", (1, 2, 4, 8)), ("cp", (1, 2, 4))])
+def test_cutting_a_model_or_its_rows_saves_memory(axis, degrees):
+    sizes = [forecast_memory(make_run(length=32_768, mesh=Mesh(**{axis: each}))).reserved for each in degrees]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_memory_grows_with_rows_and_length():
+    sizes = [forecast_memory(make_run(micro_batch=rows)).reserved for rows in (1, 2, 4, 8, 16)]
+    lengths = [forecast_memory(make_run(length=length)).reserved for length in (512, 2048, 8192, 32_768)]
+    assert sizes == sorted(sizes)
+    assert lengths == sorted(lengths)
+    assert lengths[-1] > 1.5 * lengths[0]
+
+
+def test_zeros_own_table_comes_out_exactly():
+    # Rajbhandari et al. 2020, figure 1: 7.5 billion parameters, 64 ranks, 2 + 2 + 12 bytes each.
+    shape = ModelShape("mpt", 1, 1, 1, 1, 1, 1, 1, tied=True)
+    per_parameter = {}
+    for strategy, mesh in (
+        ("ddp", Mesh(dp_replicate=64)),
+        ("zero1", Mesh(dp_replicate=64)),
+        ("zero2", Mesh(dp_shard=64)),
+        ("zero3", Mesh(dp_shard=64)),
+    ):
+        run = make_run(strategy=strategy, mesh=mesh, habits=DEEPSPEED).with_(shape=shape)
+        (rank,) = ranks(shape, 1, "1f1b")
+        held = states(run, rank)
+        total = held.weights.amount + held.gradients.amount + held.optimizer.amount
+        per_parameter[strategy] = total / count(run, rank).all
+    gigabytes = {strategy: 7.5 * size for strategy, size in per_parameter.items()}
+    assert gigabytes["ddp"] == pytest.approx(120)
+    assert round(gigabytes["zero1"], 1) == 31.4
+    assert round(gigabytes["zero2"], 1) == 16.6
+    assert round(gigabytes["zero3"], 3) == 1.875
+
+
+def test_our_layouts_have_the_bytes_they_say():
+    counted = parameters(NAMED["llama3-8b"])
+
+    def bytes_of(**settings):
+        run = make_run(passes=2, **settings)
+        (rank,) = ranks(run.shape, 1, "1f1b")
+        held = states(run, rank)
+        return (held.weights.amount + held.gradients.amount + held.optimizer.amount) / counted
+
+    assert bytes_of() == 18  # fp32 weight, bf16 copy, fp32 gradient, two fp32 moments
+    assert bytes_of(strategy="fsdp", mesh=Mesh(dp_shard=8)) == 16 / 8
+    assert bytes_of(precision="bf16-true") == 8
+    assert bytes_of(precision="32-true") == 16
+    assert bytes_of(optimizer="adamw8bit") == pytest.approx(12.03, abs=0.01)
+    assert bytes_of(optimizer="sgd") == 14
+    assert bytes_of(optimizer="lion") == 14
+    assert bytes_of(strategy="zero1", mesh=Mesh(dp_replicate=8)) == 4 + 2 + 4 + 8 / 8
+
+
+def test_one_pass_on_one_device_keeps_small_gradients():
+    one = plan("model.shape=llama3.2-1b", "hardware.gpu=h200", "train.global_batch=4", "train.micro_batch=4")
+    two = plan("model.shape=llama3.2-1b", "hardware.gpu=h200", "train.global_batch=8", "train.micro_batch=4")
+    step = {one.choice.run.passes: one, two.choice.run.passes: two}
+    gradients = {passes: each.choice.memory.worst.moments[-1].tree.find("gradients") for passes, each in step.items()}
+    assert gradients[1] is not None
+    assert gradients[2] is not None
+    assert gradients[1].amount * 2 == gradients[2].amount
+
+
+def test_logits_are_the_peak_of_a_plain_loss_and_not_of_a_chunked_one():
+    plain = forecast_memory(make_run("llama3.2-1b", micro_batch=8, loss="plain"))
+    chunked = forecast_memory(make_run("llama3.2-1b", micro_batch=8, loss="chunked"))
+    assert plain.worst.peak.name == "loss"
+    head = plain.worst.peak.tree.find("head")
+    assert head is not None
+    assert head.amount > plain.allocated / 4
+    assert chunked.allocated < plain.allocated * 0.8
+
+
+def test_adapters_train_little_and_quantized_weights_are_a_quarter():
+    targets = ("q_proj", "v_proj")
+    lora = make_run("llama2-7b", adapter=Adapter(8, targets), trained=FROZEN, precision="bf16-true")
+    qlora = lora.with_(adapter=Adapter(8, targets, "nf4"))
+    whole = make_run("llama2-7b", precision="bf16-true")
+    sizes = [forecast_memory(run).allocated for run in (qlora, lora, whole)]
+    assert sizes == sorted(sizes)
+    assert (sizes[1] - sizes[0]) / GIB == pytest.approx(6.476 * (2 - 0.5625) / 1.0737, rel=0.05)
+
+
+def test_eager_attention_stores_its_scores():
+    flash, eager = (forecast_memory(make_run(length=8192, attention=kind)).allocated for kind in ("flash", "eager"))
+    assert eager - flash > 32 * 32 * 8192 * 8192 * 4  # layers × heads × scores in fp32
+
+
+def test_the_first_stage_of_a_pipeline_holds_the_most_passes():
+    memory = forecast_memory(make_run(mesh=Mesh(pp=4), passes=16, strategy="ddp", length=8192))
+    kept = []
+    for place in memory.places:
+        found = place.moments[-4].tree.find("activations")
+        assert found is not None
+        kept.append(found.amount)
+    assert kept[0] > kept[1] > kept[2] > kept[3]
+
+
+def test_offloading_moves_state_to_the_host():
+    common = {"strategy": "fsdp", "mesh": Mesh(dp_shard=8), "passes": 2}
+    here, optimizer, everything = (
+        forecast_memory(make_run(offload=offload, **common)) for offload in ("none", "optimizer", "cpu")
+    )
+    assert everything.allocated < optimizer.allocated < here.allocated
+    assert here.host.amount < optimizer.host.amount < everything.host.amount
+
+
+def test_main_memory_that_is_too_small_does_not_fit():
+    arguments = ("model.shape=llama3-8b", *EIGHT_H100, "parallel.strategy=fsdp", "parallel.offload=cpu")
+    assert plan(*arguments, "hardware.host_gib=2000").fits
+    assert not plan(*arguments, "hardware.host_gib=64").fits
+
+
+def test_frozen_parts_have_no_gradients_and_no_state():
+    arguments = ("model.shape=llama2-7b", "hardware.gpu=h200", "train.micro_batch=1", "data.max_length=512")
+    whole, half = (
+        reserved(*arguments),
+        reserved(*arguments, 'model.freeze=["model.layers.[0-9].*", "model.layers.1?.*"]'),
+    )
+    assert whole - half > 0.5 * 6.5 * 12 * 0.9  # more than half of the blocks, twelve bytes each
+    assert FORECAST_ONLY  # mpt is for the forecast alone, and is forecast
+    assert reserved("model.shape=mpt-7b", "hardware.gpu=h200") > 0

@@ -1,0 +1,119 @@
+"""The shape that a config names: from the catalogue, from a folder's config.json, from the local cache."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.catalogue.gpus import find_gpu
+from shoal.catalogue.shapes import NAMED, parameters
+from shoal.config.schema import HardwareConfig, ModelConfig
+from shoal.mistakes import UserMistake
+from shoal.plan.machine import read_machine, usual_network
+from shoal.plan.models import has_dropout, read_shape, shape_from_settings
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "tie_word_embeddings": True, "head_dim": 64,
+}  # fmt: skip
+
+
+def write(folder: Path, settings: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_folders_config_is_read_without_transformers(tmp_path: Path):
+    shape = read_shape(ModelConfig(from_=str(write(tmp_path / "model", LLAMA))))
+    assert parameters(shape) == parameters(NAMED["llama3.2-1b"])
+    assert shape.kv_heads == 8
+
+
+def test_a_cached_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    write(tmp_path / "models--some--model" / "snapshots" / "0123", LLAMA)
+    assert read_shape(ModelConfig(from_="some/model")).hidden == 2048
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama3-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3-8b"),
+        ("meta-llama/Llama-3.2-1B", "llama3.2-1b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("EleutherAI/pythia-1b", "pythia-1b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+    ],
+)
+def test_a_well_known_model_that_is_not_here_is_known_by_its_name(name, shape, monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert read_shape(ModelConfig(from_=name)) == NAMED[shape]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ([], "holds something else"),
+        ({"model_type": "llama"}, "says nothing of hidden_size"),
+        ({**LLAMA, "num_attention_heads": 7, "head_dim": None}, "does not divide into 7 heads"),
+        ({**LLAMA, "num_key_value_heads": 5}, "cannot share 5"),
+        ({**LLAMA, "num_local_experts": 8}, "mixture of experts"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_a_sentence(settings, says, tmp_path: Path):
+    with pytest.raises(UserMistake, match=says):
+        read_shape(ModelConfig(from_=str(write(tmp_path / "model", settings))))
+
+
+def test_gpt2_names_its_sizes_otherwise():
+    settings = {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+    }
+    assert parameters(shape_from_settings(settings)) == parameters(NAMED["gpt2"])
+
+
+def test_a_models_own_dropout_is_seen(tmp_path: Path):
+    dropping = write(tmp_path / "drops", {**LLAMA, "resid_pdrop": 0.1})
+    assert has_dropout(ModelConfig(from_=str(dropping)))
+    assert not has_dropout(ModelConfig(shape="gpt2"))
+
+
+def test_added_tokens_widen_the_vocabulary():
+    assert read_shape(ModelConfig(shape="gpt2", add_tokens=("<a>", "<b>"))).vocab == 50259
+
+
+def test_the_driver_is_asked_what_is_here(tmp_path: Path):
+    for index in range(4):
+        card = tmp_path / f"0000:0{index}:00.0"
+        card.mkdir()
+        (card / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 123\n")
+    machine = read_machine(HardwareConfig(), driver=tmp_path)
+    assert (machine.gpu.name, machine.devices, machine.link.name) == ("h200", 4, "nvlink4")
+    assert not machine.notes
+    # Named hardware is not looked for here.
+    assert read_machine(HardwareConfig(gpu="t4"), driver=tmp_path).devices == 1
+
+
+def test_an_unknown_device_is_said_to_be_unknown(tmp_path: Path):
+    (tmp_path / "card").mkdir()
+    (tmp_path / "card" / "information").write_text("Model: NVIDIA GeForce GTX 970\n")
+    machine = read_machine(HardwareConfig(), driver=tmp_path)
+    assert machine.is_cpu
+    assert "GTX 970" in machine.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "network"),
+    [("h100-80gb", "infiniband-ndr"), ("a100-80gb", "infiniband-hdr"), ("l40s", "ethernet-25"), ("cpu", "ethernet-10")],
+)
+def test_devices_have_their_usual_network(gpu, network):
+    assert usual_network(find_gpu(gpu)) == network

@@ -1,0 +1,178 @@
+"""`shoal plan` as a user types it: what it prints, its statuses, and that it is quick and alone."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli import main
+
+EIGHT = ["model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", "train.steps=100"]
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(status, standard output, standard error) of `shoal plan ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["shoal", "plan", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def answered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, dict[str, Any]]:
+    status, out, _ = typed(monkeypatch, capsys, *arguments, "--json")
+    return status, json.loads(out)
+
+
+def test_overrides_alone_describe_a_run(monkeypatch, capsys):
+    status, found = answered(monkeypatch, capsys, *EIGHT)
+    assert status == 0
+    assert found["fits"] is True
+    assert {"allocated_gib", "reserved_gib", "terms"} <= found["memory"].keys()
+    assert {"tokens_per_second_per_gpu", "mfu", "step_seconds", "terms"} <= found["speed"].keys()
+    assert 0 < found["memory"]["allocated_gib"] < found["memory"]["reserved_gib"] < 80
+    assert 0.2 < found["speed"]["mfu"] < 0.8
+    assert found["chosen"]["strategy"] == "fsdp"
+    assert found["chosen"]["reason"]
+    assert {"ddp", "zero1", "zero2", "fsdp"} <= {row["strategy"] for row in found["alternatives"]}
+    assert all({"fits", "reserved_gib", "tokens_per_second_per_gpu"} <= row.keys() for row in found["alternatives"])
+    assert {"largest_micro_batch", "longest_sequence", "fewest_gpus"} == found["limits"].keys()
+    assert found["speed"]["seconds_to_finish"] == pytest.approx(100 * found["speed"]["step_seconds"], abs=1)
+
+
+def test_a_file_with_overrides_is_planned_as_it_would_be_trained(monkeypatch, capsys, tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("name: small\nmodel: {shape: gpt2}\nhardware: {gpu: t4}\ntrain: {precision: 16-mixed}\n")
+    status, out, _ = typed(monkeypatch, capsys, str(file), "train.global_batch=8", "data.max_length=512")
+    assert status == 0
+    assert out.startswith("small: single on 1 × t4 fits (one device).")
+
+
+def test_what_is_not_built_yet_can_be_planned(monkeypatch, capsys):
+    status, found = answered(
+        monkeypatch, capsys, "model.shape=llama2-7b", "hardware.gpu=rtx4090", "adapter.kind=qlora",
+        "train.recompute=auto", "train.global_batch=16", "data.max_length=1024",
+    )  # fmt: skip
+    assert status == 0
+    assert found["model"]["trained"] < found["model"]["parameters"] / 100
+
+
+def test_a_run_that_does_not_fit_is_status_3_with_ready_changes(monkeypatch, capsys):
+    arguments = ["model.shape=llama3-70b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=2"]
+    status, found = answered(monkeypatch, capsys, *arguments)
+    assert status == 3
+    assert found["fits"] is False
+    changes = found["changes"]
+    assert changes
+    assert all({"set", "saves_gib", "slower", "fits"} <= change.keys() for change in changes)
+    # The text is ready: with it, the same command says yes.
+    fitting = next(change for change in changes if change["fits"])
+    again, better = answered(monkeypatch, capsys, *arguments, *fitting["set"])
+    assert again == 0
+    assert better["memory"]["reserved_gib"] == pytest.approx(fitting["reserved_gib"], rel=0.01)
+    status, out, _ = typed(monkeypatch, capsys, *arguments)
+    assert status == 3
+    assert "does NOT fit" in out
+    assert fitting["set"][0] in out
+
+
+def test_changes_are_ordered_by_what_they_touch_and_then_by_time(monkeypatch, capsys):
+    _, found = answered(
+        monkeypatch, capsys, "model.shape=llama3-8b", "hardware.gpu=a100-80gb", "data.max_length=2048",
+        "train.micro_batch=8", "train.global_batch=8",
+    )  # fmt: skip
+    order = ["how it runs", "its numbers", "what is trained", "the hardware"]
+    assert found["changes"]
+    ranks = [(order.index(change["touches"]), change["slower"]) for change in found["changes"] if change["fits"]]
+    assert ranks == sorted(ranks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["model.shape=llama3-9b"], "Did you mean llama3-8b"),
+        (["model.shape=gpt2", "hardware.gpu=h100"], "or h100-80gb?"),
+        (["model.shape=gpt2", "hardware.network=infiniband"], "Did you mean infiniband"),
+        (["model.from=nobody/llama-2-8b"], "Did you mean"),
+        (["model.shape={hidden: 100, heads: 7}"], "does not divide into 7 heads"),
+        ([*EIGHT, "train.global_batch=60"], "nearest that do are 56 and 64"),
+        ([*EIGHT, "train.global_batch=64", "train.micro_batch=3"], "the nearest that are: 48 and 72"),
+        ([*EIGHT, "parallel.tp=3", "data.max_length=3072"], "groups of 3"),
+        (["model.shape=smollm2-135m", "hardware.gpu=l4", "hardware.devices=2", "parallel.tp=2"], "9 attention heads"),
+        ([*EIGHT[:2], "hardware.devices=8", "parallel.strategy=single"], "contradicts parallel.strategy single"),
+        (["model.shape=gpt2", "hardware.gpu=v100-16gb"], "use 16-mixed"),
+        (["model.shape=gpt2", "hardware.gpu=a100-40gb", "train.precision=fp8"], "use bf16-mixed"),
+        (["nowhere.yaml"], "is not there"),
+        (["model.shape=gpt2", "--like", "nothing"], "the names are shoal, torchtitan"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(monkeypatch, capsys, arguments, sentence):
+    status, out, err = typed(monkeypatch, capsys, *arguments)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("shoal: ")
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_without_a_gpu_auto_means_the_cpu_and_says_so(monkeypatch, capsys):
+    status, out, _ = typed(monkeypatch, capsys, "model.shape=gpt2", "data.max_length=256", "train.global_batch=8")
+    if "no GPU here" not in out:
+        pytest.skip("there is a GPU here")
+    assert status == 0
+    assert "× cpu" in out
+
+
+def test_it_answers_within_a_second_and_without_torch():
+    code = (
+        "import sys; from shoal.cli import main; sys.argv = ['shoal', 'plan', 'model.shape=llama3-70b', "
+        "'hardware.gpu=h100-80gb', 'hardware.devices=8', 'hardware.nodes=4', '--json']\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert ended.returncode == 0, ended.stderr
+    # Time of the processor, so that other work on this machine does not decide.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    json.loads(ended.stdout)
+
+
+def test_the_plan_is_drawn(monkeypatch, capsys, tmp_path: Path):
+    picture = tmp_path / "plan.png"
+    status, _, _ = typed(monkeypatch, capsys, *EIGHT, "--plot", str(picture))
+    assert status == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    status, _, err = typed(monkeypatch, capsys, *EIGHT, "--plot", str(tmp_path / "none" / "plan.png"))
+    assert status == 2
+    assert "cannot be written" in err
+
+
+def test_hardware_can_be_described_in_the_config(monkeypatch, capsys):
+    given = ["model.shape=llama3-8b", "hardware.devices=8", "train.steps=10", "train.global_batch=8"]
+    _, usual = answered(monkeypatch, capsys, *given, "hardware.gpu=h100-80gb")
+    _, larger = answered(
+        monkeypatch, capsys, *given, "hardware.gpu={like: h100-80gb, memory_gib: 200, tflops: 2000}",
+        "hardware.link={gb_per_second: 900}", "hardware.price=2.5",
+    )  # fmt: skip
+    assert larger["memory"]["device_gib"] == 200
+    assert larger["speed"]["tokens_per_second_per_gpu"] > 1.5 * usual["speed"]["tokens_per_second_per_gpu"]
+    assert larger["speed"]["cost"] == pytest.approx(2.5 * larger["speed"]["gpu_hours"], abs=0.02)
+    assert usual["speed"]["cost"] is None
+
+
+def test_another_systems_code_can_be_forecast(monkeypatch, capsys):
+    arguments = [*EIGHT, "train.loss=plain", "train.recompute=selective", "train.micro_batch=1", "train.global_batch=8"]
+    _, ours = answered(monkeypatch, capsys, *arguments)
+    _, theirs = answered(monkeypatch, capsys, *arguments, "--like", "torchtitan")
+    assert ours["memory"]["allocated_gib"] != theirs["memory"]["allocated_gib"]
+    assert any("torchtitan" in note for note in theirs["notes"])

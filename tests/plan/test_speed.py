@@ -1,0 +1,101 @@
+"""What the forecast of time promises: the formula of MFU, and that slower things are slower."""
+
+import pytest
+
+from shoal.catalogue.efficiency import efficiency
+from shoal.catalogue.gpus import GPUS, LINKS
+from shoal.catalogue.shapes import NAMED, block_matrices
+from shoal.config.mesh import Mesh
+from shoal.plan.exchange import spread
+from shoal.plan.run import FROZEN, Adapter
+from shoal.plan.speed import flops_per_token, forecast_speed
+from tests.plan.planning import make_run, tokens_per_second
+
+
+def test_mfu_counts_as_the_published_tables_do():
+    run = make_run("llama3.2-1b", "h200", length=4096, micro_batch=4)
+    shape = NAMED["llama3.2-1b"]
+    matrices = shape.layers * block_matrices(shape) + shape.vocab * shape.hidden
+    assert flops_per_token(run) == 6 * matrices + 12 * shape.layers * shape.hidden * 4096
+    speed = forecast_speed(run)
+    assert speed.mfu == pytest.approx(speed.tokens_per_second_per_gpu * flops_per_token(run) / 989e12)
+    frozen = run.with_(adapter=Adapter(8, ("q_proj",)), trained=FROZEN)
+    assert flops_per_token(frozen) == 4 * matrices + 12 * shape.layers * shape.hidden * 4096
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_device_has_a_speed_below_its_peak(gpu):
+    precision = "16-mixed" if GPUS[gpu].bf16 is None else "bf16-mixed"
+    speed = forecast_speed(make_run("gpt2", gpu, length=1024, micro_batch=8, precision=precision))
+    assert 0.05 < speed.mfu < 0.9
+    assert 0 < efficiency(GPUS[gpu]).products < 1
+
+
+def test_recomputing_takes_time():
+    speeds = [
+        forecast_speed(make_run(recompute=kind)).tokens_per_second_per_gpu for kind in ("none", "selective", 2, "full")
+    ]
+    assert speeds[0] > speeds[1]
+    assert speeds[0] > speeds[2] > speeds[3]
+    cheap = forecast_speed(make_run(recompute="cheap")).tokens_per_second_per_gpu
+    assert 0.98 * speeds[0] < cheap < speeds[0]
+
+
+def test_compiled_blocks_are_faster_and_eight_bits_faster_still():
+    eager, compiled, eight = (
+        forecast_speed(make_run(micro_batch=8, compiled=compiled, precision=precision)).tokens_per_second_per_gpu
+        for compiled, precision in ((False, "bf16-mixed"), (True, "bf16-mixed"), (True, "fp8"))
+    )
+    assert eager < compiled < eight
+
+
+def test_a_slower_network_is_never_faster():
+    arguments = (
+        "model.shape=llama3-8b", "hardware.gpu=a100-80gb", "hardware.devices=8", "hardware.nodes=4",
+        "parallel.strategy=fsdp", "train.micro_batch=1", "train.global_batch=32", "data.max_length=2048",
+    )  # fmt: skip
+    names = ("infiniband-ndr", "infiniband-hdr", "ethernet-100", "ethernet-10")
+    speeds = [tokens_per_second(*arguments, f"hardware.network={name}") for name in names]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[0] > 3 * speeds[-1]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_data_parallel_speed_falls_gently_with_the_number_of_devices(strategy):
+    def each(count):
+        mesh = Mesh(dp_replicate=count) if strategy == "ddp" else Mesh(dp_shard=count)
+        run = make_run("llama3.2-1b", "a100-80gb", micro_batch=8, strategy=strategy, mesh=mesh)
+        return forecast_speed(run).tokens_per_second_per_gpu
+
+    alone = forecast_speed(make_run("llama3.2-1b", "a100-80gb", micro_batch=8)).tokens_per_second_per_gpu
+    speeds = [each(count) for count in (8, 64, 1024, 4096)]
+    assert alone * 1.02 > speeds[0]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[1] > 0.6 * alone
+
+
+def test_a_bubble_shrinks_with_passes_and_with_interleaving():
+    def bubble(passes, schedule="1f1b"):
+        run = make_run(mesh=Mesh(pp=4), passes=passes, schedule=schedule, strategy="ddp")
+        step = forecast_speed(run).step
+        found = step.find("pipeline bubble")
+        assert found is not None
+        return found.amount / step.amount
+
+    assert bubble(4) > bubble(16) > bubble(64)
+    assert bubble(16, "interleaved") < bubble(16)
+
+
+def test_groups_know_how_many_machines_they_cross():
+    run = make_run(mesh=Mesh(tp=4, dp_shard=16))
+    assert spread(run, 4, 1).nodes == 1  # tensor parallel ranks are neighbours
+    over = spread(run, 16, 4)  # every fourth rank: two of them in each machine of eight
+    assert (over.nodes, over.within) == (8, 2)
+    assert LINKS["nvlink4"].bytes_per_second > LINKS["infiniband-ndr"].bytes_per_second
+
+
+def test_a_host_that_cannot_keep_up_is_waited_for():
+    step = forecast_speed(make_run("gpt2", "h100-80gb", length=64, compiled=False)).step
+    waiting = step.find("waiting for the host")
+    assert waiting is not None
+    assert waiting.amount > step.amount / 2
