@@ -107,8 +107,8 @@ def compare_with_torch(weight_type: torch.dtype, gradient_type: torch.dtype, cop
         if weight_type == FP32:
             assert result[name] <= FP32_BOUND, (name, result[name])
         elif name != "step":
-            # Both round to bf16 in each step, and what is nearly a tie falls either way now and then: on an H200 2.6% of
-            # the weights differed after these steps, by one rounding.
+            # Both round to bf16 in each step, and what is nearly a tie falls either way now and then: on an H200 2.6%
+            # of the weights differed after these steps, by one rounding.
             differing = sum(int((one != other).sum()) for one, other in pairs) / sum(one.numel() for one, _ in pairs)
             result[f"{name}, share that differs"] = differing
             largest = max(float(other.abs().max()) for _, other in pairs)

@@ -28,7 +28,7 @@ FAMILIES: dict[str, Efficiency] = {
     "h100-pcie": _HOPPER,
     # Held to 500 W, this part cannot stay at the clocks that its peak is counted at.
     "h100-96gb": Efficiency(products=0.54, attention=0.29, bandwidth=0.60, eight_bit=0.62),
-    "h200": Efficiency(products=0.79, attention=0.36, bandwidth=0.60, eight_bit=0.62),
+    "h200": Efficiency(products=0.79, attention=0.36, bandwidth=0.60, eight_bit=0.75),
 }
 
 

@@ -72,6 +72,7 @@ class ModelShape:
     parallel_residual: bool = True  # neox only: attention and feed-forward read the same input
     sliding_window: int | None = None
     initializer_range: float = 0.02
+    others: int = 0  # parameters of each block beside these sizes, such as experts that a token does not go to
     # None where no tokenizer is known yet: whoever builds the model takes them from the tokenizer.
     bos: int | None = None
     eos: int | None = None

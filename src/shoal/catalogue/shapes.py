@@ -33,9 +33,9 @@ def block_matrices(shape: ModelShape) -> int:
 
 
 def block_vectors(shape: ModelShape) -> int:
-    """Weights of one block that are biases and norms."""
+    """Weights of one block that are biases and norms, and what else is in no product that is counted."""
     traits = shape.traits
-    count = 2 * _norm(shape)
+    count = 2 * _norm(shape) + shape.others
     if traits.linear_bias or traits.qkv_bias:
         count += shape.query_width + 2 * shape.kv_width
     if traits.linear_bias:

@@ -25,6 +25,8 @@ PLAIN_LOGIT_TRAFFIC = 38
 FUSED_LOGIT_TRAFFIC = 10
 # Casting to 8 bits reads 16 and writes 8; the largest number is found by the kernel before.
 CAST_TRAFFIC = 3
+# The same into two layouts at once.
+BOTH_WAYS_TRAFFIC = 4
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,16 @@ def _products(run: Run) -> tuple[Seconds, float]:
         if run.trained.blocks:
             backward += run.trained.blocks * product_seconds(run, inputs, run.tokens, outputs, eight_bit=eight_bit)
         again += 0.0 if index in kept else ahead
-        if eight_bit:
+        if eight_bit and not run.habits.rounds_once:
             cast = run.tokens * (inputs + outputs) + inputs * outputs
             forward += cast * CAST_TRAFFIC / _bandwidth(run)
             backward += 2 * cast * CAST_TRAFFIC / _bandwidth(run)
+    if eight_bit and run.habits.rounds_once:
+        read = {one.reads: one.cut(run.mesh.tp)[0] for one in matrices}
+        made = sum(one.cut(run.mesh.tp)[1] for one in matrices)
+        numbers = sum(one.parameters for one in matrices) / run.mesh.tp
+        forward += (run.tokens * sum(read.values()) * BOTH_WAYS_TRAFFIC + numbers * CAST_TRAFFIC) / _bandwidth(run)
+        backward += (run.tokens * made + numbers) * BOTH_WAYS_TRAFFIC / _bandwidth(run)
     if run.adapter is not None:
         for one in adapted(run):
             inputs, outputs = one.cut(run.mesh.tp)

@@ -48,11 +48,23 @@ class Habits:
     casts_each_use: bool = False
     # A 4-bit matrix product keeps its input for the backward pass, as bitsandbytes did in 2023.
     quantized_keep_inputs: bool = False
+    # Before 8-bit products, what several of them read is rounded once, into both layouts that are needed; or for each
+    # product and pass anew.
+    rounds_once: bool = False
+    # The allocator's memory grows where it is (expandable segments), which leaves hardly a gap.
+    grows_in_place: bool = False
     # Clipping, the update and the copies to compute with are one pass over memory, or each one of its own.
     one_pass_step: bool = False
 
 
-OURS = Habits(one_pass_step=True, forgets_cheap=True, keeps="all but widening", eight_bit_inputs=True)
+OURS = Habits(
+    one_pass_step=True,
+    forgets_cheap=True,
+    keeps="all but widening",
+    eight_bit_inputs=True,
+    rounds_once=True,
+    grows_in_place=True,
+)
 TORCHTITAN = Habits(
     repeats_keys=True,
     cut_logit_bytes=18.0,

@@ -14,6 +14,8 @@ from shoal.plan.terms import GIB, Term, group, leaf
 ALLOCATOR_SLACK = 0.02
 # FSDP's streams and the main one do not share freed memory, and a pass through unlike units leaves more gaps.
 SHARDED_SLACK = 0.10
+# Either way where memory grows in place; streams still do not share it.
+GROWING_SLACK = 0.005
 # The driver's own share on a device, once kernels are loaded; and NCCL's channels, where there are other ranks.
 CONTEXT_GIB = 0.6
 COMMUNICATION_GIB = 0.6
@@ -84,11 +86,16 @@ def forecast_memory(run: Run) -> Memory:
 def _rank_memory(run: Run, rank: Rank) -> RankMemory:
     found = moments(run, rank)
     highest = max(moment.tree.amount for moment in found)
+    slack = SHARDED_SLACK if run.sharded else ALLOCATOR_SLACK
+    if run.habits.grows_in_place:
+        slack = GROWING_SLACK
     if not run.sharded:
-        return RankMemory(rank.place, found, highest * ALLOCATOR_SLACK)
+        return RankMemory(rank.place, found, highest * slack)
     main = max(moment.tree.amount - moment.side for moment in found)
     side = max(moment.side for moment in found)
-    return RankMemory(rank.place, found, max(0.0, main * (1 + SHARDED_SLACK) + side - highest))
+    return RankMemory(
+        rank.place, found, max(0.0, main * (1 + slack) + side - highest)
+    )
 
 
 def _host(run: Run, rank: Rank) -> Term:
