@@ -3,7 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow check docs clean
+# Tests run in two processes side by side: these folders take about as long as all the others together.
+ONE_HALF := tests/parity tests/train tests/parallel tests/models
+OTHER_HALF := $(filter-out $(ONE_HALF) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+
+.PHONY: demo test test-slow one-half other-half check docs clean
 
 # torch first and pinned: anything else would bring whichever build is newest.
 $(VENV)/.installed: pyproject.toml
@@ -18,10 +22,16 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/chess_demo.py runs/chess-tiny
 
 test: check
-	$(BIN)/python -m pytest -m 'not slow'
+	$(MAKE) -j2 KIND='not slow' one-half other-half
 
 test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -m slow
+	$(MAKE) -j2 KIND=slow one-half other-half
+
+one-half:
+	$(BIN)/python -m pytest -m '$(KIND)' $(ONE_HALF)
+
+other-half:
+	$(BIN)/python -m pytest -m '$(KIND)' $(OTHER_HALF)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check src tests examples benchmarks

@@ -1,10 +1,18 @@
 """Which tiles of a packed row are computed, against the mask that has every pair."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from shoal.models.attention import document_mask
+from shoal.catalogue.shapes import shape_from_sizes
+from shoal.data.loader import MicroBatch
+from shoal.models.anatomy import read_anatomy
+from shoal.models.attention import document_mask, skips_tiles
+from shoal.models.families import transformers_config
 from shoal.models.flex import TILE, document_blocks, flex_attend
+from shoal.models.loss import LanguageModel
+from tests.models.small import FAMILIES, VOCAB, drawn, tokens
 
 
 def random_documents(rows: int, length: int, longest: int) -> torch.Tensor:
@@ -47,3 +55,27 @@ def test_attention_over_tiles_is_attention_under_the_dense_mask():
         query, key, value, attn_mask=document_mask(documents), scale=0.25, enable_gqa=True
     )
     assert found.flatten().tolist() == pytest.approx(exact.flatten().tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_takes_tiles_for_the_dense_mask(family):
+    """Models look at a mask before attention does: GPT-2 asks how many dimensions it has."""
+    model = drawn(with_heads_of(16, family), longest=300)
+    assert skips_tiles(model, "auto", compiled=True)
+    documents = random_documents(2, 300, 120)
+    batch = MicroBatch(tokens(2, 300), tokens(2, 300, seed=6), documents=documents)
+    with torch.no_grad():  # uncompiled and on a CPU it has no backward pass
+        dense, tiled = (
+            LanguageModel(model, read_anatomy(model), "plain", skips_tiles=tiles)(batch)[0].item()
+            for tiles in (False, True)
+        )
+    assert tiled == pytest.approx(dense, rel=1e-5)
+
+
+def test_heads_that_are_too_narrow_for_the_kernel_are_given_dense_masks():
+    assert not skips_tiles(drawn(with_heads_of(8, "llama")), "auto", compiled=True)
+
+
+def with_heads_of(width: int, family: str) -> Any:
+    shape = shape_from_sizes(family, hidden=4 * width, layers=2, heads=4, vocab=VOCAB, positions=300, tied=True)
+    return transformers_config(shape)

@@ -54,6 +54,17 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(losses, "CHUNK_LOGITS", request.param)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_going_back_twice_through_a_loss_in_chunks_gives_the_same_gradients_twice(dtype):
+    """As zero-bubble pipelines do: once for what came in, and once for the weights."""
+    case = make_case(dtype)
+    hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
+    loss = chunked_cross_entropy(hidden, weight, case.labels, rows=5) * 0.01
+    first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
+    assert [one.dtype for one in first] == [dtype, dtype]
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9])
 def test_a_loss_in_chunks_is_the_plain_one_in_value_and_gradients(ignored):

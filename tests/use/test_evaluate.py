@@ -39,6 +39,17 @@ def test_packed_instructions_in_bf16_too(instruction_run, shoal):
     assert exact["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-2)
 
 
+def test_an_fp8_run_is_measured_with_the_products_it_was_trained_with(text, tmp_path, shoal):
+    config = settings(text, train__steps=2, train__precision="fp8", data__validation=0.05)
+    run = train_on(1, config, tmp_path)
+    found = shoal("eval", run, "--batches", 50, "--json").json
+    assert found["eval_loss"] == pytest.approx(trained_lines(run)[2]["eval_loss"], rel=1e-6)
+    assert (
+        shoal("eval", run, "train.precision=bf16-mixed", "--batches", 50, "--json").json["eval_loss"]
+        != found["eval_loss"]
+    )
+
+
 def test_another_family_is_loaded_and_measured_alike(text, tmp_path, shoal):
     shape = {**PYTHIA, "positions": 256, "tied": False}
     run = train_on(2, settings(text, train__steps=2, data__validation=0.05, model__shape=shape), tmp_path)

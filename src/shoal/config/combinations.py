@@ -100,7 +100,7 @@ def _sizes(config: Config) -> Iterator[Finding]:
         below = length // multiple * multiple
         near = " or ".join(str(one) for one in (below, below + multiple) if one)
         over = f"be divided over parallel.cp {parallel.cp} × tp {parallel.tp}"
-        if parallel.cp == parallel.tp == 1:
+        if length % length_multiple(parallel, "bf16-mixed") == 0:
             over = f"be multiplied in {precision}"
         yield (
             "data.max_length",

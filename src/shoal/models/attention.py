@@ -18,6 +18,8 @@ from shoal.models.flex import flex_attend
 MASKLESS = "shoal"
 # What transformers' models call the dropout of attention's weights, which flex attention has not.
 DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+# Its kernels on CUDA refuse narrower heads.
+NARROWEST = 16
 
 
 def choose_attention(model: Any, wanted: str, longest: int) -> str:
@@ -38,8 +40,15 @@ def skips_tiles(model: Any, wanted: str, *, compiled: bool) -> bool:
     """Whether masks of packed rows say which tiles to skip. Uncompiled, flex attention would compute every pair, and
     keep it."""
     settings = model.config.get_text_config()
+    if wanted not in ("auto", "flex") or not compiled or settings._attn_implementation != MASKLESS:
+        return False
     drops = any(getattr(settings, name, 0.0) for name in DROPOUT)
-    return wanted in ("auto", "flex") and compiled and not drops and settings._attn_implementation == MASKLESS
+    return not drops and _narrowest_head(settings) >= NARROWEST
+
+
+def _narrowest_head(settings: Any) -> int:
+    width: int = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    return min(width, getattr(settings, "v_head_dim", None) or width)
 
 
 def _register() -> None:

@@ -34,9 +34,12 @@ def document_blocks(documents: Tensor) -> BlockMask:
 
     partly_counts, partly = _listed(needed & ~whole)
     whole_counts, wholly = _listed(whole)
-    return BlockMask.from_kv_blocks(
+    blocks = BlockMask.from_kv_blocks(
         partly_counts, partly, whole_counts, wholly, TILE, same_document, seq_lengths=(length, length)
     )
+    # It has a shape of four dimensions and does not say so, and that is what GPT-2 asks a mask.
+    blocks.ndim = len(blocks.shape)  # type: ignore[attr-defined]
+    return blocks
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:

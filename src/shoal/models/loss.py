@@ -166,6 +166,12 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
+def _multiplied(large: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiplied in fp32 and rounded in one go: `large` is not copied in fp32, nor changed in place, because a
+    zero-bubble pipeline comes back to the same node a second time."""
+    return torch.mul(large, factor, out=torch.empty_like(large, dtype=dtype))
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Makes the gradients in the forward pass, while a chunk's logits exist, instead of making the logits twice."""
 
@@ -196,7 +202,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Multiplied in fp32: rounding `outer` to bf16 first would bend every gradient by up to 0.4%.
         return (
             None if hidden is None else (hidden.float() * outer).to(hidden.dtype),
-            None if weight is None else weight.mul_(outer).to(ctx.weight_dtype),  # ours alone, and large
+            None if weight is None else _multiplied(weight, outer, ctx.weight_dtype),
             None,
             None,
             None,

@@ -20,7 +20,7 @@ from shoal.config.schema import Config
 from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, read_anatomy
-from shoal.models.attention import skips_tiles
+from shoal.models.attention import NARROWEST, skips_tiles
 from shoal.models.loss import LanguageModel, choose_loss
 from shoal.models.pieces import Split
 from shoal.models.weights import Weights, kept_buffers, materialize
@@ -154,8 +154,9 @@ def _notes(model: Any, config: Config, loss: str, *, compiled: bool, tiles: bool
         yield "train.recompute cheap has no effect: the compiler does it, and blocks are not compiled here."
     if config.model.attention == "flex" and not tiles:
         yield (
-            f"model.attention flex has no effect: it needs CUDA, compiled blocks, and a model without a sliding window "
-            f"or dropout in its attention; {name} is trained with sdpa or eager attention."
+            f"model.attention flex has no effect: it needs CUDA, compiled blocks, and a model with heads of at least "
+            f"{NARROWEST} channels and neither a sliding window nor dropout in its attention; {name} is trained with "
+            "sdpa or eager attention."
         )
 
 

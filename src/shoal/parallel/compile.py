@@ -26,8 +26,12 @@ REASONS_TO_KEEP = (
 
 def compile_blocks(blocks: list[nn.Module], backend: str, *, keeps_all: bool) -> None:
     """In place: names of modules and parameters do not change. `keeps_all`: memory is not to be saved."""
-    for reason in REASONS_TO_KEEP:
-        setattr(torch._functorch.config, reason, keeps_all)
+    if any(getattr(torch._functorch.config, reason) != keeps_all for reason in REASONS_TO_KEEP):
+        # The compiler's, and not this model's. Blocks of a run before this one in the same process are compiled for the
+        # other choice, and blocks that look the same would be taken for them.
+        torch.compiler.reset()
+        for reason in REASONS_TO_KEEP:
+            setattr(torch._functorch.config, reason, keeps_all)
     # Blocks are smaller than DDP's buckets: cutting them where a bucket ends would only break them up.
     torch._dynamo.config.optimize_ddp = False
     # Rows of several lengths are a handful of shapes; past this many the block would fall back to eager.

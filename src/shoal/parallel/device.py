@@ -15,6 +15,7 @@ class Device:
     gpu: Gpu | None
     memory_gib: float | None
     capability: tuple[int, int] | None = None  # of CUDA
+    name: str | None = None  # as the driver prints it
 
     def peak(self, precision: str) -> float | None:
         """Operations a second of the matrix units, for MFU; None where that means nothing."""
@@ -30,7 +31,8 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
-        "cores": len(os.sched_getaffinity(0)),
+        # Those that this process may use; macOS does not say.
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     }
 
 
@@ -39,4 +41,4 @@ def inspect_device(device: torch.device) -> Device:
         return Device(None, None)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
-    return Device(recognise(properties.name), properties.total_memory / 2**30, capability)
+    return Device(recognise(properties.name), properties.total_memory / 2**30, capability, properties.name)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shoal.config.load import load_config
+from shoal.config.mesh import length_multiple
 from shoal.config.run import RunDirectory, differences
 from shoal.config.schema import Config
 from shoal.data.order import Order
@@ -16,7 +17,9 @@ from shoal.data.prepare import Sets, prepare, prepare_sets
 from shoal.mistakes import UserMistake
 from shoal.models.attention import choose_attention
 from shoal.models.loss import LanguageModel, choose_loss
+from shoal.parallel.device import inspect_device
 from shoal.parallel.evaluate import held_out_loss
+from shoal.parallel.float8 import check_float8, use_float8
 from shoal.parallel.passes import Passes
 from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
@@ -77,6 +80,7 @@ def evaluate_run(
         rows=None if batches is None else batches * config.train.global_batch,
         pad=loaded.tokenizer.pad,
         ranks=Ranks(rank=0, world_size=1, local_rank=0, device=loaded.device),
+        multiple=length_multiple(config.parallel, config.train.precision),
     )
     return Evaluation(
         run=str(run),
@@ -124,6 +128,9 @@ def _with_loss(loaded: LoadedRun, config: Config, micro_batch: int) -> LanguageM
     """The module that training calls, with its attention: whole rows need no cache, and packed ones masks of ours."""
     model, length = loaded.model, config.data.max_length
     model.set_attn_implementation(choose_attention(model, config.model.attention, length))
+    if config.train.precision == "fp8":
+        check_float8(model, inspect_device(loaded.device))
+        use_float8(loaded.anatomy.block_modules(model))
     vocabulary = model.config.get_text_config().vocab_size
     return LanguageModel(
         model, loaded.anatomy, choose_loss(config.train.loss, loaded.anatomy, micro_batch * length, vocabulary)
