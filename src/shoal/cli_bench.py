@@ -39,16 +39,28 @@ def train(
 def rank(
     file: File,
     overrides: Overrides = None,
-    world: Annotated[int, typer.Option("--world", min=2, help="Ranks that the whole job would have.")] = 8,
+    world: Annotated[int, typer.Option("--world", min=1, help="Ranks that the whole job would have.")] = 8,
+    real: Annotated[
+        bool | None,
+        typer.Option(
+            "--real/--traced",
+            help="Train really, or trace a step on tensors that have no values; default: really, where there is a GPU.",
+        ),
+    ] = None,
     steps: Steps = 10,
     warmup: Warmup = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Be one rank of a job of many: memory and compute are real, exchanges return at once. Losses mean nothing."""
+    """Be one rank of a job of many, and hold what it takes against the forecast.
+
+    Really: memory and compute are real, exchanges return at once, and losses mean nothing. Traced: the real code runs
+    without values, for any model on any machine, and says what memory a rank needs for what.
+    """
     from shoal import api
+    from shoal.bench.training import measure_rank
 
     config = api.load_config(file, overrides or [])
-    found = api.bench_rank(config, world, steps=steps, warmup=warmup, report=_say)
+    found = measure_rank(config, world, steps=steps, warmup=warmup, real=real, report=_say)
     print_json(found.as_dict()) if as_json else typer.echo(found.text())
 
 

@@ -33,13 +33,24 @@ def test_bench_train_measures_the_steps_after_the_warm_up_and_saves_nothing(fold
 def test_bench_rank_is_one_of_many_and_counts_its_own_tokens(folder):
     result = shoal(
         folder, "bench", "rank", "run.yaml", "parallel.strategy=fsdp", "train.global_batch=32", "train.micro_batch=4",
-        "--world", "8", "--steps", "2", "--warmup", "1", "--json",
+        "--world", "8", "--real", "--steps", "2", "--warmup", "1", "--json",
     )  # fmt: skip
     assert result.status == 0, result.err
     found = json.loads(result.out)
     assert found["world_size"] == found["chosen"]["mesh"]["dp_shard"] == 8
+    assert (found["traced"], found["difference"]) == (False, {}), "a CPU's numbers are not forecast"
     # A rank's rows of a step are an eighth of all: about its share of the targets in a second.
     assert found["tokens_per_second"] * found["step_seconds"] < 4 * 192
+
+
+def test_a_measurement_leaves_what_the_run_saved_in_its_fallback_alone(folder):
+    saved = folder / "fallback" / "run" / "checkpoints" / "step-00000100"
+    saved.mkdir(parents=True)
+    (saved / "MANIFEST.json").write_text("{}")
+    options = ["checkpoint.fallback=fallback", "--steps", "1", "--warmup", "1"]
+    result = shoal(folder, "bench", "train", "run.yaml", *options)
+    assert result.status == 0, result.err
+    assert (saved / "MANIFEST.json").exists()
 
 
 @pytest.mark.slow
@@ -47,7 +58,10 @@ def test_bench_rank_is_one_of_many_and_counts_its_own_tokens(folder):
     ("arguments", "sentence"),
     [
         (["train", "run.yaml", "train.global_batch=7"], "micro_batch"),
-        (["rank", "run.yaml", "parallel.strategy=ddp", "train.global_batch=32", "--world", "8"], "bench train"),
+        (
+            ["rank", "run.yaml", "parallel.strategy=ddp", "train.global_batch=32", "--world", "8", "--real"],
+            "bench train",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_a_sentence(arguments, sentence, folder):

@@ -1,8 +1,11 @@
 """What `auto` chooses, through the plan; training is to call the same function."""
 
+import time
+
 import pytest
 
 from shoal import api
+from shoal.mistakes import UserMistake
 from shoal.plan.advise import Question, savings
 from shoal.plan.decide import choose
 from shoal.plan.machine import machine_at_hand, read_machine
@@ -139,6 +142,66 @@ def test_several_machines_are_offered_tensor_and_pipeline_parallelism():
     best = found.alternatives[0]
     assert best.fits
     assert best.memory.reserved / GIB < 80
+
+
+ON_EIGHT = ("hardware.gpu=a100-80gb", "hardware.devices=8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "strategy", "says"),
+    [
+        (("parallel.strategy=fsdp",), "single", "fsdp on one device is single"),
+        ((*ON_EIGHT, "parallel.strategy=fsdp", "parallel.sharding=no_shard"), "ddp", "fsdp with no_shard is ddp"),
+        ((*ON_EIGHT, "parallel.strategy=zero3", "parallel.tp=4", "parallel.pp=2"), "ddp", "nothing to shard over"),
+        ((*ON_EIGHT, "parallel.strategy=zero3", "parallel.tp=4", "parallel.cp=2"), "zero3", "asked for"),
+        (("hardware.gpu=cpu", "hardware.devices=4", "model.shape=llama2-7b"), "ddp", "no device memory"),
+    ],
+)
+def test_a_strategy_that_has_nothing_to_share_becomes_what_it_is_and_says_so(overrides, strategy, says):
+    plain = ("model.shape=gpt2", "hardware.gpu=a100-80gb", "data.max_length=64", "train.global_batch=64")
+    chosen = plan(*plain, *overrides).choice
+    assert chosen.run.strategy == strategy
+    if chosen.fits:
+        assert says in chosen.reason
+
+
+def test_single_on_several_processes_is_a_mistake():
+    config = api.load_config(None, ["model.shape=gpt2", "parallel.strategy=single"], planned=True)
+    with pytest.raises(UserMistake, match="there are 2 processes; use ddp or fsdp"):
+        choose(config, read_shape(config.model), machine_at_hand(None, None, devices=2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "stages", "schedule", "micro_batch"), [(64, 4, "1f1b", 4), (8, 4, "1f1b", 1), (96, 1, "1f1b", 8)]
+)
+def test_on_cpus_a_pipeline_is_given_several_passes_a_stage(rows, stages, schedule, micro_batch):
+    run = plan(
+        "model.shape=gpt2", "hardware.gpu=cpu", f"hardware.devices={stages}", f"parallel.pp={stages}",
+        f"parallel.pp_schedule={schedule}", f"train.global_batch={rows}", "data.max_length=64",
+    ).choice.run  # fmt: skip
+    assert (run.micro_batch, run.passes) == (micro_batch, rows // micro_batch)
+
+
+@pytest.mark.parametrize("rows", [36, 60, 100, 126])
+def test_a_schedule_with_rounds_gets_passes_that_divide_into_them(rows):
+    run = plan(
+        "model.shape=gpt2", "hardware.gpu=h100-80gb", "hardware.devices=4", "parallel.pp=4",
+        "parallel.pp_schedule=interleaved", f"train.global_batch={rows}", "data.max_length=512",
+    ).choice.run  # fmt: skip
+    assert run.passes % max(1, run.passes // 4) == 0
+
+
+@pytest.mark.parametrize("overrides", [(), ("parallel.pp=8", "parallel.tp=8", "parallel.pp_schedule=interleaved")])
+def test_the_choice_is_made_in_well_under_a_second(overrides):
+    config = api.load_config(
+        None,
+        ["model.shape=llama3-70b", "hardware.devices=8", "hardware.nodes=16", "train.global_batch=1024",
+         "data.max_length=4096", "train.recompute=auto", *overrides],
+        planned=True,
+    )  # fmt: skip
+    began = time.process_time()
+    choose(config, read_shape(config.model), machine_at_hand("NVIDIA H200", 139.8, devices=8, nodes=16))
+    assert time.process_time() - began < 0.8
 
 
 def test_a_cpu_takes_a_few_rows_at_a_time():

@@ -1,17 +1,21 @@
-"""What `bench.training` starts: `python -m shoal.bench.training_worker CONFIG RUNS [--world N]`.
+"""What `bench.steps` starts: `python -m shoal.bench.training_worker CONFIG RUNS [--world N --forecast FILE]`.
 
 With `--world` this process is rank 0 of N by itself: exchanges with the others return at once, with this rank's own
-numbers in their places.
+numbers in their places. On a GPU the forecast for what it does goes to FILE.
 """
 
 import argparse
+import json
 import os
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from shoal.bench.forecast import forecast_compute, forecast_memory, machine_of
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
@@ -21,11 +25,14 @@ from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
 from shoal.parallel.ranks import Ranks
+from shoal.plan.choose import Chosen
+from shoal.plan.decide import choose
+from shoal.plan.machine import Machine, machine_at_hand
+from shoal.plan.models import read_shape
+from shoal.plan.terms import GIB
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import train
 from shoal.train.setup import Start, rehearse
-
-DEVICES_PER_NODE = 8
 
 
 def main() -> int:
@@ -33,13 +40,14 @@ def main() -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--world", type=int)
+    parser.add_argument("--forecast", type=Path)
     given = parser.parse_args()
     config = load_config(given.config)
     try:
         if given.world is None:
             start(config, runs=given.runs)
         else:
-            train_alone_as_one_of(config, given.world, RunDirectory(given.runs / config.name))
+            train_alone_as_one_of(config, given.world, RunDirectory(given.runs / config.name), given.forecast)
     except (UserMistake, RunFailed) as failure:
         print(f"shoal: {failure}", file=sys.stderr)
         return 2 if isinstance(failure, UserMistake) else 1
@@ -49,22 +57,37 @@ def main() -> int:
     return 0
 
 
-def train_alone_as_one_of(config: Config, world_size: int, run: RunDirectory) -> None:
+def train_alone_as_one_of(config: Config, world_size: int, run: RunDirectory, forecast: Path | None) -> None:
     """Train as the first of `world_size` ranks, of which there is no other."""
-    here = config.hardware.devices
-    os.environ["LOCAL_WORLD_SIZE"] = str(min(world_size, DEVICES_PER_NODE if here == "auto" else here))
+    here = machine_of(config, world_size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(here.devices)
     device = choose_device(0)
     inputs = read_inputs(config, Reporter(speaks=False))
     chosen = rehearse(config, inputs, world_size, inspect_device(device), None)
     if chosen.mesh["pp"] > 1 or (chosen.strategy in ("ddp", "zero1") and chosen.data_parallel > 1):
         raise UserMistake(
-            f"bench rank cannot leave out the exchanges of {'pp' if chosen.mesh['pp'] > 1 else chosen.strategy}; it "
-            "measures fsdp, zero2 and zero3, with tp and cp. A rank of ddp holds what one device alone does: shoal "
-            "bench train."
+            f"bench rank cannot leave out the exchanges of {'pp' if chosen.mesh['pp'] > 1 else chosen.strategy} where "
+            "it really trains; it does with fsdp, zero2 and zero3, and with tp and cp. A rank of ddp computes what one "
+            "device alone does: shoal bench train; --traced finds its memory."
         )
     dist.init_process_group("fake", rank=0, world_size=world_size)
     run.create(config, overwrite=False)
     train(config, inputs, run, Ranks(0, world_size, 0, device), Start())
+    if forecast is not None and device.type == "cuda":
+        forecast.write_text(json.dumps(_forecast(config, chosen, device, here)))
+
+
+def _forecast(config: Config, chosen: Chosen, device: torch.device, machines: Machine) -> dict[str, Any]:
+    """The forecast for what was done here."""
+    found = inspect_device(device)
+    machine = machine_at_hand(torch.cuda.get_device_name(device), found.memory_gib, machines.devices, machines.nodes)
+    parallel = config.parallel.model_copy(update={"strategy": chosen.strategy, "sharding": chosen.sharding})
+    recompute = chosen.recompute if config.train.recompute == "auto" else config.train.recompute
+    settled = config.train.model_copy(update={"micro_batch": chosen.micro_batch, "recompute": recompute})
+    config = config.model_copy(update={"parallel": parallel, "train": settled})
+    choice = choose(config, read_shape(config.model), machine)
+    memory = forecast_memory(choice)
+    return memory | forecast_compute(choice) | {"reserved_gib": choice.memory.places[0].reserved / GIB}
 
 
 if __name__ == "__main__":

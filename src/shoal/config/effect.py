@@ -121,7 +121,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("train.slow_rank.steps", _nobody_to_wait),
     *(
         (f"hardware.{key}", lambda run: "training takes what is there; it is for shoal plan")
-        for key in ("gpu", "link", "network", "host_gib", "price")
+        for key in ("gpu", "price")
     ),
     ("train.early_stop", _no_evaluation),
     ("eval.every", _no_evaluation),

@@ -134,7 +134,9 @@ class TrainConfig(Block):
     global_batch: Count = Field(
         64, description="Rows in an optimizer step, over all devices and passes (packed rows when packing)."
     )
-    micro_batch: Count | Literal["auto"] = Field("auto", description="Rows a device takes in one pass.")
+    micro_batch: Count | Literal["auto"] = Field(
+        "auto", description="Rows a device takes in one pass; auto: what shoal plan finds fastest of what fits."
+    )
     lr: Positive = Field(1e-4, description="The highest learning rate.")
     lr_scaling: Literal["none", "linear"] = Field(
         "none", description="linear multiplies the learning rate by global_batch / base_batch."
@@ -155,7 +157,7 @@ class TrainConfig(Block):
     recompute: Literal["none", "cheap", "selective", "full", "auto"] | RecomputeConfig = Field(
         "none",
         description="What is computed again in the backward pass instead of being kept in memory; cheap: what costs "
-        "next to no time, in compiled blocks.",
+        "next to no time, in compiled blocks; auto: the least with which the run is fastest of what fits.",
     )
     compile: bool | Literal["auto", "thunder", "aot_eager"] = Field(
         "auto",
@@ -179,7 +181,9 @@ class TrainConfig(Block):
         "report", description="What happens when the loss leaps; a block also says what a leap is."
     )
     on_oom: Literal["stop", "shrink"] = Field(
-        "stop", description="What happens when memory runs out; shrink halves micro_batch."
+        "stop",
+        description="What happens when memory runs out; shrink: all processes start again from the newest checkpoint, "
+        "with half the micro_batch and the same global_batch.",
     )
     slow_rank: SlowRankConfig = Field(
         default_factory=SlowRankConfig, description="When a process that keeps the others waiting is named."

@@ -46,9 +46,7 @@ LIMITS = (
     Limit("data.train_on", _only("all", "answers"), "Use answers or all."),
     Limit("data.chat_template", _only(None), "Use the alpaca format."),
     Limit("data.streaming", _only(False), "Use false, which tokenizes before training."),
-    Limit("train.recompute", _not("auto"), "Use none, selective or full."),
     Limit("train.compile", _not("thunder"), "Use auto."),
-    Limit("train.on_oom", _not("shrink"), "Use stop."),
     Limit("parallel.engine", _only("native"), "Use native."),
     Limit("log.to", lambda sinks: set(sinks) <= {"tensorboard", "csv"}, "Use tensorboard or csv."),
 )

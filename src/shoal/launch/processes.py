@@ -30,6 +30,20 @@ from shoal.mistakes import RunFailed, UserMistake
 from shoal.signals import LAUNCHER, die_with_parent, second_signal_ends
 
 RESULT, MISTAKE, FAILED, HUNG = "result.json", "mistake", "failed", "hung"
+OUT_OF_MEMORY = "out-of-memory"
+
+
+class RanOut(RunFailed):
+    """A rank's device had no memory left. `found` is what the rank left, `restarts` how often all were started again
+    before."""
+
+    def __init__(self, found: Mapping[str, Any], restarts: int) -> None:
+        super().__init__(found, restarts)
+        self.found = found
+        self.restarts = restarts
+
+    def __str__(self) -> str:
+        return f"{self.found['sentence']}\n{self.found['report']}"
 
 
 def run_processes(
@@ -44,7 +58,8 @@ def run_processes(
     """Run `python -m MODULE` as `processes` ranks and return the result that the first left; None if it was stopped.
 
     `patience` is how many seconds ranks get to end once they were asked to. What a rank left by `leave_sentence` is
-    raised here, or, if the ranks could be started again, told to `warn`.
+    raised here, or, if the ranks could be started again, told to `warn`; what it left by `leave_out_of_memory` is
+    raised as `RanOut`.
     """
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         shared = Path(folder)
@@ -94,7 +109,12 @@ def run_processes(
 def begin_rank() -> None:
     """The first thing that a rank does."""
     die_with_parent()
-    (Path(os.environ[LAUNCH_FOLDER]) / f"begun-{attempt()}").touch()
+    shared = Path(os.environ[LAUNCH_FOLDER])
+    if any(shared.glob(f"{OUT_OF_MEMORY}-{attempt() - 1:03d}-*")):
+        # The agent restarts whatever fails, as the ranks did that waited for one without memory. The same again would
+        # not help: what is to be done is the launcher's to say.
+        os._exit(0)
+    (shared / f"begun-{attempt()}").touch()
 
 
 def leave_result(result: Mapping[str, Any]) -> None:
@@ -108,6 +128,11 @@ def leave_sentence(kind: str, sentence: str) -> None:
     write_atomically(Path(os.environ[LAUNCH_FOLDER]) / name, sentence)
 
 
+def leave_out_of_memory(found: Mapping[str, Any]) -> None:
+    """For a rank whose device has no memory left."""
+    leave_sentence(OUT_OF_MEMORY, json.dumps(found))
+
+
 def _sentences(shared: Path, kind: str) -> list[Path]:
     """What ranks of the latest attempt have left."""
     return sorted(shared.glob(f"{kind}-{_attempts(shared) - 1:03d}-*"))
@@ -119,6 +144,8 @@ def _attempts(shared: Path) -> int:
 
 
 def _raise_sentence(shared: Path) -> None:
+    for said in _sentences(shared, OUT_OF_MEMORY):
+        raise RanOut(json.loads(said.read_text()), restarts=_attempts(shared) - 1) from None
     for kind, error in ((MISTAKE, UserMistake), (FAILED, RunFailed), (HUNG, RunFailed)):
         for said in _sentences(shared, kind):
             raise error(said.read_text()) from None

@@ -42,7 +42,8 @@ def start(
         return train_as_rank(config, run, resume=resume, start_from=start_from, overwrite=overwrite)
     reporter = Reporter(speaks=True)
     processes = processes_wanted(config)
-    if processes == 1 and not max_restarts:
+    shrinks = config.train.on_oom == "shrink"
+    if processes == 1 and not max_restarts and not shrinks:
         return train_as_rank(config, run, resume=resume, start_from=start_from, overwrite=overwrite)
     _warn(config, processes, reporter)
     # Checked and read here first, so that mistakes are found, and rows made, before there are several processes.
@@ -51,7 +52,7 @@ def start(
     rehearse(config, inputs, processes, inspect_device(first_device()), start_from)
     run.create(config, overwrite=overwrite)
     reporter.say(f"Starting {processes} {'process' if processes == 1 else 'processes'} …")
-    request = Request(run.path, resume, start_from, patience=config.train.hang_timeout)
+    request = Request(run.path, resume, start_from, patience=config.train.hang_timeout, shrinks=shrinks)
     with run.held():
         return launch(request, processes, max_restarts=max_restarts, warn=reporter.warn)
 
@@ -77,6 +78,11 @@ def train_as_rank(
     reporter = Reporter(speaks=first)
     if first:
         _warn(config, world_size, reporter)
+        if config.train.on_oom == "shrink":
+            reporter.warn(
+                "train.on_oom shrink needs shoal's own launcher, and these processes were started by another, such as "
+                "torchrun or srun. If memory runs out, halve by hand what plan.json says: train.micro_batch=N --resume."
+            )
         _check(config, run, reporter, resume=resume, overwrite=overwrite, start_from=start_from)
     inputs = read_inputs(config, reporter)
     # One rank looks at the checkpoint for all: it hashes every file.

@@ -1,16 +1,29 @@
-"""What each process of `launch.local` runs: `python -m shoal.launch.worker RUN [--resume] [--from CHECKPOINT]`."""
+"""What each process of `launch.local` runs.
+
+python -m shoal.launch.worker RUN [--resume] [--from CHECKPOINT] [--instead KEYS]
+"""
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
 from shoal.launch.join import beats_file, joined, restarted
-from shoal.launch.processes import FAILED, HUNG, MISTAKE, begin_rank, leave_result, leave_sentence
+from shoal.launch.processes import (
+    FAILED,
+    HUNG,
+    MISTAKE,
+    begin_rank,
+    leave_out_of_memory,
+    leave_result,
+    leave_sentence,
+)
 from shoal.launch.run import send_output_to
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.progress import Reporter
@@ -18,6 +31,7 @@ from shoal.signals import SAME_REQUEST_FOR_RANKS
 from shoal.train.health import StopRequest
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import train
+from shoal.train.out_of_memory import OutOfMemory
 from shoal.train.setup import Start
 
 
@@ -28,6 +42,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--from", type=Path, dest="start_from")
+    parser.add_argument("--instead", type=json.loads, help="JSON: keys settled otherwise, since memory ran out")
     given = parser.parse_args()
     run = RunDirectory(given.run)
     config = load_config(run.config)
@@ -36,23 +51,33 @@ def main() -> None:
     if os.environ["RANK"] != "0":
         send_output_to(run.logs / f"rank-{os.environ['RANK']}.log")
         sys.excepthook = sys.__excepthook__
+    again = restarted() or given.instead is not None
+    start = Start(given.resume or again, given.start_from, again, given.instead or {})
     try:
         with StopRequest(SAME_REQUEST_FOR_RANKS) as stop, joined(config) as ranks:
-            summary = train(
-                config,
-                read_inputs(config, Reporter(speaks=False)),
-                run,
-                ranks,
-                Start(given.resume or restarted(), given.start_from, restarted()),
-                stop=stop,
-                beats=beats_file(),
-                tell=lambda sentence: leave_sentence(HUNG, sentence),
-            )
+            try:
+                summary = train(
+                    config,
+                    read_inputs(config, Reporter(speaks=False)),
+                    run,
+                    ranks,
+                    start,
+                    stop=stop,
+                    beats=beats_file(),
+                    tell=lambda sentence: leave_sentence(HUNG, sentence),
+                )
+            except OutOfMemory as failure:
+                leave_out_of_memory(failure.as_dict())
+                _leave()  # at once: the others wait in a collective for this rank, and so would a polite goodbye
             if ranks.first:
                 leave_result(summary.as_dict())
     except (UserMistake, RunFailed) as failure:
         # Starting again would not help, so the agent, which restarts whatever fails, sees no failure.
         leave_sentence(MISTAKE if isinstance(failure, UserMistake) else FAILED, str(failure))
+    _leave()
+
+
+def _leave() -> NoReturn:
     # Threads of torch's that are still alive have been seen to abort an interpreter that ends the usual way.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,8 +8,8 @@ Training and `shoal plan` call the same function, so that the plan is what is tr
 
 `choice.chosen()` is what `plan.json` holds, and `choice.memory` and `choice.speed` are the forecast.
 
-`shape` is the model's: `models.read_shape(config.model)`, or `models.shape_from_settings(model.config.to_dict())` where
-a transformers model is at hand. `machine` is what it runs on: `machine.read_machine(config.hardware)` to plan for,
+`shape` is the model's: `models.read_shape(config.model)`, or `likeness.shape_of_model(...)` where a transformers model
+is at hand. `machine` is what it runs on: `machine.read_machine(config.hardware)` to plan for,
 `machine.machine_at_hand(...)` to train on.
 """
 
@@ -22,8 +22,8 @@ from shoal.catalogue.shapes import ModelShape
 from shoal.config.mesh import mesh_for
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
-from shoal.plan.choose import CPU_ROWS, Chosen, nearest_multiples
-from shoal.plan.from_config import Carried, make_run, read_recompute, settled
+from shoal.plan.choose import Chosen, nearest_multiples
+from shoal.plan.from_config import Carried, check_model, make_run, read_recompute, settled
 from shoal.plan.habits import OURS, Habits
 from shoal.plan.machine import Machine
 from shoal.plan.memory import Memory, forecast_memory
@@ -31,6 +31,10 @@ from shoal.plan.run import Run
 from shoal.plan.speed import Speed, forecast_speed
 from shoal.plan.terms import GIB
 
+# On a CPU nothing overlaps, and past a few rows larger passes only take memory.
+CPU_ROWS = 8
+# Fewer, and a pipeline's devices wait too long for the first pass to arrive and the last to leave.
+PASSES_PER_STAGE = 4
 # What is chosen is to fit even where the forecast is a little low.
 CAREFUL_SHARE = 0.94
 # A simpler strategy is taken before one that is less than this faster.
@@ -82,6 +86,8 @@ class Choice:
             passes=run.passes,
             global_batch=run.global_batch,
             mesh=asdict(run.mesh),
+            sharding=self.config.parallel.sharding,
+            recompute=shown_recompute(run.recompute),
         )
 
 
@@ -93,12 +99,17 @@ def fits(run: Run, machine: Machine, share: float = 1.0) -> bool:
     return machine.host_gib is None or memory.host.amount * machine.devices / GIB <= machine.host_gib
 
 
-def choose(config: Config, shape: ModelShape, machine: Machine, *, habits: Habits = OURS) -> Choice:
+def choose(
+    config: Config, shape: ModelShape, machine: Machine, *, habits: Habits = OURS, checked: bool = True
+) -> Choice:
     """The run as it would be carried out, with every auto replaced by what is fastest of what fits.
 
-    Raises a UserMistake where the batch or the mesh does not go with the devices. Where nothing fits, what comes
-    nearest is returned, and its `fits` is false.
+    Raises a UserMistake where the batch or the mesh does not go with the devices; with `checked` also where the model
+    does not go with the config, as far as sizes tell: training, which has the model, knows better. Where nothing fits,
+    what comes nearest is returned, and its `fits` is false.
     """
+    if checked:
+        check_model(shape, config, machine)
     options = list(_options(config, shape, machine, habits))
     chosen = next((option for option in options if option is not None and option[1]), None)
     if chosen is None:
@@ -156,6 +167,8 @@ def strategies(config: Config, machine: Machine) -> list[tuple[str, str]]:
     if machine.world_size == 1:
         return [("single", parallel.sharding)]
     found: list[tuple[str, str]] = [("ddp", parallel.sharding)]
+    if machine.is_cpu or parallel.sharding == "no_shard":  # processes of a CPU share one memory: nothing is saved
+        return found
     if machine.world_size > parallel.tp * parallel.pp:
         found.append(("fsdp", parallel.sharding))
         if machine.nodes > 1 and parallel.sharding == "full_shard" and parallel.pp == 1:
@@ -187,10 +200,22 @@ def micro_batches(config: Config, machine: Machine, strategy: str, sharding: str
             f"the nearest that do are {near}."
         )
     rows = train.global_batch // mesh.data_parallel
-    most = min(rows, CPU_ROWS) if machine.is_cpu else rows
-    found = [size for size in range(1, most + 1) if rows % size == 0]
+    found = [size for size in range(1, rows + 1) if rows % size == 0]
+    if mesh.pp > 1 and parallel.pp_schedule != "1f1b":
+        # Passes go through such a pipeline in rounds of equal size.
+        equal = [size for size in found if not rows // size % max(1, rows // size // mesh.pp)]
+        found = equal or found
+    if machine.is_cpu:
+        # The forecast is no measure there: as many as are allowed, and of a pipeline's passes some for each stage.
+        most = CPU_ROWS if mesh.pp == 1 else min(CPU_ROWS, rows // (PASSES_PER_STAGE * mesh.pp))
+        return [max((size for size in found if size <= most), default=found[0])]
     # More than two dozen candidates are no better a choice than every other of them.
     return found if len(found) <= 24 else found[:: len(found) // 24 + 1] + found[-1:]
+
+
+def shown_recompute(recompute: str | int) -> str:
+    """What is recomputed, as a person says it."""
+    return f"every {recompute}" if isinstance(recompute, int) else recompute
 
 
 def _settle(config: Config, machine: Machine, run: Run, sharding: str, reason: str = "") -> Choice:
@@ -218,10 +243,16 @@ def _reason(config: Config, machine: Machine, run: Run, options: list[_Option]) 
         return "for parallel.offload cpu"
     if wanted != "auto":
         if run.strategy != wanted:
-            return f"{wanted} on {machine.world_size} devices is {run.strategy} here: there is nothing to share it with"
+            if machine.world_size == 1:
+                return f"{wanted} on one device is single"
+            if config.parallel.sharding == "no_shard":
+                return "fsdp with no_shard is ddp"
+            return f"one copy of the model over all devices, so {wanted} has nothing to shard over"
         return "asked for"
     if machine.world_size == 1:
         return "one device"
+    if machine.is_cpu:
+        return "no device memory to run out of"
     if run.strategy == "ddp":
         return f"{needed:.0f} GiB fit on each device, and nothing is faster"
     replicated = next((option for option in options if option[0].strategy == "ddp"), None)

@@ -33,13 +33,13 @@ class Carried:
 def make_run(config: Config, shape: ModelShape, machine: Machine, carried: Carried, *, habits: Habits = OURS) -> Run:
     """The run of `config` on `machine`; a UserMistake where its batch or its mesh does not go with the devices."""
     parallel, train = config.parallel.model_copy(update={"sharding": carried.sharding}), config.train
-    check_cut(shape, config, machine)
     mesh = mesh_for(parallel, carried.strategy, machine.world_size, nodes=machine.nodes)
     passes = count_passes(train.global_batch, carried.micro_batch, mesh.data_parallel)
     compiled = not machine.is_cpu if train.compile == "auto" else train.compile in (True, "thunder")
     mixed = train.precision in ("bf16-mixed", "16-mixed", "fp8")
     # One pass on one device: nothing is added to gradients, so they stay as they were computed.
     small = mixed and not machine.is_cpu and carried.strategy == "single" and passes == 1
+    small = small and train.optimizer.name in ("adamw", "adamw8bit")  # whose kernel reads either
     keeps = carried.strategy == "zero2" or (carried.strategy == "fsdp" and carried.sharding == "shard_grad_op")
     adapter = read_adapter(config, shape)
     return Run(
@@ -95,8 +95,8 @@ def count_passes(global_batch: int, micro_batch: int, data_parallel: int) -> int
     return rows // micro_batch
 
 
-def check_cut(shape: ModelShape, config: Config, machine: Machine) -> None:
-    """A UserMistake where the model cannot be cut as the config says, or is longer than it can take."""
+def check_model(shape: ModelShape, config: Config, machine: Machine) -> None:
+    """A UserMistake where the model cannot be cut or adapted as the config says, or the device not compute so."""
     parallel = config.parallel
     for what, size in (("attention heads", shape.heads), ("key and value heads", shape.kv_heads), ("ffn", shape.ffn)):
         if size % parallel.tp:
@@ -112,6 +112,13 @@ def check_cut(shape: ModelShape, config: Config, machine: Machine) -> None:
         raise UserMistake(f"train.precision fp8 needs 8-bit matrix products, which {gpu.name} has not; use bf16-mixed.")
     if precision.startswith("bf16") and gpu.bf16 is None:
         raise UserMistake(f"train.precision {precision}: {gpu.name} has no bf16; use 16-mixed.")
+    names = [one.name for one in linears(shape)]
+    for target in config.adapter.targets if config.adapter.kind != "none" and config.adapter.targets != "auto" else ():
+        if target not in names:
+            raise UserMistake(
+                f"adapter.targets: no linear layer of a {shape.family} block is called {target}."
+                f"{suggestion(target, names)} The names are {', '.join(names)}."
+            )
 
 
 def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
@@ -136,14 +143,7 @@ def read_adapter(config: Config, shape: ModelShape) -> Adapter | None:
     wanted = config.adapter
     if wanted.kind == "none":
         return None
-    names = [one.name for one in linears(shape)]
-    targets = names if wanted.targets == "auto" else list(wanted.targets)
-    for target in targets:
-        if target not in names:
-            raise UserMistake(
-                f"adapter.targets: no linear layer of a {shape.family} block is called {target}."
-                f"{suggestion(target, names)} The names are {', '.join(names)}."
-            )
+    targets = [one.name for one in linears(shape)] if wanted.targets == "auto" else list(wanted.targets)
     quantize = wanted.quantize if wanted.kind == "qlora" else None
     return Adapter(wanted.rank, tuple(targets), quantize, dora=wanted.dora, dropout=wanted.dropout > 0)
 
@@ -152,7 +152,7 @@ def settled(config: Config, machine: Machine, strategy: str) -> str:
     """What becomes of a strategy on these devices: one device has nothing to share, one copy nothing to shard."""
     parallel, world = config.parallel, machine.world_size
     if strategy == "single" and world > 1:
-        raise UserMistake(f"parallel.strategy is single, but there are {world} devices; use ddp or fsdp.")
+        raise UserMistake(f"parallel.strategy is single, but there are {world} processes; use ddp or fsdp.")
     if parallel.offload == "cpu":
         return strategy if strategy in SHARDED else "fsdp"
     if world == 1:

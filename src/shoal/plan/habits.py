@@ -53,6 +53,8 @@ class Habits:
     rounds_once: bool = False
     # The allocator's memory grows where it is (expandable segments), which leaves hardly a gap.
     grows_in_place: bool = False
+    # Compiled, attention within packed documents skips what nobody looks at, and has no mask of every pair.
+    skips_tiles: bool = False
     # Clipping, the update and the copies to compute with are one pass over memory, or each one of its own.
     one_pass_step: bool = False
 
@@ -64,6 +66,7 @@ OURS = Habits(
     eight_bit_inputs=True,
     rounds_once=True,
     grows_in_place=True,
+    skips_tiles=True,
 )
 TORCHTITAN = Habits(
     repeats_keys=True,

@@ -68,23 +68,42 @@ def read_machine(hardware: HardwareConfig, driver: Path = DRIVER) -> Machine:
         network=_link(hardware.network, usual_network(gpu)),
         devices=devices,
         nodes=hardware.nodes,
-        host_gib=hardware.host_gib or (_host_gib() if hardware.gpu == "auto" else None),
+        host_gib=hardware.host_gib or (host_memory_gib() if hardware.gpu == "auto" else None),
         price=hardware.price,
         notes=tuple(notes),
     )
 
 
-def machine_at_hand(printed: str | None, memory_gib: float | None, devices: int, nodes: int = 1) -> Machine:
+def machine_at_hand(
+    printed: str | None,
+    memory_gib: float | None,
+    devices: int,
+    nodes: int = 1,
+    *,
+    hardware: HardwareConfig | None = None,
+    host_gib: float | None = None,
+) -> Machine:
     """The machine that a process finds itself on: the device's name as the driver prints it, and its real memory.
 
     None for both means the CPU. A device that the catalogue does not have is counted as an A100 of its memory: whether
-    a run fits does not depend on that, and of two strategies the faster one hardly does.
+    a run fits does not depend on that, and of two strategies the faster one hardly does. What is between devices cannot
+    be seen: it is what `hardware` says, or what such devices usually have.
     """
     if printed is None or memory_gib is None:
         gpu = _this_cpu()
-        return Machine(gpu, find_link(gpu.link), find_link(usual_network(gpu)), devices, nodes)
-    gpu = replace(recognise(printed) or find_gpu("a100-80gb"), memory_gib=memory_gib)
-    return Machine(gpu, find_link(gpu.link), find_link(usual_network(gpu)), devices, nodes)
+        if host_gib is not None:
+            gpu = replace(gpu, memory_gib=host_gib)
+        gpu = replace(gpu, memory_gib=gpu.memory_gib / devices)  # which processes of one machine share
+    else:
+        gpu = replace(recognise(printed) or find_gpu("a100-80gb"), memory_gib=memory_gib)
+    return Machine(
+        gpu=gpu,
+        link=_link("auto" if hardware is None else hardware.link, gpu.link),
+        network=_link("auto" if hardware is None else hardware.network, usual_network(gpu)),
+        devices=devices,
+        nodes=nodes,
+        host_gib=host_gib,
+    )
 
 
 def usual_network(gpu: Gpu) -> str:
@@ -136,11 +155,12 @@ def _present(driver: Path) -> list[str]:
 
 def _this_cpu() -> Gpu:
     """The CPU's stand-in of the catalogue, with the memory that is here."""
-    host = _host_gib()
+    host = host_memory_gib()
     return find_gpu("cpu") if host is None else replace(find_gpu("cpu"), memory_gib=host)
 
 
-def _host_gib() -> float | None:
+def host_memory_gib() -> float | None:
+    """Main memory of this machine, where the system says."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     except (ValueError, OSError):

@@ -93,9 +93,7 @@ def _rank_memory(run: Run, rank: Rank) -> RankMemory:
         return RankMemory(rank.place, found, highest * slack)
     main = max(moment.tree.amount - moment.side for moment in found)
     side = max(moment.side for moment in found)
-    return RankMemory(
-        rank.place, found, max(0.0, main * (1 + slack) + side - highest)
-    )
+    return RankMemory(rank.place, found, max(0.0, main * (1 + slack) + side - highest))
 
 
 def _host(run: Run, rank: Rank) -> Term:

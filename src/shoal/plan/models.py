@@ -33,6 +33,8 @@ _NAMES = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab": ("vocab_size",),
 }
+# What mixtures call the number of their experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DROPOUTS = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "resid_dropout")
 
 
@@ -56,11 +58,9 @@ def has_dropout(model: ModelConfig) -> bool:
 
 def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json") -> ModelShape:
     """The shape that a transformers config, as a mapping, describes."""
-    inner = settings.get("text_config")
-    if isinstance(inner, Mapping):
-        settings = {**settings, **inner}
+    settings = text_settings(settings)
     kind = str(settings.get("model_type", ""))
-    if any(settings.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if any(settings.get(name) for name in EXPERTS):
         raise UserMistake(f"{source} is of a mixture of experts, which the forecast does not know yet.")
     sizes: dict[str, int] = {}
     for name, spellings in _NAMES.items():
@@ -76,6 +76,11 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     positions = next(
         (settings[one] for one in ("max_position_embeddings", "n_positions", "max_seq_len") if settings.get(one)), 2048
     )
+    numbers = {"intermediate_size": ffn, "max_position_embeddings": positions}
+    numbers |= {key: settings.get(key) or 0 for key in ("num_key_value_heads", "head_dim", "sliding_window")}
+    for key, value in numbers.items():
+        if not isinstance(value, int):
+            raise UserMistake(f"{source}: {key} is {value}, and the forecast wants one number for all blocks.")
     if hidden % heads and not settings.get("head_dim"):
         raise UserMistake(f"{source}: hidden size {hidden} does not divide into {heads} heads.")
     keys = int(settings.get("num_key_value_heads") or heads)
@@ -95,6 +100,12 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         head_size=int(settings.get("head_dim") or hidden // heads),
         sliding_window=int(window) if window else None,
     )
+
+
+def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the part that reads text, where a model has others beside it."""
+    inner = settings.get("text_config")
+    return {**settings, **inner} if isinstance(inner, Mapping) else settings
 
 
 def _from_name(name: str) -> ModelShape:

@@ -17,7 +17,7 @@ class Moment:
 
     name: str
     tree: Term  # all of it
-    side: float  # of that, what FSDP's own streams have allocated
+    side: float  # what FSDP's own streams have allocated
 
 
 def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
@@ -43,8 +43,11 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
         forward_blocks = counts.blocks * run.compute_bytes / run.reshard
     around = 0.0 if run.habits.ends_apart else ends
 
-    def moment(name: str, gathered: float, reducing: float, gradients: Term, *others: Term) -> Moment:
-        side = gathered + reducing + (gradients.amount if run.sharded else 0.0)
+    def moment(
+        name: str, gathered: float, reducing: float, gradients: Term, *others: Term, freed: float = 0.0
+    ) -> Moment:
+        # `freed` is no longer used, but only the stream that asked for it can have it again.
+        side = gathered + reducing + freed + (gradients.amount if run.sharded else 0.0)
         tree = group(
             "memory",
             *base,
@@ -59,16 +62,18 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     whole = held.unreduced
 
     found = []
+    # A tied head is the embedding; what is counted with the head is then the final norm.
+    matrix = (counts.embedding if run.shape.tied else counts.head) if rank.last else 0.0
     if rank.last:
         loss = head(run)
-        gathered = (counts.head or counts.embedding) * run.compute_bytes if run.habits.ends_apart else ends
-        gathered = gathered if run.sharded else 0.0
+        gathered = matrix * run.compute_bytes if run.habits.ends_apart else ends
+        # What the last block was gathered into lives on until the forward pass ends.
+        gathered = gathered + (0.0 if all_blocks else counts.block * run.compute_bytes) if run.sharded else 0.0
         found.append(moment("loss", gathered + forward_blocks, 0.0, before, whole, kept, loss.peak))
         left = loss.left
     else:
         left = group("head")
     # FSDP reduces the ends' gradients together, after the last block's: until then the head's is held whole.
-    matrix = (counts.head or counts.embedding) if rank.last else 0.0
     waiting = 0.0
     if run.sharded and not run.habits.ends_apart and run.trained.head:
         waiting = matrix * run.compute_bytes
@@ -99,11 +104,10 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
             flowing,
         )
     )
-    # The embedding's gradient comes last; FSDP then reduces those of both ends together.
+    # The embedding's gradient comes last; FSDP then reduces those of both ends together, their weights being gone.
     late = leaf("embedding's gradient, as computed", _embedding_gradient(run, counts))
-    found.append(
-        moment("embedding's gradient", ends + forward_blocks, _reducing_ends(run, counts), gradients, whole, late)
-    )
+    reducing = _reducing_ends(run, counts)
+    found.append(moment("embedding's gradient", forward_blocks, reducing, gradients, whole, late, freed=ends))
     found.append(moment("optimizer step", 0.0, 0.0, held.gradients, _stepping(run, rank)))
     return tuple(found)
 
@@ -132,7 +136,7 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
         again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))
     kept = Term("activations", kept.amount, kept.parts)
     mask = 0.0
-    if run.packed and run.attention == "flash":
+    if run.packed and run.attention == "flash" and not (run.compiled and run.habits.skips_tiles):
         # Who sees whom in rows of several documents: as bytes, and as numbers that attention adds.
         mask = run.micro_batch * run.length * (run.length / run.mesh.cp) * (1 + run.compute_bytes)
     return group("activations", *scaled(kept, flying).parts, leaf("masks of documents", mask)), again

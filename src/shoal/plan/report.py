@@ -7,7 +7,7 @@ from shoal.catalogue.shapes import parameters
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.advise import Change, Limits, Question, alternatives, changes, limits
-from shoal.plan.decide import Choice, choose
+from shoal.plan.decide import Choice, choose, shown_recompute
 from shoal.plan.habits import SYSTEMS
 from shoal.plan.layout import ranks
 from shoal.plan.machine import Machine, read_machine
@@ -52,9 +52,9 @@ class Plan:
         """What `--json` prints; programs rely on `fits`, `memory`, `speed`, `chosen` and `alternatives`."""
         return {
             "fits": self.fits,
-            "memory": _memory(self.choice),
+            "memory": memory_of(self.choice),
             "speed": {
-                **_speed(self.choice),
+                **speed_of(self.choice),
                 "steps": self.steps,
                 "seconds_to_finish": _rounded(self.seconds, 0),
                 "gpu_hours": _rounded(self.gpu_hours, 2),
@@ -108,7 +108,8 @@ def count_steps(config: Config, choice: Choice) -> int | None:
     return None
 
 
-def _memory(choice: Choice) -> dict[str, Any]:
+def memory_of(choice: Choice) -> dict[str, Any]:
+    """The forecast of memory, in GiB."""
     memory, worst = choice.memory, choice.memory.worst
     return {
         "allocated_gib": round(worst.allocated / GIB, 3),
@@ -131,7 +132,8 @@ def _memory(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _speed(choice: Choice) -> dict[str, Any]:
+def speed_of(choice: Choice) -> dict[str, Any]:
+    """The forecast of time."""
     speed = choice.speed
     each = speed.tokens_per_second_per_gpu
     return {
@@ -155,7 +157,7 @@ def _chosen(choice: Choice) -> dict[str, Any]:
         "passes": run.passes,
         "global_batch": run.global_batch,
         "mesh": asdict(run.mesh),
-        "recompute": f"every {run.recompute}" if isinstance(run.recompute, int) else run.recompute,
+        "recompute": shown_recompute(run.recompute),
         "loss": run.loss,
         "compiled": run.compiled,
         "precision": run.precision,
@@ -163,7 +165,7 @@ def _chosen(choice: Choice) -> dict[str, Any]:
 
 
 def _row(choice: Choice, steps: int | None) -> dict[str, Any]:
-    speed = _speed(choice)
+    speed = speed_of(choice)
     return {
         **_chosen(choice),
         "fits": choice.fits,

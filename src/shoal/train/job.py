@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shoal.checkpoint import state
 from shoal.checkpoint.saver import Saver
@@ -14,6 +15,7 @@ from shoal.observe.progress import Reporter
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.choose import Chosen
+from shoal.train.forecast import Forecast
 from shoal.train.inputs import Inputs
 from shoal.train.log import StepLog
 from shoal.train.optimizer import NamedOptimizer
@@ -30,7 +32,9 @@ class Job:
     ranks: Ranks
     reporter: Reporter
     inputs: Inputs
+    forecast: Forecast
     chosen: Chosen
+    plan: dict[str, Any]  # what plan.json holds
     model: ParallelModel
     optimizer: NamedOptimizer
     scaler: LossScaler

@@ -23,7 +23,8 @@ class Window:
     began: Mark
     steps: int = 0
     targets: int = 0
-    flops: float = 0.0  # of this rank: prompts and padding are computed on too
+    positions: int = 0  # tokens of this rank's rows: prompts and padding are computed on too
+    flops: float = 0.0  # of this rank
     data_seconds: float = 0.0
 
 
@@ -35,6 +36,19 @@ class StepNumbers:
     loss: float
     norm: float
     usable: bool  # false: it changed nothing
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a line tells of the steps since the one before it."""
+
+    step: int  # the last
+    steps: int
+    seconds: float  # of all of them
+    positions: int  # tokens that this rank's rows had
+    mfu: float | None
+    allocated_gib: float  # at the peak so far, the worst rank's
+    reserved_gib: float | None
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,7 @@ class StepLog:
         self.last: dict[str, float | int | None] = {}
         self.skipped = 0  # steps that changed nothing
         self.listener: Callable[[list[StepNumbers]], None] = lambda steps: None  # told of every step, if late
+        self.onlooker: Callable[[Pace], None] = lambda pace: None  # told of every line
         self.step_seconds = 0.0  # of the last line
         self._window = Window(mark(ranks.device))
         self._pending: Pending | None = None
@@ -91,7 +106,15 @@ class StepLog:
         self._failed: list[Sink] = []
 
     def after_step(
-        self, step: int, result: StepResult, *, rate: float, tokens: int, flops: float, data_seconds: float
+        self,
+        step: int,
+        result: StepResult,
+        *,
+        rate: float,
+        tokens: int,
+        positions: int,
+        flops: float,
+        data_seconds: float,
     ) -> None:
         """Take note of a step."""
         self.reporter.advance(step)
@@ -99,6 +122,7 @@ class StepLog:
         window = self._window
         window.steps += 1
         window.targets += result.targets
+        window.positions += positions
         window.flops += flops
         window.data_seconds += data_seconds
         # The step before this one is done by now, or nearly, and this one keeps the device busy meanwhile.
@@ -148,6 +172,7 @@ class StepLog:
         mfu = None
         if self.peak is not None and math.isfinite(window.flops):
             mfu = round(window.flops / window.steps / seconds / self.peak, 4)
+        allocated, reserved = self.ranks.largest(_peak_memory_gib(self.ranks.device)), _reserved_gib(self.ranks)
         line: dict[str, float | int | None] = {
             "step": last.step,
             "attempt": self.attempt,
@@ -157,8 +182,8 @@ class StepLog:
             "tokens": pending.tokens,
             "tokens_per_second": round(window.targets / window.steps / seconds, 1),
             "mfu": mfu,
-            "memory_gib": round(self.ranks.largest(_peak_memory_gib(self.ranks.device)), 3),
-            "reserved_gib": _reserved_gib(self.ranks),
+            "memory_gib": round(allocated, 3),
+            "reserved_gib": reserved,
             "data_seconds": round(window.data_seconds / window.steps, 6),
             "seconds": round(seconds, 6),
             "skipped": self.skipped,
@@ -166,6 +191,7 @@ class StepLog:
         self.write(line)
         self.reporter.report(line, self.total)
         self.last = line
+        self.onlooker(Pace(last.step, window.steps, seconds * window.steps, window.positions, mfu, allocated, reserved))
         self.listener(steps)
 
     def write(self, line: Line) -> None:

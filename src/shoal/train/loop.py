@@ -18,9 +18,11 @@ from shoal.observe.metrics import Line
 from shoal.observe.progress import duration
 from shoal.parallel.evaluate import held_out_loss
 from shoal.parallel.ranks import Ranks
+from shoal.train.compare import Comparison
 from shoal.train.health import GoBack, StopRequest
 from shoal.train.inputs import Inputs
 from shoal.train.job import Job
+from shoal.train.out_of_memory import explained
 from shoal.train.pace import SlowRanks
 from shoal.train.pulse import Pulse
 from shoal.train.recovery import Recovery, go_back
@@ -86,7 +88,8 @@ def train(
         job.reporter.begin(job.progress.step, job.inputs.steps)
         folder = run.logs / f"hang-{job.log.attempt}"
         try:
-            with Watch(folder, ranks, config.train.hang_timeout, beats=beats, tell=tell) as watch:
+            watched = Watch(folder, ranks, config.train.hang_timeout, beats=beats, tell=tell)
+            with watched as watch, explained(job.forecast, ranks, job):
                 job.beat = lambda doing: watch.beat(job.progress.step, doing)
                 job.rest = lambda doing: watch.rest(job.progress.step, doing)
                 stopped = fit(job, asked)
@@ -113,11 +116,15 @@ def train(
 def fit(job: Job, stop: StopRequest) -> str | None:
     """Run the steps that are left; returns why it stopped early, if it did."""
     job.log.listener = Recovery(job).look_at
+    comparison = Comparison(job)
+    job.log.onlooker = comparison.look
     slow = SlowRanks(job.config.train.slow_rank, job.ranks.world_size, job.reporter.warn)
     with Pulse(job.ranks, slow) as pulse:
         while True:
             try:
-                return run_steps(job, stop, pulse)
+                stopped = run_steps(job, stop, pulse)
+                comparison.end()
+                return stopped
             except GoBack as bad:
                 go_back(job, bad.steps)
 
@@ -159,6 +166,7 @@ def run_steps(job: Job, stop: StopRequest, pulse: Pulse) -> str | None:
                 result,
                 rate=step_rate,
                 tokens=progress.tokens,
+                positions=sum(one.inputs.numel() for one in batch.passes),
                 flops=sum(job.flops(*one.inputs.shape) for one in batch.passes),
                 data_seconds=waited,
             )

@@ -10,9 +10,9 @@ from shoal.models.anatomy import matmul_parameters, read_anatomy
 from shoal.models.build import build_on_meta
 from shoal.parallel.apply import freeze
 from shoal.parallel.device import Device
+from shoal.train.forecast import machine_here, make_forecast
 from shoal.train.inputs import Inputs
 from shoal.train.schedule import make_schedule, peak_rate
-from shoal.train.setup import choose
 
 MOST_CHARACTERS = 700
 COLUMNS, LINES = 60, 8
@@ -70,7 +70,7 @@ def preview(config: Config, inputs: Inputs, processes: int, device: Device) -> P
     """Build the model on meta, count, and take the first row; needs no memory for weights."""
     model = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
     freeze(model, config.model.freeze)
-    chosen, _ = choose(config, model, processes, device)
+    chosen = make_forecast(config, model, machine_here(config, device, processes)).chosen
     parameters = dict(model.named_parameters())
     factor_at = make_schedule(config.train.schedule, inputs.steps)
     peak = peak_rate(config.train)

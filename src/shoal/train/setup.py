@@ -1,10 +1,9 @@
 """From a config to a job that is ready for its next step."""
 
-import json
 import math
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ import torch
 
 from shoal.checkpoint import state, store
 from shoal.checkpoint.state import Progress, read_progress
-from shoal.config.mesh import Mesh, mesh_for
+from shoal.config.effect import without_effect
+from shoal.config.mesh import Mesh
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
-from shoal.files import write_atomically
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import matmul_parameters, read_anatomy
 from shoal.models.build import build_on_meta
@@ -29,14 +28,17 @@ from shoal.parallel.device import Device, describe_machine, inspect_device
 from shoal.parallel.float8 import check_float8
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.stages import stages_each
-from shoal.plan.choose import Chosen, Sizes, choose_batch, choose_strategy
+from shoal.plan.choose import Chosen
 from shoal.plan.stages import bubble_share
+from shoal.train.describe import describe, plan_values
+from shoal.train.forecast import Forecast, machine_here, machine_of_all, make_forecast
 from shoal.train.health import SpikeGuard, spike_settings
 from shoal.train.inputs import Inputs
 from shoal.train.job import Job
 from shoal.train.log import StepLog, next_attempt
 from shoal.train.offload import find_store
 from shoal.train.optimizer import check_cuts, check_groups, make_optimizer
+from shoal.train.out_of_memory import explained
 from shoal.train.partition import Partition
 from shoal.train.recovery import set_aside
 from shoal.train.save import checkpoint_folders, make_saver
@@ -51,18 +53,32 @@ class Start:
 
     resume: bool = False  # with its own newest checkpoint
     checkpoint: Path | None = None  # with this one, of whatever run
-    again: bool = False  # an agent has started these ranks before: with what they have saved since, if anything
+    again: bool = False  # these ranks were started before: with what they have saved since, if anything
+    instead: Mapping[str, Any] = field(default_factory=dict)  # keys settled otherwise, since memory ran out
 
 
 def set_up(config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, start: Start) -> Job:
     """Build the model over all ranks, and load the checkpoint there is to start from."""
-    reporter = Reporter(speaks=ranks.first)
     seed_everything(config.seed, ranks.rank, config.train.deterministic)
     built = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
     device = inspect_device(ranks.device)
-    if device.memory_gib is not None:  # unlike devices must not choose unlike batches
-        device = replace(device, memory_gib=ranks.smallest(device.memory_gib))
-    chosen, mesh = choose(config, built, ranks.world_size, device)
+    forecast = make_forecast(config, built, machine_of_all(config, device, ranks), instead=start.instead)
+    with explained(forecast, ranks):
+        return _assemble(config, inputs, run, ranks, start, built, device, forecast)
+
+
+def _assemble(
+    config: Config,
+    inputs: Inputs,
+    run: RunDirectory,
+    ranks: Ranks,
+    start: Start,
+    built: Any,
+    device: Device,
+    forecast: Forecast,
+) -> Job:
+    reporter = Reporter(speaks=ranks.first)
+    settled, chosen, mesh = forecast.config, forecast.chosen, forecast.mesh
     checkpoint = starting_point(config, run, ranks, reporter, start)
     parameters = sum(parameter.numel() for parameter in built.parameters())
     freeze(built, config.model.freeze)
@@ -70,7 +86,7 @@ def set_up(config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, star
 
     model = parallelize(
         built,
-        config,
+        settled,
         strategy=chosen.strategy,
         mesh=mesh,
         ranks=ranks,
@@ -97,21 +113,17 @@ def set_up(config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, star
     )
     spikes = spike_settings(config.train.on_spike)
     guard = SpikeGuard(spikes.sigma, ranks.device) if spikes.action == "skip" else None
-    describe = partial(
-        _describe,
-        inputs=inputs,
-        chosen=chosen,
-        model=built,
-        parameters=parameters,
-        machine=describe_machine(ranks.device),
-    )
+    plan = plan_values(inputs, forecast, parameters=parameters, machine=describe_machine(ranks.device))
+    describe_in = partial(describe, inputs=inputs, plan=plan, architecture=type(built).__name__)
     job = Job(
         config=config,
         run=run,
         ranks=ranks,
         reporter=reporter,
         inputs=inputs,
+        forecast=forecast,
         chosen=chosen,
+        plan=plan,
         model=model,
         optimizer=optimizer,
         scaler=scaler,
@@ -127,7 +139,7 @@ def set_up(config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, star
         ),
         flops=flops,
         progress=Progress(world_size=ranks.world_size),
-        saver=make_saver(config, run, ranks, describe),
+        saver=make_saver(config, run, ranks, describe_in),
         saved=None,
     )
     if checkpoint is not None:
@@ -140,8 +152,12 @@ def set_up(config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, star
     for note in model.notes:
         reporter.warn(note)
     if ranks.first:
-        describe(run)
+        describe_in(run)
         _announce(reporter, config, inputs, chosen, device.gpu.name if device.gpu else ranks.device.type, parameters)
+        known = without_effect(config, ranks.world_size)
+        for note in without_effect(settled, ranks.world_size):
+            if note not in known:  # said at the start
+                reporter.warn(note)
         job.log.sinks = open_sinks(config.log.to, run.path)
     return job
 
@@ -188,9 +204,10 @@ def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, st
     freeze(model, config.model.freeze)
     check_groups(dict(model.named_parameters()), config.train)
     find_store(config.parallel.offload)
-    chosen, mesh = choose(config, model, world_size, device)
-    check_parallel(model, config, strategy=chosen.strategy, mesh=mesh, passes=chosen.passes)
-    check_cuts(model, config.train, mesh.tp)
+    forecast = make_forecast(config, model, machine_here(config, device, world_size))
+    chosen = forecast.chosen
+    check_parallel(model, forecast.config, strategy=chosen.strategy, mesh=forecast.mesh, passes=chosen.passes)
+    check_cuts(model, config.train, forecast.mesh.tp)
     if config.train.precision == "fp8":
         check_float8(model, device)
     if inputs.blueprint.folder is not None:
@@ -205,40 +222,6 @@ def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, st
         if before and before != now:
             raise UserMistake(f"--from: {start_from} holds the state of {before}, which {now} cannot go on with.")
     return chosen
-
-
-def choose(config: Config, model: torch.nn.Module, world_size: int, device: Device) -> tuple[Chosen, Mesh]:
-    """Strategy, mesh and batch arithmetic of this run."""
-    settings = model.config.get_text_config()  # type: ignore[union-attr,operator]
-    sizes = Sizes(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layers=settings.num_hidden_layers,
-        hidden=settings.hidden_size,
-        vocabulary=settings.vocab_size,
-        length=config.data.max_length,
-    )
-    strategy, reason = choose_strategy(config.parallel, sizes, world_size, device.memory_gib)
-    mesh = mesh_for(config.parallel, strategy, world_size, nodes=_nodes(config, world_size))
-    micro_batch, passes = choose_batch(
-        config.train.global_batch,
-        config.train.micro_batch,
-        mesh.data_parallel,
-        sizes,
-        shards=mesh.dp_shard * mesh.tp * mesh.pp,
-        memory_gib=device.memory_gib,
-        stages=mesh.pp,
-        sharing=mesh.tp * mesh.cp,
-    )
-    chosen = Chosen(
-        strategy, reason, world_size, mesh.data_parallel, micro_batch, passes, config.train.global_batch, asdict(mesh)
-    )
-    return chosen, mesh
-
-
-def _nodes(config: Config, world_size: int) -> int:
-    """Machines of the run: as the launcher says, or else the config."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    return max(1, world_size // local) if local else config.hardware.nodes
 
 
 def starting_point(config: Config, run: RunDirectory, ranks: Ranks, reporter: Reporter, start: Start) -> Path | None:
@@ -284,28 +267,3 @@ def seed_everything(seed: int, rank: int, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-
-
-def _describe(
-    run: RunDirectory,
-    *,
-    inputs: Inputs,
-    chosen: Chosen,
-    model: torch.nn.Module,
-    parameters: int,
-    machine: dict[str, str | int],
-) -> None:
-    """Write what other commands need to know of this run: how it is carried out, its model, its tokenizer."""
-    data = asdict(inputs.sets.training.summary)
-    plan = {
-        "parameters": parameters,
-        "steps": inputs.steps,
-        "chosen": chosen.as_dict(),
-        "data": data,
-        "machine": machine,
-    }
-    write_atomically(run.plan, json.dumps(plan, indent=2) + "\n")
-    settings = inputs.blueprint.settings
-    settings.architectures = [type(model).__name__]
-    settings.save_pretrained(run.model)
-    inputs.tokenizer.save(run.model)

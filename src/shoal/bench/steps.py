@@ -1,0 +1,165 @@
+"""Some steps of the real training, in processes of their own, read from its metrics."""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.config.load import config_from_mapping, config_to_yaml, config_values
+from shoal.config.run import RunDirectory
+from shoal.config.schema import Config
+from shoal.mistakes import RunFailed, UserMistake
+
+MFU_FORMULA = (
+    "(6 * matmul parameters + 12 * layers * hidden * length) * tokens / seconds / the device's bf16 peak; "
+    "4 and not 6 for what is frozen"
+)
+MISTAKE = 2
+
+
+class Measured(ABC):
+    """What a benchmark of training found."""
+
+    @abstractmethod
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+
+    @abstractmethod
+    def text(self) -> str:
+        """For reading."""
+
+
+@dataclass(frozen=True)
+class Steps(Measured):
+    """What some steps of a run came to."""
+
+    tokens_per_second: float  # targets of the whole job, or of the rank that ran alone: the median step
+    tokens_per_second_mean: float  # of all measured steps together
+    step_seconds: float  # the median
+    data_seconds: float  # of these, waiting for rows
+    mfu: float | None
+    mfu_formula: str
+    allocated_gib: float
+    reserved_gib: float | None
+    first_step_seconds: float  # from the start of the process
+    warmup: int
+    steps: int
+    world_size: int
+    losses: list[float | None]  # of every step, the first ones too
+    seconds: list[float]
+    chosen: dict[str, Any]
+    machine: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        share = "" if self.mfu is None else f", {self.mfu:.1%} of the chip's peak"
+        reserved = "" if self.reserved_gib is None else f", {self.reserved_gib:.2f} GiB reserved"
+        return "\n".join(
+            [
+                f"on            {self.world_size} × {self.machine['device']}, torch {self.machine['torch']}",
+                f"speed         {self.tokens_per_second:,.0f} tokens/s{share}",
+                f"step          {self.step_seconds:.4f} s (median of {self.steps}, after {self.warmup} to warm up), of "
+                f"which {self.data_seconds:.4f} s waiting for data",
+                f"memory        {self.allocated_gib:.2f} GiB{reserved}",
+                f"first step    {self.first_step_seconds:.1f} s after the start",
+            ]
+        )
+
+
+def measure(
+    config: Config,
+    *,
+    steps: int,
+    warmup: int,
+    worker_options: Sequence[str],
+    share: int,
+    report: Callable[[str], None],
+) -> Steps:
+    """Train `warmup` + `steps` steps as `config` says, save nothing, and measure the latter; 1 / `share` of the tokens
+    that a step counts are this process's."""
+    if warmup < 1:
+        raise UserMistake("--warmup must be at least 1: the first step compiles, and makes the optimizer's state.")
+    config = _only_measuring(config, warmup + steps)
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        described = Path(folder) / "config.yaml"
+        described.write_text(config_to_yaml(config))
+        run = RunDirectory(Path(folder) / "runs" / config.name)
+        command = [sys.executable, "-m", "shoal.bench.training_worker", str(described), str(run.path.parent)]
+        first_step_seconds = _run([*command, *worker_options], run, warmup + steps, report)
+        lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+        lines = [line for line in lines if "loss" in line]
+        plan = json.loads(run.plan.read_text())
+    return _summarise(lines, plan, warmup=warmup, share=share, first_step_seconds=first_step_seconds)
+
+
+def _only_measuring(config: Config, steps: int) -> Config:
+    """The same training, for so many steps, with a line for each and nothing else in between."""
+    values = config_values(config)
+    values["train"] |= {"steps": steps, "epochs": None, "tokens": None, "early_stop": None}
+    values["eval"]["every"] = 10**9
+    values["data"]["validation"] = 0  # or it would be evaluated at the end
+    # Without a fallback: a run that begins anew puts away what another of its name has left there.
+    values["checkpoint"] |= {"every": 10**9, "at_end": False, "fallback": None}
+    values["log"] |= {"every": 1, "to": []}
+    return config_from_mapping(values)
+
+
+def _run(command: Sequence[str], run: RunDirectory, steps: int, report: Callable[[str], None]) -> float:
+    """Until the training ends; returns the seconds until its first step was done."""
+    began = time.perf_counter()
+    first: float | None = None
+    said = 0
+    with tempfile.TemporaryFile("w+") as heard, subprocess.Popen(command, stdout=heard, stderr=heard) as process:
+        while process.poll() is None:
+            time.sleep(0.05)
+            done = run.metrics.read_bytes().count(b"\n") if run.metrics.exists() else 0
+            if done and first is None:
+                first = time.perf_counter() - began
+            if done // 10 > said:
+                said = done // 10
+                report(f"step {done} of {steps}")
+        if process.returncode:
+            heard.seek(0)
+            message = heard.read().strip()
+            if process.returncode == MISTAKE:
+                raise UserMistake(message.rpartition("shoal: ")[2])
+            raise RunFailed(f"The training that was to be measured failed:\n{message[-4000:]}")
+    if first is None:
+        first = time.perf_counter() - began
+    return first
+
+
+def _summarise(
+    lines: list[dict[str, Any]], plan: dict[str, Any], *, warmup: int, share: int, first_step_seconds: float
+) -> Steps:
+    measured = lines[warmup:]
+    seconds = [line["seconds"] for line in measured]
+    targets = measured[-1]["tokens"] - lines[warmup - 1]["tokens"]
+    speeds = [line["mfu"] for line in measured if line["mfu"] is not None]
+    return Steps(
+        tokens_per_second=round(statistics.median(line["tokens_per_second"] for line in measured) / share, 1),
+        tokens_per_second_mean=round(targets / sum(seconds) / share, 1),
+        step_seconds=statistics.median(seconds),
+        data_seconds=statistics.median(line["data_seconds"] for line in measured),
+        mfu=round(statistics.median(speeds), 4) if speeds else None,
+        mfu_formula=MFU_FORMULA,
+        allocated_gib=measured[-1]["memory_gib"],
+        reserved_gib=measured[-1]["reserved_gib"],
+        first_step_seconds=round(first_step_seconds, 1),
+        warmup=warmup,
+        steps=len(measured),
+        world_size=plan["chosen"]["world_size"],
+        losses=[line["loss"] for line in lines],
+        seconds=[line["seconds"] for line in lines],
+        chosen=plan["chosen"],
+        machine=plan["machine"],
+    )

@@ -1,0 +1,40 @@
+"""What other commands need to know of a run: how it is carried out, its model, its tokenizer."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from shoal.config.run import RunDirectory
+from shoal.files import write_atomically
+from shoal.train.forecast import Forecast
+from shoal.train.inputs import Inputs
+
+
+def plan_values(
+    inputs: Inputs, forecast: Forecast, *, parameters: int, machine: Mapping[str, str | int]
+) -> dict[str, Any]:
+    """What `plan.json` holds before the first step."""
+    return {
+        "parameters": parameters,
+        "steps": inputs.steps,
+        "chosen": forecast.chosen.as_dict(),
+        "forecast": forecast.as_dict(),
+        "measured": None,
+        "off": None,
+        "data": asdict(inputs.sets.training.summary),
+        "machine": dict(machine),
+    }
+
+
+def write_plan(run: RunDirectory, plan: Mapping[str, Any]) -> None:
+    write_atomically(run.plan, json.dumps(plan, indent=2) + "\n")
+
+
+def describe(run: RunDirectory, *, inputs: Inputs, plan: Mapping[str, Any], architecture: str) -> None:
+    """Write all of it into the run's folder."""
+    write_plan(run, plan)
+    settings = inputs.blueprint.settings
+    settings.architectures = [architecture]
+    settings.save_pretrained(run.model)
+    inputs.tokenizer.save(run.model)

@@ -1,0 +1,191 @@
+"""When a device has no memory left: what it holds beside what was expected, and what to change."""
+
+import re
+import resource
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.config.load import config_from_mapping, config_values
+from shoal.mistakes import RunFailed, UserMistake
+from shoal.parallel.ranks import Ranks
+from shoal.plan.advise import Change, Question, savings
+from shoal.plan.choose import Chosen
+from shoal.plan.terms import GIB
+from shoal.train.forecast import Forecast
+from shoal.train.job import Job
+
+FIXES = 3
+# What a term may be above its forecast before it is blamed.
+BLAMED = 0.05
+# Of a device's memory that is neither free nor ours, this much is the driver's and NCCL's.
+DRIVERS_GIB = 2.0
+_TRIED = re.compile(r"Tried to allocate ([\d.]+) ([KMG]i?B)")
+_UNITS = {"K": 2**-20, "M": 2**-10, "G": 1.0}
+
+
+class OutOfMemory(RunFailed):
+    """The run failed: a device had no memory left. `sentence` says so, `report` what it held and what would help."""
+
+    def __init__(self, sentence: str, report: str, chosen: Mapping[str, Any]) -> None:
+        super().__init__(sentence, report, chosen)
+        self.sentence = sentence
+        self.report = report
+        self.chosen = chosen  # how the run was carried out
+
+    def __str__(self) -> str:
+        return f"{self.sentence}\n{self.report}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"sentence": self.sentence, "report": self.report, "chosen": dict(self.chosen)}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is on a device, in GiB; None where it cannot be told."""
+
+    allocated: float
+    reserved: float | None
+    device: float
+    others: float  # of other processes, as far as it is much
+    weights: float | None = None
+    gradients: float | None = None
+    optimizer: float | None = None
+
+    @property
+    def rest(self) -> float | None:
+        if self.weights is None or self.gradients is None or self.optimizer is None:
+            return None
+        return max(0.0, self.allocated - self.weights - self.gradients - self.optimizer)
+
+
+@contextmanager
+def explained(forecast: Forecast, ranks: Ranks, job: Job | None = None) -> Iterator[None]:
+    """Turn an error of the allocator into `OutOfMemory`, after the save that is under way; `job` once there is one."""
+    try:
+        yield
+        return
+    except torch.OutOfMemoryError as error:
+        # As long as the error lives, so does what the step had computed: what is held now is what was held then.
+        held = look(error, ranks.device, forecast, job)
+        wanted = _TRIED.search(str(error))
+    if job is not None:
+        with suppress(Exception):  # another rank may be gone already
+            job.saver.settle()
+    when = "while it was set up" if job is None else f"in step {job.progress.step + 1}"
+    rows = forecast.choice.run.micro_batch
+    sentence = (
+        f"Rank {ranks.rank} ran out of memory {when}, with {rows} row{'s' if rows > 1 else ''} a pass: "
+        f"{held.allocated:.1f} GiB were allocated of the {held.device:.1f} GiB that the device has"
+    )
+    if wanted is not None:
+        sentence += f", and {float(wanted[1]) * _UNITS[wanted[2][0]]:.2f} more were wanted"
+    place = 0 if job is None else job.model.grid.place["pp"]
+    report = "\n".join([*_table(forecast, held, place), "", *_fixes(forecast)])
+    raise OutOfMemory(f"{sentence}.", report, forecast.chosen.as_dict()) from None
+
+
+def look(error: Exception, device: torch.device, forecast: Forecast, job: Job | None) -> Held:
+    """What the device holds."""
+    reserved, others = None, 0.0
+    total = forecast.choice.machine.gpu.memory_gib
+    if device.type == "cuda":
+        free, whole = (size / GIB for size in torch.cuda.mem_get_info(device))
+        reserved, total = torch.cuda.memory_reserved(device) / GIB, whole
+        others = whole - free - reserved
+        # What the allocator says of the moment itself, if it does.
+        said = re.search(r"([\d.]+) GiB is allocated by PyTorch", str(error))
+        allocated = float(said[1]) if said else torch.cuda.memory_allocated(device) / GIB
+    else:
+        allocated = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    held = Held(allocated, reserved, total, others if others > DRIVERS_GIB else 0.0)
+    if job is None:
+        return held
+    weights = [*job.model.saved.values(), *job.model.low_precision.values()]
+    gradients = [one.grad for one in weights if one.grad is not None]
+    sizes = [_gib(some, device) for some in (weights, gradients, job.optimizer.state().values())]
+    return Held(held.allocated, held.reserved, held.device, held.others, *sizes)
+
+
+def _gib(tensors: Iterable[Tensor], device: torch.device) -> float:
+    """What these take on a device; views of one piece of memory are counted once."""
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.device.type == device.type:
+            with suppress(RuntimeError, NotImplementedError):  # a kind of tensor that is made of others
+                storage = local.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values()) / GIB
+
+
+def _table(forecast: Forecast, held: Held, place: int) -> Iterator[str]:
+    """The forecast's terms beside what is there."""
+    memory = forecast.choice.memory.places[min(place, len(forecast.choice.memory.places) - 1)]
+    tree = memory.peak.tree
+    known = {"weights": held.weights, "gradients": held.gradients, "optimizer state": held.optimizer}
+    expected = {name: sum(term.amount for term in tree.parts if term.name == name) / GIB for name in known}
+    others = [term for term in tree.parts if term.name not in known and term.amount]
+    rows = [(name, expected[name], known[name], "") for name in known]
+    parts = ", ".join(f"{term.name} {term.amount / GIB:.2f}" for term in others)
+    rows.append(("the rest", sum(term.amount for term in others) / GIB, held.rest, parts))
+    like = "" if forecast.exact else ", for a model that resembles this one"
+    yield f"GiB             forecast   found   (forecast for its highest moment, {memory.peak.name}{like})"
+    for name, wanted, found, note in (*rows, ("allocated", memory.allocated / GIB, held.allocated, "")):
+        seen = f"{found:8.2f}" if found is not None else f"{'–':>8}"
+        yield f"{name:16}{wanted:8.2f}{seen}" + (f"   {note}" if note else "")
+    if held.reserved is not None:
+        yield f"{'reserved':16}{memory.reserved / GIB:8.2f}{held.reserved:8.2f}"
+    larger = [
+        (found - wanted, name)
+        for name, wanted, found, _ in rows
+        if found is not None and found > wanted * (1 + BLAMED) + 0.01
+    ]
+    if held.others:
+        yield f"Other processes hold {held.others:.1f} GiB of this device."
+    elif larger:
+        most, name = max(larger)
+        yield f"Larger than forecast: {name}, by {most:.2f} GiB."
+    elif not forecast.choice.fits:
+        yield "It was not expected to fit."
+    else:
+        yield "No term is larger than forecast."
+
+
+def _fixes(forecast: Forecast) -> Iterator[str]:
+    """The cheapest changes, as text to paste."""
+    choice = forecast.choice
+    found: list[Change] = []
+    with suppress(UserMistake):
+        for change in savings(choice, Question(choice.config, choice.run.shape, choice.machine)):
+            keys = [setting.partition("=")[0] for setting in change.settings]
+            if keys not in [[one.partition("=")[0] for one in each.settings] for each in found] and _works(change):
+                found.append(change)
+    if not found:
+        yield "Nothing that shoal knows would take less memory, but smaller models, shorter rows or more devices."
+        return
+    yield "What would take less, cheapest first:"
+    width = max(len(" ".join(change.settings)) for change in found[:FIXES])
+    for change in found[:FIXES]:
+        cost = "no time" if abs(change.slower) < 0.005 else f"{change.slower:+.0%} time a token"
+        touches = "" if change.touches == "how it runs" else f"; changes {change.touches}"
+        yield f"  {' '.join(change.settings):{width}}  saves {change.saves_gib:.1f} GiB, {cost}{touches}"
+
+
+def _works(change: Change) -> bool:
+    """Whether training would take it: the forecast knows more than is built."""
+    try:
+        config_from_mapping(config_values(change.choice.config))
+    except UserMistake:
+        return False
+    return True
+
+
+def smaller_batch(chosen: Chosen) -> int | None:
+    """The next smaller micro-batch with which the same global batch is a whole number of passes: half, if that is."""
+    rows = chosen.micro_batch * chosen.passes
+    return max((size for size in range(1, chosen.micro_batch // 2 + 1) if rows % size == 0), default=None)

@@ -1,0 +1,128 @@
+"""A traced step against what can be counted by hand, and against the forecast."""
+
+import pytest
+
+from shoal.bench.forecast import compared_terms, forecast_memory
+from shoal.bench.trace import EMBEDDING, LOSS, STEP
+from shoal.plan.terms import GIB
+from tests.bench.tracing import NEOX, SMALL, WIDE, share, trace_run
+
+FSDP = "parallel.strategy=fsdp"
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    return trace_run(8, SMALL, FSDP)
+
+
+def test_a_rank_of_eight_holds_an_eighth_of_sixteen_bytes_a_parameter(sharded):
+    _, traced = sharded
+    terms, each = traced.moments[STEP].terms, traced.parameters / 8
+    assert share(terms["weights"], 4 * each) < 0.001
+    assert share(terms["optimizer state"], 8 * each) < 0.001
+    assert share(terms["gradients"], 4 * each) < 0.001
+    # Besides, a few numbers that describe rows and count steps.
+    assert share(traced.moments[STEP].bytes, 16 * each) < 0.01
+
+
+def test_between_steps_gradients_are_gone(sharded):
+    _, traced = sharded
+    assert "gradients" not in traced.moments[LOSS].terms
+
+
+def test_gathered_weights_come_and_go_with_their_blocks(sharded):
+    _, traced = sharded
+    gathered = [moment.terms.get("gathered weights", 0) for moment in traced.moments.values()]
+    # Embedding and head, and two blocks of six: never all.
+    assert 2 * 2 * 32000 * 512 < max(gathered) < 2 * traced.parameters * 0.9
+    assert traced.moments[STEP].terms.get("gathered weights", 0) == 0
+
+
+def test_the_terms_of_a_moment_are_all_that_is_held(sharded):
+    _, traced = sharded
+    for moment in traced.moments.values():
+        assert sum(moment.terms.values()) == moment.bytes
+
+
+def hold_to_the_forecast(choice, traced):
+    """The bar: 2% for what stays from step to step, 5% for activations at the loss, 8% for the fullest moment."""
+    stepping = compared_terms(traced.moments[STEP].terms)
+    forecast = forecast_memory(choice, STEP)["terms"]
+    for term in ("weights", "gradients", "optimizer state"):
+        assert share(stepping[term], forecast[term]) < 0.02, term
+    kept, expected = traced.moments[LOSS].terms["activations"], forecast_memory(choice, LOSS)["terms"]["activations"]
+    assert share(kept / GIB, expected) < 0.05
+    assert share(traced.moments[traced.peak].bytes / GIB, choice.memory.places[0].allocated / GIB) < 0.08
+
+
+def test_fsdp_is_forecast(sharded):
+    hold_to_the_forecast(*sharded)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "overrides"),
+    [
+        (8, WIDE, ["parallel.strategy=ddp"]),
+        pytest.param(8, WIDE, [FSDP, "train.recompute=full"], marks=pytest.mark.slow),
+        pytest.param(1, SMALL, [], marks=pytest.mark.slow),
+        pytest.param(1, SMALL, ["train.global_batch=2"], marks=pytest.mark.slow),
+        pytest.param(8, SMALL, ["parallel.strategy=zero1", "train.global_batch=16"], marks=pytest.mark.slow),
+        pytest.param(8, SMALL, ["parallel.strategy=zero2", "train.global_batch=16"], marks=pytest.mark.slow),
+        pytest.param(8, NEOX, ["parallel.strategy=zero3"], marks=pytest.mark.slow),
+        pytest.param(16, SMALL, [FSDP, "parallel.sharding=hybrid_shard"], marks=pytest.mark.slow),
+        pytest.param(8, SMALL, [FSDP, "train.recompute=selective"], marks=pytest.mark.slow),
+        pytest.param(8, SMALL, [FSDP, "train.recompute={every: 2}"], marks=pytest.mark.slow),
+        pytest.param(8, SMALL, [FSDP, "parallel.tp=2", "train.global_batch=4"], marks=pytest.mark.slow),
+        pytest.param(8, SMALL, [FSDP, "train.precision=bf16-true"], marks=pytest.mark.slow),
+        pytest.param(8, SMALL, [FSDP, "train.precision=16-mixed"], marks=pytest.mark.slow),
+        pytest.param(8, SMALL, [FSDP, "train.optimizer.name=adamw8bit"], marks=pytest.mark.slow),
+        pytest.param(8, SMALL, [FSDP, "train.optimizer.name=sgd"], marks=pytest.mark.slow),
+    ],
+)
+def test_every_way_to_train_is_forecast(ranks, shape, overrides):
+    hold_to_the_forecast(*trace_run(ranks, shape, *overrides))
+
+
+def test_full_recomputation_keeps_the_inputs_of_blocks():
+    choice, traced = trace_run(8, SMALL, FSDP, "train.recompute=full")
+    run = choice.run
+    inputs = run.shape.layers * run.tokens * run.shape.hidden * 2
+    assert share(traced.moments[LOSS].terms["activations"], inputs) < 0.05
+
+
+@pytest.mark.slow
+def test_moments_in_eight_bits_are_two_bytes_a_parameter():
+    _, traced = trace_run(8, SMALL, FSDP, "train.optimizer.name=adamw8bit")
+    assert share(traced.moments[STEP].terms["optimizer state"], 2 * (1 + 4 / 256) * traced.parameters / 8) < 0.01
+
+
+@pytest.mark.slow
+def test_half_of_the_sequence_takes_half_of_the_activations():
+    whole, half = (
+        trace_run(8, SMALL, FSDP, *more)[1].moments[LOSS].terms["activations"]
+        for more in ((), ("parallel.cp=2", "train.global_batch=4"))
+    )
+    assert 0.5 < half / whole < 0.65  # everybody's keys and values, and attention's result in two pieces
+
+
+@pytest.mark.slow
+def test_packed_rows_bring_their_mask():
+    plain, packed = (
+        trace_run(8, WIDE, FSDP, "data.source=json", "data.path=x.json", f"data.pack={pack}")[1].moments[LOSS]
+        for pack in ("false", "true")
+    )
+    assert packed.bytes - plain.bytes >= 2048 * 2048
+
+
+@pytest.mark.slow
+def test_a_cpu_makes_copies_that_a_gpu_does_not_make():
+    on_gpu, on_cpu = (trace_run(8, SMALL, FSDP, f"hardware.gpu={name}")[1].moments for name in ("h100-80gb", "cpu"))
+    assert on_cpu[STEP].bytes > 1.2 * on_gpu[STEP].bytes, "roots of the moments"
+    assert on_cpu[LOSS].bytes - on_gpu[LOSS].bytes == 2 * 32000 * 512, "a piece of the head's gradient"
+
+
+def test_gradients_of_embedding_and_head_are_reduced_together_without_their_weights(sharded):
+    _, traced = sharded
+    terms, ends = traced.moments[EMBEDDING].terms, 2 * 32000 * 512
+    assert share(terms["gradients being reduced"], ends * (2 + 4)) < 0.01
+    assert terms.get("gathered weights", 0) == 0
