@@ -20,7 +20,7 @@ from shoal.mistakes import UserMistake
 
 if TYPE_CHECKING:
     from shoal.bench.collectives_report import CollectivesReport
-    from shoal.bench.training import Measured
+    from shoal.bench.training import RankReport, Steps
     from shoal.checkpoint.imports import Imported
     from shoal.checkpoint.inspect import Listed
     from shoal.plan.report import Plan
@@ -245,7 +245,7 @@ def evaluate(
 
 def bench_train(
     config: Config, *, steps: int = 20, warmup: int = 5, report: Callable[[str], None] = lambda _: None
-) -> Measured:
+) -> Steps:
     """Train some steps as `config` says, in a process of its own that saves nothing, and measure them."""
     from shoal.bench.training import measure_training
 
@@ -253,12 +253,19 @@ def bench_train(
 
 
 def bench_rank(
-    config: Config, world_size: int, *, steps: int = 10, warmup: int = 4, report: Callable[[str], None] = lambda _: None
-) -> Measured:
-    """The same as one rank of `world_size`, whose exchanges with the others return at once."""
+    config: Config,
+    world_size: int,
+    *,
+    steps: int = 10,
+    warmup: int = 4,
+    real: bool | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> RankReport:
+    """One rank of `world_size`, against its forecast: run for real, its exchanges with the others returning at once, or
+    traced, which finds its memory only. By default real on a GPU and traced without one."""
     from shoal.bench.training import measure_rank
 
-    return measure_rank(config, world_size, steps=steps, warmup=warmup, report=report)
+    return measure_rank(config, world_size, steps=steps, warmup=warmup, real=real, report=report)
 
 
 def bench_collectives(

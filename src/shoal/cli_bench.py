@@ -57,10 +57,9 @@ def rank(
     without values, for any model on any machine, and says what memory a rank needs for what.
     """
     from shoal import api
-    from shoal.bench.training import measure_rank
 
     config = api.load_config(file, overrides or [])
-    found = measure_rank(config, world, steps=steps, warmup=warmup, real=real, report=_say)
+    found = api.bench_rank(config, world, steps=steps, warmup=warmup, real=real, report=_say)
     print_json(found.as_dict()) if as_json else typer.echo(found.text())
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.steps import MISTAKE, Measured, Steps
+from shoal.bench.steps import MISTAKE, Steps
 from shoal.config.load import config_to_yaml
 from shoal.config.schema import Config
 from shoal.mistakes import RunFailed, UserMistake
@@ -21,7 +21,7 @@ WORTH_TELLING = 0.01
 
 
 @dataclass(frozen=True)
-class RankReport(Measured):
+class RankReport:
     """Forecast and measurement of one rank. `steps` are those that really ran, if any did."""
 
     traced: bool

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,20 +23,8 @@ MFU_FORMULA = (
 MISTAKE = 2
 
 
-class Measured(ABC):
-    """What a benchmark of training found."""
-
-    @abstractmethod
-    def as_dict(self) -> dict[str, Any]:
-        """For programs."""
-
-    @abstractmethod
-    def text(self) -> str:
-        """For reading."""
-
-
 @dataclass(frozen=True)
-class Steps(Measured):
+class Steps:
     """What some steps of a run came to."""
 
     tokens_per_second: float  # targets of the whole job, or of the rank that ran alone: the median step

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.bench.rank import RankReport, report_steps, trace_rank
-from shoal.bench.steps import Measured, Steps, measure
+from shoal.bench.steps import Steps, measure
 from shoal.config.schema import Config
 
-__all__ = ["Measured", "RankReport", "Steps", "measure_rank", "measure_training"]
+__all__ = ["RankReport", "Steps", "measure_rank", "measure_training"]
 
 
 def measure_training(
