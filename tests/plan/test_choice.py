@@ -223,3 +223,27 @@ def test_a_run_that_ran_out_although_it_should_fit_is_told_what_saves_most_cheap
     assert all(change.saves_gib > 0 for change in found)
     mild = [change.slower for change in found if change.touches == "how it runs"]
     assert mild == sorted(mild)
+
+
+TOO_LARGE = ("model.shape=llama3-70b", "data.max_length=8192", "train.global_batch=64", "train.recompute=full")
+TWO_NODES = ("hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=2")
+
+
+def test_where_copies_and_shards_do_not_fit_tensors_are_cut_unless_that_cannot_be():
+    cut = plan(*TOO_LARGE, *TWO_NODES)
+    assert cut.fits
+    assert cut.choice.run.mesh.tp > 1
+    assert "cut" in cut.choice.reason
+    config = cut.choice.config
+    assert config.parallel.tp == cut.choice.run.mesh.tp, "training is given what was planned"
+    again = api.load_config(None, [*TOO_LARGE, *TWO_NODES])
+    shape, machine = read_shape(again.model), read_machine(again.hardware)
+    assert not choose(again, shape, machine, may_cut=False).fits
+    asked = plan(*TOO_LARGE, *TWO_NODES, "parallel.strategy=fsdp")
+    assert not asked.fits, "what was asked for is not changed"
+    assert asked.choice.run.mesh.tp == 1
+
+
+def test_cutting_keeps_to_rows_that_divide():
+    odd = plan(*TOO_LARGE[:1], "data.max_length=8190", *TOO_LARGE[2:], *TWO_NODES)
+    assert 8190 % odd.choice.run.mesh.tp == 0

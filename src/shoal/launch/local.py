@@ -63,6 +63,8 @@ def _settled(chosen: Chosen, rows: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "train.micro_batch": rows,
         "parallel.strategy": chosen.strategy,
+        "parallel.tp": chosen.mesh["tp"],
+        "parallel.pp": chosen.mesh["pp"],
         "parallel.sharding": chosen.sharding,
     }
     if not chosen.recompute.startswith("every"):  # which is never chosen, and stands in the config

@@ -14,7 +14,7 @@ is at hand. `machine` is what it runs on: `machine.read_machine(config.hardware)
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,8 @@ from shoal.plan.run import Run
 from shoal.plan.speed import Speed, forecast_speed
 from shoal.plan.terms import GIB
 
+# Families that training has a plan for: see parallel/plans.py.
+CAN_BE_CUT = ("llama", "mistral", "qwen2", "qwen3", "neox", "gpt2")
 # On a CPU nothing overlaps, and past a few rows larger passes only take memory.
 CPU_ROWS = 8
 # Fewer, and a pipeline's devices wait too long for the first pass to arrive and the last to leave.
@@ -100,18 +102,27 @@ def fits(run: Run, machine: Machine, share: float = 1.0) -> bool:
 
 
 def choose(
-    config: Config, shape: ModelShape, machine: Machine, *, habits: Habits = OURS, checked: bool = True
+    config: Config,
+    shape: ModelShape,
+    machine: Machine,
+    *,
+    habits: Habits = OURS,
+    checked: bool = True,
+    may_cut: bool = True,
 ) -> Choice:
     """The run as it would be carried out, with every auto replaced by what is fastest of what fits.
 
     Raises a UserMistake where the batch or the mesh does not go with the devices; with `checked` also where the model
-    does not go with the config, as far as sizes tell: training, which has the model, knows better. Where nothing fits,
-    what comes nearest is returned, and its `fits` is false.
+    does not go with the config, as far as sizes tell: training, which has the model, knows better. Where neither copies
+    nor shards fit, `may_cut` allows to cut tensors and stages. Where nothing fits, what comes nearest is returned, and
+    its `fits` is false.
     """
     if checked:
         check_model(shape, config, machine)
     options = list(_options(config, shape, machine, habits))
     chosen = next((option for option in options if option is not None and option[1]), None)
+    if chosen is None and may_cut and (cut := _cut_further(config, shape, machine, habits)) is not None:
+        return cut
     if chosen is None:
         least = min(options, key=lambda option: forecast_memory(option[0]).reserved)
         return _settle(config, machine, least[0], least[2])
@@ -142,6 +153,29 @@ def _options(config: Config, shape: ModelShape, machine: Machine, habits: Habits
                     best = run
         assert least is not None, "a batch has a micro-batch"
         yield (best, True, sharding) if best is not None else (least, fits(least, machine), sharding)
+
+
+def _cut_further(config: Config, shape: ModelShape, machine: Machine, habits: Habits) -> Choice | None:
+    """The fastest that fits of runs whose tensors are cut within each machine, and whose blocks are stages across
+    machines; for a strategy that is left open, and families that training can cut."""
+    parallel = config.parallel
+    open_to_it = parallel.strategy == "auto" and parallel.tp * parallel.pp * parallel.cp == 1
+    if not open_to_it or machine.is_cpu or machine.world_size == 1 or shape.family not in CAN_BE_CUT:
+        return None
+    found = []
+    for tensors in (1, 2, 4, 8):
+        for stages in sorted({1, machine.nodes}):
+            if tensors * stages == 1 or tensors > machine.devices or config.data.max_length % tensors:
+                continue
+            cut = parallel.model_copy(update={"strategy": "fsdp", "tp": tensors, "pp": stages})
+            try:
+                found.append(choose(config.model_copy(update={"parallel": cut}), shape, machine, habits=habits))
+            except UserMistake:  # heads, blocks or the batch do not divide so
+                continue
+    best = max((one for one in found if one.fits), key=lambda one: one.speed.tokens_per_second_per_gpu, default=None)
+    if best is None:
+        return None
+    return replace(best, reason="copies and shards alone do not fit, so tensors or stages are cut too")
 
 
 def _share(config: Config) -> float:

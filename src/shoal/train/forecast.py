@@ -11,6 +11,7 @@ from shoal.config.schema import Config
 from shoal.models.anatomy import Anatomy, read_anatomy, require_blocks
 from shoal.parallel.check import SHARD_INSTEAD
 from shoal.parallel.device import Device
+from shoal.parallel.plans import PLANS
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.stages import check_pipeline
 from shoal.plan.advise import changed
@@ -72,7 +73,9 @@ def make_forecast(
     wanted = dict(instead or {})
     if config.train.recompute == "auto" and not anatomy.blocks:  # of a model without blocks nothing is recomputed
         wanted.setdefault("train.recompute", "none")
-    choice = choose(changed(config, wanted), shape, machine, checked=False)
+    # A model that is only counted as a Llama is not one that can be cut like it.
+    may_cut = exact and model.config.model_type in PLANS
+    choice = choose(changed(config, wanted), shape, machine, checked=False, may_cut=may_cut)
     return Forecast(replace(choice, reason=SHRUNK) if instead else choice, exact)
 
 
