@@ -44,5 +44,5 @@ def command_of(case: Case, folder: Path, work: Path, warmup: int, steps: int, we
     file.write_text(json.dumps(config_of(case, work, weights), indent=2))  # JSON is YAML
     overrides = [f"{key}={json.dumps(value)}" for key, value in case.config.items()]
     counts = ["--steps", str(steps), "--warmup", str(warmup)]
-    world = ["--world", str(case.ranks)] if case.command == "rank" else []
+    world = ["--world", str(case.ranks), "--real"] if case.command == "rank" else []
     return ["-m", "shoal", "bench", case.command, str(file), *overrides, *world, *counts, "--json"]
