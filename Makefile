@@ -25,7 +25,7 @@ test: check
 	$(MAKE) -j2 KIND='not slow' one-half other-half
 
 test-slow: $(VENV)/.installed
-	$(MAKE) -j2 KIND=slow one-half other-half
+	$(MAKE) -j2 KIND=slow ONE_HALF='$(ONE_HALF) tests/launch tests/plan tests/use' one-half other-half
 
 one-half:
 	$(BIN)/python -m pytest -m '$(KIND)' $(ONE_HALF)
