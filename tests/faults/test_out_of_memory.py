@@ -19,7 +19,7 @@ from shoal.plan.choose import Chosen
 from shoal.plan.decide import choose
 from shoal.plan.machine import machine_at_hand
 from shoal.plan.models import read_shape
-from shoal.train import out_of_memory, setup
+from shoal.train import build, out_of_memory
 from shoal.train.forecast import Forecast
 from shoal.train.out_of_memory import OutOfMemory, smaller_batch
 from shoal.train.step import TrainStep
@@ -129,7 +129,7 @@ def test_without_memory_to_begin_with_the_forecast_is_shown(
     def nothing(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError(ERROR)
 
-    monkeypatch.setattr(setup, "parallelize", nothing)
+    monkeypatch.setattr(build, "parallelize", nothing)
     write_config(tmp_path, config(instructions))
     ended = forked_shoal(tmp_path, "train", "run.yaml")
     assert ended.status == 1

@@ -1,27 +1,15 @@
 """What compiled blocks keep for the backward pass."""
 
 import torch
-from torch import nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from shoal.parallel.compile import compile_blocks
+from tests.parallel.blocks import small_block
 
 
 def kept(*, keeps_all: bool) -> int:
     """Numbers that a block keeps, by the compiler's own choice of them."""
-    settings = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=1,
-        attn_implementation="sdpa",
-    )
-    block: nn.Module = LlamaDecoderLayer(settings, 0)
+    block, hidden, others = small_block()
     compile_blocks([block], "aot_eager_decomp_partition", keeps_all=keeps_all)
-    hidden = torch.randn(2, 20, 32, requires_grad=True)
-    positions = LlamaRotaryEmbedding(settings)(hidden, torch.arange(20)[None])
     sizes = []
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,7 +17,7 @@ def kept(*, keeps_all: bool) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        block(hidden, position_embeddings=positions)
+        block(hidden, **others)
     return sum(sizes)
 
 

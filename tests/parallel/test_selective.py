@@ -4,12 +4,10 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from shoal.parallel.recompute import recompute_blocks
+from tests.parallel.blocks import small_block
 
 
 class Products(TorchDispatchMode):
@@ -27,21 +25,10 @@ class Products(TorchDispatchMode):
 
 def products(how: str) -> Counter[tuple[int, int]]:
     """Of a forward and a backward pass over one block; the matrices of its three kinds of product all differ."""
-    torch.manual_seed(0)
-    settings = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=1,
-        attn_implementation="sdpa",
-    )
-    block: nn.Module = LlamaDecoderLayer(settings, 0)
+    block, hidden, others = small_block()
     recompute_blocks([block], how)
-    hidden = torch.randn(2, 20, 32, requires_grad=True)
-    positions = LlamaRotaryEmbedding(settings)(hidden, torch.arange(20)[None])
     with Products() as seen:
-        result = block(hidden, position_embeddings=positions)
+        result = block(hidden, **others)
         (result[0] if isinstance(result, tuple) else result).sum().backward()
     return seen.counts
 

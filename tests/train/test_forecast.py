@@ -17,7 +17,7 @@ from shoal.parallel.ranks import Ranks
 from shoal.plan.decide import choose
 from shoal.plan.machine import Machine, machine_at_hand
 from shoal.plan.models import read_shape
-from shoal.train import setup
+from shoal.train import build, setup
 from shoal.train.compare import Comparison
 from shoal.train.forecast import Forecast, machine_of_all, make_forecast
 from shoal.train.log import Pace
@@ -64,13 +64,13 @@ def test_what_is_chosen_is_what_the_model_is_built_with(instructions, tmp_path, 
     tight = machine_at_hand("NVIDIA H200", 0.0, devices=1)
     monkeypatch.setattr(setup, "machine_of_all", lambda *_: tight)
     given: list[Any] = []
-    built = setup.parallelize
+    built = build.parallelize
 
     def parallelize(model: Any, settled: Any, **others: Any) -> Any:
         given.append(settled.train.recompute)
         return built(model, settled, **others)
 
-    monkeypatch.setattr(setup, "parallelize", parallelize)
+    monkeypatch.setattr(build, "parallelize", parallelize)
     assert run_ranks(1, lambda: (api.train(api.config_from_mapping(config), runs=tmp_path), given)[1]) == [["full"]]
     assert plan_of(tmp_path / "run")["chosen"]["recompute"] == "full"
     assert [one["loss"] for one in lines(tmp_path / "run")] == [one["loss"] for one in lines(reference)]

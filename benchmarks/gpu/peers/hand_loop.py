@@ -33,12 +33,16 @@ def mixed(task: Task, clock: Clock) -> None:
     parameters = list(model.parameters())
     optimizer = make_optimizer(parameters, clock)
 
+    train(task, clock, Loss(model, autocast=True), clipped_step(parameters, optimizer))
+
+
+def clipped_step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     def update() -> None:
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
         optimizer.zero_grad()
 
-    train(task, clock, Loss(model, autocast=True), update)
+    return update
 
 
 def float8(task: Task, clock: Clock) -> None:
@@ -75,12 +79,7 @@ def adapter(task: Task, clock: Clock) -> None:
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(parameters, clock)
 
-    def update() -> None:
-        nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    train(task, clock, Loss(model, autocast=True), update)
+    train(task, clock, Loss(model, autocast=True), clipped_step(parameters, optimizer))
 
 
 class Loss:

@@ -22,15 +22,15 @@ from shoal.data.loader import MicroBatch, StepBatch
 from shoal.mistakes import UserMistake
 from shoal.models.build import blueprint, build_on_meta
 from shoal.models.pieces import local_tensor
-from shoal.parallel.apply import freeze, parallelize
+from shoal.parallel.apply import freeze
 from shoal.parallel.check import check_parallel
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.decide import Choice
 from shoal.plan.run import Run
 from shoal.train.adamw import AdamW
-from shoal.train.optimizer import NamedOptimizer, check_cuts, check_groups, make_optimizer
-from shoal.train.partition import Partition
+from shoal.train.build import build, keep_small_gradients
+from shoal.train.optimizer import NamedOptimizer, check_cuts, check_groups
 from shoal.train.scaler import LossScaler
 from shoal.train.step import TrainStep
 
@@ -82,7 +82,7 @@ def trace(choice: Choice, report: Callable[[str], None] = lambda _: None) -> Tra
     on_gpu = not choice.machine.is_cpu
     ledger = Ledger(_only_on_a_cpu(built) if on_gpu else lambda operation, purpose, tensor: False)
     with ledger:
-        step = _build(built, config, run, ledger, on_gpu)
+        step = _build(built, choice, ledger, on_gpu)
         report(f"{parameters:,} parameters laid out as the first of {run.world_size} ranks has them")
         _watch_blocks(step.model, built, ledger)
         for number in range(STEPS):
@@ -95,32 +95,13 @@ def trace(choice: Choice, report: Callable[[str], None] = lambda _: None) -> Tra
         return Traced(book.fullest(ledger.names), parameters)
 
 
-def _build(built: Any, config: Config, run: Run, ledger: Ledger, on_gpu: bool) -> TrainStep:
+def _build(built: Any, choice: Choice, ledger: Ledger, on_gpu: bool) -> TrainStep:
+    run, chosen = choice.run, choice.chosen()
     ranks = Ranks(0, run.world_size, 0, torch.device("cpu"))
-    model = parallelize(
-        built,
-        config,
-        strategy=run.strategy,
-        mesh=run.mesh,
-        ranks=ranks,
-        micro_batch=run.micro_batch,
-        passes=run.passes,
-        folder=None,
-        values=False,
-    )
-    optimizer = make_optimizer(
-        model.parameters,
-        config.train,
-        model.anatomy,
-        placement=model.placement,
-        partition=Partition(model.parameters, model.grid.replicas) if run.strategy == "zero1" else None,
-        copies=model.low_precision,
-    )
+    model, optimizer = build(built, choice.config, chosen, run.mesh, ranks, folder=None, values=False)
     if on_gpu:
         optimizer = _as_on_a_gpu(optimizer, model)
-    if optimizer.takes_factor and run.world_size == 1 and run.passes == 1:
-        for copies in model.copies:
-            copies.keep_small_gradients()
+    keep_small_gradients(model, optimizer, chosen)
     scaler = LossScaler(ranks.device, enabled=model.precision.scaled)
     ledger.building = False
     weights = [*model.parameters.values(), *model.low_precision.values()]
@@ -129,7 +110,7 @@ def _build(built: Any, config: Config, run: Run, ledger: Ledger, on_gpu: bool) -
         if isinstance(module, DistributedDataParallel):
             _return_at_once(module)
     _watch_optimizer(optimizer, model, ledger)
-    return TrainStep(model, optimizer, scaler, clip=config.train.clip, total=ranks.sum)
+    return TrainStep(model, optimizer, scaler, clip=choice.config.train.clip, total=ranks.sum)
 
 
 def _as_on_a_gpu(optimizer: NamedOptimizer, model: ParallelModel) -> NamedOptimizer:

@@ -22,7 +22,7 @@ from shoal.models.build import build_on_meta
 from shoal.models.weights import locate_weights
 from shoal.observe.metrics import open_sinks
 from shoal.observe.progress import Reporter
-from shoal.parallel.apply import freeze, parallelize
+from shoal.parallel.apply import freeze
 from shoal.parallel.check import check_parallel
 from shoal.parallel.device import Device, describe_machine, inspect_device
 from shoal.parallel.float8 import check_float8
@@ -30,6 +30,7 @@ from shoal.parallel.ranks import Ranks
 from shoal.parallel.stages import stages_each
 from shoal.plan.choose import Chosen
 from shoal.plan.stages import bubble_share
+from shoal.train.build import build, keep_small_gradients
 from shoal.train.describe import describe, plan_values
 from shoal.train.forecast import Forecast, machine_here, machine_of_all, make_forecast
 from shoal.train.health import SpikeGuard, spike_settings
@@ -37,9 +38,8 @@ from shoal.train.inputs import Inputs
 from shoal.train.job import Job
 from shoal.train.log import StepLog, next_attempt
 from shoal.train.offload import find_store
-from shoal.train.optimizer import check_cuts, check_groups, make_optimizer
+from shoal.train.optimizer import check_cuts, check_groups
 from shoal.train.out_of_memory import explained
-from shoal.train.partition import Partition
 from shoal.train.recovery import set_aside
 from shoal.train.save import checkpoint_folders, make_saver
 from shoal.train.scaler import LossScaler
@@ -84,29 +84,9 @@ def _assemble(
     freeze(built, config.model.freeze)
     flops = count_flops(built, mesh)
 
-    model = parallelize(
-        built,
-        settled,
-        strategy=chosen.strategy,
-        mesh=mesh,
-        ranks=ranks,
-        micro_batch=chosen.micro_batch,
-        passes=chosen.passes,
-        folder=inputs.blueprint.folder,
-        values=checkpoint is None,
-    )
-    optimizer = make_optimizer(
-        model.parameters,
-        config.train,
-        model.anatomy,
-        placement=model.placement,
-        partition=Partition(model.parameters, model.grid.replicas) if chosen.strategy == "zero1" else None,
-        store=find_store(config.parallel.offload),
-        copies=model.low_precision,
-    )
-    if optimizer.takes_factor and ranks.world_size == 1 and chosen.passes == 1:
-        for copies in model.copies:
-            copies.keep_small_gradients()
+    folder = inputs.blueprint.folder
+    model, optimizer = build(built, settled, chosen, mesh, ranks, folder=folder, values=checkpoint is None)
+    keep_small_gradients(model, optimizer, chosen)
     # With the gradients, wherever those are.
     scaler = LossScaler(
         torch.device("cpu") if config.parallel.offload == "cpu" else ranks.device, enabled=model.precision.scaled
@@ -149,16 +129,14 @@ def _assemble(
     job.progress.optimizer, job.progress.data = config.train.optimizer.name, fingerprint(inputs)
     job.log.skipped = job.progress.skipped
     job.saver.while_waiting = lambda: job.beat("waiting for a save")
-    for note in model.notes:
-        reporter.warn(note)
     if ranks.first:
         describe_in(run)
-        _announce(reporter, config, inputs, chosen, device.gpu.name if device.gpu else ranks.device.type, parameters)
-        known = without_effect(config, ranks.world_size)
-        for note in without_effect(settled, ranks.world_size):
-            if note not in known:  # said at the start
-                reporter.warn(note)
         job.log.sinks = open_sinks(config.log.to, run.path)
+        _announce(reporter, config, inputs, chosen, device.gpu.name if device.gpu else ranks.device.type, parameters)
+        known = without_effect(config, ranks.world_size)  # said at the start
+        for note in (*model.notes, *without_effect(settled, ranks.world_size)):
+            if note not in known:
+                reporter.warn(note)
     return job
 
 

@@ -1,0 +1,49 @@
+"""The model over its ranks and the optimizer over its parameters: what a run trains with, and what a trace looks at."""
+
+from pathlib import Path
+from typing import Any
+
+from shoal.config.mesh import Mesh
+from shoal.config.schema import Config
+from shoal.parallel.apply import parallelize
+from shoal.parallel.model import ParallelModel
+from shoal.parallel.ranks import Ranks
+from shoal.plan.choose import Chosen
+from shoal.train.offload import find_store
+from shoal.train.optimizer import NamedOptimizer, make_optimizer
+from shoal.train.partition import Partition
+
+
+def build(
+    built: Any, config: Config, chosen: Chosen, mesh: Mesh, ranks: Ranks, *, folder: Path | None, values: bool
+) -> tuple[ParallelModel, NamedOptimizer]:
+    """Spread `built`, which is on meta, as was chosen. `folder` and `values` say where its weights come from: see
+    `parallelize`."""
+    model = parallelize(
+        built,
+        config,
+        strategy=chosen.strategy,
+        mesh=mesh,
+        ranks=ranks,
+        micro_batch=chosen.micro_batch,
+        passes=chosen.passes,
+        folder=folder,
+        values=values,
+    )
+    optimizer = make_optimizer(
+        model.parameters,
+        config.train,
+        model.anatomy,
+        placement=model.placement,
+        partition=Partition(model.parameters, model.grid.replicas) if chosen.strategy == "zero1" else None,
+        store=find_store(config.parallel.offload),
+        copies=model.low_precision,
+    )
+    return model, optimizer
+
+
+def keep_small_gradients(model: ParallelModel, optimizer: NamedOptimizer, chosen: Chosen) -> None:
+    """Where nothing is added to gradients, by other passes or ranks, and the optimizer reads them as they are."""
+    if optimizer.takes_factor and chosen.world_size == 1 and chosen.passes == 1:
+        for copies in model.copies:
+            copies.keep_small_gradients()
