@@ -1,6 +1,7 @@
 """Promises about the loss: the plain cross-entropy however it is computed, and rows in which no token sees too much."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from shoal.models import loss as losses
 from shoal.models.anatomy import read_anatomy
 from shoal.models.attention import MASKLESS
 from shoal.models.families import transformers_config
-from shoal.models.loss import IGNORED, LanguageModel, choose_loss, chunked_cross_entropy
+from shoal.models.loss import IGNORED, LanguageModel, choose_loss, chunked_cross_entropy, measure_whole
 from tests.models.small import FAMILIES, VOCAB, drawn, small_config, tokens
 
 ROWS, WIDTH, WORDS = 37, 16, 50
@@ -121,6 +122,43 @@ def test_without_gradients_the_value_is_the_same():
         found = chunked_cross_entropy(case.hidden, case.weight.requires_grad_(), case.labels)
     assert not found.requires_grad
     torch.testing.assert_close(found, plain_cross_entropy(case.hidden, case.weight.detach(), case.labels))
+
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [7, 260, 16384, 50257, 128256])
+def test_the_kernel_measures_as_the_host_does(width, dtype):
+    generator = torch.Generator().manual_seed(width)
+    logits = (4 * torch.randn(65, width, generator=generator)).to(dtype)
+    labels = torch.randint(0, width, (65,), generator=generator)
+    labels[::5] = IGNORED
+    wanted, wanted_slope = measure_whole(logits, labels)
+    given = logits.cuda()
+    found, slope = measure_whole(given, labels.cuda())
+    assert slope.data_ptr() == given.data_ptr()  # no second tensor as large as the logits
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+    torch.testing.assert_close(slope.cpu(), wanted_slope, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-7)
+    assert not slope[::5].any()
+
+
+@on_cuda
+def test_a_label_outside_of_the_vocabulary_is_no_number_and_reads_nothing_else():
+    loss, _ = measure_whole(torch.zeros(2, 64, device="cuda"), torch.tensor([3, 64], device="cuda"))
+    assert loss.isnan()
+
+
+@on_cuda
+@pytest.mark.parametrize("rows", [5, 1000])
+def test_on_cuda_chunks_give_what_the_host_gives(rows):
+    case = make_case()
+    wanted = with_gradients(case, plain_cross_entropy, scale=0.37)
+    case.hidden, case.weight, case.labels = (one.cuda() for one in (case.hidden, case.weight, case.labels))
+    found = with_gradients(case, partial(chunked_cross_entropy, rows=rows), scale=0.37)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-5)
 
 
 def test_logits_are_made_in_chunks_only_where_the_head_allows_it():

@@ -34,16 +34,28 @@ def _group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _losses(strategy: str, precision: str, compile_blocks: bool, optimizer: str = "adamw") -> list[tuple[float, float]]:
+def _losses(
+    strategy: str,
+    precision: str,
+    compile_blocks: bool,
+    optimizer: str = "adamw",
+    family: str = "llama",
+    recompute: str | dict[str, int] = "none",
+    documents: int | None = None,
+) -> list[tuple[float, float]]:
+    """Five steps: (loss, norm of the gradients). `documents`: rows are packed with documents of so many tokens."""
     device = torch.device("cuda", 0)
-    shape = {"family": "llama", "hidden": 256, "layers": 3, "heads": 4, "kv_heads": 2, "vocab": 512, "positions": 256}
+    shape = {"family": family, "hidden": 256, "layers": 3, "heads": 4, "vocab": 512, "positions": 256}
+    if family == "llama":
+        shape["kv_heads"] = 2
     config = config_from_mapping(
         {
             "model": {"shape": shape, "tokenizer": "bytes"},
-            "data": {"source": "text", "path": str(Path(__file__)), "max_length": 256},
+            "data": {"source": "text", "path": str(Path(__file__)), "max_length": 256, "pack": documents is not None},
             "train": {
                 "precision": precision,
                 "compile": compile_blocks,
+                "recompute": recompute,
                 "lr": 1e-3,
                 "optimizer": {"name": optimizer},
             },
@@ -72,10 +84,14 @@ def _losses(strategy: str, precision: str, compile_blocks: bool, optimizer: str 
         clip=None,
     )
     generator = torch.Generator().manual_seed(0)
+    packed = {}
+    if documents is not None:
+        places = torch.arange(256).expand(4, 256)
+        packed = {"positions": places % documents, "documents": (places // documents).to(torch.int32)}
     found = []
     for _ in range(5):
         tokens = torch.randint(0, 512, (4, 257), generator=generator)
-        batch = StepBatch([MicroBatch(tokens[:, :-1], tokens[:, 1:])], targets=4 * 256, rows=np.arange(4))
+        batch = StepBatch([MicroBatch(tokens[:, :-1], tokens[:, 1:], **packed)], targets=4 * 256, rows=np.arange(4))
         result = step(batch, 1e-3)
         found.append((result.loss_sum.item() / result.targets, result.norm.item()))
     return found
@@ -89,6 +105,16 @@ def test_a_strategy_on_one_gpu_trains_what_plain_training_trains(strategy, preci
     found = _losses(strategy, precision, compile_blocks)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in plain], rel=bound)
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in plain], rel=10 * bound)
+
+
+@pytest.mark.parametrize("recompute", ["none", "cheap", "selective", "full", {"every": 2}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_packed_rows_over_tiles_train_what_they_train_under_a_dense_mask(family, recompute):
+    """Compiled they are flex attention's, whatever is computed again in the backward pass."""
+    dense = _losses("single", "bf16-mixed", compile_blocks=False, family=family, documents=100)
+    found = _losses("single", "bf16-mixed", True, family=family, documents=100, recompute=recompute)
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in dense], rel=2e-3)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in dense], rel=2e-2)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])

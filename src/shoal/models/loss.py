@@ -17,12 +17,13 @@ from shoal.models.attention import document_mask, masks_itself
 from shoal.models.flex import document_blocks
 
 IGNORED = -100
-# Chunks are sized so that one chunk of logits holds at most about this many numbers. Compiled, they are in memory once
-# as they are and once as their slope; not compiled, several times in fp32.
+# Chunks are sized so that one chunk of logits holds at most about this many numbers. For CUDA's kernel they are in
+# memory once; elsewhere as they are, as their slope, and in between several times in fp32.
 CHUNK_LOGITS = 1 << 25
-COMPILED_CHUNK_LOGITS = 1 << 28
+KERNEL_CHUNK_LOGITS = 1 << 28
 
-# From logits and labels: the summed loss in fp32, and its slope with respect to the logits, in their type.
+# From logits and labels: the summed loss in fp32, and its slope with respect to the logits, in their type. The chunked
+# loss has no more use for the logits: their place may be taken.
 Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -46,8 +47,8 @@ def choose_loss(wanted: str, anatomy: Anatomy, tokens: int, vocabulary: int) -> 
 class LanguageModel(nn.Module):
     """A causal language model with its loss. `model` is the transformers model, whose names checkpoints use.
 
-    `measure` is given where this process has a part of the vocabulary only; `backend` compiles the chunked loss; with
-    `skips_tiles` masks are made for flex attention.
+    `measure` is given where this process has a part of the vocabulary only; with `skips_tiles` masks are made for flex
+    attention.
     """
 
     def __init__(
@@ -56,7 +57,6 @@ class LanguageModel(nn.Module):
         anatomy: Anatomy,
         loss: str,
         measure: Measure | None = None,
-        backend: str | None = None,
         *,
         skips_tiles: bool = False,
     ) -> None:
@@ -66,11 +66,6 @@ class LanguageModel(nn.Module):
         self.loss = loss
         self.measure = measure
         self.skips_tiles = skips_tiles
-        self.chunk_measure: Measure = measure or measure_whole
-        self.chunk_logits = CHUNK_LOGITS
-        if measure is None and backend == "inductor":
-            self.chunk_measure = torch.compile(measure_whole, backend=backend)
-            self.chunk_logits = COMPILED_CHUNK_LOGITS
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         inputs = {"input_ids": batch.inputs, **self.surroundings(batch)}
@@ -107,8 +102,9 @@ class LanguageModel(nn.Module):
         if self.loss == "plain":
             return self.loss_of_logits(head(hidden), labels)
         # Chunks are sized by the whole vocabulary, so that ranks with uneven parts of it meet in the same exchanges.
-        rows = even_chunk(hidden.shape[0] * hidden.shape[1], self.chunk_logits // int(head.out_features))
-        return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten(), self.chunk_measure, rows)
+        most = KERNEL_CHUNK_LOGITS if self.measure is None and hidden.is_cuda else CHUNK_LOGITS
+        rows = even_chunk(hidden.shape[0] * hidden.shape[1], most // int(head.out_features))
+        return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten(), self.measure, rows)
 
     def loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits, labels = logits.flatten(0, 1), labels.flatten()
@@ -135,7 +131,11 @@ def chunked_cross_entropy(
 
 
 def measure_whole(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy over a vocabulary that is all here. Nothing is done in place, so that it compiles to two passes."""
+    """Cross-entropy over a vocabulary that is all here."""
+    if logits.is_cuda:
+        from shoal.models.loss_kernel import measure_in_place
+
+        return measure_in_place(logits, labels, IGNORED)
     logarithms = torch.log_softmax(logits.float(), dim=-1)
     counted = labels != IGNORED
     target = logarithms.gather(1, labels.clamp_min(0)[:, None]).squeeze(1)
@@ -158,17 +158,24 @@ class _MeasuredCrossEntropy(torch.autograd.Function):
         return (slope.float() * outer).to(slope.dtype), None, None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to `total`, which is fp32."""
-    if total.is_cuda and left.dtype != total.dtype:  # summed where the products are, without a rounded copy of them
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right
+def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """`total` and a matrix product, in fp32; `total` is changed."""
+    if not left.is_cuda or left.dtype == torch.float32:
+        product = (left @ right).float()
+        return product if total is None else total.add_(product)
+    # Summed where the products are, without a rounded copy of them.
+    if total is None:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
 def _multiplied(large: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiplied in fp32 and rounded in one go: `large` is not copied in fp32, nor changed in place, because a
     zero-bubble pipeline comes back to the same node a second time."""
+    if large.is_cuda:
+        from shoal.models.loss_kernel import multiplied
+
+        return multiplied(large, factor, dtype)
     return torch.mul(large, factor, out=torch.empty_like(large, dtype=dtype))
 
 
@@ -179,8 +186,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure, rows: int) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
-        # Summed over chunks in fp32, as one large matrix product would do inside.
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        weight_gradient: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], rows):
             part, target = hidden[start : start + rows], labels[start : start + rows]
@@ -188,8 +194,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total += loss
             if hidden_gradient is not None:
                 torch.matmul(slope, weight, out=hidden_gradient[start : start + rows])
-            if weight_gradient is not None:
-                _add_product(weight_gradient, slope.T, part)
+            if wants_weight:  # summed over chunks in fp32, as one large matrix product would do inside
+                weight_gradient = _plus_product(weight_gradient, slope.T, part)
         ctx.save_for_backward(*(gradient for gradient in (hidden_gradient, weight_gradient) if gradient is not None))
         ctx.weight_dtype = weight.dtype
         return total

@@ -83,7 +83,7 @@ def parallelize(
             splits |= split_tensors(stage.model, stage.anatomy, grid.tp)
         if grid.cp is not None:
             sequence = split_sequence(stage.model, grid.cp, config.parallel.cp_method)
-        module = _with_loss(stage, loss, grid, splits, backend, tiles)
+        module = _with_loss(stage, loss, grid, splits, tiles)
         blocks = stage.anatomy.block_modules(stage.model)
         if config.train.precision == "fp8":
             use_float8(blocks)
@@ -103,7 +103,7 @@ def parallelize(
         )
         parameters |= dict(stage.model.named_parameters())
         if strategy not in SHARDED:
-            module = _replicate(module, config, grid, precision)  # DDP cannot wrap what is on meta
+            module = _replicate(module, stage, config, grid, precision)  # DDP cannot wrap what is on meta
         modules.append(module)
 
     prepare = _preparation(sequence, ranks.device, fill=mesh.tp > 1 or mesh.pp > 1)
@@ -172,15 +172,13 @@ def _stages(model: Any, anatomy: Anatomy, config: Config, grid: Grid) -> list[St
     return cut_stages(model, anatomy, mine, devices * each)
 
 
-def _with_loss(
-    stage: StageModel, loss: str, grid: Grid, splits: dict[str, Split], backend: str | None, tiles: bool
-) -> nn.Module:
+def _with_loss(stage: StageModel, loss: str, grid: Grid, splits: dict[str, Split], tiles: bool) -> nn.Module:
     measure = None
     name = f"{stage.anatomy.embedding if stage.anatomy.tied else stage.anatomy.head}.weight"
     if grid.tp is not None and name in splits:
         ((start, _),) = splits[name].spans
         measure = VocabularyPart(start, grid.tp)
-    inner = LanguageModel(stage.model, stage.anatomy, loss, measure, backend, skips_tiles=tiles)
+    inner = LanguageModel(stage.model, stage.anatomy, loss, measure, skips_tiles=tiles)
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
 
 
@@ -198,9 +196,14 @@ def _shard(
     )
 
 
-def _replicate(module: nn.Module, config: Config, grid: Grid, precision: Precision) -> nn.Module:
+def _replicate(module: nn.Module, stage: StageModel, config: Config, grid: Grid, precision: Precision) -> nn.Module:
     if precision.mixed:
-        module = ComputeCopies(module, precision.compute)
+        model, anatomy = stage.model, stage.anatomy
+        units = [[block] for block in anatomy.block_modules(model)]
+        if anatomy.final_norm is not None:
+            # The head's weight may be used without a call of the head, but not before the final norm is called.
+            units.append([model.get_submodule(anatomy.final_norm), model.get_submodule(anatomy.head)])
+        module = ComputeCopies(module, precision.compute, units)
     if grid.mesh.pp == 1 and grid.gradient_ranks > 1:  # a pipeline's gradients are averaged after its passes
         module = replicate(module, grid.replicas, precision, grid.device, config.parallel.compress)
     return module

@@ -5,14 +5,16 @@ computed with, and a gradient leaves the backward pass in bf16 and becomes fp32 
 does this by its own policy; where there is no FSDP, `ComputeCopies` does the same sums in the same order.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.models.weights import parameter_slots
+from shoal.parallel.become import become
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,10 +56,25 @@ class _ThroughCopy(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-class ComputeCopies(nn.Module):
-    """Runs `inner` with low-precision copies of its parameters, made once a step by `refresh`."""
+class _TakesCopies:
+    """A module whose copies are put in place when it is called. Outside of what is compiled."""
 
-    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+    take_copies: Callable[[], None]
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        self.take_copies()
+        return super().__call__(*inputs, **named)  # type: ignore[misc]
+
+
+class ComputeCopies(nn.Module):
+    """Runs `inner` with low-precision copies of its parameters, made once a step by `refresh`.
+
+    Autograd goes back in the order in which it came, and hands a gradient on from the copy to the weight when it comes
+    to where the copy was put in place. That is when the first module of a unit is called, for the unit's parameters: a
+    block's gradients are whole, and on their way to other ranks, before the backward pass enters the block before it.
+    """
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype, units: Sequence[Sequence[nn.Module]] = ()) -> None:
         super().__init__()
         slots = parameter_slots(inner)
         self.inner = inner
@@ -66,6 +83,16 @@ class ComputeCopies(nn.Module):
         self.weights = nn.ParameterList(slots)
         self.copies = [torch.empty_like(weight, dtype=dtype) for weight in self.weights]
         self.refresh()
+        unit_of = {module: unit for unit in units for root in unit for module in root.modules()}
+        parts: dict[nn.Module | None, list[int]] = {}
+        for number, places in enumerate(self.places):
+            first = {unit_of[module][0] if module in unit_of else None for module, _ in places}
+            # One that several units share is there from the start, as are those of none.
+            parts.setdefault(first.pop() if len(first) == 1 else None, []).append(number)
+        self.from_the_start = parts.pop(None, [])
+        for module, numbers in parts.items():
+            assert module is not None
+            become(module, _TakesCopies, take_copies=partial(self._take, numbers))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -84,11 +111,15 @@ class ComputeCopies(nn.Module):
         return iter(self.weights)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        # The copies are left in place when the forward pass ends: recomputation in the backward pass needs them there.
-        for weight, copy, places in zip(self.weights, self.copies, self.places, strict=True):
+        self._take(self.from_the_start)
+        return self.inner(*inputs, **named)
+
+    def _take(self, numbers: list[int]) -> None:
+        """Put copies in place. There they stay: recomputation in the backward pass needs them."""
+        for number in numbers:
+            weight, copy = self.weights[number], self.copies[number]
             routed: Any = copy
             if weight.requires_grad:
                 routed = _ThroughCopy.apply(weight, copy)  # type: ignore[no-untyped-call]
-            for module, name in places:
+            for module, name in self.places[number]:
                 module._parameters[name] = routed
-        return self.inner(*inputs, **named)

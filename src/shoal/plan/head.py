@@ -6,10 +6,10 @@ from math import ceil
 from shoal.plan.run import Run
 from shoal.plan.terms import Term, group, leaf
 
-# models/loss.py: numbers in one piece of a chunked loss, as written and compiled.
+# models/loss.py: numbers in one piece of a chunked loss, and of one whose kernel writes the slope over the logits.
 CHUNK_LOGITS = 1 << 25
-COMPILED_CHUNK_LOGITS = 1 << 28
-# A piece that is not compiled: in the compute dtype, its slope so too, and four times in fp32 in between.
+KERNEL_CHUNK_LOGITS = 1 << 28
+# A piece without that kernel: in the compute dtype, its slope so too, and four times in fp32 in between.
 EAGER_PIECE_FP32 = 16
 # The same over a vocabulary cut by tensor parallelism works in place.
 CUT_PIECE_FP32 = 4
@@ -73,7 +73,7 @@ def _piece(run: Run, logits: float) -> float:
     if run.mesh.tp > 1:
         return _even(CHUNK_LOGITS / run.mesh.tp, logits) * (2 * number + CUT_PIECE_FP32)
     if (run.compiled or run.loss == "fused") and run.habits.chunks == "pieces":
-        return _even(COMPILED_CHUNK_LOGITS, logits) * 2 * number
+        return _even(KERNEL_CHUNK_LOGITS, logits) * number
     return _even(CHUNK_LOGITS, logits) * (2 * number + EAGER_PIECE_FP32)
 
 

@@ -1,0 +1,49 @@
+"""In mixed precision: gradients reach weights, where DDP waits for them, as soon as their block's backward is done."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.config import Mesh, config_from_mapping
+from shoal.data.loader import MicroBatch
+from shoal.models.build import blueprint, build_on_meta
+from shoal.parallel.apply import parallelize
+from shoal.parallel.ranks import Ranks
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
+def test_gradients_do_not_wait_for_the_backward_pass_of_the_parts_before(family, recompute):
+    shape = {"family": family, "hidden": 32, "layers": 3, "heads": 2, "vocab": 64, "positions": 16}
+    config = config_from_mapping(
+        {
+            "model": {"shape": {**shape, "tied": False}, "tokenizer": "bytes"},
+            "data": {"source": "text", "path": str(Path(__file__)), "max_length": 16},
+            "train": {"precision": "bf16-mixed", "recompute": recompute, "loss": "chunked"},
+        }
+    )
+    model = parallelize(
+        build_on_meta(blueprint(config.model), attention="auto", longest=16),
+        config,
+        strategy="single",
+        mesh=Mesh(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1),
+        ranks=Ranks(0, 1, 0, torch.device("cpu")),
+        micro_batch=2,
+        passes=1,
+        folder=None,
+    )
+    parts = [model.anatomy.head, *reversed(model.anatomy.blocks)]
+    weights = {part: [name for name in model.parameters if name.startswith(f"{part}.")] for part in parts}
+    events: list[str] = []
+    for part in parts:
+        if part in model.anatomy.blocks:
+            module = model.modules[0].inner.model.get_submodule(part)
+            module.register_full_backward_hook(lambda *_, part=part: events.append(part))
+        for name in weights[part]:
+            model.parameters[name].register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+    tokens = torch.randint(0, 64, (2, 17))
+    model.backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], 1.0)
+    for part, before in pairwise(parts):
+        assert max(events.index(name) for name in weights[part]) < events.index(before)
