@@ -28,8 +28,8 @@ FILES = ("llama.csv", "mpt.csv", "llama_held_out.csv", "mpt_held_out.csv")
 # The same code in another precision: bf16 weights leave nothing for autocast to cast; LitGPT with fp32 weights does.
 HABITS: dict[str, Habits] = {
     **SYSTEMS,
-    "huggingface-bf16": replace(HUGGING_FACE, stream_bytes=0, casts_each_use=False),
-    "litgpt-autocast": replace(LITGPT, stream_bytes=4, casts_each_use=True),
+    "huggingface-bf16": replace(HUGGING_FACE, wide_stream=False, casts_each_use=False),
+    "litgpt-autocast": replace(LITGPT, wide_stream=True, casts_each_use=True),
 }
 SHAPES = {"llama3-405b": "llama3.1-405b", "llama-8.03b": "llama3-8b", "llama-1.24b": "llama3.2-1b"}
 RECOMPUTE: dict[str, str | int] = {

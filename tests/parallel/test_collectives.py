@@ -133,8 +133,13 @@ def test_zero3_gathers_blocks_twice_and_the_root_once_in_every_pass(run, strateg
 
 def test_zero3_in_bf16_gathers_half_the_bytes_and_reduces_in_fp32(run):
     found = count(run(4, parallel__strategy="zero3", train__precision="bf16-mixed"), 4)
-    gathered = (2 * BLOCKS + 1, (2 * BLOCKS * BLOCK + ROOT) / 2)
-    hold(found, {gather(4): gathered, scatter(4): (BLOCKS + 1, MODEL)}, scalars=1)
+    norms = (2 * BLOCKS + 1) * NORM
+    expected: Expected = {
+        gather(4): (2 * BLOCKS + 1, (2 * BLOCKS * BLOCK_MATRICES + 2 * EMBEDDING) / 2),
+        scatter(4): (BLOCKS + 1, MODEL - norms),
+        total(4): (1, norms),  # every rank has them whole, in fp32
+    }
+    hold(found, expected, scalars=1)
 
 
 def test_weights_kept_sharded_over_two_ranks_are_gathered_from_two_ranks_in_the_backward_pass(run):

@@ -69,6 +69,7 @@ def attend(
     """What a transformers model calls, with the arguments that it has for it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    query, key = query.to(value.dtype), key.to(value.dtype)  # in mixed precision, turned by their positions in fp32
     if isinstance(attention_mask, BlockMask):
         return flex_attend(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
     result: tuple[Tensor, None] = sdpa_attention_forward(

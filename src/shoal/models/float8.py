@@ -21,9 +21,10 @@ SMALLEST = 1e-12
 
 def float8_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`inputs @ weight.T + bias`, multiplied in 8 bits. Both dimensions of `weight` are multiples of MULTIPLE."""
-    result: Tensor = _Float8Product.apply(inputs.flatten(0, -2), weight)  # type: ignore[no-untyped-call]
+    flat = inputs.flatten(0, -2).to(weight.dtype)
+    result: Tensor = _Float8Product.apply(flat, weight)  # type: ignore[no-untyped-call]
     result = result.view(*inputs.shape[:-1], weight.shape[0])
-    return result if bias is None else result + bias
+    return result if bias is None else result + bias.to(result.dtype)
 
 
 class _Float8Product(torch.autograd.Function):

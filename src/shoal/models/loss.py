@@ -5,6 +5,7 @@ and so that the last stage of a pipeline is this same module.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -48,7 +49,7 @@ class LanguageModel(nn.Module):
     """A causal language model with its loss. `model` is the transformers model, whose names checkpoints use.
 
     `measure` is given where this process has a part of the vocabulary only; with `skips_tiles` masks are made for flex
-    attention.
+    attention; `rounded` is the type of matrices that are not in the type of what goes from block to block.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class LanguageModel(nn.Module):
         measure: Measure | None = None,
         *,
         skips_tiles: bool = False,
+        rounded: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -66,13 +68,18 @@ class LanguageModel(nn.Module):
         self.loss = loss
         self.measure = measure
         self.skips_tiles = skips_tiles
+        self.rounded = rounded
+        if rounded is not None:
+            model.get_submodule(anatomy.embedding).register_forward_hook(_widen)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         inputs = {"input_ids": batch.inputs, **self.surroundings(batch)}
         if self.anatomy.linear_head:
             loss = self.loss_of(self.hidden(inputs), batch.labels)
         else:
-            loss = self.loss_of_logits(self.model(**inputs).logits, batch.labels)
+            with self._rounding(batch.inputs.device):
+                logits = self.model(**inputs).logits
+            loss = self.loss_of_logits(logits, batch.labels)
         return loss, (batch.labels != IGNORED).sum()
 
     def surroundings(self, batch: MicroBatch) -> dict[str, Any]:
@@ -93,12 +100,20 @@ class LanguageModel(nn.Module):
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         """What the backbone makes of `inputs`."""
-        result: Tensor = self.model.get_submodule(self.anatomy.backbone)(**inputs).last_hidden_state
+        with self._rounding(next(one.device for one in inputs.values() if isinstance(one, Tensor))):
+            result: Tensor = self.model.get_submodule(self.anatomy.backbone)(**inputs).last_hidden_state
         return result
+
+    def _rounding(self, device: torch.device) -> AbstractContextManager[None]:
+        """Everything is computed in fp32, but products of matrices, whose other side is rounded as they are."""
+        if self.rounded is None:
+            return nullcontext()
+        return torch.autocast(device.type, self.rounded, cache_enabled=False)
 
     def loss_of(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The summed loss of the backbone's result, through a head that is one matrix."""
         head = self.model.get_submodule(self.anatomy.head)
+        hidden = hidden.to(head.weight.dtype)
         if self.loss == "plain":
             return self.loss_of_logits(head(hidden), labels)
         # Chunks are sized by the whole vocabulary, so that ranks with uneven parts of it meet in the same exchanges.
@@ -112,6 +127,10 @@ class LanguageModel(nn.Module):
             return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         loss: Tensor = _MeasuredCrossEntropy.apply(logits, labels, self.measure)  # type: ignore[no-untyped-call]
         return loss
+
+
+def _widen(module: nn.Module, given: Any, found: Tensor) -> Tensor:
+    return found.float()
 
 
 def even_chunk(rows: int, most: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
@@ -42,12 +43,16 @@ def materialize(
     source: Weights | None,
     splits: Splits = NOT_SPLIT,
     offload: bool = False,
+    vectors: torch.dtype | None = None,
 ) -> None:
     """Give every parameter and buffer of `model` memory on `device`, and its value: no parameter's without `source`.
 
-    `splits` says which parameters are parts of whole ones; with `offload` they live in the host's memory.
+    `splits` says which parameters are parts of whole ones; with `offload` those that are sharded live in the host's
+    memory; `vectors` is the type of norms and biases where that is another.
     """
-    _allocate(model, torch.device("cpu") if offload else device, dtype)
+    for parameter, places in parameter_slots(model).items():
+        home = torch.device("cpu") if offload and isinstance(parameter, DTensor) else device
+        _allocate(parameter, places, home, vectors if vectors is not None and parameter.dim() < 2 else dtype)
     if source is not None and source.folder is not None:
         _read_weights(model, source.folder, splits)
     elif source is not None:
@@ -67,13 +72,14 @@ def parameter_slots(model: nn.Module) -> Slots:
     return slots
 
 
-def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+def _allocate(
+    parameter: nn.Parameter, places: list[tuple[nn.Module, str]], device: torch.device, dtype: torch.dtype
+) -> None:
     """`Module.to_empty` would give each place of a tied weight a tensor of its own; here they stay one."""
-    for parameter, places in parameter_slots(model).items():
-        local = torch.empty(local_box(parameter).shape, device=device, dtype=dtype)
-        filled = nn.Parameter(placed_like(local, parameter), requires_grad=parameter.requires_grad)
-        for module, name in places:
-            module._parameters[name] = filled
+    local = torch.empty(local_box(parameter).shape, device=device, dtype=dtype)
+    filled = nn.Parameter(placed_like(local, parameter), requires_grad=parameter.requires_grad)
+    for module, name in places:
+        module._parameters[name] = filled
 
 
 def _draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int, splits: Splits) -> None:

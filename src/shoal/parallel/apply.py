@@ -36,7 +36,7 @@ from shoal.parallel.placement import Placement
 from shoal.parallel.precision import ComputeCopies, Precision, read_precision
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.recompute import recompute_blocks
-from shoal.parallel.shard import SHARDED, replicate, shard_fully
+from shoal.parallel.shard import SHARDED, left_whole, replicate, shard_fully
 from shoal.parallel.stages import StageModel, cut_stages, stages_each
 from shoal.parallel.tensor import split_tensors
 from shoal.parallel.units import choose_units
@@ -74,22 +74,23 @@ def parallelize(
     sequence: SequencePart | None = None
     modules: list[nn.Module] = []
     parameters: dict[str, nn.Parameter] = {}
+    averages: set[str] = set()  # what no wrapper averages over replicas
     stages = _stages(model, anatomy, config, grid)
     backend = compile_backend(config.train.compile, ranks.device)
     compiled = backend == "inductor" and ranks.device.type == "cuda"
     tiles = mesh.cp == 1 and skips_tiles(model, config.model.attention, compiled=compiled)
     for stage in stages:
         if grid.tp is not None:
-            splits |= split_tensors(stage.model, stage.anatomy, grid.tp)
+            splits |= split_tensors(stage.model, stage.anatomy, grid.tp, precision.compute)
         if grid.cp is not None:
             sequence = split_sequence(stage.model, grid.cp, config.parallel.cp_method)
-        module = _with_loss(stage, loss, grid, splits, tiles)
+        module = _with_loss(stage, loss, grid, splits, precision, tiles)
         blocks = stage.anatomy.block_modules(stage.model)
         if config.train.precision == "fp8":
             use_float8(blocks)
         recompute_blocks(blocks, config.train.recompute)
         if backend is not None:
-            compile_blocks(blocks, backend, keeps_all=config.train.recompute == "none")
+            compile_blocks([*blocks, *_final_norm(stage)], backend, keeps_all=config.train.recompute == "none")
         if strategy in SHARDED:
             _shard(module, stage, config, strategy, grid, precision)  # on meta, so that only this part gets memory
         materialize(
@@ -102,6 +103,11 @@ def parallelize(
             offload=config.parallel.offload == "cpu",
         )
         parameters |= dict(stage.model.named_parameters())
+        if strategy in SHARDED:
+            whole = left_whole(stage.model, precision)
+            averages |= {name for name, one in stage.model.named_parameters() if one in whole}
+        elif mesh.pp > 1:
+            averages |= parameters.keys()
         if strategy not in SHARDED:
             module = _replicate(module, stage, config, grid, precision)  # DDP cannot wrap what is on meta
         modules.append(module)
@@ -127,7 +133,7 @@ def parallelize(
         gradients=Gradients(
             parameters,
             placement,
-            averages=mesh.pp > 1 and strategy not in SHARDED,
+            averages=averages,
             in_buckets=isinstance(modules[0], DistributedDataParallel),
         ),
         copies=[copies for module in modules for copies in module.modules() if isinstance(copies, ComputeCopies)],
@@ -172,13 +178,22 @@ def _stages(model: Any, anatomy: Anatomy, config: Config, grid: Grid) -> list[St
     return cut_stages(model, anatomy, mine, devices * each)
 
 
-def _with_loss(stage: StageModel, loss: str, grid: Grid, splits: dict[str, Split], tiles: bool) -> nn.Module:
+def _final_norm(stage: StageModel) -> list[nn.Module]:
+    """None, where the model has none or another stage has it."""
+    name = stage.anatomy.final_norm
+    return [stage.model.get_submodule(name)] if name is not None and stage.is_last else []
+
+
+def _with_loss(
+    stage: StageModel, loss: str, grid: Grid, splits: dict[str, Split], precision: Precision, tiles: bool
+) -> nn.Module:
     measure = None
     name = f"{stage.anatomy.embedding if stage.anatomy.tied else stage.anatomy.head}.weight"
     if grid.tp is not None and name in splits:
         ((start, _),) = splits[name].spans
         measure = VocabularyPart(start, grid.tp)
-    inner = LanguageModel(stage.model, stage.anatomy, loss, measure, skips_tiles=tiles)
+    rounded = precision.compute if precision.mixed else None
+    inner = LanguageModel(stage.model, stage.anatomy, loss, measure, skips_tiles=tiles, rounded=rounded)
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
 
 
@@ -198,12 +213,11 @@ def _shard(
 
 def _replicate(module: nn.Module, stage: StageModel, config: Config, grid: Grid, precision: Precision) -> nn.Module:
     if precision.mixed:
-        model, anatomy = stage.model, stage.anatomy
-        units = [[block] for block in anatomy.block_modules(model)]
-        if anatomy.final_norm is not None:
+        units = [[block] for block in stage.anatomy.block_modules(stage.model)]
+        if last := _final_norm(stage):
             # The head's weight may be used without a call of the head, but not before the final norm is called.
-            units.append([model.get_submodule(anatomy.final_norm), model.get_submodule(anatomy.head)])
-        module = ComputeCopies(module, precision.compute, units)
+            units.append([*last, stage.model.get_submodule(stage.anatomy.head)])
+        module = ComputeCopies(module, precision, units)
     if grid.mesh.pp == 1 and grid.gradient_ranks > 1:  # a pipeline's gradients are averaged after its passes
         module = replicate(module, grid.replicas, precision, grid.device, config.parallel.compress)
     return module
@@ -231,7 +245,7 @@ def _pipeline(
         prepare=prepare,
         tokens=(micro_batch, length),
         hidden=(micro_batch, length // grid.mesh.tp, model.config.get_text_config().hidden_size),
-        dtype=precision.compute,
+        dtype=precision.stream,
         device=grid.device,
     )
 

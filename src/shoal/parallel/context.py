@@ -103,6 +103,7 @@ class SequencePart:
     ) -> tuple[Tensor, None]:
         """Stands in for a transformers model's attention."""
         attend_parts = self._gathered if self.method == "gather" else self._exchanged
+        query, key = query.to(value.dtype), key.to(value.dtype)  # turned by their positions in fp32
         found = attend_parts(query, key, value, attention_mask, scaling, dropout)
         return found.transpose(HEADS, SEQUENCE).contiguous(), None
 

@@ -4,7 +4,7 @@ Squares are summed in fp64, so that however the sum is split over ranks the norm
 clipping changes no bit between one process and many.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,18 @@ class Gradients:
     """The gradients of the trained `parameters` of this rank."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], placement: Placement, *, averages: bool, in_buckets: bool
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        placement: Placement,
+        *,
+        averages: Collection[str],
+        in_buckets: bool,
     ) -> None:
-        """`averages`: nothing that wraps the model averages gradients over replicas, so it is done here.
+        """`averages`: names of those that nothing which wraps the model averages over replicas, so it is done here.
         `in_buckets`: DDP does, and keeps them."""
         self.parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self.placement = placement
-        self.averages = averages
+        self.averages = [name for name in self.parameters if name in averages]
         self.in_buckets = in_buckets
         # Where gradients are: with everything offloaded that is not where the model runs.
         self._device = next((local_tensor(one).device for one in self.parameters.values()), placement.grid.device)
@@ -40,10 +45,10 @@ class Gradients:
         """After the last pass: make each gradient the whole step's, as far as what wraps the model has not."""
         grid, placement = self.placement.grid, self.placement
         if self.averages and grid.gradient_ranks > 1:
-            everything = self._local(self.parameters)
-            sum_over(everything, grid.replicas.get_group())
-            if everything:
-                torch._foreach_div_(everything, grid.gradient_ranks)
+            held = self._local(self.averages)
+            sum_over(held, grid.replicas.get_group())
+            if held:
+                torch._foreach_div_(held, grid.gradient_ranks)
         if grid.tp is not None:
             # What is not cut has seen a part of the tokens, or of the heads, on each tensor-parallel rank.
             sum_over(self._local(name for name in self.parameters if name not in placement.splits), grid.tp)
@@ -66,7 +71,10 @@ class Gradients:
         # Ranks of a stage have parameters of the same kinds, and meet in the same sums.
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for (over, is_split), gradients in kinds.items():
-            square = torch.stack(torch._foreach_norm(gradients, 2, torch.float64)).square().sum()
+            square = torch.zeros_like(total)
+            for some in _alike(gradients):
+                norms = torch._foreach_norm(some, 2, torch.float64)
+                square = square + torch.stack(norms).square().sum().to(self._device)
             if over is not None:
                 mesh, dimensions = over
                 for dimension in dimensions:
@@ -89,12 +97,20 @@ class Gradients:
             parameter.grad = None
 
     def multiply(self, factor: Tensor) -> None:
-        if held := self._local(self.parameters):  # a stage of a pipeline may have nothing that is trained
-            torch._foreach_mul_(held, factor)
+        for some in _alike(self._local(self.parameters)):
+            torch._foreach_mul_(some, factor.to(some[0].device))
 
     def _local(self, names: Iterable[str]) -> list[Tensor]:
         gradients = (self.parameters[name].grad for name in names)
         return [local_tensor(gradient) for gradient in gradients if gradient is not None]
+
+
+def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one type on one device each: what one kernel takes together. Others are copied one by one."""
+    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(found.values())
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
@@ -104,9 +120,8 @@ def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
 
 def sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """Sum each tensor over `group`, in place, many in one exchange."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        for bucket in in_buckets(alike, Tensor.numel, BUCKET):
+    for some in _alike(tensors):
+        for bucket in in_buckets(some, Tensor.numel, BUCKET):
             _sum_bucket(bucket, group)
 
 

@@ -1,8 +1,11 @@
 """What a precision's name means, and the low-precision copies of the weights that mixed precision computes with.
 
-`bf16-mixed` is one thing whatever the strategy: fp32 weights are what is trained, bf16 copies of them are what is
-computed with, and a gradient leaves the backward pass in bf16 and becomes fp32 before it is added or reduced. FSDP2
-does this by its own policy; where there is no FSDP, `ComputeCopies` does the same sums in the same order.
+`bf16-mixed` is one thing whatever the strategy. fp32 weights are what is trained. Matrices are multiplied as bf16
+copies, and their gradients leave the backward pass in bf16 and become fp32 before they are added or reduced: FSDP2 does
+this by its own policy; where there is no FSDP, `ComputeCopies` does the same sums in the same order. Vectors, which are
+norms and biases, are used as they are: a norm's weight is near one, where numbers of bf16 are further apart than many
+steps move it. What goes from block to block is fp32 too, so that small additions to it are not lost. All this is as
+autocast has it, but for matrices, which are rounded once a step and not whenever they are used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +34,15 @@ class Precision:
     @property
     def mixed(self) -> bool:
         return self.weights != self.compute
+
+    @property
+    def stream(self) -> torch.dtype:
+        """Of what goes from block to block."""
+        return self.weights
+
+    def is_rounded(self, parameter: Tensor) -> bool:
+        """Whether a copy of `parameter` is computed with."""
+        return self.mixed and parameter.dim() >= 2
 
 
 def read_precision(name: str, reduce_dtype: str) -> Precision:
@@ -67,21 +79,22 @@ class _TakesCopies:
 
 
 class ComputeCopies(nn.Module):
-    """Runs `inner` with low-precision copies of its parameters, made once a step by `refresh`.
+    """Runs `inner` with low-precision copies of its matrices, made once a step by `refresh`.
 
     Autograd goes back in the order in which it came, and hands a gradient on from the copy to the weight when it comes
     to where the copy was put in place. That is when the first module of a unit is called, for the unit's parameters: a
     block's gradients are whole, and on their way to other ranks, before the backward pass enters the block before it.
     """
 
-    def __init__(self, inner: nn.Module, dtype: torch.dtype, units: Sequence[Sequence[nn.Module]] = ()) -> None:
+    def __init__(self, inner: nn.Module, precision: Precision, units: Sequence[Sequence[nn.Module]] = ()) -> None:
         super().__init__()
         slots = parameter_slots(inner)
         self.inner = inner
-        self.places = list(slots.values())
         # Registered here too: after the first forward the copies stand in the places of `inner`.
-        self.weights = nn.ParameterList(slots)
-        self.copies = [torch.empty_like(weight, dtype=dtype) for weight in self.weights]
+        self.everything = nn.ParameterList(slots)
+        self.weights = [weight for weight in slots if precision.is_rounded(weight)]
+        self.places = [slots[weight] for weight in self.weights]
+        self.copies = [torch.empty_like(weight, dtype=precision.compute) for weight in self.weights]
         self.refresh()
         unit_of = {module: unit for unit in units for root in unit for module in root.modules()}
         parts: dict[nn.Module | None, list[int]] = {}
@@ -108,7 +121,7 @@ class ComputeCopies(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The weights that are trained, also while copies stand in their places."""
-        return iter(self.weights)
+        return iter(self.everything)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         self._take(self.from_the_start)

@@ -68,6 +68,14 @@ def _rounded(dtype: torch.dtype) -> Callable[..., Any]:
     return average
 
 
+def left_whole(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
+    """Parameters that are not sharded: a unit is gathered in one type, and vectors are not rounded to that of matrices.
+
+    They are a thousandth of a model or less, and their gradients are averaged together after a step's passes.
+    """
+    return {one for one in module.parameters() if precision.mixed and not precision.is_rounded(one)}
+
+
 def shard_fully(
     module: nn.Module,
     units: list[nn.Module],
@@ -82,10 +90,12 @@ def shard_fully(
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute if precision.mixed else None,
         reduce_dtype=precision.reduce if precision.mixed else None,
+        cast_forward_inputs=False,  # a block's inputs are in the type that they should be in
     )
     # Pinned memory is the accelerator's; without one there is nothing to pin it for.
     place = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": place}
+    whole = left_whole(module, precision)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": place, "ignored_params": whole}
     for unit in reversed(units):  # those inside others first
         fully_shard(unit, reshard_after_forward=reshard, **options)
     # Embedding, norm and head stay in the root's group: it is gathered once for the whole pass.

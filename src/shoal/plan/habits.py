@@ -13,8 +13,8 @@ class Habits:
 
     # RMSNorm written out in PyTorch keeps an fp32 copy of its input; one kernel, or a compiled block, does not.
     written_out_norms: bool = True
-    # Bytes of a number that goes from block to block; autocast leaves them in the embedding's fp32. 0: as computed.
-    stream_bytes: int = 0
+    # What goes from block to block is as wide as the weights that are trained, as autocast leaves it; or as computed.
+    wide_stream: bool = False
     # Keys and values are repeated for every query head before attention, and kept so.
     repeats_keys: bool = False
     # Queries, keys and values come out of one matrix product even where the family has three.
@@ -60,6 +60,7 @@ class Habits:
 
 
 OURS = Habits(
+    wide_stream=True,
     one_pass_step=True,
     forgets_cheap=True,
     keeps="all but widening",
@@ -79,11 +80,11 @@ TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled")
 TORCHTUNE = Habits(repeats_keys=True, chunks="upcast")
 KEMPNERFORGE = Habits(repeats_keys=True, logit_bytes=18.0)
 LITGPT = Habits(joins_queries=True, quantized_keep_inputs=True)
-HUGGING_FACE = Habits(stream_bytes=4, logit_bytes=14.0, casts_each_use=True, fused_rows=512)
+HUGGING_FACE = Habits(wide_stream=True, logit_bytes=14.0, casts_each_use=True, fused_rows=512)
 # A loop written here for comparison: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = Habits(fused_rows=512)
-BY_HAND_AUTOCAST = replace(BY_HAND, stream_bytes=4, casts_each_use=True)
-DEEPSPEED = Habits(stream_bytes=0, logit_bytes=14.0, masters_with_optimizer=True)
+BY_HAND_AUTOCAST = replace(BY_HAND, wide_stream=True, casts_each_use=True)
+DEEPSPEED = Habits(logit_bytes=14.0, masters_with_optimizer=True)
 COMPOSER = Habits(written_out_norms=False, loss_kernel="always")
 
 SYSTEMS: dict[str, Habits] = {

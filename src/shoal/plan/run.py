@@ -97,7 +97,7 @@ class Run:
     @property
     def stream_bytes(self) -> int:
         """Bytes of a number between blocks."""
-        return self.habits.stream_bytes or self.compute_bytes
+        return self.weight_bytes if self.habits.wide_stream else self.compute_bytes
 
     @property
     def forgets_cheap(self) -> bool:

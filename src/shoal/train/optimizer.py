@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.config.schema import OptimizerConfig, TrainConfig
 from shoal.mistakes import UserMistake
@@ -61,6 +62,8 @@ class NamedOptimizer:
                 self.partition.send_rows()
 
     def _step(self, part: torch.optim.Optimizer, usable: Tensor, factor: Tensor | None) -> None:
+        # With everything sharded offloaded, vectors are not where matrices are.
+        usable = usable.to(part.param_groups[0]["params"][0].device)
         if isinstance(part, AdamW):
             part.step(usable, factor, self.copies)
             return
@@ -180,11 +183,20 @@ def make_optimizer(
     parts = [
         _make(name, some, train, store, whole)
         for name, members in kinds.items()
-        for some in ([members] if store is None else buckets(members))
+        for alike in _alike(members)
+        for some in ([alike] if store is None else buckets(alike))
         if some
     ]
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
     return NamedOptimizer(parts, names, partition, None if store is None else OffloadedState(store), copies)
+
+
+def _alike(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """Those that one kernel can be given together: sharded ones or not, on one device."""
+    found: dict[tuple[bool, torch.device], dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        found.setdefault((isinstance(parameter, DTensor), parameter.device), {})[name] = parameter
+    return list(found.values())
 
 
 def _make(

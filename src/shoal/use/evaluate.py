@@ -62,7 +62,7 @@ def evaluate_run(
     config = read_config(run, overrides)
     precision = read_precision(config.train.precision, config.train.reduce_dtype)
     # Rounding the weights once to what training computes in is what training did in every step.
-    loaded = load_run(run, step=step, device=device, dtype=precision.compute)
+    loaded = load_run(run, step=step, device=device, dtype=precision.compute, vectors=precision.weights)
     assert loaded.step is not None
     if loaded.positions is not None and config.data.max_length > loaded.positions:
         raise UserMistake(
@@ -71,7 +71,7 @@ def evaluate_run(
         )
     sets = choose_rows(config, loaded, overrides, report)
     micro_batch = _micro_batch(RunDirectory(run), config)
-    module = _with_loss(loaded, config, micro_batch).eval()
+    module = _with_loss(loaded, config, micro_batch, precision.compute if precision.mixed else None).eval()
     passes = Passes(module, lambda batch: batch.to(loaded.device), keeps_weights=False)
     found = held_out_loss(
         torch.no_grad()(passes.measure),
@@ -124,7 +124,7 @@ def choose_rows(config: Config, loaded: LoadedRun, overrides: Sequence[str], rep
     return prepare_sets(config.data, loaded.tokenizer, seed=config.seed, report=report)
 
 
-def _with_loss(loaded: LoadedRun, config: Config, micro_batch: int) -> LanguageModel:
+def _with_loss(loaded: LoadedRun, config: Config, micro_batch: int, rounded: torch.dtype | None) -> LanguageModel:
     """The module that training calls, with its attention: whole rows need no cache, and packed ones masks of ours."""
     model, length = loaded.model, config.data.max_length
     model.set_attn_implementation(choose_attention(model, config.model.attention, length))
@@ -132,9 +132,8 @@ def _with_loss(loaded: LoadedRun, config: Config, micro_batch: int) -> LanguageM
         check_float8(model, inspect_device(loaded.device))
         use_float8(loaded.anatomy.block_modules(model))
     vocabulary = model.config.get_text_config().vocab_size
-    return LanguageModel(
-        model, loaded.anatomy, choose_loss(config.train.loss, loaded.anatomy, micro_batch * length, vocabulary)
-    )
+    loss = choose_loss(config.train.loss, loaded.anatomy, micro_batch * length, vocabulary)
+    return LanguageModel(model, loaded.anatomy, loss, rounded=rounded)
 
 
 def _micro_batch(run: RunDirectory, config: Config) -> int:

@@ -38,15 +38,21 @@ class LoadedRun:
 
 
 def load_run(
-    run: Path, *, step: int | None = None, device: str = "auto", dtype: str | torch.dtype | None = None
+    run: Path,
+    *,
+    step: int | None = None,
+    device: str = "auto",
+    dtype: str | torch.dtype | None = None,
+    vectors: torch.dtype | None = None,
 ) -> LoadedRun:
-    """The newest whole checkpoint of `run`, or that of `step`. `dtype` None: as the weights were saved."""
+    """The newest whole checkpoint of `run`, or that of `step`. `dtype` None: as the weights were saved; `vectors`: the
+    type of norms and biases, where that is another."""
     place = choose_device(device)
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise UserMistake(f"The dtype {dtype} is not one of {', '.join(DTYPES)}.")
     wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
     if RunDirectory(run).exists:
-        return _load_checkpoint(RunDirectory(run), step, place, wanted)
+        return _load_checkpoint(RunDirectory(run), step, place, wanted, vectors)
     if (run / "config.json").is_file() and not (run / MANIFEST).is_file():
         if step is not None:
             raise UserMistake(f"{run} is a Hugging Face folder, which has no steps to choose from; leave --step out.")
@@ -82,7 +88,9 @@ def no_run(run: Path) -> UserMistake:
     return UserMistake(f"There is no run {run}. {hint}")
 
 
-def _load_checkpoint(run: RunDirectory, step: int | None, device: torch.device, dtype: torch.dtype | None) -> LoadedRun:
+def _load_checkpoint(
+    run: RunDirectory, step: int | None, device: torch.device, dtype: torch.dtype | None, vectors: torch.dtype | None
+) -> LoadedRun:
     config = load_config(run.config)
     checkpoint = choose_checkpoint(run.path, step)
     plan = read_blueprint(run.model)
@@ -91,7 +99,7 @@ def _load_checkpoint(run: RunDirectory, step: int | None, device: torch.device, 
     model = build_on_meta(plan, attention=config.model.attention, longest=config.data.max_length)
     anatomy = read_anatomy(model)
     saved = read_precision(config.train.precision, config.train.reduce_dtype).weights
-    materialize(model, anatomy, device=device, dtype=dtype or saved, source=None)
+    materialize(model, anatomy, device=device, dtype=dtype or saved, source=None, vectors=vectors)
     load_parameters(PieceReader(checkpoint.path), dict(model.named_parameters()) | kept_buffers(model))
     return LoadedRun(
         path=run.path,

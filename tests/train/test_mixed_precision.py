@@ -1,0 +1,105 @@
+"""bf16-mixed trains what fp32 trains, as nearly as autocast over fp32 weights does, which is what Hugging Face does."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shoal import api
+from shoal.data import load_tokenizer, prepare_sets
+from shoal.data.loader import batches
+from tests.harness import lines, settings, train_on
+
+LENGTH, ROWS, STEPS, RATE = 128, 4, 25, 3e-4
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=352,
+        vocab_size=260,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("weights")
+    LlamaForCausalLM(shape).save_pretrained(folder)
+    return folder
+
+
+def job(text: Path, weights: Path, precision: str) -> dict[str, Any]:
+    return settings(
+        text,
+        name=precision,
+        model={"from": str(weights), "tokenizer": "bytes"},
+        data__max_length=LENGTH,
+        data__pack=True,
+        train__precision=precision,
+        train__steps=STEPS,
+        train__global_batch=ROWS,
+        train__micro_batch=ROWS,
+        train__lr=RATE,
+        train__schedule={"name": "constant", "warmup": 0},
+        train__clip=None,
+    )
+
+
+def under_autocast(text: Path, weights: Path) -> Iterator[float]:
+    """The same steps by hand, with transformers' model and torch's AdamW."""
+    config = api.config_from_mapping(job(text, weights, "32-true"))
+    sets = prepare_sets(config.data, load_tokenizer("bytes"), seed=config.seed, report=lambda _: None)
+    model = LlamaForCausalLM.from_pretrained(weights, dtype=torch.float32)
+    decayed = [one for one in model.parameters() if one.dim() > 1]
+    others = [one for one in model.parameters() if one.dim() <= 1]
+    chosen = config.train.optimizer
+    groups = [{"params": decayed, "weight_decay": chosen.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=chosen.betas, eps=chosen.eps)
+    sizes = {"first_step": 0, "global_batch": ROWS, "micro_batch": ROWS, "rank": 0, "ranks": 1, "pad": 0}
+    for step in islice(batches(sets.training, sets.order, **sizes), STEPS):
+        (batch,) = step.passes
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(batch.inputs, use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def distance(found: list[float], exact: list[float]) -> float:
+    return sum(abs(one - other) for one, other in zip(found, exact, strict=True)) / len(exact)
+
+
+def test_losses_stay_as_near_to_those_in_fp32_as_autocasts_do(text, weights, tmp_path):
+    exact, mixed = (
+        [line["loss"] for line in lines(train_on(1, job(text, weights, precision), tmp_path))]
+        for precision in ("32-true", "bf16-mixed")
+    )
+    autocast = list(under_autocast(text, weights))
+    assert 0 < distance(autocast, exact) < 2e-3  # the same job
+    assert distance(mixed, exact) < 2 * distance(autocast, exact)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize(("ranks", "parallel"), [(1, {}), (2, {"strategy": "fsdp"}), (2, {"tp": 2})], ids=str)
+def test_a_step_of_a_norm_that_is_too_small_for_bf16_is_not_lost(ranks, parallel, precision, text, weights, tmp_path):
+    """Norms alone learn, by 1e-4 from one: the next number of bf16 is 1.0078, and of fp16 1.001."""
+    config = job(text, weights, precision) | {"parallel": parallel}
+    config["model"]["freeze"] = ["*proj*", "*embed*"]
+    found = {}
+    for rate in (1e-4, 1e-12):
+        train = config["train"] | {"lr": rate, "steps": 3, "micro_batch": 2}
+        run = train_on(ranks, config | {"name": str(rate), "train": train}, tmp_path)
+        found[rate] = [line["loss"] for line in lines(run)]
+    learning, still = found[1e-4], found[1e-12]
+    assert learning[0] == still[0]
+    assert abs(learning[2] - still[2]) > 1e-5
