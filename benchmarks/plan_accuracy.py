@@ -16,7 +16,7 @@ from typing import Any
 from shoal.catalogue.gpus import LINKS, find_gpu, recognise
 from shoal.catalogue.shapes import NAMED, ModelShape
 from shoal.config.mesh import Mesh
-from shoal.plan.habits import HUGGING_FACE, LITGPT, SYSTEMS, Habits
+from shoal.plan.habits import HUGGING_FACE, LITGPT, OURS, SYSTEMS, Habits
 from shoal.plan.machine import usual_network
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter, Run, Trained
@@ -29,6 +29,8 @@ FILES = ("llama.csv", "mpt.csv", "llama_held_out.csv", "mpt_held_out.csv")
 HABITS: dict[str, Habits] = {
     **SYSTEMS,
     "huggingface-bf16": replace(HUGGING_FACE, wide_stream=False, casts_each_use=False),
+    # Measured before what goes from block to block was in fp32.
+    "shoal-narrow": replace(OURS, wide_stream=False),
     "litgpt-autocast": replace(LITGPT, wide_stream=True, casts_each_use=True),
 }
 SHAPES = {"llama3-405b": "llama3.1-405b", "llama-8.03b": "llama3-8b", "llama-1.24b": "llama3.2-1b"}

@@ -56,7 +56,7 @@ def test_our_own_path_on_an_h200_is_within_five_per_cent():
     script = benchmark()
     own = [row for row in script.read_rows() if "benchmarks/gpu" in row.label]
     assert own
-    assert all(row.run.habits == OURS for row in own)
+    assert all(row.run.habits in (OURS, script.HABITS["shoal-narrow"]) for row in own)
     assert all(abs(one.error) < 0.05 for one in script.compare(own))
 
 

@@ -166,7 +166,13 @@ def _watch_blocks(model: ParallelModel, built: Any, ledger: Ledger) -> None:
         block.register_forward_hook(lambda block, inputs, output, begin=begin: _after(output, begin))
     begin = partial(ledger.begin, EMBEDDING, "embedding's gradient")
     blocks[0].register_forward_pre_hook(lambda block, inputs, named: _after((inputs, named), begin), with_kwargs=True)
-    blocks[-1].register_forward_hook(lambda *_: ledger.begin(LOSS, "head"))
+
+    def ends(block: nn.Module, inputs: Any, output: Any) -> None:
+        # The last block's result is the final norm's input, which the forecast counts with the head.
+        ledger.call((one for one in tree_leaves(output) if isinstance(one, Tensor)), "head")
+        ledger.begin(LOSS, "head")
+
+    blocks[-1].register_forward_hook(ends)
 
 
 def _after(values: Any, do: Callable[[], None]) -> None:

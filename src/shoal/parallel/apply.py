@@ -65,6 +65,8 @@ def parallelize(
     """
     grid = Grid(mesh, ranks)
     precision = read_precision(config.train.precision, config.train.reduce_dtype)
+    if grid.gradient_ranks > 1:
+        _ = grid.replicas  # made by every rank, also those that have nothing to average with it
     anatomy = read_anatomy(model)
     everything: dict[str, Tensor] = {**dict(model.named_parameters()), **kept_buffers(model)}
     shapes = {name: tuple(tensor.shape) for name, tensor in everything.items()}

@@ -72,7 +72,11 @@ def _norms(run: Run, tokens: float) -> list[Term]:
     """The inputs of the two norms, which are also the residual stream."""
     shape, stream, number = run.shape, run.stream_bytes, run.compute_bytes
     each = float(stream)
-    if not run.compiled and run.habits.written_out_norms and writes_norms_out(shape):
+    if run.compiled:
+        # Of the second norm's input the compiler keeps what attention added to the first's, which is no wider than
+        # what a matrix makes.
+        each = stream if run.habits.liger_kernels else (stream + number) / 2
+    elif run.habits.written_out_norms and writes_norms_out(shape):
         # RMSNorm in PyTorch: an fp32 copy of its input, and where its scale is trained the normed input too.
         each = 4.0 + (stream if run.trained.blocks else 0)
     found = [leaf("inputs of the norms", tokens * 2 * shape.hidden * each)]
@@ -84,11 +88,17 @@ def _norms(run: Run, tokens: float) -> list[Term]:
     return found
 
 
+NORMS = {"norm", "second norm"}
+
+
 def _inputs(run: Run, tokens: float) -> list[Term]:
     """What the matrices read after the two norms; tensor parallelism gathers it, so every rank has it whole."""
     shape, number = run.shape, _input_bytes(run)
     read = needed(run)
-    kept = sum(1 for source in ("norm", "second norm") if source in read)
+    kept = len(read & NORMS)
+    if run.stream_bytes > run.compute_bytes and run.mesh.tp == 1 and (not run.compiled or run.habits.liger_kernels):
+        # Autocast rounds a norm's result anew for each matrix that reads it; the compiler does so once.
+        kept = sum(1 for one in linears(shape, joined=run.habits.joins_queries) if one.reads in read & NORMS)
     if run.forgets_cheap and run.mesh.tp == 1 and number > 1:
         kept = 0  # made again from the norm's input; not what came over the network or was rounded to 8 bits
     found = [leaf("inputs of the matrices", tokens * kept * shape.hidden * number)]

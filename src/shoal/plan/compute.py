@@ -20,9 +20,10 @@ ATTENTION_BACKWARD = 2.5
 BIASED_ATTENTION = 0.52
 # Backward kernels read and write about twice what the forward ones do.
 TRAFFIC_BACKWARD = 2.0
-# Bytes moved for each logit: a plain loss in some ten kernels, or a compiled one in two passes.
+# Bytes moved for each logit: a plain loss in some ten kernels, a compiled one in two passes, or our kernel.
 PLAIN_LOGIT_TRAFFIC = 38
 FUSED_LOGIT_TRAFFIC = 10
+KERNEL_LOGIT_TRAFFIC = 7
 # Casting to 8 bits reads 16 and writes 8; the largest number is found by the kernel before.
 CAST_TRAFFIC = 3
 # The same into two layouts at once.
@@ -161,8 +162,10 @@ def _moving(run: Run) -> Seconds:
     turned = (shape.query_width + shape.kv_width) / cut if shape.traits.rotary else 0.0
     gated = shape.traits.gated
     if run.compiled:
-        # A norm with the sum before it: two tensors read, two written. What is between two products: once.
-        per_token = 8 * hidden / cut + 2 * turned + (3 if gated else 2) * inner
+        # A norm with the sum before it: the stream and what is added to it are read, it and its norm are written. What
+        # is between two products: once.
+        narrow = hidden if run.habits.liger_kernels else shape.hidden
+        per_token = 4 * (hidden + narrow) / cut + 2 * turned + (3 if gated else 2) * inner
     else:
         written_out = run.habits.written_out_norms and writes_norms_out(shape)
         norm = (15 if written_out else 2) * hidden / cut
@@ -190,6 +193,8 @@ def head_seconds(run: Run) -> Seconds:
     plain = run.loss == "plain" and not one_kernel(run)
     eager_pieces = run.loss == "chunked" and (not run.compiled or cut > 1)
     traffic = PLAIN_LOGIT_TRAFFIC if plain or eager_pieces else FUSED_LOGIT_TRAFFIC
+    if run.loss == "chunked" and run.habits.chunks == "pieces" and not eager_pieces:
+        traffic = KERNEL_LOGIT_TRAFFIC
     moved = tokens * columns * traffic / _bandwidth(run)
     if run.loss == "chunked" and run.habits.chunks == "recomputed":
         back += ahead

@@ -15,6 +15,8 @@ class Habits:
     written_out_norms: bool = True
     # What goes from block to block is as wide as the weights that are trained, as autocast leaves it; or as computed.
     wide_stream: bool = False
+    # What is called compiled are Liger's kernels, each with its own input and output.
+    liger_kernels: bool = False
     # Keys and values are repeated for every query head before attention, and kept so.
     repeats_keys: bool = False
     # Queries, keys and values come out of one matrix product even where the family has three.
@@ -80,7 +82,7 @@ TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled")
 TORCHTUNE = Habits(repeats_keys=True, chunks="upcast")
 KEMPNERFORGE = Habits(repeats_keys=True, logit_bytes=18.0)
 LITGPT = Habits(joins_queries=True, quantized_keep_inputs=True)
-HUGGING_FACE = Habits(wide_stream=True, logit_bytes=14.0, casts_each_use=True, fused_rows=512)
+HUGGING_FACE = Habits(wide_stream=True, liger_kernels=True, logit_bytes=14.0, casts_each_use=True, fused_rows=512)
 # A loop written here for comparison: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = Habits(fused_rows=512)
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_stream=True, casts_each_use=True)
