@@ -180,8 +180,8 @@ class _MeasuredCrossEntropy(torch.autograd.Function):
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """`total` and a matrix product, in fp32; `total` is changed."""
     if not left.is_cuda or left.dtype == torch.float32:
-        product = (left @ right).float()
-        return product if total is None else total.add_(product)
+        product = left @ right
+        return product.float() if total is None else total.add_(product)
     # Summed where the products are, without a rounded copy of them.
     if total is None:
         return torch.mm(left, right, out_dtype=torch.float32)
