@@ -103,3 +103,14 @@ def test_a_step_of_a_norm_that_is_too_small_for_bf16_is_not_lost(ranks, parallel
     learning, still = found[1e-4], found[1e-12]
     assert learning[0] == still[0]
     assert abs(learning[2] - still[2]) > 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "recompute"), [({"strategy": "fsdp"}, "selective"), ({"tp": 2}, "full")], ids=str)
+def test_compiled_blocks_round_where_others_do(parallel, recompute, text, weights, tmp_path):
+    found = []
+    for ranks, more in ((1, {}), (2, {"compile": True, "recompute": recompute})):
+        config = job(text, weights, "bf16-mixed") | {"name": str(ranks), "parallel": parallel if ranks > 1 else {}}
+        config["train"] |= {"steps": 5, "micro_batch": 2, "deterministic": False, **more}
+        found.append([line["loss"] for line in lines(train_on(ranks, config, tmp_path))])
+    assert found[1] == pytest.approx(found[0], rel=2e-3)
