@@ -33,7 +33,7 @@ from shoal.parallel.model import ParallelModel, Runner
 from shoal.parallel.passes import Passes, Prepare
 from shoal.parallel.pipeline import Pipeline, Stage
 from shoal.parallel.placement import Placement
-from shoal.parallel.precision import ComputeCopies, Precision, read_precision
+from shoal.parallel.precision import ComputeCopies, Precision, read_precision, round_norms
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.shard import SHARDED, left_whole, replicate, shard_fully
@@ -82,8 +82,10 @@ def parallelize(
     compiled = backend == "inductor" and ranks.device.type == "cuda"
     tiles = mesh.cp == 1 and skips_tiles(model, config.model.attention, compiled=compiled)
     for stage in stages:
+        if precision.mixed:
+            round_norms(stage.model, stage.anatomy, precision.compute)
         if grid.tp is not None:
-            splits |= split_tensors(stage.model, stage.anatomy, grid.tp, precision.compute)
+            splits |= split_tensors(stage.model, stage.anatomy, grid.tp)
         if grid.cp is not None:
             sequence = split_sequence(stage.model, grid.cp, config.parallel.cp_method)
         module = _with_loss(stage, loss, grid, splits, precision, tiles)

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.models.anatomy import Anatomy
 from shoal.models.weights import parameter_slots
 from shoal.parallel.become import become
+from shoal.parallel.plans import PLANS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -66,6 +68,26 @@ class _ThroughCopy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
+
+
+def round_norms(model: Any, anatomy: Anatomy, compute: torch.dtype) -> None:
+    """Let norms that matrices read give what those compute with: else each matrix would round it anew, and keep it, and
+    tensor-parallel ranks exchange twice the bytes. In place; for families whose norms we know, and for the last."""
+    plan = PLANS.get(model.config.model_type)
+    before_matrices = plan.norms if plan is not None else ()
+    norms = [block.get_submodule(name) for block in anatomy.block_modules(model) for name in before_matrices]
+    if anatomy.final_norm is not None and anatomy.linear_head:
+        norms += [one for one in [model.get_submodule(anatomy.final_norm)] if one._parameters]  # or another stage's
+    for norm in norms:
+        become(norm, _Rounded, compute=compute)
+
+
+class _Rounded:
+    compute: torch.dtype
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        result: Tensor = super().forward(*inputs, **named)  # type: ignore[misc]
+        return result.to(self.compute)
 
 
 class _TakesCopies:

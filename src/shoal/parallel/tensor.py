@@ -56,28 +56,14 @@ def rows_cut(model: Any, anatomy: Anatomy) -> dict[str, int]:
     return found
 
 
-def split_tensors(model: Any, anatomy: Anatomy, group: dist.ProcessGroup, compute: torch.dtype) -> dict[str, Split]:
-    """Cut `model`, which is on meta, in place; returns how each parameter that was cut lies in the whole.
-
-    `compute` is the type that matrices are multiplied in, and tokens exchanged.
-    """
+def split_tensors(model: Any, anatomy: Anatomy, group: dist.ProcessGroup) -> dict[str, Split]:
+    """Cut `model`, which is on meta, in place; returns how each parameter that was cut lies in the whole."""
     plan = find_plan(model, "parallel.tp")
     splits: dict[str, Split] = {}
     for name in anatomy.blocks:
-        block = model.get_submodule(name)
-        _split_block(block, name, plan, group, splits)
-        for norm in plan.norms:
-            become(block.get_submodule(norm), _GatheredAfter, tensor_group=group, compute=compute)
+        _split_block(model.get_submodule(name), name, plan, group, splits)
     _split_ends(model, anatomy, plan, group, splits)
-    final_norm = model.get_submodule(_final_norm(anatomy))
-    if final_norm._parameters:
-        become(final_norm, _GatheredAfter, tensor_group=group, compute=compute)
     return splits
-
-
-def _final_norm(anatomy: Anatomy) -> str:
-    assert anatomy.final_norm is not None, "every family that has a plan has a final norm"
-    return anatomy.final_norm
 
 
 def _inner_width(model: Any) -> int:
@@ -103,10 +89,12 @@ def _split_block(block: nn.Module, name: str, plan: Plan, group: dist.ProcessGro
         is_linear = isinstance(linear, nn.Linear)
         _cut(linear, "weight", f"{name}.{row}", 1 if is_linear else 0, 1, group, splits)
         become(linear, RowCut, tensor_group=group, transposed=not is_linear)
+    for norm in plan.norms:
+        become(block.get_submodule(norm), _GatheredAfter, tensor_group=group)
 
 
 def _split_ends(model: Any, anatomy: Anatomy, plan: Plan, group: dist.ProcessGroup, splits: dict[str, Split]) -> None:
-    """Embedding and head by vocabulary, tied or not; learned positions by sequence.
+    """Embedding and head by vocabulary, tied or not; final norm and learned positions by sequence.
 
     A stage of a pipeline has some of these only.
     """
@@ -120,6 +108,10 @@ def _split_ends(model: Any, anatomy: Anatomy, plan: Plan, group: dist.ProcessGro
             head.weight = embedding.weight
         else:
             _cut(head, "weight", anatomy.head, 0, 1, group, splits)
+    assert anatomy.final_norm is not None, "every family that has a plan has a final norm"
+    final_norm = model.get_submodule(anatomy.final_norm)
+    if final_norm._parameters:
+        become(final_norm, _GatheredAfter, tensor_group=group)
     if plan.positions is not None:
         positions = model.get_submodule(anatomy.backbone).get_submodule(plan.positions)
         if positions._parameters:
@@ -154,12 +146,9 @@ class _GatheredAfter:
     """A norm: of this rank's tokens; then everybody's."""
 
     tensor_group: dist.ProcessGroup
-    compute: torch.dtype
 
     def forward(self, inputs: Tensor) -> Tensor:
-        # Rounded before it is sent and not by the matrices behind it: half the bytes.
-        normed = super().forward(inputs).to(self.compute)  # type: ignore[misc]
-        return gather(normed, SEQUENCE, self.tensor_group)
+        return gather(super().forward(inputs), SEQUENCE, self.tensor_group)  # type: ignore[misc]
 
 
 class RowCut:

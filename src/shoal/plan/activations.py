@@ -96,7 +96,7 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
     shape, number = run.shape, _input_bytes(run)
     read = needed(run)
     kept = len(read & NORMS)
-    if run.stream_bytes > run.compute_bytes and run.mesh.tp == 1 and (not run.compiled or run.habits.liger_kernels):
+    if run.habits.casts_each_use and run.mixed and (not run.compiled or run.habits.liger_kernels):
         # Autocast rounds a norm's result anew for each matrix that reads it; the compiler does so once.
         kept = sum(1 for one in linears(shape, joined=run.habits.joins_queries) if one.reads in read & NORMS)
     if run.forgets_cheap and run.mesh.tp == 1 and number > 1:
