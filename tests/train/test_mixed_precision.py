@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DbrxConfig, DbrxForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from shoal import api
 from shoal.data import load_tokenizer, prepare_sets
@@ -113,4 +113,25 @@ def test_compiled_blocks_round_where_others_do(parallel, recompute, text, weight
         config = job(text, weights, "bf16-mixed") | {"name": str(ranks), "parallel": parallel if ranks > 1 else {}}
         config["train"] |= {"steps": 5, "micro_batch": 2, "deterministic": False, **more}
         found.append([line["loss"] for line in lines(train_on(ranks, config, tmp_path))])
+    assert found[1] == pytest.approx(found[0], rel=2e-3)
+
+
+def test_a_family_whose_code_does_not_bear_with_two_types_trains_too(text, tmp_path):
+    """DBRX adds what its experts give, in the type of matrices, to a tensor like what it was given."""
+    shape = DbrxConfig(
+        d_model=32,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=LENGTH,
+        vocab_size=260,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    )
+    torch.manual_seed(0)
+    DbrxForCausalLM(shape).save_pretrained(tmp_path / "dbrx")
+    found = []
+    for precision in ("32-true", "bf16-mixed"):
+        config = job(text, tmp_path / "dbrx", precision)
+        config["train"] |= {"steps": 3}
+        found.append([line["loss"] for line in lines(train_on(1, config, tmp_path))])
     assert found[1] == pytest.approx(found[0], rel=2e-3)
