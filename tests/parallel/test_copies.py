@@ -10,6 +10,7 @@ from shoal.config import Mesh, config_from_mapping
 from shoal.data.loader import MicroBatch
 from shoal.models.build import blueprint, build_on_meta
 from shoal.parallel.apply import parallelize
+from shoal.parallel.precision import ComputeCopies, read_precision
 from shoal.parallel.ranks import Ranks
 
 
@@ -47,3 +48,21 @@ def test_gradients_do_not_wait_for_the_backward_pass_of_the_parts_before(family,
     model.backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], 1.0)
     for part, before in pairwise(parts):
         assert max(events.index(name) for name in weights[part]) < events.index(before)
+
+
+def test_a_matrix_that_two_blocks_share_is_the_newest_copy_in_both():
+    shared = torch.nn.Linear(8, 8, bias=False)
+    first, second = torch.nn.Sequential(shared), torch.nn.Sequential(shared)
+    copies = ComputeCopies(
+        torch.nn.Sequential(first, second), read_precision("bf16-mixed", "fp32"), [[first], [second]]
+    )
+    (weight,) = copies.parameters()
+    inputs = torch.randn(3, 8).bfloat16()
+    for _ in range(2):
+        rounded = weight.detach().bfloat16().requires_grad_()
+        (inputs @ rounded.T @ rounded.T).sum().backward()
+        weight.grad = None
+        copies(inputs).sum().backward()
+        assert torch.equal(weight.grad, rounded.grad.float())
+        weight.data += 1
+        copies.refresh()

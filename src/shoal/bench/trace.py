@@ -126,12 +126,14 @@ def _as_on_a_gpu(optimizer: NamedOptimizer, model: ParallelModel) -> NamedOptimi
 
 
 def _only_on_a_cpu(model: nn.Module) -> Callable[[str, str, Tensor], bool]:
-    """The chunked loss adds a product to the head's gradient; only a CPU makes the product first (models/loss.py)."""
+    """The chunked loss adds a product to the head's gradient; only a CPU makes the product first, unless it is fp32
+    already (models/loss.py)."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     width = None if head is None else head.weight.shape[1]
 
     def leaves_out(operation: str, purpose: str, tensor: Tensor) -> bool:
-        return operation == "aten::mm" and purpose == "head" and tensor.dim() == 2 and tensor.shape[1] == width
+        wide = tensor.dim() == 2 and tensor.shape[1] == width and tensor.dtype != torch.float32
+        return operation == "aten::mm" and purpose == "head" and wide
 
     return leaves_out
 

@@ -1,7 +1,7 @@
 """Matrix products in 8-bit floats, one scale a tensor: what `train.precision: fp8` does to the linear layers of blocks.
 
 Inputs and weights are rounded to e4m3 (more digits), gradients to e5m2 (more range); each tensor is first divided by
-its unit, so that its largest number becomes the largest there is. Products are summed in fp32 and leave in the input's
+its unit, so that its largest number becomes the largest there is. Products are summed in fp32 and leave in the weight's
 type. The hardware multiplies two matrices only if both lie along the dimension that is summed over. Each input takes
 part in two products that sum over different dimensions, so it is rounded once into both layouts, and the one that the
 backward pass needs is what is kept: 8 bits instead of 16.
@@ -66,7 +66,8 @@ def _product(left: Tensor, right: Tensor, unit: Tensor, right_unit: Tensor, dtyp
     """`left @ right.T`, both lying along what is summed over."""
     if left.is_cuda:
         return torch._scaled_mm(left, right.t(), unit, right_unit, out_dtype=dtype, use_fast_accum=fast)
-    return ((left.float() @ right.float().t()) * (unit * right_unit)).to(dtype)  # the same numbers, slowly
+    with torch.autocast(left.device.type, enabled=False):  # which would round this product
+        return ((left.float() @ right.float().t()) * (unit * right_unit)).to(dtype)  # the same numbers, slowly
 
 
 # An operation of its own, because the compiler would write the turned copy number by number across rows.

@@ -6,6 +6,8 @@ and so that the last stage of a pipeline is this same module.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +25,9 @@ IGNORED = -100
 CHUNK_LOGITS = 1 << 25
 KERNEL_CHUNK_LOGITS = 1 << 28
 
-# Families whose code adds what matrices give to a tensor like what it was given, in place, which takes one type: what
-# goes from block to block is rounded there too.
-NARROW = ("dbrx",)
+# Modules of transformers that add what matrices give to a tensor like what they were given, in place, which takes one
+# type: they are given rounded numbers.
+OF_ONE_TYPE = ("DbrxExperts",)
 
 # From logits and labels: the summed loss in fp32, and its slope with respect to the logits, in their type. The chunked
 # loss has no more use for the logits: their place may be taken.
@@ -73,8 +75,11 @@ class LanguageModel(nn.Module):
         self.measure = measure
         self.skips_tiles = skips_tiles
         self.rounded = rounded
-        if rounded is not None and model.config.model_type not in NARROW:
+        if rounded is not None:
             model.get_submodule(anatomy.embedding).register_forward_hook(_widen)
+            for module in model.modules():
+                if type(module).__name__ in OF_ONE_TYPE:
+                    module.register_forward_pre_hook(partial(_round_inputs, rounded))
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         inputs = {"input_ids": batch.inputs, **self.surroundings(batch)}
@@ -109,7 +114,7 @@ class LanguageModel(nn.Module):
         return result
 
     def _rounding(self, device: torch.device) -> AbstractContextManager[None]:
-        """Everything is computed in fp32, but products of matrices, whose other side is rounded as they are."""
+        """What is not a product of matrices, or made of one, is computed in fp32."""
         if self.rounded is None:
             return nullcontext()
         return torch.autocast(device.type, self.rounded, cache_enabled=False)
@@ -121,7 +126,7 @@ class LanguageModel(nn.Module):
         if self.loss == "plain":
             return self.loss_of_logits(head(hidden), labels)
         # Chunks are sized by the whole vocabulary, so that ranks with uneven parts of it meet in the same exchanges.
-        most = KERNEL_CHUNK_LOGITS if self.measure is None and hidden.is_cuda else CHUNK_LOGITS
+        most = KERNEL_CHUNK_LOGITS if self.measure is None and has_kernel(hidden) else CHUNK_LOGITS
         rows = even_chunk(hidden.shape[0] * hidden.shape[1], most // int(head.out_features))
         return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten(), self.measure, rows)
 
@@ -135,6 +140,20 @@ class LanguageModel(nn.Module):
 
 def _widen(module: nn.Module, given: Any, found: Tensor) -> Tensor:
     return found.float()
+
+
+def _round_inputs(dtype: torch.dtype, module: nn.Module, given: Any) -> Any:
+    return tuple(one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one for one in given)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def has_kernel(tensor: Tensor) -> bool:
+    """Whether the loss is a kernel where `tensor` is."""
+    return tensor.is_cuda and _has_triton()
 
 
 def even_chunk(rows: int, most: int) -> int:
@@ -155,7 +174,7 @@ def chunked_cross_entropy(
 
 def measure_whole(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy over a vocabulary that is all here."""
-    if logits.is_cuda:
+    if has_kernel(logits):
         from shoal.models.loss_kernel import measure_in_place
 
         return measure_in_place(logits, labels, IGNORED)
@@ -195,7 +214,7 @@ def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 def _multiplied(large: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiplied in fp32 and rounded in one go: `large` is not copied in fp32, nor changed in place, because a
     zero-bubble pipeline comes back to the same node a second time."""
-    if large.is_cuda:
+    if has_kernel(large):
         from shoal.models.loss_kernel import multiplied
 
         return multiplied(large, factor, dtype)

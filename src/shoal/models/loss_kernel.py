@@ -52,9 +52,10 @@ def measure_in_place(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tens
     rows, width = logits.shape
     assert logits.stride(1) == 1, "the logits of a token lie in a row"
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    _measure_row[(rows,)](
-        logits, labels.contiguous(), losses, width, logits.stride(0), ignored, COLUMNS=COLUMNS, num_warps=WARPS
-    )
+    with torch.cuda.device(logits.device):  # Triton runs on the current one
+        _measure_row[(rows,)](
+            logits, labels.contiguous(), losses, width, logits.stride(0), ignored, COLUMNS=COLUMNS, num_warps=WARPS
+        )
     return losses.sum(), logits
 
 
@@ -62,5 +63,6 @@ def multiplied(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`values` times `factor`, both fp32, rounded to `dtype` in the same pass."""
     assert values.is_contiguous()
     products = torch.empty_like(values, dtype=dtype)
-    _multiply[(triton.cdiv(values.numel(), NUMBERS),)](values, factor, products, values.numel(), NUMBERS=NUMBERS)
+    with torch.cuda.device(values.device):
+        _multiply[(triton.cdiv(values.numel(), NUMBERS),)](values, factor, products, values.numel(), NUMBERS=NUMBERS)
     return products

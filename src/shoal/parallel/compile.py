@@ -1,4 +1,5 @@
-"""Compile each block: blocks are alike, so one compilation serves them all, and the parts between stay plain Python."""
+"""Compile each block and the final norm: blocks are alike, so one compilation serves them all, and the parts between
+stay plain Python."""
 
 import torch
 import torch._functorch.config

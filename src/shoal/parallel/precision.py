@@ -3,9 +3,10 @@
 `bf16-mixed` is one thing whatever the strategy. fp32 weights are what is trained. Matrices are multiplied as bf16
 copies, and their gradients leave the backward pass in bf16 and become fp32 before they are added or reduced: FSDP2 does
 this by its own policy; where there is no FSDP, `ComputeCopies` does the same sums in the same order. Vectors, which are
-norms and biases, are used as they are: a norm's weight is near one, where numbers of bf16 are further apart than many
-steps move it. What goes from block to block is fp32 too, so that small additions to it are not lost. All this is as
-autocast has it, but for matrices, which are rounded once a step and not whenever they are used.
+norms and biases, have no copies: a norm's weight is near one, where numbers of bf16 are further apart than many steps
+move it. (A bias is rounded when a matrix adds it.) What goes from block to block is fp32 too, so that small additions
+to it are not lost. All this is as autocast has it, but for matrices, which are rounded once a step and not whenever
+they are used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -118,10 +119,13 @@ class ComputeCopies(nn.Module):
         self.places = [slots[weight] for weight in self.weights]
         self.copies = [torch.empty_like(weight, dtype=precision.compute) for weight in self.weights]
         self.refresh()
-        unit_of = {module: unit for unit in units for root in unit for module in root.modules()}
+        unit_of: dict[nn.Module, nn.Module | None] = {}
+        for unit in units:
+            for inside in (one for root in unit for one in root.modules()):
+                unit_of[inside] = unit[0] if unit_of.get(inside, unit[0]) is unit[0] else None
         parts: dict[nn.Module | None, list[int]] = {}
         for number, places in enumerate(self.places):
-            first = {unit_of[module][0] if module in unit_of else None for module, _ in places}
+            first = {unit_of.get(owner) for owner, _ in places}
             # One that several units share is there from the start, as are those of none.
             parts.setdefault(first.pop() if len(first) == 1 else None, []).append(number)
         self.from_the_start = parts.pop(None, [])

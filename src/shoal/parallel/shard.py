@@ -98,7 +98,8 @@ def shard_fully(
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": place, "ignored_params": whole}
     for unit in reversed(units):  # those inside others first
         fully_shard(unit, reshard_after_forward=reshard, **options)
-    # Embedding, norm and head stay in the root's group: it is gathered once for the whole pass.
+    # Embedding, head and, unless it is left whole, the final norm stay in the root's group: it is gathered once for the
+    # whole pass.
     fully_shard(module, reshard_after_forward=False, **options)
     sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     if prefetch > 0:

@@ -63,7 +63,8 @@ class NamedOptimizer:
 
     def _step(self, part: torch.optim.Optimizer, usable: Tensor, factor: Tensor | None) -> None:
         # With everything sharded offloaded, vectors are not where matrices are.
-        usable = usable.to(part.param_groups[0]["params"][0].device)
+        device = part.param_groups[0]["params"][0].device
+        usable, factor = usable.to(device), None if factor is None else factor.to(device)
         if isinstance(part, AdamW):
             part.step(usable, factor, self.copies)
             return
