@@ -166,7 +166,7 @@ class TrainConfig(Block):
     loss: Literal["auto", "plain", "chunked", "fused"] = Field(
         "auto",
         description="How logits are treated: whole, in pieces, or (fused) in pieces that become their gradients at "
-        "once, which pieces do anyway where blocks are compiled.",
+        "once, which pieces do anyway on CUDA.",
     )
     deterministic: bool = Field(False, description="Only kernels that give the same bits each time; slower.")
     early_stop: EarlyStopConfig | None = Field(

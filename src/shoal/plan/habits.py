@@ -33,7 +33,7 @@ class Habits:
     loss_kernel: Literal["never", "compiled", "always"] = "never"
     # With any recomputation, compiled blocks do not keep what they can make again element by element (compile.py).
     forgets_cheap: bool = False
-    # Rows of logits that a fused loss has at a time (Liger's kernels); 0: it is a chunked loss that is compiled.
+    # Rows of logits that a fused loss has at a time (Liger's kernels); 0: it is a chunked loss.
     fused_rows: int = 0
     # What selective recomputation keeps besides attention: every second matrix product; or all products but every
     # second of those that widen their input.
