@@ -281,6 +281,24 @@ def test_a_half_written_folder_is_neither_counted_nor_removed_by_retention(tmp_p
     assert (tmp_path / "step-00000004").is_dir()
 
 
+def test_a_removal_that_was_cut_off_is_ended_after_the_next_save(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        fake(tmp_path, step)
+
+    def is_cut_off(folder: Path, **_: Any) -> None:
+        next(iter(sorted(folder.iterdir()))).unlink()
+        raise OSError("killed, or a disk that is busy")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(shutil, "rmtree", is_cut_off)
+        tidy(tmp_path, newest=1, best=0, metric="eval_loss")
+    assert kept(tmp_path) == [3]
+    assert {path.name for path in tmp_path.glob("step-*")} == {"step-00000003"}
+    fake(tmp_path, 4)
+    tidy(tmp_path, newest=1, best=0, metric="eval_loss")
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-00000004"}
+
+
 def test_steps_are_counted_as_numbers_and_not_as_text(tmp_path):
     for step in (99_999_999, 100_000_000):
         fake(tmp_path, step)

@@ -32,14 +32,14 @@ def config(data: Path, steps: int) -> dict[str, Any]:
 
 
 def hold_undisturbed(run: Path, undisturbed: Path) -> None:
-    """Every step's numbers and the last weights are the same, and every checkpoint that is there is whole."""
+    """Every step's numbers and the last weights are the same; every checkpoint is whole, and nothing else is there."""
     assert losses(run) == losses(undisturbed)
     found, expected = weights(run), weights(undisturbed)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     whole = list_whole(run / "checkpoints")
     assert [one.path.name for one in whole if damaged_file(one) is not None] == []
-    assert {one.path.name for one in whole} == {path.name for path in (run / "checkpoints").glob("step-*")}
+    assert {one.path.name for one in whole} == {path.name for path in (run / "checkpoints").glob("*-*")}
 
 
 def half_written(run: Path) -> bool:

@@ -4,7 +4,7 @@ import math
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.checkpoint.store import Checkpoint, list_whole, remove
+from shoal.checkpoint.store import Checkpoint, clear_removed, list_whole, remove
 
 
 def to_keep(
@@ -30,6 +30,7 @@ def tidy(
     whole = list_whole(checkpoints)
     keep = to_keep(whole, newest=newest, best=best, metric=metric, every=every)
     gone = [one for one in whole if one.step not in keep and one.step != written]
+    clear_removed(checkpoints)
     for one in gone:
         with suppress(OSError):  # what cannot be removed now is tried again after the next save
             remove(one)

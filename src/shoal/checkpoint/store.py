@@ -19,6 +19,7 @@ from shoal.files import sync, write_atomically
 MANIFEST = "MANIFEST.json"
 PARTS = ("progress.json", "rank-*.safetensors")
 FORMAT = 2
+REMOVED = "removed-"
 
 
 @dataclass(frozen=True)
@@ -148,17 +149,26 @@ def damaged_file(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> 
 
 
 def remove(checkpoint: Checkpoint) -> None:
-    """The manifest goes first, so that a half-removed folder is not taken for a whole one."""
-    (checkpoint.path / MANIFEST).unlink()
-    shutil.rmtree(checkpoint.path)
+    """The name goes first: what a removal leaves that is cut off is no checkpoint, and `clear_removed` knows it."""
+    going = checkpoint.path.with_name(f"{REMOVED}{checkpoint.step:08d}")
+    if going.exists():
+        shutil.rmtree(going)
+    shutil.rmtree(checkpoint.path.replace(going))
+
+
+def clear_removed(checkpoints: Path) -> None:
+    """End removals that were cut off, by a kill or by a disk that would not."""
+    for folder in checkpoints.glob(f"{REMOVED}*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside(checkpoints: Path, above: int) -> list[Path]:
     """A run that goes on from step `above` leaves what lies beyond it, whole or damaged, to another branch of history.
 
     Those folders are renamed, so that neither resuming nor retention takes them for this run's, and nothing is lost.
-    What a save left that never came to its end is nothing, and goes.
+    What a save left that never came to its end is nothing, and goes, as does what a removal left.
     """
+    clear_removed(checkpoints)
     moved = []
     for folder in sorted(checkpoints.glob("step-*")):
         number = folder.name.removeprefix("step-")
