@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import DbrxConfig, DbrxForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import DbrxConfig, DbrxForCausalLM, LlamaForCausalLM
 
 from shoal import api
+from shoal.catalogue.shapes import shape_from_sizes
 from shoal.data import load_tokenizer, prepare_sets
 from shoal.data.loader import batches
+from shoal.models.families import transformers_config
 from tests.harness import lines, settings, train_on
 
 LENGTH, ROWS, STEPS, RATE = 128, 4, 25, 3e-4
@@ -21,18 +23,9 @@ LENGTH, ROWS, STEPS, RATE = 128, 4, 25, 3e-4
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        hidden_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=352,
-        vocab_size=260,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=True,
-    )
+    sizes = {"hidden": 128, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 352, "vocab": 260, "positions": LENGTH}
     folder = tmp_path_factory.mktemp("weights")
-    LlamaForCausalLM(shape).save_pretrained(folder)
+    LlamaForCausalLM(transformers_config(shape_from_sizes("llama", **sizes, tied=True))).save_pretrained(folder)
     return folder
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.config.mesh import Mesh, length_multiple
@@ -36,7 +37,7 @@ from shoal.parallel.placement import Placement
 from shoal.parallel.precision import ComputeCopies, Precision, read_precision, round_norms
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.recompute import recompute_blocks
-from shoal.parallel.shard import SHARDED, left_whole, replicate, shard_fully
+from shoal.parallel.shard import SHARDED, replicate, shard_fully
 from shoal.parallel.stages import StageModel, cut_stages, stages_each
 from shoal.parallel.tensor import split_tensors
 from shoal.parallel.units import choose_units
@@ -76,7 +77,6 @@ def parallelize(
     sequence: SequencePart | None = None
     modules: list[nn.Module] = []
     parameters: dict[str, nn.Parameter] = {}
-    averages: set[str] = set()  # what no wrapper averages over replicas
     stages = _stages(model, anatomy, config, grid)
     backend = compile_backend(config.train.compile, ranks.device)
     compiled = backend == "inductor" and ranks.device.type == "cuda"
@@ -107,11 +107,6 @@ def parallelize(
             offload=config.parallel.offload == "cpu",
         )
         parameters |= dict(stage.model.named_parameters())
-        if strategy in SHARDED:
-            whole = left_whole(stage.model, precision)
-            averages |= {name for name, one in stage.model.named_parameters() if one in whole}
-        elif mesh.pp > 1:
-            averages |= parameters.keys()
         if strategy not in SHARDED:
             module = _replicate(module, stage, config, grid, precision)  # DDP cannot wrap what is on meta
         modules.append(module)
@@ -123,6 +118,8 @@ def parallelize(
     else:
         numbers = [stage.index for stage in stages]
         runner = _pipeline(model, modules, numbers, config, grid, precision, micro_batch, passes, prepare)
+    # DDP averages everything over replicas, FSDP what it shards, and nobody a pipeline's.
+    wrapped = mesh.pp == 1 and strategy not in SHARDED
     tied = {f"{anatomy.embedding}.weight"} if mesh.pp > 1 and anatomy.tied else set()
     placement = Placement(grid, shapes, splits, at_both_ends=frozenset(tied & parameters.keys()))
     return ParallelModel(
@@ -137,7 +134,7 @@ def parallelize(
         gradients=Gradients(
             parameters,
             placement,
-            averages=averages,
+            averages=[] if wrapped else [name for name, one in parameters.items() if not isinstance(one, DTensor)],
             in_buckets=isinstance(modules[0], DistributedDataParallel),
         ),
         copies=[copies for module in modules for copies in module.modules() if isinstance(copies, ComputeCopies)],

@@ -68,14 +68,6 @@ def _rounded(dtype: torch.dtype) -> Callable[..., Any]:
     return average
 
 
-def left_whole(module: nn.Module, precision: Precision) -> set[nn.Parameter]:
-    """Parameters that are not sharded: a unit is gathered in one type, and vectors are not rounded to that of matrices.
-
-    They are a thousandth of a model or less, and their gradients are averaged together after a step's passes.
-    """
-    return {one for one in module.parameters() if precision.mixed and not precision.is_rounded(one)}
-
-
 def shard_fully(
     module: nn.Module,
     units: list[nn.Module],
@@ -94,7 +86,9 @@ def shard_fully(
     )
     # Pinned memory is the accelerator's; without one there is nothing to pin it for.
     place = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    whole = left_whole(module, precision)
+    # A unit is gathered in one type, and vectors are not rounded to that of matrices: they are left whole. They are a
+    # thousandth of a model or less, and their gradients are averaged together after a step's passes.
+    whole = {one for one in module.parameters() if precision.mixed and not precision.is_rounded(one)}
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": place, "ignored_params": whole}
     for unit in reversed(units):  # those inside others first
         fully_shard(unit, reshard_after_forward=reshard, **options)

@@ -10,6 +10,9 @@ from shoal.plan.blocks import Linear, joins_queries, linears, writes_norms_out
 from shoal.plan.run import Run
 from shoal.plan.terms import Term, group, leaf
 
+# What `Linear.reads` calls the results of norms.
+NORMS = {"norm", "second norm"}
+
 
 def block_kept(run: Run) -> Term:
     """Everything a block without recomputation keeps for one pass, in bytes."""
@@ -86,9 +89,6 @@ def _norms(run: Run, tokens: float) -> list[Term]:
     if run.dropout:
         found.append(leaf("dropout masks", tokens * 2 * shape.hidden))
     return found
-
-
-NORMS = {"norm", "second norm"}
 
 
 def _inputs(run: Run, tokens: float) -> list[Term]:
