@@ -1,5 +1,6 @@
 """Promises about the loss: the plain cross-entropy however it is computed, and rows in which no token sees too much."""
 
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -124,6 +125,19 @@ def test_without_gradients_the_value_is_the_same():
     torch.testing.assert_close(found, plain_cross_entropy(case.hidden, case.weight.detach(), case.labels))
 
 
+def test_of_logits_and_slopes_only_one_chunk_is_there_at_a_time():
+    case, seen = make_case(), []
+
+    def measure(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        assert [one for one in seen if one() is not None] == []
+        loss, slope = measure_whole(logits, labels)
+        seen.extend([weakref.ref(logits), weakref.ref(slope)])
+        return loss, slope
+
+    with_gradients(case, partial(chunked_cross_entropy, measure=measure, rows=5))
+    assert len(seen) > 2
+
+
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
@@ -140,7 +154,8 @@ def test_the_kernel_measures_as_the_host_does(width, dtype):
     found, slope = measure_whole(given, labels.cuda())
     assert slope.data_ptr() == given.data_ptr()  # no second tensor as large as the logits
     assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
-    torch.testing.assert_close(slope.cpu(), wanted_slope, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-7)
+    # An exponential is off by what its exponent is: here logits of up to 20, and logarithms of sums.
+    torch.testing.assert_close(slope.cpu(), wanted_slope, rtol=1e-4 if dtype == torch.float32 else 2**-7, atol=1e-7)
     assert not slope[::5].any()
 
 

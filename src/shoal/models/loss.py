@@ -125,10 +125,16 @@ class LanguageModel(nn.Module):
         hidden = hidden.to(head.weight.dtype)
         if self.loss == "plain":
             return self.loss_of_logits(head(hidden), labels)
+        measure, most = self.chunks(hidden)
         # Chunks are sized by the whole vocabulary, so that ranks with uneven parts of it meet in the same exchanges.
-        most = KERNEL_CHUNK_LOGITS if self.measure is None and has_kernel(hidden) else CHUNK_LOGITS
         rows = even_chunk(hidden.shape[0] * hidden.shape[1], most // int(head.out_features))
-        return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten(), self.measure, rows)
+        return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten(), measure, rows)
+
+    def chunks(self, hidden: Tensor) -> tuple[Measure, int]:
+        """How a chunk of logits is measured where `hidden` is, and how many of them it holds at most."""
+        if self.measure is not None:
+            return self.measure, CHUNK_LOGITS
+        return measure_whole, KERNEL_CHUNK_LOGITS if has_kernel(hidden) else CHUNK_LOGITS
 
     def loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
         logits, labels = logits.flatten(0, 1), labels.flatten()
@@ -238,6 +244,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 torch.matmul(slope, weight, out=hidden_gradient[start : start + rows])
             if wants_weight:  # summed over chunks in fp32, as one large matrix product would do inside
                 weight_gradient = _plus_product(weight_gradient, slope.T, part)
+            del slope  # or it would still be there while the next chunk's logits are made
         ctx.save_for_backward(*(gradient for gradient in (hidden_gradient, weight_gradient) if gradient is not None))
         ctx.weight_dtype = weight.dtype
         return total
