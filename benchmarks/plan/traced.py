@@ -1,7 +1,7 @@
 """Forecast against traced memory, term by term: `python benchmarks/plan/traced.py` writes traced.json and traced.md.
 
 No GPU is needed: a run is one step of the real training code on tensors without values (`shoal bench rank --traced`).
-All of it takes about a quarter of an hour on two cores; names as arguments run those rows alone, and write nothing.
+All of it takes five to fifteen minutes on two cores; names as arguments run those rows alone, and write nothing.
 """
 
 import json

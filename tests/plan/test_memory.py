@@ -5,6 +5,7 @@ import pytest
 from shoal.catalogue.shapes import FORECAST_ONLY, NAMED, ModelShape, parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.habits import DEEPSPEED
+from shoal.plan.head import head
 from shoal.plan.layout import count, ranks
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter
@@ -168,6 +169,12 @@ def test_adapters_train_little_and_quantized_weights_are_a_quarter():
     sizes = [forecast_memory(run).allocated for run in (qlora, lora, whole)]
     assert sizes == sorted(sizes)
     assert (sizes[1] - sizes[0]) / GIB == pytest.approx(6.476 * (2 - 0.5625) / 1.0737, rel=0.05)
+
+
+def test_the_loss_on_a_gpu_is_the_same_whether_blocks_are_compiled_or_not():
+    compiled, eager = (head(make_run("gpt2", length=8192, compiled=kind)).peak for kind in (True, False))
+    assert compiled == eager
+    assert head(make_run("gpt2", length=8192, gpu="cpu")).peak != compiled  # where there is no kernel
 
 
 def test_eager_attention_stores_its_scores():

@@ -1,7 +1,7 @@
 """The memory of one rank of a job, by running its real code on tensors that have shapes and no values.
 
 Model, sharding, optimizer and step are those of training. Where a GPU is pretended, what its code would do otherwise
-than a CPU's is done so here: see `_as_on_a_gpu` and `_only_on_a_cpu`. Blocks are not compiled.
+than a CPU's is done so here: see `_as_on_a_gpu` and what follows it. Blocks are not compiled.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +21,7 @@ from shoal.config.schema import Config
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.mistakes import UserMistake
 from shoal.models.build import blueprint, build_on_meta
+from shoal.models.loss import KERNEL_CHUNK_LOGITS, LanguageModel
 from shoal.models.pieces import local_tensor
 from shoal.parallel.apply import freeze
 from shoal.parallel.check import check_parallel
@@ -101,6 +102,7 @@ def _build(built: Any, choice: Choice, ledger: Ledger, on_gpu: bool) -> TrainSte
     model, optimizer = build(built, choice.config, chosen, run.mesh, ranks, folder=None, values=False)
     if on_gpu:
         optimizer = _as_on_a_gpu(optimizer, model)
+        _measure_as_on_a_gpu(model)
     keep_small_gradients(model, optimizer, chosen)
     scaler = LossScaler(ranks.device, enabled=model.precision.scaled)
     ledger.building = False
@@ -123,6 +125,17 @@ def _as_on_a_gpu(optimizer: NamedOptimizer, model: ParallelModel) -> NamedOptimi
             part.kernel = lambda tensors, numbers, usable, factor: None
         parts.append(part)
     return NamedOptimizer(parts, optimizer.names, optimizer.partition, optimizer.offloaded, model.low_precision)
+
+
+def _measure_as_on_a_gpu(model: ParallelModel) -> None:
+    """On CUDA one kernel does the loss of a chunk, which is larger, and writes the slope over the logits."""
+
+    def over_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return logits.new_zeros((), dtype=torch.float32), logits
+
+    for language in (one for module in model.modules for one in module.modules() if isinstance(one, LanguageModel)):
+        if language.measure is None:
+            language.chunks = lambda hidden: (over_logits, KERNEL_CHUNK_LOGITS)  # type: ignore[method-assign]
 
 
 def _only_on_a_cpu(model: nn.Module) -> Callable[[str, str, Tensor], bool]:

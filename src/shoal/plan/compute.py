@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from shoal.catalogue.efficiency import Efficiency, efficiency
 from shoal.plan.activations import selected_products
 from shoal.plan.blocks import linears, writes_norms_out
-from shoal.plan.head import one_kernel
+from shoal.plan.head import one_kernel, over_logits
 from shoal.plan.run import Run
 from shoal.plan.states import adapted, stored_bytes
 
@@ -190,10 +190,9 @@ def head_seconds(run: Run) -> Seconds:
     trained = run.trained.embedding if shape.tied else run.trained.head
     if trained:
         back += product_seconds(run, shape.hidden, tokens, columns)
-    plain = run.loss == "plain" and not one_kernel(run)
-    eager_pieces = run.loss == "chunked" and (not run.compiled or cut > 1)
-    traffic = PLAIN_LOGIT_TRAFFIC if plain or eager_pieces else FUSED_LOGIT_TRAFFIC
-    if run.loss == "chunked" and run.habits.chunks == "pieces" and not eager_pieces:
+    fused = one_kernel(run) if run.loss == "plain" else run.loss == "fused" or (run.compiled and cut == 1)
+    traffic = FUSED_LOGIT_TRAFFIC if fused else PLAIN_LOGIT_TRAFFIC
+    if over_logits(run):
         traffic = KERNEL_LOGIT_TRAFFIC
     moved = tokens * columns * traffic / _bandwidth(run)
     if run.loss == "chunked" and run.habits.chunks == "recomputed":

@@ -62,6 +62,12 @@ def one_kernel(run: Run) -> bool:
     return run.habits.loss_kernel == "always" or (run.habits.loss_kernel == "compiled" and run.compiled)
 
 
+def over_logits(run: Run) -> bool:
+    """Whether a chunked loss is a kernel that writes the slope over the logits: on every GPU, compiled blocks or not,
+    unless the vocabulary is cut."""
+    return run.loss == "chunked" and run.habits.chunks == "pieces" and run.mesh.tp == 1 and run.gpu.name != "cpu"
+
+
 def _plain_bytes(run: Run) -> float:
     if one_kernel(run):
         return 2.0 * run.compute_bytes
@@ -72,7 +78,7 @@ def _piece(run: Run, logits: float) -> float:
     number = run.compute_bytes
     if run.mesh.tp > 1:
         return _even(CHUNK_LOGITS / run.mesh.tp, logits) * (2 * number + CUT_PIECE_FP32)
-    if (run.compiled or run.loss == "fused") and run.habits.chunks == "pieces":
+    if run.loss == "fused" or over_logits(run):
         return _even(KERNEL_CHUNK_LOGITS, logits) * number
     return _even(CHUNK_LOGITS, logits) * (2 * number + EAGER_PIECE_FP32)
 
