@@ -107,6 +107,12 @@ def test_defaults_are_never_spoken_of() -> None:
             "checkpoint.keep_best 1 has no effect: data.validation is 0, so nothing is evaluated.",
         ),
         (
+            {"model": {"shape": "gpt2", "attention": "flex"}, "data": {"format": "alpaca", "pack": False}},
+            {"model": {"shape": "gpt2", "attention": "flex"}, "data": {"format": "alpaca", "pack": True}},
+            None,
+            "model.attention flex has no effect: it is for rows that hold several documents, and here each row is one.",
+        ),
+        (
             {"adapter": {"rank": 4}},
             {"adapter": {"rank": 4, "kind": "lora"}},
             None,

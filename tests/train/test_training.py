@@ -105,6 +105,14 @@ def test_fp8_trains_nearly_what_bf16_trains_however_it_is_split(world_size, chan
     assert losses(split) == pytest.approx(losses(one), rel=5e-3)
 
 
+@pytest.mark.parametrize(("inner", "says"), [(96, None), (100, "fp8 concerns 24% of the matrices")])
+def test_fp8_says_so_where_it_concerns_a_part_of_the_model_only(inner, says, instructions, tmp_path, capfd):
+    sized = {"model__shape": {**LLAMA, "ffn": inner, "positions": 512, "tied": True}, "train__steps": 1}
+    train_on(1, settings(instructions, train__precision="fp8", **sized), tmp_path)
+    found = " ".join(capfd.readouterr().err.split())
+    assert "concerns" not in found if says is None else says in found
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_16_mixed_scales_the_loss_and_trains_what_fp32_trains(strategy, instructions, tmp_path):
     changes = {"train__precision": "16-mixed", "parallel__strategy": strategy}

@@ -56,6 +56,14 @@ def _plain_text(run: _Run) -> str | None:
     return "plain text has no answers, so every token counts" if "text" in (data.format, data.source) else None
 
 
+def _no_tiles_to_skip(run: _Run) -> str | None:
+    if run.config.model.attention != "flex":
+        return None
+    if _plain_text(run) is not None or not run.config.data.pack:
+        return "it is for rows that hold several documents, and here each row is one"
+    return None
+
+
 def _nothing_played(run: _Run) -> str | None:
     data = run.config.data
     if data.source != "chess":
@@ -99,6 +107,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         for key in ("rank", "alpha", "dropout", "targets", "dora", "rslora", "train_also")
     ),
     ("adapter.quantize", lambda run: "adapter.kind is not qlora" if run.config.adapter.kind != "qlora" else None),
+    ("model.attention", _no_tiles_to_skip),
     ("data.train_on", _plain_text),
     *((f"data.{key}", _nothing_played) for key in ("games", "plies", "player")),
     (

@@ -22,12 +22,13 @@ from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, read_anatomy
 from shoal.models.attention import NARROWEST, skips_tiles
+from shoal.models.float8 import MULTIPLE
 from shoal.models.loss import LanguageModel, choose_loss
 from shoal.models.pieces import Split
 from shoal.models.weights import Weights, kept_buffers, materialize
 from shoal.parallel.compile import compile_backend, compile_blocks
 from shoal.parallel.context import SequencePart, split_sequence
-from shoal.parallel.float8 import use_float8
+from shoal.parallel.float8 import share_in_float8, use_float8
 from shoal.parallel.gradients import Gradients
 from shoal.parallel.grid import Grid
 from shoal.parallel.model import ParallelModel, Runner
@@ -45,6 +46,8 @@ from shoal.parallel.vocabulary import VocabularyPart
 
 # Few enough lengths for a compiler, and little to pad.
 ROUND_LENGTHS_TO = 64
+# fp8 that concerns a smaller share of the blocks is spoken of.
+MOSTLY = 0.9
 
 
 def parallelize(
@@ -140,7 +143,7 @@ def parallelize(
         copies=[copies for module in modules for copies in module.modules() if isinstance(copies, ComputeCopies)],
         row_length=config.data.max_length if mesh.pp > 1 or (compiled and config.data.pack) else None,
         row_multiple=_row_multiple(config, compiled=compiled),
-        notes=list(_notes(model, config, loss, compiled=backend is not None, tiles=tiles)),
+        notes=list(_notes(model, stages, config, loss, compiled=backend is not None, tiles=tiles)),
     )
 
 
@@ -153,8 +156,17 @@ def _choose_loss(
     return choose_loss(wanted, anatomy, tokens, model.config.get_text_config().vocab_size)
 
 
-def _notes(model: Any, config: Config, loss: str, *, compiled: bool, tiles: bool) -> Iterator[str]:
+def _notes(
+    model: Any, stages: list[StageModel], config: Config, loss: str, *, compiled: bool, tiles: bool
+) -> Iterator[str]:
     name = type(model).__name__
+    if config.train.precision == "fp8":
+        share = share_in_float8([block for stage in stages for block in stage.anatomy.block_modules(stage.model)])
+        if share < MOSTLY:
+            yield (
+                f"train.precision fp8 concerns {share:.0%} of the matrices of {name}'s blocks: the others are not "
+                f"linear layers whose sides are multiples of {MULTIPLE}, and are multiplied in bf16."
+            )
     if config.train.loss in ("chunked", "fused") and loss == "plain":
         yield f"train.loss {config.train.loss} has no effect: the head of {name} is more than one matrix."
     if config.train.recompute == "cheap" and not compiled:

@@ -36,6 +36,12 @@ def use_float8(blocks: list[nn.Module]) -> None:
             become(linear, _Float8Product if isinstance(linear, RowCut) else _Float8Linear)
 
 
+def share_in_float8(blocks: list[nn.Module]) -> float:
+    """Of the numbers in the blocks' matrices, those that are multiplied in 8 bits."""
+    matrices = sum(one.numel() for block in blocks for one in block.parameters() if one.dim() >= 2)
+    return sum(one.weight.numel() for block in blocks for one in _fitting(block)) / matrices if matrices else 1.0
+
+
 def _fitting(block: nn.Module) -> list[nn.Linear]:
     linears = (module for module in block.modules() if isinstance(module, nn.Linear))
     return [one for one in linears if all(side % MULTIPLE == 0 for side in one.weight.shape)]
