@@ -119,14 +119,14 @@ def test_of_several_ranks_the_first_alone_prints(tmp_path: Path) -> None:
 
 
 def test_a_wrong_result_is_status_3_and_names_the_operation_and_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = measuring.REDUCE_SCATTER
+    right = measuring.reduce_scatter
 
     def wrong(part: torch.Tensor, whole: torch.Tensor) -> None:
         right(part, whole)
         if torch.distributed.get_rank() == 1:
             part[3] += 1
 
-    monkeypatch.setattr(measuring, "REDUCE_SCATTER", wrong)
+    monkeypatch.setattr(measuring, "reduce_scatter", wrong)
     first, second = run_ranks(2, lambda: _command("--json"))
     assert (first[0], second[0]) == (3, 3)
     assert "shoal: The results are wrong: reduce-scatter of 4 KiB gave a wrong result on rank 1." in first[2]
@@ -146,7 +146,7 @@ def test_parts_that_changed_places_are_noticed(operation: str, monkeypatch: pyte
 
         return act
 
-    name = {"all-gather": "ALL_GATHER", "reduce-scatter": "REDUCE_SCATTER"}.get(operation)
+    name = {"all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}.get(operation)
     if name is not None:
         monkeypatch.setattr(measuring, name, swapped(getattr(measuring, name)))
     else:

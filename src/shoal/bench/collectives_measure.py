@@ -14,11 +14,9 @@ from shoal.bench.sizes import show_seconds, show_size
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import describe_machine
 from shoal.parallel.ranks import Ranks
+from shoal.parallel.renamed import all_gather, reduce_scatter
 from shoal.plan.ring import OPERATIONS, Operation
 
-# torch 2.13 has given them new names, and warns of the old ones.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # A sample is as many calls in a row as take this long, so that neither the clock nor ranks that begin a little
 # apart count for much.
@@ -45,8 +43,8 @@ class Buffers:
         if operation == "all-reduce":
             return lambda: dist.all_reduce(self.whole)
         if operation == "all-gather":
-            return lambda: ALL_GATHER(self.whole, self.part)
-        return lambda: REDUCE_SCATTER(self.part, self.whole)
+            return lambda: all_gather(self.whole, self.part)
+        return lambda: reduce_scatter(self.part, self.whole)
 
     def is_right(self, operation: Operation) -> bool:
         """Call it once with values that differ by rank and place, and compare; leaves zeros, which sum to zeros."""

@@ -10,10 +10,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
+from shoal.parallel.renamed import functional_all_gather, functional_reduce_scatter
+
 Group = dist.ProcessGroup
-# torch 2.13 renames these, and warns of the old names.
-_all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_reduce_scatter: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
 def gather(tensor: Tensor, dimension: int, group: Group) -> Tensor:
@@ -42,12 +41,12 @@ def own_part(tensor: Tensor, dimension: int, group: Group) -> Tensor:
 
 def _gather(tensor: Tensor, dimension: int, group: Group) -> Tensor:
     # Ranks are laid along the first dimension, which is the one that is contiguous in memory.
-    gathered = _all_gather(tensor.transpose(0, dimension).contiguous(), 0, group)
+    gathered = functional_all_gather(tensor.transpose(0, dimension).contiguous(), 0, group)
     return _arrived(gathered).transpose(0, dimension).contiguous()
 
 
 def _scatter_sum(tensor: Tensor, dimension: int, group: Group) -> Tensor:
-    summed = _reduce_scatter(tensor.transpose(0, dimension).contiguous(), "sum", 0, group)
+    summed = functional_reduce_scatter(tensor.transpose(0, dimension).contiguous(), "sum", 0, group)
     return _arrived(summed).transpose(0, dimension).contiguous()
 
 

@@ -3,18 +3,16 @@
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal.models.pieces import local_tensor
 from shoal.parallel.buckets import in_buckets
+from shoal.parallel.renamed import all_gather
 
 # Updated rows are sent in pieces of about so many numbers of all ranks together, so that little memory is needed.
 BUCKET = 1 << 24
-# torch 2.13 renames it, and warns of the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Partition:
@@ -58,7 +56,7 @@ class Partition:
             local = local_tensor(self.rows[name])
             part[: local.numel()].copy_(local.reshape(-1))
         everyone = torch.empty(replicas * mine.numel(), dtype=mine.dtype, device=mine.device)
-        _all_gather(everyone, mine, group=self.mesh.get_group())
+        all_gather(everyone, mine, group=self.mesh.get_group())
         for part, name in zip(torch.split(everyone.view(replicas, -1), shares, dim=1), names, strict=True):
             whole = self.whole[name].detach()
             whole.copy_(part.reshape(-1)[: whole.numel()].view_as(whole))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from shoal.mistakes import RunFailed
 from shoal.parallel.ranks import Ranks
+from shoal.parallel.renamed import all_gather
 from shoal.train.pace import Pace, SlowRanks
 
 
@@ -48,7 +49,7 @@ class Pulse:
         heard = self._hear()
         mine = torch.tensor(numbers, dtype=torch.float64)
         table = mine.new_empty(self.ranks.world_size * len(numbers))
-        work = dist.all_gather_into_tensor(table, mine, async_op=True)
+        work = all_gather(table, mine, async_op=True)
         assert work is not None
         self._asked = (work, table)
         return heard
