@@ -1,5 +1,6 @@
 """Every way to split a model, on real CUDA kernels and NCCL, held to one process: `python benchmarks/gpu/parity.py F`.
 
+After the folder's name: precisions or names of cases, for those alone.
 For one GPU: several processes share it, and NCCL, which refuses that, is told that each is on a machine of its own. It
 shows that the numbers are right, and nothing about speed. Works without a GPU too, over gloo.
 """
@@ -51,6 +52,7 @@ COMPILED = [
     ("compiled, cp", 2, {"cp": 2}, {"compile": True}),
     ("compiled, pp", 2, {"pp": 2}, {"compile": True}),
 ]
+PRECISIONS = ["32-true", "bf16-mixed"]
 # Cases that run at the same time, and seconds that one may take.
 AT_ONCE, PATIENCE = 4, 90
 
@@ -118,11 +120,12 @@ def lines(folder: Path, precision: str, name: str) -> list[dict]:
 
 def main(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    wanted = sys.argv[2:]
+    wanted = [word for word in sys.argv[2:] if word not in PRECISIONS]
+    precisions = [word for word in sys.argv[2:] if word in PRECISIONS] or PRECISIONS
     found = []
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(AT_ONCE) as pool:
         folder = Path(temporary)
-        for precision in ("32-true", "bf16-mixed"):
+        for precision in precisions:
             train_case(folder, precision, ("reference", 1, {}, {}))
             reference = lines(folder, precision, "reference")
             cases = [case for case in [*CASES, *COMPILED] if not wanted or case[0] in wanted]
