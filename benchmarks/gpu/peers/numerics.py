@@ -23,7 +23,10 @@ SHAPE = {
     "tied": True,
 }
 LENGTH, ROWS = 1024, 8
-REFERENCE = "numerics-fp32"
+REFERENCE, PEER = "numerics-fp32", "numerics-hf-trainer"
+# What is promised of the mean and the largest distance. bf16-mixed is held to HF Trainer's mean in the same run.
+BANDS = {"numerics-ours-fp8": (0.02, 0.1), "numerics-ours-fp32": (1e-4, 1e-3)}
+AS_NEAR = 1.25
 
 
 def _case(name: str, label: str, runner: str, needs: tuple[str, ...] = (), **config: Any) -> Case:
@@ -32,7 +35,7 @@ def _case(name: str, label: str, runner: str, needs: tuple[str, ...] = (), **con
 
 CASES = [
     _case(REFERENCE, "plain loop, fp32", "plain"),
-    _case("numerics-hf-trainer", "HF Trainer, bf16", "hf_trainer", ("transformers", "accelerate")),
+    _case(PEER, "HF Trainer, bf16", "hf_trainer", ("transformers", "accelerate")),
     _case("numerics-ours", "shoal, bf16-mixed", "ours"),
     _case("numerics-ours-fp8", "shoal, fp8", "ours", **{"train.precision": "fp8"}),
     _case("numerics-ours-fp32", "shoal, 32-true", "ours", **{"train.precision": "32-true"}),
@@ -67,6 +70,28 @@ class Drift:
     mean: float
     largest: float
     last: float
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Of a case's distances; `largest` is None where only the mean is promised."""
+
+    mean: float
+    largest: float | None
+    kept: bool
+
+
+def promises(found: dict[str, Drift]) -> dict[str, Promise]:
+    """By case, where something is promised and was measured."""
+    bands: dict[str, tuple[float, float | None]] = dict(BANDS)
+    if PEER in found:
+        bands["numerics-ours"] = (AS_NEAR * found[PEER].mean, None)
+    kept = {}
+    for name, (mean, largest) in bands.items():
+        if (drift := found.get(name)) is not None:
+            within = drift.mean <= mean and (largest is None or drift.largest <= largest)
+            kept[name] = Promise(mean, largest, within)
+    return kept
 
 
 def drifts(losses: dict[str, list[float | None]]) -> dict[str, Drift]:

@@ -54,6 +54,7 @@ def write_report(path: Path, report: Report) -> None:
         "packed_against_padded": report.packing(),
         "numerics": _in_order(report.numeric, numerics.CASES),
         "distance_from_fp32": {name: asdict(drift) for name, drift in report.drifts().items()},
+        "promised_distance": {name: asdict(one) for name, one in numerics.promises(report.drifts()).items()},
     }
     new = path.with_suffix(".new")
     new.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
@@ -112,17 +113,26 @@ def _numerics_lines(report: Report) -> Iterator[str]:
     if not report.numeric:
         return
     records, drifts = _in_order(report.numeric, numerics.CASES), report.drifts()
+    promises = numerics.promises(drifts)
     steps = max((len(record["losses"]) for record in records.values() if _measured(record)), default=0)
     yield ""
-    yield f"| {steps} steps from the same weights | mean distance of the loss from fp32's | largest | at the end |"
-    yield "| --- | --- | --- | --- |"
+    yield f"| {steps} steps from the same weights: the loss against fp32's | mean | largest | at the end | promised |"
+    yield "| --- | --- | --- | --- | --- |"
     for name, record in records.items():
         drift = drifts.get(name)
         if drift is None:
             why = "the reference" if name == numerics.REFERENCE else "not as many losses as the reference"
-            yield f"| {record['label']} | {why if _measured(record) else record['status'][:100]} | | |"
+            yield f"| {record['label']} | {why if _measured(record) else record['status'][:100]} | | | |"
         else:
-            yield f"| {record['label']} | {drift.mean:.2e} | {drift.largest:.2e} | {drift.last:.2e} |"
+            numbers = f"{drift.mean:.2e} | {drift.largest:.2e} | {drift.last:.2e}"
+            yield f"| {record['label']} | {numbers} | {_promised(promises.get(name))} |"
+
+
+def _promised(promise: numerics.Promise | None) -> str:
+    if promise is None:
+        return ""
+    largest = "" if promise.largest is None else f", largest {promise.largest:.0e}"
+    return f"mean {promise.mean:.1e}{largest}: {'kept' if promise.kept else 'NOT KEPT'}"
 
 
 def _in_order(records: Records, cases: list[Any]) -> Records:
