@@ -4,6 +4,7 @@ Memory that runs out is explained in a sentence, or shrunk from; what the foreca
 and the tests that need CUDA pass. About two minutes. Without a GPU, `--without-running-out` goes through the rest.
 """
 
+import argparse
 import json
 import re
 import subprocess
@@ -106,4 +107,8 @@ def main(output: Path, *, without_running_out: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), without_running_out="--without-running-out" in sys.argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--without-running-out", action="store_true", help="what goes without a GPU")
+    told = parser.parse_args()
+    main(told.folder, without_running_out=told.without_running_out)

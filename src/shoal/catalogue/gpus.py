@@ -35,6 +35,11 @@ class Gpu:
     compute_capability: tuple[int, int] | None  # NVIDIA's; None elsewhere
     link: str  # between the GPUs of one machine, unless the user says otherwise
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a CPU's stand-in."""
+        return self.name == "cpu"
+
 
 # Bandwidths: vendors' pages and the standards' line rates. Latencies: typical of public collective benchmarks.
 LINKS: dict[str, Link] = {

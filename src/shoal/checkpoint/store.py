@@ -150,10 +150,7 @@ def damaged_file(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> 
 
 def remove(checkpoint: Checkpoint) -> None:
     """The name goes first: what a removal leaves that is cut off is no checkpoint, and `clear_removed` knows it."""
-    going = checkpoint.path.with_name(f"{REMOVED}{checkpoint.step:08d}")
-    if going.exists():
-        shutil.rmtree(going)
-    shutil.rmtree(checkpoint.path.replace(going))
+    shutil.rmtree(checkpoint.path.replace(checkpoint.path.with_name(f"{REMOVED}{checkpoint.step:08d}")))
 
 
 def clear_removed(checkpoints: Path) -> None:

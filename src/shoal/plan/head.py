@@ -65,7 +65,7 @@ def one_kernel(run: Run) -> bool:
 def over_logits(run: Run) -> bool:
     """Whether a chunked loss is a kernel that writes the slope over the logits: on every GPU, compiled blocks or not,
     unless the vocabulary is cut."""
-    return run.loss == "chunked" and run.habits.chunks == "pieces" and run.mesh.tp == 1 and run.gpu.name != "cpu"
+    return run.loss == "chunked" and run.habits.chunks == "pieces" and run.mesh.tp == 1 and not run.gpu.is_cpu
 
 
 def _plain_bytes(run: Run) -> float:

@@ -32,7 +32,7 @@ class Machine:
 
     @property
     def is_cpu(self) -> bool:
-        return self.gpu.name == "cpu"
+        return self.gpu.is_cpu
 
     def of(self, devices: int, nodes: int) -> "Machine":
         return replace(self, devices=devices, nodes=nodes)
@@ -58,9 +58,9 @@ def read_machine(hardware: HardwareConfig, driver: Path = DRIVER) -> Machine:
     devices = hardware.devices
     if devices == "auto":
         devices = len(present) if present and hardware.gpu == "auto" else 1
-        if gpu.name != "cpu" and hardware.gpu != "auto":
+        if not gpu.is_cpu and hardware.gpu != "auto":
             notes.append("One device; set hardware.devices and hardware.nodes to plan for more.")
-    if gpu.name == "cpu":
+    if gpu.is_cpu:
         gpu = replace(gpu, memory_gib=gpu.memory_gib / devices)  # which processes of one machine share
     return Machine(
         gpu=gpu,
@@ -108,7 +108,7 @@ def machine_at_hand(
 
 def usual_network(gpu: Gpu) -> str:
     """The connection between machines that such devices usually have; one port for each device."""
-    if gpu.name == "cpu":
+    if gpu.is_cpu:
         return "ethernet-10"
     if gpu.name.startswith("mi"):
         return "infiniband-hdr" if gpu.name == "mi250" else "infiniband-ndr"

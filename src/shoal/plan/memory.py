@@ -78,7 +78,7 @@ def forecast_memory(run: Run) -> Memory:
     everything = ranks(run.shape, run.mesh.pp, run.schedule)
     places = tuple(_rank_memory(run, rank) for rank in everything)
     context = 0.0
-    if run.gpu.name != "cpu":
+    if not run.gpu.is_cpu:
         context = (CONTEXT_GIB + (COMMUNICATION_GIB if run.world_size > 1 else 0.0)) * GIB
     return Memory(run, places, context)
 

@@ -85,7 +85,7 @@ def _pass(run: Run, rank: Rank) -> Term:
     ahead = block.forward * blocks + (loss.forward if loss else 0.0)
     back = block.backward * blocks + (loss.backward if loss else 0.0)
     host = (COMPILED_BLOCK_HOST if run.compiled else EAGER_BLOCK_HOST) * blocks
-    waiting = leaf("waiting for the host", max(0.0, host - ahead - back) if run.gpu.name != "cpu" else 0.0)
+    waiting = leaf("waiting for the host", max(0.0, host - ahead - back) if not run.gpu.is_cpu else 0.0)
     exposed, hidden = _sharding(run, rank, ahead, back)
     cutting = _cutting(run, rank)
     beside = leaf("collectives beside it", CONTENTION * hidden)
