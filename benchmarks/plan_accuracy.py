@@ -3,11 +3,11 @@
 python benchmarks/plan_accuracy.py [OUTPUT_FOLDER]        (default: benchmarks/plan)
 """
 
+import argparse
 import csv
 import json
 import re
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ HABITS: dict[str, Habits] = {
     **SYSTEMS,
     "huggingface-bf16": replace(HUGGING_FACE, wide_stream=False, casts_each_use=False),
     # Measured before what goes from block to block was in fp32.
-    "shoal-narrow": replace(OURS, wide_stream=False),
+    "shoal-narrow": replace(OURS, wide_stream=False, ends_apart=False),
     "litgpt-autocast": replace(LITGPT, wide_stream=True, casts_each_use=True),
 }
 SHAPES = {"llama3-405b": "llama3.1-405b", "llama-8.03b": "llama3-8b", "llama-1.24b": "llama3.2-1b"}
@@ -269,7 +269,9 @@ def plot(compared: list[Compared], path: Path) -> None:
 
 
 def main() -> None:
-    output = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "plan"
+    parser = argparse.ArgumentParser(description="Hold the forecast against published results.")
+    parser.add_argument("output", type=Path, nargs="?", default=HERE / "plan", help="folder for what it writes")
+    output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     compared = compare(read_rows())
     summary = {name: summarise(some) for name, some in groups(compared)}

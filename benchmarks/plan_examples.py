@@ -3,7 +3,7 @@
 python benchmarks/plan_examples.py [OUTPUT_FOLDER]        (default: benchmarks/plan)
 """
 
-import sys
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,7 +175,9 @@ def scaling_rows() -> list[str]:
 
 
 def main() -> None:
-    output = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "plan"
+    parser = argparse.ArgumentParser(description="Hold the forecast against examples of guides.")
+    parser.add_argument("output", type=Path, nargs="?", default=HERE / "plan", help="folder for what it writes")
+    output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     lines = [
         "# Worked examples of guides, and the forecast",

@@ -31,6 +31,7 @@ BLOCK_MATRICES = 4 * HIDDEN * (2 * HIDDEN + 2 * KEY_HEADS * CHANNELS + 3 * FFN)
 EMBEDDING = 4 * VOCABULARY * HIDDEN
 BLOCK = BLOCK_MATRICES + 2 * NORM
 ROOT = 2 * EMBEDDING + NORM  # embedding, head and final norm
+ENDS = 3  # which are gathered each for itself
 MODEL = BLOCKS * BLOCK + ROOT
 ACTIVATIONS = 4 * ROWS * LENGTH * HIDDEN
 KEYS = VALUES = 4 * ROWS * LENGTH * KEY_HEADS * CHANNELS
@@ -119,24 +120,24 @@ def test_zero1_sums_every_gradient_and_gathers_every_updated_row_once_a_step(run
 )
 def test_zero2_gathers_weights_once_a_step_and_scatters_gradients_in_every_pass(run, strategy, sharding, passes):
     found = count(run(4, passes, parallel__strategy=strategy, parallel__sharding=sharding), 4)
-    units = BLOCKS + 1
+    units = BLOCKS + ENDS
     hold(found, {gather(4): (units, MODEL), scatter(4): (passes * units, passes * MODEL)}, scalars=1)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_zero3_gathers_blocks_twice_and_the_root_once_in_every_pass(run, strategy, passes):
+def test_zero3_gathers_blocks_twice_and_the_ends_once_in_every_pass(run, strategy, passes):
     found = count(run(4, passes, parallel__strategy=strategy), 4)
-    gathered = (passes * (2 * BLOCKS + 1), passes * (2 * BLOCKS * BLOCK + ROOT))
-    hold(found, {gather(4): gathered, scatter(4): (passes * (BLOCKS + 1), passes * MODEL)}, scalars=1)
+    gathered = (passes * (2 * BLOCKS + ENDS), passes * (2 * BLOCKS * BLOCK + ROOT))
+    hold(found, {gather(4): gathered, scatter(4): (passes * (BLOCKS + ENDS), passes * MODEL)}, scalars=1)
 
 
 def test_zero3_in_bf16_gathers_half_the_bytes_and_reduces_in_fp32(run):
     found = count(run(4, parallel__strategy="zero3", train__precision="bf16-mixed"), 4)
     norms = (2 * BLOCKS + 1) * NORM
     expected: Expected = {
-        gather(4): (2 * BLOCKS + 1, (2 * BLOCKS * BLOCK_MATRICES + 2 * EMBEDDING) / 2),
-        scatter(4): (BLOCKS + 1, MODEL - norms),
+        gather(4): (2 * BLOCKS + 2, (2 * BLOCKS * BLOCK_MATRICES + 2 * EMBEDDING) / 2),
+        scatter(4): (BLOCKS + 2, MODEL - norms),
         total(4): (1, norms),  # every rank has them whole, in fp32
     }
     hold(found, expected, scalars=1)
@@ -145,9 +146,9 @@ def test_zero3_in_bf16_gathers_half_the_bytes_and_reduces_in_fp32(run):
 def test_weights_kept_sharded_over_two_ranks_are_gathered_from_two_ranks_in_the_backward_pass(run):
     found = count(run(4, parallel__strategy="fsdp", parallel__reshard=2), 4)
     expected: Expected = {
-        gather(4): (BLOCKS + 1, MODEL),
+        gather(4): (BLOCKS + ENDS, MODEL),
         gather(2): (BLOCKS, BLOCKS * BLOCK),
-        scatter(4): (BLOCKS + 1, MODEL),
+        scatter(4): (BLOCKS + ENDS, MODEL),
     }
     hold(found, expected, scalars=1)
 
@@ -157,9 +158,9 @@ def test_hybrid_shard_shards_within_and_sums_its_shards_over_replicas(run, passe
     hybrid = {"parallel__strategy": "fsdp", "parallel__sharding": "hybrid_shard", "parallel__replicate": 2}
     found = count(run(8, passes, **hybrid), 8)
     expected: Expected = {
-        gather(4): (passes * (2 * BLOCKS + 1), passes * (2 * BLOCKS * BLOCK + ROOT)),
-        scatter(4): (passes * (BLOCKS + 1), passes * MODEL),
-        total(2): (BLOCKS + 1, MODEL / 4),  # after the last pass only
+        gather(4): (passes * (2 * BLOCKS + ENDS), passes * (2 * BLOCKS * BLOCK + ROOT)),
+        scatter(4): (passes * (BLOCKS + ENDS), passes * MODEL),
+        total(2): (BLOCKS + ENDS, MODEL / 4),  # after the last pass only
     }
     hold(found, expected, scalars=1)
 
@@ -198,8 +199,8 @@ def test_the_costs_of_tensor_parallel_and_zero3_add_up(run):
     expected = tensor_parallel(1)
     # The norms' gradients are summed over tensor-parallel ranks after they were scattered.
     expected[total(2)] = (3, 3 * 4 * ROWS * LENGTH + (2 * BLOCKS + 1) * NORM / 4)
-    expected[gather(4)] = (2 * BLOCKS + 1, 2 * BLOCKS * block + root)
-    expected[scatter(4)] = (BLOCKS + 1, BLOCKS * block + root)
+    expected[gather(4)] = (2 * BLOCKS + ENDS, 2 * BLOCKS * block + root)
+    expected[scatter(4)] = (BLOCKS + ENDS, BLOCKS * block + root)
     hold(found, expected, scalars=3)
 
 
@@ -232,8 +233,8 @@ def test_context_parallel_ranks_share_the_shards_of_zero3(run):
     expected: Expected = {
         gather(4): (BLOCKS, both),
         scatter(4): (BLOCKS, both),
-        gather(8): (2 * BLOCKS + 1, 2 * BLOCKS * BLOCK + ROOT),
-        scatter(8): (BLOCKS + 1, MODEL),
+        gather(8): (2 * BLOCKS + ENDS, 2 * BLOCKS * BLOCK + ROOT),
+        scatter(8): (BLOCKS + ENDS, MODEL),
     }
     hold(found, expected, scalars=1)
 
@@ -262,6 +263,7 @@ def test_a_sharded_stage_gathers_and_scatters_once_a_step(run):
     measured = run(2, passes, parallel__pp=2, parallel__strategy="zero2")
     for rank, found in enumerate(measured.as_each_rank(4, measured.traffic)):
         # Two blocks a stage; the first has the embedding, the last the final norm and the head.
-        stage = 2 * BLOCK + EMBEDDING + (NORM if rank >= 2 else 0)
+        is_last = rank >= 2
+        weights = (3 + is_last, 2 * BLOCK + EMBEDDING + NORM * is_last)
         through = (passes, passes * ACTIVATIONS)
-        hold(found, {SEND: through, RECEIVE: through, gather(2): (3, stage), scatter(2): (3, stage)}, scalars=2)
+        hold(found, {SEND: through, RECEIVE: through, gather(2): weights, scatter(2): weights}, scalars=2)

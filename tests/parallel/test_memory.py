@@ -149,6 +149,17 @@ def test_the_peak_of_zero3_is_a_few_blocks(measure, ranks, prefetch):
     hold("peak of a step", found.peak("step"), 3 * MODEL / ranks + scattered + root + blocks)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ends_that_are_larger_than_blocks_are_not_gathered_at_one_time(text, ranks):
+    vocabulary = 8192
+    shape = {**SHAPE, "vocab": vocabulary, "tied": False}
+    run = Measured(_settings(text, model__shape=shape, parallel__strategy="zero3", train__global_batch=ranks), length=2)
+    end = 4 * HIDDEN * vocabulary
+    model = BLOCKS * BLOCK + 2 * end + 4 * HIDDEN
+    # All shards of gradients are there but the embedding's, which is whole, as computed and on its way.
+    hold("peak of a step", run.as_rank_zero(ranks, run.memory).peak("step"), 4 * model / ranks + 2 * end)
+
+
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_update_needs_a_shard_more(measure, strategy, ranks):

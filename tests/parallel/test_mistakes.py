@@ -54,7 +54,7 @@ def shape(**changes: Any) -> dict[str, Any]:
         (2, {"family": "bert", "kv_heads": None}, {"pp": 2}, "use parallel.pp 1 and parallel.strategy fsdp"),
         (3, {}, {"tp": 2}, "3 processes cannot be divided into groups of 2"),
         (2, {}, {"strategy": "fsdp", "wrap": {"classes": ["LlamaMLPs"]}}, "is a LlamaMLPs. Did you mean LlamaMLP or"),
-        (2, {"tied": True}, {"strategy": "fsdp", "wrap": {"classes": ["Embedding"]}}, "cannot be gathered alone"),
+        (2, {"tied": True}, {"strategy": "fsdp", "wrap": {"classes": ["Embedding"]}}, "Embedding cannot be wrapped"),
         (2, {}, {"strategy": "fsdp", "offload": {"optimizer": "nvme", "path": "nowhere/at/all"}}, "is not a folder"),
     ],
 )

@@ -21,7 +21,7 @@ from shoal.config.schema import Config
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.mistakes import UserMistake
 from shoal.models.build import blueprint, build_on_meta
-from shoal.models.loss import KERNEL_CHUNK_LOGITS, LanguageModel
+from shoal.models.loss import KERNEL_CHUNK_LOGITS, HeadAndLoss
 from shoal.models.pieces import local_tensor
 from shoal.parallel.apply import freeze
 from shoal.parallel.check import check_parallel
@@ -133,9 +133,9 @@ def _measure_as_on_a_gpu(model: ParallelModel) -> None:
     def over_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return logits.new_zeros((), dtype=torch.float32), logits
 
-    for language in (one for module in model.modules for one in module.modules() if isinstance(one, LanguageModel)):
-        if language.measure is None:
-            language.chunks = lambda hidden: (over_logits, KERNEL_CHUNK_LOGITS)  # type: ignore[method-assign]
+    for end in (one for module in model.modules for one in module.modules() if isinstance(one, HeadAndLoss)):
+        if end.measure is None:
+            end.chunks = lambda hidden: (over_logits, KERNEL_CHUNK_LOGITS)  # type: ignore[method-assign]
 
 
 def _only_on_a_cpu(model: nn.Module) -> Callable[[str, str, Tensor], bool]:

@@ -70,7 +70,9 @@ class ParallelConfig(Block):
     pp_schedule: PipelineSchedule = Field("1f1b", description="The order of the pipeline's passes.")
     cp: Count = Field(1, description="Devices that share each sequence (context parallel).")
     cp_method: Literal["gather", "ulysses"] = Field("gather", description="How context parallel attention exchanges.")
-    wrap: Literal["auto"] | WrapConfig = Field("auto", description="What fsdp gathers as one; auto: each block.")
+    wrap: Literal["auto"] | WrapConfig = Field(
+        "auto", description="What fsdp gathers as one, of what lies between embedding and head; auto: each block."
+    )
     prefetch: CountOrZero = Field(
         1,
         description="Blocks gathered ahead of use, which is also the limit on gathers in flight; 0: none ahead in the "

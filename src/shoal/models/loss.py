@@ -71,9 +71,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model = model
         self.anatomy = anatomy
-        self.loss = loss
-        self.measure = measure
         self.skips_tiles = skips_tiles
+        self.end = HeadAndLoss(model.get_submodule(anatomy.head), loss, measure)
         self.rounded = rounded
         if rounded is not None:
             model.get_submodule(anatomy.embedding).register_forward_hook(_widen)
@@ -84,11 +83,11 @@ class LanguageModel(nn.Module):
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         inputs = {"input_ids": batch.inputs, **self.surroundings(batch)}
         if self.anatomy.linear_head:
-            loss = self.loss_of(self.hidden(inputs), batch.labels)
+            loss = self.end(self.hidden(inputs), batch.labels)
         else:
             with self._rounding(batch.inputs.device):
                 logits = self.model(**inputs).logits
-            loss = self.loss_of_logits(logits, batch.labels)
+            loss = self.end.loss_of_logits(logits, batch.labels)
         return loss, (batch.labels != IGNORED).sum()
 
     def surroundings(self, batch: MicroBatch) -> dict[str, Any]:
@@ -119,9 +118,22 @@ class LanguageModel(nn.Module):
             return nullcontext()
         return torch.autocast(device.type, self.rounded, cache_enabled=False)
 
-    def loss_of(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The summed loss of the backbone's result, through a head that is one matrix."""
-        head = self.model.get_submodule(self.anatomy.head)
+
+class HeadAndLoss(nn.Module):
+    """Hidden states in, the summed loss out, through a head that is one matrix.
+
+    A module of its own, which whoever shards the model can wrap: the head's weight is used in here alone, by a chunked
+    loss without a call of the head.
+    """
+
+    def __init__(self, head: Any, loss: str, measure: Measure | None) -> None:
+        super().__init__()
+        self.head = head  # the model's own; here too, because what is inside is what sharding wraps
+        self.loss = loss
+        self.measure = measure
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        head = self.head
         hidden = hidden.to(head.weight.dtype)
         if self.loss == "plain":
             return self.loss_of_logits(head(hidden), labels)

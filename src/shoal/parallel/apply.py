@@ -213,9 +213,11 @@ def _with_loss(
 def _shard(
     module: nn.Module, stage: StageModel, config: Config, strategy: str, grid: Grid, precision: Precision
 ) -> None:
+    language = module.inner if isinstance(module, Stage) else module
+    assert isinstance(language, LanguageModel)
     shard_fully(
         module,
-        choose_units(stage.model, stage.anatomy, config.parallel.wrap, part=stage.count > 1),
+        choose_units(language, config.parallel.wrap, part=stage.count > 1),
         grid.sharding,
         precision,
         reshard=_reshards(config, strategy),

@@ -9,7 +9,7 @@ from shoal.parallel.context import check_context_parallel
 from shoal.parallel.shard import SHARDED
 from shoal.parallel.stages import check_pipeline
 from shoal.parallel.tensor import check_tensor_parallel
-from shoal.parallel.units import choose_units
+from shoal.parallel.units import choose_blocks
 
 SHARD_INSTEAD = "use parallel.strategy fsdp with parallel.wrap {min_params: 10_000_000}, which needs none"
 
@@ -30,4 +30,4 @@ def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, pas
     check_tensor_parallel(model, mesh.tp)
     check_context_parallel(model, mesh, parallel.cp_method)
     if strategy in SHARDED:
-        choose_units(model, anatomy, parallel.wrap)
+        choose_blocks(model, anatomy, parallel.wrap)

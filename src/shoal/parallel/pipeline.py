@@ -48,7 +48,7 @@ class Stage(nn.Module):
         hidden = self.inner.hidden({name: given, **self.inner.surroundings(batch)})
         # What leaves a stage must own its memory: zero-bubble schedules detach it in place.
         if self.is_last:
-            return torch.stack([self.inner.loss_of(hidden, labels)])
+            return torch.stack([self.inner.end(hidden, labels)])
         if hidden._is_view():
             # GPT-2 folds what it returns to the shape of its tokens, of which a tensor-parallel rank has a part.
             hidden = hidden.reshape(given.shape[0], -1, hidden.shape[-1]).clone()

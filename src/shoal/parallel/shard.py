@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.parallel.precision import DTYPES, Precision
+from shoal.parallel.units import Units
 
 SHARDED = ("fsdp", "zero2", "zero3")  # the strategies that FSDP2 carries out
 # PowerSGD sends two thin matrices of this rank instead of a gradient, after some steps that send it whole.
@@ -70,7 +71,7 @@ def _rounded(dtype: torch.dtype) -> Callable[..., Any]:
 
 def shard_fully(
     module: nn.Module,
-    units: list[nn.Module],
+    units: Units,
     mesh: DeviceMesh,
     precision: Precision,
     *,
@@ -90,11 +91,23 @@ def shard_fully(
     # thousandth of a model or less, and their gradients are averaged together after a step's passes.
     whole = {one for one in module.parameters() if precision.mixed and not precision.is_rounded(one)}
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": place, "ignored_params": whole}
-    for unit in reversed(units):  # those inside others first
+    for unit in units.first:
+        fully_shard(unit, reshard_after_forward=bool(reshard), **options)
+        assert isinstance(unit, FSDPModule)
+        unit.set_unshard_in_backward(False)  # the gradient of what was looked up does not depend on the table
+    for unit in reversed(units.blocks):  # those inside others first
         fully_shard(unit, reshard_after_forward=reshard, **options)
-    # Embedding, head and, unless it is left whole, the final norm stay in the root's group: it is gathered once for the
-    # whole pass.
+    # The backward pass begins where the forward pass ends: nothing would be gained by letting go in between.
+    for unit in units.last:
+        fully_shard(unit, reshard_after_forward=False, **options)
+    # The model has the head too, so the root would come upon it.
+    options["ignored_params"] = whole.union(*(unit.parameters() for unit in units.last))
     fully_shard(module, reshard_after_forward=False, **options)
+    _gather_ahead([*units.first, *units.blocks, *units.last], prefetch)
+
+
+def _gather_ahead(units: list[nn.Module], prefetch: int) -> None:
+    """Let each of `units` call for those after it in the forward pass, and for those before it in the backward pass."""
     sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     if prefetch > 0:
         for index, one in enumerate(sharded):

@@ -1,5 +1,6 @@
-"""What FSDP gathers and frees as one: each block, or what `parallel.wrap` says."""
+"""What FSDP gathers and frees as one: each block and each end of the model, or what `parallel.wrap` says."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -7,14 +8,38 @@ from torch import nn
 from shoal.config.schema import WrapConfig
 from shoal.mistakes import UserMistake, suggestion
 from shoal.models.anatomy import Anatomy, require_blocks
+from shoal.models.loss import LanguageModel
 from shoal.models.weights import parameter_slots
 
 
-def choose_units(model: Any, anatomy: Anatomy, wrap: str | WrapConfig, *, part: bool = False) -> list[nn.Module]:
-    """Modules in the order in which the forward pass enters them; what they leave over belongs to the root.
+@dataclass(frozen=True)
+class Units:
+    """In the order in which the forward pass enters them; what they leave over belongs to the root."""
 
-    A `part` of a model, a stage of a pipeline, need not have all that `wrap` names.
-    """
+    first: list[nn.Module]  # the embedding, unless something else has its weight too
+    blocks: list[nn.Module]
+    last: list[nn.Module]  # the head with the loss, likewise
+
+
+def choose_units(language: LanguageModel, wrap: str | WrapConfig, *, part: bool = False) -> Units:
+    """`wrap` is about what lies between the ends. A `part` of a model, a stage of a pipeline, need not have all that
+    it names."""
+    model, anatomy = language.model, language.anatomy
+    embedding, head = model.get_submodule(anatomy.embedding), language.end.head
+    first: list[nn.Module] = [embedding] if isinstance(embedding, nn.Embedding) and _is_alone(embedding, model) else []
+    last: list[nn.Module] = [language.end] if anatomy.linear_head and _is_alone(head, model) else []
+    blocks = [one for one in choose_blocks(model, anatomy, wrap, part=part) if one not in first]
+    return Units(first, blocks, last)
+
+
+def _is_alone(module: nn.Module, model: nn.Module) -> bool:
+    """Whether it has a weight, which nothing else has: a tied weight must stay one."""
+    slots = parameter_slots(model)
+    return bool(module._parameters) and all(len(slots[one]) == 1 for one in module.parameters())
+
+
+def choose_blocks(model: Any, anatomy: Anatomy, wrap: str | WrapConfig, *, part: bool = False) -> list[nn.Module]:
+    """What `wrap` says, or a UserMistake where it cannot be."""
     if not isinstance(wrap, WrapConfig):
         instead = "set parallel.wrap to {min_params: 10_000_000} or to {classes: [NAME]}, which need none"
         require_blocks(anatomy, model, "parallel.wrap auto", instead)
@@ -32,8 +57,8 @@ def choose_units(model: Any, anatomy: Anatomy, wrap: str | WrapConfig, *, part: 
         chosen = {module for module in allowed if type(module).__name__ in wrap.classes}
         if not chosen and not part:
             raise UserMistake(
-                f"parallel.wrap: {', '.join(wrap.classes)} cannot be gathered alone: the head, and modules that share "
-                "weights with others, stay with the root."
+                f"parallel.wrap: {', '.join(wrap.classes)} cannot be wrapped: the head is gathered for itself anyway, "
+                "and modules that share weights with others stay with the root."
             )
     return [module for module in model.modules() if module in chosen]
 

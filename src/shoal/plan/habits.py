@@ -44,7 +44,7 @@ class Habits:
     gathers_in_eight_bits: bool = False
     # Weights and gradients are kept in 16 bits, and an fp32 copy of the weights with the optimizer's state (ZeRO).
     masters_with_optimizer: bool = False
-    # Embedding and head are gathered each for itself; ours are gathered together for the whole pass.
+    # Embedding and head, unless they are one, are gathered each for itself, and not together for the whole pass.
     ends_apart: bool = False
     # fp32 weights are cast to half precision once a step (ours) or whenever they are used (autocast).
     casts_each_use: bool = False
@@ -70,6 +70,7 @@ OURS = Habits(
     rounds_once=True,
     grows_in_place=True,
     skips_tiles=True,
+    ends_apart=True,
 )
 TORCHTITAN = Habits(
     repeats_keys=True,

@@ -41,7 +41,12 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     forward_blocks = blocks if all_blocks else 0.0
     if run.sharded and not all_blocks and not isinstance(run.reshard, bool):
         forward_blocks = counts.blocks * run.compute_bytes / run.reshard
-    around = 0.0 if run.habits.ends_apart else ends
+    # And of the ends: both, the embedding, or none.
+    around = ends
+    if run.ends_apart and not run.keeps_weights:
+        around = 0.0
+    elif run.ends_apart and run.passes == 1:
+        around = min(ends, counts.embedding * run.compute_bytes)
 
     def moment(
         name: str, gathered: float, reducing: float, gradients: Term, *others: Term, freed: float = 0.0
@@ -66,23 +71,28 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     matrix = (counts.embedding if run.shape.tied else counts.head) if rank.last else 0.0
     if rank.last:
         loss = head(run)
-        gathered = matrix * run.compute_bytes if run.habits.ends_apart else ends
-        # What the last block was gathered into lives on until the forward pass ends.
-        gathered = gathered + (0.0 if all_blocks else counts.block * run.compute_bytes) if run.sharded else 0.0
+        gathered = matrix * run.compute_bytes if run.ends_apart and not run.keeps_weights else ends
+        # What the last was gathered into lives on until the forward pass ends: the head, or a block.
+        last = matrix if run.ends_apart else 0.0 if all_blocks else counts.block
+        gathered = gathered + last * run.compute_bytes if run.sharded else 0.0
         found.append(moment("loss", gathered + forward_blocks, 0.0, before, whole, kept, loss.peak))
         left = loss.left
     else:
         left = group("head")
-    # FSDP reduces the ends' gradients together, after the last block's: until then the head's is held whole.
-    waiting = 0.0
-    if run.sharded and not run.habits.ends_apart and run.trained.head:
-        waiting = matrix * run.compute_bytes
-    early = before if before.amount else leaf("gradients", 0.0 if run.sharded else _first(run, held, matrix))
+    # FSDP reduces the gradients of ends that it gathered together after the last block's: until then the head's is held
+    # whole. Where they are apart the head's are being reduced while the backward pass enters the last block.
+    waiting, reducing = 0.0, _reducing(run, counts)
+    if run.sharded and run.trained.head:
+        if run.ends_apart:
+            reducing = _reducing(run, counts, behind=max(counts.block * run.trained.blocks, matrix))
+        else:
+            waiting = matrix * run.compute_bytes
+    early = before if before.amount else leaf("gradients", _first(run, held, matrix))
     found.append(
         moment(
             "start of the backward pass",
             around + max(blocks, forward_blocks),
-            _reducing(run, counts) + waiting,
+            reducing + waiting,
             early,
             whole,
             kept,
@@ -92,7 +102,7 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     )
     gradients = none if run.sharded and run.mesh.pp > 1 else held.gradients
     # At the end one block is left, whole: kept, or computed again.
-    last = group("activations", *block_kept(run).parts)
+    left = group("activations", *block_kept(run).parts)
     found.append(
         moment(
             "first block's gradients",
@@ -100,7 +110,7 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
             _reducing(run, counts) + waiting,
             gradients,
             whole,
-            last,
+            left,
             flowing,
         )
     )
@@ -113,9 +123,11 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
 
 
 def _first(run: Run, held: States, matrix: float) -> float:
-    """The head's gradient, the first that a backward pass makes where nothing is sharded."""
+    """The head's gradient, the first that a backward pass makes; where it is sharded with others it comes last."""
+    if run.sharded and (not run.ends_apart or run.mesh.pp > 1):
+        return 0.0
     size = run.gradient_bytes or run.weight_bytes
-    return min(held.gradients.amount, matrix * size * run.trained.head)
+    return min(held.gradients.amount, matrix * size * run.trained.head / (run.shards if run.sharded else 1))
 
 
 def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
@@ -188,13 +200,14 @@ def _gathered_blocks(run: Run, counts: Counts) -> float:
     return min(counts.blocks, ahead * counts.block) * number
 
 
-def _reducing(run: Run, counts: Counts) -> float:
-    """A block's whole gradient, as computed and as it is reduced."""
+def _reducing(run: Run, counts: Counts, behind: float | None = None) -> float:
+    """A block's whole gradient as computed, and what came before it, `behind` or another block's, as it is reduced."""
     if not run.sharded or run.mesh.pp > 1:
         return 0.0
     if run.adapter is not None:
         return 0.0
-    return counts.block * run.trained.blocks * (run.compute_bytes + run.reduce_bytes)
+    block = counts.block * run.trained.blocks
+    return block * run.compute_bytes + (block if behind is None else behind) * run.reduce_bytes
 
 
 def _reducing_ends(run: Run, counts: Counts) -> float:
@@ -202,7 +215,7 @@ def _reducing_ends(run: Run, counts: Counts) -> float:
     if not run.sharded or run.mesh.pp > 1:
         return 0.0
     trained = counts.embedding * run.trained.embedding + counts.head * run.trained.head
-    if run.habits.ends_apart:
+    if run.ends_apart:
         trained = max(counts.embedding * run.trained.embedding, counts.head * run.trained.head)
     return trained * (run.compute_bytes + run.reduce_bytes)
 

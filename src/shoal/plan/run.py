@@ -129,6 +129,11 @@ class Run:
         return self.reshard is False or self.mesh.pp > 1 or self.strategy == "zero2"
 
     @property
+    def ends_apart(self) -> bool:
+        """Whether embedding and head are gathered each for itself. A weight that they share is held for the pass."""
+        return self.habits.ends_apart and not self.shape.tied
+
+    @property
     def tokens(self) -> int:
         """Tokens of one pass on one rank, before tensor parallelism cuts some of its tensors."""
         return self.micro_batch * self.length // self.mesh.cp

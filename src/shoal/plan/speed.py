@@ -104,12 +104,10 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
     reduced = run.reduce_bytes * run.trained.blocks
     gather = collective_seconds(run, "all-gather", over, counts.block * number)
     scatter = collective_seconds(run, "reduce-scatter", over, counts.block * reduced) if reduced else 0.0
+    embedding = counts.embedding * run.trained.embedding
     ends = collective_seconds(run, "all-gather", over, counts.ends * number)
     ends_back = collective_seconds(
-        run,
-        "reduce-scatter",
-        over,
-        (counts.embedding * run.trained.embedding + counts.head * run.trained.head) * run.reduce_bytes,
+        run, "reduce-scatter", over, (embedding + counts.head * run.trained.head) * run.reduce_bytes
     )
     if run.mesh.pp > 1:
         # Gathered and reduced once a step, before the first pass and after the last: shared out over the passes.
@@ -118,8 +116,13 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
     gathers = gather * rank.blocks / (run.passes if run.keeps_weights else 1)
     again = 0.0 if run.keeps_weights else gather * rank.blocks
     scatters = scatter * rank.blocks
-    # The first gather and the last reduction have nothing to hide behind; nor have the ends where they go together.
-    open_ends = (0.0 if run.habits.ends_apart else ends + ends_back) + gather + scatter
+    # The first gathers and the last reductions have nothing to hide behind: those of the embedding and a block; and of
+    # the head, where it goes with the embedding.
+    open_ends = ends + ends_back + gather + scatter
+    if run.ends_apart:
+        first = collective_seconds(run, "all-gather", over, counts.embedding * number)
+        last = collective_seconds(run, "reduce-scatter", over, embedding * run.reduce_bytes)
+        open_ends = first + last + gather + scatter
     exposed = max(0.0, gathers - ahead) + max(0.0, again + scatters - back) + open_ends
     total = gathers + again + scatters + ends + ends_back
     return leaf("sharded weights", exposed), max(0.0, total - exposed)
