@@ -40,6 +40,7 @@ check: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m shoal.config.document > docs/config.md
+	$(BIN)/python benchmarks/plan_document.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 CUDA_TESTS = ("tests/parallel/test_cuda.py", "tests/models/test_loss.py", "tests/models/test_float8.py")
-# GPT-2 with so many rows of 1024 a pass needs some 300 GiB; with a quarter of them, about 75.
+# GPT-2 with so many rows of 1024 a pass needs 159 GiB by the forecast; with half of them, 80.
 TOO_MANY, LENGTH = 512, 1024
 
 

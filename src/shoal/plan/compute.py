@@ -24,6 +24,9 @@ TRAFFIC_BACKWARD = 2.0
 PLAIN_LOGIT_TRAFFIC = 38
 FUSED_LOGIT_TRAFFIC = 10
 KERNEL_LOGIT_TRAFFIC = 7
+# Of the memory's bandwidth, a kernel that goes through long tensors from end to end: our AdamW of fp32 weights on an
+# H200 moves 34.6 GB in 8.6 ms (benchmarks/gpu/ideas_h200/kernels_wide_stream_4.txt), its norm a little more slowly.
+STREAMED = 0.8
 # Casting to 8 bits reads 16 and writes 8; the largest number is found by the kernel before.
 CAST_TRAFFIC = 3
 # The same into two layouts at once.
@@ -211,7 +214,8 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
         moved += gradient if run.habits.one_pass_step else 3 * gradient
     if run.mixed and not run.sharded:
         moved += run.compute_bytes + (0 if run.habits.one_pass_step else weight)
-    seconds = parameters * moved / _bandwidth(run)
+    streamed = run.habits.one_pass_step and run.optimizer == "adamw"
+    seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else _bandwidth(run))
     if run.optimizer == "muon":
         # Five rounds of three products of the matrix's shorter side.
         short = min(run.shape.hidden, run.shape.ffn)

@@ -1,0 +1,73 @@
+"""Brings docs/plan.md up to date with the forecast: `python benchmarks/plan_document.py`.
+
+What its commands print, and the tables that plan_accuracy.py, plan/traced.py and plan_examples.py have written, which
+are to be run first.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+DOCUMENT = HERE.parent / "docs" / "plan.md"
+
+
+def printed(command: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)], capture_output=True, text=True, cwd=HERE.parent
+    )
+    if done.returncode not in (0, 3):  # 3: it does not fit, which is among the examples
+        raise SystemExit(f"{command}: {done.stderr.strip()}")
+    return done.stdout.rstrip().splitlines()
+
+
+def with_output(block: str) -> str:
+    """A command and what it printed; after a line «…» only from the line that follows there on, and as far as it
+    went."""
+    first, *before = block.splitlines()
+    found = printed(first.removeprefix("$ "))
+    if before and before[0] == "…":
+        start = found.index(before[1])
+        end = next((place for place in range(start, len(found)) if not found[place]), len(found))
+        found = ["…", *found[start:end]]
+    return "\n".join([first, *found])
+
+
+def table_like(text: str, header: str) -> str:
+    """The table of `text` that begins with the line `header`."""
+    start = text.index(header)
+    found = re.match(r"(?:\|.*\n)+", text[start:])
+    assert found is not None
+    return found[0]
+
+
+def replaced(document: str, table: str) -> str:
+    header = table.splitlines()[0]
+    return document.replace(table_like(document, header), table)
+
+
+def accuracy() -> str:
+    summary = json.loads((HERE / "plan" / "accuracy.json").read_text())["summary"]
+    lines = ["| rows | figures | median | nine of ten within | worst | bias |", "| --- | --- | --- | --- | --- | --- |"]
+    for name, one in summary.items():
+        shares = " | ".join(f"{one[key]:.1%}" for key in ("median", "ninety_per_cent_within", "worst"))
+        lines.append(f"| {name} | {one['figures']} | {shares} | {one['bias']:+.1%} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    text = DOCUMENT.read_text()
+    text = re.sub(r"(?<=```\n)\$ shoal plan .*?(?=\n```)", lambda block: with_output(block[0]), text, flags=re.DOTALL)
+    text = replaced(text, accuracy())
+    for name in ("traced.md", "examples.md"):
+        written = (HERE / "plan" / name).read_text()
+        for header in re.findall(r"^(\|.*\n)\| ---", written, flags=re.MULTILINE):
+            text = replaced(text, table_like(written, header))
+    DOCUMENT.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
