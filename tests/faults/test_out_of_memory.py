@@ -152,6 +152,19 @@ def test_what_is_not_built_yet_is_no_fix() -> None:
         api.load_config(None, ["model.shape=gpt2", *used, *fix.split()])
 
 
+def test_what_would_not_be_enough_is_no_fix_where_something_would() -> None:
+    """As it was on an H200: keeping the optimizer's state elsewhere would have saved a hundredth of what was wanted."""
+    asked = ["model.shape=gpt2", "data.max_length=1024", "train.global_batch=512", "train.micro_batch=512"]
+    config = api.load_config(None, asked)
+    choice = choose(config, read_shape(config.model), machine_at_hand("NVIDIA H200", 139.8, devices=1))
+    assert not choice.fits
+    fixes = [line.partition("  saves ")[0].strip() for line in out_of_memory._fixes(Forecast(choice, exact=True))][1:]
+    assert len(fixes) == 3
+    for fix in fixes:
+        changed = api.load_config(None, [*asked, *fix.split()])
+        assert choose(changed, choice.run.shape, choice.machine).fits, fix
+
+
 def test_shrink_under_another_launcher_says_what_to_do_by_hand(
     instructions: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,6 +168,7 @@ def _fixes(forecast: Forecast) -> Iterator[str]:
     if not found:
         yield "Nothing that shoal knows would take less memory, but smaller models, shorter rows or more devices."
         return
+    found.sort(key=lambda change: not change.choice.fits)  # what would not be enough comes last
     yield "What would take less, cheapest first:"
     width = max(len(" ".join(change.settings)) for change in found[:FIXES])
     for change in found[:FIXES]:
