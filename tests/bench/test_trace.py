@@ -33,8 +33,8 @@ def test_between_steps_gradients_are_gone(sharded):
 def test_gathered_weights_come_and_go_with_their_blocks(sharded):
     _, traced = sharded
     gathered = [moment.terms.get("gathered weights", 0) for moment in traced.moments.values()]
-    # Embedding and head, and two blocks of six: never all.
-    assert 2 * 2 * 32000 * 512 < max(gathered) < 2 * traced.parameters * 0.9
+    # At most the head and what it arrived in: never the embedding too, nor all blocks.
+    assert max(gathered) == pytest.approx(2 * 2 * 32000 * 512, rel=0.01)
     assert traced.moments[STEP].terms.get("gathered weights", 0) == 0
 
 
@@ -122,8 +122,8 @@ def test_a_cpu_makes_copies_that_a_gpu_does_not_make():
     assert on_cpu[LOSS].bytes >= on_gpu[LOSS].bytes
 
 
-def test_gradients_of_embedding_and_head_are_reduced_together_without_their_weights(sharded):
+def test_the_gradient_of_the_embedding_is_reduced_for_itself_without_its_weight(sharded):
     _, traced = sharded
-    terms, ends = traced.moments[EMBEDDING].terms, 2 * 32000 * 512
-    assert share(terms["gradients being reduced"], ends * (2 + 4)) < 0.01
+    terms, embedding = traced.moments[EMBEDDING].terms, 32000 * 512
+    assert share(terms["gradients being reduced"], embedding * (2 + 4)) < 0.01
     assert terms.get("gathered weights", 0) == 0
