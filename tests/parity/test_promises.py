@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, JambaConfig, JambaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    JambaConfig,
+    JambaForCausalLM,
+)
 
 import shoal.train.setup
 from shoal.data.tokenizer import load_tokenizer
@@ -73,6 +80,25 @@ def test_a_model_without_equal_blocks_trains_alike_on_two_ranks_and_on_one(paral
     changes = {"model": {"from": str(tmp_path / "start")}, "data__max_length": 64, "data__train_on": "all"}
     one = train_on(1, small(instructions, "one", **changes), tmp_path)
     two = train_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path)
+    hold_equal(two, one, bitwise=True)
+
+
+@pytest.mark.skipif(
+    "inkling_text" not in CONFIG_MAPPING, reason="this transformers has no embedding with a norm inside"
+)
+def test_an_embedding_that_is_more_than_a_table_trains_alike_on_two_ranks_and_on_one(instructions, tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 4}
+    tokens = {"vocab_size": 260, "pad_token_id": 258, "bos_token_id": 256, "eos_token_id": 257}
+    settled = {"num_experts_per_tok": 2, "max_position_embeddings": 256, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["inkling_text"](**sizes, **heads, **tokens, **settled))
+    assert len(list(model.get_input_embeddings().parameters())) == 2
+    model.float().save_pretrained(tmp_path / "start")
+    load_tokenizer("bytes").save(tmp_path / "start")
+    changes = {"model": {"from": str(tmp_path / "start")}, "data__max_length": 64, "data__train_on": "all"}
+    one = train_on(1, small(instructions, "one", **changes), tmp_path)
+    two = train_on(2, small(instructions, "two", parallel__strategy="fsdp", **changes), tmp_path)
     hold_equal(two, one, bitwise=True)
 
 

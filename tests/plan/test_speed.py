@@ -1,12 +1,14 @@
 """What the forecast of time promises: the formula of MFU, and that slower things are slower."""
 
+from dataclasses import replace
+
 import pytest
 
 from shoal.catalogue.efficiency import efficiency
 from shoal.catalogue.gpus import GPUS, LINKS
 from shoal.catalogue.shapes import NAMED, block_matrices
 from shoal.config.mesh import Mesh
-from shoal.plan.exchange import spread
+from shoal.plan.exchange import collective_seconds, spread
 from shoal.plan.run import FROZEN, Adapter
 from shoal.plan.speed import flops_per_token, forecast_speed
 from tests.plan.planning import make_run, tokens_per_second
@@ -72,6 +74,18 @@ def test_data_parallel_speed_falls_gently_with_the_number_of_devices(strategy):
     assert alone * 1.02 > speeds[0]
     assert speeds == sorted(speeds, reverse=True)
     assert speeds[1] > 0.6 * alone
+
+
+def test_computing_hides_no_more_exchanges_than_it_lasts():
+    """A step in which there is little to compute takes as long as everything that it exchanges."""
+    run = make_run("llama3-8b", length=64, micro_batch=1, strategy="fsdp", mesh=Mesh(dp_shard=64))
+    run = run.with_(shape=replace(run.shape, vocab=1_000_000))
+    over, shape = spread(run, 64, 1), run.shape
+    head = shape.vocab * shape.hidden
+    blocks = shape.layers * block_matrices(shape)
+    gathers = collective_seconds(run, "all-gather", over, (2 * blocks + 2 * head) * 2)
+    scatters = collective_seconds(run, "reduce-scatter", over, (blocks + 2 * head) * 4)
+    assert forecast_speed(run).step_seconds > 0.99 * (gathers + scatters)
 
 
 def test_a_bubble_shrinks_with_passes_and_with_interleaving():

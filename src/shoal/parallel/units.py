@@ -16,7 +16,7 @@ from shoal.models.weights import parameter_slots
 class Units:
     """In the order in which the forward pass enters them; what they leave over belongs to the root."""
 
-    first: list[nn.Module]  # the embedding, unless something else has its weight too
+    first: list[nn.Module]  # the embedding, where it is a table and nothing else has that too
     blocks: list[nn.Module]
     last: list[nn.Module]  # the head with the loss, likewise
 
@@ -26,7 +26,9 @@ def choose_units(language: LanguageModel, wrap: str | WrapConfig, *, part: bool 
     it names."""
     model, anatomy = language.model, language.anatomy
     embedding, head = model.get_submodule(anatomy.embedding), language.end.head
-    first: list[nn.Module] = [embedding] if isinstance(embedding, nn.Embedding) and _is_alone(embedding, model) else []
+    # One with a norm inside, say, would need that norm's weight in the backward pass too.
+    is_table = isinstance(embedding, nn.Embedding) and len(list(embedding.parameters())) == 1
+    first: list[nn.Module] = [embedding] if is_table and _is_alone(embedding, model) else []
     last: list[nn.Module] = [language.end] if anatomy.linear_head and _is_alone(head, model) else []
     blocks = [one for one in choose_blocks(model, anatomy, wrap, part=part) if one not in first]
     return Units(first, blocks, last)

@@ -45,7 +45,7 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     around = ends
     if run.ends_apart and not run.keeps_weights:
         around = 0.0
-    elif run.ends_apart and run.passes == 1:
+    elif run.ends_apart and run.passes == 1 and run.mesh.pp == 1:
         around = min(ends, counts.embedding * run.compute_bytes)
 
     def moment(

@@ -130,8 +130,9 @@ class Run:
 
     @property
     def ends_apart(self) -> bool:
-        """Whether embedding and head are gathered each for itself. A weight that they share is held for the pass."""
-        return self.habits.ends_apart and not self.shape.tied
+        """Whether embedding and head are gathered each for itself. A weight that they share is held for the pass, and
+        so is a head that is more than one matrix."""
+        return self.habits.ends_apart and not self.shape.tied and self.shape.family != "bert"
 
     @property
     def tokens(self) -> int:

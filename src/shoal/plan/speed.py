@@ -100,32 +100,33 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
     """FSDP's collectives of one pass: (what nothing hides, seconds that computing hides)."""
     if not run.sharded or run.shards == 1:
         return leaf("sharded weights", 0.0), 0.0
-    counts, over, number = count(run, rank), _shard_group(run), float(run.compute_bytes)
-    reduced = run.reduce_bytes * run.trained.blocks
-    gather = collective_seconds(run, "all-gather", over, counts.block * number)
-    scatter = collective_seconds(run, "reduce-scatter", over, counts.block * reduced) if reduced else 0.0
-    embedding = counts.embedding * run.trained.embedding
-    ends = collective_seconds(run, "all-gather", over, counts.ends * number)
-    ends_back = collective_seconds(
-        run, "reduce-scatter", over, (embedding + counts.head * run.trained.head) * run.reduce_bytes
-    )
+    counts, over = count(run, rank), _shard_group(run)
+
+    def gathered(parameters: float) -> float:
+        return collective_seconds(run, "all-gather", over, parameters * run.compute_bytes)
+
+    def scattered(parameters: float) -> float:
+        return collective_seconds(run, "reduce-scatter", over, parameters * run.reduce_bytes) if parameters else 0.0
+
+    gather, scatter = gathered(counts.block), scattered(counts.block * run.trained.blocks)
+    embedding, head = counts.embedding * run.trained.embedding, counts.head * run.trained.head
     if run.mesh.pp > 1:
         # Gathered and reduced once a step, before the first pass and after the last: shared out over the passes.
-        once = (ends + ends_back + (gather + scatter) * rank.blocks) / run.passes
-        return leaf("sharded weights", once), 0.0
+        ends = gathered(counts.ends) + scattered(embedding + head)
+        return leaf("sharded weights", (ends + (gather + scatter) * rank.blocks) / run.passes), 0.0
     gathers = gather * rank.blocks / (run.passes if run.keeps_weights else 1)
     again = 0.0 if run.keeps_weights else gather * rank.blocks
     scatters = scatter * rank.blocks
     # The first gathers and the last reductions have nothing to hide behind: those of the embedding and a block; and of
     # the head, where it goes with the embedding.
-    open_ends = ends + ends_back + gather + scatter
     if run.ends_apart:
-        first = collective_seconds(run, "all-gather", over, counts.embedding * number)
-        last = collective_seconds(run, "reduce-scatter", over, embedding * run.reduce_bytes)
-        open_ends = first + last + gather + scatter
-    exposed = max(0.0, gathers - ahead) + max(0.0, again + scatters - back) + open_ends
-    total = gathers + again + scatters + ends + ends_back
-    return leaf("sharded weights", exposed), max(0.0, total - exposed)
+        gathers += gathered(counts.head)
+        scatters += scattered(head)
+        ends = gathered(counts.embedding) + scattered(embedding)
+    else:
+        ends = gathered(counts.ends) + scattered(embedding + head)
+    exposed = max(0.0, gathers - ahead) + max(0.0, again + scatters - back) + ends + gather + scatter
+    return leaf("sharded weights", exposed), max(0.0, gathers + again + scatters + ends - exposed)
 
 
 def _cutting(run: Run, rank: Rank) -> Term:
