@@ -2,12 +2,10 @@
 
 The state has torch's names and shapes, so a checkpoint of either can be gone on with by the other. On CUDA a kernel of
 our own does the work, and looks itself whether the step is usable: the host does not wait. `eight_bits` of a group
-keeps the moments of its parameters in 8 bits (see eight_bits.py). What this file computes with plain torch operations
-is what the kernel computes.
+keeps the moments of its parameters in 8 bits (see eight_bits.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -18,44 +16,11 @@ from torch.optim import Optimizer
 
 from shoal.mistakes import UserMistake
 from shoal.models.pieces import local_tensor
-from shoal.train import eight_bits
+from shoal.train import adamw_update, eight_bits
+from shoal.train.adamw_update import Numbers, Tensors, Update
 from shoal.train.eight_bits import FIRST, SCALES, SECOND
 
 NO_COPIES: Mapping[Tensor, Tensor] = {}
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """What is the same for all parameters of a group in a step."""
-
-    rate: float
-    decay: float
-    betas: tuple[float, float]
-    eps: float
-
-    @property
-    def kept(self) -> float:
-        """What weight decay leaves of a weight."""
-        return 1 - self.rate * self.decay
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """This rank's part of a parameter and of all that its update reads or writes."""
-
-    weight: Tensor
-    gradient: Tensor
-    state: dict[str, Tensor]
-    correction: Tensor  # of the bias of the two moments in early steps: see `_corrections`
-    copy: Tensor | None  # of the weight, in the type that is computed with
-
-    @property
-    def in_eight_bits(self) -> bool:
-        return SCALES[FIRST] in self.state
-
-
-# (one parameter's tensors, the group's numbers, whether the step is usable, what gradients are multiplied with)
-Update = Callable[[Tensors, Numbers, Tensor, Tensor | None], None]
 
 
 @cache
@@ -106,7 +71,7 @@ class AdamW(Optimizer):
         """
         if self.kernel is None and not bool(usable):
             return
-        update = self.kernel or _update
+        update = self.kernel or adamw_update.update
         for group in self.param_groups:
             parameters = [one for one in group["params"] if one.grad is not None]
             if not parameters:
@@ -153,29 +118,3 @@ def _corrections(steps: Tensor, betas: tuple[float, float]) -> tuple[Tensor, ...
     counts = steps.double()  # 1 - 0.999 has few digits in fp32
     first, second = (1 - beta**counts for beta in betas)
     return torch.stack([first, second.sqrt()], dim=1).float().unbind()
-
-
-def _update(tensors: Tensors, numbers: Numbers, usable: Tensor, factor: Tensor | None) -> None:
-    """One parameter, in plain operations of one rounding each: a part of a tensor comes out as in the whole."""
-    weight, state = tensors.weight, tensors.state
-    gradient = tensors.gradient.float()
-    if factor is not None:
-        gradient = gradient * factor
-    if tensors.in_eight_bits:
-        first = eight_bits.read_first(state[FIRST], state[SCALES[FIRST]])
-        second = eight_bits.read_second(state[SECOND], state[SCALES[SECOND]])
-    else:
-        first, second = state[FIRST].float(), state[SECOND].float()
-    first = first + (gradient - first) * (1 - numbers.betas[0])
-    second = second * numbers.betas[1] + gradient * gradient * (1 - numbers.betas[1])
-    first_correction, second_correction = tensors.correction
-    direction = first / (second.sqrt() / second_correction + numbers.eps)
-    weight.copy_(weight.float() * numbers.kept - direction * (numbers.rate / first_correction))
-    if tensors.copy is not None:
-        tensors.copy.copy_(weight)
-    if tensors.in_eight_bits:
-        eight_bits.write_first(first, state[FIRST], state[SCALES[FIRST]])
-        eight_bits.write_second(second, state[SECOND], state[SCALES[SECOND]], state["step"])
-    else:
-        state[FIRST].copy_(first)
-        state[SECOND].copy_(second)

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.models.pieces import BLOCK
-from shoal.train.adamw import Numbers, Tensors
+from shoal.train.adamw_update import Numbers, Tensors
 from shoal.train.eight_bits import FIRST, OF_PLACE, OF_STEP, SCALES, SECOND
 
 ROWS = 4  # a program works on so many rows of a block, or on as many numbers in a line
