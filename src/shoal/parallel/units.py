@@ -25,19 +25,13 @@ def choose_units(language: LanguageModel, wrap: str | WrapConfig, *, part: bool 
     """`wrap` is about what lies between the ends. A `part` of a model, a stage of a pipeline, need not have all that
     it names."""
     model, anatomy = language.model, language.anatomy
-    embedding, head = model.get_submodule(anatomy.embedding), language.end.head
+    embedding, shared = model.get_submodule(anatomy.embedding), _shared(model)
     # One with a norm inside, say, would need that norm's weight in the backward pass too.
     is_table = isinstance(embedding, nn.Embedding) and len(list(embedding.parameters())) == 1
-    first: list[nn.Module] = [embedding] if is_table and _is_alone(embedding, model) else []
-    last: list[nn.Module] = [language.end] if anatomy.linear_head and _is_alone(head, model) else []
+    first: list[nn.Module] = [embedding] if is_table and _is_whole(embedding, shared) else []
+    last: list[nn.Module] = [language.end] if anatomy.linear_head and _is_whole(language.end.head, shared) else []
     blocks = [one for one in choose_blocks(model, anatomy, wrap, part=part) if one not in first]
     return Units(first, blocks, last)
-
-
-def _is_alone(module: nn.Module, model: nn.Module) -> bool:
-    """Whether it has a weight, which nothing else has: a tied weight must stay one."""
-    slots = parameter_slots(model)
-    return bool(module._parameters) and all(len(slots[one]) == 1 for one in module.parameters())
 
 
 def choose_blocks(model: Any, anatomy: Anatomy, wrap: str | WrapConfig, *, part: bool = False) -> list[nn.Module]:
@@ -66,16 +60,21 @@ def choose_blocks(model: Any, anatomy: Anatomy, wrap: str | WrapConfig, *, part:
 
 
 def _wrappable(model: Any, anatomy: Anatomy) -> set[nn.Module]:
-    """Modules of the backbone with parameters of their own. Not those that share one with a module outside: a tied
-    weight must stay one."""
-    shared = [[owner for owner, _ in places] for places in parameter_slots(model).values() if len(places) > 1]
-    found = set()
-    for module in model.get_submodule(anatomy.backbone).modules():
-        inside = set(module.modules())
-        torn = any(0 < sum(owner in inside for owner in owners) < len(owners) for owners in shared)
-        if not torn and not isinstance(module, nn.ModuleList) and any(True for _ in module.parameters()):
-            found.add(module)
-    return found
+    """Modules of the backbone with parameters of their own."""
+    shared, backbone = _shared(model), model.get_submodule(anatomy.backbone)
+    return {one for one in backbone.modules() if not isinstance(one, nn.ModuleList) and _is_whole(one, shared)}
+
+
+def _shared(model: Any) -> list[list[nn.Module]]:
+    """Of each parameter that several modules have, those modules."""
+    return [[owner for owner, _ in places] for places in parameter_slots(model).values() if len(places) > 1]
+
+
+def _is_whole(module: nn.Module, shared: list[list[nn.Module]]) -> bool:
+    """Whether it has parameters, and none that a module outside has too: a tied weight must stay one."""
+    inside = set(module.modules())
+    torn = any(0 < sum(owner in inside for owner in owners) < len(owners) for owners in shared)
+    return not torn and any(True for _ in module.parameters())
 
 
 def _by_size(root: nn.Module, least: int, allowed: set[nn.Module]) -> set[nn.Module]:

@@ -36,17 +36,12 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     exchanged = _exchange_buffers(run, rank)
     base = (held.weights, held.optimizer)
     ends, blocks = _gathered_ends(run, counts), _gathered_blocks(run, counts)
+    around = _gathered_around(run, counts)
     all_blocks = run.keeps_weights and run.sharded
     # Between forward and backward: all blocks whole, none, or all of them sharded over fewer ranks.
     forward_blocks = blocks if all_blocks else 0.0
     if run.sharded and not all_blocks and not isinstance(run.reshard, bool):
         forward_blocks = counts.blocks * run.compute_bytes / run.reshard
-    # And of the ends: both, the embedding, or none.
-    around = ends
-    if run.ends_apart and not run.keeps_weights:
-        around = 0.0
-    elif run.ends_apart and run.passes == 1 and run.mesh.pp == 1:
-        around = min(ends, counts.embedding * run.compute_bytes)
 
     def moment(
         name: str, gathered: float, reducing: float, gradients: Term, *others: Term, freed: float = 0.0
@@ -71,11 +66,8 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     matrix = (counts.embedding if run.shape.tied else counts.head) if rank.last else 0.0
     if rank.last:
         loss = head(run)
-        gathered = matrix * run.compute_bytes if run.ends_apart and not run.keeps_weights else ends
-        # What the last was gathered into lives on until the forward pass ends: the head, or a block.
-        last = matrix if run.ends_apart else 0.0 if all_blocks else counts.block
-        gathered = gathered + last * run.compute_bytes if run.sharded else 0.0
-        found.append(moment("loss", gathered + forward_blocks, 0.0, before, whole, kept, loss.peak))
+        gathered = _gathered_for_loss(run, counts, matrix) + forward_blocks
+        found.append(moment("loss", gathered, 0.0, before, whole, kept, loss.peak))
         left = loss.left
     else:
         left = group("head")
@@ -101,8 +93,8 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
         )
     )
     gradients = none if run.sharded and run.mesh.pp > 1 else held.gradients
-    # At the end one block is left, whole: kept, or computed again.
-    left = group("activations", *block_kept(run).parts)
+    # One block is left, whole: kept, or computed again.
+    one_block = group("activations", *block_kept(run).parts)
     found.append(
         moment(
             "first block's gradients",
@@ -110,11 +102,11 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
             _reducing(run, counts) + waiting,
             gradients,
             whole,
-            left,
+            one_block,
             flowing,
         )
     )
-    # The embedding's gradient comes last; FSDP then reduces those of both ends together, their weights being gone.
+    # The embedding's gradient comes last, its weight being gone; where the ends go together, the head's with it.
     late = leaf("embedding's gradient, as computed", _embedding_gradient(run, counts))
     reducing = _reducing_ends(run, counts)
     found.append(moment("embedding's gradient", forward_blocks, reducing, gradients, whole, late, freed=ends))
@@ -180,6 +172,28 @@ def _gathered_ends(run: Run, counts: Counts) -> float:
     if not run.sharded or (run.habits.masters_with_optimizer and run.strategy == "zero2"):
         return 0.0
     return counts.ends * run.compute_bytes
+
+
+def _gathered_around(run: Run, counts: Counts) -> float:
+    """Of the ends, what is whole during the backward pass: both, the embedding, or none."""
+    ends = _gathered_ends(run, counts)
+    if not run.ends_apart:
+        return ends
+    if not run.keeps_weights:
+        return 0.0
+    # The head is let go after the backward pass of the step's last pass; in a pipeline at the end of the step.
+    return min(ends, counts.embedding * run.compute_bytes) if run.passes == 1 and run.mesh.pp == 1 else ends
+
+
+def _gathered_for_loss(run: Run, counts: Counts, matrix: float) -> float:
+    """At the end of the forward pass, besides blocks that are kept: the ends, or the head (`matrix`) alone; and what
+    was gathered last, the head or a block, a second time, as it arrived."""
+    if not run.sharded:
+        return 0.0
+    if run.ends_apart:
+        head = matrix * run.compute_bytes
+        return head + (_gathered_ends(run, counts) if run.keeps_weights else head)
+    return _gathered_ends(run, counts) + (0.0 if run.keeps_weights else counts.block * run.compute_bytes)
 
 
 def _gathered_blocks(run: Run, counts: Counts) -> float:

@@ -110,9 +110,9 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
 
     gather, scatter = gathered(counts.block), scattered(counts.block * run.trained.blocks)
     embedding, head = counts.embedding * run.trained.embedding, counts.head * run.trained.head
+    ends = gathered(counts.ends) + scattered(embedding + head)
     if run.mesh.pp > 1:
         # Gathered and reduced once a step, before the first pass and after the last: shared out over the passes.
-        ends = gathered(counts.ends) + scattered(embedding + head)
         return leaf("sharded weights", (ends + (gather + scatter) * rank.blocks) / run.passes), 0.0
     gathers = gather * rank.blocks / (run.passes if run.keeps_weights else 1)
     again = 0.0 if run.keeps_weights else gather * rank.blocks
@@ -123,8 +123,6 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
         gathers += gathered(counts.head)
         scatters += scattered(head)
         ends = gathered(counts.embedding) + scattered(embedding)
-    else:
-        ends = gathered(counts.ends) + scattered(embedding + head)
     exposed = max(0.0, gathers - ahead) + max(0.0, again + scatters - back) + ends + gather + scatter
     return leaf("sharded weights", exposed), max(0.0, gathers + again + scatters + ends - exposed)
 
