@@ -1,4 +1,7 @@
-"""bf16-mixed trains what fp32 trains, as nearly as autocast over fp32 weights does, which is what Hugging Face does."""
+"""bf16-mixed trains what fp32 trains, as nearly as autocast over fp32 weights does, which is what Hugging Face does.
+
+Every test runs with emulated matmuls, and with the CPU's own where it has fast ones.
+"""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -14,10 +17,21 @@ from shoal import api
 from shoal.catalogue.shapes import shape_from_sizes
 from shoal.data import load_tokenizer, prepare_sets
 from shoal.data.loader import batches
+from shoal.models.emulate import VARIABLE, emulated_dtypes, emulated_matmuls, slow_dtypes
 from shoal.models.families import transformers_config
 from tests.harness import lines, settings, train_on
 
 LENGTH, ROWS, STEPS, RATE = 128, 4, 25, 3e-4
+
+
+@pytest.fixture(params=["emulated", "native"], autouse=True)
+def _matmuls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "native" and slow_dtypes():
+        pytest.skip("this CPU multiplies bf16 or fp16 slowly")
+    monkeypatch.setenv(VARIABLE, request.param)
+    slow_dtypes.cache_clear()
+    yield
+    slow_dtypes.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +73,8 @@ def under_autocast(text: Path, weights: Path) -> Iterator[float]:
     sizes = {"first_step": 0, "global_batch": ROWS, "micro_batch": ROWS, "rank": 0, "ranks": 1, "pad": 0}
     for step in islice(batches(sets.training, sets.order, **sizes), STEPS):
         (batch,) = step.passes
-        with torch.autocast("cpu", torch.bfloat16):
+        emulated = emulated_matmuls(emulated_dtypes(torch.device("cpu"), torch.bfloat16))
+        with emulated, torch.autocast("cpu", torch.bfloat16):
             logits = model(batch.inputs, use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten(), ignore_index=-100)
         loss.backward()

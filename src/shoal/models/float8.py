@@ -67,7 +67,15 @@ def _product(left: Tensor, right: Tensor, unit: Tensor, right_unit: Tensor, dtyp
     if left.is_cuda:
         return torch._scaled_mm(left, right.t(), unit, right_unit, out_dtype=dtype, use_fast_accum=fast)
     with torch.autocast(left.device.type, enabled=False):  # which would round this product
-        return ((left.float() @ right.float().t()) * (unit * right_unit)).to(dtype)  # the same numbers, slowly
+        return ((_to_fp32(left) @ _to_fp32(right).t()) * (unit * right_unit)).to(dtype)  # the same numbers, slowly
+
+
+def _to_fp32(values: Tensor) -> Tensor:
+    """On a CPU. torch computes each element of e4m3; looking it up among its 256 values takes a third of the time."""
+    if values.dtype != VALUES:
+        return values.float()
+    table = torch.arange(256, dtype=torch.uint8).view(VALUES).float()
+    return table.index_select(0, values.view(torch.uint8).flatten().int()).view(values.shape)
 
 
 # An operation of its own, because the compiler would write the turned copy number by number across rows.

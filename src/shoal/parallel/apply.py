@@ -22,10 +22,12 @@ from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, read_anatomy
 from shoal.models.attention import NARROWEST, skips_tiles
+from shoal.models.emulate import EmulatedForward
 from shoal.models.float8 import MULTIPLE
 from shoal.models.loss import LanguageModel, choose_loss
 from shoal.models.pieces import Split
 from shoal.models.weights import Weights, kept_buffers, materialize
+from shoal.parallel.become import become
 from shoal.parallel.compile import compile_backend, compile_blocks
 from shoal.parallel.context import SequencePart, split_sequence
 from shoal.parallel.float8 import share_in_float8, use_float8
@@ -61,11 +63,12 @@ def parallelize(
     passes: int,
     folder: Path | None,
     values: bool = True,
+    emulated: frozenset[torch.dtype] = frozenset(),
 ) -> ParallelModel:
     """Spread `model`, which is on meta and has what is frozen frozen, over `mesh`.
 
     Weights come from `folder` or, where that is None, from the seed; with `values` false they are left unset, because
-    a checkpoint will be read into them.
+    a checkpoint will be read into them. Matmuls of the dtypes in `emulated` are computed in fp32: see `models.emulate`.
     """
     grid = Grid(mesh, ranks)
     precision = read_precision(config.train.precision, config.train.reduce_dtype)
@@ -95,6 +98,11 @@ def parallelize(
         blocks = stage.anatomy.block_modules(stage.model)
         if config.train.precision == "fp8":
             use_float8(blocks)
+        if precision.compute in emulated:
+            # Compiled blocks are traced once, inside of the whole, and what they recompute is part of their graph.
+            recomputed = blocks if config.train.recompute not in ("none", "cheap") and backend is None else []
+            for part in (module, *recomputed):
+                become(part, EmulatedForward, emulated=emulated)
         recompute_blocks(blocks, config.train.recompute)
         if backend is not None:
             compile_blocks([*blocks, *_final_norm(stage)], backend, keeps_all=config.train.recompute == "none")

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal.config.mesh import Mesh
 from shoal.config.schema import Config
 from shoal.parallel.apply import parallelize
@@ -15,10 +17,18 @@ from shoal.train.partition import Partition
 
 
 def build(
-    built: Any, config: Config, chosen: Chosen, mesh: Mesh, ranks: Ranks, *, folder: Path | None, values: bool
+    built: Any,
+    config: Config,
+    chosen: Chosen,
+    mesh: Mesh,
+    ranks: Ranks,
+    *,
+    folder: Path | None,
+    values: bool,
+    emulated: frozenset[torch.dtype] = frozenset(),
 ) -> tuple[ParallelModel, NamedOptimizer]:
-    """Spread `built`, which is on meta, as was chosen. `folder` and `values` say where its weights come from: see
-    `parallelize`."""
+    """Spread `built`, which is on meta, as was chosen. `folder` and `values` say where its weights come from, and
+    `emulated` which matmuls are computed in fp32: see `parallelize`."""
     model = parallelize(
         built,
         config,
@@ -29,6 +39,7 @@ def build(
         passes=chosen.passes,
         folder=folder,
         values=values,
+        emulated=emulated,
     )
     optimizer = make_optimizer(
         model.parameters,
@@ -38,6 +49,7 @@ def build(
         partition=Partition(model.parameters, model.grid.replicas) if chosen.strategy == "zero1" else None,
         store=find_store(config.parallel.offload),
         copies=model.low_precision,
+        emulated=emulated,
     )
     return model, optimizer
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shoal.config.schema import OptimizerConfig, TrainConfig
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, read_anatomy
+from shoal.models.emulate import emulated_matmuls
 from shoal.models.pieces import BLOCK
 from shoal.parallel.placement import Placement
 from shoal.parallel.tensor import rows_cut
@@ -32,13 +33,15 @@ class NamedOptimizer:
         partition: Partition | None = None,
         offloaded: OffloadedState | None = None,
         copies: Mapping[Tensor, Tensor] = NO_COPIES,
+        emulated: frozenset[torch.dtype] = frozenset(),
     ) -> None:
         """`copies` of parameters, rounded to the type that is computed with, are written in the same go where
-        `writes_copies`."""
+        `writes_copies`. Muon multiplies matrices in bf16, unless that is `emulated`."""
         self.parts = parts
         self.names = names
         self.partition = partition  # ZeRO-1: each replica updates its rows
         self.offloaded = offloaded
+        self.emulated = emulated
         # Gradients need not be multiplied with what clips them before a step, which takes the factor.
         self.takes_factor = all(isinstance(part, AdamW) for part in parts)
         # Rows of a weight are all that a replica knows before the others have sent theirs.
@@ -70,7 +73,8 @@ class NamedOptimizer:
             return
         if _looks_itself(part):
             part.found_inf = (~usable).float()  # type: ignore[attr-defined]
-        part.step()
+        with emulated_matmuls(self.emulated):
+            part.step()
 
     def state(self) -> dict[str, Tensor]:
         """Every state tensor under 'field.parameter name'."""
@@ -164,11 +168,13 @@ def make_optimizer(
     partition: Partition | None = None,
     store: Store | None = None,
     copies: Mapping[Tensor, Tensor] = NO_COPIES,
+    emulated: frozenset[torch.dtype] = frozenset(),
 ) -> NamedOptimizer:
     """The optimizer of the config over those `parameters` that are trained.
 
     `placement` says of which wholes they are parts, if they are; with `partition` each replica updates its rows only;
-    with `store` the state lives there between steps; `copies` of parameters are low-precision ones to be kept up.
+    with `store` the state lives there between steps; `copies` of parameters are low-precision ones to be kept up;
+    `emulated` are the dtypes whose matmuls are computed in fp32.
     """
     held = parameters if partition is None else partition.parameters
     trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
@@ -189,7 +195,7 @@ def make_optimizer(
         if some
     ]
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
-    return NamedOptimizer(parts, names, partition, None if store is None else OffloadedState(store), copies)
+    return NamedOptimizer(parts, names, partition, None if store is None else OffloadedState(store), copies, emulated)
 
 
 def _alike(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:

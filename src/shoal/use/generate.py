@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
+from shoal.models.emulate import emulated_dtypes, emulated_matmuls
 from shoal.use.load import LoadedRun
 from shoal.use.prompt import Prompt, make_prompt, room_for_answer
 
@@ -175,7 +176,8 @@ class Answer(Iterator[str]):
         )
         try:
             # The seed is this answer's own: whoever called keeps the random numbers he had.
-            with torch.random.fork_rng(devices=[loaded.device] if loaded.device.type == "cuda" else []):
+            forked = torch.random.fork_rng(devices=[loaded.device] if loaded.device.type == "cuda" else [])
+            with forked, emulated_matmuls(emulated_dtypes(loaded.device, loaded.model.dtype)):
                 torch.manual_seed(self.seed)
                 loaded.model.generate(
                     ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=self
