@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from shoal.checkpoint.layout import PieceReader
+from shoal.config import load_config
 from shoal.mistakes import UserMistake
+from shoal.models.emulate import VARIABLE, slow_dtypes
 from shoal.train.health import Diverged
 from tests.harness import LLAMA, lines, settings, train_on, weights
 
@@ -74,6 +76,28 @@ def test_the_micro_batch_does_not_change_what_is_trained(instructions, tmp_path)
     ]
     assert losses(runs[0]) == pytest.approx(losses(runs[2]), rel=2e-6)
     assert losses(runs[1]) == pytest.approx(losses(runs[2]), rel=2e-6)
+
+
+def test_the_precision_is_what_suits_the_device_and_a_run_goes_on_in_the_one_it_began_in(instructions, tmp_path):
+    short = {"train__precision": "auto", "train__steps": 2}
+    begun = train_on(1, settings(instructions, **short), tmp_path)
+    assert load_config(begun / "config.yaml").train.precision == "32-true"
+    mixed = settings(instructions, **{**short, "name": "mixed", "train__precision": "bf16-mixed"})
+    begun = train_on(1, mixed, tmp_path)
+    train_on(1, settings(instructions, **{**short, "name": "mixed", "train__steps": 3}), tmp_path, resume=True)
+    assert load_config(begun / "config.yaml").train.precision == "bf16-mixed"
+
+
+@pytest.mark.parametrize(("precision", "times"), [("bf16-mixed", 1), ("32-true", 0)])
+def test_a_precision_that_has_to_be_emulated_says_so_once(
+    precision, times, instructions, tmp_path, capfd, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(VARIABLE, "emulated")
+    slow_dtypes.cache_clear()
+    train_on(2, settings(instructions, train__steps=1, train__precision=precision), tmp_path)
+    slow_dtypes.cache_clear()
+    said = " ".join(capfd.readouterr().err.split())
+    assert said.count(f"train.precision {precision} is emulated: this CPU multiplies it slowly") == times
 
 
 @pytest.mark.parametrize(("precision", "stored"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shoal.bench.forecast import forecast_compute, forecast_memory, machine_of
 from shoal.config.load import load_config
+from shoal.config.resolve import with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.launch.join import choose_device
@@ -62,6 +63,7 @@ def train_alone_as_one_of(config: Config, world_size: int, run: RunDirectory, fo
     here = machine_of(config, world_size)
     os.environ["LOCAL_WORLD_SIZE"] = str(here.devices)
     device = choose_device(0)
+    config = with_precision(config, inspect_device(device).auto_precision)
     inputs = read_inputs(config, Reporter(speaks=False))
     chosen = rehearse(config, inputs, world_size, inspect_device(device), None)
     if chosen.mesh["pp"] > 1 or (chosen.strategy in ("ddp", "zero1") and chosen.data_parallel > 1):

@@ -17,9 +17,9 @@ from shoal.config.schema_base import (
 )
 
 Precision = Annotated[
-    Literal["bf16-mixed", "bf16-true", "16-mixed", "32-true", "fp8"],
+    Literal["auto", "bf16-mixed", "bf16-true", "16-mixed", "32-true", "fp8"],
     spelled(
-        ("bf16-mixed", "bf16-true", "16-mixed", "32-true", "fp8"),
+        ("auto", "bf16-mixed", "bf16-true", "16-mixed", "32-true", "fp8"),
         {
             "bf16": "bf16-mixed",
             "16": "16-mixed",
@@ -152,7 +152,11 @@ class TrainConfig(Block):
         default_factory=OptimizerConfig, description="What turns gradients into changes of the weights."
     )
     clip: Positive | None = Field(1.0, description="Largest norm of the gradient; null: not clipped.")
-    precision: Precision = Field("bf16-mixed", description="In which numbers weights are kept and computed with.")
+    precision: Precision = Field(
+        "auto",
+        description="The dtypes of weights and compute; auto: bf16-mixed on GPUs that have bf16, 16-mixed on those "
+        "that do not, 32-true on CPUs.",
+    )
     reduce_dtype: ReduceDtype = Field("fp32", description="In which numbers gradients are summed over devices.")
     recompute: Literal["none", "cheap", "selective", "full", "auto"] | RecomputeConfig = Field(
         "none",

@@ -6,6 +6,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from shoal.config.effect import without_effect
+from shoal.config.load import load_config
+from shoal.config.resolve import with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.launch.join import (
@@ -20,7 +22,7 @@ from shoal.launch.join import (
 )
 from shoal.launch.local import Request, launch
 from shoal.observe.progress import Reporter
-from shoal.parallel.device import inspect_device
+from shoal.parallel.device import Device, inspect_device
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import Summary, train
 from shoal.train.preview import Preview, preview
@@ -41,6 +43,8 @@ def start(
     if started_by_others():
         return train_as_rank(config, run, resume=resume, start_from=start_from, overwrite=overwrite)
     reporter = Reporter(speaks=True)
+    device = inspect_device(first_device())
+    config = settle_precision(config, run, device, resume=resume)
     processes = processes_wanted(config)
     shrinks = config.train.on_oom == "shrink"
     if processes == 1 and not max_restarts and not shrinks:
@@ -49,7 +53,7 @@ def start(
     # Checked and read here first, so that mistakes are found, and rows made, before there are several processes.
     _check(config, run, reporter, resume=resume, overwrite=overwrite, start_from=start_from)
     inputs = read_inputs(config, reporter)
-    rehearse(config, inputs, processes, inspect_device(first_device()), start_from)
+    rehearse(config, inputs, processes, device, start_from)
     run.create(config, overwrite=overwrite)
     reporter.say(f"Starting {processes} {'process' if processes == 1 else 'processes'} …")
     request = Request(run.path, resume, start_from, patience=config.train.hang_timeout, shrinks=shrinks)
@@ -61,8 +65,10 @@ def dry_run(config: Config) -> Preview:
     """What `start` would do, found out without a step, an accelerator or a run folder."""
     reporter = Reporter(speaks=True)
     processes = processes_wanted(config)
+    device = inspect_device(first_device())
+    config = with_precision(config, device.auto_precision)
     _warn(config, processes, reporter)
-    inputs, device = read_inputs(config, reporter), inspect_device(first_device())
+    inputs = read_inputs(config, reporter)
     rehearse(config, inputs, processes, device, None)
     return preview(config, inputs, processes, device)
 
@@ -75,6 +81,8 @@ def train_as_rank(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if restarted():  # what the run was begun with is there, unless it died before
         resume, overwrite = run.exists, False
+    device = inspect_device(choose_device(local_rank()))
+    auto, config = config, settle_precision(config, run, device, resume=resume)
     reporter = Reporter(speaks=first)
     if first:
         _warn(config, world_size, reporter)
@@ -86,9 +94,9 @@ def train_as_rank(
         _check(config, run, reporter, resume=resume, overwrite=overwrite, start_from=start_from)
     inputs = read_inputs(config, reporter)
     # One rank looks at the checkpoint for all: it hashes every file.
-    device = inspect_device(choose_device(local_rank()))
     rehearse(config, inputs, world_size, device, start_from if first else None)
     with joined(config) as ranks:
+        config = with_precision(auto, ranks.told(config.train.precision))  # unlike GPUs would choose unlike ones
         if first:
             run.create(config, overwrite=overwrite)
         ranks.barrier()
@@ -97,6 +105,13 @@ def train_as_rank(
         with run.held() if first else nullcontext():
             start = Start(resume, start_from, restarted())
             return train(config, inputs, run, ranks, start, beats=beats_file())
+
+
+def settle_precision(config: Config, run: RunDirectory, device: Device, *, resume: bool) -> Config:
+    """`config` without `train.precision: auto`: a run goes on in the precision it began in, also on another device."""
+    if resume and run.exists:
+        config = with_precision(config, load_config(run.config).train.precision)
+    return with_precision(config, device.auto_precision)
 
 
 def _warn(config: Config, processes: int, reporter: Reporter) -> None:

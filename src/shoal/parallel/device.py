@@ -6,6 +6,10 @@ from dataclasses import dataclass
 import torch
 
 from shoal.catalogue.gpus import Gpu, recognise
+from shoal.config.resolve import auto_precision
+
+# The first GPUs whose matrix units know bf16: Ampere.
+BF16_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,11 @@ class Device:
     memory_gib: float | None
     capability: tuple[int, int] | None = None  # of CUDA
     name: str | None = None  # as the driver prints it
+
+    @property
+    def auto_precision(self) -> str:
+        """What `train.precision: auto` means here. ROCm's capabilities are all newer than bf16."""
+        return auto_precision(is_cpu=self.capability is None, has_bf16=(self.capability or (0, 0)) >= BF16_CAPABILITY)
 
     def peak(self, precision: str) -> float | None:
         """Operations a second of the matrix units, for MFU; None where that means nothing."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from shoal.catalogue.shapes import ModelShape
 from shoal.config.mesh import mesh_for
+from shoal.config.resolve import auto_precision, with_precision
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.choose import Chosen, nearest_multiples
@@ -117,6 +118,8 @@ def choose(
     nor shards fit, `may_cut` allows to cut tensors and stages. Where nothing fits, what comes nearest is returned, and
     its `fits` is false.
     """
+    gpu = machine.gpu
+    config = with_precision(config, auto_precision(is_cpu=gpu.is_cpu, has_bf16=gpu.bf16 is not None))
     if checked:
         check_model(shape, config, machine)
     options = list(_options(config, shape, machine, habits))

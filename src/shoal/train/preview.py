@@ -27,6 +27,7 @@ class Preview:
     parameters: int
     trained_parameters: int
     matmul_parameters: int
+    precision: str
     strategy: str
     reason: str
     devices: int
@@ -51,6 +52,7 @@ class Preview:
             [
                 f"model      {self.parameters:,} parameters, {self.matmul_parameters:,} of them in matrix products"
                 + (f", {frozen:,} frozen" if frozen else ""),
+                f"precision  {self.precision}",
                 f"strategy   {self.strategy} ({self.reason}) on {self.devices} device{'s' if self.devices > 1 else ''}",
                 f"batch      {self.global_batch} rows a step = {self.micro_batch} rows × {self.devices} × {passes}",
                 f"length     {self.steps:,} steps, about {self.tokens:,} target tokens; "
@@ -82,6 +84,7 @@ def preview(config: Config, inputs: Inputs, processes: int, device: Device) -> P
         parameters=sum(parameter.numel() for parameter in parameters.values()),
         trained_parameters=sum(one.numel() for one in parameters.values() if one.requires_grad),
         matmul_parameters=matmul_parameters(parameters, read_anatomy(model)),
+        precision=config.train.precision,
         strategy=chosen.strategy,
         reason=chosen.reason,
         devices=processes,

@@ -19,6 +19,7 @@ from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import matmul_parameters, read_anatomy
 from shoal.models.build import build_on_meta
+from shoal.models.emulate import LOW_PRECISION, emulated_dtypes
 from shoal.models.weights import locate_weights
 from shoal.observe.metrics import open_sinks
 from shoal.observe.progress import Reporter
@@ -26,6 +27,7 @@ from shoal.parallel.apply import freeze
 from shoal.parallel.check import check_parallel
 from shoal.parallel.device import Device, describe_machine, inspect_device
 from shoal.parallel.float8 import check_float8
+from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.stages import stages_each
 from shoal.plan.choose import Chosen
@@ -84,8 +86,10 @@ def _assemble(
     freeze(built, config.model.freeze)
     flops = count_flops(built, mesh)
 
-    folder = inputs.blueprint.folder
-    model, optimizer = build(built, settled, chosen, mesh, ranks, folder=folder, values=checkpoint is None)
+    folder, emulated = inputs.blueprint.folder, _emulated(config, ranks)
+    model, optimizer = build(
+        built, settled, chosen, mesh, ranks, folder=folder, values=checkpoint is None, emulated=emulated
+    )
     keep_small_gradients(model, optimizer, chosen)
     # With the gradients, wherever those are.
     scaler = LossScaler(
@@ -133,11 +137,27 @@ def _assemble(
         describe_in(run)
         job.log.sinks = open_sinks(config.log.to, run.path)
         _announce(reporter, config, inputs, chosen, device.gpu.name if device.gpu else ranks.device.type, parameters)
+        if model.precision.compute in emulated:
+            reporter.warn(
+                f"train.precision {config.train.precision} is emulated: this CPU multiplies it slowly, so matmuls and "
+                "attention round their inputs and compute in fp32. train.precision 32-true is faster here, and exact."
+            )
         known = without_effect(config, ranks.world_size)  # said at the start
         for note in (*model.notes, *without_effect(settled, ranks.world_size)):
             if note not in known:
                 reporter.warn(note)
     return job
+
+
+def _emulated(config: Config, ranks: Ranks) -> frozenset[torch.dtype]:
+    """The dtypes whose matmuls are emulated: on all ranks if on any, or their results would differ in the last bits."""
+    if ranks.device.type != "cpu":
+        return frozenset()
+    computed = [read_precision(config.train.precision, config.train.reduce_dtype).compute]
+    if config.train.optimizer.name == "muon":  # orthogonalises in bf16, whatever the model computes in
+        computed.append(torch.bfloat16)
+    found = emulated_dtypes(ranks.device, *computed)
+    return frozenset(dtype for dtype in LOW_PRECISION if ranks.largest(float(dtype in found)))
 
 
 def _go_on(job: Job, checkpoint: Path, *, same_run: bool) -> None:

@@ -10,12 +10,14 @@ import torch
 
 from shoal.config.load import load_config
 from shoal.config.mesh import length_multiple
+from shoal.config.resolve import with_precision
 from shoal.config.run import RunDirectory, differences
 from shoal.config.schema import Config
 from shoal.data.order import Order
 from shoal.data.prepare import Sets, prepare, prepare_sets
 from shoal.mistakes import UserMistake
 from shoal.models.attention import choose_attention
+from shoal.models.emulate import emulated_dtypes, emulated_matmuls
 from shoal.models.loss import LanguageModel, choose_loss
 from shoal.parallel.device import inspect_device
 from shoal.parallel.evaluate import held_out_loss
@@ -23,7 +25,7 @@ from shoal.parallel.float8 import check_float8, use_float8
 from shoal.parallel.passes import Passes
 from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
-from shoal.use.load import LoadedRun, load_run, no_run
+from shoal.use.load import LoadedRun, choose_device, load_run, no_run
 
 # What an override may change: which rows, and how they are computed. Everything else is as the run was trained.
 CHANGEABLE = ("data", "train.precision", "train.micro_batch", "train.loss", "model.attention")
@@ -60,6 +62,7 @@ def evaluate_run(
     Another `data.path` among the overrides is evaluated whole, unless they also say what to hold out of it.
     """
     config = read_config(run, overrides)
+    config = with_precision(config, inspect_device(choose_device(device)).auto_precision)
     precision = read_precision(config.train.precision, config.train.reduce_dtype)
     # Rounding the weights once to what training computes in is what training did in every step.
     loaded = load_run(run, step=step, device=device, dtype=precision.compute, vectors=precision.weights)
@@ -73,15 +76,16 @@ def evaluate_run(
     micro_batch = _micro_batch(RunDirectory(run), config)
     module = _with_loss(loaded, config, micro_batch, precision.compute if precision.mixed else None).eval()
     passes = Passes(module, lambda batch: batch.to(loaded.device), keeps_weights=False)
-    found = held_out_loss(
-        torch.no_grad()(passes.measure),
-        sets,
-        micro_batch=micro_batch,
-        rows=None if batches is None else batches * config.train.global_batch,
-        pad=loaded.tokenizer.pad,
-        ranks=Ranks(rank=0, world_size=1, local_rank=0, device=loaded.device),
-        multiple=length_multiple(config.parallel, config.train.precision),
-    )
+    with torch.no_grad(), emulated_matmuls(emulated_dtypes(loaded.device, precision.compute)):
+        found = held_out_loss(
+            passes.measure,
+            sets,
+            micro_batch=micro_batch,
+            rows=None if batches is None else batches * config.train.global_batch,
+            pad=loaded.tokenizer.pad,
+            ranks=Ranks(rank=0, world_size=1, local_rank=0, device=loaded.device),
+            multiple=length_multiple(config.parallel, config.train.precision),
+        )
     return Evaluation(
         run=str(run),
         step=loaded.step,
