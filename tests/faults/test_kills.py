@@ -13,7 +13,7 @@ import torch
 
 from shoal.checkpoint.store import damaged_file, list_whole
 from tests.harness import settings, train_on, weights
-from tests.launch.command import SHOAL, Command, losses, rank_process, training_lines, write_config
+from tests.launch.command import PATIENCE, SHOAL, Command, losses, rank_process, training_lines, write_config
 
 pytestmark = pytest.mark.slow
 SAVE_EVERY, KILLS = 10, 20
@@ -57,7 +57,7 @@ def test_a_rank_killed_in_the_middle_of_a_save_costs_a_restart_and_nothing_else(
     with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1", "--json"]) as command:
         command.wait_until(lambda: bool(list_whole(run / "checkpoints")))
         victim = rank_process(command.process.pid, rank)
-        deadline = time.perf_counter() + 30
+        deadline = time.perf_counter() + PATIENCE
         while not half_written(run):
             assert time.perf_counter() < deadline, "no save was seen under way"
         os.kill(victim, signal.SIGKILL)
@@ -130,10 +130,10 @@ def test_twenty_kills_at_random_moments_change_nothing(instructions: Path, tmp_p
     with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", str(KILLS), "--json"]) as command:
         killed: set[int] = set()
         for _ in range(KILLS):
-            command.wait_until(lambda: bool(new_rank(command.process.pid, killed)), seconds=60)  # noqa: B023
+            command.wait_until(lambda: bool(new_rank(command.process.pid, killed)))  # noqa: B023
             if chance.random() < 0.7:  # most of them while it trains; the others while it starts
                 begun = size(run / "metrics.jsonl")
-                command.wait_until(lambda: size(run / "metrics.jsonl") > begun, seconds=60)  # noqa: B023
+                command.wait_until(lambda: size(run / "metrics.jsonl") > begun)  # noqa: B023
             time.sleep(chance.uniform(0, 0.6))
             if command.process.poll() is not None:
                 break

