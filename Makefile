@@ -18,6 +18,7 @@ $(VENV)/.installed: pyproject.toml
 
 # A small Llama learns chess on two processes, from games played here; then plain transformers says what it learnt.
 demo: $(VENV)/.installed
+	$(BIN)/python examples/chess_demo.py --how-long recipes/chess-tiny.yaml
 	$(BIN)/shoal train recipes/chess-tiny.yaml --overwrite
 	$(BIN)/python examples/chess_demo.py runs/chess-tiny
 

@@ -5,11 +5,14 @@ which move follows which in the training games, and the trained model. The model
 loads them from the exported folder: no code of shoal stands between the weights and the answer.
 
 usage: python examples/chess_demo.py [RUN], after `shoal train recipes/chess-tiny.yaml`; `make demo` does both
+       python examples/chess_demo.py --how-long RECIPE, before it: about how long the whole takes on this machine
 """
 
 import json
+import os
 import random
 import shutil
+import statistics
 import sys
 import time
 from collections import Counter, defaultdict
@@ -33,10 +36,17 @@ from transformers.utils import logging
 from shoal import api
 from shoal.data.cache import cache_root
 from shoal.data.chess_games import Match, play, played_file
+from shoal.models.families import transformers_config
 
 PLIES = range(10, 41)
 FRESH_GAMES = 150  # 31 plies of each: more than 4,000 moves are sampled from each
 FRESH_SEED = 1  # training's games come from seed 0
+
+SAMPLE_GAMES, SAMPLE_STEPS = 40, 6  # from which the time of all is guessed
+# A step of two processes that share their gradients, against one of a plain loop by itself; measured on two cores.
+SHARED_STEP = 1.35
+# Starting processes, and at the end exporting and measuring, in steps of such a loop.
+OTHER_STEPS = 400
 
 Games = Sequence[Sequence[str]]  # each a list of moves in UCI
 Sampler = Callable[[Games], Iterator[list[str]]]  # for each of PLIES, a move for each game
@@ -74,6 +84,42 @@ def main(run: Path) -> None:
     (run / "legal.json").write_text(json.dumps(found, indent=2) + "\n")
     print(f"\n(also in {run / 'legal.json'})")
     play_alone(trained, tokenizer)
+
+
+def how_long(recipe: Path) -> None:
+    """Say about how long the demo takes here: a few of its games are played, and a few of its steps trained."""
+    torch.set_num_threads(1)
+    config = api.load_config(recipe)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    began = time.perf_counter()
+    list(play(Match(SAMPLE_GAMES, config.data.plies, config.data.player)))
+    games = (time.perf_counter() - began) / SAMPLE_GAMES * config.data.games / cores
+    # The ranks take turns where there are fewer cores than ranks.
+    turns = max(1.0, config.hardware.devices / cores)
+    step = seconds_of_a_step(config)
+    training = config.train.steps * SHARED_STEP * turns * step
+    minutes = (games + training + OTHER_STEPS * step) / 60
+    say(
+        f"On this machine the demo takes about {max(1, round(minutes))} minute{'s' * (round(minutes) > 1)}: "
+        f"{games:.0f} s to play {config.data.games:,} games (once: they are kept), {training / 60:.1f} min to train "
+        f"{config.train.steps} steps, the rest to start, to measure and to export."
+    )
+
+
+def seconds_of_a_step(config: api.Config) -> float:
+    """The median of a few, of one rank's share of the batch, in a plain loop."""
+    shape = config.model.shape.named()
+    model = AutoModelForCausalLM.from_config(transformers_config(shape))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(shape.vocab, (config.train.micro_batch, config.data.max_length))
+    seconds = []
+    for _ in range(SAMPLE_STEPS):
+        began = time.perf_counter()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def say(sentence: str) -> None:
@@ -184,4 +230,7 @@ def play_alone(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, plies
 
 
 if __name__ == "__main__":
-    main(Path(*sys.argv[1:] or ["runs/chess-tiny"]))
+    if sys.argv[1:2] == ["--how-long"]:
+        how_long(Path(sys.argv[2]))
+    else:
+        main(Path(*sys.argv[1:] or ["runs/chess-tiny"]))
