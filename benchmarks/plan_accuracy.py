@@ -16,17 +16,17 @@ from typing import Any
 from shoal.catalogue.gpus import LINKS, find_gpu, recognise
 from shoal.catalogue.shapes import NAMED, ModelShape
 from shoal.config.mesh import Mesh
-from shoal.plan.habits import HUGGING_FACE, LITGPT, OURS, SYSTEMS, Habits
 from shoal.plan.machine import usual_network
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter, Run, Trained
 from shoal.plan.speed import forecast_speed
+from shoal.plan.systems import HUGGING_FACE, LITGPT, OURS, SYSTEMS, SystemTraits
 from shoal.plan.terms import GIB, group
 
 HERE = Path(__file__).parent
 FILES = ("llama.csv", "mpt.csv", "llama_held_out.csv", "mpt_held_out.csv")
 # The same code in another precision: bf16 weights leave nothing for autocast to cast; LitGPT with fp32 weights does.
-HABITS: dict[str, Habits] = {
+HABITS: dict[str, SystemTraits] = {
     **SYSTEMS,
     "huggingface-bf16": replace(HUGGING_FACE, wide_stream=False, casts_each_use=False),
     # Measured before what goes from block to block was in fp32; and earlier, before AdamW was one pass over memory.
@@ -94,13 +94,13 @@ def _mpt(file: str, line: dict[str, str]) -> Row:
         mesh=Mesh(dp_shard=count),
         strategy="fsdp",
         micro_batch=int(line["micro_batch"]),
-        passes=int(line["accum"]),
+        grad_accum_steps=int(line["accum"]),
         precision="fp8" if "fp8" in line["precision"] else "bf16-mixed",
         recompute=RECOMPUTE[line["act_ckpt"]],
         reshard=line["sharding"] != "SHARD_GRAD_OP",
         compiled=False,
         loss="plain",
-        habits=HABITS["composer"],
+        traits=HABITS["composer"],
     )
     label = (
         f"llm-foundry {line['model']}, {count} × {gpu}, {line['micro_batch']} × {length} × {line['accum']}, "
@@ -117,14 +117,14 @@ def _llama(file: str, line: dict[str, str]) -> Row:
     mesh = Mesh(
         dp_shard=degrees.get("fsdp", 1), tp=degrees.get("tp", 1), pp=degrees.get("pp", 1), cp=degrees.get("cp", 1)
     )
-    batch, passes = int(line["micro_batch"]), int(line["accum"])
+    batch, grad_accum_steps = int(line["micro_batch"]), int(line["accum"])
     if line["passes_in_pipeline"]:
-        passes = int(line["passes_in_pipeline"])
-        batch //= passes
+        grad_accum_steps = int(line["passes_in_pipeline"])
+        batch //= grad_accum_steps
     adapter = _adapter(words, line["system"])
     precision = {"bf16": "bf16-mixed", "bf16-true base": "bf16-true"}.get(line["precision"], line["precision"])
     loss = next((kind for kind in ("chunked", "fused") if f"{kind}-ce" in words), "plain")
-    habits = HABITS[line["system"]]
+    traits = HABITS[line["system"]]
     run = _run(
         shape,
         gpu,
@@ -133,7 +133,7 @@ def _llama(file: str, line: dict[str, str]) -> Row:
         mesh=mesh,
         strategy="fsdp" if degrees else "single",
         micro_batch=batch,
-        passes=passes,
+        grad_accum_steps=grad_accum_steps,
         precision=precision,
         reduce_bytes=2 if precision == "bf16-true" else 4,
         optimizer=line["optimizer"],
@@ -143,7 +143,7 @@ def _llama(file: str, line: dict[str, str]) -> Row:
         loss=loss,
         adapter=adapter,
         trained=FROZEN if adapter is not None else Trained(),
-        habits=replace(habits, chunks="recomputed") if "faked" in line["source"] else habits,
+        traits=replace(traits, chunks="recomputed") if "faked" in line["source"] else traits,
     )
     label = (
         f"{line['source']} {words}, {line['gpus']} × {line['gpu']}, {line['parallel']}, {line['micro_batch']} × "

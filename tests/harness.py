@@ -25,7 +25,7 @@ from transformers import BertConfig, GPT2LMHeadModel, GPTNeoXForCausalLM, LlamaF
 
 import shoal.launch.run
 from shoal import api
-from shoal.checkpoint.layout import PieceReader
+from shoal.checkpoint.layout import SliceReader
 from shoal.launch.join import LAUNCH_FOLDER
 
 # Imported above so that forked ranks have them already: transformers imports a model's code when it is first used.
@@ -142,12 +142,12 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return list({line["step"]: line for line in found if "loss" in line}.values())
 
 
-def written_boxes(folder: Path) -> list[dict[str, tuple[int, int]]]:
+def written_slices(folder: Path) -> list[dict[str, tuple[int, int]]]:
     """For every file of a checkpoint: tensor → (numbers of it that are here, numbers of the whole)."""
     found = []
     for path in sorted(folder.glob("rank-*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            wholes = {key: place["whole"] for key, place in json.loads(file.metadata()["boxes"]).items()}
+            wholes = {key: place["whole"] for key, place in json.loads(file.metadata()["slices"]).items()}
             here = {key: math.prod(file.get_slice(key).get_shape()) for key in wholes}
         table: dict[str, tuple[int, int]] = {}
         for key, whole in wholes.items():
@@ -160,5 +160,5 @@ def written_boxes(folder: Path) -> list[dict[str, tuple[int, int]]]:
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """The model in the run's newest checkpoint, put together from its pieces."""
     newest = (run / "checkpoints" / "latest").read_text().strip()
-    reader = PieceReader(run / "checkpoints" / newest)
+    reader = SliceReader(run / "checkpoints" / newest)
     return {name: reader.read_whole("model." + name) for name in reader.shapes("model.")}

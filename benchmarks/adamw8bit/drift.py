@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.train.adamw import AdamW
-from shoal.train.eight_bits import is_kept_small
+from shoal.optim.adamw import AdamW
+from shoal.optim.eight_bit import is_kept_small
 
 WIDTH, HEADS, LAYERS, LENGTH, ROWS, STEPS, WARMUP, RATE, DECAY = 128, 4, 3, 128, 8, 300, 20, 3e-3, 0.1
 UNSEEN = 20_000  # bytes at the end

@@ -24,7 +24,7 @@ import torch
 from shoal import api
 from shoal.checkpoint.layout import Part
 from shoal.checkpoint.saver import Place, Saver
-from shoal.models.pieces import pieces
+from shoal.models.tensor_slices import pieces
 from shoal.parallel.ranks import Ranks
 from tests.launch.command import SHOAL, Command, rank_process, training_lines, write_config
 

@@ -13,8 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from shoal.train.adamw import AdamW, find_kernel
-from shoal.train.eight_bits import FIRST, SECOND
+from shoal.optim.adamw import AdamW, find_kernel
+from shoal.optim.eight_bit import FIRST, SECOND
 
 TINY = "--tiny" in sys.argv
 DEVICE = torch.device("cpu" if TINY else "cuda")
@@ -57,9 +57,9 @@ def give(weight: nn.Parameter, gradient: Tensor) -> None:
     weight.grad = gradient
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = lr
 
 
 def compare_with_torch(weight_type: torch.dtype, gradient_type: torch.dtype, copy_type: torch.dtype | None) -> dict:

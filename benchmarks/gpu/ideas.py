@@ -63,8 +63,8 @@ def measure(name: str, folder: Path, *, steps: int = 8, rounds: int = 3, profile
             rank=0,
             ranks=1,
             pad=inputs.tokenizer.pad,
-            length=job.model.row_length,
-            multiple=job.model.row_multiple,
+            length=job.model.sequence_length,
+            multiple=job.model.sequence_multiple,
             workers=2,
             pin=on_cuda,
         )

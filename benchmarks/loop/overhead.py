@@ -25,8 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from shoal import api
+from shoal.optim.optimizer import NamedOptimizer
 from shoal.parallel.model import ParallelModel
-from shoal.train.optimizer import NamedOptimizer
 from shoal.train.step import TrainStep
 
 STEPS, WARM_UP = 300, 50

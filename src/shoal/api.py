@@ -21,8 +21,8 @@ from shoal.mistakes import UserMistake
 if TYPE_CHECKING:
     from shoal.bench.collectives_report import CollectivesReport
     from shoal.bench.training import RankReport, Steps
-    from shoal.checkpoint.imports import Imported
     from shoal.checkpoint.inspect import Listed
+    from shoal.convert.imports import Imported
     from shoal.plan.report import Plan
     from shoal.train.loop import Summary
     from shoal.train.preview import Preview
@@ -135,7 +135,7 @@ def export(
     report: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """Write a run's weights, config and tokenizer as a Hugging Face folder (RUN/hf unless `output` says otherwise)."""
-    from shoal.checkpoint.export import export_hf
+    from shoal.convert.export import export_hf
 
     folder = Path(run)
     return export_hf(folder, folder / "hf" if output is None else Path(output), step=step, dtype=dtype, report=report)
@@ -153,7 +153,7 @@ def import_checkpoint(
 
     `model` is the folder whose config.json and tokenizer the weights go with; by default, what lies beside them.
     """
-    from shoal.checkpoint.imports import import_hf
+    from shoal.convert.imports import import_hf
 
     described = None if model is None else str(model)
     return import_hf(Path(source), Path(output), model=described, dtype=dtype, report=report)

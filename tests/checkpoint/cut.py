@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.layout import PieceReader
+from shoal.checkpoint.layout import SliceReader
 from tests.harness import lines
 
 
@@ -36,7 +36,7 @@ def column(run: Path, key: str) -> list[Any]:
 
 def everything(run: Path) -> dict[str, torch.Tensor]:
     """All tensors of the newest checkpoint: weights, the optimizer's state, the scaler's."""
-    reader = PieceReader(run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip())
+    reader = SliceReader(run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip())
     return {name: reader.read_whole(name) for name in reader.entries}
 
 

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from shoal.data.tokenizer import load_tokenizer
 from shoal.mistakes import UserMistake
 from tests.checkpoint.cut import attempts, column, cut, everything, hold_bitwise
-from tests.harness import lines, settings, train_on, written_boxes
+from tests.harness import lines, settings, train_on, written_slices
 
 STEPS, CUT = 4, 2
 
@@ -65,10 +65,12 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(("mesh", "passes"), [("one process", 1), ("one process", 2), ("ddp", 2), ("fsdp", 2)])
-def test_resume_on_the_same_mesh_is_the_uninterrupted_run_to_the_bit(mesh, passes, few, tmp_path):
+@pytest.mark.parametrize(
+    ("mesh", "grad_accum_steps"), [("one process", 1), ("one process", 2), ("ddp", 2), ("fsdp", 2)]
+)
+def test_resume_on_the_same_mesh_is_the_uninterrupted_run_to_the_bit(mesh, grad_accum_steps, few, tmp_path):
     world_size, changes = MESHES[mesh]
-    config = config_of(few, train__micro_batch=8 // world_size // passes, **changes)
+    config = config_of(few, train__micro_batch=8 // world_size // grad_accum_steps, **changes)
     run = train_on(world_size, config, tmp_path / "whole")
     hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=world_size), run)
 
@@ -188,7 +190,7 @@ def test_every_number_is_written_once_however_the_model_is_split(world_size, par
     run = train_on(world_size, config, tmp_path / "whole")
     written: dict[str, int] = {}
     whole: dict[str, int] = {}
-    for table in written_boxes(run / "checkpoints" / "step-00000002"):
+    for table in written_slices(run / "checkpoints" / "step-00000002"):
         for name, (here, all_of_it) in table.items():
             written[name] = written.get(name, 0) + here
             whole[name] = all_of_it

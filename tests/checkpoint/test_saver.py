@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.checkpoint import image, store
-from shoal.checkpoint.image import HostCopy, lay_out, write_image
-from shoal.checkpoint.layout import Part, PieceReader
+from shoal.checkpoint import snapshot, store
+from shoal.checkpoint.layout import Part, SliceReader
 from shoal.checkpoint.saver import Place, Saver
-from shoal.models.pieces import pieces
+from shoal.checkpoint.snapshot import HostCopy, lay_out, write_snapshot
+from shoal.models.tensor_slices import pieces
 from shoal.parallel.ranks import Ranks
 from tests.checkpoint.cut import everything, hold_bitwise
-from tests.harness import PATIENCE, settings, train_on, written_boxes
+from tests.harness import PATIENCE, settings, train_on, written_slices
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
@@ -29,14 +29,14 @@ def parts_of(**tensors: torch.Tensor) -> dict[str, Part]:
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """A disk that takes nothing until the event is set."""
     ready = threading.Event()
-    fdatasync = image.os.fsync
+    fdatasync = snapshot.os.fsync
 
     def wait(descriptor: int) -> None:
         if threading.current_thread().name == "shoal-save":
             ready.wait(PATIENCE)
         fdatasync(descriptor)
 
-    monkeypatch.setattr(image.os, "fsync", wait)
+    monkeypatch.setattr(snapshot.os, "fsync", wait)
     return ready
 
 
@@ -50,7 +50,7 @@ def test_what_training_changes_while_a_save_is_written_is_not_in_it(slow_disk, t
     ended = saver.settle()
     assert ended is not None
     assert ended.folder == tmp_path / "step-00000001"
-    assert PieceReader(ended.folder).read_whole("weight").tolist() == [0, 1, 2, 3, 4, 5]
+    assert SliceReader(ended.folder).read_whole("weight").tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_second_save_waits_for_the_first_and_both_are_whole(slow_disk, tmp_path):
@@ -64,19 +64,19 @@ def test_a_second_save_waits_for_the_first_and_both_are_whole(slow_disk, tmp_pat
     second = saver.settle()
     assert [first.step, second.step] == [1, 2]  # type: ignore[union-attr]
     for step, value in ((1, 0.0), (2, 2.0)):
-        reader = PieceReader(store.folder_for(tmp_path, step))
+        reader = SliceReader(store.folder_for(tmp_path, step))
         assert reader.read_whole("weight").tolist() == [value] * 4
     assert [one.step for one in store.list_whole(tmp_path)] == [1, 2]
 
 
 def test_an_image_is_a_safetensors_file_of_every_type_and_shape(tmp_path):
     torch.manual_seed(1)
-    types = [dtype for dtype in image.NAMES if dtype not in (torch.bool,)]
+    types = [dtype for dtype in snapshot.NAMES if dtype not in (torch.bool,)]
     tensors = {str(dtype): (torch.rand(3, 5) * 9).to(dtype) for dtype in types}
     tensors |= {"yes": torch.tensor([True, False]), "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
     tensors["turned"] = torch.arange(12.0).reshape(3, 4).t()
     made = lay_out(tensors, {"note": "here"})
-    listed = write_image(tmp_path / "file", made.chunks())
+    listed = write_snapshot(tmp_path / "file", made.chunks())
     assert listed["size"] == (tmp_path / "file").stat().st_size
     found = load_file(tmp_path / "file")
     assert found.keys() == tensors.keys()
@@ -88,15 +88,15 @@ def test_an_image_is_a_safetensors_file_of_every_type_and_shape(tmp_path):
 @pytest.mark.parametrize("slab", [64, 1024])
 def test_a_copy_on_the_host_is_the_same_file_and_its_memory_is_used_again(slab, tmp_path, monkeypatch):
     """Also where tensors lie across the pieces of memory that the copy is made of."""
-    monkeypatch.setattr(image, "SLAB", slab)
-    monkeypatch.setattr(image, "CHUNK", 32)
+    monkeypatch.setattr(snapshot, "SLAB", slab)
+    monkeypatch.setattr(snapshot, "CHUNK", 32)
     copy = HostCopy(torch.device("cpu"))
     for count in (40, 7, 90, 90):
         tensors = {"a": torch.randn(count), "b": torch.randn(3, count), "c": torch.arange(count)}
         made = lay_out(tensors, {})
-        expected = write_image(tmp_path / "plain", made.chunks())
+        expected = write_snapshot(tmp_path / "plain", made.chunks())
         copy.take(made)
-        assert write_image(tmp_path / "copied", copy.chunks()) == expected
+        assert write_snapshot(tmp_path / "copied", copy.chunks()) == expected
     held = sum(map(len, copy._slabs))
     copy.take(made)
     assert sum(map(len, copy._slabs)) == held
@@ -124,7 +124,7 @@ def test_a_full_checkpoint_is_one_file_with_every_tensor_whole_and_resumes_to_th
     run = train_on(world_size, config, tmp_path / "full")
     newest = run / "checkpoints" / "step-00000006"
     assert {path.name for path in newest.glob("*.safetensors")} == {"rank-00000.safetensors"}
-    assert all(here == whole for here, whole in written_boxes(newest)[0].values())
+    assert all(here == whole for here, whole in written_slices(newest)[0].values())
     sharded = train_on(world_size, {**config, "checkpoint": {"every": 2, "keep": 9}}, tmp_path / "sharded")
     hold_bitwise(run, sharded)
     config["train"]["steps"] = 8

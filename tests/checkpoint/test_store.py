@@ -13,11 +13,11 @@ import torch
 from safetensors import safe_open
 
 from shoal.checkpoint import state, store
-from shoal.checkpoint.image import write_image
 from shoal.checkpoint.retention import tidy, to_keep
+from shoal.checkpoint.snapshot import write_snapshot
 from shoal.parallel.ranks import Ranks
 from tests.checkpoint.cut import attempts, everything, hold_bitwise
-from tests.harness import lines, settings, train_on, written_boxes
+from tests.harness import lines, settings, train_on, written_slices
 
 STEPS = 4
 
@@ -160,7 +160,7 @@ def test_the_manifest_is_written_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr(store, "write_atomically", watched)
     folder = store.begin(tmp_path, 1)
-    store.leave_hashes(folder, 0, {"progress.json": write_image(folder / "progress.json", [memoryview(b"{}")])})
+    store.leave_hashes(folder, 0, {"progress.json": write_snapshot(folder / "progress.json", [memoryview(b"{}")])})
     store.finish(folder, 1, {})
     assert seen == [True]
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
@@ -199,7 +199,7 @@ def test_every_file_of_a_checkpoint_is_json_or_safetensors_and_opens_as_such(che
 def test_no_rank_writes_what_another_has_written(checkpoints):
     """The pieces of every tensor fill it exactly once."""
     held: dict[str, list[int]] = {}
-    for table in written_boxes(checkpoints / "step-00000004"):
+    for table in written_slices(checkpoints / "step-00000004"):
         for name, (here, whole) in table.items():
             held.setdefault(name, [whole]).append(here)
     assert {name for name in held if name.startswith("model.")} == {
@@ -211,7 +211,7 @@ def test_no_rank_writes_what_another_has_written(checkpoints):
 def test_ddp_ranks_share_the_writing_of_what_all_of_them_have(instructions, tmp_path):
     run = train_on(2, config_of(instructions, parallel__strategy="ddp", train__steps=1), tmp_path)
     folder = run / "checkpoints" / "step-00000001"
-    tables = written_boxes(folder)
+    tables = written_slices(folder)
     assert len(tables) == 2
     assert not set(tables[0]) & set(tables[1])
     sizes = [path.stat().st_size for path in folder.glob("rank-*.safetensors")]
@@ -223,7 +223,7 @@ def test_ddp_ranks_share_the_writing_of_what_all_of_them_have(instructions, tmp_
 
 def fake(checkpoints: Path, step: int, **metrics: float) -> None:
     folder = store.begin(checkpoints, step)
-    store.leave_hashes(folder, 0, {"progress.json": write_image(folder / "progress.json", [memoryview(b"{}")])})
+    store.leave_hashes(folder, 0, {"progress.json": write_snapshot(folder / "progress.json", [memoryview(b"{}")])})
     store.finish(folder, step, metrics)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.data import Rows, Summary
-from shoal.data.rows import DOCUMENT, TARGET
+from shoal.data import Sequences, Summary
+from shoal.data.sequences import DOCUMENT, TARGET
 
 
 @dataclass
@@ -69,10 +69,10 @@ def write(tmp_path: Path) -> Callable[[str, Any], Path]:
 
 
 @pytest.fixture
-def make_rows() -> Callable[..., Rows]:
+def make_rows() -> Callable[..., Sequences]:
     """Rows without any file: `count` rows of random documents, several to a row when `separate`."""
 
-    def make(count: int, *, length: int = 12, separate: bool = False, seed: int = 0) -> Rows:
+    def make(count: int, *, length: int = 12, separate: bool = False, seed: int = 0) -> Sequences:
         random = np.random.default_rng(seed)
         sizes = random.integers(3, length + 2, count)
         ends = np.cumsum(sizes)
@@ -82,10 +82,12 @@ def make_rows() -> Callable[..., Rows]:
         flags[starts] = DOCUMENT
         if separate:
             flags[random.random(len(tokens)) < 0.2] = DOCUMENT
-        targets = np.array(
+        loss_tokens = np.array(
             [int((flags[a + 1 : b] & TARGET).sum()) for a, b in zip(starts, ends, strict=True)], dtype=np.int32
         )
-        summary = Summary("alpaca", separate, count, len(tokens), count, int(sizes.max()) - 1, int(targets.sum()), 0.5)
-        return Rows(tokens, flags, starts, ends, targets, summary)
+        summary = Summary(
+            "alpaca", separate, count, len(tokens), count, int(sizes.max()) - 1, int(loss_tokens.sum()), 0.5
+        )
+        return Sequences(tokens, flags, starts, ends, loss_tokens, summary)
 
     return make

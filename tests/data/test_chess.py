@@ -101,7 +101,7 @@ def test_a_row_is_one_game_between_begin_and_end(settings: Any, said: list[str])
     for row, game in enumerate(games):
         tokens, _ = rows[row]
         assert tokens.tolist() == [tokenizer.begin, *tokenizer.encode(game).tolist(), tokenizer.end]
-        assert rows.targets[row] == 2 * len(game.split()) + 1
+        assert rows.loss_tokens[row] == 2 * len(game.split()) + 1
 
 
 def test_stockfish_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,32 +8,32 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data import Order, Rows
+from shoal.data import Order, Sequences
 from shoal.data.loader import MicroBatch, StepBatch, batches, evaluation_batches
 from shoal.data.order import Spans
-from shoal.data.rows import TARGET
+from shoal.data.sequences import TARGET
 
-MakeRows = Callable[..., Rows]
+MakeRows = Callable[..., Sequences]
 PAD = 258
 
 
-def take(count: int, rows: Rows, order: Order, **changes: Any) -> list[StepBatch]:
+def take(count: int, rows: Sequences, order: Order, **changes: Any) -> list[StepBatch]:
     options: dict[str, Any] = {"first_step": 0, "global_batch": 8, "micro_batch": 2, "rank": 0, "ranks": 1, "pad": PAD}
     return list(islice(batches(rows, order, **(options | changes)), count))
 
 
-def trained(passes: Iterable[MicroBatch]) -> list[tuple[int, int]]:
+def trained(grad_accum_steps: Iterable[MicroBatch]) -> list[tuple[int, int]]:
     """The (input, label) pairs the loss would see."""
     pairs: list[tuple[int, int]] = []
-    for batch in passes:
+    for batch in grad_accum_steps:
         kept = batch.labels != -100
         pairs += zip(batch.inputs[kept].tolist(), batch.labels[kept].tolist(), strict=True)
     return pairs
 
 
-def expected_pairs(rows: Rows, row_ids: Iterable[int]) -> list[tuple[int, int]]:
+def expected_pairs(rows: Sequences, sequence_ids: Iterable[int]) -> list[tuple[int, int]]:
     pairs = []
-    for row in row_ids:
+    for row in sequence_ids:
         tokens, flags = rows[row]
         pairs += [(int(tokens[at - 1]), int(tokens[at])) for at in range(1, len(tokens)) if flags[at] & TARGET]
     return pairs
@@ -43,25 +43,25 @@ def test_a_step_is_the_same_rows_for_any_world_size_and_micro_batch(make_rows: M
     rows = make_rows(21)
     order = Order(21, seed=4, validation=0.1)
     for step in range(6):
-        whole = order.training_rows(step * 8, 8)
+        whole = order.training_sequences(step * 8, 8)
         for ranks, micro_batch in [(1, 8), (1, 2), (1, 1), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]:
             parts = [
                 take(1, rows, order, first_step=step, rank=rank, ranks=ranks, micro_batch=micro_batch)[0]
                 for rank in range(ranks)
             ]
             assert sorted(np.concatenate([part.rows for part in parts]).tolist()) == sorted(whole.tolist())
-            assert {part.targets for part in parts} == {int(rows.targets[whole].sum())}
-            pairs = [pair for part in parts for pair in trained(part.passes)]
+            assert {part.loss_tokens for part in parts} == {int(rows.loss_tokens[whole].sum())}
+            pairs = [pair for part in parts for pair in trained(part.grad_accum_steps)]
             assert sorted(pairs) == sorted(expected_pairs(rows, whole))
-            assert len(pairs) == parts[0].targets
+            assert len(pairs) == parts[0].loss_tokens
 
 
 def test_a_pass_takes_its_rows_at_the_offset_of_its_rank(make_rows: MakeRows) -> None:
     rows, order = make_rows(40), Order(40, seed=4)
     step = take(1, rows, order, global_batch=12, micro_batch=2, rank=1, ranks=3)[0]
-    whole = order.training_rows(0, 12)
+    whole = order.training_sequences(0, 12)
     assert step.rows.tolist() == whole[[2, 3, 8, 9]].tolist()
-    assert len(step.passes) == 2
+    assert len(step.micro_batches) == 2
 
 
 def test_resuming_at_a_step_gives_the_rows_of_having_reached_it(make_rows: MakeRows) -> None:
@@ -73,7 +73,7 @@ def test_resuming_at_a_step_gives_the_rows_of_having_reached_it(make_rows: MakeR
             assert one.rows.tolist() == other.rows.tolist()
             assert all(
                 torch.equal(a.inputs, b.inputs) and torch.equal(a.labels, b.labels)
-                for a, b in zip(one.passes, other.passes, strict=True)
+                for a, b in zip(one.micro_batches, other.grad_accum_steps, strict=True)
             )
 
 
@@ -91,7 +91,7 @@ def test_rows_are_padded_on_the_right_and_shapes_are_static_when_asked(
 ) -> None:
     rows, order = make_rows(16, separate=separate), Order(16, seed=4)
     for step in take(4, rows, order, length=length):
-        for number, batch in enumerate(step.passes):
+        for number, batch in enumerate(step.micro_batches):
             mine = step.rows[2 * number : 2 * number + 2]
             sizes = [len(rows[row][0]) - 1 for row in mine]
             assert batch.inputs.shape == batch.labels.shape == (2, length or max(sizes))
@@ -108,7 +108,7 @@ def test_rows_are_padded_on_the_right_and_shapes_are_static_when_asked(
 def test_positions_restart_at_each_document_and_padding_is_one_of_its_own(make_rows: MakeRows) -> None:
     rows, order = make_rows(16, separate=True), Order(16, seed=4)
     for step in take(4, rows, order, length=20):
-        for number, batch in enumerate(step.passes):
+        for number, batch in enumerate(step.micro_batches):
             assert batch.positions is not None
             assert batch.documents is not None
             assert batch.positions.dtype == torch.int64
@@ -148,7 +148,7 @@ def test_what_fails_while_preparing_surfaces_in_the_loop(
     make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     rows, order = make_rows(40), Order(40, seed=4)
-    take_rows = order.training_rows
+    take_rows = order.training_sequences
 
     def fail_at_the_third_step(first: int, count: int, left_out: Spans) -> np.ndarray:
         if first >= 16:
@@ -183,7 +183,7 @@ def test_evaluation_sees_the_same_rows_on_any_number_of_ranks(
     make_rows: MakeRows, limit: int | None, separate: bool
 ) -> None:
     rows = make_rows(30, separate=separate)
-    wanted = Order(30, seed=4, validation=0.4).validation_rows()
+    wanted = Order(30, seed=4, validation=0.4).validation_sequences()
     for ranks in (1, 2, 4, 5):
         for micro_batch in (1, 3, 4):
             parts = [

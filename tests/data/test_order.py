@@ -53,36 +53,38 @@ def test_small_sizes_see_all_their_permutations(size: int) -> None:
 
 def test_each_epoch_is_another_permutation_of_the_training_rows() -> None:
     order = Order(57, seed=5, validation=0.1)
-    epochs = [order.training_rows(epoch * order.training_count, order.training_count).tolist() for epoch in range(4)]
+    epochs = [
+        order.training_sequences(epoch * order.training_count, order.training_count).tolist() for epoch in range(4)
+    ]
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1
 
 
 def test_positions_may_be_asked_for_in_any_pieces() -> None:
     order = Order(11, seed=3)
-    whole = order.training_rows(0, 50)
+    whole = order.training_sequences(0, 50)
     for first, count in [(0, 1), (10, 2), (5, 30), (49, 1), (7, 0)]:
-        assert order.training_rows(first, count).tolist() == whole[first : first + count].tolist()
+        assert order.training_sequences(first, count).tolist() == whole[first : first + count].tolist()
 
 
 @pytest.mark.parametrize(("rows", "share"), [(2, 0.01), (2, 0.99), (30, 0.1), (1000, 0.02), (1000, 0.0), (57, 0.5)])
 def test_validation_and_training_rows_are_disjoint_and_cover_everything(rows: int, share: float) -> None:
     order = Order(rows, seed=9, validation=share)
-    held, trained = order.validation_rows(), order.training_rows(0, order.training_count)
+    held, trained = order.validation_sequences(), order.training_sequences(0, order.training_count)
     assert sorted([*held.tolist(), *trained.tolist()]) == list(range(rows))
     assert len(held) == order.validation_count == min(int(np.ceil(round(rows * share, 6))), rows - 1)
 
 
 def test_another_seed_is_another_order_and_another_split() -> None:
     first, second = Order(1000, seed=1, validation=0.1), Order(1000, seed=2, validation=0.1)
-    assert len(set(first.validation_rows().tolist()) & set(second.validation_rows().tolist())) < 30
-    assert (first.training_rows(0, 900) == second.training_rows(0, 900)).mean() < 0.02
+    assert len(set(first.validation_sequences().tolist()) & set(second.validation_sequences().tolist())) < 30
+    assert (first.training_sequences(0, 900) == second.training_sequences(0, 900)).mean() < 0.02
 
 
 def test_validation_rows_of_a_separate_set_take_nothing_from_training() -> None:
     order = Order(10, seed=1, separate=4)
-    assert order.validation_rows().tolist() == [0, 1, 2, 3]
-    assert sorted(order.training_rows(0, 10).tolist()) == list(range(10))
+    assert order.validation_sequences().tolist() == [0, 1, 2, 3]
+    assert sorted(order.training_sequences(0, 10).tolist()) == list(range(10))
 
 
 def test_impossible_splits_say_what_to_do() -> None:

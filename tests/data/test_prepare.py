@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.data import Rows, load_tokenizer, prepare, prepare_sets, sources, tokenise
+from shoal.data import Sequences, load_tokenizer, prepare, prepare_sets, sources, tokenize
 from shoal.data.formats import alpaca_prompt
-from shoal.data.rows import DOCUMENT, TARGET, ArrayWriter
+from shoal.data.sequences import DOCUMENT, TARGET, ArrayWriter
 from shoal.mistakes import UserMistake
 
 Write = Callable[[str, Any], Path]
@@ -26,7 +26,7 @@ def quiet(sentence: str) -> None:
     pass
 
 
-def contents(rows: Rows) -> list[list[int]]:
+def contents(rows: Sequences) -> list[list[int]]:
     return [rows[row][0].tolist() for row in range(len(rows))]
 
 
@@ -34,7 +34,7 @@ def joined(parts: list[list[int]]) -> list[int]:
     return list(chain.from_iterable(parts))
 
 
-def labels(rows: Rows) -> list[list[int]]:
+def labels(rows: Sequences) -> list[list[int]]:
     """The tokens of each row that are trained on."""
     found = (rows[row] for row in range(len(rows)))
     return [tokens[1:][flags[1:] & TARGET != 0].tolist() for tokens, flags in found]
@@ -70,7 +70,7 @@ def test_a_stream_is_every_document_with_its_end_cut_without_loss(write: Write, 
     begins = np.cumsum([0, *(len(document.encode()) + 1 for document in documents[:-1])])
     assert np.flatnonzero(rows.flags & DOCUMENT).tolist() == begins.tolist()
     assert joined(labels(rows)) == [token for place, token in enumerate(stream) if place not in begins]
-    assert rows.targets.tolist() == [len(row) for row in labels(rows)]
+    assert rows.loss_tokens.tolist() == [len(row) for row in labels(rows)]
     assert rows.summary.documents == 3
     assert rows.summary.tokens == len(stream)
     assert rows.summary.longest == 8
@@ -85,7 +85,7 @@ def test_the_stream_does_not_depend_on_how_it_was_read(
     data = settings(path=tmp_path / "corpus")
     expected = prepare(data, BYTES, cache=tmp_path / "one", report=quiet)
     monkeypatch.setattr(sources, "PIECE", piece)
-    monkeypatch.setattr(tokenise, "_CHARACTERS_AT_ONCE", at_once)
+    monkeypatch.setattr(tokenize, "_CHARACTERS_AT_ONCE", at_once)
     found = prepare(data, BYTES, cache=tmp_path / "two", report=quiet)
     assert contents(found) == contents(expected)
     assert found.flags.tolist() == expected.flags.tolist()
@@ -133,7 +133,7 @@ def test_packing_keeps_documents_whole_and_loses_or_repeats_none(write: Write, s
         found += [part.tolist() for part in np.split(tokens, np.flatnonzero(flags & DOCUMENT)[1:])]
     expected = [[*(alpaca_prompt(one["instruction"]) + one["output"]).encode(), END] for one in documents]
     assert sorted(found) == sorted(expected)
-    assert rows.targets.tolist() == [len(row) for row in labels(rows)]
+    assert rows.loss_tokens.tolist() == [len(row) for row in labels(rows)]
     assert sorted(joined(labels(rows))) == sorted(
         token for one in documents for token in [*one["output"].encode(), END]
     )
@@ -183,7 +183,7 @@ def test_a_long_preparation_reports_progress(
     write: Write, settings: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 100_000, 3))
-    monkeypatch.setattr(tokenise.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(tokenize.time, "monotonic", lambda: next(clock))
     prepare(settings(path=write("a.txt", "abc")), BYTES, report=said.append)
     assert said[0].startswith("Tokenising: 1 documents, 4 tokens")
 
@@ -195,15 +195,15 @@ def test_validation_is_a_share_or_a_path_or_nothing(write: Write, settings: Any)
     file, other = write("a.txt", "abc" * 100), write("other.txt", "xyz" * 20)
     share = prepare_sets(settings(path=file, validation=0.1), BYTES, seed=1, report=quiet)
     assert share.validation is share.training
-    assert len(share.order.validation_rows()) == np.ceil(len(share.training) * 0.1)
+    assert len(share.order.validation_sequences()) == np.ceil(len(share.training) * 0.1)
     path = prepare_sets(settings(path=file, validation=str(other)), BYTES, seed=1, report=quiet)
     assert path.validation is not None
-    assert path.order.validation_rows().tolist() == list(range(len(path.validation)))
+    assert path.order.validation_sequences().tolist() == list(range(len(path.validation)))
     assert path.order.training_count == len(path.training)
     assert {*joined(contents(path.validation))} == {*b"xyz", END}
     none = prepare_sets(settings(path=file, validation=0), BYTES, seed=1, report=quiet)
     assert none.validation is None
-    assert none.order.validation_rows().tolist() == []
+    assert none.order.validation_sequences().tolist() == []
 
 
 # Mistakes
@@ -272,7 +272,7 @@ def test_the_second_preparation_reads_no_source(
 ) -> None:
     data = settings(path=write("a.txt", "hello there"))
     first = prepare(data, BYTES, report=quiet)
-    monkeypatch.setattr(tokenise, "read_rows", None)
+    monkeypatch.setattr(tokenize, "read_rows", None)
     second = prepare(data, BYTES, report=said.append)
     assert contents(second) == contents(first)
     assert isinstance(second.tokens, np.memmap)

@@ -270,59 +270,59 @@ def _change_the_boxes(change: Callable[[dict[str, Any], Random], Any]) -> Damage
 
     def damage(contents: bytes, chance: Random) -> bytes:
         header, data = take_apart(contents)
-        boxes = json.loads(header["__metadata__"]["boxes"])
-        changed = change(boxes, chance)
-        header["__metadata__"]["boxes"] = changed if isinstance(changed, str) else json.dumps(changed)
+        tensor_slices = json.loads(header["__metadata__"]["slices"])
+        changed = change(tensor_slices, chance)
+        header["__metadata__"]["slices"] = changed if isinstance(changed, str) else json.dumps(changed)
         return put_together(as_json(header), data)
 
     return damage
 
 
-def _move_a_box(boxes: dict[str, Any], chance: Random) -> Any:
-    place = boxes[chance.choice([name for name, place in boxes.items() if place["offset"]])]
+def _move_a_box(tensor_slices: dict[str, Any], chance: Random) -> Any:
+    place = tensor_slices[chance.choice([name for name, place in tensor_slices.items() if place["offset"]])]
     index = chance.randrange(len(place["offset"]))
     true = place["offset"][index]
     odd = (true - 1, true + 1, -1, -(10**9), 10**9, 2**64, None, "x", [], math.nan, math.inf)
     place["offset"][index] = chance.choice(odd)
-    return boxes
+    return tensor_slices
 
 
-def _lay_a_box_over_another(boxes: dict[str, Any], chance: Random) -> Any:
+def _lay_a_box_over_another(tensor_slices: dict[str, Any], chance: Random) -> Any:
     """Inside the whole, so that only the other boxes of the tensor show that it cannot be."""
-    shared = [place for place in boxes.values() if place["whole"] and place["whole"][0] % 2 == 0]
+    shared = [place for place in tensor_slices.values() if place["whole"] and place["whole"][0] % 2 == 0]
     place = chance.choice(shared)
     # Two ranks have half of the rows each.
     half = place["whole"][0] // 2
     place["offset"][0] = chance.choice([row for row in range(half + 1) if row != place["offset"][0]])
-    return boxes
+    return tensor_slices
 
 
-def _resize_the_whole(boxes: dict[str, Any], chance: Random) -> Any:
-    place = boxes[chance.choice([name for name, place in boxes.items() if place["offset"]])]
+def _resize_the_whole(tensor_slices: dict[str, Any], chance: Random) -> Any:
+    place = tensor_slices[chance.choice([name for name, place in tensor_slices.items() if place["offset"]])]
     index = chance.randrange(len(place["whole"]))
     true = place["whole"][index]
     place["whole"][index] = chance.choice((true - 1, true + 1, 2 * true, 0, -true, 2**31, 2**70, 10**400, math.inf))
-    return boxes
+    return tensor_slices
 
 
-def _change_the_rank(boxes: dict[str, Any], chance: Random) -> Any:
-    place = boxes[chance.choice(list(boxes))]
+def _change_the_rank(tensor_slices: dict[str, Any], chance: Random) -> Any:
+    place = tensor_slices[chance.choice(list(tensor_slices))]
     for key in chance.choice((("offset",), ("whole",), ("offset", "whole"))):
         place[key] = chance.choice(([*place[key], 1], [1, *place[key]], [], None, 7, {}, "11"))
         if place[key] == [] and chance.random() < 0.5:
             del place[key]
-    return boxes
+    return tensor_slices
 
 
-def _lose_a_box(boxes: dict[str, Any], chance: Random) -> Any:
+def _lose_a_box(tensor_slices: dict[str, Any], chance: Random) -> Any:
     if chance.random() < 0.2:
         return {}
-    del boxes[chance.choice(list(boxes))]
-    return boxes
+    del tensor_slices[chance.choice(list(tensor_slices))]
+    return tensor_slices
 
 
-def _any_json(boxes: dict[str, Any], chance: Random) -> Any:
-    damaged = chance.choice(list(ANY_JSON.values()))(as_json(boxes), chance)
+def _any_json(tensor_slices: dict[str, Any], chance: Random) -> Any:
+    damaged = chance.choice(list(ANY_JSON.values()))(as_json(tensor_slices), chance)
     return damaged.decode(errors="replace")
 
 
@@ -331,7 +331,7 @@ def lose_the_boxes(contents: bytes, chance: Random) -> bytes:
     if chance.random() < 0.5:
         del header["__metadata__"]
     else:
-        header["__metadata__"] = chance.choice(({}, {"format": "pt"}, {"Boxes": "{}"}, None, [], {"boxes": 1}))
+        header["__metadata__"] = chance.choice(({}, {"format": "pt"}, {"Slices": "{}"}, None, [], {"slices": 1}))
     return put_together(as_json(header), data)
 
 

@@ -23,7 +23,7 @@ from shoal import api
 from shoal.catalogue.recipes import read_recipe, recipe_names
 from shoal.checkpoint import state
 from shoal.checkpoint.choose import choose_checkpoint
-from shoal.checkpoint.layout import PieceReader
+from shoal.checkpoint.layout import SliceReader
 from shoal.checkpoint.store import MANIFEST, folder_for
 from shoal.mistakes import UserMistake
 from shoal.parallel.ranks import Ranks
@@ -104,7 +104,7 @@ class Victim:
 
 
 def everything(folder: Path) -> dict[str, Tensor]:
-    reader = PieceReader(folder)
+    reader = SliceReader(folder)
     # Copies: what the library reads may be the file itself, mapped into memory.
     return {name: reader.read_whole(name).clone() for name in reader.entries}
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.launch.join import beats_file, joined_within
-from shoal.train.watch import Watch
+from shoal.launch.join import heartbeat_file, joined_within
+from shoal.resilience.watchdog import Watchdog
 from tests.harness import PATIENCE, run_ranks, settings, train_on
 from tests.launch.command import SHOAL, Command, losses, rank_process, training_lines, write_config
 
@@ -26,8 +26,12 @@ def hang(folder: Path, act: Callable[[int], None]) -> tuple[str, dict[int, str]]
 
     def be() -> None:
         with joined_within(60) as ranks:
-            watch = Watch(
-                folder / "hang", ranks, 1.0, beats=beats_file(), tell=lambda text: said.write_text(text) and None
+            watch = Watchdog(
+                folder / "hang",
+                ranks,
+                1.0,
+                heartbeats=heartbeat_file(),
+                tell=lambda text: said.write_text(text) and None,
             )
             with watch:
                 dist.all_reduce(torch.ones(3))
@@ -75,7 +79,7 @@ def test_the_rank_that_stood_still_first_waits_for_the_others_before_it_blames_a
     def be() -> None:
         with joined_within(60) as ranks:
             told = lambda text: (tmp_path / "said").write_text(text) and None  # noqa: E731
-            with Watch(tmp_path / "hang", ranks, 3.0, beats=beats_file(), tell=told) as watch:
+            with Watchdog(tmp_path / "hang", ranks, 3.0, heartbeats=heartbeat_file(), tell=told) as watch:
                 watch.beat(7, "training")
                 if ranks.rank == 1:
                     time.sleep(60)
@@ -93,7 +97,7 @@ def test_survivors_of_a_dead_rank_do_not_wait_for_it(tmp_path):
     """Where no connection breaks: they see that its process is gone."""
 
     def be() -> None:
-        with joined_within(600) as ranks, Watch(tmp_path, ranks, 600, beats=beats_file()) as watch:
+        with joined_within(600) as ranks, Watchdog(tmp_path, ranks, 600, heartbeats=heartbeat_file()) as watch:
             watch.beat(1, "training")
             dist.barrier()
             if ranks.rank == 1:

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal import api
 from shoal.checkpoint import store
-from shoal.checkpoint.layout import PieceReader
+from shoal.checkpoint.layout import SliceReader
 from shoal.checkpoint.state import read_progress
 from shoal.data.order import Order
-from shoal.train.health import Diverged
+from shoal.resilience.health import Diverged
 from tests.checkpoint.cut import hold_bitwise
 from tests.harness import lines, settings, train_on, weights
 
@@ -64,7 +64,7 @@ def config_of(model: Path, data: Path, **changes: Any) -> dict[str, Any]:
 def rows_of_steps(steps: list[int]) -> list[int]:
     """The rows that these steps see while nothing is stepped over."""
     order = Order(ROWS, seed=1234)
-    return [int(row) for step in steps for row in order.training_rows((step - 1) * BATCH, BATCH)]
+    return [int(row) for step in steps for row in order.training_sequences((step - 1) * BATCH, BATCH)]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def leaping(tmp_path: Path) -> tuple[Path, int]:
     """Rows that are all alike but for those of one step, late enough for the losses to have settled; and that step."""
     step, path = 140, tmp_path / "rows.jsonl"
     rows = 150 * BATCH
-    odd = set(Order(rows, seed=1234).training_rows((step - 1) * BATCH, BATCH).tolist())
+    odd = set(Order(rows, seed=1234).training_sequences((step - 1) * BATCH, BATCH).tolist())
     with path.open("w") as file:
         for row in range(rows):
             text = "".join(chr(97 + (row * 7 + i * i) % 26) for i in range(24)) if row in odd else "shoal " * 4
@@ -214,7 +214,7 @@ def test_a_spike_is_left_out_where_asked_for(world_size, parallel, leaping, tmp_
 
 
 def model_at(run: Path, step: int) -> dict[str, torch.Tensor]:
-    reader = PieceReader(run / "checkpoints" / f"step-{step:08d}")
+    reader = SliceReader(run / "checkpoints" / f"step-{step:08d}")
     return {name: reader.read_whole("model." + name) for name in reader.shapes("model.")}
 
 

@@ -37,7 +37,8 @@ call, seen = TrainStep.__call__, [0]
 
 def step(self, batch, rate):
     seen[0] += 1
-    if batch.passes[0].inputs.shape[0] > most and seen[0] > after and rank in (-1, int(os.environ.get("RANK", 0))):
+    rows = batch.micro_batches[0].inputs.shape[0]
+    if rows > most and seen[0] > after and rank in (-1, int(os.environ.get("RANK", 0))):
         raise torch.OutOfMemoryError("{ERROR}")
     return call(self, batch, rate)
 
@@ -177,7 +178,7 @@ def test_shrink_under_another_launcher_says_what_to_do_by_hand(
 def hold_as_with(rows: int, run: Path, data: Path, folder: Path, world_size: int, **changes: Any) -> None:
     """The run has the losses of one that began with `rows` a pass, and says that it used so many."""
     chosen = json.loads((run / "plan.json").read_text())["chosen"]
-    assert (chosen["micro_batch"], chosen["micro_batch"] * chosen["passes"]) == (rows, 8 // world_size)
+    assert (chosen["micro_batch"], chosen["micro_batch"] * chosen["grad_accum_steps"]) == (rows, 8 // world_size)
     reference = train_on(world_size, config(data, **changes, train__micro_batch=rows), folder)
     found, expected = losses(run), losses(reference)
     assert [step for step, _, _ in found] == [step for step, _, _ in expected]
@@ -247,8 +248,8 @@ def test_the_next_smaller_micro_batch_divides_the_batch() -> None:
         base = {"strategy": "single", "reason": "", "world_size": 1, "data_parallel": 1, "global_batch": 0, "mesh": {}}
         return smaller_batch(Chosen(**base, **changes))
 
-    assert smaller(micro_batch=8, passes=1) == 4
-    assert smaller(micro_batch=9, passes=1) == 3
-    assert smaller(micro_batch=5, passes=2) == 2
-    assert smaller(micro_batch=3, passes=1) == 1
-    assert smaller(micro_batch=1, passes=4) is None
+    assert smaller(micro_batch=8, grad_accum_steps=1) == 4
+    assert smaller(micro_batch=9, grad_accum_steps=1) == 3
+    assert smaller(micro_batch=5, grad_accum_steps=2) == 2
+    assert smaller(micro_batch=3, grad_accum_steps=1) == 1
+    assert smaller(micro_batch=1, grad_accum_steps=4) is None

@@ -8,7 +8,7 @@ import pytest
 
 from shoal import api
 from shoal.config.schema_train import SlowRankConfig
-from shoal.train.pace import SlowRanks
+from shoal.resilience.stragglers import StragglerDetector
 from tests.harness import run_ranks, settings
 
 STEP = 0.1
@@ -16,7 +16,7 @@ STEP = 0.1
 
 def told(times_of_steps, *, behind=0.3, steps=3):
     said: list[str] = []
-    slow = SlowRanks(SlowRankConfig(behind=behind, steps=steps), len(times_of_steps[0]), said.append)
+    slow = StragglerDetector(SlowRankConfig(behind=behind, steps=steps), len(times_of_steps[0]), said.append)
     for times in times_of_steps:
         slow.look(times, STEP)
     return said

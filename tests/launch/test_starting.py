@@ -69,9 +69,14 @@ def test_a_dry_run_shows_what_would_happen_and_leaves_nothing_behind(instruction
 def test_a_dry_run_as_json_has_the_same_numbers(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, settings(instructions))
     found = json.loads(forked_shoal(tmp_path, "train", "run.yaml", "--dry-run", "--json").out)
-    assert (found["parameters"], found["strategy"], found["passes"], found["steps"]) == (31520, "single", 2, 10)
-    assert found["rates"][0] == pytest.approx(1.5e-3)
-    assert len(found["rates"]) == 10
+    assert (found["parameters"], found["strategy"], found["grad_accum_steps"], found["steps"]) == (
+        31520,
+        "single",
+        2,
+        10,
+    )
+    assert found["learning_rates"][0] == pytest.approx(1.5e-3)
+    assert len(found["learning_rates"]) == 10
 
 
 def test_download_says_in_a_sentence_that_it_could_not(tmp_path: Path) -> None:

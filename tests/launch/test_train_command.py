@@ -103,7 +103,7 @@ def test_the_run_folder_holds_what_other_programs_rely_on(undisturbed: tuple[Pat
     assert hold_whole(run) == STEPS
     chosen = json.loads((run / "plan.json").read_text())["chosen"]
     assert (chosen["strategy"], chosen["world_size"]) == ("single", 1)
-    assert (chosen["micro_batch"], chosen["passes"], chosen["global_batch"]) == (4, 2, 8)
+    assert (chosen["micro_batch"], chosen["grad_accum_steps"], chosen["global_batch"]) == (4, 2, 8)
     assert not list(undisturbed[0].rglob("*.tmp"))
 
 
@@ -183,7 +183,7 @@ def test_two_processes_train_what_one_trains_and_listen_to_this_machine_alone(
     assert hold_whole(run) == STEPS
     assert (run / "logs" / "rank-1.log").is_file()
     chosen = json.loads((run / "plan.json").read_text())["chosen"]
-    assert (chosen["strategy"], chosen["world_size"], chosen["passes"]) == (strategy, 2, 1)
+    assert (chosen["strategy"], chosen["world_size"], chosen["grad_accum_steps"]) == (strategy, 2, 1)
     said = ended.err + (run / "logs" / "rank-1.log").read_text()
     assert [word for word in ("Traceback", "Warning") if word in said] == []
     assert sorted({line for line in ended.err.splitlines() if ended.err.splitlines().count(line) > 1}) == []

@@ -15,7 +15,7 @@ from shoal.mistakes import UserMistake
 from shoal.models import emulate
 from shoal.models.anatomy import read_anatomy
 from shoal.models.emulate import LOW_PRECISION, EmulatedForward, emulated_dtypes, emulated_matmuls, slow_dtypes
-from shoal.parallel.become import become
+from shoal.parallel.patch import patch
 
 OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "linear": (F.linear, [(2, 3, 8), (5, 8)]),
@@ -163,9 +163,9 @@ def test_no_matmul_of_a_model_is_in_low_precision(family, attention, checkpointi
     if checkpointing:
         for block in model.get_submodule(read_anatomy(model).backbone).modules():
             if isinstance(block, GradientCheckpointingLayer):
-                become(block, EmulatedForward, emulated=frozenset(LOW_PRECISION))
+                patch(block, EmulatedForward, emulated=frozenset(LOW_PRECISION))
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    become(model, EmulatedForward, emulated=frozenset(LOW_PRECISION))
+    patch(model, EmulatedForward, emulated=frozenset(LOW_PRECISION))
     tokens = torch.arange(32).view(2, 16)
     with LowPrecisionMatmuls() as kernels:
         model.train()(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()

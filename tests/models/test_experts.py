@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, conversion_mapping
 from transformers.core_model_loading import ConversionOps, Transpose, WeightConverter
 
 import shoal.models.stored
-from shoal.checkpoint.export import export_hf
+from shoal.convert.export import export_hf
 from shoal.mistakes import UserMistake
-from shoal.models.pieces import Box, whole
+from shoal.models.tensor_slices import TensorSlice, whole
 from shoal.models.weights import locate_weights
 from tests.harness import lines, run_ranks, settings, train_on
 from tests.models.small import EXPERTS, FFN, HIDDEN, MIXTURES, loaded, mixture_config, on_meta, plain, small_config
@@ -64,7 +64,8 @@ def test_a_mixture_saved_in_bf16_has_the_same_values_in_fp32(tmp_path):
     for name, parameter in loaded(tmp_path).named_parameters():
         assert torch.equal(parameter, saved.get_parameter(name).float()), name
     assert (
-        locate_weights(on_meta(saved.config), tmp_path)[GATE_UP].read(Box((0, 0, 0), (1, 2, 3))).dtype == torch.bfloat16
+        locate_weights(on_meta(saved.config), tmp_path)[GATE_UP].read(TensorSlice((0, 0, 0), (1, 2, 3))).dtype
+        == torch.bfloat16
     )
 
 
@@ -112,8 +113,8 @@ def test_any_box_of_any_parameter_can_be_read(family, tmp_path):
             offset = [int(torch.randint(0, size, (), generator=random)) for size in parameter.shape]
             room = [size - start for size, start in zip(parameter.shape, offset, strict=True)]
             shape = [int(torch.randint(0, size + 1, (), generator=random)) for size in room]
-            box = Box(tuple(offset), tuple(shape))
-            assert torch.equal(stored[name].read(box), parameter[box.slices]), (name, box)
+            tensor_slice = TensorSlice(tuple(offset), tuple(shape))
+            assert torch.equal(stored[name].read(tensor_slice), parameter[tensor_slice.slices]), (name, tensor_slice)
 
 
 class Watched:
@@ -166,19 +167,19 @@ def test_a_slice_reads_only_the_experts_and_rows_that_it_overlaps(reads, tmp_pat
     expert = "model.layers.1.block_sparse_moe.experts.{}.{}.weight".format
     columns = slice(0, HIDDEN)
 
-    stored[GATE_UP].read(Box((1, 8, 0), (2, 10, HIDDEN)))  # gates only
+    stored[GATE_UP].read(TensorSlice((1, 8, 0), (2, 10, HIDDEN)))  # gates only
     assert reads == [(expert(index, "w1"), (slice(8, 18), columns)) for index in (1, 2)]
     reads.clear()
-    stored[GATE_UP].read(Box((4, FFN - 3, 0), (1, 5, HIDDEN)))  # the last gates and the first ups
+    stored[GATE_UP].read(TensorSlice((4, FFN - 3, 0), (1, 5, HIDDEN)))  # the last gates and the first ups
     assert reads == [
         (expert(4, "w1"), (slice(FFN - 3, FFN), columns)),
         (expert(4, "w3"), (slice(0, 2), columns)),
     ]
     reads.clear()
-    stored[DOWN].read(Box((0, 0, 7), (1, HIDDEN, 2)))
+    stored[DOWN].read(TensorSlice((0, 0, 7), (1, HIDDEN, 2)))
     assert reads == [(expert(0, "w2"), (slice(0, HIDDEN), slice(7, 9)))]
     reads.clear()
-    stored[DOWN].read(Box((0, 0, 0), (0, HIDDEN, FFN)))
+    stored[DOWN].read(TensorSlice((0, 0, 0), (0, HIDDEN, FFN)))
     assert reads == []
 
 
@@ -305,8 +306,10 @@ def test_an_unknown_operation_is_done_by_transformers_on_the_whole(converted, tm
     name = "model.layers.0.self_attn.o_proj.weight"
     expected = saved.get_parameter(name).T
     assert torch.equal(loaded(tmp_path).get_parameter(name), expected)
-    box = Box((3, 4), (5, 6))
-    assert torch.equal(locate_weights(on_meta(saved.config), tmp_path)[name].read(box), expected[box.slices])
+    tensor_slice = TensorSlice((3, 4), (5, 6))
+    assert torch.equal(
+        locate_weights(on_meta(saved.config), tmp_path)[name].read(tensor_slice), expected[tensor_slice.slices]
+    )
 
 
 def test_an_operation_that_fails_is_a_mistake_that_names_it(converted, tmp_path):

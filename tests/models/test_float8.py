@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.models.float8 import SLOPES, VALUES, float8_linear, rounded_both_ways
+from shoal.models.float8 import GRADIENTS, VALUES, cast_and_transpose, float8_linear
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -16,28 +16,28 @@ def test_products_and_gradients_come_near_the_exact_ones_whatever_the_scale(size
     inputs = (torch.randn(2, 32, 64) * size).bfloat16().requires_grad_()
     weight = (torch.randn(48, 64) * 0.02).bfloat16().requires_grad_()
     bias = torch.randn(48).bfloat16().requires_grad_()
-    slope = torch.randn(2, 32, 48).bfloat16()
-    float8_linear(inputs, weight, bias).backward(slope)
+    grad_output = torch.randn(2, 32, 48).bfloat16()
+    float8_linear(inputs, weight, bias).backward(grad_output)
     exact_inputs, exact_weight = (one.detach().float().requires_grad_() for one in (inputs, weight))
     exact = torch.nn.functional.linear(exact_inputs, exact_weight, bias.detach().float())
-    exact.backward(slope.float())
+    exact.backward(grad_output.float())
     # e4m3 rounds by up to 1/16, e5m2 by up to 1/8; the errors of a sum's terms are independent.
     assert relative_error(float8_linear(inputs, weight, bias), exact) < 0.05
     assert relative_error(inputs.grad, exact_inputs.grad) < 0.08
     assert relative_error(weight.grad, exact_weight.grad) < 0.08
-    assert bias.grad.tolist() == pytest.approx(slope.float().sum((0, 1)).tolist(), rel=0.05, abs=0.2)
+    assert bias.grad.tolist() == pytest.approx(grad_output.float().sum((0, 1)).tolist(), rel=0.05, abs=0.2)
 
 
 def test_zeros_and_the_largest_number_survive_rounding():
     values = torch.zeros(16, 32, dtype=torch.bfloat16)
-    unit = torch.tensor(2.0)
+    scale = torch.tensor(2.0)
     values[3, 5], values[7, 9] = 2 * torch.finfo(VALUES).max, -2e6
-    by_rows, by_columns = rounded_both_ways(values, unit, VALUES)
-    assert torch.equal(by_rows.float().t(), by_columns.float())
-    assert by_columns.is_contiguous()
-    assert by_rows.float()[3, 5] == torch.finfo(VALUES).max
-    assert by_rows.float()[7, 9] == -torch.finfo(VALUES).max  # cut off, not turned into NaN
-    assert by_rows.float().count_nonzero() == 2
+    row_major, column_major = cast_and_transpose(values, scale, VALUES)
+    assert torch.equal(row_major.float().t(), column_major.float())
+    assert column_major.is_contiguous()
+    assert row_major.float()[3, 5] == torch.finfo(VALUES).max
+    assert row_major.float()[7, 9] == -torch.finfo(VALUES).max  # cut off, not turned into NaN
+    assert row_major.float().count_nonzero() == 2
     nothing = torch.zeros(16, 16, dtype=torch.bfloat16, requires_grad=True)
     float8_linear(nothing, nothing).sum().backward()
     assert nothing.grad.isfinite().all()
@@ -45,11 +45,11 @@ def test_zeros_and_the_largest_number_survive_rounding():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("shape", [(64, 128), (16, 16), (4096, 2048), (80, 4112)])
-@pytest.mark.parametrize("dtype", [VALUES, SLOPES])
+@pytest.mark.parametrize("dtype", [VALUES, GRADIENTS])
 def test_the_kernel_rounds_as_the_host_does(shape, dtype):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).bfloat16()
-    unit = values.abs().max().float() / torch.finfo(dtype).max
-    expected = rounded_both_ways(values, unit, dtype)
-    found = rounded_both_ways(values.cuda(), unit.cuda(), dtype)
+    scale = values.abs().max().float() / torch.finfo(dtype).max
+    expected = cast_and_transpose(values, scale, dtype)
+    found = cast_and_transpose(values.cuda(), scale.cuda(), dtype)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.cpu().float(), other.float())

@@ -130,9 +130,9 @@ def test_of_logits_and_slopes_only_one_chunk_is_there_at_a_time():
 
     def measure(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         assert [one for one in seen if one() is not None] == []
-        loss, slope = measure_whole(logits, labels)
-        seen.extend([weakref.ref(logits), weakref.ref(slope)])
-        return loss, slope
+        loss, grad_logits = measure_whole(logits, labels)
+        seen.extend([weakref.ref(logits), weakref.ref(grad_logits)])
+        return loss, grad_logits
 
     with_gradients(case, partial(chunked_cross_entropy, measure=measure, rows=5))
     assert len(seen) > 2
@@ -151,12 +151,14 @@ def test_the_kernel_measures_as_the_host_does(width, dtype):
     labels[::5] = IGNORED
     wanted, wanted_slope = measure_whole(logits, labels)
     given = logits.cuda()
-    found, slope = measure_whole(given, labels.cuda())
-    assert slope.data_ptr() == given.data_ptr()  # no second tensor as large as the logits
+    found, grad_logits = measure_whole(given, labels.cuda())
+    assert grad_logits.data_ptr() == given.data_ptr()  # no second tensor as large as the logits
     assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
     # An exponential is off by what its exponent is: here logits of up to 20, and logarithms of sums.
-    torch.testing.assert_close(slope.cpu(), wanted_slope, rtol=1e-4 if dtype == torch.float32 else 2**-7, atol=1e-7)
-    assert not slope[::5].any()
+    torch.testing.assert_close(
+        grad_logits.cpu(), wanted_slope, rtol=1e-4 if dtype == torch.float32 else 2**-7, atol=1e-7
+    )
+    assert not grad_logits[::5].any()
 
 
 @on_cuda

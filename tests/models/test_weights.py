@@ -19,7 +19,7 @@ from shoal.launch.join import joined
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import read_anatomy
 from shoal.models.build import blueprint, build_on_meta
-from shoal.models.pieces import local_tensor
+from shoal.models.tensor_slices import local_tensor
 from shoal.models.weights import Weights, materialize
 from shoal.parallel.apply import parallelize
 from tests.harness import run_ranks
@@ -175,7 +175,7 @@ def shards(model: dict[str, Any]) -> list[dict[str, tuple[Any, Any]]]:
             mesh=Mesh(dp_shard=ranks.world_size),
             ranks=ranks,
             micro_batch=1,
-            passes=1,
+            grad_accum_steps=1,
             folder=plan.folder,
         )
         assert all(isinstance(parameter, DTensor) for parameter in parallel.parameters.values())
@@ -235,7 +235,7 @@ def test_a_rank_has_memory_for_its_own_shard_and_no_more():
                 mesh=Mesh(dp_shard=ranks.world_size),
                 ranks=ranks,
                 micro_batch=1,
-                passes=1,
+                grad_accum_steps=1,
                 folder=None,
                 values=False,
             )

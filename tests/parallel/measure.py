@@ -39,7 +39,7 @@ WARM_UP = 2  # steps before the one that is measured: DDP arranges its buckets i
 NAMESPACES = ("c10d", "_c10d_functional")
 # Not exchanges of their own: waiting for one, and marking its result.
 BESIDES = ("wait_tensor", "_wrap_tensor_autograd")
-PHASES = ("set up", "warming up", "step", "passes", "update")
+PHASES = ("set up", "warming up", "step", "grad_accum_steps", "update")
 
 
 class Exchange(NamedTuple):
@@ -162,11 +162,11 @@ class Measured:
         """A step of rows of exactly `length` tokens."""
         generator = torch.Generator().manual_seed(job.progress.step)
         rows, vocabulary = job.chosen.micro_batch, self.inputs.blueprint.vocabulary
-        passes = [
+        grad_accum_steps = [
             MicroBatch(*torch.randint(0, vocabulary, (2, rows, self.length), generator=generator))
-            for _ in range(job.chosen.passes)
+            for _ in range(job.chosen.grad_accum_steps)
         ]
-        return StepBatch(passes, job.chosen.global_batch * self.length, np.zeros(0))
+        return StepBatch(grad_accum_steps, job.chosen.global_batch * self.length, np.zeros(0))
 
     def traffic(self, make: Callable[[], Job]) -> tuple[dict[Exchange, Amount], int]:
         """(exchanges, sums of one number) of one step."""
@@ -181,7 +181,7 @@ class Measured:
         with allocations() as memory:
             with record_function("set up"):
                 job = make()
-            _mark(job.model, "backward", "passes")
+            _mark(job.model, "backward", "grad_accum_steps")
             _mark(job.optimizer, "step", "update")
             for turn in range(WARM_UP + 1):
                 with record_function("step" if turn == WARM_UP else "warming up"):

@@ -44,16 +44,16 @@ Expected = dict[Exchange, tuple[int | None, float]]  # None: any number, as long
 
 @pytest.fixture
 def run(text: Path) -> Callable[..., Measured]:
-    """A run of `passes` passes a step, on rows that are all equally long."""
+    """A run of `grad_accum_steps` passes a step, on rows that are all equally long."""
 
-    def make(data_parallel: int, passes: int = 1, tied: bool = False, **changes: Any) -> Measured:
+    def make(data_parallel: int, grad_accum_steps: int = 1, tied: bool = False, **changes: Any) -> Measured:
         options = {
             "model__shape": {**SHAPE, "tied": tied},
             "data__max_length": LENGTH,
             "data__pack": True,
             "train__deterministic": False,  # would fill new memory with NaN, which fake gathers leave there
             "train__micro_batch": ROWS,
-            "train__global_batch": ROWS * passes * data_parallel,
+            "train__global_batch": ROWS * grad_accum_steps * data_parallel,
         }
         return Measured(settings(text, **{**options, **changes}), length=LENGTH)
 
@@ -96,9 +96,9 @@ def swap(ranks: int) -> Exchange:
 SEND, RECEIVE = Exchange("send", 2), Exchange("recv", 2)
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-def test_ddp_sums_every_gradient_once_a_step_however_many_passes(run, passes):
-    found = count(run(4, passes, parallel__strategy="ddp"), 4)
+@pytest.mark.parametrize("grad_accum_steps", [1, 3])
+def test_ddp_sums_every_gradient_once_a_step_however_many_passes(run, grad_accum_steps):
+    found = count(run(4, grad_accum_steps, parallel__strategy="ddp"), 4)
     hold(found, {total(4): (None, MODEL)}, scalars=0)
 
 
@@ -107,29 +107,37 @@ def test_ddp_in_bf16_sums_half_the_bytes(run):
     hold(found, {total(4): (None, MODEL / 2)}, scalars=0)
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-def test_zero1_sums_every_gradient_and_gathers_every_updated_row_once_a_step(run, passes):
-    found = count(run(4, passes, parallel__strategy="zero1"), 4)
+@pytest.mark.parametrize("grad_accum_steps", [1, 3])
+def test_zero1_sums_every_gradient_and_gathers_every_updated_row_once_a_step(run, grad_accum_steps):
+    found = count(run(4, grad_accum_steps, parallel__strategy="zero1"), 4)
     hold(found, {total(4): (None, MODEL), gather(4): (None, MODEL)}, scalars=0)
 
 
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("grad_accum_steps", [1, 3])
 @pytest.mark.parametrize(
     ("strategy", "sharding"),
     [("zero2", "full_shard"), pytest.param("fsdp", "shard_grad_op", marks=pytest.mark.slow)],
 )
-def test_zero2_gathers_weights_once_a_step_and_scatters_gradients_in_every_pass(run, strategy, sharding, passes):
-    found = count(run(4, passes, parallel__strategy=strategy, parallel__sharding=sharding), 4)
+def test_zero2_gathers_weights_once_a_step_and_scatters_gradients_in_every_pass(
+    run, strategy, sharding, grad_accum_steps
+):
+    found = count(run(4, grad_accum_steps, parallel__strategy=strategy, parallel__sharding=sharding), 4)
     units = BLOCKS + ENDS
-    hold(found, {gather(4): (units, MODEL), scatter(4): (passes * units, passes * MODEL)}, scalars=1)
+    hold(
+        found, {gather(4): (units, MODEL), scatter(4): (grad_accum_steps * units, grad_accum_steps * MODEL)}, scalars=1
+    )
 
 
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("grad_accum_steps", [1, 3])
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_zero3_gathers_blocks_twice_and_the_ends_once_in_every_pass(run, strategy, passes):
-    found = count(run(4, passes, parallel__strategy=strategy), 4)
-    gathered = (passes * (2 * BLOCKS + ENDS), passes * (2 * BLOCKS * BLOCK + ROOT))
-    hold(found, {gather(4): gathered, scatter(4): (passes * (BLOCKS + ENDS), passes * MODEL)}, scalars=1)
+def test_zero3_gathers_blocks_twice_and_the_ends_once_in_every_pass(run, strategy, grad_accum_steps):
+    found = count(run(4, grad_accum_steps, parallel__strategy=strategy), 4)
+    gathered = (grad_accum_steps * (2 * BLOCKS + ENDS), grad_accum_steps * (2 * BLOCKS * BLOCK + ROOT))
+    hold(
+        found,
+        {gather(4): gathered, scatter(4): (grad_accum_steps * (BLOCKS + ENDS), grad_accum_steps * MODEL)},
+        scalars=1,
+    )
 
 
 def test_zero3_in_bf16_gathers_half_the_bytes_and_reduces_in_fp32(run):
@@ -153,34 +161,34 @@ def test_weights_kept_sharded_over_two_ranks_are_gathered_from_two_ranks_in_the_
     hold(found, expected, scalars=1)
 
 
-@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_hybrid_shard_shards_within_and_sums_its_shards_over_replicas(run, passes):
+@pytest.mark.parametrize("grad_accum_steps", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_hybrid_shard_shards_within_and_sums_its_shards_over_replicas(run, grad_accum_steps):
     hybrid = {"parallel__strategy": "fsdp", "parallel__sharding": "hybrid_shard", "parallel__replicate": 2}
-    found = count(run(8, passes, **hybrid), 8)
+    found = count(run(8, grad_accum_steps, **hybrid), 8)
     expected: Expected = {
-        gather(4): (passes * (2 * BLOCKS + ENDS), passes * (2 * BLOCKS * BLOCK + ROOT)),
-        scatter(4): (passes * (BLOCKS + ENDS), passes * MODEL),
+        gather(4): (grad_accum_steps * (2 * BLOCKS + ENDS), grad_accum_steps * (2 * BLOCKS * BLOCK + ROOT)),
+        scatter(4): (grad_accum_steps * (BLOCKS + ENDS), grad_accum_steps * MODEL),
         total(2): (BLOCKS + ENDS, MODEL / 4),  # after the last pass only
     }
     hold(found, expected, scalars=1)
 
 
-def tensor_parallel(passes: int, recomputed_gathers: int = 0, recomputed_scatters: int = 0) -> Expected:
+def tensor_parallel(grad_accum_steps: int, recomputed_gathers: int = 0, recomputed_scatters: int = 0) -> Expected:
     """Per block and pass two gathers and two scatters each way; embedding and final norm are one pair each way."""
     exchanges = 4 * BLOCKS + 2
     gathers, scatters = exchanges + recomputed_gathers * BLOCKS, exchanges + recomputed_scatters * BLOCKS
     vocabulary = 3 * 4 * ROWS * LENGTH  # the highest logit, and then two sums together, of each token
     uncut = (2 * BLOCKS + 1) * NORM
     return {
-        gather(2): (passes * gathers, passes * gathers * ACTIVATIONS),
-        scatter(2): (passes * scatters, passes * scatters * ACTIVATIONS),
-        total(2): (2 * passes + 1, passes * vocabulary + uncut),
+        gather(2): (grad_accum_steps * gathers, grad_accum_steps * gathers * ACTIVATIONS),
+        scatter(2): (grad_accum_steps * scatters, grad_accum_steps * scatters * ACTIVATIONS),
+        total(2): (2 * grad_accum_steps + 1, grad_accum_steps * vocabulary + uncut),
     }
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-def test_tensor_parallel_ranks_exchange_activations_and_the_gradients_of_norms(run, passes):
-    hold(count(run(1, passes, parallel__tp=2), 2), tensor_parallel(passes), scalars=1)
+@pytest.mark.parametrize("grad_accum_steps", [1, 3])
+def test_tensor_parallel_ranks_exchange_activations_and_the_gradients_of_norms(run, grad_accum_steps):
+    hold(count(run(1, grad_accum_steps, parallel__tp=2), 2), tensor_parallel(grad_accum_steps), scalars=1)
 
 
 def test_selective_recomputation_repeats_no_exchange(run):
@@ -204,13 +212,13 @@ def test_the_costs_of_tensor_parallel_and_zero3_add_up(run):
     hold(found, expected, scalars=3)
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-def test_context_parallel_gathers_keys_and_values_and_gradients_are_summed_over_all_ranks(run, passes):
-    found = count(run(2, passes, parallel__strategy="ddp", parallel__cp=4), 8)
-    both = passes * BLOCKS * (KEYS + VALUES)
+@pytest.mark.parametrize("grad_accum_steps", [1, 3])
+def test_context_parallel_gathers_keys_and_values_and_gradients_are_summed_over_all_ranks(run, grad_accum_steps):
+    found = count(run(2, grad_accum_steps, parallel__strategy="ddp", parallel__cp=4), 8)
+    both = grad_accum_steps * BLOCKS * (KEYS + VALUES)
     expected: Expected = {
-        gather(4): (passes * BLOCKS, both),
-        scatter(4): (passes * BLOCKS, both),
+        gather(4): (grad_accum_steps * BLOCKS, both),
+        scatter(4): (grad_accum_steps * BLOCKS, both),
         total(8): (None, MODEL),
     }
     hold(found, expected, scalars=0)
@@ -240,30 +248,30 @@ def test_context_parallel_ranks_share_the_shards_of_zero3(run):
 
 
 def test_a_pipeline_sends_activations_over_each_border_once_each_way_and_nothing_else(run):
-    passes, stages = 4, 4
-    measured = run(1, passes, parallel__pp=stages)
+    grad_accum_steps, stages = 4, 4
+    measured = run(1, grad_accum_steps, parallel__pp=stages)
     for stage, found in enumerate(measured.as_each_rank(stages, measured.traffic)):
         borders = (stage > 0) + (stage < stages - 1)
-        through = (passes * borders, passes * borders * ACTIVATIONS)
+        through = (grad_accum_steps * borders, grad_accum_steps * borders * ACTIVATIONS)
         hold(found, {SEND: through, RECEIVE: through}, scalars=1)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zero-bubble"])
 def test_two_stages_a_device_have_more_borders_and_a_tied_embedding_is_summed_between_the_ends(run, schedule):
-    passes, devices = 4, 2
-    measured = run(1, passes, tied=True, parallel__pp=devices, parallel__pp_schedule=schedule)
+    grad_accum_steps, devices = 4, 2
+    measured = run(1, grad_accum_steps, tied=True, parallel__pp=devices, parallel__pp_schedule=schedule)
     for found in measured.as_each_rank(devices, measured.traffic):
         # Four stages have three borders, and both devices are at all of them.
-        through = (3 * passes, 3 * passes * ACTIVATIONS)
+        through = (3 * grad_accum_steps, 3 * grad_accum_steps * ACTIVATIONS)
         hold(found, {SEND: through, RECEIVE: through, total(2): (1, EMBEDDING)}, scalars=1)
 
 
 def test_a_sharded_stage_gathers_and_scatters_once_a_step(run):
-    passes = 4
-    measured = run(2, passes, parallel__pp=2, parallel__strategy="zero2")
+    grad_accum_steps = 4
+    measured = run(2, grad_accum_steps, parallel__pp=2, parallel__strategy="zero2")
     for rank, found in enumerate(measured.as_each_rank(4, measured.traffic)):
         # Two blocks a stage; the first has the embedding, the last the final norm and the head.
         is_last = rank >= 2
         weights = (3 + is_last, 2 * BLOCK + EMBEDDING + NORM * is_last)
-        through = (passes, passes * ACTIVATIONS)
+        through = (grad_accum_steps, grad_accum_steps * ACTIVATIONS)
         hold(found, {SEND: through, RECEIVE: through, gather(2): weights, scatter(2): weights}, scalars=2)

@@ -32,7 +32,7 @@ def test_gradients_do_not_wait_for_the_backward_pass_of_the_parts_before(family,
         mesh=Mesh(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1),
         ranks=Ranks(0, 1, 0, torch.device("cpu")),
         micro_batch=2,
-        passes=1,
+        grad_accum_steps=1,
         folder=None,
     )
     parts = [model.anatomy.head, *reversed(model.anatomy.blocks)]

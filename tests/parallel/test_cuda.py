@@ -15,11 +15,11 @@ import torch.distributed as dist
 from shoal.config import Mesh, config_from_mapping
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.models.build import blueprint, build_on_meta
+from shoal.optim.loss_scaler import LossScaler
+from shoal.optim.optimizer import make_optimizer
 from shoal.parallel.apply import parallelize
 from shoal.parallel.context import attend_before
 from shoal.parallel.ranks import Ranks
-from shoal.train.optimizer import make_optimizer
-from shoal.train.scaler import LossScaler
 from shoal.train.step import TrainStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -68,7 +68,7 @@ def _losses(
         mesh=Mesh(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1),
         ranks=Ranks(0, 1, 0, device),
         micro_batch=4,
-        passes=1,
+        grad_accum_steps=1,
         folder=None,
     )
     step = TrainStep(
@@ -91,9 +91,9 @@ def _losses(
     found = []
     for _ in range(5):
         tokens = torch.randint(0, 512, (4, 257), generator=generator)
-        batch = StepBatch([MicroBatch(tokens[:, :-1], tokens[:, 1:], **packed)], targets=4 * 256, rows=np.arange(4))
+        batch = StepBatch([MicroBatch(tokens[:, :-1], tokens[:, 1:], **packed)], loss_tokens=4 * 256, rows=np.arange(4))
         result = step(batch, 1e-3)
-        found.append((result.loss_sum.item() / result.targets, result.norm.item()))
+        found.append((result.loss_sum.item() / result.loss_tokens, result.norm.item()))
     return found
 
 

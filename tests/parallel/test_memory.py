@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from shoal.catalogue.shapes import shape_from_sizes
 from shoal.models.families import transformers_config
-from shoal.train import partition
+from shoal.optim import zero1
 from tests.harness import settings, train_on
 from tests.parallel.measure import Measured, Memory
 
@@ -47,13 +47,15 @@ def measure(text: Path) -> Measure:
     """Rank 0 of so many; each case is measured once for all tests of this file."""
 
     @cache
-    def of(strategy: str, ranks: int, passes: int, prefetch: int) -> Memory:
+    def of(strategy: str, ranks: int, grad_accum_steps: int, prefetch: int) -> Memory:
         changes = {"parallel__strategy": strategy, "parallel__prefetch": prefetch}
-        run = Measured(_settings(text, train__global_batch=ranks * passes, **changes), length=2)
+        run = Measured(_settings(text, train__global_batch=ranks * grad_accum_steps, **changes), length=2)
         found: Memory = run.as_rank_zero(ranks, run.memory)
         return found
 
-    return lambda strategy, ranks, passes=1, prefetch=PREFETCH: of(strategy, ranks, passes, prefetch)
+    return lambda strategy, ranks, grad_accum_steps=1, prefetch=PREFETCH: of(
+        strategy, ranks, grad_accum_steps, prefetch
+    )
 
 
 def _settings(text: Path, **changes: Any) -> dict[str, Any]:
@@ -80,7 +82,7 @@ RANKS = pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_zero1_divides_the_optimizer_state(measure, ranks):
     found = measure("zero1", ranks)
     everything = MODEL + MODEL + 2 * MODEL / ranks
-    hold("weights, gradients and moments", found.after("passes"), everything)
+    hold("weights, gradients and moments", found.after("grad_accum_steps"), everything)
     # DDP's gradients lie in its buckets, which stay; one process alone frees them.
     hold("between steps", found.before("step"), everything - (MODEL if ranks == 1 else 0))
 
@@ -89,7 +91,7 @@ def test_zero1_divides_the_optimizer_state(measure, ranks):
 @RANKS
 def test_zero2_and_zero3_divide_everything_between_passes(measure, strategy, ranks):
     found = measure(strategy, ranks)
-    hold("weights, gradients and moments", found.after("passes"), 4 * MODEL / ranks)
+    hold("weights, gradients and moments", found.after("grad_accum_steps"), 4 * MODEL / ranks)
     hold("between steps", found.before("step"), 3 * MODEL / ranks)
 
 
@@ -104,13 +106,13 @@ def test_the_peak_of_zero1_is_the_exchange_of_updated_rows(measure, ranks):
     found = measure("zero1", ranks)
     everything = (2 + 2 / ranks) * MODEL
     # A gradient is made by itself and then copied into its bucket.
-    assert everything <= found.peak("passes") <= everything + BLOCK
+    assert everything <= found.peak("grad_accum_steps") <= everything + BLOCK
     # Own rows, everyone's, and one of those as it is copied to its place: all at once, since a bucket holds that many.
     hold("peak of a step", found.peak("step"), everything + MODEL / ranks + MODEL + MATRIX)
 
 
 def test_zero1_exchanges_updated_rows_a_bucket_at_a_time(text, monkeypatch):
-    monkeypatch.setattr(partition, "BUCKET", 1)  # a bucket for each matrix
+    monkeypatch.setattr(zero1, "BUCKET", 1)  # a bucket for each matrix
     ranks = 8
     run = Measured(_settings(text, parallel__strategy="zero1", train__global_batch=ranks), length=2)
     found = run.as_rank_zero(ranks, run.memory)
@@ -119,7 +121,7 @@ def test_zero1_exchanges_updated_rows_a_bucket_at_a_time(text, monkeypatch):
 
 
 def test_zero1_with_several_passes_needs_no_more_than_with_one(measure):
-    peak = measure("zero1", 4, passes=3).peak("passes")
+    peak = measure("zero1", 4, grad_accum_steps=3).peak("grad_accum_steps")
     print(f"\n  peak of the passes: {peak:,} bytes, {peak / MODEL:.3f} of the weights", end="")
     assert peak <= (2 + 2 / 4) * MODEL + BLOCK
 
@@ -133,7 +135,7 @@ def test_the_peak_of_zero2_is_all_weights_gathered_and_two_blocks(measure, ranks
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_zero2_with_several_passes_has_gradients_beside_the_gathered_weights(measure, ranks):
-    found = measure("zero2", ranks, passes=3)
+    found = measure("zero2", ranks, grad_accum_steps=3)
     # The gradients of a block, those of the block before on their way, and the tied embedding's, which come first and
     # are complete last.
     hold("peak of a step", found.peak("step"), 4 * MODEL / ranks + MODEL + 2 * BLOCK + ROOT)

@@ -120,11 +120,11 @@ def cases(rows: list[Row], *, exact: bool) -> list[Any]:
         few, many = (
             ((small, "llama", 1), (large, "pythia", 4)) if exact else ((small, "pythia", 1), (large, "llama", 4))
         )
-        for world_size, family, passes in (few, many):
-            quick = exact and (passes == 1 or row in TOGETHER)
-            name = f"{row.name}-{world_size}-{family}-{passes}"
+        for world_size, family, grad_accum_steps in (few, many):
+            quick = exact and (grad_accum_steps == 1 or row in TOGETHER)
+            name = f"{row.name}-{world_size}-{family}-{grad_accum_steps}"
             marks = () if quick else pytest.mark.slow
-            found.append(pytest.param(row, world_size, family, passes, id=name, marks=marks))
+            found.append(pytest.param(row, world_size, family, grad_accum_steps, id=name, marks=marks))
     return found
 
 
@@ -175,25 +175,29 @@ def hold_equal(
     assert apart < (20 * loss if weight is None else weight)
 
 
-def train_row(row: Row, world_size: int, family: str, passes: int, precision: str, data: Path, runs: Path) -> Path:
-    global_batch = MICRO_BATCH * row.data_parallel(world_size) * passes
+def train_row(
+    row: Row, world_size: int, family: str, grad_accum_steps: int, precision: str, data: Path, runs: Path
+) -> Path:
+    global_batch = MICRO_BATCH * row.data_parallel(world_size) * grad_accum_steps
     config = _config(data, family, precision, global_batch, pack=False, **row.changes(world_size))
     return train_on(world_size, config, runs)
 
 
-@pytest.mark.parametrize(("row", "world_size", "family", "passes"), cases(ALONE + TOGETHER, exact=True))
-def test_a_strategy_trains_what_one_process_trains(row, world_size, family, passes, instructions, reference, tmp_path):
-    run = train_row(row, world_size, family, passes, "32-true", instructions, tmp_path)
-    expected = reference(family, "32-true", MICRO_BATCH * row.data_parallel(world_size) * passes, False)
-    hold_equal(run, expected, bitwise=row.bitwise and world_size == 2 and passes == 1)
-
-
-@pytest.mark.parametrize(("row", "world_size", "family", "passes"), cases(ALONE + TOGETHER, exact=False))
-def test_in_bf16_a_strategy_trains_nearly_what_one_process_trains(
-    row, world_size, family, passes, instructions, reference, tmp_path
+@pytest.mark.parametrize(("row", "world_size", "family", "grad_accum_steps"), cases(ALONE + TOGETHER, exact=True))
+def test_a_strategy_trains_what_one_process_trains(
+    row, world_size, family, grad_accum_steps, instructions, reference, tmp_path
 ):
-    run = train_row(row, world_size, family, passes, "bf16-mixed", instructions, tmp_path)
-    expected = reference(family, "bf16-mixed", MICRO_BATCH * row.data_parallel(world_size) * passes, False)
+    run = train_row(row, world_size, family, grad_accum_steps, "32-true", instructions, tmp_path)
+    expected = reference(family, "32-true", MICRO_BATCH * row.data_parallel(world_size) * grad_accum_steps, False)
+    hold_equal(run, expected, bitwise=row.bitwise and world_size == 2 and grad_accum_steps == 1)
+
+
+@pytest.mark.parametrize(("row", "world_size", "family", "grad_accum_steps"), cases(ALONE + TOGETHER, exact=False))
+def test_in_bf16_a_strategy_trains_nearly_what_one_process_trains(
+    row, world_size, family, grad_accum_steps, instructions, reference, tmp_path
+):
+    run = train_row(row, world_size, family, grad_accum_steps, "bf16-mixed", instructions, tmp_path)
+    expected = reference(family, "bf16-mixed", MICRO_BATCH * row.data_parallel(world_size) * grad_accum_steps, False)
     hold_equal(run, expected, bitwise=False, loss=2e-3, norm=1e-2)
 
 

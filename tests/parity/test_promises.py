@@ -18,7 +18,7 @@ from transformers import (
 
 import shoal.train.setup
 from shoal.data.tokenizer import load_tokenizer
-from shoal.train.scaler import LossScaler
+from shoal.optim.loss_scaler import LossScaler
 from tests.harness import lines, settings, train_on
 from tests.parity.test_parity import FAMILIES, MICRO_BATCH, hold_equal
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shoal.plan.habits import OURS
 from shoal.plan.memory import forecast_memory
+from shoal.plan.systems import OURS
 from shoal.plan.terms import GIB
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def test_our_own_path_on_an_h200_is_within_five_per_cent():
     script = benchmark()
     own = [row for row in script.read_rows() if "benchmarks/gpu" in row.label]
     compared = script.compare(own)
-    as_it_is = [one for one in compared if one.row.run.habits == OURS]
+    as_it_is = [one for one in compared if one.row.run.traits == OURS]
     assert len(as_it_is) >= 20
     assert all(abs(one.error) < 0.05 for one in as_it_is)
     # The others were measured with what it was before, which the forecast knows in part.

@@ -54,7 +54,7 @@ def test_the_strategy_follows_from_what_fits_and_is_fastest(overrides, name, say
 def test_the_micro_batch_is_the_largest_that_fits_with_some_care(memory):
     found = plan(*BASE, "model.shape=llama3.2-1b", f"hardware.gpu={{like: a100-80gb, memory_gib: {memory}}}")
     run = found.choice.run
-    assert run.micro_batch * run.passes == 64
+    assert run.micro_batch * run.grad_accum_steps == 64
     assert found.fits
     assert found.limits.micro_batch is not None
     assert run.micro_batch <= found.limits.micro_batch
@@ -97,7 +97,7 @@ def test_training_may_hand_in_the_machine_it_is_on():
         assert (machine.gpu.name, machine.gpu.memory_gib) == (name, 139.8)
         chosen = choose(config, read_shape(config.model), machine).chosen()
         assert (chosen.world_size, chosen.data_parallel) == (8, 8)
-        assert chosen.micro_batch * chosen.passes * 8 == chosen.global_batch == 64
+        assert chosen.micro_batch * chosen.grad_accum_steps * 8 == chosen.global_batch == 64
     assert machine_at_hand(None, None, devices=2).is_cpu
 
 
@@ -179,7 +179,7 @@ def test_on_cpus_a_pipeline_is_given_several_passes_a_stage(rows, stages, schedu
         "model.shape=gpt2", "hardware.gpu=cpu", f"hardware.devices={stages}", f"parallel.pp={stages}",
         f"parallel.pp_schedule={schedule}", f"train.global_batch={rows}", "data.max_length=64",
     ).choice.run  # fmt: skip
-    assert (run.micro_batch, run.passes) == (micro_batch, rows // micro_batch)
+    assert (run.micro_batch, run.grad_accum_steps) == (micro_batch, rows // micro_batch)
 
 
 @pytest.mark.parametrize("rows", [36, 60, 100, 126])
@@ -188,7 +188,7 @@ def test_a_schedule_with_rounds_gets_passes_that_divide_into_them(rows):
         "model.shape=gpt2", "hardware.gpu=h100-80gb", "hardware.devices=4", "parallel.pp=4",
         "parallel.pp_schedule=interleaved", f"train.global_batch={rows}", "data.max_length=512",
     ).choice.run  # fmt: skip
-    assert run.passes % max(1, run.passes // 4) == 0
+    assert run.grad_accum_steps % max(1, run.grad_accum_steps // 4) == 0
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.pp=8", "parallel.tp=8", "parallel.pp_schedule=interleaved")])

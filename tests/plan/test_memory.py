@@ -4,12 +4,12 @@ import pytest
 
 from shoal.catalogue.shapes import FORECAST_ONLY, NAMED, ModelShape, parameters
 from shoal.config.mesh import Mesh
-from shoal.plan.habits import DEEPSPEED
 from shoal.plan.head import head
 from shoal.plan.layout import count, ranks
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter
 from shoal.plan.states import states
+from shoal.plan.systems import DEEPSPEED
 from shoal.plan.terms import GIB
 from tests.plan.planning import EIGHT_H100, leaves, make_run, plan, reserved
 
@@ -110,7 +110,7 @@ def test_zeros_own_table_comes_out_exactly():
         ("zero2", Mesh(dp_shard=64)),
         ("zero3", Mesh(dp_shard=64)),
     ):
-        run = make_run(strategy=strategy, mesh=mesh, habits=DEEPSPEED).with_(shape=shape)
+        run = make_run(strategy=strategy, mesh=mesh, traits=DEEPSPEED).with_(shape=shape)
         (rank,) = ranks(shape, 1, "1f1b")
         held = states(run, rank)
         total = held.weights.amount + held.gradients.amount + held.optimizer.amount
@@ -126,7 +126,7 @@ def test_our_layouts_have_the_bytes_they_say():
     counted = parameters(NAMED["llama3-8b"])
 
     def bytes_of(**settings):
-        run = make_run(passes=2, **settings)
+        run = make_run(grad_accum_steps=2, **settings)
         (rank,) = ranks(run.shape, 1, "1f1b")
         held = states(run, rank)
         return (held.weights.amount + held.gradients.amount + held.optimizer.amount) / counted
@@ -144,8 +144,11 @@ def test_our_layouts_have_the_bytes_they_say():
 def test_one_pass_on_one_device_keeps_small_gradients():
     one = plan("model.shape=llama3.2-1b", "hardware.gpu=h200", "train.global_batch=4", "train.micro_batch=4")
     two = plan("model.shape=llama3.2-1b", "hardware.gpu=h200", "train.global_batch=8", "train.micro_batch=4")
-    step = {one.choice.run.passes: one, two.choice.run.passes: two}
-    gradients = {passes: each.choice.memory.worst.moments[-1].tree.find("gradients") for passes, each in step.items()}
+    step = {one.choice.run.grad_accum_steps: one, two.choice.run.grad_accum_steps: two}
+    gradients = {
+        grad_accum_steps: each.choice.memory.worst.moments[-1].tree.find("gradients")
+        for grad_accum_steps, each in step.items()
+    }
     assert gradients[1] is not None
     assert gradients[2] is not None
     assert gradients[1].amount * 2 == gradients[2].amount
@@ -183,7 +186,7 @@ def test_eager_attention_stores_its_scores():
 
 
 def test_the_first_stage_of_a_pipeline_holds_the_most_passes():
-    memory = forecast_memory(make_run(mesh=Mesh(pp=4), passes=16, strategy="ddp", length=8192))
+    memory = forecast_memory(make_run(mesh=Mesh(pp=4), grad_accum_steps=16, strategy="ddp", length=8192))
     kept = []
     for place in memory.places:
         found = place.moments[-4].tree.find("activations")
@@ -193,7 +196,7 @@ def test_the_first_stage_of_a_pipeline_holds_the_most_passes():
 
 
 def test_offloading_moves_state_to_the_host():
-    common = {"strategy": "fsdp", "mesh": Mesh(dp_shard=8), "passes": 2}
+    common = {"strategy": "fsdp", "mesh": Mesh(dp_shard=8), "grad_accum_steps": 2}
     here, optimizer, everything = (
         forecast_memory(make_run(offload=offload, **common)) for offload in ("none", "optimizer", "cpu")
     )

@@ -8,7 +8,7 @@ from shoal.catalogue.efficiency import efficiency
 from shoal.catalogue.gpus import GPUS, LINKS
 from shoal.catalogue.shapes import NAMED, block_matrices
 from shoal.config.mesh import Mesh
-from shoal.plan.exchange import collective_seconds, spread
+from shoal.plan.communication import collective_seconds, spread
 from shoal.plan.run import FROZEN, Adapter
 from shoal.plan.speed import flops_per_token, forecast_speed
 from tests.plan.planning import make_run, tokens_per_second
@@ -89,8 +89,8 @@ def test_computing_hides_no_more_exchanges_than_it_lasts():
 
 
 def test_a_bubble_shrinks_with_passes_and_with_interleaving():
-    def bubble(passes, schedule="1f1b"):
-        run = make_run(mesh=Mesh(pp=4), passes=passes, schedule=schedule, strategy="ddp")
+    def bubble(grad_accum_steps, schedule="1f1b"):
+        run = make_run(mesh=Mesh(pp=4), grad_accum_steps=grad_accum_steps, schedule=schedule, strategy="ddp")
         step = forecast_speed(run).step
         found = step.find("pipeline bubble")
         assert found is not None

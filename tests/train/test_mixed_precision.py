@@ -72,7 +72,7 @@ def under_autocast(text: Path, weights: Path) -> Iterator[float]:
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=chosen.betas, eps=chosen.eps)
     sizes = {"first_step": 0, "global_batch": ROWS, "micro_batch": ROWS, "rank": 0, "ranks": 1, "pad": 0}
     for step in islice(batches(sets.training, sets.order, **sizes), STEPS):
-        (batch,) = step.passes
+        (batch,) = step.micro_batches
         emulated = emulated_matmuls(emulated_dtypes(torch.device("cpu"), torch.bfloat16))
         with emulated, torch.autocast("cpu", torch.bfloat16):
             logits = model(batch.inputs, use_cache=False).logits
@@ -104,10 +104,10 @@ def test_a_step_of_a_norm_that_is_too_small_for_bf16_is_not_lost(ranks, parallel
     config = job(text, weights, precision) | {"parallel": parallel}
     config["model"]["freeze"] = ["*proj*", "*embed*"]
     found = {}
-    for rate in (1e-4, 1e-12):
-        train = config["train"] | {"lr": rate, "steps": 3, "micro_batch": 2}
-        run = train_on(ranks, config | {"name": str(rate), "train": train}, tmp_path)
-        found[rate] = [line["loss"] for line in lines(run)]
+    for lr in (1e-4, 1e-12):
+        train = config["train"] | {"lr": lr, "steps": 3, "micro_batch": 2}
+        run = train_on(ranks, config | {"name": str(lr), "train": train}, tmp_path)
+        found[lr] = [line["loss"] for line in lines(run)]
     learning, still = found[1e-4], found[1e-12]
     assert learning[0] == still[0]
     assert abs(learning[2] - still[2]) > 1e-5

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.config.schema import ScheduleConfig, TrainConfig
-from shoal.train.schedule import make_schedule, peak_rate
+from shoal.train.schedule import make_schedule, peak_lr
 
 
 def curve(total: int = 100, **settings: object) -> list[float]:
@@ -13,16 +13,16 @@ def curve(total: int = 100, **settings: object) -> list[float]:
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
 def test_the_rate_rises_evenly_over_the_warmup_and_reaches_its_peak(name):
-    rates = curve(name=name, warmup=10)
-    assert rates[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
-    assert max(rates) == 1.0
+    lrs = curve(name=name, warmup=10)
+    assert lrs[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    assert max(lrs) == 1.0
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
 def test_the_last_step_has_the_lowest_rate(name):
-    rates = curve(name=name, warmup=10, min_ratio=0.1)
-    assert rates[-1] == pytest.approx(0.1)
-    assert rates[10:] == sorted(rates[10:], reverse=True)
+    lrs = curve(name=name, warmup=10, min_ratio=0.1)
+    assert lrs[-1] == pytest.approx(0.1)
+    assert lrs[10:] == sorted(lrs[10:], reverse=True)
 
 
 def test_cosine_is_half_way_down_in_the_middle():
@@ -30,10 +30,10 @@ def test_cosine_is_half_way_down_in_the_middle():
 
 
 def test_wsd_stays_level_and_falls_in_its_last_share():
-    rates = curve(name="wsd", warmup=10, min_ratio=0.0, decay=0.2)
-    assert rates[10:80] == [1.0] * 70
-    assert rates[80] < 1.0
-    assert rates[89] == pytest.approx(0.5)
+    lrs = curve(name="wsd", warmup=10, min_ratio=0.0, decay=0.2)
+    assert lrs[10:80] == [1.0] * 70
+    assert lrs[80] < 1.0
+    assert lrs[89] == pytest.approx(0.5)
 
 
 def test_constant_stays_where_the_warmup_ends():
@@ -49,5 +49,5 @@ def test_a_warmup_longer_than_the_run_ends_with_it():
 
 
 def test_linear_scaling_multiplies_the_rate_by_the_growth_of_the_batch():
-    assert peak_rate(TrainConfig(lr=1e-4, global_batch=512, lr_scaling="linear", base_batch=128)) == pytest.approx(4e-4)
-    assert peak_rate(TrainConfig(lr=1e-4, global_batch=512)) == 1e-4
+    assert peak_lr(TrainConfig(lr=1e-4, global_batch=512, lr_scaling="linear", base_batch=128)) == pytest.approx(4e-4)
+    assert peak_lr(TrainConfig(lr=1e-4, global_batch=512)) == 1e-4

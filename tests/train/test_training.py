@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint.layout import PieceReader
+from shoal.checkpoint.layout import SliceReader
 from shoal.config import load_config
 from shoal.mistakes import UserMistake
 from shoal.models.emulate import VARIABLE, slow_dtypes
-from shoal.train.health import Diverged
+from shoal.resilience.health import Diverged
 from tests.harness import LLAMA, lines, settings, train_on, weights
 
 
@@ -144,14 +144,14 @@ def test_16_mixed_scales_the_loss_and_trains_what_fp32_trains(strategy, instruct
     exact = train_on(1, settings(instructions, name="exact"), tmp_path)
     assert losses(run) == pytest.approx(losses(exact), rel=1e-3)
     newest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
-    assert PieceReader(newest).read_whole("control.scaler.scale") == 2.0**16
+    assert SliceReader(newest).read_whole("control.scaler.scale") == 2.0**16
 
 
 @pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 2e-6), ("lion", 2e-6), ("muon", 2e-3)])
 def test_every_optimizer_learns_and_does_so_alike_on_two_sharded_ranks(optimizer, bound, instructions, tmp_path):
     """Muon orthogonalises in bf16, where another order of sums shows more."""
-    rate = {"sgd": 0.3, "lion": 1e-3, "muon": 1e-2}[optimizer]
-    changes = {"train__optimizer": {"name": optimizer}, "train__lr": rate}
+    lr = {"sgd": 0.3, "lion": 1e-3, "muon": 1e-2}[optimizer]
+    changes = {"train__optimizer": {"name": optimizer}, "train__lr": lr}
     one = train_on(1, settings(instructions, name="one", **changes), tmp_path)
     two = train_on(2, settings(instructions, name="two", parallel__strategy="fsdp", **changes), tmp_path)
     assert losses(one)[-1] < 0.97 * losses(one)[0]

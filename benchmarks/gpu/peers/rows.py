@@ -47,7 +47,7 @@ def write_rows(path: Path, work: Path, length: int, count: int) -> None:
     stream = batches(sets.training, sets.order, length=length, **settings)
     rows = []
     for _, step in zip(range(count), stream, strict=False):
-        (only,) = step.passes
+        (only,) = step.micro_batches
         rows.append(np.concatenate([only.inputs[0].numpy(), only.labels[0, -1:].numpy()]))
     stream.close()
     made = np.stack(rows)

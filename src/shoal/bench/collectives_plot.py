@@ -33,14 +33,14 @@ def plot(report: CollectivesReport) -> bytes:
         speeds.plot(
             sizes, [report.bus_bandwidth(one) / 1e9 for one in timings], color=color, marker=marker, label=operation
         )
-        slowest = [carried / one.high / 1e9 for carried, one in zip(ring_bytes, timings, strict=True)]
-        fastest = [carried / one.low / 1e9 for carried, one in zip(ring_bytes, timings, strict=True)]
+        slowest = [execution / one.high / 1e9 for execution, one in zip(ring_bytes, timings, strict=True)]
+        fastest = [execution / one.low / 1e9 for execution, one in zip(ring_bytes, timings, strict=True)]
         speeds.fill_between(sizes, slowest, fastest, color=color, alpha=0.2, linewidth=0)
         times.plot(
             sizes, [one.seconds * 1e3 for one in timings], color=color, marker=marker, linestyle="none", label=operation
         )
         if fit := report.fit(operation):
-            times.plot(sizes, [fit.seconds(carried) * 1e3 for carried in ring_bytes], color=color, linewidth=1)
+            times.plot(sizes, [fit.seconds(execution) * 1e3 for execution in ring_bytes], color=color, linewidth=1)
     if report.bandwidth is not None:
         name = report.link.name if report.link else "the best measured"
         speeds.axhline(report.bandwidth / 1e9, color="black", linestyle=":", linewidth=1, label=f"link: {name}")

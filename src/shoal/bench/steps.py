@@ -130,11 +130,11 @@ def _summarise(
 ) -> Steps:
     measured = lines[warmup:]
     seconds = [line["seconds"] for line in measured]
-    targets = measured[-1]["tokens"] - lines[warmup - 1]["tokens"]
+    loss_tokens = measured[-1]["tokens"] - lines[warmup - 1]["tokens"]
     speeds = [line["mfu"] for line in measured if line["mfu"] is not None]
     return Steps(
         tokens_per_second=round(statistics.median(line["tokens_per_second"] for line in measured) / share, 1),
-        tokens_per_second_mean=round(targets / sum(seconds) / share, 1),
+        tokens_per_second_mean=round(loss_tokens / sum(seconds) / share, 1),
         step_seconds=statistics.median(seconds),
         data_seconds=statistics.median(line["data_seconds"] for line in measured),
         mfu=round(statistics.median(speeds), 4) if speeds else None,

@@ -22,17 +22,17 @@ from shoal.data.loader import MicroBatch, StepBatch
 from shoal.mistakes import UserMistake
 from shoal.models.build import blueprint, build_on_meta
 from shoal.models.loss import KERNEL_CHUNK_LOGITS, HeadAndLoss
-from shoal.models.pieces import local_tensor
+from shoal.models.tensor_slices import local_tensor
+from shoal.optim.adamw import AdamW
+from shoal.optim.loss_scaler import LossScaler
+from shoal.optim.optimizer import NamedOptimizer, check_cuts, check_groups
 from shoal.parallel.apply import freeze
 from shoal.parallel.check import check_parallel
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.decide import Choice
 from shoal.plan.run import Run
-from shoal.train.adamw import AdamW
 from shoal.train.build import build, keep_small_gradients
-from shoal.train.optimizer import NamedOptimizer, check_cuts, check_groups
-from shoal.train.scaler import LossScaler
 from shoal.train.step import TrainStep
 
 # Parts of a step by the names that the forecast has for the moments at which it sums up; and two that it leaves out,
@@ -78,7 +78,7 @@ def trace(choice: Choice, report: Callable[[str], None] = lambda _: None) -> Tra
     parameters = sum(parameter.numel() for parameter in built.parameters())
     freeze(built, config.model.freeze)
     check_groups(dict(built.named_parameters()), config.train)
-    check_parallel(built, config, strategy=run.strategy, mesh=run.mesh, passes=run.passes)
+    check_parallel(built, config, strategy=run.strategy, mesh=run.mesh, grad_accum_steps=run.grad_accum_steps)
     check_cuts(built, config.train, run.mesh.tp)
     on_gpu = not choice.machine.is_cpu
     ledger = Ledger(_only_on_a_cpu(built) if on_gpu else lambda operation, purpose, tensor: False)
@@ -218,5 +218,5 @@ def _batch(config: Config, run: Run) -> StepBatch:
             return MicroBatch(whole(), whole())
         return MicroBatch(whole(), whole(), whole(), torch.zeros(shape, dtype=torch.int32))
 
-    passes = [one_pass() for _ in range(run.passes)]
-    return StepBatch(passes, run.global_batch * config.data.max_length, np.empty(0))
+    grad_accum_steps = [one_pass() for _ in range(run.grad_accum_steps)]
+    return StepBatch(grad_accum_steps, run.global_batch * config.data.max_length, np.empty(0))

@@ -33,7 +33,7 @@ from shoal.plan.models import read_shape
 from shoal.plan.terms import GIB
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import train
-from shoal.train.setup import Start, rehearse
+from shoal.train.setup import Start, preflight
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def train_alone_as_one_of(config: Config, world_size: int, run: RunDirectory, fo
     device = choose_device(0)
     config = with_precision(config, inspect_device(device).auto_precision)
     inputs = read_inputs(config, Reporter(speaks=False))
-    chosen = rehearse(config, inputs, world_size, inspect_device(device), None)
+    chosen = preflight(config, inputs, world_size, inspect_device(device), None)
     if chosen.mesh["pp"] > 1 or (chosen.strategy in ("ddp", "zero1") and chosen.data_parallel > 1):
         raise UserMistake(
             f"bench rank cannot leave out the exchanges of {'pp' if chosen.mesh['pp'] > 1 else chosen.strategy} where "

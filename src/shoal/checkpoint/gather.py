@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.checkpoint.layout import Part
-from shoal.models.pieces import Box, Piece, local_tensor, whole
+from shoal.models.tensor_slices import SliceMapping, TensorSlice, local_tensor, whole
 from shoal.parallel.ranks import Ranks
 
 
@@ -23,18 +23,21 @@ def gather(parts: Mapping[str, Part], ranks: Ranks, beat: Callable[[], None] = l
         _send(parts, beat)
         return {}
     found: dict[str, Tensor] = {}
-    for name, whole_shape, box, tensor in _own(parts):
-        _put(found, name, whole_shape, box, tensor)
+    for name, whole_shape, tensor_slice, tensor in _own(parts):
+        _put(found, name, whole_shape, tensor_slice, tensor)
     for rank in range(1, ranks.world_size):
         for entry in json.loads(bytes(_receive(rank, int(_receive(rank, 8).view(torch.int64))).tolist())):
-            dtype, box = getattr(torch, entry["dtype"]), Box(tuple(entry["offset"]), tuple(entry["shape"]))
-            tensor = _receive(rank, prod(box.shape) * dtype.itemsize).view(dtype).reshape(box.shape)
-            _put(found, entry["name"], tuple(entry["whole"]), box, tensor)
+            dtype, tensor_slice = (
+                getattr(torch, entry["dtype"]),
+                TensorSlice(tuple(entry["offset"]), tuple(entry["shape"])),
+            )
+            tensor = _receive(rank, prod(tensor_slice.shape) * dtype.itemsize).view(dtype).reshape(tensor_slice.shape)
+            _put(found, entry["name"], tuple(entry["whole"]), tensor_slice, tensor)
             beat()
     return {name: _whole_part(tensor) for name, tensor in found.items()}
 
 
-def _own(parts: Mapping[str, Part]) -> Iterator[tuple[str, tuple[int, ...], Box, Tensor]]:
+def _own(parts: Mapping[str, Part]) -> Iterator[tuple[str, tuple[int, ...], TensorSlice, Tensor]]:
     for name, part in parts.items():
         local = local_tensor(part.tensor)
         for piece in part.pieces:
@@ -44,8 +47,14 @@ def _own(parts: Mapping[str, Part]) -> Iterator[tuple[str, tuple[int, ...], Box,
 def _send(parts: Mapping[str, Part], beat: Callable[[], None]) -> None:
     """What comes, in the order in which it comes; then the bytes of each."""
     entries: list[dict[str, Any]] = [
-        {"name": name, "whole": shape, "offset": box.offset, "shape": box.shape, "dtype": str(tensor.dtype)[6:]}
-        for name, shape, box, tensor in _own(parts)
+        {
+            "name": name,
+            "whole": shape,
+            "offset": tensor_slice.offset,
+            "shape": tensor_slice.shape,
+            "dtype": str(tensor.dtype)[6:],
+        }
+        for name, shape, tensor_slice, tensor in _own(parts)
     ]
     text = json.dumps(entries).encode()
     dist.send(torch.tensor([len(text)]).view(torch.uint8), 0)
@@ -61,12 +70,14 @@ def _receive(rank: int, size: int) -> Tensor:
     return arrived
 
 
-def _put(found: dict[str, Tensor], name: str, shape: tuple[int, ...], box: Box, tensor: Tensor) -> None:
+def _put(
+    found: dict[str, Tensor], name: str, shape: tuple[int, ...], tensor_slice: TensorSlice, tensor: Tensor
+) -> None:
     if name not in found:
         found[name] = torch.empty(shape, dtype=tensor.dtype)
-    found[name][box.slices].copy_(tensor)
+    found[name][tensor_slice.slices].copy_(tensor)
 
 
 def _whole_part(tensor: Tensor) -> Part:
-    box = whole(tuple(tensor.shape))
-    return Part(tensor, [Piece(box, box)], tuple(tensor.shape))
+    tensor_slice = whole(tuple(tensor.shape))
+    return Part(tensor, [SliceMapping(tensor_slice, tensor_slice)], tuple(tensor.shape))

@@ -15,13 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shoal.checkpoint.image import NAMES, Image, lay_out
+from shoal.checkpoint.snapshot import NAMES, Snapshot, lay_out
 from shoal.checkpoint.store import read_manifest
 from shoal.mistakes import UserMistake
-from shoal.models.pieces import Box, Piece, local_tensor, whole
+from shoal.models.tensor_slices import SliceMapping, TensorSlice, local_tensor, whole
 from shoal.parallel.placement import Placement
 
-BOXES = "boxes"  # in a file's metadata: where each of its tensors stands in the whole one
+TENSOR_SLICES = "slices"  # in a file's metadata: where each of its tensors stands in the whole one
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Entry:
     """A whole tensor on disk: its shape, and where boxes of it are."""
 
     shape: tuple[int, ...]
-    pieces: tuple[tuple[str, str, Box], ...]  # file, name there, which part of the whole
+    pieces: tuple[tuple[str, str, TensorSlice], ...]  # file, name there, which part of the whole
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Part:
     """What this rank has of a whole tensor."""
 
     tensor: Tensor
-    pieces: list[Piece]
+    pieces: list[SliceMapping]
     whole: tuple[int, ...]
 
 
@@ -53,7 +53,7 @@ def parts_to_write(tensors: Mapping[str, tuple[Tensor, str | None]], placement: 
         over = placement.shared_over(parameter, tensor)
         if over is None:
             continue
-        number, count = placement.grid.replica(over)
+        number, count = placement.parallel_dims.replica(over)
         load = loads.setdefault(over, [0] * count)
         writer = load.index(min(load))
         # Of the whole: parts of it may differ in size, and with them what ranks think of each other's load.
@@ -64,9 +64,9 @@ def parts_to_write(tensors: Mapping[str, tuple[Tensor, str | None]], placement: 
     return chosen
 
 
-def image_of(parts: Mapping[str, Part]) -> Image:
+def snapshot_of(parts: Mapping[str, Part]) -> Snapshot:
     """The file that holds these parts, and says of each which box of which whole tensor it is."""
-    boxes: dict[str, Any] = {}
+    tensor_slices: dict[str, Any] = {}
     stored: dict[str, Tensor] = {}
     for name, part in parts.items():
         local = local_tensor(part.tensor)
@@ -76,11 +76,11 @@ def image_of(parts: Mapping[str, Part]) -> Image:
             # The type as well: the header's is one word, and with another one of its length the same bytes would be
             # other numbers.
             kind = NAMES[stored[key].dtype]
-            boxes[key] = {"whole": list(part.whole), "offset": list(piece.whole.offset), "dtype": kind}
-    return lay_out(stored, {BOXES: json.dumps(boxes)})
+            tensor_slices[key] = {"whole": list(part.whole), "offset": list(piece.whole.offset), "dtype": kind}
+    return lay_out(stored, {TENSOR_SLICES: json.dumps(tensor_slices)})
 
 
-class PieceReader:
+class SliceReader:
     """Reads boxes of whole tensors from a checkpoint's folder, whoever wrote it."""
 
     def __init__(self, folder: Path) -> None:
@@ -100,21 +100,24 @@ class PieceReader:
             ):
                 raise UserMistake(f"{path} is damaged: it does not say which tensors it holds.") from None
         for name, entry in self.entries.items():
-            if not _fills([box for _, _, box in entry.pieces], entry.shape):
+            if not _fills([tensor_slice for _, _, tensor_slice in entry.pieces], entry.shape):
                 raise UserMistake(f"{folder} holds only a part of {name}: it was not written whole.")
 
     def _read_table(self, path: Path) -> None:
         """Take note of what a file holds, trusting nothing in it that the shapes of its tensors do not bear out."""
         file: Any = safe_open(path, framework="pt")
         self._files[path.name] = file
-        places = json.loads(file.metadata()[BOXES])
+        places = json.loads(file.metadata()[TENSOR_SLICES])
         if set(places) != set(file.keys()):
             raise ValueError
         for key, place in places.items():
             header = file.get_slice(key)
             shape = tuple(header.get_shape())
-            box, whole_shape = Box(tuple(map(int, place["offset"])), shape), tuple(map(int, place["whole"]))
-            ends = zip(box.offset, box.shape, whole_shape, strict=True)
+            tensor_slice, whole_shape = (
+                TensorSlice(tuple(map(int, place["offset"])), shape),
+                tuple(map(int, place["whole"])),
+            )
+            ends = zip(tensor_slice.offset, tensor_slice.shape, whole_shape, strict=True)
             if any(offset < 0 or offset + size > limit for offset, size, limit in ends):
                 raise ValueError
             if header.get_dtype() != place["dtype"]:
@@ -123,7 +126,7 @@ class PieceReader:
             known = self.entries.get(name, Entry(whole_shape, ()))
             if known.shape != whole_shape:
                 raise ValueError
-            self.entries[name] = Entry(whole_shape, (*known.pieces, (path.name, key, box)))
+            self.entries[name] = Entry(whole_shape, (*known.pieces, (path.name, key, tensor_slice)))
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
         """Name (without `prefix`) → whole shape of every tensor under `prefix`."""
@@ -131,16 +134,16 @@ class PieceReader:
             name.removeprefix(prefix): entry.shape for name, entry in self.entries.items() if name.startswith(prefix)
         }
 
-    def read_into(self, name: str, tensor: Tensor, pieces: list[Piece]) -> None:
+    def read_into(self, name: str, tensor: Tensor, pieces: list[SliceMapping]) -> None:
         """Fill the `pieces` of the whole that `tensor` holds on this rank."""
         local = local_tensor(tensor)
         for piece in pieces:
             filled = 0
-            for file, key, box in self.entries[name].pieces:
-                shared = piece.whole.overlap(box)
+            for file, key, tensor_slice in self.entries[name].pieces:
+                shared = piece.whole.overlap(tensor_slice)
                 if not shared.empty:
                     place = local[piece.local.slices][shared.within(piece.whole).slices]
-                    place.copy_(self._part(file, key, shared.within(box)))
+                    place.copy_(self._part(file, key, shared.within(tensor_slice)))
                     filled += prod(shared.shape)
             if filled != prod(piece.whole.shape):
                 raise UserMistake(f"{self.folder} holds only a part of {name}: it was not written whole.")
@@ -148,33 +151,35 @@ class PieceReader:
     def read_whole(self, name: str) -> Tensor:
         """The whole tensor, put together on the host."""
         entry = self.entries[name]
-        found = [(self._part(file, key, whole(box.shape)), box) for file, key, box in entry.pieces]
+        found = [
+            (self._part(file, key, whole(tensor_slice.shape)), tensor_slice) for file, key, tensor_slice in entry.pieces
+        ]
         if len(found) == 1 and found[0][1].shape == entry.shape:
             return found[0][0]
         result = torch.empty(entry.shape, dtype=found[0][0].dtype)
-        for piece, box in found:
-            result[box.slices].copy_(piece)
+        for piece, tensor_slice in found:
+            result[tensor_slice.slices].copy_(piece)
         return result
 
-    def _part(self, file: str, name: str, box: Box) -> Tensor:
-        if not box.shape:
+    def _part(self, file: str, name: str, tensor_slice: TensorSlice) -> Tensor:
+        if not tensor_slice.shape:
             scalar: Tensor = self._files[file].get_tensor(name)
             return scalar
-        part: Tensor = self._files[file].get_slice(name)[box.slices]
+        part: Tensor = self._files[file].get_slice(name)[tensor_slice.slices]
         return part
 
 
-def _fills(boxes: list[Box], shape: tuple[int, ...]) -> bool:
-    """Whether `boxes`, all inside a whole of this shape, hold every element of it, and none twice."""
-    if sum(prod(box.shape) for box in boxes) != prod(shape):
+def _fills(tensor_slices: list[TensorSlice], shape: tuple[int, ...]) -> bool:
+    """Whether `tensor_slices`, all inside a whole of this shape, hold every element of it, and none twice."""
+    if sum(prod(tensor_slice.shape) for tensor_slice in tensor_slices) != prod(shape):
         return False
-    ordered = sorted(boxes, key=lambda box: box.offset)
-    for index, box in enumerate(ordered):
+    ordered = sorted(tensor_slices, key=lambda tensor_slice: tensor_slice.offset)
+    for index, tensor_slice in enumerate(ordered):
         # Only those that begin before this one ends: of many shards of a tensor, that is hardly ever more than one.
         for after in range(index + 1, len(ordered)):
             other = ordered[after]
-            if other.offset[0] >= box.offset[0] + box.shape[0]:
+            if other.offset[0] >= tensor_slice.offset[0] + tensor_slice.shape[0]:
                 break
-            if not box.overlap(other).empty:
+            if not tensor_slice.overlap(other).empty:
                 return False
     return True

@@ -18,8 +18,8 @@ import torch
 
 from shoal.checkpoint import store
 from shoal.checkpoint.gather import gather
-from shoal.checkpoint.image import HostCopy, Image, write_image
-from shoal.checkpoint.layout import Part, image_of
+from shoal.checkpoint.layout import Part, snapshot_of
+from shoal.checkpoint.snapshot import HostCopy, Snapshot, write_snapshot
 from shoal.parallel.ranks import Ranks
 
 # The place is there and has no room: it may have some again. Anything else will not mend itself.
@@ -95,7 +95,7 @@ class Saver:
         self._meeting = self._meeting or self.ranks.apart()
         if self.full:
             parts = gather(parts, self.ranks, self.while_waiting)
-        image = image_of(parts) if parts else None
+        image = snapshot_of(parts) if parts else None
         # What was gathered is a copy already.
         gathered = self.full and self.ranks.world_size > 1
         copied = self.in_background and not gathered
@@ -192,9 +192,9 @@ class Saver:
         folder, rank, files = store.folder_for(place.checkpoints, work.step), self.ranks.rank, {}
         if work.image is not None:
             name = f"rank-{rank:05d}.safetensors"
-            files[name] = write_image(folder / name, self._counted(work.chunks()))
+            files[name] = write_snapshot(folder / name, self._counted(work.chunks()))
         for name, text in work.texts.items():
-            files[name] = write_image(folder / name, [memoryview(text.encode())])
+            files[name] = write_snapshot(folder / name, [memoryview(text.encode())])
         store.leave_hashes(folder, rank, files)
 
     def _finish(self, place: Place, work: "_Work") -> None:
@@ -213,7 +213,7 @@ class _Work:
     """What a thread writes."""
 
     step: int
-    image: Image | None
+    image: Snapshot | None
     copy: HostCopy | None  # of the image; None: the tensors themselves are written, and do not change meanwhile
     texts: Mapping[str, str]
     metrics: dict[str, float]

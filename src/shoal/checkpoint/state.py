@@ -11,9 +11,9 @@ from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 from shoal.checkpoint import store
-from shoal.checkpoint.layout import Part, PieceReader, parts_to_write
+from shoal.checkpoint.layout import Part, SliceReader, parts_to_write
 from shoal.mistakes import UserMistake
-from shoal.models.pieces import pieces
+from shoal.models.tensor_slices import pieces
 from shoal.parallel.placement import Placement
 from shoal.parallel.ranks import Ranks
 
@@ -94,7 +94,7 @@ def load(
     ranks: Ranks,
 ) -> Progress:
     """Fill a run from a whole checkpoint, on any number of ranks."""
-    reader = PieceReader(folder)
+    reader = SliceReader(folder)
     load_parameters(reader, tensors, placement)
     for key, tensor in optimizer.empty_state(reader.shapes(OPTIMIZER), placement).items():
         reader.read_into(OPTIMIZER + key, tensor, placement.pieces(_parameter(key), tensor))
@@ -125,7 +125,7 @@ def read_progress(folder: Path) -> Progress:
         raise UserMistake(f"{folder / PROGRESS} is damaged: it does not say how far the run was.") from None
 
 
-def load_parameters(reader: PieceReader, tensors: Mapping[str, Tensor], placement: Placement | None = None) -> None:
+def load_parameters(reader: SliceReader, tensors: Mapping[str, Tensor], placement: Placement | None = None) -> None:
     """Fill a model's parameters, and buffers, from a checkpoint; with `placement`, this rank's parts of them."""
     folder, stored = reader.folder, reader.shapes(MODEL)
     wanted = {name: tuple(one.shape) for name, one in tensors.items()} if placement is None else placement.shapes

@@ -5,8 +5,8 @@ Importing this costs numpy and no more. The loader needs torch and is imported b
 
 from shoal.data.order import Order, permute
 from shoal.data.prepare import Sets, prepare, prepare_sets
-from shoal.data.rows import Rows, Summary
+from shoal.data.sequences import Sequences, Summary
 from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 
-__all__ = ["Order", "Rows", "Sets", "Summary", "Tokenizer", "load_tokenizer", "permute", "prepare", "prepare_sets"]
+__all__ = ["Order", "Sequences", "Sets", "Summary", "Tokenizer", "load_tokenizer", "permute", "prepare", "prepare_sets"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.order import Order, Spans
-from shoal.data.rows import DOCUMENT, TARGET, Rows
+from shoal.data.sequences import DOCUMENT, TARGET, Sequences
 
 IGNORED = -100  # the label no loss counts
 
@@ -48,15 +48,15 @@ class MicroBatch:
 
 @dataclass
 class StepBatch:
-    """One optimizer step's passes on this rank. `targets` counts the whole global batch, over all ranks."""
+    """One optimizer step's micro_batches on this rank. `loss_tokens` counts the whole global batch, over all ranks."""
 
-    passes: list[MicroBatch]
-    targets: int
+    micro_batches: list[MicroBatch]
+    loss_tokens: int
     rows: np.ndarray  # this rank's row numbers, pass after pass
 
 
 def batches(
-    rows: Rows,
+    rows: Sequences,
     order: Order,
     *,
     first_step: int,
@@ -77,8 +77,8 @@ def batches(
     at offset (p · ranks + r) · micro_batch. Positions `left_out` of the order are stepped over. Rows are padded to the
     longest of their micro-batch, rounded up to a multiple of `multiple`, or to `length`.
     """
-    passes, rest = divmod(global_batch, micro_batch * ranks)
-    if rest or not passes or not 0 <= rank < ranks:
+    micro_batches, rest = divmod(global_batch, micro_batch * ranks)
+    if rest or not micro_batches or not 0 <= rank < ranks:
         raise ValueError(f"{global_batch} rows cannot be shared as {micro_batch} per pass by rank {rank} of {ranks}")
     if order.rows != len(rows):
         raise ValueError(f"the order is of {order.rows} rows, the data has {len(rows)}")
@@ -86,11 +86,11 @@ def batches(
         raise ValueError(f"rows have up to {rows.summary.longest} inputs, more than the length {length}")
 
     def make(step: int) -> StepBatch:
-        everyone = order.training_rows(step * global_batch, global_batch, left_out)
-        mine = everyone.reshape(passes, ranks, micro_batch)[:, rank]
+        everyone = order.training_sequences(step * global_batch, global_batch, left_out)
+        mine = everyone.reshape(micro_batches, ranks, micro_batch)[:, rank]
         made = [assemble(rows, one, pad=pad, length=length, multiple=multiple) for one in mine]
-        targets = int(rows.targets[everyone].sum(dtype=np.int64))
-        return StepBatch([one.pin() for one in made] if pin else made, targets, mine.reshape(-1))
+        loss_tokens = int(rows.loss_tokens[everyone].sum(dtype=np.int64))
+        return StepBatch([one.pin() for one in made] if pin else made, loss_tokens, mine.reshape(-1))
 
     return _ahead(make, first_step, workers)
 
@@ -116,8 +116,8 @@ def _ahead(make: Callable[[int], StepBatch], step: int, workers: int) -> Generat
 
 
 def evaluation_batches(
-    rows: Rows,
-    row_ids: np.ndarray,
+    rows: Sequences,
+    sequence_ids: np.ndarray,
     *,
     micro_batch: int,
     rank: int,
@@ -127,17 +127,17 @@ def evaluation_batches(
     multiple: int = 1,
     limit: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """This rank's share of `row_ids`, of which at most `limit` rows (over all ranks) are taken: whatever the number of
-    ranks, the same rows are evaluated.
+    """This rank's share of `sequence_ids`, of which at most `limit` (over all ranks) are taken: whatever the number of
+    ranks, the same sequences are evaluated.
 
     Every rank yields equally many micro-batches of equally many rows, because ranks meet in collectives. What is
     lacking at the end is filled with a row whose labels are all ignored.
     """
-    wanted = np.asarray(row_ids)[:limit]
+    wanted = np.asarray(sequence_ids)[:limit]
     if not len(wanted):
         return
-    passes = -(-len(wanted) // (micro_batch * ranks))
-    places = np.arange(passes * ranks * micro_batch).reshape(passes, ranks, micro_batch)[:, rank]
+    micro_batches = -(-len(wanted) // (micro_batch * ranks))
+    places = np.arange(micro_batches * ranks * micro_batch).reshape(micro_batches, ranks, micro_batch)[:, rank]
     for place in places:
         real = place < len(wanted)
         batch = assemble(rows, wanted[np.where(real, place, 0)], pad=pad, length=length, multiple=multiple)
@@ -145,9 +145,11 @@ def evaluation_batches(
         yield batch
 
 
-def assemble(rows: Rows, row_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1) -> MicroBatch:
+def assemble(
+    rows: Sequences, sequence_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1
+) -> MicroBatch:
     """The tensors of these rows."""
-    found = [rows[int(row)] for row in row_ids]
+    found = [rows[int(row)] for row in sequence_ids]
     longest = max(len(tokens) for tokens, _ in found) - 1
     width = -(-longest // multiple) * multiple if length is None else length
     shape = (len(found), width)

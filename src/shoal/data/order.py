@@ -85,7 +85,7 @@ class Order:
     """The order of `rows` rows for one seed: those held out, and the endless sequence of the others.
 
     `validation` is the share held out (0: none). With validation data of its own, give the number of its rows as
-    `separate` instead: then every row here is for training, and `validation_rows` counts through the other set.
+    `separate` instead: then every row here is for training, and `validation_sequences` counts through the other set.
     """
 
     def __init__(self, rows: int, seed: int, validation: float = 0.0, separate: int | None = None) -> None:
@@ -115,7 +115,7 @@ class Order:
         self._separate = separate is not None
         self._split_key = _key("shoal", "validation", seed)
 
-    def training_rows(self, first_position: int, count: int, left_out: Spans = ()) -> np.ndarray:
+    def training_sequences(self, first_position: int, count: int, left_out: Spans = ()) -> np.ndarray:
         """The rows at `count` global positions from `first_position` on, through as many epochs as that takes.
 
         Positions in `left_out` (in order, not overlapping) are not counted: see `around`.
@@ -137,7 +137,7 @@ class Order:
             position += taken
         return np.concatenate(pieces)
 
-    def validation_rows(self) -> np.ndarray:
+    def validation_sequences(self) -> np.ndarray:
         """The rows held out, in the order they are evaluated; numbers of the separate set where there is one."""
         if self._separate:
             return np.arange(self.validation_count, dtype=np.int64)

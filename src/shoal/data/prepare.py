@@ -13,9 +13,9 @@ import numpy as np
 from shoal.data import pack
 from shoal.data.cache import Report, cache_root, obtain
 from shoal.data.order import Order
-from shoal.data.rows import TARGET, ArrayWriter, Rows, open_rows, write_array, write_summary
+from shoal.data.sequences import TARGET, ArrayWriter, Sequences, open_sequences, write_array, write_summary
 from shoal.data.sources import find_files
-from shoal.data.tokenise import Corpus, Progress, tokenise
+from shoal.data.tokenize import Corpus, Progress, tokenise
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 
@@ -69,8 +69,8 @@ class Settings:
 class Sets:
     """Rows to train on and to evaluate on, and the order that names rows of both. `validation` is None for none."""
 
-    training: Rows
-    validation: Rows | None
+    training: Sequences
+    validation: Sequences | None
     order: Order
 
 
@@ -89,7 +89,7 @@ def prepare_sets(
 
 def prepare(
     data: DataSettings, tokenizer: Tokenizer, *, cache: Path | None = None, report: Report, path: object = None
-) -> Rows:
+) -> Sequences:
     """The rows of `data` (or of `path`, read the same way), from the cache where they are there and whole."""
     if not isinstance(data.source, str):
         raise UserMistake("data.source must be one name; lists of sources are not read by this version. Name one.")
@@ -117,7 +117,7 @@ def prepare(
             raise UserMistake("The data changed while it was read. Start again once it is complete.")
 
     entry, ready = obtain(cache_root(cache) / "data", key, build, report)
-    rows = open_rows(entry)
+    rows = open_sequences(entry)
     for sentence in rows.summary.sentences():
         report(sentence)
     if ready:
@@ -159,20 +159,20 @@ def _write_rows(folder: Path, settings: Settings, files: Sequence[Path], tokeniz
         cuts = pack.cut_stream(corpus.tokens, length)
     else:
         cuts = pack.cut_documents(corpus.lengths, length, split=corpus.format.joined)
-    targets = count_targets(corpus.load("flags"), cuts)
-    kept = targets > 0
+    loss_tokens = count_loss_tokens(corpus.load("flags"), cuts)
+    kept = loss_tokens > 0
     if not kept.any():
         raise UserMistake(
             f"None of the {corpus.documents:,} documents in data.path has a token to train on"
             + (f": {cuts.truncated:,} were cut at data.max_length {length}. Raise it." if cuts.truncated else ".")
         )
-    starts, ends, targets = cuts.starts[kept], cuts.ends[kept], targets[kept]
+    starts, ends, loss_tokens = cuts.starts[kept], cuts.ends[kept], loss_tokens[kept]
     if separate:
-        starts, ends, targets = _gather(corpus, starts, ends, targets, length + 1, progress)
+        starts, ends, loss_tokens = _gather(corpus, starts, ends, loss_tokens, length + 1, progress)
     write_array(folder / "starts.npy", starts)
     write_array(folder / "ends.npy", ends)
-    write_array(folder / "targets.npy", targets.astype(np.int32))
-    trained = int(targets.sum(dtype=np.int64))
+    write_array(folder / "targets.npy", loss_tokens.astype(np.int32))
+    trained = int(loss_tokens.sum(dtype=np.int64))
     write_summary(
         folder,
         replace(
@@ -180,15 +180,15 @@ def _write_rows(folder: Path, settings: Settings, files: Sequence[Path], tokeniz
             separate=separate,
             rows=len(starts),
             longest=int((ends - starts).max()) - 1,
-            targets=trained,
-            target_share=trained / int((ends - starts - 1).sum()),
+            loss_tokens=trained,
+            loss_token_share=trained / int((ends - starts - 1).sum()),
             truncated=cuts.truncated,
             dropped=int(np.sum(~kept)),
         ),
     )
 
 
-def count_targets(flags: np.ndarray, cuts: pack.Cuts) -> np.ndarray:
+def count_loss_tokens(flags: np.ndarray, cuts: pack.Cuts) -> np.ndarray:
     """For each row, the tokens flagged as targets, its first token left out: no input stands before that one."""
     counts = np.zeros(len(cuts.starts), dtype=np.int64)
     first = 0
@@ -205,7 +205,7 @@ def count_targets(flags: np.ndarray, cuts: pack.Cuts) -> np.ndarray:
 
 
 def _gather(
-    corpus: Corpus, starts: np.ndarray, ends: np.ndarray, targets: np.ndarray, capacity: int, progress: Progress
+    corpus: Corpus, starts: np.ndarray, ends: np.ndarray, loss_tokens: np.ndarray, capacity: int, progress: Progress
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Write the documents again, in the order in which they are packed, so that each row is one stretch of the file."""
     packing = pack.fit_documents(ends - starts, capacity)
@@ -229,5 +229,5 @@ def _gather(
     rows = np.cumsum(packing.counts)
     row_ends = after[rows - 1]
     row_starts = np.concatenate([[0], row_ends[:-1]])
-    row_targets = np.add.reduceat(targets[packing.order], rows - packing.counts)
+    row_targets = np.add.reduceat(loss_tokens[packing.order], rows - packing.counts)
     return row_starts, row_ends, row_targets

@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.parallel.ranks import Ranks
-from shoal.train.collectives import record_collectives
+from shoal.resilience.collectives import record_collectives
 
 # Set by our own launcher: a folder on this machine, shared by the ranks of one launch.
 LAUNCH_FOLDER = "SHOAL_LAUNCH"
@@ -44,7 +44,7 @@ def restarted() -> bool:
     return attempt() > 0
 
 
-def beats_file() -> Path | None:
+def heartbeat_file() -> Path | None:
     """Where the ranks of one launch on this machine can see each other live."""
     folder = os.environ.get(LAUNCH_FOLDER)
     return None if folder is None else Path(folder) / f"beats-{attempt()}"

@@ -45,10 +45,10 @@ def launch(request: Request, processes: int, *, max_restarts: int, warn: Callabl
                 raise
             max_restarts -= failure.restarts
             request = replace(request, instead=_settled(chosen, rows))
-            passes = chosen.micro_batch * chosen.passes // rows
+            grad_accum_steps = chosen.micro_batch * chosen.grad_accum_steps // rows
             warn(
                 f"{failure.found['sentence']} All processes are started again with train.micro_batch {rows} in "
-                f"{passes} passes, from the newest checkpoint or else from the start; the global batch stays "
+                f"{grad_accum_steps} passes, from the newest checkpoint or else from the start; the global batch stays "
                 f"{chosen.global_batch}."
             )
             continue

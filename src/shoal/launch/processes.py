@@ -27,7 +27,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shoal.files import write_atomically
 from shoal.launch.join import LAUNCH_FOLDER, attempt
 from shoal.mistakes import RunFailed, UserMistake
-from shoal.signals import LAUNCHER, die_with_parent, second_signal_ends
+from shoal.resilience.signals import LAUNCHER, die_with_parent, second_signal_ends
 
 RESULT, MISTAKE, FAILED, HUNG = "result.json", "mistake", "failed", "hung"
 OUT_OF_MEMORY = "out-of-memory"

@@ -11,9 +11,9 @@ from shoal.config.resolve import with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.launch.join import (
-    beats_file,
     choose_device,
     first_device,
+    heartbeat_file,
     joined,
     local_rank,
     processes_wanted,
@@ -26,7 +26,7 @@ from shoal.parallel.device import Device, inspect_device
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import Summary, train
 from shoal.train.preview import Preview, preview
-from shoal.train.setup import Start, rehearse
+from shoal.train.setup import Start, preflight
 
 
 def start(
@@ -53,7 +53,7 @@ def start(
     # Checked and read here first, so that mistakes are found, and rows made, before there are several processes.
     _check(config, run, reporter, resume=resume, overwrite=overwrite, start_from=start_from)
     inputs = read_inputs(config, reporter)
-    rehearse(config, inputs, processes, device, start_from)
+    preflight(config, inputs, processes, device, start_from)
     run.create(config, overwrite=overwrite)
     reporter.say(f"Starting {processes} {'process' if processes == 1 else 'processes'} …")
     request = Request(run.path, resume, start_from, patience=config.train.hang_timeout, shrinks=shrinks)
@@ -69,7 +69,7 @@ def dry_run(config: Config) -> Preview:
     config = with_precision(config, device.auto_precision)
     _warn(config, processes, reporter)
     inputs = read_inputs(config, reporter)
-    rehearse(config, inputs, processes, device, None)
+    preflight(config, inputs, processes, device, None)
     return preview(config, inputs, processes, device)
 
 
@@ -94,7 +94,7 @@ def train_as_rank(
         _check(config, run, reporter, resume=resume, overwrite=overwrite, start_from=start_from)
     inputs = read_inputs(config, reporter)
     # One rank looks at the checkpoint for all: it hashes every file.
-    rehearse(config, inputs, world_size, device, start_from if first else None)
+    preflight(config, inputs, world_size, device, start_from if first else None)
     with joined(config) as ranks:
         config = with_precision(auto, ranks.told(config.train.precision))  # unlike GPUs would choose unlike ones
         if first:
@@ -104,7 +104,7 @@ def train_as_rank(
             send_output_to(run.logs / f"rank-{ranks.rank}.log")
         with run.held() if first else nullcontext():
             start = Start(resume, start_from, restarted())
-            return train(config, inputs, run, ranks, start, beats=beats_file())
+            return train(config, inputs, run, ranks, start, heartbeats=heartbeat_file())
 
 
 def settle_precision(config: Config, run: RunDirectory, device: Device, *, resume: bool) -> Config:

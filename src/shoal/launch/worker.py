@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
-from shoal.launch.join import beats_file, joined, restarted
+from shoal.launch.join import heartbeat_file, joined, restarted
 from shoal.launch.processes import (
     FAILED,
     HUNG,
@@ -27,8 +27,8 @@ from shoal.launch.processes import (
 from shoal.launch.run import send_output_to
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.progress import Reporter
-from shoal.signals import SAME_REQUEST_FOR_RANKS
-from shoal.train.health import StopRequest
+from shoal.resilience.health import StopRequest
+from shoal.resilience.signals import SAME_REQUEST_FOR_RANKS
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import train
 from shoal.train.out_of_memory import OutOfMemory
@@ -63,7 +63,7 @@ def main() -> None:
                     ranks,
                     start,
                     stop=stop,
-                    beats=beats_file(),
+                    heartbeats=heartbeat_file(),
                     tell=lambda sentence: leave_sentence(HUNG, sentence),
                 )
             except OutOfMemory as failure:

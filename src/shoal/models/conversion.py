@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.mistakes import UserMistake
-from shoal.models.pieces import Box, whole
 from shoal.models.stored import Cut, Joined, Stacked, Stored
+from shoal.models.tensor_slices import TensorSlice, whole
 
 # By the name that transformers' operation has for them: lists of what lies in files, then what operations made of each.
 Tensors = Mapping[str, list[Stored] | Stored]
@@ -75,11 +75,11 @@ class _Computed:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read(self, box: Box) -> Tensor:
-        if box.empty:
-            return torch.empty(box.shape, dtype=self.dtype)
+    def read(self, tensor_slice: TensorSlice) -> Tensor:
+        if tensor_slice.empty:
+            return torch.empty(tensor_slice.shape, dtype=self.dtype)
         made = self.call.on(self.sources, lambda source: source.read(whole(source.shape)))
-        return made[self.key][box.slices].clone()  # else the slice would keep the whole alive
+        return made[self.key][tensor_slice.slices].clone()  # else the slice would keep the whole alive
 
 
 def _empty(stored: Stored) -> Tensor:
@@ -113,7 +113,7 @@ def _views(call: _Call, sources: Tensors, shaped: dict[str, Tensor]) -> dict[str
         for (key, one), end in zip(shaped.items(), ends, strict=True):
             offset = [0] * one.dim()
             offset[dimension] = end - one.shape[dimension]
-            made[key] = Cut(fused, Box(tuple(offset), tuple(one.shape)))
+            made[key] = Cut(fused, TensorSlice(tuple(offset), tuple(one.shape)))
     else:
         made = {key: _Computed(call, sources, key, tuple(one.shape), one.dtype) for key, one in shaped.items()}
     assert all(made[key].shape == tuple(one.shape) for key, one in shaped.items()), (call.name, operation)

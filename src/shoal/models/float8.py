@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VALUES, SLOPES = torch.float8_e4m3fn, torch.float8_e5m2
+VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 # What the hardware wants dimensions to be multiples of.
 MULTIPLE = 16
 # A tensor of zeros has a unit too.
@@ -30,44 +30,44 @@ def float8_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 class _Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
-        unit, weight_unit = _unit(inputs, VALUES), _unit(weight, VALUES)
-        by_rows, by_columns = rounded_both_ways(inputs, unit, VALUES)
-        ctx.save_for_backward(by_columns, weight, unit, weight_unit)
+        scale, weight_scale = _scale_of(inputs, VALUES), _scale_of(weight, VALUES)
+        row_major, column_major = cast_and_transpose(inputs, scale, VALUES)
+        ctx.save_for_backward(column_major, weight, scale, weight_scale)
         # Summing in the tensor cores' own short registers is fast, and as good as 8 bits are for what flows forward.
-        return _product(by_rows, _rounded(weight, weight_unit, VALUES), unit, weight_unit, inputs.dtype, fast=True)
+        return _product(row_major, _rounded(weight, weight_scale, VALUES), scale, weight_scale, inputs.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        inputs, weight, unit, weight_unit = ctx.saved_tensors
-        slope_unit = _unit(slope, SLOPES)
-        by_rows, by_columns = rounded_both_ways(slope, slope_unit, SLOPES)
-        inputs_slope = weight_slope = None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        inputs, weight, scale, weight_scale = ctx.saved_tensors
+        grad_scale = _scale_of(grad_output, GRADIENTS)
+        row_major, column_major = cast_and_transpose(grad_output, grad_scale, GRADIENTS)
+        grad_inputs = grad_weight = None
         if ctx.needs_input_grad[0]:
-            _, turned = rounded_both_ways(weight, weight_unit, VALUES)
-            inputs_slope = _product(by_rows, turned, slope_unit, weight_unit, slope.dtype, fast=False)
+            _, transposed = cast_and_transpose(weight, weight_scale, VALUES)
+            grad_inputs = _product(row_major, transposed, grad_scale, weight_scale, grad_output.dtype, fast=False)
         if ctx.needs_input_grad[1]:
-            weight_slope = _product(by_columns, inputs, slope_unit, unit, slope.dtype, fast=False)
-        return inputs_slope, weight_slope
+            grad_weight = _product(column_major, inputs, grad_scale, scale, grad_output.dtype, fast=False)
+        return grad_inputs, grad_weight
 
 
-def _unit(values: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale_of(values: Tensor, dtype: torch.dtype) -> Tensor:
     """What the largest of `values` is divided by to become the largest number of `dtype`."""
     # By rows first: so the compiler finds the largest while it writes the rows, and need not read them again.
     largest = values.abs().amax(1).amax()
     return largest.float().clamp_min(SMALLEST) / torch.finfo(dtype).max
 
 
-def _rounded(values: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounded(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
-    return (values.float() * (1.0 / unit)).clamp(-largest, largest).to(dtype)
+    return (values.float() * (1.0 / scale)).clamp(-largest, largest).to(dtype)
 
 
-def _product(left: Tensor, right: Tensor, unit: Tensor, right_unit: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+def _product(left: Tensor, right: Tensor, scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     """`left @ right.T`, both lying along what is summed over."""
     if left.is_cuda:
-        return torch._scaled_mm(left, right.t(), unit, right_unit, out_dtype=dtype, use_fast_accum=fast)
+        return torch._scaled_mm(left, right.t(), scale, right_scale, out_dtype=dtype, use_fast_accum=fast)
     with torch.autocast(left.device.type, enabled=False):  # which would round this product
-        return ((_to_fp32(left) @ _to_fp32(right).t()) * (unit * right_unit)).to(dtype)  # the same numbers, slowly
+        return ((_to_fp32(left) @ _to_fp32(right).t()) * (scale * right_scale)).to(dtype)  # the same numbers, slowly
 
 
 def _to_fp32(values: Tensor) -> Tensor:
@@ -80,17 +80,17 @@ def _to_fp32(values: Tensor) -> Tensor:
 
 # An operation of its own, because the compiler would write the turned copy number by number across rows.
 @torch.library.custom_op("shoal::rounded_both_ways", mutates_args=())
-def rounded_both_ways(values: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`values` divided by `unit` and rounded to `dtype`: as they lie, and turned (columns become rows)."""
+def cast_and_transpose(values: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`values` divided by `scale` and rounded to `dtype`: as they lie, and turned (columns become rows)."""
     if values.is_cuda:
-        from shoal.models.float8_kernel import round_both_ways
+        from shoal.models.float8_kernel import cast_and_transpose_kernel
 
-        return round_both_ways(values, unit, dtype)
-    by_rows = _rounded(values, unit, dtype)
-    return by_rows, by_rows.t().contiguous()
+        return cast_and_transpose_kernel(values, scale, dtype)
+    row_major = _rounded(values, scale, dtype)
+    return row_major, row_major.t().contiguous()
 
 
-@rounded_both_ways.register_fake
-def _(values: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@cast_and_transpose.register_fake
+def _(values: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, columns = values.shape
     return values.new_empty((rows, columns), dtype=dtype), values.new_empty((columns, rows), dtype=dtype)

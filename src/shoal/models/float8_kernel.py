@@ -1,4 +1,4 @@
-"""The Triton kernel behind `float8.rounded_both_ways`. Imported on CUDA only."""
+"""The Triton kernel behind `float8.cast_and_transpose`. Imported on CUDA only."""
 
 import torch
 import triton
@@ -10,27 +10,27 @@ ROWS, COLUMNS = 64, 128
 
 @triton.jit
 def _round_tile(
-    values, unit, by_rows, by_columns, rows, columns, stride, largest, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    values, scale, row_major, column_major, rows, columns, stride, largest, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tile = tl.load(values + row[:, None] * stride + column[None, :], inside, other=0.0).to(tl.float32)
-    tile = tile * tl.div_rn(1.0, tl.load(unit))  # one exact division a tile, so that numbers are those of the host
-    tile = tl.minimum(tl.maximum(tile, -largest), largest).to(by_rows.dtype.element_ty)
-    tl.store(by_rows + row[:, None] * columns + column[None, :], tile, inside)
+    tile = tile * tl.div_rn(1.0, tl.load(scale))  # one exact division a tile, so that numbers are those of the host
+    tile = tl.minimum(tl.maximum(tile, -largest), largest).to(row_major.dtype.element_ty)
+    tl.store(row_major + row[:, None] * columns + column[None, :], tile, inside)
     # Turned in shared memory, so that these writes too go along memory.
-    tl.store(by_columns + column[:, None] * rows + row[None, :], tl.trans(tile), tl.trans(inside))
+    tl.store(column_major + column[:, None] * rows + row[None, :], tl.trans(tile), tl.trans(inside))
 
 
-def round_both_ways(values: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cast_and_transpose_kernel(values: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if values.stride(1) != 1:
         values = values.contiguous()
     rows, columns = values.shape
-    by_rows = torch.empty((rows, columns), dtype=dtype, device=values.device)
-    by_columns = torch.empty((columns, rows), dtype=dtype, device=values.device)
+    row_major = torch.empty((rows, columns), dtype=dtype, device=values.device)
+    column_major = torch.empty((columns, rows), dtype=dtype, device=values.device)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
     _round_tile[grid](
-        values, unit, by_rows, by_columns, rows, columns, values.stride(0), torch.finfo(dtype).max, ROWS, COLUMNS
+        values, scale, row_major, column_major, rows, columns, values.stride(0), torch.finfo(dtype).max, ROWS, COLUMNS
     )
-    return by_rows, by_columns
+    return row_major, column_major

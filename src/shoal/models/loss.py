@@ -208,14 +208,14 @@ def measure_whole(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 class _MeasuredCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
-        loss, slope = measure(logits, labels)
-        ctx.save_for_backward(slope)
+        loss, grad_logits = measure(logits, labels)
+        ctx.save_for_backward(grad_logits)
         return loss
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
-        (slope,) = ctx.saved_tensors
-        return (slope.float() * outer).to(slope.dtype), None, None
+        (grad_logits,) = ctx.saved_tensors
+        return (grad_logits.float() * outer).to(grad_logits.dtype), None, None
 
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -250,13 +250,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], rows):
             part, target = hidden[start : start + rows], labels[start : start + rows]
-            loss, slope = measure(part @ weight.T, target)
+            loss, grad_logits = measure(part @ weight.T, target)
             total += loss
             if hidden_gradient is not None:
-                torch.matmul(slope, weight, out=hidden_gradient[start : start + rows])
+                torch.matmul(grad_logits, weight, out=hidden_gradient[start : start + rows])
             if wants_weight:  # summed over chunks in fp32, as one large matrix product would do inside
-                weight_gradient = _plus_product(weight_gradient, slope.T, part)
-            del slope  # or it would still be there while the next chunk's logits are made
+                weight_gradient = _plus_product(weight_gradient, grad_logits.T, part)
+            del grad_logits  # or it would still be there while the next chunk's logits are made
         ctx.save_for_backward(*(gradient for gradient in (hidden_gradient, weight_gradient) if gradient is not None))
         ctx.weight_dtype = weight.dtype
         return total

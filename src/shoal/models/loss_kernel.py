@@ -34,9 +34,9 @@ def _measure_row(logits, labels, losses, width, stride, ignored, COLUMNS: tl.con
     for start in range(0, width, COLUMNS):
         inside = start + columns < width
         part = tl.load(logits + start + columns, inside, other=0.0).to(tl.float32)
-        slope = tl.exp(part - logarithm)
-        slope = tl.where(start + columns == label, slope - 1, slope)
-        tl.store(logits + start + columns, slope.to(logits.dtype.element_ty), inside)
+        grad_logits = tl.exp(part - logarithm)
+        grad_logits = tl.where(start + columns == label, grad_logits - 1, grad_logits)
+        tl.store(logits + start + columns, grad_logits.to(logits.dtype.element_ty), inside)
     tl.store(losses + row, logarithm - target)
 
 

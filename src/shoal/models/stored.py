@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shoal.mistakes import UserMistake
-from shoal.models.pieces import Box, with_value
+from shoal.models.tensor_slices import TensorSlice, with_value
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -29,8 +29,8 @@ class Stored(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def read(self, box: Box) -> Tensor:
-        """The values of `box`, on the CPU, in the files' dtype."""
+    def read(self, tensor_slice: TensorSlice) -> Tensor:
+        """The values of `tensor_slice`, on the CPU, in the files' dtype."""
         ...
 
 
@@ -103,12 +103,14 @@ class InFile:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def read(self, box: Box) -> Tensor:
-        if box.empty:
-            return torch.empty(box.shape, dtype=self.dtype)
+    def read(self, tensor_slice: TensorSlice) -> Tensor:
+        if tensor_slice.empty:
+            return torch.empty(tensor_slice.shape, dtype=self.dtype)
         opened = self.folder.open(self.name)
         # safetensors cannot slice a tensor without dimensions.
-        found: Tensor = opened.get_slice(self.name)[box.slices] if box.shape else opened.get_tensor(self.name)
+        found: Tensor = (
+            opened.get_slice(self.name)[tensor_slice.slices] if tensor_slice.shape else opened.get_tensor(self.name)
+        )
         return found
 
 
@@ -128,13 +130,13 @@ class Stacked:
     def dtype(self) -> torch.dtype:
         return common_dtype(self.parts)
 
-    def read(self, box: Box) -> Tensor:
-        found = torch.empty(box.shape, dtype=self.dtype)
-        if box.empty:
+    def read(self, tensor_slice: TensorSlice) -> Tensor:
+        found = torch.empty(tensor_slice.shape, dtype=self.dtype)
+        if tensor_slice.empty:
             return found
-        inner = Box(_without(box.offset, self.dimension), _without(box.shape, self.dimension))
-        first = box.offset[self.dimension]
-        for place in range(box.shape[self.dimension]):
+        inner = TensorSlice(_without(tensor_slice.offset, self.dimension), _without(tensor_slice.shape, self.dimension))
+        first = tensor_slice.offset[self.dimension]
+        for place in range(tensor_slice.shape[self.dimension]):
             found.select(self.dimension, place).copy_(self.parts[first + place].read(inner))
         return found
 
@@ -155,14 +157,14 @@ class Joined:
     def dtype(self) -> torch.dtype:
         return common_dtype(self.parts)
 
-    def read(self, box: Box) -> Tensor:
-        found = torch.empty(box.shape, dtype=self.dtype)
+    def read(self, tensor_slice: TensorSlice) -> Tensor:
+        found = torch.empty(tensor_slice.shape, dtype=self.dtype)
         start = 0
         for part in self.parts:
-            place = Box(with_value((0,) * len(part.shape), self.dimension, start), part.shape)
-            shared = box.overlap(place)
+            place = TensorSlice(with_value((0,) * len(part.shape), self.dimension, start), part.shape)
+            shared = tensor_slice.overlap(place)
             if not shared.empty:
-                found[shared.within(box).slices] = part.read(shared.within(place))
+                found[shared.within(tensor_slice).slices] = part.read(shared.within(place))
             start += part.shape[self.dimension]
         return found
 
@@ -172,7 +174,7 @@ class Cut:
     """A box of another tensor, as a tensor of its own."""
 
     whole: Stored
-    place: Box
+    place: TensorSlice
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -182,9 +184,9 @@ class Cut:
     def dtype(self) -> torch.dtype:
         return self.whole.dtype
 
-    def read(self, box: Box) -> Tensor:
-        offset = tuple(one + other for one, other in zip(self.place.offset, box.offset, strict=True))
-        return self.whole.read(Box(offset, box.shape))
+    def read(self, tensor_slice: TensorSlice) -> Tensor:
+        offset = tuple(one + other for one, other in zip(self.place.offset, tensor_slice.offset, strict=True))
+        return self.whole.read(TensorSlice(offset, tensor_slice.shape))
 
 
 def common_dtype(parts: Iterable[Stored]) -> torch.dtype:

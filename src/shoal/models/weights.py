@@ -19,8 +19,8 @@ from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.conversion import Tensors, convert
 from shoal.models.names import sources_in_files
-from shoal.models.pieces import Split, Splits, local_box, local_tensor, pieces, placed_like, whole_shape
 from shoal.models.stored import Stored, open_folder
+from shoal.models.tensor_slices import Split, Splits, local_slice, local_tensor, pieces, placed_like, whole_shape
 
 Slots = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 NOT_SPLIT: Splits = {}
@@ -76,7 +76,7 @@ def _allocate(
     parameter: nn.Parameter, places: list[tuple[nn.Module, str]], device: torch.device, dtype: torch.dtype
 ) -> None:
     """`Module.to_empty` would give each place of a tied weight a tensor of its own; here they stay one."""
-    local = torch.empty(local_box(parameter).shape, device=device, dtype=dtype)
+    local = torch.empty(local_slice(parameter).shape, device=device, dtype=dtype)
     filled = nn.Parameter(placed_like(local, parameter), requires_grad=parameter.requires_grad)
     for module, name in places:
         module._parameters[name] = filled

@@ -25,26 +25,26 @@ from shoal.models.attention import NARROWEST, skips_tiles
 from shoal.models.emulate import EmulatedForward
 from shoal.models.float8 import MULTIPLE
 from shoal.models.loss import LanguageModel, choose_loss
-from shoal.models.pieces import Split
+from shoal.models.tensor_slices import Split
 from shoal.models.weights import Weights, kept_buffers, materialize
-from shoal.parallel.become import become
 from shoal.parallel.compile import compile_backend, compile_blocks
-from shoal.parallel.context import SequencePart, split_sequence
+from shoal.parallel.context import SequenceShard, split_sequence
 from shoal.parallel.float8 import share_in_float8, use_float8
 from shoal.parallel.gradients import Gradients
-from shoal.parallel.grid import Grid
+from shoal.parallel.micro_batches import MicroBatchRunner, Prepare
 from shoal.parallel.model import ParallelModel, Runner
-from shoal.parallel.passes import Passes, Prepare
+from shoal.parallel.parallel_dims import ParallelDims
+from shoal.parallel.patch import patch
 from shoal.parallel.pipeline import Pipeline, Stage
 from shoal.parallel.placement import Placement
-from shoal.parallel.precision import ComputeCopies, Precision, read_precision, round_norms
+from shoal.parallel.precision import ComputeCopies, Precision, cast_norm_outputs, read_precision
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.shard import SHARDED, replicate, shard_fully
-from shoal.parallel.stages import StageModel, cut_stages, stages_each
+from shoal.parallel.stages import StageModel, split_stages, stages_each
 from shoal.parallel.tensor import split_tensors
 from shoal.parallel.units import choose_units
-from shoal.parallel.vocabulary import VocabularyPart
+from shoal.parallel.vocabulary import VocabularyShard
 
 # Few enough lengths for a compiler, and little to pad.
 ROUND_LENGTHS_TO = 64
@@ -60,7 +60,7 @@ def parallelize(
     mesh: Mesh,
     ranks: Ranks,
     micro_batch: int,
-    passes: int,
+    grad_accum_steps: int,
     folder: Path | None,
     values: bool = True,
     emulated: frozenset[torch.dtype] = frozenset(),
@@ -70,31 +70,31 @@ def parallelize(
     Weights come from `folder` or, where that is None, from the seed; with `values` false they are left unset, because
     a checkpoint will be read into them. Matmuls of the dtypes in `emulated` are computed in fp32: see `models.emulate`.
     """
-    grid = Grid(mesh, ranks)
+    parallel_dims = ParallelDims(mesh, ranks)
     precision = read_precision(config.train.precision, config.train.reduce_dtype)
-    if grid.gradient_ranks > 1:
-        _ = grid.replicas  # made by every rank, also those that have nothing to average with it
+    if parallel_dims.gradient_ranks > 1:
+        _ = parallel_dims.replicas  # made by every rank, also those that have nothing to average with it
     anatomy = read_anatomy(model)
     everything: dict[str, Tensor] = {**dict(model.named_parameters()), **kept_buffers(model)}
     shapes = {name: tuple(tensor.shape) for name, tensor in everything.items()}
     loss = _choose_loss(model, anatomy, config, precision, micro_batch, mesh)
 
     splits: dict[str, Split] = {}
-    sequence: SequencePart | None = None
+    sequence: SequenceShard | None = None
     modules: list[nn.Module] = []
     parameters: dict[str, nn.Parameter] = {}
-    stages = _stages(model, anatomy, config, grid)
+    stages = _stages(model, anatomy, config, parallel_dims)
     backend = compile_backend(config.train.compile, ranks.device)
     compiled = backend == "inductor" and ranks.device.type == "cuda"
     tiles = mesh.cp == 1 and skips_tiles(model, config.model.attention, compiled=compiled)
     for stage in stages:
         if precision.mixed:
-            round_norms(stage.model, stage.anatomy, precision.compute)
-        if grid.tp is not None:
-            splits |= split_tensors(stage.model, stage.anatomy, grid.tp)
-        if grid.cp is not None:
-            sequence = split_sequence(stage.model, grid.cp, config.parallel.cp_method)
-        module = _with_loss(stage, loss, grid, splits, precision, tiles)
+            cast_norm_outputs(stage.model, stage.anatomy, precision.compute)
+        if parallel_dims.tp is not None:
+            splits |= split_tensors(stage.model, stage.anatomy, parallel_dims.tp)
+        if parallel_dims.cp is not None:
+            sequence = split_sequence(stage.model, parallel_dims.cp, config.parallel.cp_method)
+        module = _with_loss(stage, loss, parallel_dims, splits, precision, tiles)
         blocks = stage.anatomy.block_modules(stage.model)
         if config.train.precision == "fp8":
             use_float8(blocks)
@@ -102,12 +102,14 @@ def parallelize(
             # Compiled blocks are traced once, inside of the whole, and what they recompute is part of their graph.
             recomputed = blocks if config.train.recompute not in ("none", "cheap") and backend is None else []
             for part in (module, *recomputed):
-                become(part, EmulatedForward, emulated=emulated)
+                patch(part, EmulatedForward, emulated=emulated)
         recompute_blocks(blocks, config.train.recompute)
         if backend is not None:
             compile_blocks([*blocks, *_final_norm(stage)], backend, keeps_all=config.train.recompute == "none")
         if strategy in SHARDED:
-            _shard(module, stage, config, strategy, grid, precision)  # on meta, so that only this part gets memory
+            _shard(
+                module, stage, config, strategy, parallel_dims, precision
+            )  # on meta, so that only this part gets memory
         materialize(
             stage.model,
             stage.anatomy,
@@ -119,24 +121,26 @@ def parallelize(
         )
         parameters |= dict(stage.model.named_parameters())
         if strategy not in SHARDED:
-            module = _replicate(module, stage, config, grid, precision)  # DDP cannot wrap what is on meta
+            module = _replicate(module, stage, config, parallel_dims, precision)  # DDP cannot wrap what is on meta
         modules.append(module)
 
     prepare = _preparation(sequence, ranks.device, fill=mesh.tp > 1 or mesh.pp > 1)
     runner: Runner
     if mesh.pp == 1:
-        runner = Passes(modules[0], prepare, keeps_weights=_reshards(config, strategy) is False)
+        runner = MicroBatchRunner(modules[0], prepare, keeps_weights=_reshards(config, strategy) is False)
     else:
         numbers = [stage.index for stage in stages]
-        runner = _pipeline(model, modules, numbers, config, grid, precision, micro_batch, passes, prepare)
+        runner = _pipeline(
+            model, modules, numbers, config, parallel_dims, precision, micro_batch, grad_accum_steps, prepare
+        )
     # DDP averages everything over replicas, FSDP what it shards, and nobody a pipeline's.
     wrapped = mesh.pp == 1 and strategy not in SHARDED
     tied = {f"{anatomy.embedding}.weight"} if mesh.pp > 1 and anatomy.tied else set()
-    placement = Placement(grid, shapes, splits, at_both_ends=frozenset(tied & parameters.keys()))
+    placement = Placement(parallel_dims, shapes, splits, at_both_ends=frozenset(tied & parameters.keys()))
     return ParallelModel(
         modules=modules,
         runner=runner,
-        grid=grid,
+        parallel_dims=parallel_dims,
         anatomy=anatomy,
         precision=precision,
         placement=placement,
@@ -149,8 +153,8 @@ def parallelize(
             in_buckets=isinstance(modules[0], DistributedDataParallel),
         ),
         copies=[copies for module in modules for copies in module.modules() if isinstance(copies, ComputeCopies)],
-        row_length=config.data.max_length if mesh.pp > 1 or (compiled and config.data.pack) else None,
-        row_multiple=_row_multiple(config, compiled=compiled),
+        sequence_length=config.data.max_length if mesh.pp > 1 or (compiled and config.data.pack) else None,
+        sequence_multiple=_sequence_multiple(config, compiled=compiled),
         notes=list(_notes(model, stages, config, loss, compiled=backend is not None, tiles=tiles)),
     )
 
@@ -187,16 +191,16 @@ def _notes(
         )
 
 
-def _stages(model: Any, anatomy: Anatomy, config: Config, grid: Grid) -> list[StageModel]:
+def _stages(model: Any, anatomy: Anatomy, config: Config, parallel_dims: ParallelDims) -> list[StageModel]:
     """The parts of the model that run on this rank: all of it, or its stages of the pipeline."""
-    devices = grid.mesh.pp
+    devices = parallel_dims.mesh.pp
     if devices == 1:
         return [StageModel(0, 1, model, anatomy)]
     if anatomy.tied:
-        _ = grid.ends  # made by every rank, also those of the stages between, or NCCL would wait for them
+        _ = parallel_dims.ends  # made by every rank, also those of the stages between, or NCCL would wait for them
     each = stages_each(config.parallel.pp_schedule)
-    mine = [grid.place["pp"] + devices * turn for turn in range(each)]
-    return cut_stages(model, anatomy, mine, devices * each)
+    mine = [parallel_dims.place["pp"] + devices * turn for turn in range(each)]
+    return split_stages(model, anatomy, mine, devices * each)
 
 
 def _final_norm(stage: StageModel) -> list[nn.Module]:
@@ -206,27 +210,37 @@ def _final_norm(stage: StageModel) -> list[nn.Module]:
 
 
 def _with_loss(
-    stage: StageModel, loss: str, grid: Grid, splits: dict[str, Split], precision: Precision, tiles: bool
+    stage: StageModel,
+    loss: str,
+    parallel_dims: ParallelDims,
+    splits: dict[str, Split],
+    precision: Precision,
+    tiles: bool,
 ) -> nn.Module:
     measure = None
     name = f"{stage.anatomy.embedding if stage.anatomy.tied else stage.anatomy.head}.weight"
-    if grid.tp is not None and name in splits:
+    if parallel_dims.tp is not None and name in splits:
         ((start, _),) = splits[name].spans
-        measure = VocabularyPart(start, grid.tp)
+        measure = VocabularyShard(start, parallel_dims.tp)
     rounded = precision.compute if precision.mixed else None
     inner = LanguageModel(stage.model, stage.anatomy, loss, measure, skips_tiles=tiles, rounded=rounded)
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
 
 
 def _shard(
-    module: nn.Module, stage: StageModel, config: Config, strategy: str, grid: Grid, precision: Precision
+    module: nn.Module,
+    stage: StageModel,
+    config: Config,
+    strategy: str,
+    parallel_dims: ParallelDims,
+    precision: Precision,
 ) -> None:
     language = module.inner if isinstance(module, Stage) else module
     assert isinstance(language, LanguageModel)
     shard_fully(
         module,
         choose_units(language, config.parallel.wrap, part=stage.count > 1),
-        grid.sharding,
+        parallel_dims.sharding,
         precision,
         reshard=_reshards(config, strategy),
         prefetch=config.parallel.prefetch,
@@ -234,15 +248,19 @@ def _shard(
     )
 
 
-def _replicate(module: nn.Module, stage: StageModel, config: Config, grid: Grid, precision: Precision) -> nn.Module:
+def _replicate(
+    module: nn.Module, stage: StageModel, config: Config, parallel_dims: ParallelDims, precision: Precision
+) -> nn.Module:
     if precision.mixed:
         units = [[block] for block in stage.anatomy.block_modules(stage.model)]
         if last := _final_norm(stage):
             # The head's weight may be used without a call of the head, but not before the final norm is called.
             units.append([*last, stage.model.get_submodule(stage.anatomy.head)])
         module = ComputeCopies(module, precision, units)
-    if grid.mesh.pp == 1 and grid.gradient_ranks > 1:  # a pipeline's gradients are averaged after its passes
-        module = replicate(module, grid.replicas, precision, grid.device, config.parallel.compress)
+    if (
+        parallel_dims.mesh.pp == 1 and parallel_dims.gradient_ranks > 1
+    ):  # a pipeline's gradients are averaged after its passes
+        module = replicate(module, parallel_dims.replicas, precision, parallel_dims.device, config.parallel.compress)
     return module
 
 
@@ -251,25 +269,25 @@ def _pipeline(
     modules: list[nn.Module],
     numbers: list[int],
     config: Config,
-    grid: Grid,
+    parallel_dims: ParallelDims,
     precision: Precision,
     micro_batch: int,
-    passes: int,
+    grad_accum_steps: int,
     prepare: Prepare,
 ) -> Pipeline:
-    assert grid.pp is not None
-    length = config.data.max_length // grid.mesh.cp
+    assert parallel_dims.pp is not None
+    length = config.data.max_length // parallel_dims.mesh.cp
     return Pipeline(
         list(zip(numbers, modules, strict=True)),
-        count=grid.mesh.pp * stages_each(config.parallel.pp_schedule),
-        group=grid.pp,
+        count=parallel_dims.mesh.pp * stages_each(config.parallel.pp_schedule),
+        group=parallel_dims.pp,
         schedule=config.parallel.pp_schedule,
-        passes=passes,
+        grad_accum_steps=grad_accum_steps,
         prepare=prepare,
         tokens=(micro_batch, length),
-        hidden=(micro_batch, length // grid.mesh.tp, model.config.get_text_config().hidden_size),
+        hidden=(micro_batch, length // parallel_dims.mesh.tp, model.config.get_text_config().hidden_size),
         dtype=precision.stream,
-        device=grid.device,
+        device=parallel_dims.device,
     )
 
 
@@ -283,14 +301,14 @@ def _reshards(config: Config, strategy: str) -> bool | int:
     return True if parallel.reshard == "auto" else parallel.reshard
 
 
-def _row_multiple(config: Config, *, compiled: bool) -> int:
+def _sequence_multiple(config: Config, *, compiled: bool) -> int:
     """What the length of rows is rounded up to. Compiled code and attention's kernels are made for each length anew."""
     multiple = length_multiple(config.parallel, config.train.precision)
     rounded = math.lcm(multiple, ROUND_LENGTHS_TO)
     return rounded if compiled and config.data.max_length % rounded == 0 else multiple
 
 
-def _preparation(sequence: SequencePart | None, device: torch.device, fill: bool) -> Prepare:
+def _preparation(sequence: SequenceShard | None, device: torch.device, fill: bool) -> Prepare:
     """What is done to a micro-batch before it enters the model."""
 
     def prepare(batch: MicroBatch) -> MicroBatch:

@@ -14,7 +14,7 @@ from shoal.parallel.units import choose_blocks
 SHARD_INSTEAD = "use parallel.strategy fsdp with parallel.wrap {min_params: 10_000_000}, which needs none"
 
 
-def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, passes: int) -> None:
+def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, grad_accum_steps: int) -> None:
     """Raise a UserMistake unless `model` can be trained like this."""
     anatomy, parallel, train = read_anatomy(model), config.parallel, config.train
     needs_blocks = {
@@ -26,7 +26,7 @@ def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, pas
     for key, (asked, instead) in needs_blocks.items():
         if asked:
             require_blocks(anatomy, model, key, instead)
-    check_pipeline(model, anatomy, mesh.pp, parallel.pp_schedule, passes)
+    check_pipeline(model, anatomy, mesh.pp, parallel.pp_schedule, grad_accum_steps)
     check_tensor_parallel(model, mesh.tp)
     check_context_parallel(model, mesh, parallel.cp_method)
     if strategy in SHARDED:

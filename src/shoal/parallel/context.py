@@ -19,7 +19,7 @@ from shoal.config.mesh import Mesh
 from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.models.attention import MASKLESS, document_mask
-from shoal.parallel.exchange import exchange, gather
+from shoal.parallel.collectives import all_to_all, gather
 from shoal.parallel.plans import find_plan
 
 HEADS, SEQUENCE = 1, 2  # of queries, keys and values
@@ -48,7 +48,7 @@ def check_context_parallel(model: Any, mesh: Mesh, method: str) -> None:
 
 
 @dataclass(frozen=True)
-class SequencePart:
+class SequenceShard:
     """Which tokens of a row this rank has."""
 
     group: dist.ProcessGroup
@@ -129,16 +129,16 @@ class SequencePart:
     ) -> Tensor:
         repeat = self.size // gcd(key.shape[HEADS], self.size)  # fewer key heads than ranks: some have copies
         both = torch.stack([key, value]).repeat_interleave(repeat, HEADS + 1)
-        query = exchange(query, HEADS, SEQUENCE, self.group)
-        keys, values = exchange(both, HEADS + 1, SEQUENCE + 1, self.group).unbind(0)
-        return exchange(attend(query, keys, values, mask, scaling, dropout), SEQUENCE, HEADS, self.group)
+        query = all_to_all(query, HEADS, SEQUENCE, self.group)
+        keys, values = all_to_all(both, HEADS + 1, SEQUENCE + 1, self.group).unbind(0)
+        return all_to_all(attend(query, keys, values, mask, scaling, dropout), SEQUENCE, HEADS, self.group)
 
 
-def split_sequence(model: Any, group: dist.ProcessGroup, method: str) -> SequencePart:
+def split_sequence(model: Any, group: dist.ProcessGroup, method: str) -> SequenceShard:
     """Give `model` an attention that works on parts of rows."""
     from transformers import AttentionInterface
 
-    part = SequencePart(group, method)
+    part = SequenceShard(group, method)
     name = f"{MASKLESS}_{method}"
     AttentionInterface.register(name, part.attention)
     model.set_attn_implementation(name)

@@ -20,7 +20,7 @@ class HeldOut:
     """What was found on how much."""
 
     loss: float  # mean over target tokens
-    targets: int
+    loss_tokens: int
     rows: int
 
     @property
@@ -47,7 +47,7 @@ def held_out_loss(
     This rank takes part `share[0]` of `share[1]`.
     """
     assert sets.validation is not None
-    wanted = sets.order.validation_rows()[:rows]
+    wanted = sets.order.validation_sequences()[:rows]
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     found = evaluation_batches(
         sets.validation,
@@ -61,5 +61,5 @@ def held_out_loss(
     )
     while some := list(islice(found, at_once)):
         sums += measure(some)
-    total, targets = ranks.sum(sums).tolist()
-    return HeldOut(total / max(targets, 1.0), int(targets), len(wanted))
+    total, loss_tokens = ranks.sum(sums).tolist()
+    return HeldOut(total / max(loss_tokens, 1.0), int(loss_tokens), len(wanted))

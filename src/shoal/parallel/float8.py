@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import read_anatomy
 from shoal.models.float8 import MULTIPLE, float8_linear
-from shoal.parallel.become import become
 from shoal.parallel.device import Device
-from shoal.parallel.tensor import RowCut
+from shoal.parallel.patch import patch
+from shoal.parallel.tensor import RowParallel
 
 # The first GPUs whose matrix units know 8-bit floats: Ada and Hopper.
 CAPABILITY = (8, 9)
@@ -33,7 +33,7 @@ def use_float8(blocks: list[nn.Module]) -> None:
     """In place. After tensors are cut, because that decides the sides of a layer."""
     for block in blocks:
         for linear in _fitting(block):
-            become(linear, _Float8Product if isinstance(linear, RowCut) else _Float8Linear)
+            patch(linear, _Float8Product if isinstance(linear, RowParallel) else _Float8Linear)
 
 
 def share_in_float8(blocks: list[nn.Module]) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shoal.models.pieces import local_tensor
+from shoal.models.tensor_slices import local_tensor
 from shoal.parallel.buckets import in_buckets
 from shoal.parallel.placement import Placement
 
@@ -39,25 +39,29 @@ class Gradients:
         self.averages = [name for name in self.parameters if name in averages]
         self.in_buckets = in_buckets
         # Where gradients are: with everything offloaded that is not where the model runs.
-        self._device = next((local_tensor(one).device for one in self.parameters.values()), placement.grid.device)
+        self._device = next(
+            (local_tensor(one).device for one in self.parameters.values()), placement.parallel_dims.device
+        )
 
     def finish(self) -> None:
         """After the last pass: make each gradient the whole step's, as far as what wraps the model has not."""
-        grid, placement = self.placement.grid, self.placement
-        if self.averages and grid.gradient_ranks > 1:
+        parallel_dims, placement = self.placement.parallel_dims, self.placement
+        if self.averages and parallel_dims.gradient_ranks > 1:
             held = self._local(self.averages)
-            sum_over(held, grid.replicas.get_group())
+            sum_over(held, parallel_dims.replicas.get_group())
             if held:
-                torch._foreach_div_(held, grid.gradient_ranks)
-        if grid.tp is not None:
+                torch._foreach_div_(held, parallel_dims.gradient_ranks)
+        if parallel_dims.tp is not None:
             # What is not cut has seen a part of the tokens, or of the heads, on each tensor-parallel rank.
-            sum_over(self._local(name for name in self.parameters if name not in placement.splits), grid.tp)
-        if placement.at_both_ends and grid.ends is not None:
-            sum_over(self._local(name for name in self.parameters if name in placement.at_both_ends), grid.ends)
+            sum_over(self._local(name for name in self.parameters if name not in placement.splits), parallel_dims.tp)
+        if placement.at_both_ends and parallel_dims.ends is not None:
+            sum_over(
+                self._local(name for name in self.parameters if name in placement.at_both_ends), parallel_dims.ends
+            )
 
     def norm(self) -> Tensor:
         """The 2-norm of all gradients together, as fp32; the same on all ranks. The host does not wait."""
-        grid = self.placement.grid
+        parallel_dims = self.placement.parallel_dims
         kinds: dict[tuple[ShardedOver, bool], list[Tensor]] = {}
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
@@ -79,11 +83,11 @@ class Gradients:
                 mesh, dimensions = over
                 for dimension in dimensions:
                     dist.all_reduce(square, group=mesh.get_group(dimension))
-            if is_split and grid.tp is not None:
-                dist.all_reduce(square, group=grid.tp)
+            if is_split and parallel_dims.tp is not None:
+                dist.all_reduce(square, group=parallel_dims.tp)
             total = total + square
-        if grid.pp is not None:
-            dist.all_reduce(total, group=grid.pp)
+        if parallel_dims.pp is not None:
+            dist.all_reduce(total, group=parallel_dims.pp)
         return total.sqrt().float()
 
     def clear(self) -> None:

@@ -11,13 +11,13 @@ from torch.distributed.fsdp import FSDPModule
 from shoal.data.loader import MicroBatch
 from shoal.models.anatomy import Anatomy
 from shoal.parallel.gradients import Gradients
-from shoal.parallel.grid import Grid
+from shoal.parallel.parallel_dims import ParallelDims
 from shoal.parallel.placement import Placement
 from shoal.parallel.precision import ComputeCopies, Precision
 
 
 class Runner(Protocol):
-    """Runs the passes of a step, or of an evaluation: `Passes` one by one, `Pipeline` through its stages."""
+    """Runs the passes of a step, or of an evaluation: `MicroBatchRunner` one by one, `Pipeline` through its stages."""
 
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor: ...
 
@@ -30,7 +30,7 @@ class ParallelModel:
 
     modules: list[nn.Module]  # what was wrapped: one, or the stages of a pipeline that are here
     runner: Runner
-    grid: Grid
+    parallel_dims: ParallelDims
     anatomy: Anatomy  # of the whole model
     precision: Precision
     placement: Placement
@@ -38,8 +38,8 @@ class ParallelModel:
     buffers: dict[str, Tensor]  # what is kept with them and not trained
     gradients: Gradients
     copies: list[ComputeCopies]
-    row_length: int | None  # all rows are padded to this; None: to the longest of a pass
-    row_multiple: int  # … rounded up to a multiple of this
+    sequence_length: int | None  # all rows are padded to this; None: to the longest of a pass
+    sequence_multiple: int  # … rounded up to a multiple of this
     notes: list[str]  # for the user: what is not done as was asked for
 
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
@@ -47,7 +47,7 @@ class ParallelModel:
         that have what another reports return zero, so that the sum over all ranks counts every target once."""
         total = self.runner.backward(batches, factor)
         self.gradients.finish()
-        return total if self.grid.reports_loss else torch.zeros_like(total)
+        return total if self.parallel_dims.reports_loss else torch.zeros_like(total)
 
     @torch.no_grad()
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
@@ -57,7 +57,7 @@ class ParallelModel:
         sums = self.runner.measure(batches)
         for module in self.modules:
             module.train()
-        return sums if self.grid.reports_loss else torch.zeros_like(sums)
+        return sums if self.parallel_dims.reports_loss else torch.zeros_like(sums)
 
     @property
     def saved(self) -> dict[str, Tensor]:

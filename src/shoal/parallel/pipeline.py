@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import (
 
 from shoal.data.loader import IGNORED, MicroBatch
 from shoal.models.loss import LanguageModel
-from shoal.parallel.passes import Prepare
+from shoal.parallel.micro_batches import Prepare
 
 SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,
@@ -56,7 +56,7 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """The other way to run passes: `parallel.passes.Passes` is the one without stages."""
+    """The other way to run passes: `parallel.micro_batches.MicroBatchRunner` is the one without stages."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Pipeline:
         count: int,
         group: dist.ProcessGroup,
         schedule: str,
-        passes: int,
+        grad_accum_steps: int,
         prepare: Prepare,
         tokens: tuple[int, int],
         hidden: tuple[int, int, int],
@@ -74,7 +74,7 @@ class Pipeline:
     ) -> None:
         """`stages` are (number, module) of those on this rank; `tokens` and `hidden` the shapes of a pass's tensors."""
         self.prepare = prepare
-        self.passes = passes
+        self.grad_accum_steps = grad_accum_steps
         self.has_last = any(number == count - 1 for number, _ in stages)
         self.device = device
         self._factor: Tensor | float = 1.0
@@ -95,31 +95,31 @@ class Pipeline:
         ]
         self.first = any(number == 0 for number, _ in stages)
         kind = SCHEDULES[schedule]
-        if schedule == "1f1b" and passes < count:
+        if schedule == "1f1b" and grad_accum_steps < count:
             kind = ScheduleGPipe  # with so few passes they are the same, but Schedule1F1B refuses them
         self._schedule = kind(
             made[0] if schedule == "1f1b" else made,
-            passes,
+            grad_accum_steps,
             loss_fn=self._take_loss,
             scale_grads=False,  # ours is a sum, already divided by the number of targets of the whole step
         )
 
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
-        """As `Passes.backward`; ranks that do not have the last stage return zero."""
+        """As `MicroBatchRunner.backward`; ranks that do not have the last stage return zero."""
         self._factor = factor
         return self._run(self._schedule.step, [self.prepare(batch) for batch in batches])
 
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """As `Passes.measure`, for any number of batches: what lacks to whole rounds is computed and not counted."""
+        """As `MicroBatchRunner.measure`, for any number of batches: the last round is filled up, and what fills it not counted."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        targets = torch.zeros((), dtype=torch.float64, device=self.device)
-        for start in range(0, len(batches), self.passes):
-            part = [self.prepare(batch) for batch in batches[start : start + self.passes]]
+        loss_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+        for start in range(0, len(batches), self.grad_accum_steps):
+            part = [self.prepare(batch) for batch in batches[start : start + self.grad_accum_steps]]
             if self.has_last:
-                targets += sum((batch.labels != IGNORED).sum() for batch in part)
-            blank = [_without_targets(part[0])] * (self.passes - len(part))
+                loss_tokens += sum((batch.labels != IGNORED).sum() for batch in part)
+            blank = [_without_loss_tokens(part[0])] * (self.grad_accum_steps - len(part))
             loss += self._run(self._schedule.eval, part + blank)
-        return torch.stack([loss, targets])
+        return torch.stack([loss, loss_tokens])
 
     def _run(self, run: Any, prepared: Sequence[MicroBatch]) -> Tensor:
         self._total = torch.zeros_like(self._total)
@@ -138,7 +138,7 @@ class Pipeline:
         return loss.sum() * self._factor
 
 
-def _without_targets(batch: MicroBatch) -> MicroBatch:
+def _without_loss_tokens(batch: MicroBatch) -> MicroBatch:
     return MicroBatch(
         batch.inputs, torch.full_like(batch.labels, IGNORED), batch.positions, batch.documents, batch.mask
     )

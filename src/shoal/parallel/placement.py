@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from shoal.models.pieces import BLOCK, Piece, Split, Splits, pieces, whole_shape
-from shoal.parallel.grid import Grid
+from shoal.models.tensor_slices import BLOCK, SliceMapping, Split, Splits, pieces, whole_shape
+from shoal.parallel.parallel_dims import ParallelDims
 
 # Mesh dimensions of ours that the dimensions of a DTensor's mesh stand for.
 STANDS_FOR = {
@@ -22,7 +22,7 @@ class Placement:
     """For parameters by their names, and for tensors that lie as a parameter does: its optimizer state, also where that
     has one number for each block of the parameter's."""
 
-    grid: Grid
+    parallel_dims: ParallelDims
     shapes: Mapping[str, tuple[int, ...]]  # of every parameter of the whole model, wherever it is
     splits: Splits = field(default_factory=dict)
     at_both_ends: frozenset[str] = frozenset()  # tied weights that the first and the last stage both have
@@ -30,9 +30,9 @@ class Placement:
     @property
     def counted_elsewhere(self) -> frozenset[str]:
         """Parameters that the first stage of the pipeline speaks for."""
-        return frozenset() if self.grid.place["pp"] == 0 else self.at_both_ends
+        return frozenset() if self.parallel_dims.place["pp"] == 0 else self.at_both_ends
 
-    def pieces(self, name: str | None, tensor: Tensor) -> list[Piece]:
+    def pieces(self, name: str | None, tensor: Tensor) -> list[SliceMapping]:
         """The pieces of the whole that this rank has, for a tensor that belongs to the parameter `name`, if to any."""
         return pieces(tensor, self._split(name, tensor))
 

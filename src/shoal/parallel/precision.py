@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.models.anatomy import Anatomy
 from shoal.models.weights import parameter_slots
-from shoal.parallel.become import become
+from shoal.parallel.patch import patch
 from shoal.parallel.plans import PLANS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -71,7 +71,7 @@ class _ThroughCopy(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-def round_norms(model: Any, anatomy: Anatomy, compute: torch.dtype) -> None:
+def cast_norm_outputs(model: Any, anatomy: Anatomy, compute: torch.dtype) -> None:
     """Let norms that matrices read give what those compute with: else each matrix would round it anew, and keep it, and
     tensor-parallel ranks exchange twice the bytes. In place; for families whose norms we know, and for the last."""
     plan = PLANS.get(model.config.model_type)
@@ -80,7 +80,7 @@ def round_norms(model: Any, anatomy: Anatomy, compute: torch.dtype) -> None:
     if anatomy.final_norm is not None and anatomy.linear_head:
         norms += [one for one in [model.get_submodule(anatomy.final_norm)] if one._parameters]  # or another stage's
     for norm in norms:
-        become(norm, _Rounded, compute=compute)
+        patch(norm, _Rounded, compute=compute)
 
 
 class _Rounded:
@@ -131,7 +131,7 @@ class ComputeCopies(nn.Module):
         self.from_the_start = parts.pop(None, [])
         for module, numbers in parts.items():
             assert module is not None
-            become(module, _TakesCopies, take_copies=partial(self._take, numbers))
+            patch(module, _TakesCopies, take_copies=partial(self._take, numbers))
 
     @torch.no_grad()
     def refresh(self) -> None:

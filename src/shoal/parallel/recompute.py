@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.config.schema import RecomputeConfig
-from shoal.parallel.become import become
+from shoal.parallel.patch import patch
 
 # Dear to compute and small to keep: attention in its various kernels, and results that came over the network.
 KEPT = {
@@ -43,7 +43,7 @@ def recompute_blocks(blocks: list[nn.Module], how: str | RecomputeConfig) -> Non
     if isinstance(how, RecomputeConfig):
         blocks = blocks[:: how.every]
     for block in blocks:
-        become(block, _PartlyRecomputed if how == "selective" else _Recomputed)
+        patch(block, _PartlyRecomputed if how == "selective" else _Recomputed)
 
 
 class _Recomputed:

@@ -52,8 +52,8 @@ def stages_each(schedule: str) -> int:
     return 1 if schedule == "1f1b" else 2
 
 
-def check_pipeline(model: Any, anatomy: Anatomy, devices: int, schedule: str, passes: int) -> None:
-    """Raise a UserMistake unless `model` can be cut into stages for `devices`, and `passes` go through them."""
+def check_pipeline(model: Any, anatomy: Anatomy, devices: int, schedule: str, grad_accum_steps: int) -> None:
+    """Raise a UserMistake unless `model` can be split into stages for `devices`, with `grad_accum_steps` micro-batches."""
     if devices == 1:
         return
     find_plan(model, "parallel.pp")
@@ -64,16 +64,16 @@ def check_pipeline(model: Any, anatomy: Anatomy, devices: int, schedule: str, pa
             f"parallel.pp {devices} with pp_schedule {schedule} makes {stages} stages, but the model has {blocks} "
             f"blocks, and each stage needs one; lower parallel.pp to {max(1, blocks // stages_each(schedule))}{other}."
         )
-    rounds = max(1, passes // devices)
-    if schedule != "1f1b" and passes % rounds:
+    rounds = max(1, grad_accum_steps // devices)
+    if schedule != "1f1b" and grad_accum_steps % rounds:
         raise UserMistake(
-            f"pp_schedule {schedule} sends passes in rounds of equal size, and {passes} passes cannot be divided into "
-            f"{rounds}; change train.global_batch or micro_batch so that there are {devices * rounds} or "
+            f"pp_schedule {schedule} runs micro-batches in rounds of equal size, and {grad_accum_steps} of them cannot be "
+            f"divided into {rounds}; change train.global_batch or micro_batch so that there are {devices * rounds} or "
             f"{devices * (rounds + 1)}, or use pp_schedule 1f1b."
         )
 
 
-def cut_stages(model: Any, anatomy: Anatomy, indices: list[int], count: int) -> list[StageModel]:
+def split_stages(model: Any, anatomy: Anatomy, indices: list[int], count: int) -> list[StageModel]:
     """The stages `indices` of `count` of `model`, which is on meta. Each is a model of its own."""
     plan = find_plan(model, "parallel.pp")
     parameters = dict(model.named_parameters())

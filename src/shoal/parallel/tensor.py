@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
-from shoal.models.pieces import Split
-from shoal.parallel.become import become
-from shoal.parallel.exchange import gather, own_part, scatter_sum
+from shoal.models.tensor_slices import Split
+from shoal.parallel.collectives import gather, own_part, reduce_scatter
+from shoal.parallel.patch import patch
 from shoal.parallel.plans import Plan, find_plan
 
 SEQUENCE = 1  # activations are rows × sequence × hidden
@@ -44,7 +44,7 @@ def check_tensor_parallel(model: Any, degree: int) -> None:
             )
 
 
-def rows_cut(model: Any, anatomy: Anatomy) -> dict[str, int]:
+def row_parallel_widths(model: Any, anatomy: Anatomy) -> dict[str, int]:
     """The weights that would be cut along their last dimension, and the length of what is divided there."""
     plan = find_plan(model, "parallel.tp")
     found = {}
@@ -88,9 +88,9 @@ def _split_block(block: nn.Module, name: str, plan: Plan, group: dist.ProcessGro
         linear = block.get_submodule(row)
         is_linear = isinstance(linear, nn.Linear)
         _cut(linear, "weight", f"{name}.{row}", 1 if is_linear else 0, 1, group, splits)
-        become(linear, RowCut, tensor_group=group, transposed=not is_linear)
+        patch(linear, RowParallel, tensor_group=group, transposed=not is_linear)
     for norm in plan.norms:
-        become(block.get_submodule(norm), _GatheredAfter, tensor_group=group)
+        patch(block.get_submodule(norm), _GatheredAfter, tensor_group=group)
 
 
 def _split_ends(model: Any, anatomy: Anatomy, plan: Plan, group: dist.ProcessGroup, splits: dict[str, Split]) -> None:
@@ -102,7 +102,7 @@ def _split_ends(model: Any, anatomy: Anatomy, plan: Plan, group: dist.ProcessGro
     if "weight" in embedding._parameters:
         _cut(embedding, "weight", anatomy.embedding, 0, 1, group, splits)
         ((start, _),) = splits[f"{anatomy.embedding}.weight"].spans
-        become(embedding, _VocabularyCut, tensor_group=group, first_token=start)
+        patch(embedding, _VocabularyParallel, tensor_group=group, first_token=start)
     if "weight" in head._parameters:
         if anatomy.tied:
             head.weight = embedding.weight
@@ -111,11 +111,11 @@ def _split_ends(model: Any, anatomy: Anatomy, plan: Plan, group: dist.ProcessGro
     assert anatomy.final_norm is not None, "every family that has a plan has a final norm"
     final_norm = model.get_submodule(anatomy.final_norm)
     if final_norm._parameters:
-        become(final_norm, _GatheredAfter, tensor_group=group)
+        patch(final_norm, _GatheredAfter, tensor_group=group)
     if plan.positions is not None:
         positions = model.get_submodule(anatomy.backbone).get_submodule(plan.positions)
         if positions._parameters:
-            become(positions, _OwnPart, tensor_group=group)
+            patch(positions, _OwnPart, tensor_group=group)
 
 
 def _cut(
@@ -151,7 +151,7 @@ class _GatheredAfter:
         return gather(super().forward(inputs), SEQUENCE, self.tensor_group)  # type: ignore[misc]
 
 
-class RowCut:
+class RowParallel:
     """A matrix cut along its inputs: each rank's share of the products, summed; the bias is added once, after that."""
 
     tensor_group: dist.ProcessGroup
@@ -160,14 +160,14 @@ class RowCut:
     bias: Tensor | None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        result = scatter_sum(self.product(inputs), SEQUENCE, self.tensor_group)
+        result = reduce_scatter(self.product(inputs), SEQUENCE, self.tensor_group)
         return result if self.bias is None else result + self.bias
 
     def product(self, inputs: Tensor) -> Tensor:
         return F.linear(inputs, self.weight.t() if self.transposed else self.weight)
 
 
-class _VocabularyCut:
+class _VocabularyParallel:
     """An embedding: vectors of the tokens that this rank has, zero for the others; summed, each keeps its part."""
 
     tensor_group: dist.ProcessGroup
@@ -182,7 +182,7 @@ class _VocabularyCut:
         if self.padding_idx is not None and 0 <= self.padding_idx - self.first_token < size:
             padding = self.padding_idx - self.first_token
         found = F.embedding(local * here, self.weight, padding) * here.unsqueeze(-1)
-        return scatter_sum(found, SEQUENCE, self.tensor_group)
+        return reduce_scatter(found, SEQUENCE, self.tensor_group)
 
 
 class _OwnPart:

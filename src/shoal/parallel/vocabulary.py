@@ -10,7 +10,7 @@ from shoal.models.loss import IGNORED
 
 
 @dataclass(frozen=True)
-class VocabularyPart:
+class VocabularyShard:
     """This rank's tokens, from `start` on. Called as `models.loss.Measure`."""
 
     start: int

@@ -28,7 +28,7 @@ def block_input(run: Run) -> float:
 def block_selected(run: Run) -> Term:
     """What a block keeps under selective recomputation: attention, and some of its matrix products."""
     shape, part, number = run.shape, run.tokens / run.mesh.tp, run.compute_bytes
-    matrices = linears(shape, joined=run.habits.joins_queries)
+    matrices = linears(shape, joined=run.traits.joins_queries)
     kept = selected_products(run, matrices)
     if run.compiled:
         # What nothing needs is not kept after all: the block's last product, and sums over ranks before they are sums;
@@ -58,7 +58,7 @@ def block_selected(run: Run) -> Term:
 
 def selected_products(run: Run, matrices: tuple[Linear, ...]) -> list[int]:
     """Which of a block's products selective recomputation keeps (parallel/recompute.py)."""
-    if run.habits.keeps == "every second":
+    if run.traits.keeps == "every second":
         return list(range(0, len(matrices), 2))
     kept, widening = [], 0
     for index, one in enumerate(matrices):
@@ -78,8 +78,8 @@ def _norms(run: Run, tokens: float) -> list[Term]:
     if run.compiled:
         # Of the second norm's input the compiler keeps what attention added to the first's, which is no wider than
         # what a matrix makes.
-        each = stream if run.habits.liger_kernels else (stream + number) / 2
-    elif run.habits.written_out_norms and writes_norms_out(shape):
+        each = stream if run.traits.liger_kernels else (stream + number) / 2
+    elif run.traits.written_out_norms and writes_norms_out(shape):
         # RMSNorm in PyTorch: an fp32 copy of its input, and where its scale is trained the normed input too.
         each = 4.0 + (stream if run.trained.blocks else 0)
     found = [leaf("inputs of the norms", tokens * 2 * shape.hidden * each)]
@@ -96,9 +96,9 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
     shape, number = run.shape, _input_bytes(run)
     read = needed(run)
     kept = len(read & NORMS)
-    if run.habits.casts_each_use and run.mixed and (not run.compiled or run.habits.liger_kernels):
+    if run.traits.casts_each_use and run.mixed and (not run.compiled or run.traits.liger_kernels):
         # Autocast rounds a norm's result anew for each matrix that reads it; the compiler does so once.
-        kept = sum(1 for one in linears(shape, joined=run.habits.joins_queries) if one.reads in read & NORMS)
+        kept = sum(1 for one in linears(shape, joined=run.traits.joins_queries) if one.reads in read & NORMS)
     if run.forgets_cheap and run.mesh.tp == 1 and number > 1:
         kept = 0  # made again from the norm's input; not what came over the network or was rounded to 8 bits
     found = [leaf("inputs of the matrices", tokens * kept * shape.hidden * number)]
@@ -110,11 +110,11 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
 def _attention(run: Run, tokens: float) -> list[Term]:
     shape, number, cut = run.shape, run.compute_bytes, run.mesh.tp
     query, keys = shape.query_width, shape.kv_width
-    held = query if run.habits.repeats_keys else keys
+    held = query if run.traits.repeats_keys else keys
     # Context parallelism by gathering has the keys and values of all ranks.
     across = run.mesh.cp if run.cp_method == "gather" else 1
     width = float(query + 2 * held * across)
-    if (joins_queries(shape) or run.habits.joins_queries) and shape.traits.rotary:
+    if (joins_queries(shape) or run.traits.joins_queries) and shape.traits.rotary:
         # Values are a view of the joined result, which stays whole beside the turned queries and keys.
         width += query + keys
     found = [
@@ -144,7 +144,7 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
 
 def _input_bytes(run: Run) -> int:
     """Bytes of a number of what a matrix reads, as it is kept for the matrix's gradient."""
-    return 1 if run.precision == "fp8" and run.habits.eight_bit_inputs else run.compute_bytes
+    return 1 if run.precision == "fp8" and run.traits.eight_bit_inputs else run.compute_bytes
 
 
 def needed(run: Run) -> set[str]:
@@ -153,6 +153,6 @@ def needed(run: Run) -> set[str]:
     adapter = run.adapter
     if adapter is None:
         return {one.reads for one in matrices} if run.trained.blocks else set()
-    if adapter.quantize is not None and run.habits.quantized_keep_inputs:
+    if adapter.quantize is not None and run.traits.quantized_keep_inputs:
         return {one.reads for one in matrices}
     return {one.reads for one in matrices if one.name in adapter.targets}

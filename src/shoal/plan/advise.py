@@ -9,8 +9,8 @@ from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.decide import Choice, choose, fits
 from shoal.plan.from_config import choose_loss
-from shoal.plan.habits import OURS, Habits
 from shoal.plan.machine import Machine
+from shoal.plan.systems import OURS, SystemTraits
 from shoal.plan.terms import GIB
 
 # Rows longer than this are worth cutting over devices.
@@ -64,7 +64,7 @@ class Question:
     config: Config
     shape: ModelShape
     machine: Machine
-    habits: Habits = field(default=OURS)
+    traits: SystemTraits = field(default=OURS)
 
     def answer(self, changes: dict[str, Any] | None = None) -> Choice | None:
         """The choice with some keys changed; None where that cannot be."""
@@ -75,7 +75,7 @@ class Question:
                 machine = machine.of(machine.devices, changes["hardware.nodes"])
             if changes and "hardware.devices" in changes:
                 machine = machine.of(changes["hardware.devices"], machine.nodes)
-            return choose(config, self.shape, machine, habits=self.habits)
+            return choose(config, self.shape, machine, traits=self.traits)
         except UserMistake:
             return None
 
@@ -170,9 +170,9 @@ def _fewest(question: Question) -> int | None:
         machine = question.machine.of(devices, -(-count // devices))
         ranks = max(1, count // within)
         # As many passes as tell one from several: gradients that are added up take more memory.
-        passes = 2 if question.config.train.global_batch > ranks else 1
-        config = changed(question.config, {**free, "train.global_batch": ranks * passes})
-        one = Question(config, question.shape, machine, question.habits).answer()
+        grad_accum_steps = 2 if question.config.train.global_batch > ranks else 1
+        config = changed(question.config, {**free, "train.global_batch": ranks * grad_accum_steps})
+        one = Question(config, question.shape, machine, question.traits).answer()
         if one is not None and one.fits:
             return count
         count *= 2

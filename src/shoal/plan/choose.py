@@ -15,7 +15,7 @@ class Chosen:
     world_size: int
     data_parallel: int
     micro_batch: int
-    passes: int
+    grad_accum_steps: int
     global_batch: int
     mesh: dict[str, int]  # degrees by name
     sharding: str = "full_shard"  # what fsdp shards
@@ -30,7 +30,7 @@ class Chosen:
         return f"{self.strategy}{cuts} ({self.reason})"
 
     def rounds(self) -> str:
-        return "1 pass" if self.passes == 1 else f"{self.passes} passes"
+        return "1 pass" if self.grad_accum_steps == 1 else f"{self.grad_accum_steps} passes"
 
 
 def nearest_multiples(value: int, unit: int) -> str:
@@ -40,13 +40,13 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 
 def count_steps(
-    *, epochs: int | None, steps: int | None, tokens: int | None, rows: int, targets: int, global_batch: int
+    *, epochs: int | None, steps: int | None, tokens: int | None, rows: int, loss_tokens: int, global_batch: int
 ) -> int:
-    """Optimizer steps of the run; `targets` are the target tokens of all `rows`."""
+    """Optimizer steps of the run; `loss_tokens` are the target tokens of all `rows`."""
     if steps is not None:
         return steps
     if tokens is not None:
-        return max(1, -(-tokens * rows // (targets * global_batch)))
+        return max(1, -(-tokens * rows // (loss_tokens * global_batch)))
     assert epochs is not None
     total = epochs * rows // global_batch
     if total < 1:

@@ -101,7 +101,7 @@ def _products(run: Run) -> tuple[Seconds, float]:
     """(the matrices of a block, what selective recomputation makes again of them)."""
     eight_bit = run.precision == "fp8"
     forward = backward = again = 0.0
-    matrices = linears(run.shape, joined=run.habits.joins_queries)
+    matrices = linears(run.shape, joined=run.traits.joins_queries)
     kept = selected_products(run, matrices)
     for index, one in enumerate(matrices):
         inputs, outputs = one.cut(run.mesh.tp)
@@ -111,11 +111,11 @@ def _products(run: Run) -> tuple[Seconds, float]:
         if run.trained.blocks:
             backward += run.trained.blocks * product_seconds(run, inputs, run.tokens, outputs, eight_bit=eight_bit)
         again += 0.0 if index in kept else ahead
-        if eight_bit and not run.habits.rounds_once:
+        if eight_bit and not run.traits.casts_once:
             cast = run.tokens * (inputs + outputs) + inputs * outputs
             forward += cast * CAST_TRAFFIC / _bandwidth(run)
             backward += 2 * cast * CAST_TRAFFIC / _bandwidth(run)
-    if eight_bit and run.habits.rounds_once:
+    if eight_bit and run.traits.casts_once:
         read = {one.reads: one.cut(run.mesh.tp)[0] for one in matrices}
         made = sum(one.cut(run.mesh.tp)[1] for one in matrices)
         numbers = sum(one.parameters for one in matrices) / run.mesh.tp
@@ -167,10 +167,10 @@ def _moving(run: Run) -> Seconds:
     if run.compiled:
         # A norm with the sum before it: the stream and what is added to it are read, it and its norm are written. What
         # is between two products: once.
-        narrow = hidden if run.habits.liger_kernels else shape.hidden
+        narrow = hidden if run.traits.liger_kernels else shape.hidden
         per_token = 4 * (hidden + narrow) / cut + 2 * turned + (3 if gated else 2) * inner
     else:
-        written_out = run.habits.written_out_norms and writes_norms_out(shape)
+        written_out = run.traits.written_out_norms and writes_norms_out(shape)
         norm = (15 if written_out else 2) * hidden / cut
         per_token = 2 * (norm + 3 * hidden / cut) + (8 * turned) + (5 if gated else 2) * inner
         # Biases are added by the products themselves; heads are laid out anew for attention and back.
@@ -179,7 +179,7 @@ def _moving(run: Run) -> Seconds:
         per_token += 6 * hidden / cut
     ahead = run.tokens * per_token * number / _bandwidth(run)
     casting = 0.0
-    if run.habits.casts_each_use and run.mixed:
+    if run.traits.casts_each_use and run.mixed:
         casting = sum(one.parameters for one in linears(shape)) / cut * (run.weight_bytes + number) / _bandwidth(run)
     return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting)
 
@@ -198,7 +198,7 @@ def head_seconds(run: Run) -> Seconds:
     if over_logits(run):
         traffic = KERNEL_LOGIT_TRAFFIC
     moved = tokens * columns * traffic / _bandwidth(run)
-    if run.loss == "chunked" and run.habits.chunks == "recomputed":
+    if run.loss == "chunked" and run.traits.chunks == "recomputed":
         back += ahead
     return Seconds(ahead + moved / 2, back + moved / 2)
 
@@ -211,10 +211,10 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     moved = 2 * weight + gradient + 2 * state
     if run.clips:
         # The norm reads gradients once; a clip of its own reads and writes them again.
-        moved += gradient if run.habits.one_pass_step else 3 * gradient
+        moved += gradient if run.traits.one_pass_step else 3 * gradient
     if run.mixed and not run.sharded:
-        moved += run.compute_bytes + (0 if run.habits.one_pass_step else weight)
-    streamed = run.habits.one_pass_step and run.optimizer == "adamw"
+        moved += run.compute_bytes + (0 if run.traits.one_pass_step else weight)
+    streamed = run.traits.one_pass_step and run.optimizer == "adamw"
     seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else _bandwidth(run))
     if run.optimizer == "muon":
         # Five rounds of three products of the matrix's shorter side.

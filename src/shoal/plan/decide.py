@@ -24,12 +24,12 @@ from shoal.config.resolve import auto_precision, with_precision
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.choose import Chosen, nearest_multiples
-from shoal.plan.from_config import Carried, check_model, make_run, read_recompute, settled
-from shoal.plan.habits import OURS, Habits
+from shoal.plan.from_config import Execution, check_model, make_run, read_recompute, settled
 from shoal.plan.machine import Machine
 from shoal.plan.memory import Memory, forecast_memory
 from shoal.plan.run import Run
 from shoal.plan.speed import Speed, forecast_speed
+from shoal.plan.systems import OURS, SystemTraits
 from shoal.plan.terms import GIB
 
 # Families that training has a plan for: see parallel/plans.py.
@@ -37,7 +37,7 @@ CAN_BE_CUT = ("llama", "mistral", "qwen2", "qwen3", "neox", "gpt2")
 # On a CPU nothing overlaps, and past a few rows larger passes only take memory.
 CPU_ROWS = 8
 # Fewer, and a pipeline's devices wait too long for the first pass to arrive and the last to leave.
-PASSES_PER_STAGE = 4
+MICRO_BATCHES_PER_STAGE = 4
 # What is chosen is to fit even where the forecast is a little low.
 CAREFUL_SHARE = 0.94
 # A simpler strategy is taken before one that is less than this faster.
@@ -86,7 +86,7 @@ class Choice:
             world_size=run.world_size,
             data_parallel=run.mesh.data_parallel,
             micro_batch=run.micro_batch,
-            passes=run.passes,
+            grad_accum_steps=run.grad_accum_steps,
             global_batch=run.global_batch,
             mesh=asdict(run.mesh),
             sharding=self.config.parallel.sharding,
@@ -107,7 +107,7 @@ def choose(
     shape: ModelShape,
     machine: Machine,
     *,
-    habits: Habits = OURS,
+    traits: SystemTraits = OURS,
     checked: bool = True,
     may_cut: bool = True,
 ) -> Choice:
@@ -122,9 +122,9 @@ def choose(
     config = with_precision(config, auto_precision(is_cpu=gpu.is_cpu, has_bf16=gpu.bf16 is not None))
     if checked:
         check_model(shape, config, machine)
-    options = list(_options(config, shape, machine, habits))
+    options = list(_options(config, shape, machine, traits))
     chosen = next((option for option in options if option is not None and option[1]), None)
-    if chosen is None and may_cut and (cut := _cut_further(config, shape, machine, habits)) is not None:
+    if chosen is None and may_cut and (cut := _cut_further(config, shape, machine, traits)) is not None:
         return cut
     if chosen is None:
         least = min(options, key=lambda option: forecast_memory(option[0]).reserved)
@@ -140,14 +140,14 @@ def choose(
 _Option = tuple[Run, bool, str]  # the run, whether it fits, what fsdp shards
 
 
-def _options(config: Config, shape: ModelShape, machine: Machine, habits: Habits) -> Iterator[_Option]:
+def _options(config: Config, shape: ModelShape, machine: Machine, traits: SystemTraits) -> Iterator[_Option]:
     """The best run of each strategy that may be taken, simplest first."""
     for strategy, sharding in strategies(config, machine):
         best: Run | None = None
         least: Run | None = None
         for recompute in recomputations(config):
             for rows in micro_batches(config, machine, strategy, sharding):
-                run = make_run(config, shape, machine, Carried(strategy, sharding, rows, recompute), habits=habits)
+                run = make_run(config, shape, machine, Execution(strategy, sharding, rows, recompute), traits=traits)
                 if least is None or forecast_memory(run).reserved < forecast_memory(least).reserved:
                     least = run
                 if not fits(run, machine, _share(config)):
@@ -158,7 +158,7 @@ def _options(config: Config, shape: ModelShape, machine: Machine, habits: Habits
         yield (best, True, sharding) if best is not None else (least, fits(least, machine), sharding)
 
 
-def _cut_further(config: Config, shape: ModelShape, machine: Machine, habits: Habits) -> Choice | None:
+def _cut_further(config: Config, shape: ModelShape, machine: Machine, traits: SystemTraits) -> Choice | None:
     """The fastest that fits of runs whose tensors are cut within each machine, and whose blocks are stages across
     machines; for a strategy that is left open, and families that training can cut."""
     parallel = config.parallel
@@ -172,7 +172,7 @@ def _cut_further(config: Config, shape: ModelShape, machine: Machine, habits: Ha
                 continue
             cut = parallel.model_copy(update={"strategy": "fsdp", "tp": tensors, "pp": stages})
             try:
-                found.append(choose(config.model_copy(update={"parallel": cut}), shape, machine, habits=habits))
+                found.append(choose(config.model_copy(update={"parallel": cut}), shape, machine, traits=traits))
             except UserMistake:  # heads, blocks or the batch do not divide so
                 continue
     best = max((one for one in found if one.fits), key=lambda one: one.speed.tokens_per_second_per_gpu, default=None)
@@ -244,7 +244,7 @@ def micro_batches(config: Config, machine: Machine, strategy: str, sharding: str
         found = equal or found
     if machine.is_cpu:
         # The forecast is no measure there: as many as are allowed, and of a pipeline's passes some for each stage.
-        most = CPU_ROWS if mesh.pp == 1 else min(CPU_ROWS, rows // (PASSES_PER_STAGE * mesh.pp))
+        most = CPU_ROWS if mesh.pp == 1 else min(CPU_ROWS, rows // (MICRO_BATCHES_PER_STAGE * mesh.pp))
         return [max((size for size in found if size <= most), default=found[0])]
     # More than two dozen candidates are no better a choice than every other of them.
     return found if len(found) <= 24 else found[:: len(found) // 24 + 1] + found[-1:]

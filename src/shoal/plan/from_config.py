@@ -9,11 +9,11 @@ from shoal.mistakes import UserMistake, suggestion
 from shoal.plan.blocks import linears
 from shoal.plan.choose import nearest_multiples
 from shoal.plan.frozen import trained_shares
-from shoal.plan.habits import OURS, Habits
 from shoal.plan.head import CHUNK_LOGITS
 from shoal.plan.machine import Machine
 from shoal.plan.models import has_dropout
 from shoal.plan.run import FROZEN, SHARDED, Adapter, Run, Trained
+from shoal.plan.systems import OURS, SystemTraits
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # PowerSGD sends two thin matrices instead of a gradient: next to nothing for large ones.
@@ -21,7 +21,7 @@ POWER_BYTES = 1
 
 
 @dataclass(frozen=True)
-class Carried:
+class Execution:
     """How a run is carried out, where the config leaves it open."""
 
     strategy: str
@@ -30,17 +30,19 @@ class Carried:
     recompute: str | int
 
 
-def make_run(config: Config, shape: ModelShape, machine: Machine, carried: Carried, *, habits: Habits = OURS) -> Run:
+def make_run(
+    config: Config, shape: ModelShape, machine: Machine, execution: Execution, *, traits: SystemTraits = OURS
+) -> Run:
     """The run of `config` on `machine`; a UserMistake where its batch or its mesh does not go with the devices."""
-    parallel, train = config.parallel.model_copy(update={"sharding": carried.sharding}), config.train
-    mesh = mesh_for(parallel, carried.strategy, machine.world_size, nodes=machine.nodes)
-    passes = count_passes(train.global_batch, carried.micro_batch, mesh.data_parallel)
+    parallel, train = config.parallel.model_copy(update={"sharding": execution.sharding}), config.train
+    mesh = mesh_for(parallel, execution.strategy, machine.world_size, nodes=machine.nodes)
+    grad_accum_steps = count_grad_accum_steps(train.global_batch, execution.micro_batch, mesh.data_parallel)
     compiled = not machine.is_cpu if train.compile == "auto" else train.compile in (True, "thunder")
     mixed = train.precision in ("bf16-mixed", "16-mixed", "fp8")
     # One pass on one device: nothing is added to gradients, so they stay as they were computed.
-    small = mixed and not machine.is_cpu and carried.strategy == "single" and passes == 1
+    small = mixed and not machine.is_cpu and execution.strategy == "single" and grad_accum_steps == 1
     small = small and train.optimizer.name in ("adamw", "adamw8bit")  # whose kernel reads either
-    keeps = carried.strategy == "zero2" or (carried.strategy == "fsdp" and carried.sharding == "shard_grad_op")
+    keeps = execution.strategy == "zero2" or (execution.strategy == "fsdp" and execution.sharding == "shard_grad_op")
     adapter = read_adapter(config, shape)
     return Run(
         shape=shape,
@@ -50,17 +52,17 @@ def make_run(config: Config, shape: ModelShape, machine: Machine, carried: Carri
         devices=machine.devices,
         length=config.data.max_length,
         mesh=mesh,
-        strategy=carried.strategy,
-        micro_batch=carried.micro_batch,
-        passes=passes,
+        strategy=execution.strategy,
+        micro_batch=execution.micro_batch,
+        grad_accum_steps=grad_accum_steps,
         precision=train.precision,
         reduce_bytes=BYTES[train.reduce_dtype] if mixed else (2 if train.precision == "bf16-true" else 4),
         optimizer=train.optimizer.name,
         momentum=train.optimizer.momentum > 0,
         clips=train.clip is not None,
-        recompute=carried.recompute,
+        recompute=execution.recompute,
         compiled=compiled,
-        loss=choose_loss(config, shape, carried.micro_batch * config.data.max_length // mesh.cp),
+        loss=choose_loss(config, shape, execution.micro_batch * config.data.max_length // mesh.cp),
         attention="eager" if config.model.attention == "eager" else "flash",
         packed=_masked(config) and not (compiled and config.parallel.cp == 1),
         dropout=has_dropout(config.model),
@@ -74,11 +76,11 @@ def make_run(config: Config, shape: ModelShape, machine: Machine, carried: Carri
         trained=FROZEN if adapter is not None else _trained(config, shape),
         gradient_bytes=2 if small else 0,
         async_checkpoint=config.checkpoint.async_,
-        habits=habits,
+        traits=traits,
     )
 
 
-def count_passes(global_batch: int, micro_batch: int, data_parallel: int) -> int:
+def count_grad_accum_steps(global_batch: int, micro_batch: int, data_parallel: int) -> int:
     """Passes of a step; a UserMistake where the batch does not divide."""
     if global_batch % data_parallel:
         raise UserMistake(

@@ -41,10 +41,10 @@ def head(run: Run) -> Head:
         return Head(group("head", norm, before, whole), group("head", gradient))
     trained = run.trained.embedding if shape.tied else run.trained.head
     slope = matrix * 4 if trained else 0.0
-    if run.loss == "fused" and run.habits.fused_rows:
+    if run.loss == "fused" and run.traits.fused_rows:
         slope = matrix * number if trained else 0.0
-        piece = min(run.habits.fused_rows * shape.vocab / cut, logits) * (number + 4)
-    elif run.habits.chunks == "upcast":
+        piece = min(run.traits.fused_rows * shape.vocab / cut, logits) * (number + 4)
+    elif run.traits.chunks == "upcast":
         piece = logits * number + logits / UPCAST_PIECES * 12
         slope = 0.0
     else:
@@ -52,26 +52,26 @@ def head(run: Run) -> Head:
     weight_gradient = leaf("head's gradient", slope)
     peak = group("head", norm, before, gradient, weight_gradient, leaf("logits of a piece", piece))
     # In the backward pass the gradient is multiplied by the loss's own, and handed on in the compute dtype.
-    again = leaf("head's gradient, handed on", matrix * number if slope and not run.habits.fused_rows else 0.0)
+    again = leaf("head's gradient, handed on", matrix * number if slope and not run.traits.fused_rows else 0.0)
     late = group("head", norm, before, gradient, weight_gradient, again)
     return Head(peak if peak.amount >= late.amount else late, group("head", gradient))
 
 
 def one_kernel(run: Run) -> bool:
     """Whether a plain loss is one kernel."""
-    return run.habits.loss_kernel == "always" or (run.habits.loss_kernel == "compiled" and run.compiled)
+    return run.traits.loss_kernel == "always" or (run.traits.loss_kernel == "compiled" and run.compiled)
 
 
 def over_logits(run: Run) -> bool:
     """Whether a chunked loss is a kernel that writes the slope over the logits: on every GPU, compiled blocks or not,
     unless the vocabulary is cut."""
-    return run.loss == "chunked" and run.habits.chunks == "pieces" and run.mesh.tp == 1 and not run.gpu.is_cpu
+    return run.loss == "chunked" and run.traits.chunks == "pieces" and run.mesh.tp == 1 and not run.gpu.is_cpu
 
 
 def _plain_bytes(run: Run) -> float:
     if one_kernel(run):
         return 2.0 * run.compute_bytes
-    return run.habits.cut_logit_bytes if run.mesh.tp > 1 else run.habits.logit_bytes
+    return run.traits.cut_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes
 
 
 def _piece(run: Run, logits: float) -> float:

@@ -55,17 +55,17 @@ def ranks(shape: ModelShape, pipeline: int, schedule: str) -> tuple[Rank, ...]:
     return tuple(Rank(place, tuple(stages[place::pipeline])) for place in range(pipeline))
 
 
-def passes_in_flight(run: Run, rank: Rank) -> float:
+def micro_batches_in_flight(run: Run, rank: Rank) -> float:
     """How many passes' activations of all its blocks a rank holds at the worst moment, in passes of all its blocks."""
     pipeline = run.mesh.pp
     if pipeline == 1:
         return 1.0
     behind = pipeline - 1 - rank.place
     if run.schedule == "1f1b":
-        return float(min(run.passes, behind + 1))
+        return float(min(run.grad_accum_steps, behind + 1))
     # Interleaved: two stages a rank, so a forward through one of them counts half.
     warm = 2 * behind + pipeline
-    return min(2 * run.passes, warm + 1) / 2
+    return min(2 * run.grad_accum_steps, warm + 1) / 2
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _rank_memory(run: Run, rank: Rank) -> RankMemory:
     found = moments(run, rank)
     highest = max(moment.tree.amount for moment in found)
     slack = SHARDED_SLACK if run.sharded else ALLOCATOR_SLACK
-    if run.habits.grows_in_place:
+    if run.traits.grows_in_place:
         slack = GROWING_SLACK
     if not run.sharded:
         return RankMemory(rank.place, found, highest * slack)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from shoal.plan.activations import block_input, block_kept, block_selected
 from shoal.plan.blocks import linears
 from shoal.plan.head import head
-from shoal.plan.layout import Counts, Rank, count, passes_in_flight
+from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
 from shoal.plan.run import Run
 from shoal.plan.states import BUCKET_BYTES, ROWS_BUCKET, States, states, stored_bytes, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
@@ -29,7 +29,7 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     none = leaf("", 0.0)
     # Gradients of the step so far. They are dropped after a step, so that the first pass begins without any; but DDP
     # keeps its buckets.
-    accumulating = run.passes > 1 or run.strategy in ("ddp", "zero1")
+    accumulating = run.grad_accum_steps > 1 or run.strategy in ("ddp", "zero1")
     before = held.gradients if accumulating else none
     if run.sharded and run.mesh.pp > 1:
         before = none  # whole ones are accumulated instead, and sharded at the end of the step
@@ -126,7 +126,7 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
     """(what all blocks keep for the backward pass, what one block has besides while it is computed again)."""
     whole = block_kept(run)
     entry, selected = leaf("block inputs", block_input(run)), block_selected(run)
-    flying, blocks = passes_in_flight(run, rank), rank.blocks
+    flying, blocks = micro_batches_in_flight(run, rank), rank.blocks
     again = leaf("recomputed block", 0.0)
     if run.recompute in ("none", "cheap"):
         kept = scaled(whole, blocks)
@@ -140,7 +140,7 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
         again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))
     kept = Term("activations", kept.amount, kept.parts)
     mask = 0.0
-    if run.packed and run.attention == "flash" and not (run.compiled and run.habits.skips_tiles):
+    if run.packed and run.attention == "flash" and not (run.compiled and run.traits.skips_tiles):
         # Who sees whom in rows of several documents: as bytes, and as numbers that attention adds.
         mask = run.micro_batch * run.length * (run.length / run.mesh.cp) * (1 + run.compute_bytes)
     return group("activations", *scaled(kept, flying).parts, leaf("masks of documents", mask)), again
@@ -169,7 +169,7 @@ def _embedding_gradient(run: Run, counts: Counts) -> float:
 
 
 def _gathered_ends(run: Run, counts: Counts) -> float:
-    if not run.sharded or (run.habits.masters_with_optimizer and run.strategy == "zero2"):
+    if not run.sharded or (run.traits.masters_with_optimizer and run.strategy == "zero2"):
         return 0.0
     return counts.ends * run.compute_bytes
 
@@ -182,7 +182,7 @@ def _gathered_around(run: Run, counts: Counts) -> float:
     if not run.keeps_weights:
         return 0.0
     # The head is let go after the backward pass of the step's last pass; in a pipeline at the end of the step.
-    return min(ends, counts.embedding * run.compute_bytes) if run.passes == 1 and run.mesh.pp == 1 else ends
+    return min(ends, counts.embedding * run.compute_bytes) if run.grad_accum_steps == 1 and run.mesh.pp == 1 else ends
 
 
 def _gathered_for_loss(run: Run, counts: Counts, matrix: float) -> float:
@@ -203,7 +203,7 @@ def _gathered_blocks(run: Run, counts: Counts) -> float:
         if run.adapter is not None and run.adapter.quantize is not None:
             return max(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
         return 0.0
-    if run.habits.masters_with_optimizer and run.strategy == "zero2":
+    if run.traits.masters_with_optimizer and run.strategy == "zero2":
         return 0.0  # its weights are whole as they are
     number = float(run.compute_bytes)
     if run.adapter is not None:
@@ -245,9 +245,11 @@ def _exchange_buffers(run: Run, rank: Rank) -> Term:
     if run.mesh.pp > 1:
         # torch's PipelineStage makes a buffer for what arrives in each pass, hidden states and gradients, beforehand.
         arrivals = sum((not stage.first) + (not stage.last) for stage in rank.stages)
-        found.append(leaf("arrivals from other stages", arrivals * run.passes * block_input(run)))
+        found.append(leaf("arrivals from other stages", arrivals * run.grad_accum_steps * block_input(run)))
         # And keeps what leaves, until the backward pass.
-        found.append(leaf("sent to other stages", passes_in_flight(run, rank) * len(rank.stages) * block_input(run)))
+        found.append(
+            leaf("sent to other stages", micro_batches_in_flight(run, rank) * len(rank.stages) * block_input(run))
+        )
     return group("communication buffers", *found)
 
 

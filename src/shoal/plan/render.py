@@ -42,7 +42,7 @@ def _headline(plan: Plan) -> str:
     choice, run, machine = plan.choice, plan.choice.run, plan.choice.machine
     nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
     verdict = "fits" if plan.fits else "does NOT fit"
-    batch = f"{run.micro_batch} row{'s' if run.micro_batch > 1 else ''} a pass, {_count(run.passes, 'pass')}"
+    batch = f"{run.micro_batch} row{'s' if run.micro_batch > 1 else ''} a pass, {_count(run.grad_accum_steps, 'pass')}"
     return (
         f"{plan.name}: {choice.name} on {nodes}{machine.devices} × {machine.gpu.name} {verdict} ({choice.reason}).\n"
         f"{batch}, rows of {run.length} tokens, recompute {run.recompute}, loss {run.loss}, {run.precision}."

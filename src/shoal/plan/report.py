@@ -8,11 +8,11 @@ from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.advise import Change, Limits, Question, alternatives, changes, limits
 from shoal.plan.decide import Choice, choose, shown_recompute
-from shoal.plan.habits import SYSTEMS
 from shoal.plan.layout import ranks
 from shoal.plan.machine import Machine, read_machine
 from shoal.plan.models import read_shape
 from shoal.plan.states import trained_parameters
+from shoal.plan.systems import SYSTEMS
 from shoal.plan.terms import GIB
 
 HOUR = 3600
@@ -78,7 +78,7 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
         system = "deepspeed"
     shape, machine = read_shape(config.model), read_machine(config.hardware)
     question = Question(config, shape, machine, SYSTEMS[system])
-    choice = choose(config, shape, machine, habits=question.habits)
+    choice = choose(config, shape, machine, traits=question.traits)
     notes = list(machine.notes)
     if config.data.max_length > shape.positions:
         notes.append(
@@ -154,7 +154,7 @@ def _chosen(choice: Choice) -> dict[str, Any]:
         "world_size": run.world_size,
         "data_parallel": run.mesh.data_parallel,
         "micro_batch": run.micro_batch,
-        "passes": run.passes,
+        "grad_accum_steps": run.grad_accum_steps,
         "global_batch": run.global_batch,
         "mesh": asdict(run.mesh),
         "recompute": shown_recompute(run.recompute),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from shoal.catalogue.gpus import Gpu, Link
 from shoal.catalogue.shapes import ModelShape
 from shoal.config.mesh import Mesh
-from shoal.plan.habits import OURS, Habits
+from shoal.plan.systems import OURS, SystemTraits
 
 ONE = Mesh()
 SHARDED = ("fsdp", "zero2", "zero3")  # the strategies that FSDP2 carries out
@@ -48,7 +48,7 @@ class Run:
     devices: int = 1  # in each node
     strategy: str = "single"
     micro_batch: int = 1
-    passes: int = 1
+    grad_accum_steps: int = 1
     precision: str = "bf16-mixed"
     reduce_bytes: int = 4
     optimizer: str = "adamw"
@@ -71,7 +71,7 @@ class Run:
     # Bytes of a gradient in the replicated layouts; 0: those of the weight.
     gradient_bytes: int = 0
     async_checkpoint: bool = False
-    habits: Habits = OURS
+    traits: SystemTraits = OURS
 
     @property
     def world_size(self) -> int:
@@ -97,12 +97,12 @@ class Run:
     @property
     def stream_bytes(self) -> int:
         """Bytes of a number between blocks."""
-        return self.weight_bytes if self.habits.wide_stream else self.compute_bytes
+        return self.weight_bytes if self.traits.wide_stream else self.compute_bytes
 
     @property
     def forgets_cheap(self) -> bool:
         """Whether compiled blocks make again, out of what they keep, what the compiler would keep for convenience."""
-        return self.compiled and self.recompute != "none" and self.habits.forgets_cheap
+        return self.compiled and self.recompute != "none" and self.traits.forgets_cheap
 
     @property
     def repeats_forward(self) -> bool:
@@ -132,7 +132,7 @@ class Run:
     def ends_apart(self) -> bool:
         """Whether embedding and head are gathered each for itself. A weight that they share is held for the pass, and
         so is a head that is more than one matrix."""
-        return self.habits.ends_apart and not self.shape.tied and self.shape.family != "bert"
+        return self.traits.ends_apart and not self.shape.tied and self.shape.family != "bert"
 
     @property
     def tokens(self) -> int:
@@ -141,7 +141,7 @@ class Run:
 
     @property
     def global_batch(self) -> int:
-        return self.micro_batch * self.passes * self.mesh.data_parallel
+        return self.micro_batch * self.grad_accum_steps * self.mesh.data_parallel
 
     @property
     def peak(self) -> float:

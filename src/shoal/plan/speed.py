@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.shapes import block_matrices
+from shoal.plan.communication import Group, collective_seconds, spread
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
-from shoal.plan.exchange import Group, collective_seconds, spread
 from shoal.plan.layout import Rank, count, ranks
 from shoal.plan.run import Run
 from shoal.plan.stages import bubble_share
@@ -58,16 +58,16 @@ def forecast_speed(run: Run) -> Speed:
     """The time of one optimizer step of `run`."""
     places = ranks(run.shape, run.mesh.pp, run.schedule)
     slowest = max((_pass(run, rank) for rank in places), key=lambda term: term.amount)
-    parts = list(scaled(slowest, run.passes).parts)
+    parts = list(scaled(slowest, run.grad_accum_steps).parts)
     worked = sum(part.amount for part in parts)
     if run.mesh.pp > 1:
-        share = bubble_share(run.mesh.pp, run.passes, 1 if run.schedule == "1f1b" else 2)
+        share = bubble_share(run.mesh.pp, run.grad_accum_steps, 1 if run.schedule == "1f1b" else 2)
         if run.schedule == "zero-bubble":
             share /= 2  # the weights' half of the backward fills most of the gaps
         parts.append(leaf("pipeline bubble", worked * share / (1 - share)))
     parts.extend(_once_a_step(run, places[0]))
     step = group("step", *parts)
-    tokens = run.micro_batch * run.length * run.passes * run.mesh.data_parallel
+    tokens = run.micro_batch * run.length * run.grad_accum_steps * run.mesh.data_parallel
     return Speed(step, tokens, run.world_size, flops_per_token(run), run.peak)
 
 
@@ -113,8 +113,8 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
     ends = gathered(counts.ends) + scattered(embedding + head)
     if run.mesh.pp > 1:
         # Gathered and reduced once a step, before the first pass and after the last: shared out over the passes.
-        return leaf("sharded weights", (ends + (gather + scatter) * rank.blocks) / run.passes), 0.0
-    gathers = gather * rank.blocks / (run.passes if run.keeps_weights else 1)
+        return leaf("sharded weights", (ends + (gather + scatter) * rank.blocks) / run.grad_accum_steps), 0.0
+    gathers = gather * rank.blocks / (run.grad_accum_steps if run.keeps_weights else 1)
     again = 0.0 if run.keeps_weights else gather * rank.blocks
     scatters = scatter * rank.blocks
     # The first gathers and the last reductions have nothing to hide behind: those of the embedding and a block; and of
@@ -135,7 +135,7 @@ def _cutting(run: Run, rank: Rank) -> Term:
         size = run.tokens * shape.hidden * run.compute_bytes
         over = spread(run, mesh.tp, 1)
         summed = collective_seconds(run, "reduce-scatter", over, size)
-        halved = run.precision == "fp8" and run.habits.gathers_in_eight_bits
+        halved = run.precision == "fp8" and run.traits.gathers_in_eight_bits
         gathered = collective_seconds(run, "all-gather", over, size / (2 if halved else 1))
         # Two gathers and two sums forward, the same backward; recomputation does all again but the last sum.
         tensor = 4 * gathered + 4 * summed
@@ -165,7 +165,7 @@ def _once_a_step(run: Run, rank: Rank) -> list[Term]:
     if run.offload == "cpu":
         # Gradients go to the host and weights come back in every pass; the host steps.
         counts = count(run, rank)
-        moved = (2 * counts.all * run.weight_bytes + trained * run.weight_bytes) / run.shards * run.passes
+        moved = (2 * counts.all * run.weight_bytes + trained * run.weight_bytes) / run.shards * run.grad_accum_steps
         stepping = own * 28 * run.devices / HOST_MEMORY
         found.append(leaf("offloaded weights and step", moved / HOST_LINK + stepping))
     return found

@@ -39,7 +39,7 @@ def divide_blocks(blocks: int, stages: int, head: float) -> list[range]:
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
-def bubble_share(stages: int, passes: int, chunks: int = 1) -> float:
+def bubble_share(stages: int, grad_accum_steps: int, chunks: int = 1) -> float:
     """The share of a step in which a device of the pipeline waits, for 1F1B (chunks 1) and interleaved (2)."""
     idle = (stages - 1) / chunks
-    return idle / (passes + idle)
+    return idle / (grad_accum_steps + idle)

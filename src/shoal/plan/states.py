@@ -13,11 +13,11 @@ QUANTIZED_BYTES = {"nf4": 0.5 + 4 / 64, "fp4": 0.5 + 4 / 64, "int8": 1.0}
 DOUBLE_QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 # Optimizer state in 8 bits has an fp32 scale for every 256 numbers.
 EIGHT_BIT = 1 + 4 / 256
-# Numbers of which the offloaded state is on the device at the same time (train/offload.py).
+# Numbers of which the offloaded state is on the device at the same time (optim/offload.py).
 OFFLOAD_BUCKET = 1 << 26
 # DDP's gradients lie in its buckets. One of 25 MiB more, where they are shrunk for the wire.
 BUCKET_BYTES = 25 * 2**20
-# ZeRO-1 sends updated rows in pieces of so many numbers, and holds them twice (train/partition.py).
+# ZeRO-1 sends updated rows in pieces of so many numbers, and holds them twice (optim/zero1.py).
 ROWS_BUCKET = 1 << 24
 
 
@@ -81,7 +81,7 @@ def optimizer_bytes(run: Run, rank: Rank) -> float:
 
 def states(run: Run, rank: Rank) -> States:
     """Weights, gradients and optimizer state of one rank on its device."""
-    if run.habits.masters_with_optimizer and run.mixed:
+    if run.traits.masters_with_optimizer and run.mixed:
         return _zero(run, rank)
     counts, trained = count(run, rank), trained_parameters(run, rank)
     shards, away = run.shards, run.offload == "cpu"

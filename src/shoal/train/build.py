@@ -7,13 +7,13 @@ import torch
 
 from shoal.config.mesh import Mesh
 from shoal.config.schema import Config
+from shoal.optim.offload import find_store
+from shoal.optim.optimizer import NamedOptimizer, make_optimizer
+from shoal.optim.zero1 import Partition
 from shoal.parallel.apply import parallelize
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.choose import Chosen
-from shoal.train.offload import find_store
-from shoal.train.optimizer import NamedOptimizer, make_optimizer
-from shoal.train.partition import Partition
 
 
 def build(
@@ -36,7 +36,7 @@ def build(
         mesh=mesh,
         ranks=ranks,
         micro_batch=chosen.micro_batch,
-        passes=chosen.passes,
+        grad_accum_steps=chosen.grad_accum_steps,
         folder=folder,
         values=values,
         emulated=emulated,
@@ -46,7 +46,7 @@ def build(
         config.train,
         model.anatomy,
         placement=model.placement,
-        partition=Partition(model.parameters, model.grid.replicas) if chosen.strategy == "zero1" else None,
+        partition=Partition(model.parameters, model.parallel_dims.replicas) if chosen.strategy == "zero1" else None,
         store=find_store(config.parallel.offload),
         copies=model.low_precision,
         emulated=emulated,
@@ -56,6 +56,6 @@ def build(
 
 def keep_small_gradients(model: ParallelModel, optimizer: NamedOptimizer, chosen: Chosen) -> None:
     """Where nothing is added to gradients, by other passes or ranks, and the optimizer reads them as they are."""
-    if optimizer.takes_factor and chosen.world_size == 1 and chosen.passes == 1:
+    if optimizer.takes_factor and chosen.world_size == 1 and chosen.grad_accum_steps == 1:
         for copies in model.copies:
             copies.keep_small_gradients()

@@ -60,7 +60,7 @@ class Comparison:
         speed = positions / seconds / (run.mesh.tp * run.mesh.cp * run.mesh.pp)
         measured = {
             "steps": [last.step - steps + 1, last.step],
-            "full_rows": positions >= FULL * steps * run.micro_batch * run.passes * run.length,
+            "full_rows": positions >= FULL * steps * run.micro_batch * run.grad_accum_steps * run.length,
             "memory": {
                 "allocated_gib": round(last.allocated_gib, 3) if on_device else None,
                 "reserved_gib": last.reserved_gib,

@@ -17,7 +17,7 @@ from shoal.parallel.stages import check_pipeline
 from shoal.plan.advise import changed
 from shoal.plan.choose import Chosen
 from shoal.plan.decide import Choice, choose
-from shoal.plan.likeness import Counted, shape_of_model
+from shoal.plan.from_model import Counted, shape_of_model
 from shoal.plan.machine import Machine, host_memory_gib, machine_at_hand
 from shoal.plan.report import memory_of, speed_of
 
@@ -68,7 +68,7 @@ def make_forecast(
     # Stages without a block cannot even be forecast. How many passes go through them is not known yet.
     if parallel.pp > 1:
         require_blocks(anatomy, model, "parallel.pp", SHARD_INSTEAD)
-        check_pipeline(model, anatomy, parallel.pp, parallel.pp_schedule, passes=parallel.pp)
+        check_pipeline(model, anatomy, parallel.pp, parallel.pp_schedule, grad_accum_steps=parallel.pp)
     shape, exact = shape_of_model(model.config.to_dict(), _count(model, anatomy))
     wanted = dict(instead or {})
     if config.train.recompute == "auto" and not anatomy.blocks:  # of a model without blocks nothing is recomputed

@@ -47,7 +47,7 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         steps=config.train.steps,
         tokens=config.train.tokens,
         rows=sets.order.training_count,
-        targets=sets.training.summary.targets * sets.order.training_count // len(sets.training),
+        loss_tokens=sets.training.summary.loss_tokens * sets.order.training_count // len(sets.training),
         global_batch=config.train.global_batch,
     )
     return Inputs(plan, tokenizer, sets, steps)

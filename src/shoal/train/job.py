@@ -12,14 +12,14 @@ from shoal.checkpoint.state import Progress, Stateful
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.observe.progress import Reporter
+from shoal.optim.loss_scaler import LossScaler
+from shoal.optim.optimizer import NamedOptimizer
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.choose import Chosen
 from shoal.train.forecast import Forecast
 from shoal.train.inputs import Inputs
 from shoal.train.log import StepLog
-from shoal.train.optimizer import NamedOptimizer
-from shoal.train.scaler import LossScaler
 from shoal.train.step import TrainStep
 
 
@@ -46,7 +46,7 @@ class Job:
     saver: Saver
     saved: Path | None  # the newest checkpoint
     cannot_save: bool = False  # the run's folder does not take it any more
-    times_back: Counter[str] = field(default_factory=Counter)  # how often the run went back to which checkpoint
+    rollbacks: Counter[str] = field(default_factory=Counter)  # how often the run went back to which checkpoint
     beat: Callable[[str], None] = field(default=lambda doing: None)  # says that the run goes on
     rest: Callable[[str], None] = field(default=lambda doing: None)  # says that the next beat may take long
 

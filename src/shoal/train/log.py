@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shoal.observe.device_clock import Mark, mark, seconds_between
 from shoal.observe.metrics import Line, Sink, last_line
 from shoal.observe.progress import Reporter
 from shoal.parallel.ranks import Ranks
-from shoal.train.clock import Mark, mark, seconds_between
 from shoal.train.step import StepResult
 
 
@@ -22,7 +22,7 @@ class Window:
 
     began: Mark
     steps: int = 0
-    targets: int = 0
+    loss_tokens: int = 0
     positions: int = 0  # tokens of this rank's rows: prompts and padding are computed on too
     flops: float = 0.0  # of this rank
     data_seconds: float = 0.0
@@ -56,19 +56,22 @@ class Unread:
     """Steps whose numbers are still with the device."""
 
     steps: tuple[int, ...]
-    targets: tuple[int, ...]
+    loss_tokens: tuple[int, ...]
     numbers: Tensor  # steps × (loss sum, norm, usable): on the host once the device has come so far
 
     def read(self) -> list[StepNumbers]:
-        rows = zip(self.steps, self.targets, self.numbers.tolist(), strict=True)
-        return [StepNumbers(step, loss / targets, norm, bool(usable)) for step, targets, (loss, norm, usable) in rows]
+        rows = zip(self.steps, self.loss_tokens, self.numbers.tolist(), strict=True)
+        return [
+            StepNumbers(step, loss / loss_tokens, norm, bool(usable))
+            for step, loss_tokens, (loss, norm, usable) in rows
+        ]
 
 
 @dataclass(frozen=True)
 class Pending:
     """A line whose numbers are on their way from the device."""
 
-    rate: float
+    lr: float
     tokens: int
     unread: Unread
     window: Window
@@ -97,8 +100,8 @@ class StepLog:
         self.peak = peak
         self.last: dict[str, float | int | None] = {}
         self.skipped = 0  # steps that changed nothing
-        self.listener: Callable[[list[StepNumbers]], None] = lambda steps: None  # told of every step, if late
-        self.onlooker: Callable[[Pace], None] = lambda pace: None  # told of every line
+        self.on_steps: Callable[[list[StepNumbers]], None] = lambda steps: None  # told of every step, if late
+        self.on_line: Callable[[Pace], None] = lambda pace: None  # told of every line
         self.step_seconds = 0.0  # of the last line
         self._window = Window(mark(ranks.device))
         self._pending: Pending | None = None
@@ -110,7 +113,7 @@ class StepLog:
         step: int,
         result: StepResult,
         *,
-        rate: float,
+        lr: float,
         tokens: int,
         positions: int,
         flops: float,
@@ -121,7 +124,7 @@ class StepLog:
         self._results.append((step, result))
         window = self._window
         window.steps += 1
-        window.targets += result.targets
+        window.loss_tokens += result.loss_tokens
         window.positions += positions
         window.flops += flops
         window.data_seconds += data_seconds
@@ -130,7 +133,7 @@ class StepLog:
         if step % self.every == 0 or step == self.total:
             unread = self._send_for_numbers()
             ended = mark(self.ranks.device)
-            self._pending = Pending(rate, tokens, unread, window, ended)
+            self._pending = Pending(lr, tokens, unread, window, ended)
             self._window = Window(ended)
 
     def _send_for_numbers(self) -> Unread:
@@ -146,7 +149,7 @@ class StepLog:
         if numbers.is_cuda:  # copied behind the steps' work; the host goes on
             there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             numbers = there.copy_(numbers, non_blocking=True)
-        return Unread(steps, tuple(result.targets for result in results), numbers)
+        return Unread(steps, tuple(result.loss_tokens for result in results), numbers)
 
     def catch_up(self) -> None:
         """Hear of every step so far, also of those that get no line: before a save, which is to be of a good run."""
@@ -156,7 +159,7 @@ class StepLog:
             mark(self.ranks.device).wait()
             steps = unread.read()
             self.skipped += sum(not one.usable for one in steps)
-            self.listener(steps)
+            self.on_steps(steps)
 
     def flush(self) -> None:
         """Read what is pending, and write its line."""
@@ -178,9 +181,9 @@ class StepLog:
             "attempt": self.attempt,
             "loss": last.loss if math.isfinite(last.loss) else None,
             "grad_norm": last.norm if math.isfinite(last.norm) else None,
-            "lr": pending.rate,
+            "lr": pending.lr,
             "tokens": pending.tokens,
-            "tokens_per_second": round(window.targets / window.steps / seconds, 1),
+            "tokens_per_second": round(window.loss_tokens / window.steps / seconds, 1),
             "mfu": mfu,
             "memory_gib": round(allocated, 3),
             "reserved_gib": reserved,
@@ -191,8 +194,8 @@ class StepLog:
         self.write(line)
         self.reporter.report(line, self.total)
         self.last = line
-        self.onlooker(Pace(last.step, window.steps, seconds * window.steps, window.positions, mfu, allocated, reserved))
-        self.listener(steps)
+        self.on_line(Pace(last.step, window.steps, seconds * window.steps, window.positions, mfu, allocated, reserved))
+        self.on_steps(steps)
 
     def write(self, line: Line) -> None:
         for sink in self.sinks:

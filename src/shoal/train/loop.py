@@ -18,18 +18,18 @@ from shoal.observe.metrics import Line
 from shoal.observe.progress import duration
 from shoal.parallel.evaluate import held_out_loss
 from shoal.parallel.ranks import Ranks
+from shoal.resilience.agreement import Agreement
+from shoal.resilience.health import Rollback, StopRequest
+from shoal.resilience.stragglers import StragglerDetector
+from shoal.resilience.watchdog import Watchdog
 from shoal.train.compare import Comparison
-from shoal.train.health import GoBack, StopRequest
 from shoal.train.inputs import Inputs
 from shoal.train.job import Job
 from shoal.train.out_of_memory import explained
-from shoal.train.pace import SlowRanks
-from shoal.train.pulse import Pulse
-from shoal.train.recovery import Recovery, go_back
-from shoal.train.save import heed_save, save, settle_save
-from shoal.train.schedule import make_schedule, peak_rate
+from shoal.train.recovery import Recovery, roll_back
+from shoal.train.save import finish_save, poll_save, save
+from shoal.train.schedule import make_schedule, peak_lr
 from shoal.train.setup import Start, set_up
-from shoal.train.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ def train(
     start: Start,
     *,
     stop: StopRequest | None = None,
-    beats: Path | None = None,
+    heartbeats: Path | None = None,
     tell: Callable[[str], None] = lambda sentence: print(f"shoal: {sentence}", file=sys.stderr),
 ) -> Summary:
     """Train on this rank, together with the others.
 
-    `stop` is there if somebody listens for signals already. `beats` is a file that the ranks of this machine share, in
-    which they can see that the others live; `tell` is for what a rank has to say when it ends a run that stands still.
+    `stop` is there if somebody listens for signals already. `heartbeats` is a file that the ranks of this machine share, in which
+    they can see that the others live; `tell` is for what a rank has to say when it ends a run that stands still.
     """
     began = time.perf_counter()
     with StopRequest() if stop is None else nullcontext(stop) as asked:
@@ -88,7 +88,7 @@ def train(
         job.reporter.begin(job.progress.step, job.inputs.steps)
         folder = run.logs / f"hang-{job.log.attempt}"
         try:
-            watched = Watch(folder, ranks, config.train.hang_timeout, beats=beats, tell=tell)
+            watched = Watchdog(folder, ranks, config.train.hang_timeout, heartbeats=heartbeats, tell=tell)
             with watched as watch, explained(job.forecast, ranks, job):
                 job.beat = lambda doing: watch.beat(job.progress.step, doing)
                 job.rest = lambda doing: watch.rest(job.progress.step, doing)
@@ -115,25 +115,25 @@ def train(
 
 def fit(job: Job, stop: StopRequest) -> str | None:
     """Run the steps that are left; returns why it stopped early, if it did."""
-    job.log.listener = Recovery(job).look_at
+    job.log.on_steps = Recovery(job).look_at
     comparison = Comparison(job)
-    job.log.onlooker = comparison.look
-    slow = SlowRanks(job.config.train.slow_rank, job.ranks.world_size, job.reporter.warn)
-    with Pulse(job.ranks, slow) as pulse:
+    job.log.on_line = comparison.look
+    slow = StragglerDetector(job.config.train.slow_rank, job.ranks.world_size, job.reporter.warn)
+    with Agreement(job.ranks, slow) as agreement:
         while True:
             try:
-                stopped = run_steps(job, stop, pulse)
+                stopped = run_steps(job, stop, agreement)
                 comparison.end()
                 return stopped
-            except GoBack as bad:
-                go_back(job, bad.steps)
+            except Rollback as bad:
+                roll_back(job, bad.steps)
 
 
-def run_steps(job: Job, stop: StopRequest, pulse: Pulse) -> str | None:
+def run_steps(job: Job, stop: StopRequest, agreement: Agreement) -> str | None:
     """From where the run is to where it ends, or stops early; says why."""
     config, progress, sets, ranks = job.config, job.progress, job.inputs.sets, job.ranks
     factor_at = make_schedule(config.train.schedule, job.inputs.steps)
-    rate = peak_rate(config.train)
+    lr = peak_lr(config.train)
     stopped = None
     stream = batches(
         sets.training,
@@ -141,11 +141,11 @@ def run_steps(job: Job, stop: StopRequest, pulse: Pulse) -> str | None:
         first_step=progress.step,
         global_batch=job.chosen.global_batch,
         micro_batch=job.chosen.micro_batch,
-        rank=job.model.grid.data_rank,
+        rank=job.model.parallel_dims.data_rank,
         ranks=job.chosen.data_parallel,
         pad=job.inputs.tokenizer.pad,
-        length=job.model.row_length,
-        multiple=job.model.row_multiple,
+        length=job.model.sequence_length,
+        multiple=job.model.sequence_multiple,
         workers=config.data.workers,
         pin=ranks.device.type == "cuda",
         left_out=progress.left_out,
@@ -156,18 +156,18 @@ def run_steps(job: Job, stop: StopRequest, pulse: Pulse) -> str | None:
             batch = next(stream)
             waited = time.perf_counter() - asked
 
-            step_rate = rate * factor_at(progress.step)
-            result = job.step(batch, step_rate)
+            step_lr = lr * factor_at(progress.step)
+            result = job.step(batch, step_lr)
             progress.step += 1
-            progress.tokens += batch.targets
+            progress.tokens += batch.loss_tokens
 
             job.log.after_step(
                 progress.step,
                 result,
-                rate=step_rate,
+                lr=step_lr,
                 tokens=progress.tokens,
-                positions=sum(one.inputs.numel() for one in batch.passes),
-                flops=sum(job.flops(*one.inputs.shape) for one in batch.passes),
+                positions=sum(one.inputs.numel() for one in batch.micro_batches),
+                flops=sum(job.flops(*one.inputs.shape) for one in batch.micro_batches),
                 data_seconds=waited,
             )
             job.beat("training")
@@ -177,7 +177,7 @@ def run_steps(job: Job, stop: StopRequest, pulse: Pulse) -> str | None:
                 evaluate(job)
                 if no_longer_improves(job):
                     stopped = "early_stop"
-            agreed = pulse.after_step(
+            agreed = agreement.after_step(
                 stop=stop.wanted,
                 cannot_save=job.cannot_save,
                 data_seconds=waited,
@@ -190,9 +190,9 @@ def run_steps(job: Job, stop: StopRequest, pulse: Pulse) -> str | None:
             if wanted or progress.step % config.checkpoint.every == 0:
                 save(job, wait=final)
             else:
-                heed_save(job)
+                poll_save(job)
     job.log.flush()
-    settle_save(job)
+    finish_save(job)
     return stopped
 
 
@@ -212,10 +212,10 @@ def evaluate(job: Job) -> None:
         rows=config.eval.batches * job.chosen.global_batch,
         pad=job.inputs.tokenizer.pad,
         ranks=job.ranks,
-        share=(job.model.grid.data_rank, job.chosen.data_parallel),
-        length=job.model.row_length,
-        multiple=job.model.row_multiple,
-        at_once=job.chosen.passes,
+        share=(job.model.parallel_dims.data_rank, job.chosen.data_parallel),
+        length=job.model.sequence_length,
+        multiple=job.model.sequence_multiple,
+        at_once=job.chosen.grad_accum_steps,
     )
     loss = found.loss if math.isfinite(found.loss) else None  # NaN is no JSON
     perplexity = None if loss is None else found.perplexity

@@ -84,7 +84,7 @@ def explained(forecast: Forecast, ranks: Ranks, job: Job | None = None) -> Itera
     )
     if wanted is not None:
         sentence += f", and {float(wanted[1]) * _UNITS[wanted[2][0]]:.2f} more were wanted"
-    place = 0 if job is None else job.model.grid.place["pp"]
+    place = 0 if job is None else job.model.parallel_dims.place["pp"]
     report = "\n".join([*_table(forecast, held, place), "", *_fixes(forecast)])
     raise OutOfMemory(f"{sentence}.", report, forecast.chosen.as_dict()) from None
 
@@ -188,5 +188,5 @@ def _works(change: Change) -> bool:
 
 def smaller_batch(chosen: Chosen) -> int | None:
     """The next smaller micro-batch with which the same global batch is a whole number of passes: half, if that is."""
-    rows = chosen.micro_batch * chosen.passes
+    rows = chosen.micro_batch * chosen.grad_accum_steps
     return max((size for size in range(1, chosen.micro_batch // 2 + 1) if rows % size == 0), default=None)

@@ -12,7 +12,7 @@ from shoal.parallel.apply import freeze
 from shoal.parallel.device import Device
 from shoal.train.forecast import machine_here, make_forecast
 from shoal.train.inputs import Inputs
-from shoal.train.schedule import make_schedule, peak_rate
+from shoal.train.schedule import make_schedule, peak_lr
 
 MOST_CHARACTERS = 700
 COLUMNS, LINES = 60, 8
@@ -32,13 +32,13 @@ class Preview:
     reason: str
     devices: int
     micro_batch: int
-    passes: int
+    grad_accum_steps: int
     global_batch: int
     steps: int
     rows: int
-    held_out_rows: int
+    held_out_sequences: int
     tokens: int  # targets of the whole run, about
-    rates: list[float]  # the learning rate at evenly spaced steps
+    learning_rates: list[float]  # the learning rate at evenly spaced steps
     sample: str  # the first row of the first batch, decoded, trained tokens marked
 
     def as_dict(self) -> dict[str, Any]:
@@ -47,19 +47,19 @@ class Preview:
     def text(self) -> str:
         """For reading in a terminal."""
         frozen = self.parameters - self.trained_parameters
-        passes = "1 pass" if self.passes == 1 else f"{self.passes} passes"
+        grad_accum_steps = "1 pass" if self.grad_accum_steps == 1 else f"{self.grad_accum_steps} passes"
         return "\n".join(
             [
                 f"model      {self.parameters:,} parameters, {self.matmul_parameters:,} of them in matrix products"
                 + (f", {frozen:,} frozen" if frozen else ""),
                 f"precision  {self.precision}",
                 f"strategy   {self.strategy} ({self.reason}) on {self.devices} device{'s' if self.devices > 1 else ''}",
-                f"batch      {self.global_batch} rows a step = {self.micro_batch} rows × {self.devices} × {passes}",
+                f"batch      {self.global_batch} sequences per step = {self.micro_batch} × {self.devices} × {grad_accum_steps}",
                 f"length     {self.steps:,} steps, about {self.tokens:,} target tokens; "
-                f"{self.rows:,} rows to train on, {self.held_out_rows:,} held out",
+                f"{self.rows:,} rows to train on, {self.held_out_sequences:,} held out",
                 "",
                 "learning rate",
-                *draw(self.rates, self.steps),
+                *draw(self.learning_rates, self.steps),
                 "",
                 f"first row of the first step; what counts in the loss stands between {OPEN} and {CLOSE}",
                 "",
@@ -75,11 +75,11 @@ def preview(config: Config, inputs: Inputs, processes: int, device: Device) -> P
     chosen = make_forecast(config, model, machine_here(config, device, processes)).chosen
     parameters = dict(model.named_parameters())
     factor_at = make_schedule(config.train.schedule, inputs.steps)
-    peak = peak_rate(config.train)
+    peak = peak_lr(config.train)
     shown = min(COLUMNS, inputs.steps)
     steps = [index * (inputs.steps - 1) // max(1, shown - 1) for index in range(shown)]
     sets = inputs.sets
-    targets_per_row = sets.training.summary.targets / len(sets.training)
+    targets_per_row = sets.training.summary.loss_tokens / len(sets.training)
     return Preview(
         parameters=sum(parameter.numel() for parameter in parameters.values()),
         trained_parameters=sum(one.numel() for one in parameters.values() if one.requires_grad),
@@ -89,20 +89,20 @@ def preview(config: Config, inputs: Inputs, processes: int, device: Device) -> P
         reason=chosen.reason,
         devices=processes,
         micro_batch=chosen.micro_batch,
-        passes=chosen.passes,
+        grad_accum_steps=chosen.grad_accum_steps,
         global_batch=chosen.global_batch,
         steps=inputs.steps,
         rows=sets.order.training_count,
-        held_out_rows=sets.order.validation_count,
+        held_out_sequences=sets.order.validation_count,
         tokens=round(inputs.steps * chosen.global_batch * targets_per_row),
-        rates=[peak * factor_at(step) for step in steps],
-        sample=mark_targets(inputs),
+        learning_rates=[peak * factor_at(step) for step in steps],
+        sample=mark_loss_tokens(inputs),
     )
 
 
-def mark_targets(inputs: Inputs) -> str:
+def mark_loss_tokens(inputs: Inputs) -> str:
     """The first row that training will see, as text, with its targets marked."""
-    first = inputs.sets.order.training_rows(0, 1)
+    first = inputs.sets.order.training_sequences(0, 1)
     batch = assemble(inputs.sets.training, first, pad=inputs.tokenizer.pad)
     tokens, labels = batch.inputs[0].tolist(), batch.labels[0].tolist()
     # A label stands one place before the token it names.

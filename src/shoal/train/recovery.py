@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from shoal.checkpoint import state, store
 from shoal.config.schema_train import NanConfig
 from shoal.data.order import around
-from shoal.train.health import Diverged, GoBack, SpikeWatch, spike_settings
+from shoal.resilience.health import Diverged, Rollback, SpikeWatch, spike_settings
 from shoal.train.job import Job
 from shoal.train.log import StepNumbers
-from shoal.train.save import checkpoint_folders, settle_save
+from shoal.train.save import checkpoint_folders, finish_save
 
 TRIES = 3  # times that a run goes back to the same checkpoint: then its rows are not what is wrong
-ROWS_SHOWN = 8
+SEQUENCES_SHOWN = 8
 
 
 class Recovery:
@@ -26,7 +26,7 @@ class Recovery:
         self.spikes, self.skips_spikes = SpikeWatch(spikes.sigma), spikes.action == "skip"
 
     def look_at(self, steps: Sequence[StepNumbers]) -> None:
-        """Notice what is wrong with these steps; raises `GoBack` or `Diverged` if `train.on_nan` says so."""
+        """Notice what is wrong with these steps; raises `Rollback` or `Diverged` if `train.on_nan` says so."""
         job = self.job
         job.progress.skipped = job.log.skipped
         last, bad = steps[-1], job.progress.bad_steps
@@ -64,9 +64,9 @@ class Recovery:
             )
 
     def _give_up(self, bad: Sequence[int]) -> None:
-        settle_save(self.job)  # a good one may be under way
+        finish_save(self.job)  # a good one may be under way
         if self.limit.action == "rollback":
-            raise GoBack(list(bad))
+            raise Rollback(list(bad))
         start = f"resume from {self.job.saved}" if self.job.saved else "start again"
         raise Diverged(
             f"{_named(bad)} had a loss or a gradient that is not a number; they changed no weight. The last had "
@@ -74,7 +74,7 @@ class Recovery:
         )
 
 
-def go_back(job: Job, bad: Sequence[int]) -> None:
+def roll_back(job: Job, bad: Sequence[int]) -> None:
     """Go on from the newest checkpoint before the steps `bad`, and step over their rows this time."""
     job.log.forget()
     job.rest("going back")
@@ -86,8 +86,8 @@ def go_back(job: Job, bad: Sequence[int]) -> None:
             f"{_named(bad)} had a loss or a gradient that is not a number ({rows}), and there is no checkpoint before "
             "them to go back to. Lower train.lr, or checkpoint.every."
         )
-    job.times_back[found.name] += 1
-    if job.times_back[found.name] > TRIES:
+    job.rollbacks[found.name] += 1
+    if job.rollbacks[found.name] > TRIES:
         raise Diverged(
             f"{_named(bad)} had a loss or a gradient that is not a number, after going back to {found} {TRIES} times "
             "and stepping over their rows. Lower train.lr."
@@ -122,9 +122,9 @@ def positions_without(job: Job, bad: Sequence[int]) -> list[tuple[int, int]]:
 def rows_of(job: Job, step: int) -> str:
     """The rows of a step, for reading."""
     size = job.chosen.global_batch
-    rows = job.inputs.sets.order.training_rows((step - 1) * size, size, job.progress.left_out)
-    shown = ", ".join(map(str, rows[:ROWS_SHOWN].tolist()))
-    return f"rows {shown}" + (f" and {len(rows) - ROWS_SHOWN} more" if len(rows) > ROWS_SHOWN else "")
+    rows = job.inputs.sets.order.training_sequences((step - 1) * size, size, job.progress.left_out)
+    shown = ", ".join(map(str, rows[:SEQUENCES_SHOWN].tolist()))
+    return f"rows {shown}" + (f" and {len(rows) - SEQUENCES_SHOWN} more" if len(rows) > SEQUENCES_SHOWN else "")
 
 
 def _named(steps: Sequence[int]) -> str:

@@ -87,10 +87,10 @@ def save(job: Job, *, wait: bool) -> None:
             state.PROGRESS: json.dumps(asdict(job.progress)),
             state.CONFIG: json.dumps(config_values(job.config), indent=1),
         }
-    heed(job, job.saver.save(job.progress.step, parts, texts, job.progress.metrics))
+    record_save(job, job.saver.save(job.progress.step, parts, texts, job.progress.metrics))
     if wait:
         ended = job.saver.settle()
-        heed(job, ended)
+        record_save(job, ended)
         if ended is None or not (ended.folder or ended.problems):
             raise RuntimeError("another rank failed while it saved")
         if ended.folder is None or ended.unwritable:
@@ -99,17 +99,17 @@ def save(job: Job, *, wait: bool) -> None:
     job.log.restart_clock()
 
 
-def heed_save(job: Job) -> None:
+def poll_save(job: Job) -> None:
     """Take note of how a save ended, if one has."""
-    heed(job, job.saver.poll())
+    record_save(job, job.saver.poll())
 
 
-def settle_save(job: Job) -> None:
+def finish_save(job: Job) -> None:
     """Wait for the save that is under way, if one is, and take note of how it ended."""
-    heed(job, job.saver.settle())
+    record_save(job, job.saver.settle())
 
 
-def heed(job: Job, ended: Saved | None) -> None:
+def record_save(job: Job, ended: Saved | None) -> None:
     if ended is None:
         return
     if ended.folder is not None:

@@ -31,7 +31,7 @@ def make_schedule(settings: ScheduleConfig, total: int) -> Factor:
     return factor
 
 
-def peak_rate(train: TrainConfig) -> float:
+def peak_lr(train: TrainConfig) -> float:
     """`train.lr`, scaled with the batch where that was asked for."""
     if train.lr_scaling == "linear" and train.base_batch is not None:
         return train.lr * train.global_batch / train.base_batch

@@ -23,6 +23,9 @@ from shoal.models.emulate import LOW_PRECISION, emulated_dtypes
 from shoal.models.weights import locate_weights
 from shoal.observe.metrics import open_sinks
 from shoal.observe.progress import Reporter
+from shoal.optim.loss_scaler import LossScaler
+from shoal.optim.offload import find_store
+from shoal.optim.optimizer import check_cuts, check_groups
 from shoal.parallel.apply import freeze
 from shoal.parallel.check import check_parallel
 from shoal.parallel.device import Device, describe_machine, inspect_device
@@ -32,20 +35,17 @@ from shoal.parallel.ranks import Ranks
 from shoal.parallel.stages import stages_each
 from shoal.plan.choose import Chosen
 from shoal.plan.stages import bubble_share
+from shoal.resilience.health import SpikeGuard, spike_settings
 from shoal.train.build import build, keep_small_gradients
 from shoal.train.describe import describe, plan_values
 from shoal.train.forecast import Forecast, machine_here, machine_of_all, make_forecast
-from shoal.train.health import SpikeGuard, spike_settings
 from shoal.train.inputs import Inputs
 from shoal.train.job import Job
 from shoal.train.log import StepLog, next_attempt
-from shoal.train.offload import find_store
-from shoal.train.optimizer import check_cuts, check_groups
 from shoal.train.out_of_memory import explained
 from shoal.train.recovery import set_aside
 from shoal.train.save import checkpoint_folders, make_saver
-from shoal.train.scaler import LossScaler
-from shoal.train.schedule import peak_rate
+from shoal.train.schedule import peak_lr
 from shoal.train.step import TrainStep
 
 
@@ -182,20 +182,20 @@ def _announce(reporter: Reporter, config: Config, inputs: Inputs, chosen: Chosen
     parallel, stages = config.parallel, chosen.mesh["pp"]
     if parallel.sharding == "hybrid_shard" and chosen.strategy == "fsdp" and chosen.mesh["dp_replicate"] == 1:
         reporter.warn("hybrid_shard has one machine to shard over, and so is full_shard; see parallel.replicate.")
-    if stages > chosen.passes:
-        share = bubble_share(stages, chosen.passes, stages_each(parallel.pp_schedule))
+    if stages > chosen.grad_accum_steps:
+        share = bubble_share(stages, chosen.grad_accum_steps, stages_each(parallel.pp_schedule))
         reporter.warn(
-            f"parallel.pp {stages} with {chosen.passes} passes a step leaves each device idle for {share:.0%} of "
-            "it; a smaller train.micro_batch or a larger global_batch gives more passes."
+            f"parallel.pp {stages} with {chosen.grad_accum_steps} micro-batches per step leaves each device idle for "
+            f"{share:.0%} of it; a smaller train.micro_batch or a larger global_batch gives more of them."
         )
     if config.train.lr_scaling == "linear":
         reporter.say(
             f"train.lr {config.train.lr:g} × global_batch {chosen.global_batch} / base_batch "
-            f"{config.train.base_batch} = {peak_rate(config.train):g} is the highest learning rate."
+            f"{config.train.base_batch} = {peak_lr(config.train):g} is the highest learning rate."
         )
 
 
-def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, start_from: Path | None) -> Chosen:
+def preflight(config: Config, inputs: Inputs, world_size: int, device: Device, start_from: Path | None) -> Chosen:
     """Find the mistakes that setting up would find, without memory, ranks or a run folder: before anything is lost."""
     model = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
     read_anatomy(model)
@@ -204,7 +204,9 @@ def rehearse(config: Config, inputs: Inputs, world_size: int, device: Device, st
     find_store(config.parallel.offload)
     forecast = make_forecast(config, model, machine_here(config, device, world_size))
     chosen = forecast.chosen
-    check_parallel(model, forecast.config, strategy=chosen.strategy, mesh=forecast.mesh, passes=chosen.passes)
+    check_parallel(
+        model, forecast.config, strategy=chosen.strategy, mesh=forecast.mesh, grad_accum_steps=chosen.grad_accum_steps
+    )
     check_cuts(model, config.train, forecast.mesh.tp)
     if config.train.precision == "fp8":
         check_float8(model, device)
@@ -255,7 +257,12 @@ def count_flops(model: Any, mesh: Mesh) -> Callable[[int, int], float]:
 def fingerprint(inputs: Inputs) -> dict[str, int]:
     """What tells one set of rows from another, well enough."""
     summary = inputs.sets.training.summary
-    return {"documents": summary.documents, "tokens": summary.tokens, "rows": summary.rows, "targets": summary.targets}
+    return {
+        "documents": summary.documents,
+        "tokens": summary.tokens,
+        "sequences": summary.rows,
+        "loss_tokens": summary.loss_tokens,
+    }
 
 
 def seed_everything(seed: int, rank: int, deterministic: bool) -> None:

@@ -22,7 +22,7 @@ from shoal.models.loss import LanguageModel, choose_loss
 from shoal.parallel.device import inspect_device
 from shoal.parallel.evaluate import held_out_loss
 from shoal.parallel.float8 import check_float8, use_float8
-from shoal.parallel.passes import Passes
+from shoal.parallel.micro_batches import MicroBatchRunner
 from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
 from shoal.use.load import LoadedRun, choose_device, load_run, no_run
@@ -72,13 +72,13 @@ def evaluate_run(
             f"data.max_length is {config.data.max_length}, but the model was made for {loaded.positions} positions; "
             "lower it."
         )
-    sets = choose_rows(config, loaded, overrides, report)
+    sets = choose_sequences(config, loaded, overrides, report)
     micro_batch = _micro_batch(RunDirectory(run), config)
     module = _with_loss(loaded, config, micro_batch, precision.compute if precision.mixed else None).eval()
-    passes = Passes(module, lambda batch: batch.to(loaded.device), keeps_weights=False)
+    grad_accum_steps = MicroBatchRunner(module, lambda batch: batch.to(loaded.device), keeps_weights=False)
     with torch.no_grad(), emulated_matmuls(emulated_dtypes(loaded.device, precision.compute)):
         found = held_out_loss(
-            passes.measure,
+            grad_accum_steps.measure,
             sets,
             micro_batch=micro_batch,
             rows=None if batches is None else batches * config.train.global_batch,
@@ -91,7 +91,7 @@ def evaluate_run(
         step=loaded.step,
         eval_loss=found.loss,
         eval_perplexity=found.perplexity,
-        tokens=found.targets,
+        tokens=found.loss_tokens,
         rows=found.rows,
     )
 
@@ -115,7 +115,9 @@ def read_config(run: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
-def choose_rows(config: Config, loaded: LoadedRun, overrides: Sequence[str], report: Callable[[str], None]) -> Sets:
+def choose_sequences(
+    config: Config, loaded: LoadedRun, overrides: Sequence[str], report: Callable[[str], None]
+) -> Sets:
     """The rows held out in training; or all rows of other data, of which the run has seen none."""
     keys = {text.partition("=")[0].strip() for text in overrides}
     if "data.path" in keys and "data.validation" not in keys:

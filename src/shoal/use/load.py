@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.choose import choose_checkpoint
-from shoal.checkpoint.layout import PieceReader
+from shoal.checkpoint.layout import SliceReader
 from shoal.checkpoint.state import load_parameters
 from shoal.checkpoint.store import MANIFEST
 from shoal.config.load import load_config
@@ -100,7 +100,7 @@ def _load_checkpoint(
     anatomy = read_anatomy(model)
     saved = read_precision(config.train.precision, config.train.reduce_dtype).weights
     materialize(model, anatomy, device=device, dtype=dtype or saved, source=None, vectors=vectors)
-    load_parameters(PieceReader(checkpoint.path), dict(model.named_parameters()) | kept_buffers(model))
+    load_parameters(SliceReader(checkpoint.path), dict(model.named_parameters()) | kept_buffers(model))
     return LoadedRun(
         path=run.path,
         model=_to_use(model),

@@ -1,0 +1,1 @@
+"""Foreign checkpoint formats, in and out."""

@@ -1,0 +1,233 @@
+"""In from what others have saved: a foreign checkpoint becomes a Hugging Face folder, one shard in memory at a time."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.convert import litgpt
+from shoal.convert.shards import DTYPES, SHARD_BYTES, folder_in_making, refuse_occupied, write_shards
+from shoal.convert.state_dicts import LITGPT, Foreign, open_foreign
+from shoal.mistakes import UserMistake
+from shoal.models.build import Blueprint, build_on_meta, read_blueprint
+from shoal.models.conversion import Tensors, convert
+from shoal.models.hub import local_folder
+from shoal.models.names import sources_in_files
+from shoal.models.stored import DTYPES as IN_FILES
+from shoal.models.stored import Stored
+from shoal.models.tensor_slices import TensorSlice, whole
+from shoal.models.weights import kept_buffers
+
+TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
+DESCRIPTION = (*TOKENIZER, "special_tokens_map.json", "added_tokens.json", "chat_template.*", "generation_config.json")
+# Computed anew by every model; what files of older versions hold of them is not needed.
+RECOMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
+ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was made of what."""
+
+    output: str
+    source: str
+    format: str
+    architecture: str
+    tensors: int
+    parameters: int
+    dtype: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of a foreign file, whose values are still there."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self, tensor_slice: TensorSlice) -> Tensor:
+        # A copy: safetensors writes no two tensors that lie in one storage, such as parts of a fused one.
+        return self.tensor[tensor_slice.slices].clone()
+
+
+def import_hf(
+    source: Path,
+    output: Path,
+    *,
+    model: str | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    report: Callable[[str], None] = lambda _: None,
+) -> Imported:
+    """Write the weights of a LitGPT, DeepSpeed or FSDP checkpoint as a Hugging Face folder.
+
+    `model` is the folder whose config.json says what they are weights of; it may lie beside them.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise UserMistake(f"An import has dtype {', '.join(DTYPES)}, not {dtype}.")
+    refuse_occupied(output)
+    described = None if model is None else local_folder(model)
+    foreign = open_foreign(source)
+    plan = _blueprint(foreign, described)
+    if foreign.note:
+        report(foreign.note)
+    built = build_on_meta(plan, attention="auto", longest=1)
+    stored: dict[str, Stored] = {name: Held(tensor) for name, tensor in foreign.tensors.items()}
+    if foreign.kind == LITGPT:
+        stored = litgpt.renamed(foreign.path, stored, plan.settings)
+    found = _match(foreign.path, built, stored)
+    itemsize = None if dtype is None else DTYPES[dtype].itemsize
+    sizes = {name: (itemsize or one.dtype.itemsize) * torch.Size(one.shape).numel() for name, one in found.items()}
+    copies = _description([*([] if described is None else [described]), *foreign.beside])
+    if not copies:
+        report("No tokenizer lies beside the weights or the config; set model.tokenizer where you train this.")
+    if plan.folder is not None:
+        copies.append(plan.folder / "config.json")
+    with folder_in_making(output, copies) as part:
+        if plan.folder is None:
+            plan.settings.architectures = [type(built).__name__]
+            plan.settings.save_pretrained(part)
+        saved = write_shards(
+            part,
+            built,
+            sizes,
+            lambda name: found[name].read(whole(found[name].shape)),
+            dtype=dtype,
+            shard_bytes=shard_bytes,
+            report=report,
+        )
+    return Imported(
+        output=str(output),
+        source=str(foreign.path),
+        format=foreign.kind,
+        architecture=type(built).__name__,
+        tensors=len(found),
+        parameters=sum(parameter.numel() for parameter in built.parameters()),
+        dtype=str(saved).removeprefix("torch."),
+    )
+
+
+def _blueprint(foreign: Foreign, described: Path | None) -> Blueprint:
+    """What the tensors are weights of: as --model says, else as what lies beside them does."""
+    if described is not None:
+        return read_blueprint(described)
+    if foreign.kind == LITGPT:
+        file = foreign.path.parent / litgpt.CONFIG_FILE
+        if not file.is_file():
+            raise UserMistake(f"{file} is not there; give --model, a folder whose config.json describes the model.")
+        head, embedding = (foreign.tensors.get(f"{name}.weight") for name in ("lm_head", "transformer.wte"))
+        # LitGPT always has both; a model whose two are the same was tied.
+        tied = head is None or (embedding is not None and _equal(Held(head), Held(embedding)))
+        return Blueprint(litgpt.read_settings(file, tied=tied, tokens=_special_tokens(foreign.path.parent)), None)
+    folder = next((folder for folder in foreign.beside if (folder / "config.json").is_file()), None)
+    if folder is None:
+        raise UserMistake(
+            f"{foreign.path} does not say what model its {len(foreign.tensors)} tensors belong to; "
+            "give --model, a folder with that model's config.json and tokenizer."
+        )
+    return read_blueprint(folder)
+
+
+def _special_tokens(folder: Path) -> dict[str, Any]:
+    """Ids that transformers' own config beside LitGPT's gives; of the sizes in it only LitGPT's are to be believed."""
+    try:
+        said = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _description(folders: Iterable[Path]) -> list[Path]:
+    """The tokenizer's files, and what goes with them, from the first folder that has any."""
+    for folder in folders:
+        found = {path.name: path for pattern in DESCRIPTION for path in folder.glob(pattern) if path.is_file()}
+        if any(path.match(pattern) for path in found.values() for pattern in TOKENIZER):
+            return list(found.values())
+    return []
+
+
+def _match(path: Path, model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors of `model` as `stored` holds them: all of them, in their shapes, and nothing left over."""
+    parameters, buffers = dict(model.named_parameters()), kept_buffers(model)
+    every = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in parameters.items()}
+    used: set[str] = set()
+    found: dict[str, Stored] = {}
+    for name, sources in sources_in_files(model, stored).items():
+        used |= set(sources.all_names)
+        if sources.converter is not None:
+            some: Tensors = {pattern: [stored[one] for one in names] for pattern, names in sources.names.items()}
+            found |= convert(model, name, sources.converter, some)
+        else:
+            found[name] = stored[sources.all_names[0]]
+    for name, parameter in every.items():
+        if name in parameters or name not in found:
+            continue  # below, a second name of a tied weight
+        other, tied = first[id(parameter)], found.pop(name)
+        if not _equal(found.setdefault(other, tied), tied):
+            raise UserMistake(
+                f"{path} holds a {name} that differs from {other}, but the config ties the two; "
+                "set tie_word_embeddings to false in the config.json of --model."
+            )
+    _refuse_mismatch(path, model, found, [name for name in stored if name not in used])
+    return {name: found[name] for name in [*parameters, *(name for name in buffers if name in found)]}
+
+
+def _refuse_mismatch(path: Path, model: Any, found: Mapping[str, Stored], left: list[str]) -> None:
+    wanted = dict(model.named_parameters())
+    kind = type(model).__name__
+    ignored = [*RECOMPUTED, *(model._keys_to_ignore_on_load_unexpected or [])]
+    unexpected = [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
+    if missing := [name for name in wanted if name not in found]:
+        instead = f", but {_counted(unexpected)}, which it does not know" if unexpected else ""
+        raise UserMistake(
+            f"{path} holds no {_counted(missing)}, which {kind} needs{instead}; give --model, the config of the model "
+            "that was saved."
+        )
+    if unexpected:
+        raise UserMistake(
+            f"{path} holds {_counted(unexpected)}, which {kind} does not know; give --model, the config of the model "
+            "that was saved."
+        )
+    shapes = {name: tuple(one.shape) for name, one in [*wanted.items(), *kept_buffers(model).items()]}
+    if wrong := [name for name, shape in shapes.items() if name in found and found[name].shape != shape]:
+        raise UserMistake(
+            f"{path} holds {_counted(wrong)} in another shape than the config says: {found[wrong[0]].shape}, not "
+            f"{shapes[wrong[0]]}; give --model, the config of the model that was saved."
+        )
+    if numbers := [name for name in wanted if found[name].dtype not in IN_FILES.values()]:
+        raise UserMistake(
+            f"{path} holds {_counted(numbers)} as {found[numbers[0]].dtype}: quantised weights cannot be trained; "
+            "import the originals."
+        )
+
+
+def _counted(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _equal(one: Stored, other: Stored) -> bool:
+    """Compared some rows at a time: an embedding may be the largest tensor there is."""
+    if one.shape != other.shape or not one.shape:
+        return False
+    inner = one.shape[1:]
+    for start in range(0, one.shape[0], ROWS):
+        tensor_slice = TensorSlice((start, *(0 for _ in inner)), (min(ROWS, one.shape[0] - start), *inner))
+        if not torch.equal(one.read(tensor_slice), other.read(tensor_slice)):
+            return False
+    return True

@@ -1,0 +1,154 @@
+"""Which part of a whole tensor this rank holds.
+
+Two cuts lie over each other. Tensor parallelism cuts a weight along one dimension (`Split`), and data-parallel
+sharding (a DTensor) cuts what is left, in the coordinates of what is left. `pieces` puts the two together.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+# Numbers of a row that share one, where a state has a number for each block of a parameter (see optim/eight_bit.py).
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """A rectangular part of a tensor: where it begins, and its size, in every dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def empty(self) -> bool:
+        return 0 in self.shape
+
+    def overlap(self, other: "TensorSlice") -> "TensorSlice":
+        """What both boxes hold; empty where they do not touch."""
+        offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        ends = (
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        return TensorSlice(offset, tuple(max(0, end - start) for start, end in zip(offset, ends, strict=True)))
+
+    def within(self, outer: "TensorSlice") -> "TensorSlice":
+        """This box in the coordinates of `outer`."""
+        offset = tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True))
+        return TensorSlice(offset, self.shape)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A tensor cut along one dimension: this rank's part is these spans of the whole, laid end to end."""
+
+    dimension: int
+    size: int  # of the whole, in that dimension
+    spans: tuple[tuple[int, int], ...]  # (start, length)
+
+    def whole_shape(self, part: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the whole, from that of this rank's part."""
+        return (*part[: self.dimension], self.size, *part[self.dimension + 1 :])
+
+    def part_shape(self, whole: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        length = sum(length for _, length in self.spans)
+        return (*whole[: self.dimension], length, *whole[self.dimension + 1 :])
+
+    def in_blocks(self, size: int) -> "Split":
+        """Of a tensor with one number for each block of `size` numbers in this dimension, where no cut is inside of a
+        block."""
+        assert all(start % size == 0 for start, _ in self.spans), "cut inside of a block"
+        spans = tuple((start // size, -(-length // size)) for start, length in self.spans)
+        return Split(self.dimension, -(-self.size // size), spans)
+
+
+Splits = Mapping[str, Split]  # by the parameter's name; one that is not named is not split
+
+
+@dataclass(frozen=True)
+class SliceMapping:
+    """A box of a whole tensor, and where it stands in this rank's local tensor."""
+
+    whole: TensorSlice
+    local: TensorSlice
+
+
+def whole(shape: tuple[int, ...]) -> TensorSlice:
+    return TensorSlice((0,) * len(shape), tuple(shape))
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The memory of `tensor` on this rank, without autograd."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # in this order: to detach a DTensor costs the host much more
+            tensor = tensor.to_local()
+    return tensor.detach()
+
+
+def placed_like(local: Tensor, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """`local` as this rank's part of a tensor that lies as `tensor` does, wherever the memory is: `DTensor.from_local`
+    would move it to the mesh's kind of device. `shape` is that of the whole, if it is not that of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return local
+    whole_size = tensor.shape if shape is None else torch.Size(shape)
+    stride = torch.empty(whole_size, device="meta").stride() if shape is not None else tensor.stride()
+    meta = TensorMeta(whole_size, stride, local.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def local_slice(tensor: Tensor) -> TensorSlice:
+    """The part of the whole that `local_tensor(tensor)` is."""
+    if not isinstance(tensor, DTensor):
+        return whole(tuple(tensor.shape))
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if 0 in shape:  # this rank holds nothing: torch gives an offset past the end
+        offset = (0,) * len(shape)
+    return TensorSlice(tuple(offset), tuple(shape))
+
+
+def whole_shape(tensor: Tensor, split: Split | None) -> tuple[int, ...]:
+    """The shape of the tensor of which `tensor` is a part."""
+    return tuple(tensor.shape) if split is None else split.whole_shape(tensor.shape)
+
+
+def pieces(tensor: Tensor, split: Split | None) -> list[SliceMapping]:
+    """The boxes of the whole that `local_tensor(tensor)` consists of; none where this rank holds nothing of it."""
+    held = local_slice(tensor)
+    if held.empty:
+        return []
+    local = whole(held.shape)
+    if split is None:
+        return [SliceMapping(held, local)]
+    found = []
+    at, dimension = 0, split.dimension
+    for start, length in split.spans:
+        span = TensorSlice(with_value(held.offset, dimension, at), with_value(held.shape, dimension, length))
+        shared = held.overlap(span)
+        if not shared.empty:
+            moved = shared.offset[dimension] - at + start
+            found.append(
+                SliceMapping(
+                    TensorSlice(with_value(shared.offset, dimension, moved), shared.shape), shared.within(held)
+                )
+            )
+        at += length
+    return found
+
+
+def with_value(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    """`values` with another one at `index`."""
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def blocks_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor with one number for each block of a parameter of this shape."""
+    return (*shape[:-1], -(-shape[-1] // BLOCK))

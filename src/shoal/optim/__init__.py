@@ -1,0 +1,1 @@
+"""Optimizers: what turns gradients into updates, and where their state lives."""

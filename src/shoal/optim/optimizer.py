@@ -1,0 +1,260 @@
+"""The optimizer: which parameters decay, at which rate each learns, and its state by name."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.config.schema import OptimizerConfig, TrainConfig
+from shoal.mistakes import UserMistake
+from shoal.models.anatomy import Anatomy, read_anatomy
+from shoal.models.emulate import emulated_matmuls
+from shoal.models.tensor_slices import BLOCK
+from shoal.optim.adamw import NO_COPIES, AdamW, find_kernel
+from shoal.optim.eight_bit import is_kept_small
+from shoal.optim.lion import Lion
+from shoal.optim.offload import OffloadedState, Store, buckets
+from shoal.optim.zero1 import Partition
+from shoal.parallel.placement import Placement
+from shoal.parallel.tensor import row_parallel_widths
+
+
+class NamedOptimizer:
+    """One or more torch optimizers over parameters that have names. The rate is given at every step."""
+
+    def __init__(
+        self,
+        parts: list[torch.optim.Optimizer],
+        names: Mapping[Tensor, str],
+        partition: Partition | None = None,
+        offloaded: OffloadedState | None = None,
+        copies: Mapping[Tensor, Tensor] = NO_COPIES,
+        emulated: frozenset[torch.dtype] = frozenset(),
+    ) -> None:
+        """`copies` of parameters, rounded to the type that is computed with, are written in the same go where
+        `writes_copies`. Muon multiplies matrices in bf16, unless that is `emulated`."""
+        self.parts = parts
+        self.names = names
+        self.partition = partition  # ZeRO-1: each replica updates its rows
+        self.offloaded = offloaded
+        self.emulated = emulated
+        # Gradients need not be multiplied with what clips them before a step, which takes the factor.
+        self.takes_factor = all(isinstance(part, AdamW) for part in parts)
+        # Rows of a weight are all that a replica knows before the others have sent theirs.
+        self.writes_copies = self.takes_factor and partition is None and bool(copies)
+        self.copies = copies if self.writes_copies else NO_COPIES
+
+    def step(self, lr: float, usable: Tensor, factor: Tensor | None = None) -> None:
+        """Update the weights by the gradients times `factor` (where `takes_factor`), unless `usable` is false: then
+        nothing changes, the optimizer's state included."""
+        assert factor is None or self.takes_factor
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr * group["rate_factor"]
+        if self.partition is not None:
+            self.partition.take_gradients()
+        if all(_looks_itself(part) for part in self.parts) or bool(usable):
+            for part in self.parts:
+                with nullcontext() if self.offloaded is None else self.offloaded.on_device(part):
+                    self._step(part, usable, factor)
+            if self.partition is not None:
+                self.partition.send_rows()
+
+    def _step(self, part: torch.optim.Optimizer, usable: Tensor, factor: Tensor | None) -> None:
+        # With everything sharded offloaded, vectors are not where matrices are.
+        device = part.param_groups[0]["params"][0].device
+        usable, factor = usable.to(device), None if factor is None else factor.to(device)
+        if isinstance(part, AdamW):
+            part.step(usable, factor, self.copies)
+            return
+        if _looks_itself(part):
+            part.found_inf = (~usable).float()  # type: ignore[attr-defined]
+        with emulated_matmuls(self.emulated):
+            part.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """Every state tensor under 'field.parameter name'."""
+        return {
+            f"{field}.{self.names[parameter]}": value
+            for part in self.parts
+            for parameter, fields in part.state.items()
+            for field, value in fields.items()
+        }
+
+    def empty_state(self, stored: Mapping[str, tuple[int, ...]], placement: Placement) -> dict[str, Tensor]:
+        """Make the state that `stored` (name → whole shape) describes, as far as it is this rank's, ready to be filled,
+        and return it as `state` does."""
+        places = {
+            self.names[parameter]: (part, parameter)
+            for part in self.parts
+            for group in part.param_groups
+            for parameter in group["params"]
+        }
+        for key, shape in stored.items():
+            field, _, name = key.partition(".")
+            if name not in places:
+                continue
+            part, parameter = places[name]
+            value = _empty(part, parameter, field, shape)
+            if placement.whole_shape(name, value) != tuple(shape):
+                raise UserMistake(
+                    f"The checkpoint's {key} is {shape}, but this run's {placement.whole_shape(name, value)}."
+                )
+            if value.dim() and self.offloaded is not None:
+                value = self.offloaded.store.empty_like(value)
+            part.state[parameter][field] = value
+        for name, (part, parameter) in places.items():  # what the checkpoint does not know of is no part of the run
+            for field in [one for one in part.state.get(parameter, ()) if f"{one}.{name}" not in stored]:
+                del part.state[parameter][field]
+        return self.state()
+
+
+def _looks_itself(part: torch.optim.Optimizer) -> bool:
+    """Whether a kernel looks at the flag of an unusable step, so that the host need not wait for it."""
+    return isinstance(part, AdamW) or all(group.get("fused") for group in part.param_groups)
+
+
+def _empty(part: torch.optim.Optimizer, parameter: Tensor, field: str, shape: tuple[int, ...]) -> Tensor:
+    """Room for a field of the state of `parameter`, of which the whole has this shape."""
+    if isinstance(part, AdamW):
+        return part.empty_field(parameter, field)
+    if shape:
+        return torch.zeros_like(parameter, requires_grad=False)
+    # A counter: fused kernels read it on the device, the others on the host.
+    return torch.zeros((), device=parameter.device if _looks_itself(part) else "cpu")
+
+
+def check_groups(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> None:
+    """A pattern of `lr_groups` that fits no trained parameter of the whole model is a mistake."""
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    for pattern in train.lr_groups:
+        if not any(fnmatch(name, pattern) for name in trained):
+            raise UserMistake(f"train.lr_groups: {pattern!r} fits no trained parameter.")
+
+
+def check_cuts(model: nn.Module, train: TrainConfig, degree: int) -> None:
+    """A cut of tensor parallelism inside of a block of numbers that share a scale is a mistake."""
+    if train.optimizer.name != "adamw8bit" or degree == 1:
+        return
+    parameters = dict(model.named_parameters())
+    widths = {
+        name: width
+        for name, width in row_parallel_widths(model, read_anatomy(model)).items()
+        if parameters[name].requires_grad and is_kept_small(tuple(parameters[name].shape))
+    }
+    fitting = [
+        one
+        for one in range(1, degree + 1)
+        if degree % one == 0 and (one == 1 or all(width % (one * BLOCK) == 0 for width in widths.values()))
+    ]
+    if fitting[-1] != degree:
+        name = next(name for name, width in widths.items() if width % (degree * BLOCK))
+        raise UserMistake(
+            f"parallel.tp {degree} cuts rows of {name} into {widths[name] // degree} numbers, and adamw8bit keeps them "
+            f"in blocks of {BLOCK}; use parallel.tp {fitting[-1]}, or train.optimizer.name adamw."
+        )
+
+
+def make_optimizer(
+    parameters: Mapping[str, nn.Parameter],
+    train: TrainConfig,
+    anatomy: Anatomy,
+    *,
+    placement: Placement | None = None,
+    partition: Partition | None = None,
+    store: Store | None = None,
+    copies: Mapping[Tensor, Tensor] = NO_COPIES,
+    emulated: frozenset[torch.dtype] = frozenset(),
+) -> NamedOptimizer:
+    """The optimizer of the config over those `parameters` that are trained.
+
+    `placement` says of which wholes they are parts, if they are; with `partition` each replica updates its rows only;
+    with `store` the state lives there between steps; `copies` of parameters are low-precision ones to be kept up;
+    `emulated` are the dtypes whose matmuls are computed in fp32.
+    """
+    held = parameters if partition is None else partition.parameters
+    trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
+    kinds = {train.optimizer.name: trained}
+    if train.optimizer.name == "muon":
+        # Muon is for matrices inside blocks; embedding, head, norms and biases learn by AdamW beside it.
+        inside = anatomy.inside_blocks
+        assert inside is not None, "checked before: muon needs blocks"
+        matrices = {name: one for name, one in trained.items() if one.dim() == 2 and name.startswith(inside)}
+        others = {name: one for name, one in trained.items() if name not in matrices}
+        kinds = {"muon": matrices, "adamw": others}
+    whole = {} if placement is None else placement.shapes
+    parts = [
+        _make(name, some, train, store, whole)
+        for name, members in kinds.items()
+        for alike in _alike(members)
+        for some in ([alike] if store is None else buckets(alike))
+        if some
+    ]
+    names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
+    return NamedOptimizer(parts, names, partition, None if store is None else OffloadedState(store), copies, emulated)
+
+
+def _alike(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """Those that one kernel can be given together: sharded ones or not, on one device."""
+    found: dict[tuple[bool, torch.device], dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        found.setdefault((isinstance(parameter, DTensor), parameter.device), {})[name] = parameter
+    return list(found.values())
+
+
+def _make(
+    name: str,
+    parameters: Mapping[str, nn.Parameter],
+    train: TrainConfig,
+    store: Store | None,
+    whole: Mapping[str, tuple[int, ...]],
+) -> torch.optim.Optimizer:
+    settings = train.optimizer
+    groups = _groups(parameters, settings, train.lr_groups)
+    # The fused CPU kernel rounds the tail of a tensor unlike its middle, so shards of it would differ in the last bit.
+    fused = all(parameter.is_cuda for parameter in parameters.values())
+    if name == "adamw8bit":
+        small = {key: one for key, one in parameters.items() if is_kept_small(whole.get(key, tuple(one.shape)))}
+        large = {key: one for key, one in parameters.items() if key not in small}
+        groups = [
+            {**group, "eight_bits": some is small}
+            for some in (small, large)
+            for group in _groups(some, settings, train.lr_groups)
+        ]
+        return AdamW(groups, lr=train.lr, betas=settings.betas, eps=settings.eps, dtype=torch.float32)
+    if name == "adamw" and fused and find_kernel() is not None:
+        return AdamW(groups, lr=train.lr, betas=settings.betas, eps=settings.eps)
+    if name == "adamw":
+        return torch.optim.AdamW(
+            groups, lr=train.lr, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused
+        )
+    if name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=train.lr, momentum=settings.momentum, fused=fused, foreach=not fused)
+        for parameter in parameters.values() if settings.momentum else ():
+            # torch makes it in the first step, out of memory that it does not clear; a first step that is skipped
+            # would leave it so. From zero the first step is the same.
+            kept = torch.empty_like(parameter, requires_grad=False) if store is None else store.empty_like(parameter)
+            optimizer.state[parameter]["momentum_buffer"] = kept.zero_()
+        return optimizer
+    if name == "lion":
+        return Lion(groups, lr=train.lr, betas=settings.betas)
+    assert name == "muon", name
+    return torch.optim.Muon(groups, lr=train.lr, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw")
+
+
+def _groups(
+    parameters: Mapping[str, nn.Parameter], settings: OptimizerConfig, factors: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Parameters that share weight decay (none for vectors: norms and biases) and rate factor."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        decay = settings.weight_decay if parameter.dim() >= 2 else 0.0
+        factor = next((value for pattern, value in factors.items() if fnmatch(name, pattern)), 1.0)
+        groups.setdefault((decay, factor), []).append(parameter)
+    return [
+        {"params": members, "weight_decay": decay, "rate_factor": factor} for (decay, factor), members in groups.items()
+    ]

@@ -1,0 +1,92 @@
+"""Our AdamW computes what torch's computes, and each can go on with the other's state."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.config.schema import TrainConfig
+from shoal.optim.adamw import AdamW
+from shoal.optim.optimizer import make_optimizer
+
+USABLE = torch.tensor(True)
+
+
+def weights_of(seed: int) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((33, 65), (7,), (1,))]
+
+
+def give_gradients(step: int, *models: list[nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for together in zip(*models, strict=True):
+        gradient = torch.randn(together[0].shape, generator=generator)
+        for weight in together:
+            weight.grad = gradient.clone()
+
+
+def test_it_computes_what_torch_computes_and_goes_on_with_its_state():
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    ours, theirs = weights_of(0), weights_of(0)
+    our, their = AdamW(ours, **options), torch.optim.AdamW(theirs, **options)
+    for step in range(6):
+        if step == 3:  # each goes on with what the other has kept
+            our_state, their_state = ([dict(one.state[w]) for w in ws] for one, ws in ((our, ours), (their, theirs)))
+            for weight, state in zip(ours, their_state, strict=True):
+                our.state[weight] = {field: value.clone() for field, value in state.items()}
+            for weight, state in zip(theirs, our_state, strict=True):
+                their.state[weight] = {field: value.clone() for field, value in state.items()}
+        give_gradients(step, ours, theirs)
+        our.step(USABLE)
+        their.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        assert {field: value.shape for field, value in our.state[one].items()} == {
+            field: value.shape for field, value in their.state[other].items()
+        }
+
+
+@pytest.mark.parametrize("in_eight_bits", [False, True])
+def test_the_factor_multiplies_gradients_and_copies_are_the_rounded_weights(in_eight_bits):
+    one, other = weights_of(0)[:1], weights_of(0)[:1]
+    copies = {one[0]: torch.zeros(33, 65, dtype=torch.bfloat16)}
+    first, second = (AdamW(some, lr=1e-2, eight_bits=in_eight_bits) for some in (one, other))
+    for step in range(3):
+        give_gradients(step, one, other)
+        first.step(USABLE, torch.tensor(0.25), copies)
+        other[0].grad.mul_(0.25)
+        second.step(USABLE)
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(copies[one[0]], one[0].bfloat16())
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "sgd", "lion"])
+def test_an_unusable_step_changes_neither_weights_nor_state(name):
+    weight = nn.Parameter(torch.randn(70, 70))
+    copies = {weight: weight.detach().bfloat16()}
+    train = TrainConfig.model_validate({"optimizer": {"name": name}})
+    optimizer = make_optimizer({"weight": weight}, train, None, copies=copies)  # type: ignore[arg-type]
+    weight.grad = torch.randn(70, 70)
+    optimizer.step(0.1, USABLE)
+    before = {key: value.clone() for key, value in (optimizer.state() | {"weight": weight.detach()}).items()}
+    written = copies[weight].clone()
+    weight.grad = torch.full((70, 70), torch.nan)
+    optimizer.step(0.1, torch.tensor(False), torch.tensor(torch.nan) if optimizer.takes_factor else None)
+    after = optimizer.state() | {"weight": weight.detach()}
+    assert after.keys() == before.keys()
+    assert [key for key in before if not torch.equal(after[key], before[key])] == []
+    assert torch.equal(copies[weight], written)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, whose interpreter runs kernels on a CPU")
+def test_the_kernel_in_tritons_interpreter_computes_what_the_plain_form_computes():
+    script = Path(__file__).with_name("adamw_interpreted.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the same:") == 9

@@ -1,0 +1,44 @@
+"""Optimizer state that lives elsewhere really does, and files of it leave nothing behind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.config.schema import TrainConfig
+from shoal.optim.offload import BUCKET, Store, buckets
+from shoal.optim.optimizer import make_optimizer
+
+
+class Watched(Store):
+    """Remembers what was put into it."""
+
+    def __init__(self, folder: Path | None) -> None:
+        super().__init__(folder)
+        self.given: list[torch.Tensor] = []
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.given.append(super().empty_like(tensor))
+        return self.given[-1]
+
+
+@pytest.mark.parametrize(("name", "fields"), [("adamw", 2), ("adamw8bit", 4), ("sgd", 1), ("lion", 1)])
+def test_every_moment_of_every_optimizer_lives_in_the_store(name, fields, tmp_path):
+    store = Watched(tmp_path)
+    parameters = {f"weight{index}": torch.nn.Parameter(torch.randn(64, 65)) for index in range(3)}
+    train = TrainConfig.model_validate({"optimizer": {"name": name}})
+    optimizer = make_optimizer(parameters, train, None, store=store)  # type: ignore[arg-type]
+    for _ in range(2):
+        for parameter in parameters.values():
+            parameter.grad = torch.randn(64, 65)
+        optimizer.step(0.1, torch.tensor(True))
+    held = {value.data_ptr() for key, value in optimizer.state().items() if value.dim()}
+    assert held == {tensor.data_ptr() for tensor in store.given}
+    assert len(held) == 3 * fields
+    assert list(tmp_path.iterdir()) == [], "the files have no names, so that none is left behind"
+
+
+def test_parameters_are_brought_in_groups_of_a_bounded_size():
+    sizes = [BUCKET // 2, BUCKET // 2, 8, 2 * BUCKET, 8]
+    parameters = {str(index): torch.nn.Parameter(torch.empty(size, device="meta")) for index, size in enumerate(sizes)}
+    assert [list(group) for group in buckets(parameters)] == [["0", "1"], ["2"], ["3"], ["4"]]
