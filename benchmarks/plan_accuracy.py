@@ -1,4 +1,4 @@
-"""The forecast against published and measured results: a table, JSON and a scatter plot.
+"""Compares the forecast with published and measured results: a table, JSON and a scatter plot.
 
 python benchmarks/plan_accuracy.py [OUTPUT_FOLDER]        (default: benchmarks/plan)
 """
@@ -25,14 +25,14 @@ from shoal.plan.terms import GIB, group
 
 HERE = Path(__file__).parent
 FILES = ("llama.csv", "mpt.csv", "llama_held_out.csv", "mpt_held_out.csv")
-# The same code in another precision: bf16 weights leave nothing for autocast to cast; LitGPT with fp32 weights does.
-HABITS: dict[str, SystemTraits] = {
+# The same code in another precision: autocast has nothing to cast with bf16 weights, but does with LitGPT's fp32 ones.
+TRAITS: dict[str, SystemTraits] = {
     **SYSTEMS,
-    "huggingface-bf16": replace(HUGGING_FACE, wide_stream=False, casts_each_use=False),
-    # Measured before what goes from block to block was in fp32; and earlier, before AdamW was one pass over memory.
-    "shoal-narrow": replace(OURS, wide_stream=False, ends_apart=False),
-    "shoal-first": replace(OURS, wide_stream=False, ends_apart=False, one_pass_step=False),
-    "litgpt-autocast": replace(LITGPT, wide_stream=True, casts_each_use=True),
+    "huggingface-bf16": replace(HUGGING_FACE, wide_residual_stream=False, casts_per_use=False),
+    # Measured before the residual stream was in fp32; and earlier, before the optimizer step was one fused kernel.
+    "shoal-narrow": replace(OURS, wide_residual_stream=False, separate_head_unit=False),
+    "shoal-first": replace(OURS, wide_residual_stream=False, separate_head_unit=False, fused_step=False),
+    "litgpt-autocast": replace(LITGPT, wide_residual_stream=True, casts_per_use=True),
 }
 SHAPES = {"llama3-405b": "llama3.1-405b", "llama-8.03b": "llama3-8b", "llama-1.24b": "llama3.2-1b"}
 RECOMPUTE: dict[str, str | int] = {
@@ -42,21 +42,21 @@ RECOMPUTE: dict[str, str | int] = {
     "none": "none",
     "cheap": "cheap",
 }
-# Where a published host has another number of devices than eight.
+# Devices per node, if not eight.
 DEVICES = {"kempnerforge": 4}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A result and the run that it is a result of."""
+    """A published or measured result, and its run."""
 
     file: str
     label: str
     run: Run
-    tokens: float | None  # a second and GPU
+    tokens: float | None  # per second and GPU
     gib: float | None
     reserved: bool
-    faked: bool = False  # one rank of several ran, and what it exchanged took no time
+    faked: bool = False  # a single rank with fake collectives, which take no time
 
     @property
     def held_out(self) -> bool:
@@ -100,7 +100,7 @@ def _mpt(file: str, line: dict[str, str]) -> Row:
         reshard=line["sharding"] != "SHARD_GRAD_OP",
         compiled=False,
         loss="plain",
-        traits=HABITS["composer"],
+        traits=TRAITS["composer"],
     )
     label = (
         f"llm-foundry {line['model']}, {count} × {gpu}, {line['micro_batch']} × {length} × {line['accum']}, "
@@ -124,7 +124,7 @@ def _llama(file: str, line: dict[str, str]) -> Row:
     adapter = _adapter(words, line["system"])
     precision = {"bf16": "bf16-mixed", "bf16-true base": "bf16-true"}.get(line["precision"], line["precision"])
     loss = next((kind for kind in ("chunked", "fused") if f"{kind}-ce" in words), "plain")
-    traits = HABITS[line["system"]]
+    traits = TRAITS[line["system"]]
     run = _run(
         shape,
         gpu,
@@ -177,7 +177,7 @@ def _run(shape: ModelShape, name: str, *, devices: int = 8, **settings: Any) -> 
 
 @dataclass(frozen=True)
 class Compared:
-    """One figure of a row against its forecast."""
+    """One figure of a row with its forecast."""
 
     row: Row
     what: str  # memory, speed
@@ -215,7 +215,7 @@ def summarise(compared: list[Compared]) -> dict[str, Any]:
 
 
 def groups(compared: list[Compared]) -> Iterator[tuple[str, list[Compared]]]:
-    """Memory and speed, each of the given rows and of those held out."""
+    """Memory and speed, each for the given and the held-out rows."""
     for what in ("memory", "speed"):
         for held_out in (False, True):
             name = f"{what}, {'held out' if held_out else 'given'}"
@@ -223,9 +223,14 @@ def groups(compared: list[Compared]) -> Iterator[tuple[str, list[Compared]]]:
 
 
 def markdown(compared: list[Compared], summary: dict[str, Any]) -> str:
-    lines = ["# Forecast against results", "", "Made by `benchmarks/plan_accuracy.py`; the data is in `../data`.", ""]
+    lines = [
+        "# Forecast compared with results",
+        "",
+        "Made by `benchmarks/plan_accuracy.py`; the data is in `../data`.",
+        "",
+    ]
     lines += [
-        "| rows | figures | median | nine of ten within | worst | bias |",
+        "| rows | figures | median | 90% within | worst | bias |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, one in summary.items():
@@ -234,7 +239,7 @@ def markdown(compared: list[Compared], summary: dict[str, Any]) -> str:
             f"{one['worst']:.1%} | {one['bias']:+.1%} |"
         )
     for name, some in groups(compared):
-        unit = "GiB" if name.startswith("memory") else "tokens/s a GPU"
+        unit = "GiB" if name.startswith("memory") else "tokens/s per GPU"
         lines += [
             "",
             f"## {name.capitalize()}, {unit}",
@@ -257,7 +262,9 @@ def plot(compared: list[Compared], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 5), layout="constrained")
-    for axis, what, unit, bound in zip(axes, ("memory", "speed"), ("GiB", "tokens/s a GPU"), (0.15, 0.25), strict=True):
+    for axis, what, unit, bound in zip(
+        axes, ("memory", "speed"), ("GiB", "tokens/s per GPU"), (0.15, 0.25), strict=True
+    ):
         for held_out, colour in ((False, "#3b6ea5"), (True, "#e08e45")):
             some = [one for one in compared if one.what == what and one.row.held_out is held_out]
             label = "held out" if held_out else "given"
@@ -276,8 +283,8 @@ def plot(compared: list[Compared], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Hold the forecast against published results.")
-    parser.add_argument("output", type=Path, nargs="?", default=HERE / "plan", help="folder for what it writes")
+    parser = argparse.ArgumentParser(description="Compare the forecast with published results.")
+    parser.add_argument("output", type=Path, nargs="?", default=HERE / "plan", help="output folder")
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     compared = compare(read_rows())

@@ -1,7 +1,7 @@
-"""Brings docs/plan.md up to date with the forecast: `python benchmarks/plan_document.py`.
+"""Updates docs/plan.md: `python benchmarks/plan_document.py`.
 
-What its commands print, and the tables that plan_accuracy.py, plan/traced.py and plan_examples.py have written, which
-are to be run first.
+Replaces the output of its commands, and the tables of plan_accuracy.py, plan/traced.py and plan_examples.py, which have
+to run first.
 """
 
 import json
@@ -25,13 +25,12 @@ def printed(command: str) -> list[str]:
 
 
 def with_output(block: str) -> str:
-    """A command and what it printed; after a line «…» only from the line that follows there on, and as far as it
-    went."""
+    """A command with its new output; after a line «…» only the paragraph that starts with the following line."""
     first, *before = block.splitlines()
     found = printed(first.removeprefix("$ "))
     if before and before[0] == "…":
         start = found.index(before[1])
-        end = next((place for place in range(start, len(found)) if not found[place]), len(found))
+        end = next((line for line in range(start, len(found)) if not found[line]), len(found))
         found = ["…", *found[start:end]]
     return "\n".join([first, *found])
 
@@ -51,7 +50,7 @@ def replaced(document: str, table: str) -> str:
 
 def accuracy() -> str:
     summary = json.loads((HERE / "plan" / "accuracy.json").read_text())["summary"]
-    lines = ["| rows | figures | median | nine of ten within | worst | bias |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = ["| rows | figures | median | 90% within | worst | bias |", "| --- | --- | --- | --- | --- | --- |"]
     for name, one in summary.items():
         shares = " | ".join(f"{one[key]:.1%}" for key in ("median", "ninety_per_cent_within", "worst"))
         lines.append(f"| {name} | {one['figures']} | {shares} | {one['bias']:+.1%} |")

@@ -1,4 +1,4 @@
-"""Worked examples that guides give for memory and scaling, and what the forecast says of the same runs.
+"""Worked examples of memory and scaling from guides, with the forecast of the same runs.
 
 python benchmarks/plan_examples.py [OUTPUT_FOLDER]        (default: benchmarks/plan)
 """
@@ -27,94 +27,94 @@ class Example:
 
 EXAMPLES = (
     Example(
-        "Pythia-1B, FSDP on 2 × L40, 16 rows of 512 a device",
+        "Pythia-1B, FSDP on 2 × L40, 16 sequences of 512 per device",
         "8.45 GiB steady, 9.3–10.2 at the peak",
-        "They count half of 16 bytes a parameter and 1 GiB of activations. At its peak a step has no gradients yet, "
-        "but what 16 blocks keep of 8,192 tokens is many times 1 GiB, and the logits come on top.",
+        "They count half of 16 bytes per parameter and 1 GiB of activations. At the peak there are no gradients yet, "
+        "but the activations of 16 blocks and 8,192 tokens are many times 1 GiB, plus the logits.",
         ("model.shape=pythia-1b", "hardware.gpu=l40", "hardware.devices=2", "parallel.strategy=fsdp",
          "train.micro_batch=16", "train.global_batch=32", "data.max_length=512"),
     ),
     Example(
-        "TinyLlama-1.1B, one device, 8 rows of 2,048",
+        "TinyLlama-1.1B, one device, 8 sequences of 2,048",
         "16 GB without FSDP",
-        "They count fp32 weights, gradients and Adam, and no activations. Ours has a bf16 copy to compute with, and "
+        "They count fp32 weights, gradients and Adam, and no activations. Ours has bf16 compute copies, and "
         "the activations of 16,384 tokens.",
         ("model.shape=tinyllama-1.1b", "hardware.gpu=a100-80gb", "parallel.strategy=single", "train.micro_batch=8",
          "train.global_batch=64"),
     ),
     Example(
-        "TinyLlama-1.1B, FSDP on 8 devices, 8 rows of 2,048",
+        "TinyLlama-1.1B, FSDP on 8 devices, 8 sequences of 2,048",
         "2 GB",
-        "Only what is sharded is divided by 8: activations, the head and gathered weights are on every device whole.",
+        "Sharding divides only weights, gradients and optimizer state by 8, not activations and logits.",
         ("model.shape=tinyllama-1.1b", "hardware.gpu=a100-80gb", "hardware.devices=8", "parallel.strategy=fsdp",
          "train.micro_batch=8", "train.global_batch=512"),
     ),
     Example(
-        "Llama-2-7B, FSDP on 4 nodes of 8, 2 rows of 2,048",
+        "Llama-2-7B, FSDP on 4 nodes of 8, 2 sequences of 2,048",
         "3.5 GB",
-        "As above: 112 GB / 32 is what is sharded, and a tenth of what a device needs.",
+        "As above: 112 GB / 32 are the sharded states, a tenth of what a device needs.",
         ("model.shape=llama2-7b", "hardware.gpu=a100-80gb", "hardware.devices=8", "hardware.nodes=4",
          "parallel.strategy=fsdp", "train.micro_batch=2", "train.global_batch=1024"),
     ),
     Example(
-        "Llama-2-7B LoRA r8, FSDP on 4 × A100-40GB, 4 rows of 2,048",
+        "Llama-2-7B LoRA r8, FSDP on 4 × A100-40GB, 4 sequences of 2,048",
         "about 20 GB, about 5 samples/s",
-        "Without recomputation the activations of 8,192 tokens alone are more than that. Alpaca's rows are far shorter "
-        "than 2,048: see the next row.",
+        "Without activation checkpointing the activations of 8,192 tokens alone are more than that. Alpaca's sequences "
+        "are far shorter than 2,048: see the next row.",
         ("model.shape=llama2-7b", "hardware.gpu=a100-40gb", "hardware.devices=4", "parallel.strategy=fsdp",
          "adapter.kind=lora", "train.micro_batch=4", "train.global_batch=64"),
     ),
     Example(
-        "the same, with rows of 300 tokens, as Alpaca's are",
+        "the same, with sequences of 300 tokens, as in Alpaca",
         "about 20 GB, about 5 samples/s",
-        "The longest row of a pass decides its memory, and theirs vary: 20 GB lie between the two. Why their speed is "
-        "that low we cannot say from sizes.",
+        "The longest sequence of a micro-batch decides its memory, and theirs vary: 20 GB lie between the two. Sizes "
+        "do not explain their low speed.",
         ("model.shape=llama2-7b", "hardware.gpu=a100-40gb", "hardware.devices=4", "parallel.strategy=fsdp",
          "adapter.kind=lora", "train.micro_batch=4", "train.global_batch=64", "data.max_length=300"),
     ),
     Example(
-        "Llama-2-70B LoRA r8, FSDP on 8 × A100-80GB, 1 row of 2,048",
+        "Llama-2-70B LoRA r8, FSDP on 8 × A100-80GB, 1 sequence of 2,048",
         "about 70 GB, about 1 sample/s",
-        "An eighth of 138 GB of weights, and the activations of 80 blocks without recomputation.",
+        "An eighth of 138 GB of weights, and the activations of 80 blocks without activation checkpointing.",
         ("model.shape=llama2-70b", "hardware.gpu=a100-80gb", "hardware.devices=8", "parallel.strategy=fsdp",
          "adapter.kind=lora", "train.micro_batch=1", "train.global_batch=32"),
     ),
     Example(
-        "Llama-3.1-405B LoRA r16, FSDP on 8 nodes of 8 × H100, 1 row of 4,096",
+        "Llama-3.1-405B LoRA r16, FSDP on 8 nodes of 8 × H100, 1 sequence of 4,096",
         "about 60 GB",
         "They shard within each node, which would leave 101 GB of weights on a device; over all 64 it is 13 GB. "
-        "Gathered blocks, embedding and head are most of the rest, with recomputation.",
+        "Gathered blocks, embedding and head are most of the rest, with full activation checkpointing.",
         ("model.shape=llama3.1-405b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=8",
          "parallel.strategy=fsdp", "adapter.kind=lora", "adapter.rank=16", "train.micro_batch=1",
          "train.global_batch=128", "data.max_length=4096", "train.recompute=full"),
     ),
     Example(
-        "7B full, one device, 1 row of 2,048",
+        "7B full, one device, 1 sequence of 2,048",
         "140+ GB",
-        "18 bytes a parameter are 121 GB, and a row of activations comes on top.",
+        "18 bytes per parameter are 121 GB, plus the activations of one sequence.",
         ("model.shape=llama2-7b", "hardware.gpu=h200", "parallel.strategy=single", "train.micro_batch=1",
          "train.global_batch=8"),
     ),
     Example(
-        "7B full, FSDP on 8 devices, 1 row of 2,048",
+        "7B full, FSDP on 8 devices, 1 sequence of 2,048",
         "about 25 GB",
-        "13.5 GB are the eighth of 16 bytes a parameter; the rest is one row's activations. They do not say how many "
-        "devices or rows.",
+        "13.5 GB are the eighth of 16 bytes per parameter; the rest are one sequence's activations. They do not state "
+        "the number of devices or the batch.",
         ("model.shape=llama2-7b", "hardware.gpu=a100-80gb", "hardware.devices=8", "parallel.strategy=fsdp",
          "train.micro_batch=1", "train.global_batch=64"),
     ),
     Example(
-        "7B full, ZeRO-3 on 8 devices, 1 row of 2,048, recompute full",
+        "7B full, ZeRO-3 on 8 devices, 1 sequence of 2,048, recompute full",
         "about 20 GB",
-        "zero3 and fsdp are one thing here; with recomputation a block's input is all that is kept.",
+        "zero3 is fsdp here; with full activation checkpointing only the input of each block is saved.",
         ("model.shape=llama2-7b", "hardware.gpu=a100-80gb", "hardware.devices=8", "parallel.strategy=zero3",
          "train.micro_batch=1", "train.global_batch=64", "train.recompute=full"),
     ),
     Example(
         "the same, with everything offloaded",
         "about 8 GB",
-        "Weights, gradients and state live in main memory; gathered blocks, the head and one block's activations are "
-        "left.",
+        "Weights, gradients and optimizer state are in host memory; gathered blocks, the head and one block's "
+        "activations remain.",
         ("model.shape=llama2-7b", "hardware.gpu=a100-80gb", "hardware.devices=8", "parallel.strategy=fsdp",
          "train.micro_batch=1", "train.global_batch=64", "train.recompute=full", "parallel.offload=cpu"),
     ),
@@ -142,7 +142,7 @@ def example_rows() -> list[str]:
 
 
 def speedup(devices: int, strategy: str, network: str) -> float:
-    """How many times as fast as one device: Llama-3.2-1B, 4 rows of 2,048 a device, A100s in machines of eight."""
+    """Speedup over one device: Llama-3.2-1B, 4 sequences of 2,048 per device, A100s in nodes of eight."""
     nodes = max(1, devices // 8)
     common = ("model.shape=llama3.2-1b", "hardware.gpu=a100-80gb", "train.micro_batch=4", f"hardware.network={network}")
     alone = plan_of((*common, "train.global_batch=4"))
@@ -162,7 +162,7 @@ def speedup(devices: int, strategy: str, network: str) -> float:
 
 def scaling_rows() -> list[str]:
     lines = [
-        "| GPUs | theirs: DDP, FSDP | ours, 200 Gb/s a GPU: ddp, fsdp | ours, 25 Gb/s a GPU: ddp, fsdp |",
+        "| GPUs | theirs: DDP, FSDP | ours, 200 Gb/s per GPU: ddp, fsdp | ours, 25 Gb/s per GPU: ddp, fsdp |",
         "| --- | --- | --- | --- |",
     ]
     for devices, (ddp, fsdp) in SCALING.items():
@@ -175,8 +175,8 @@ def scaling_rows() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Hold the forecast against examples of guides.")
-    parser.add_argument("output", type=Path, nargs="?", default=HERE / "plan", help="folder for what it writes")
+    parser = argparse.ArgumentParser(description="Compare the forecast with examples of guides.")
+    parser.add_argument("output", type=Path, nargs="?", default=HERE / "plan", help="output folder")
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     lines = [
@@ -186,7 +186,7 @@ def main() -> None:
         "",
         *example_rows(),
         "",
-        "Llama-3.2-1B, 4 rows of 2,048 tokens a device and one pass a step, A100-80GB in machines of eight:",
+        "Llama-3.2-1B, 4 sequences of 2,048 tokens per device and step, A100-80GB in nodes of eight:",
         "",
         *scaling_rows(),
     ]

@@ -1,11 +1,11 @@
-"""What did recipes/chess-tiny.yaml learn? Of the moves it samples in games it never saw, how many does `chess` accept?
+"""Evaluates the model of recipes/chess-tiny.yaml: the share of legal moves that it samples in unseen games.
 
-Three are asked for a move at plies 10 to 40 of fresh games, at temperature 1: the model before training, a table of
-which move follows which in the training games, and the trained model. The models are measured as plain transformers
-loads them from the exported folder: no code of shoal stands between the weights and the answer.
+Three samplers are compared at plies 10 to 40 of new games, at temperature 1: the model before training, a bigram table
+of the moves in the training games, and the trained model. The models are loaded from the exported folder with plain
+transformers, without shoal.
 
 usage: python examples/chess_demo.py [RUN], after `shoal train recipes/chess-tiny.yaml`; `make demo` does both
-       python examples/chess_demo.py --how-long RECIPE, before it: about how long the whole takes on this machine
+       python examples/chess_demo.py --how-long RECIPE, before it: estimate how long the demo takes on this machine
 """
 
 import json
@@ -39,13 +39,13 @@ from shoal.data.chess_games import Match, play, played_file
 from shoal.models.families import transformers_config
 
 PLIES = range(10, 41)
-FRESH_GAMES = 150  # 31 plies of each: more than 4,000 moves are sampled from each
-FRESH_SEED = 1  # training's games come from seed 0
+FRESH_GAMES = 150  # with 31 plies each: more than 4,000 moves per sampler
+FRESH_SEED = 1  # the training games use seed 0
 
-SAMPLE_GAMES, SAMPLE_STEPS = 40, 6  # from which the time of all is guessed
-# A step of two processes that share their gradients, against one of a plain loop by itself; measured on two cores.
+SAMPLE_GAMES, SAMPLE_STEPS = 40, 6  # samples for the time estimate
+# Time of a data-parallel step of two processes, relative to one of a plain single-process loop; measured on two cores.
 SHARED_STEP = 1.35
-# Starting processes, and at the end exporting and measuring, in steps of such a loop.
+# Time of startup, export and evaluation, in steps of such a loop.
 OTHER_STEPS = 400
 
 Games = Sequence[Sequence[str]]  # each a list of moves in UCI
@@ -53,10 +53,10 @@ Sampler = Callable[[Games], Iterator[list[str]]]  # for each of PLIES, a move fo
 
 
 def main(run: Path) -> None:
-    torch.set_num_threads(1)  # so little is computed at a time that threads would mostly wait for each other
+    torch.set_num_threads(1)  # the model is too small to profit from threads
     config = api.load_config(run / "config.yaml")
     fresh = Match(FRESH_GAMES, max(PLIES), config.data.player, seed=FRESH_SEED)
-    # All of one length, to be measured side by side: the few that end early or promote a pawn (a third token) are out.
+    # All of one length, to be batched: games that end early or have a promotion (a third token) are left out.
     games = [game for line in play(fresh, say) if is_even(game := line.split())]
     training = Match(config.data.games, config.data.plies, config.data.player)
     table = fit_bigrams(played_file(training, cache_root(), lambda _: None).read_text().splitlines())
@@ -64,7 +64,7 @@ def main(run: Path) -> None:
     folder = run / "hf"
     shutil.rmtree(folder, ignore_errors=True)
     api.export(run, folder)
-    say(f"Exported to {folder}. What follows is plain transformers.")
+    say(f"Exported to {folder}. The evaluation below uses plain transformers only.")
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     trained = AutoModelForCausalLM.from_pretrained(folder)
@@ -77,7 +77,7 @@ def main(run: Path) -> None:
         "trained": partial(sample_moves, trained, tokenizer),
     }
     found = {name: measure(name, sampler, games) for name, sampler in asked.items()}
-    print(f"\nMoves sampled at temperature 1, plies {PLIES[0]} to {PLIES[-1]} of {len(games)} fresh games:\n")
+    print(f"\nMoves sampled at temperature 1, plies {PLIES[0]} to {PLIES[-1]} of {len(games)} new games:\n")
     print(f"{'':14} {'legal':>7} {'of moves':>9} {'seconds':>8}")
     for name, line in found.items():
         print(f"{name:14} {line['legal_share']:7.1%} {line['moves']:9,} {line['seconds']:8.1f}")
@@ -87,27 +87,27 @@ def main(run: Path) -> None:
 
 
 def how_long(recipe: Path) -> None:
-    """Say about how long the demo takes here: a few of its games are played, and a few of its steps trained."""
+    """Estimate how long the demo takes on this machine, from a few games and a few training steps."""
     torch.set_num_threads(1)
     config = api.load_config(recipe)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     began = time.perf_counter()
     list(play(Match(SAMPLE_GAMES, config.data.plies, config.data.player)))
     games = (time.perf_counter() - began) / SAMPLE_GAMES * config.data.games / cores
-    # The ranks take turns where there are fewer cores than ranks.
+    # Ranks share cores if there are fewer cores than ranks.
     turns = max(1.0, config.hardware.devices / cores)
-    step = seconds_of_a_step(config)
+    step = seconds_per_step(config)
     training = config.train.steps * SHARED_STEP * turns * step
     minutes = (games + training + OTHER_STEPS * step) / 60
     say(
         f"On this machine the demo takes about {max(1, round(minutes))} minute{'s' * (round(minutes) > 1)}: "
-        f"{games:.0f} s to play {config.data.games:,} games (once: they are kept), {training / 60:.1f} min to train "
-        f"{config.train.steps} steps, the rest to start, to measure and to export."
+        f"{games:.0f} s to play {config.data.games:,} games (cached for the next run), {training / 60:.1f} min to "
+        f"train {config.train.steps} steps, and the rest for startup, export and evaluation."
     )
 
 
-def seconds_of_a_step(config: api.Config) -> float:
-    """The median of a few, of one rank's share of the batch, in a plain loop."""
+def seconds_per_step(config: api.Config) -> float:
+    """Median time of a step on one rank's micro-batch, in a plain loop."""
     shape = config.model.shape.named()
     model = AutoModelForCausalLM.from_config(transformers_config(shape))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -144,7 +144,7 @@ def measure(name: str, sampler: Sampler, games: Games) -> dict[str, float]:
                 board.push_uci(game[ply])
         if time.monotonic() > speak:
             speak = time.monotonic() + 5
-            say(f"Measuring the {name}: ply {ply} of {PLIES[-1]}, {legal / moves:.1%} legal so far.")
+            say(f"Evaluating {name}: ply {ply} of {PLIES[-1]}, {legal / moves:.1%} legal so far.")
     return {"legal_share": legal / moves, "moves": moves, "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -164,19 +164,19 @@ def is_legal(board: chess.Board, move: str) -> bool:
 
 @torch.no_grad()
 def sample_moves(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, games: Games) -> Iterator[list[str]]:
-    """For each ply of PLIES, a move for each game as it stood then. Nothing is cut off from the distribution."""
+    """For each ply of PLIES, sample a move for each game at that ply, from the full distribution."""
     ids = tokenizer([" ".join(game) for game in games], return_tensors="pt")["input_ids"]
-    behind = DynamicCache(config=model.config)  # what the model has read so far, so that nothing is read twice
+    cache = DynamicCache(config=model.config)
     read = 0
     for ply in PLIES:
-        known = 1 + 2 * ply  # the begin token, and two for a move
+        known = 1 + 2 * ply  # the begin token, and two tokens per move
         new = ids[:, read:known]
         drawn = []
-        for _ in range(3):  # the square left, the square reached, perhaps a promotion; else the next move begins
-            logits = model(input_ids=new, past_key_values=behind, use_cache=True, logits_to_keep=1).logits[:, -1]
+        for _ in range(3):  # from-square, to-square, and a promotion or the start of the next move
+            logits = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             new = torch.multinomial(logits.softmax(-1), 1)
             drawn.append(new)
-        behind.crop(-2)  # what was drawn: the game went on otherwise
+        cache.crop(-2)  # remove the sampled tokens: the game continues with its own moves
         read = known
         yield [first_word(text) for text in tokenizer.batch_decode(torch.cat(drawn, 1), skip_special_tokens=True)]
 
@@ -189,7 +189,7 @@ Table = dict[str, Counter[str]]
 
 
 def fit_bigrams(games: Sequence[str]) -> Table:
-    """Which move followed which, and how often."""
+    """Count how often each move follows each other move."""
     table: Table = defaultdict(Counter)
     for game in games:
         moves = game.split()
@@ -199,7 +199,7 @@ def fit_bigrams(games: Sequence[str]) -> Table:
 
 
 def sample_bigrams(table: Table, games: Games) -> Iterator[list[str]]:
-    """The same, from the moves that followed the last one in training. A last move never seen there has no answer."""
+    """Like `sample_moves`, from the bigram table. After a move that is not in the table, the sample is empty."""
     source = random.Random(0)
     for ply in PLIES:
         seen = [table.get(game[ply - 1], Counter({"": 1})) for game in games]
@@ -207,7 +207,7 @@ def sample_bigrams(table: Table, games: Games) -> Iterator[list[str]]:
 
 
 def play_alone(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, plies: int = 40, tries: int = 10) -> None:
-    """One game of the model against itself. An illegal move is drawn again; how often is said."""
+    """Play one game of the model against itself. Illegal moves are sampled again and counted."""
     board = chess.Board()
     refused = 0
     while board.ply() < plies and not board.is_game_over():
@@ -218,13 +218,13 @@ def play_alone(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, plies
         )
         texts = tokenizer.batch_decode(answers[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         drawn = [first_word(text) for text in texts]
-        place = next((place for place, move in enumerate(drawn) if is_legal(board, move)), None)
-        if place is None:
-            say(f"After {tries} illegal moves in a row it gives up.")
+        index = next((index for index, move in enumerate(drawn) if is_legal(board, move)), None)
+        if index is None:
+            say(f"Stopped after {tries} illegal moves in a row.")
             break
-        refused += place
-        board.push_uci(drawn[place])
-    print(f"\nA game against itself; {refused} illegal moves were drawn again:\n")
+        refused += index
+        board.push_uci(drawn[index])
+    print(f"\nA game against itself; {refused} illegal moves were sampled again:\n")
     print(chess.Board().variation_san(board.move_stack))
     print(f"\n{board}")
 

@@ -1,4 +1,4 @@
-"""Shared by all tests: a cache of their own, one thread a process, and small data to train on."""
+"""Shared by all tests: a cache of their own, one thread per process, and small datasets."""
 
 import json
 import os
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-# Before torch: a process that has started OpenMP threads cannot fork ranks that use them, and one thread a rank is
-# what makes sums come out the same in one process and in many.
+# Before torch: a process that has started OpenMP threads cannot fork ranks that use them, and one thread per rank makes
+# sums the same in one process and in many.
 os.environ["OMP_NUM_THREADS"] = "1"
 # MKL keeps its buffers in lists by thread, and a fork of a process in which several threads have multiplied matrices
-# has been seen to run round such a list for ever.
+# has been seen to loop over such a list forever.
 os.environ["MKL_DISABLE_FAST_MM"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # A tokenizer that has started its threads in this process would hang ranks forked from it.
@@ -25,7 +25,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def instructions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of instruction rows of very different lengths."""
+    """Instruction examples of very different lengths."""
     source = random.Random(7)
     words = [
         "the",

@@ -1,7 +1,7 @@
-"""Import once, fork ranks: several processes that train together, in about a second.
+"""Fork ranks from a process with all imports done, so that a distributed test takes about a second.
 
-Ranks are joined the way our launcher joins them (the same environment, a FileStore), and train through the public API,
-so a test sees what a user sees: the files of a run.
+Ranks are initialized as by our launcher (the same environment, a FileStore) and train through the public API, so a
+test sees what a user sees: the files of a run.
 """
 
 import faulthandler
@@ -70,7 +70,7 @@ def run_ranks(world_size: int, function: Callable[[], Any]) -> list[Any]:
 
 def _receive(receiver: Connection, process: BaseProcess) -> tuple[str, Any]:
     if not receiver.poll(PATIENCE):
-        os.kill(process.pid, signal.SIGABRT)  # so that it prints where it stands
+        os.kill(process.pid, signal.SIGABRT)  # so that it prints its stacks
         return ("hung", f"a rank gave no answer in {PATIENCE} seconds")
     try:
         answer: tuple[str, Any] = receiver.recv()
@@ -80,8 +80,8 @@ def _receive(receiver: Connection, process: BaseProcess) -> tuple[str, Any]:
 
 
 def _be_rank(rank: int, world_size: int, folder: str, function: Callable[[], Any], sender: Connection) -> None:
-    # Here and not in the parent: a pool of the parent's is replaced after a fork by the first threads that ask for it,
-    # and two that ask at once have been seen to find none.
+    # Here and not in the parent: after a fork the first threads that use the parent's pool replace it, and two at once
+    # have been seen to find none.
     torch.set_num_threads(1)
     faulthandler.enable()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
@@ -143,11 +143,11 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 
 def written_slices(folder: Path) -> list[dict[str, tuple[int, int]]]:
-    """For every file of a checkpoint: tensor → (numbers of it that are here, numbers of the whole)."""
+    """For every file of a checkpoint: tensor → (elements in this file, elements in total)."""
     found = []
     for path in sorted(folder.glob("rank-*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            wholes = {key: place["whole"] for key, place in json.loads(file.metadata()["slices"]).items()}
+            wholes = {key: entry["whole"] for key, entry in json.loads(file.metadata()["slices"]).items()}
             here = {key: math.prod(file.get_slice(key).get_shape()) for key in wholes}
         table: dict[str, tuple[int, int]] = {}
         for key, whole in wholes.items():
@@ -158,7 +158,7 @@ def written_slices(folder: Path) -> list[dict[str, tuple[int, int]]]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    """The model in the run's newest checkpoint, put together from its pieces."""
+    """The model in the run's newest checkpoint, assembled from its slices."""
     newest = (run / "checkpoints" / "latest").read_text().strip()
     reader = SliceReader(run / "checkpoints" / newest)
     return {name: reader.read_whole("model." + name) for name in reader.shapes("model.")}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.optim.adamw import AdamW
-from shoal.optim.eight_bit import is_kept_small
+from shoal.optim.eight_bit import is_quantized
 
 WIDTH, HEADS, LAYERS, LENGTH, ROWS, STEPS, WARMUP, RATE, DECAY = 128, 4, 3, 128, 8, 300, 20, 3e-3, 0.1
 UNSEEN = 20_000  # bytes at the end
@@ -76,7 +76,7 @@ def groups_of(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def ours(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
-    assert all(is_kept_small(tuple(one.shape)) for one in groups[0]["params"])
+    assert all(is_quantized(tuple(one.shape)) for one in groups[0]["params"])
     groups[0]["eight_bits"] = True
     return AdamW(groups, **options)
 

@@ -23,8 +23,8 @@ import torch
 
 from shoal import api
 from shoal.checkpoint.layout import Part
-from shoal.checkpoint.saver import Place, Saver
-from shoal.models.tensor_slices import pieces
+from shoal.checkpoint.saver import Destination, Saver
+from shoal.models.tensor_slices import slice_mappings
 from shoal.parallel.ranks import Ranks
 from tests.launch.command import SHOAL, Command, rank_process, training_lines, write_config
 
@@ -71,9 +71,9 @@ def bandwidth(folder: Path, size: int = GIB, times: int = 5) -> dict[str, Any]:
     """Bytes a second of a save, hashes and syncs included, as a share of what `dd` with a sync gets; in turns."""
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
     tensors = {f"t{index}": torch.randn(size // 16 // 4) for index in range(16)}
-    parts = {name: Part(tensor, pieces(tensor, None), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    parts = {name: Part(tensor, slice_mappings(tensor, None), tuple(tensor.shape)) for name, tensor in tensors.items()}
     (folder / "checkpoints").mkdir()
-    saver = Saver([Place(folder / "checkpoints")], ranks, tidy=lambda place, step: None)
+    saver = Saver([Destination(folder / "checkpoints")], ranks, tidy=lambda place, step: None)
     rates: dict[str, list[float]] = {"dd": [], "save": []}
     for step in range(times + 1):
         target = folder / "dd"

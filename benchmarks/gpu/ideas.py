@@ -50,7 +50,7 @@ def measure(name: str, folder: Path, *, steps: int = 8, rounds: int = 3, profile
     on_cuda = torch.cuda.is_available()
     config = load_config(None, [*_job(name, rows, on_cuda), *(more if on_cuda else more[1:])])
     with joined(config) as ranks:
-        inputs = read_inputs(config, Reporter(speaks=False))
+        inputs = read_inputs(config, Reporter(enabled=False))
         run = RunDirectory(folder / config.name)
         run.create(config, overwrite=True)
         job = set_up(config, inputs, run, ranks, Start())

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from shoal.models.loss import IGNORED
-from shoal.models.loss_kernel import measure_in_place, multiplied
+from shoal.models.loss_kernel import measure_in_place, scale_and_cast
 
 HIDDEN, VOCABULARY = 2048, 128256
 JOINED = {"query, key, value": (2048, 512, 512), "key, value": (512, 512), "gate, up": (8192, 8192)}
@@ -56,7 +56,7 @@ def loss(rows: int = 2048) -> None:
     say(
         "head's gradient times a number, rounded",
         torch=took(lambda: torch.mul(gradient, factor, out=rounded)),
-        kernel=took(lambda: multiplied(gradient, factor, torch.bfloat16)),
+        kernel=took(lambda: scale_and_cast(gradient, factor, torch.bfloat16)),
     )
 
 

@@ -1,7 +1,7 @@
 """Forecast against traced memory, term by term: `python benchmarks/plan/traced.py` writes traced.json and traced.md.
 
-No GPU is needed: a run is one step of the real training code on tensors without values (`shoal bench rank --traced`).
-All of it takes five to fifteen minutes on two cores; names as arguments run those rows alone, and write nothing.
+No GPU is needed: a run is one step of the training code on fake tensors (`shoal bench rank --traced`). All runs take
+five to fifteen minutes on two cores; with names as arguments only those run, and nothing is written.
 """
 
 import json
@@ -14,17 +14,17 @@ from shoal.bench.rank import trace_rank
 
 HERE = Path(__file__).parent
 LENGTH = 4096
-# name: (ranks, shape, rows of a step, overrides)
+# name: (ranks, shape, global batch, overrides)
 RUNS: dict[str, tuple[int, str, int, dict[str, object]]] = {
-    "1B, single, 1 pass": (1, "llama3.2-1b", 1, {}),
+    "1B, single, no accumulation": (1, "llama3.2-1b", 1, {}),
     "1B, ddp": (8, "llama3.2-1b", 8, {"parallel.strategy": "ddp"}),
-    "1B, zero1, 2 passes": (8, "llama3.2-1b", 16, {"parallel.strategy": "zero1"}),
+    "1B, zero1, 2 micro-batches": (8, "llama3.2-1b", 16, {"parallel.strategy": "zero1"}),
     "Pythia-1B, fsdp": (8, "pythia-1b", 8, {"parallel.strategy": "fsdp", "data.max_length": 2048}),
     "7B, fsdp": (8, "llama2-7b", 8, {"parallel.strategy": "fsdp"}),
     "8B, fsdp, selective": (8, "llama3-8b", 8, {"parallel.strategy": "fsdp", "train.recompute": "selective"}),
     "8B, fsdp, full": (8, "llama3-8b", 8, {"parallel.strategy": "fsdp", "train.recompute": "full"}),
     "8B, fsdp, adamw8bit": (8, "llama3-8b", 8, {"parallel.strategy": "fsdp", "train.optimizer.name": "adamw8bit"}),
-    "8B, zero2, 2 passes": (8, "llama3-8b", 16, {"parallel.strategy": "zero2"}),
+    "8B, zero2, 2 micro-batches": (8, "llama3-8b", 16, {"parallel.strategy": "zero2"}),
     "8B, hybrid": (16, "llama3-8b", 16, {"parallel.strategy": "fsdp", "parallel.sharding": "hybrid_shard"}),
     "8B, fsdp × tp 2": (8, "llama3-8b", 4, {"parallel.strategy": "fsdp", "parallel.tp": 2}),
     "8B, fsdp × cp 2": (8, "llama3-8b", 4, {"parallel.strategy": "fsdp", "parallel.cp": 2}),
@@ -63,26 +63,26 @@ def settings(shape: str, batch: int, overrides: dict[str, object]) -> dict[str, 
     }
     for key, value in overrides.items():
         block, *path = key.split(".")
-        place = found.setdefault(block, {})
+        section = found.setdefault(block, {})
         for part in path[:-1]:
-            place = place.setdefault(part, {})  # type: ignore[assignment]
-        place[path[-1]] = value
+            section = section.setdefault(part, {})  # type: ignore[assignment]
+        section[path[-1]] = value
     return dict(found)
 
 
 def table(rows: dict[str, dict]) -> str:
-    """Forecast → traced in GiB: the whole, and the terms at the moment at which the trace was fullest."""
+    """Forecast → traced in GiB: the total, and the terms at the peak of the trace."""
     terms = list(next(iter(rows.values()))["forecast"]["terms"])
     lines = [
-        "| run | ranks | fullest at | allocated | " + " | ".join(terms) + " |",
+        "| run | ranks | peak at | allocated | " + " | ".join(terms) + " |",
         "| --- | --- | --- | --- |" + " --- |" * len(terms),
     ]
     for name, row in rows.items():
         forecast, measured = row["forecast"], row["measured"]
         share = row["difference"]["allocated_gib"]
         cells = [_cell(forecast["terms"][term], measured["terms"][term]) for term in terms]
-        whole = f"{_cell(forecast['allocated_gib'], measured['allocated_gib'])} ({share:+.1%})"
-        lines.append(f"| {name} | {row['ranks']} | {measured['fullest']} | {whole} | " + " | ".join(cells) + " |")
+        total = f"{_cell(forecast['allocated_gib'], measured['allocated_gib'])} ({share:+.1%})"
+        lines.append(f"| {name} | {row['ranks']} | {measured['peak_at']} | {total} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

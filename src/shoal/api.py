@@ -1,4 +1,4 @@
-"""The Python door: the same functions that the commands call.
+"""The Python API: the functions that the commands call.
 
     import shoal.api
 
@@ -6,7 +6,7 @@
     summary = shoal.api.train(config)
     shoal.api.export(summary.run, "model")
 
-Importing this is cheap; torch is imported by the call that needs it.
+Importing this module is cheap; torch is imported by the functions that need it.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def train(
 
 
 def plan(config: Config, *, system: str = "shoal") -> Plan:
-    """The forecast of `config` on the hardware it names: memory, speed, and what would change them.
+    """Forecast memory and speed of `config` on the hardware it names, and what would change them.
 
-    `load_config(..., planned=True)` reads configs that ask for what is not built yet. `system` forecasts what another
-    system's code would do with the same run.
+    `load_config(..., planned=True)` also accepts features that are not implemented yet. `system` selects another
+    system's implementation, such as torchtitan.
     """
     from shoal.plan.report import make_plan
 
@@ -90,21 +90,21 @@ def plan(config: Config, *, system: str = "shoal") -> Plan:
 
 
 def dry_run(config: Config) -> Preview:
-    """What `train` would do: counts, batch arithmetic, the learning rate, the first row. Trains nothing."""
+    """Preview what `train` would do: counts, batch sizes, the learning rate, the first sequence. Trains nothing."""
     from shoal.launch.run import dry_run
 
     return dry_run(config)
 
 
 def recipes() -> dict[str, str]:
-    """The recipes that come with shoal: name and what each does."""
+    """Return the recipes that come with shoal: name → description."""
     from shoal.catalogue.recipes import about_recipe, recipe_names
 
     return {name: about_recipe(name) for name in recipe_names()}
 
 
 def init(recipe: str, output: Path | str | None = None) -> Path:
-    """Write a recipe as a config file (RECIPE.yaml unless `output` says otherwise); never over another file."""
+    """Write a recipe to a config file (by default RECIPE.yaml). Existing files are not overwritten."""
     from shoal.catalogue.recipes import read_recipe
 
     text = read_recipe(recipe)
@@ -113,14 +113,14 @@ def init(recipe: str, output: Path | str | None = None) -> Path:
         with path.open("x") as file:
             file.write(text)
     except FileExistsError:
-        raise UserMistake(f"{path} is there already; choose another name with --output.") from None
+        raise UserMistake(f"{path} already exists; choose another name with --output.") from None
     except OSError as error:
         raise UserMistake(f"{path} cannot be written: {error.strerror}.") from None
     return path
 
 
 def download(name: str, *, dataset: bool = False) -> Path:
-    """Fetch a model or dataset of the Hugging Face hub into the local cache; returns its folder there."""
+    """Download a model or dataset from the Hugging Face Hub into the local cache; return its folder there."""
     from shoal.models.download import download
 
     return download(name, dataset=dataset)
@@ -134,7 +134,7 @@ def export(
     dtype: str | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Write a run's weights, config and tokenizer as a Hugging Face folder (RUN/hf unless `output` says otherwise)."""
+    """Export a run's weights, config and tokenizer as a Hugging Face folder (by default RUN/hf)."""
     from shoal.convert.export import export_hf
 
     folder = Path(run)
@@ -149,9 +149,10 @@ def import_checkpoint(
     dtype: str | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Imported:
-    """Make a Hugging Face folder of a LitGPT, DeepSpeed or FSDP checkpoint; nothing in its files is run.
+    """Convert a LitGPT, DeepSpeed or FSDP checkpoint to a Hugging Face folder. No code in its files is run.
 
-    `model` is the folder whose config.json and tokenizer the weights go with; by default, what lies beside them.
+    `model` is the folder with the config.json and tokenizer of the weights; by default they are looked for next to the
+    weights.
     """
     from shoal.convert.imports import import_hf
 
@@ -162,16 +163,16 @@ def import_checkpoint(
 def checkpoints(
     run: Path | str, *, verify: bool = False, report: Callable[[str], None] = lambda _: None
 ) -> list[Listed]:
-    """A run's checkpoints, oldest first; with `verify`, every file is read and compared with its hash."""
+    """List a run's checkpoints, oldest first; with `verify`, compare every file with its hash."""
     from shoal.checkpoint.inspect import list_checkpoints
 
     return list_checkpoints(Path(run), verify=verify, report=report)
 
 
 def load_run(run: Path | str, *, step: int | None = None, device: str = "auto", dtype: str | None = None) -> LoadedRun:
-    """A run's model and tokenizer on one device, of its newest checkpoint or that of `step`; or a Hugging Face folder.
+    """Load the model and tokenizer of a run (its newest checkpoint, or that of `step`) or of a Hugging Face folder.
 
-    `dtype` is fp32, bf16 or fp16; by default the weights are as they were saved.
+    `dtype` is fp32, bf16 or fp16; by default, that of the saved weights.
     """
     from shoal.use.load import load_run as load
 
@@ -193,14 +194,14 @@ def generate(
     dtype: str | None = None,
     write: Callable[[str], None] = lambda _: None,
 ) -> Generated:
-    """What the run's model says after `prompt`; `write` hears each piece of it as it is made."""
+    """Generate text after `prompt`; `write` is called with each chunk as it is generated."""
     from shoal.use.generate import Sampling, stream
 
     sampling = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     loaded = load_run(run, step=step, device=device, dtype=dtype) if isinstance(run, Path | str) else run
     with stream(loaded, prompt, sampling, raw=raw) as answer:
-        for piece in answer:
-            write(piece)
+        for chunk in answer:
+            write(chunk)
     return answer.result(prompt)
 
 
@@ -219,13 +220,13 @@ def chat(
     device: str = "auto",
     dtype: str | None = None,
 ) -> None:
-    """Answer `lines` one after another. `write` hears the answers' pieces; `say`, what is not part of them."""
+    """Answer `lines` one by one. `write` is called with chunks of the answers; `say`, with notices to the user."""
     from shoal.use.chat import Chat, converse
     from shoal.use.generate import Sampling
 
     sampling = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    talk = Chat(load_run(run, step=step, device=device, dtype=dtype), sampling, say)
-    converse(talk, lines, write, say)
+    conversation = Chat(load_run(run, step=step, device=device, dtype=dtype), sampling, say)
+    converse(conversation, lines, write, say)
 
 
 def evaluate(
@@ -237,7 +238,7 @@ def evaluate(
     device: str = "auto",
     report: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
-    """Loss and perplexity on the rows that the run held out, or on other data: `overrides=["data.path=FILE"]`."""
+    """Compute loss and perplexity on the run's held-out sequences, or on other data: `["data.path=FILE"]`."""
     from shoal.use.evaluate import evaluate_run
 
     return evaluate_run(Path(run), overrides, step=step, batches=batches, device=device, report=report)
@@ -246,7 +247,7 @@ def evaluate(
 def bench_train(
     config: Config, *, steps: int = 20, warmup: int = 5, report: Callable[[str], None] = lambda _: None
 ) -> Steps:
-    """Train some steps as `config` says, in a process of its own that saves nothing, and measure them."""
+    """Train a few steps of `config` in a separate process, without saving, and measure them."""
     from shoal.bench.training import measure_training
 
     return measure_training(config, steps=steps, warmup=warmup, report=report)
@@ -261,8 +262,11 @@ def bench_rank(
     real: bool | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> RankReport:
-    """One rank of `world_size`, against its forecast: run for real, its exchanges with the others returning at once, or
-    traced, which finds its memory only. By default real on a GPU and traced without one."""
+    """Run one rank of `world_size` and compare it with its forecast.
+
+    With `real`, steps are run and collectives return at once. Otherwise a step is traced on fake tensors, which
+    measures memory only. The default is real on a GPU and traced without one.
+    """
     from shoal.bench.training import measure_rank
 
     return measure_rank(config, world_size, steps=steps, warmup=warmup, real=real, report=report)
@@ -278,9 +282,9 @@ def bench_collectives(
     link: str | None = None,
     output: Path | str | None = None,
 ) -> CollectivesReport:
-    """What all-reduce, all-gather and reduce-scatter reach here; see `shoal bench collectives --help`.
+    """Measure all-reduce, all-gather and reduce-scatter; see `shoal bench collectives --help`.
 
-    Among ranks that torchrun or srun has started, each calls this, and each gets the same report.
+    Under torchrun or srun, every rank calls this and gets the same report.
     """
     from shoal.bench.collectives_request import make_request, named_link
 

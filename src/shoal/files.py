@@ -1,11 +1,11 @@
-"""Writing files so that a crash leaves the old contents or the new, and nothing between."""
+"""Atomic file writes: a crash leaves either the old or the new contents."""
 
 import os
 from pathlib import Path
 
 
 def write_atomically(path: Path, contents: str | bytes) -> None:
-    """Temporary file, sync, rename, sync of the folder."""
+    """Write to a temporary file, fsync it, rename it, and fsync the folder."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(contents.encode() if isinstance(contents, str) else contents)
@@ -16,7 +16,7 @@ def write_atomically(path: Path, contents: str | bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Until the disk has this file, or this folder's list of files."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

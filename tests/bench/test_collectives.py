@@ -35,12 +35,12 @@ def test_the_command_starts_two_processes_and_prints_one_json_object(measured: t
     assert ended.status == 0, ended.err
     found = json.loads(ended.out)
     assert found.keys() == {
-        "machine", "ranks", "machines", "dtype", "date", "correct", "faults", "link", "operations"
+        "machine", "ranks", "nodes", "dtype", "date", "correct", "faults", "link", "operations"
     }  # fmt: skip
     assert found["machine"] == {
         "device": "cpu", "backend": "gloo", "torch": torch.__version__, "cores": found["machine"]["cores"]
     }  # fmt: skip
-    assert (found["ranks"], found["machines"], found["dtype"]) == (2, 1, "fp32")
+    assert (found["ranks"], found["nodes"], found["dtype"]) == (2, 1, "fp32")
     assert (found["correct"], found["faults"]) == (True, [])
     assert found["operations"].keys() == set(OPERATIONS)
 
@@ -81,7 +81,7 @@ def test_a_command_that_is_stopped_says_so_and_leaves_no_process(tmp_path: Path)
         command.process.send_signal(signal.SIGTERM)
         ended = command.wait()
     assert (ended.status, ended.out) == (1, "")
-    assert ended.err.endswith("shoal: Stopped before everything was measured.\n")
+    assert ended.err.endswith("shoal: Interrupted before all measurements were done.\n")
     assert not [process for process in started if (Path("/proc") / str(process)).exists()]
 
 
@@ -90,7 +90,7 @@ def test_ranks_that_others_started_join_each_other_and_agree_on_the_report() -> 
         3, lambda: api.bench_collectives(largest="16KiB", dtype="bf16", link="loopback", **QUICK).as_dict()
     )
     assert one == two == three
-    assert (one["ranks"], one["machines"], one["dtype"], one["correct"]) == (3, 1, "bf16", True)
+    assert (one["ranks"], one["nodes"], one["dtype"], one["correct"]) == (3, 1, "bf16", True)
     reduced = one["operations"]["all-reduce"]
     assert reduced["ring_factor"] == pytest.approx(4 / 3)
     assert [size["bytes"] for size in reduced["sizes"]] == [4080, 16368]  # whole sixteenths for each of three
@@ -113,7 +113,7 @@ def test_of_several_ranks_the_first_alone_prints(tmp_path: Path) -> None:
     first, second = run_ranks(2, lambda: _command("--devices", "4", "--output", str(tmp_path)))
     assert (first[0], second[0]) == (0, 0)
     assert first[1].startswith("2 × cpu (gloo, fp32, ")
-    assert "warning: --devices has no effect: the processes have been started already." in first[2]
+    assert "warning: --devices has no effect: the processes are already running." in first[2]
     assert second[1:] == ("", "")
     assert (tmp_path / "collectives.json").is_file()
 
@@ -160,14 +160,14 @@ def test_parts_that_changed_places_are_noticed(operation: str, monkeypatch: pyte
     [
         (
             ["--largest", "64Q"],
-            "--largest is '64Q', which is not a size; write bytes, or a number with a unit: 64MiB.",
+            "--largest '64Q' is not a size; give bytes, or a number with a unit such as 64MiB.",
         ),
-        (["--largest", "1KiB"], "--largest is 1 KiB, but sizes begin at 4 KiB."),
+        (["--largest", "1KiB"], "--largest is 1 KiB, but must be at least 4 KiB."),
         (["--repeat", "0"], "--repeat is 0, but must be at least 1."),
         (["--seconds", "0"], "--seconds is 0, but must be more than 0."),
-        (["--devices", "1"], "One process has nobody to send to, so there is nothing to measure; use --devices 2."),
+        (["--devices", "1"], "Collectives need at least two processes; use --devices 2."),
         (["--devices", "-2"], "--devices is -2, but must be at least 2."),
-        (["--output", "file"], "--output file cannot be made a folder: File exists."),
+        (["--output", "file"], "--output file: the folder cannot be created: File exists."),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_an_unknown_link_names_the_nearest(tmp_path: Path) -> None:
 def test_more_than_there_is_room_for_is_a_mistake_before_anything_starts(tmp_path: Path) -> None:
     ended = forked_shoal(tmp_path, "bench", "collectives", "--largest", "900TiB")
     assert (ended.status, ended.out) == (2, "")
-    assert "--largest is 900 TiB, which needs 3600 TiB a process, but this machine has " in ended.err
+    assert "--largest is 900 TiB, which needs 3600 TiB per process, but this node has " in ended.err
 
 
 def test_too_many_processes_for_the_cores_are_a_mistake(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_too_many_processes_for_the_cores_are_a_mistake(tmp_path: Path) -> None:
 def test_one_rank_alone_is_told_to_bring_others(tmp_path: Path) -> None:
     alone = environment(tmp_path, RANK="0", WORLD_SIZE="1")
     forked_shoal(tmp_path, "bench", "collectives", env=alone).hold_mistake(
-        "One process has nobody to send to, so there is nothing to measure; start two or more."
+        "Collectives need at least two processes; start two or more."
     )
 
 
@@ -206,5 +206,5 @@ def test_devices_are_held_against_the_gpus_that_there_are(monkeypatch: pytest.Mo
     with pytest.raises(UserMistake, match=r"^--devices is 8, but this machine has 4 CUDA devices\.$"):
         api.bench_collectives(devices=8)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UserMistake, match="this machine has one CUDA device; for two processes on its CPU"):
+    with pytest.raises(UserMistake, match="this node has one CUDA device; for two processes on the CPU"):
         api.bench_collectives()

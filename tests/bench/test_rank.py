@@ -12,7 +12,7 @@ from tests.launch.command import shoal, write_config
 
 SHAPE = {"family": "llama", "hidden": 256, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 688, "vocab": 512}
 CHOSEN = {
-    "strategy": "fsdp", "reason": "asked for", "world_size": 8, "data_parallel": 8, "micro_batch": 1,
+    "strategy": "fsdp", "reason": "set in the config", "world_size": 8, "data_parallel": 8, "micro_batch": 1,
     "grad_accum_steps": 1,
     "global_batch": 8, "mesh": {"dp_shard": 8, "tp": 1},
 }  # fmt: skip
@@ -56,11 +56,11 @@ def test_forecast_measured_and_difference_have_the_same_keys(folder, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["parallel.pp=2"], "cannot be one stage of a pipeline"),
+        (["parallel.pp=2"], "does not support pipeline parallelism"),
         (["parallel.offload=cpu"], "use parallel.offload none"),
         (["train.precision=fp8"], "use train.precision bf16-mixed"),
-        (["train.global_batch=7"], "the nearest that do are 8"),
-        (["parallel.tp=3"], "cannot be divided"),
+        (["train.global_batch=7"], "the nearest values that are: 8"),
+        (["parallel.tp=3"], "cannot be sharded"),
         (["hardware.gpu=h10"], "h100-80gb"),
         (["--world", "0"], "--world"),
     ],
@@ -105,7 +105,7 @@ def test_what_hardly_counts_is_not_told():
 
 def test_what_was_not_forecast_at_all_is_told():
     report = make_report(weights=(10.0, 10.0), buffers=(0.0, 0.5))
-    assert report.notes()[1:] == ["buffers: 0.50 GiB where none were forecast."]
+    assert report.notes()[1:] == ["buffers: 0.50 GiB, but none was forecast."]
     assert "buffers" not in report.difference["terms"]
 
 
@@ -124,7 +124,7 @@ def test_on_a_gpu_memory_and_speed_are_held_against_the_forecast():
     assert report.difference["tokens_per_second"] == pytest.approx(-0.1)
     assert report.as_dict()["tokens_per_second"] == 900.0, "what the steps came to is there as well"
     assert "33.00" in report.text()
-    assert "tokens/s, computing alone" in report.text()
+    assert "tokens/s, compute only" in report.text()
 
 
 def test_a_cpu_that_really_trains_has_no_forecast():

@@ -34,11 +34,11 @@ def test_four_ranks_that_take_one_millisecond_for_100_mb() -> None:
     assert gathered["formula_seconds"] == pytest.approx(0.5e-3)
 
 
-def test_a_named_link_is_what_the_formula_is_given() -> None:
+def test_the_formula_uses_the_named_link() -> None:
     found = report(timing("all-reduce", 100_000_000, 1e-3), link="nvlink4")
     assert found.as_dict()["link"] == {"name": "nvlink4", "bytes_per_second": 450e9}
     assert found.share(found.measured.timings[0]) == pytest.approx(1 / 3)
-    assert "The ring formula is given 450 GB/s, nvlink4's in the catalogue." in found.text()
+    assert "The ring formula uses 450 GB/s, nvlink4's in the catalogue." in found.text()
 
 
 def test_the_fit_is_of_the_bytes_a_link_carries() -> None:
@@ -59,7 +59,7 @@ def test_the_table_has_a_line_for_each_measurement() -> None:
     assert lines[0] == "4 × NVIDIA H200 (nccl 2.28.9, fp32)"
     shown = ["all-reduce", "16 MiB", "1.00 ms", "900 µs – 1.10 ms", "16.8 GB/s", "25.2 GB/s", "100%"]
     assert [part.strip() for part in lines[3].split("  ") if part.strip()] == shown
-    assert "all-gather      no line fits" in "\n".join(lines)
+    assert "all-gather      no fit" in "\n".join(lines)
 
 
 def test_a_report_without_a_single_right_result_can_still_be_read() -> None:
@@ -75,6 +75,6 @@ def test_without_matplotlib_the_numbers_are_written_and_the_missing_plot_is_expl
 ) -> None:
     monkeypatch.setattr(bench, "can_plot", lambda: False)
     notes = bench.write_report(report(timing("all-reduce", MIB, 1e-3)), tmp_path)
-    assert notes == ["There is no collectives.png: plots need matplotlib; pip install 'shoal[plot]'."]
+    assert notes == ["collectives.png was not written: plots need matplotlib; pip install 'shoal[plot]'."]
     assert [path.name for path in tmp_path.iterdir()] == ["collectives.json"]
     assert json.loads((tmp_path / "collectives.json").read_text())["ranks"] == 4

@@ -52,7 +52,7 @@ def hold_to_the_forecast(choice, traced):
         assert share(stepping[term], forecast[term]) < 0.02, term
     kept, expected = traced.moments[LOSS].terms["activations"], forecast_memory(choice, LOSS)["terms"]["activations"]
     assert share(kept / GIB, expected) < 0.05
-    assert share(traced.moments[traced.peak].bytes / GIB, choice.memory.places[0].allocated / GIB) < 0.08
+    assert share(traced.moments[traced.peak].bytes / GIB, choice.memory.pipeline_ranks[0].allocated / GIB) < 0.08
 
 
 def test_fsdp_is_forecast(sharded):

@@ -9,7 +9,7 @@ from shoal.catalogue.gpus import GPUS
 @pytest.mark.parametrize("name", GPUS)
 def test_every_device_has_shares(name):
     shares = efficiency(GPUS[name])
-    assert 0 < shares.attention <= shares.products < 1
+    assert 0 < shares.attention <= shares.matmuls < 1
     assert 0 < shares.bandwidth < 1
 
 

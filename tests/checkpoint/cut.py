@@ -1,4 +1,4 @@
-"""Interrupt a run after the fact, and compare two runs to the bit."""
+"""Helpers that interrupt a run after the fact, and compare two runs bit by bit."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from tests.harness import lines
 
 
 def cut(run: Path, at: int, into: Path) -> Path:
-    """A copy of `run`, under `into`, as a crash right after the checkpoint of step `at` would have left it."""
+    """Copy `run` to `into`, as if it had crashed right after the checkpoint of step `at`."""
     copy = into / run.name
     shutil.copytree(run, copy)
     for folder in (copy / "checkpoints").glob("step-*"):
@@ -26,7 +26,7 @@ def cut(run: Path, at: int, into: Path) -> Path:
 
 
 def attempts(run: Path) -> list[int]:
-    """For each step, in which attempt its (last) line was written."""
+    """For each step, the attempt that wrote its (last) line."""
     return [line["attempt"] for line in lines(run)]
 
 
@@ -35,7 +35,7 @@ def column(run: Path, key: str) -> list[Any]:
 
 
 def everything(run: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the newest checkpoint: weights, the optimizer's state, the scaler's."""
+    """All tensors of the newest checkpoint: weights, optimizer state, loss scaler."""
     reader = SliceReader(run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip())
     return {name: reader.read_whole(name) for name in reader.entries}
 

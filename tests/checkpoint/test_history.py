@@ -1,4 +1,4 @@
-"""A run's history: one branch, one writer, one set of data."""
+"""A run's history: one branch, one writer, one dataset."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ def steps(run: Path) -> list[str]:
     return sorted(folder.name for folder in (run / "checkpoints").iterdir() if folder.is_dir())
 
 
-def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(instructions, tmp_path):
+def test_resuming_from_an_older_checkpoint_sets_the_later_ones_aside(instructions, tmp_path):
     config = settings(instructions, train__steps=8, checkpoint={"every": 2, "keep": 9})
     run = train_on(2, config, tmp_path)
     assert steps(run) == ["step-00000002", "step-00000004", "step-00000006", "step-00000008"]
@@ -32,7 +32,7 @@ def test_going_on_from_an_older_checkpoint_sets_the_later_ones_aside(instruction
 def test_overwriting_a_run_with_its_own_checkpoint_is_refused_and_loses_nothing(instructions, tmp_path):
     config = settings(instructions, train__steps=2)
     run = train_on(1, config, tmp_path)
-    with pytest.raises(UserMistake, match=r"--overwrite would throw away .+ which --from starts with"):
+    with pytest.raises(UserMistake, match=r"--overwrite would delete .+ which --from starts from"):
         train_on(1, config, tmp_path, overwrite=True, start_from=run / "checkpoints" / "step-00000002")
     assert steps(run) == ["step-00000002"]
 
@@ -53,16 +53,16 @@ def test_resuming_on_data_that_has_changed_is_refused(text, tmp_path):
     config = settings(data, data__pack=True, train__steps=2)
     train_on(1, config, tmp_path)
     data.write_text(text.read_text()[:30_000])
-    with pytest.raises(UserMistake, match="the data is not what the run began with"):
+    with pytest.raises(UserMistake, match="the data has changed since the run started"):
         train_on(1, config, tmp_path, resume=True)
 
 
-def test_another_optimizer_cannot_go_on_with_a_run_or_a_checkpoint(instructions, tmp_path):
+def test_a_run_or_checkpoint_cannot_be_resumed_with_another_optimizer(instructions, tmp_path):
     run = train_on(1, settings(instructions, train__steps=2), tmp_path)
     other = settings(instructions, train__steps=4, train__optimizer={"name": "sgd"})
     with pytest.raises(UserMistake, match=r"train\.optimizer\.name was 'adamw'"):
         train_on(1, other, tmp_path, resume=True)
-    with pytest.raises(UserMistake, match="holds the state of adamw, which sgd cannot go on with"):
+    with pytest.raises(UserMistake, match="holds the optimizer state of adamw, which sgd cannot use"):
         train_on(1, other | {"name": "fresh"}, tmp_path, start_from=run / "checkpoints" / "step-00000002")
 
 

@@ -25,7 +25,7 @@ def listed(ended: Ended) -> dict[int, dict[str, object]]:
     return {one["step"]: one for one in json.loads(ended.out)["checkpoints"]}
 
 
-def test_every_checkpoint_is_listed_with_its_size_its_metric_and_whether_it_is_whole(run: Path) -> None:
+def test_every_checkpoint_is_listed_with_its_size_metrics_and_state(run: Path) -> None:
     (run / "checkpoints" / "step-00000004" / "MANIFEST.json").unlink()
     ended = shoal(run.parent, "checkpoints", "run", "--json")
     assert (ended.status, ended.err) == (0, "")

@@ -1,4 +1,4 @@
-"""Promises about going on: a resumed run is the run that was never interrupted, whatever it runs on now."""
+"""A resumed run equals the uninterrupted run, on the same mesh or on another."""
 
 import json
 from pathlib import Path
@@ -18,15 +18,15 @@ STEPS, CUT = 4, 2
 
 @pytest.fixture(scope="module")
 def few(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve rows: with eight a step, the cut after step 2 is in the middle of the second epoch."""
-    path = tmp_path_factory.mktemp("few") / "rows.jsonl"
+    """Twelve examples: with eight per step, the interruption after step 2 is in the middle of the second epoch."""
+    path = tmp_path_factory.mktemp("few") / "examples.jsonl"
     path.write_text("".join(instructions.read_text().splitlines(keepends=True)[:12]))
     return path
 
 
 @pytest.fixture(scope="module")
 def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder with a GPT-2 that drops a tenth of everything."""
+    """A Hugging Face folder with a GPT-2 with dropout 0.1."""
     folder = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 260}
@@ -43,7 +43,7 @@ def config_of(data: Path, **changes: Any) -> dict[str, Any]:
 
 
 def resumed(run: Path, config: dict[str, Any], into: Path, *, world_size: int, at: int = CUT) -> Path:
-    """The run, interrupted after step `at` and gone on with."""
+    """The run, interrupted after step `at` and resumed."""
     copy = cut(run, at, into)
     before = max(attempts(copy))
     train_on(world_size, config, into, resume=True)
@@ -76,7 +76,7 @@ def test_resume_on_the_same_mesh_is_the_uninterrupted_run_to_the_bit(mesh, grad_
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_resume_goes_on_with_the_same_dropout(mesh, few, with_dropout, tmp_path):
+def test_resume_continues_with_the_same_dropout(mesh, few, with_dropout, tmp_path):
     world_size, changes = MESHES[mesh]
     config = config_of(few, model={"from": str(with_dropout)}, **changes)
     run = train_on(world_size, config, tmp_path / "whole")
@@ -117,7 +117,7 @@ def test_the_loss_scale_of_16_mixed_is_part_of_the_checkpoint(few, tmp_path):
     assert 0 < float(held["control.scaler.streak"]) <= STEPS
 
 
-# On other meshes. Sums are then taken in another order: the design's bounds.
+# On other meshes, sums are taken in another order, so the comparison has tolerances.
 
 
 def hold_near(run: Path, expected: Path) -> None:
@@ -126,7 +126,7 @@ def hold_near(run: Path, expected: Path) -> None:
     assert column(run, "loss") == pytest.approx(column(expected, "loss"), rel=2e-6)
     assert column(run, "grad_norm") == pytest.approx(column(expected, "grad_norm"), rel=1e-5)
     found, wanted = (
-        # There are as many states of random numbers as there are ranks.
+        # There is one RNG state per rank.
         {name: tensor for name, tensor in everything(one).items() if not name.startswith("random.")}
         for one in (run, expected)
     )
@@ -154,7 +154,7 @@ def test_resume_under_another_strategy_continues_the_run(few, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_run_goes_from_mesh_to_mesh(family, few, tmp_path):
+def test_a_run_can_be_resumed_on_a_sequence_of_meshes(family, few, tmp_path):
     shape = {"family": family, "hidden": 32, "layers": 4, "heads": 4, "vocab": 260, "positions": 64}
     config = config_of(few, model__shape=shape, train__steps=8, checkpoint__every=1, parallel={"strategy": "fsdp"})
     run = before = train_on(2, config, tmp_path / "whole")
@@ -183,24 +183,24 @@ def test_a_run_goes_from_mesh_to_mesh(family, few, tmp_path):
     ],
     ids=str,
 )
-def test_every_number_is_written_once_however_the_model_is_split(world_size, parallel, few, tmp_path):
-    """Also where ranks have parts of unlike size: 259 tokens are 129 and 130."""
+def test_every_element_is_written_once_however_the_model_is_sharded(world_size, parallel, few, tmp_path):
+    """Also if shards are uneven: a vocabulary of 259 is split into 129 and 130."""
     shape = {"family": "gpt2", "hidden": 16, "layers": 2, "heads": 2, "vocab": 259, "positions": 64}
     config = config_of(few, model__shape=shape, parallel=parallel, train__steps=2)
     run = train_on(world_size, config, tmp_path / "whole")
     written: dict[str, int] = {}
-    whole: dict[str, int] = {}
+    full: dict[str, int] = {}
     for table in written_slices(run / "checkpoints" / "step-00000002"):
-        for name, (here, all_of_it) in table.items():
+        for name, (here, full_size) in table.items():
             written[name] = written.get(name, 0) + here
-            whole[name] = all_of_it
-    assert written == whole
+            full[name] = full_size
+    assert written == full
     config["train"]["steps"] = 4
     train_on(world_size, config, tmp_path / "whole", resume=True)
     hold_near(run, train_on(1, {**config, "parallel": {"strategy": "single"}}, tmp_path / "one"))
 
 
-def test_a_run_goes_from_two_ranks_to_one_and_back(few, tmp_path):
+def test_a_run_can_be_resumed_on_one_rank_and_on_two_again(few, tmp_path):
     config = config_of(few, train__steps=6)
     run = train_on(2, config, tmp_path / "whole")
     on_one = resumed(run, config, tmp_path / "one", world_size=1)
@@ -214,7 +214,7 @@ def test_after_a_change_of_world_size_resume_is_exact_again(few, with_dropout, t
     hold_bitwise(resumed(run, config, tmp_path / "again", world_size=2, at=4), run)
 
 
-# Where a run begins.
+# Starting from a checkpoint, and resuming with a changed config.
 
 
 def test_a_new_run_from_a_checkpoint_continues_it(few, tmp_path):
@@ -243,7 +243,7 @@ def test_a_new_run_from_a_damaged_checkpoint_is_refused(few, tmp_path):
 
 def test_a_new_run_from_something_else_is_refused(few, tmp_path):
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(UserMistake, match="is not a whole checkpoint"):
+    with pytest.raises(UserMistake, match="is not a complete checkpoint"):
         train_on(1, config_of(few), tmp_path / "runs", start_from=tmp_path / "nothing")
 
 
@@ -252,7 +252,9 @@ def test_a_new_run_from_a_checkpoint_of_another_model_is_refused(few, tmp_path):
     run = train_on(1, config, tmp_path / "first")
     other = config_of(few, name="other")
     other["model"]["shape"] = {**other["model"]["shape"], "ffn": 96}
-    with pytest.raises(UserMistake, match=r"holds model\.layers\.0\.mlp.* as \(88, 32\), but the model has \(96, 32\)"):
+    with pytest.raises(
+        UserMistake, match=r"holds model\.layers\.0\.mlp.* with shape \(88, 32\), but the model has \(96, 32\)"
+    ):
         train_on(1, other, tmp_path / "second", start_from=run / "checkpoints" / "step-00000001")
 
 
@@ -261,7 +263,7 @@ def finished(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_on(1, config_of(few), tmp_path_factory.mktemp("finished"))
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_anew(finished, few, tmp_path):
+def test_a_run_that_died_before_its_first_checkpoint_starts_again(finished, few, tmp_path):
     copy = cut(finished, CUT, tmp_path)
     for file in (copy / "checkpoints" / f"step-{CUT:08d}").iterdir():
         file.unlink()
@@ -309,34 +311,34 @@ def test_resume_with_another_learning_rate_says_so_and_uses_it(finished, few, tm
     copy = cut(finished, CUT, tmp_path)
     train_on(1, config_of(few, train__lr=1e-3), tmp_path, resume=True)
     said = " ".join("".join(capfd.readouterr()).split())
-    assert "Changed since the run began: train.lr was 0.003 and is 0.001 now." in said
+    assert "Changed since the run started: train.lr was 0.003 and is 0.001 now." in said
     assert column(copy, "lr")[:CUT] == column(finished, "lr")[:CUT]
-    assert column(copy, "lr")[CUT:] == pytest.approx([rate / 3 for rate in column(finished, "lr")[CUT:]])
+    assert column(copy, "lr")[CUT:] == pytest.approx([lr / 3 for lr in column(finished, "lr")[CUT:]])
 
 
-def test_the_number_of_data_workers_is_no_part_of_what_a_run_is(finished, few, tmp_path):
+def test_the_number_of_data_workers_can_be_changed_on_resume(finished, few, tmp_path):
     copy = cut(finished, CUT, tmp_path)
     train_on(1, config_of(few, data__workers=1), tmp_path, resume=True)
     hold_bitwise(copy, finished)
 
 
-def test_a_run_is_never_begun_over_another_or_resumed_out_of_nothing(finished, few, tmp_path):
+def test_a_run_never_starts_over_an_existing_one_and_resume_needs_one(finished, few, tmp_path):
     cut(finished, CUT, tmp_path)
-    with pytest.raises(UserMistake, match="holds a run already; add --resume"):
+    with pytest.raises(UserMistake, match="already holds a run; add --resume"):
         train_on(1, config_of(few), tmp_path)
     with pytest.raises(UserMistake, match="there is no run in"):
         train_on(1, config_of(few, name="nobody"), tmp_path, resume=True)
 
 
-def test_evaluation_goes_on_counting_where_it_stood(instructions, tmp_path):
+def test_evaluation_state_is_restored_on_resume(instructions, tmp_path):
     config = config_of(
         instructions, data__validation=0.1, eval={"every": 1, "batches": 1}, train__early_stop={"patience": 50}
     )
     run = train_on(1, config, tmp_path / "whole")
     copy = resumed(run, config, tmp_path / "cut", world_size=1)
 
-    def evaluations(place: Path) -> list[tuple[int, float]]:
-        found = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    def evaluations(folder: Path) -> list[tuple[int, float]]:
+        found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return [(line["step"], line["eval_loss"]) for line in found if "eval_loss" in line]
 
     assert evaluations(copy) == evaluations(run)

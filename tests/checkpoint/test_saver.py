@@ -1,4 +1,4 @@
-"""Saving behind training's back: what is saved is what was there when the save began, and one at a time."""
+"""Asynchronous saves: a checkpoint holds the state at the time of the call, and one save runs at a time."""
 
 import json
 import threading
@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from shoal.checkpoint import snapshot, store
 from shoal.checkpoint.layout import Part, SliceReader
-from shoal.checkpoint.saver import Place, Saver
+from shoal.checkpoint.saver import Destination, Saver
 from shoal.checkpoint.snapshot import HostCopy, lay_out, write_snapshot
-from shoal.models.tensor_slices import pieces
+from shoal.models.tensor_slices import slice_mappings
 from shoal.parallel.ranks import Ranks
 from tests.checkpoint.cut import everything, hold_bitwise
 from tests.harness import PATIENCE, settings, train_on, written_slices
@@ -22,12 +22,12 @@ ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
 
 def parts_of(**tensors: torch.Tensor) -> dict[str, Part]:
-    return {name: Part(tensor, pieces(tensor, None), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return {name: Part(tensor, slice_mappings(tensor, None), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """A disk that takes nothing until the event is set."""
+    """A disk that blocks writes until the event is set."""
     ready = threading.Event()
     fdatasync = snapshot.os.fsync
 
@@ -40,8 +40,8 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return ready
 
 
-def test_what_training_changes_while_a_save_is_written_is_not_in_it(slow_disk, tmp_path):
-    saver = Saver([Place(tmp_path)], ALONE)
+def test_changes_during_an_asynchronous_save_are_not_in_the_checkpoint(slow_disk, tmp_path):
+    saver = Saver([Destination(tmp_path)], ALONE)
     weight = torch.arange(6.0)
     saver.save(1, parts_of(weight=weight), {"progress.json": "{}"}, {})
     assert saver.poll() is None, "it waited for the disk"
@@ -53,8 +53,8 @@ def test_what_training_changes_while_a_save_is_written_is_not_in_it(slow_disk, t
     assert SliceReader(ended.folder).read_whole("weight").tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_second_save_waits_for_the_first_and_both_are_whole(slow_disk, tmp_path):
-    saver = Saver([Place(tmp_path)], ALONE)
+def test_a_second_save_waits_for_the_first_and_both_are_complete(slow_disk, tmp_path):
+    saver = Saver([Destination(tmp_path)], ALONE)
     weight = torch.zeros(4)
     saver.save(1, parts_of(weight=weight), {}, {})
     weight.fill_(2)
@@ -66,15 +66,15 @@ def test_a_second_save_waits_for_the_first_and_both_are_whole(slow_disk, tmp_pat
     for step, value in ((1, 0.0), (2, 2.0)):
         reader = SliceReader(store.folder_for(tmp_path, step))
         assert reader.read_whole("weight").tolist() == [value] * 4
-    assert [one.step for one in store.list_whole(tmp_path)] == [1, 2]
+    assert [one.step for one in store.list_complete(tmp_path)] == [1, 2]
 
 
-def test_an_image_is_a_safetensors_file_of_every_type_and_shape(tmp_path):
+def test_a_snapshot_is_a_safetensors_file_for_every_dtype_and_shape(tmp_path):
     torch.manual_seed(1)
     types = [dtype for dtype in snapshot.NAMES if dtype not in (torch.bool,)]
     tensors = {str(dtype): (torch.rand(3, 5) * 9).to(dtype) for dtype in types}
     tensors |= {"yes": torch.tensor([True, False]), "scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
-    tensors["turned"] = torch.arange(12.0).reshape(3, 4).t()
+    tensors["transposed"] = torch.arange(12.0).reshape(3, 4).t()
     made = lay_out(tensors, {"note": "here"})
     listed = write_snapshot(tmp_path / "file", made.chunks())
     assert listed["size"] == (tmp_path / "file").stat().st_size
@@ -86,8 +86,8 @@ def test_an_image_is_a_safetensors_file_of_every_type_and_shape(tmp_path):
 
 
 @pytest.mark.parametrize("slab", [64, 1024])
-def test_a_copy_on_the_host_is_the_same_file_and_its_memory_is_used_again(slab, tmp_path, monkeypatch):
-    """Also where tensors lie across the pieces of memory that the copy is made of."""
+def test_a_host_copy_gives_the_same_file_and_its_memory_is_reused(slab, tmp_path, monkeypatch):
+    """Also if tensors cross the boundaries of memory slabs."""
     monkeypatch.setattr(snapshot, "SLAB", slab)
     monkeypatch.setattr(snapshot, "CHUNK", 32)
     copy = HostCopy(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Promises about checkpoints as folders: whole or not there, nothing but JSON and safetensors, the right ones kept."""
+"""Checkpoint folders: complete or nonexistent, only JSON and safetensors, and kept according to the config."""
 
 import hashlib
 import json
@@ -76,7 +76,7 @@ FILES = [
 
 def test_without_damage_the_newest_is_taken(checkpoints):
     assert newest_of(checkpoints) == "step-00000004"
-    assert [one.step for one in store.list_whole(checkpoints)] == [2, 4]
+    assert [one.step for one in store.list_complete(checkpoints)] == [2, 4]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -91,7 +91,7 @@ def test_a_folder_without_a_valid_manifest_does_not_exist(text, checkpoints):
     manifest = checkpoints / "step-00000004" / store.MANIFEST
     manifest.unlink() if text is None else manifest.write_text(text)
     assert store.read_manifest(manifest.parent) is None
-    assert [one.step for one in store.list_whole(checkpoints)] == [2]
+    assert [one.step for one in store.list_complete(checkpoints)] == [2]
     assert newest_of(checkpoints) == "step-00000002"
 
 
@@ -108,7 +108,7 @@ def test_when_all_are_damaged_there_is_none(checkpoints):
 
 
 @pytest.mark.parametrize("damage", ["flipped byte", "truncated", "deleted"])
-def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
+def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_previous_one(
     damage, trained, checkpoints, instructions, tmp_path, capfd
 ):
     file = checkpoints / "step-00000004" / "rank-00001.safetensors"
@@ -116,10 +116,10 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before(
     train_on(2, config_of(instructions, parallel__strategy="fsdp"), tmp_path, resume=True)
     said = " ".join(capfd.readouterr().err.split())
     assert f"{file} is damaged" in said
-    assert f"Going on after step 2, from {checkpoints / 'step-00000002'}" in said
+    assert f"Resuming after step 2 from {checkpoints / 'step-00000002'}" in said
     assert attempts(checkpoints.parent) == [0, 0, 1, 1]
     hold_bitwise(checkpoints.parent, trained)
-    assert newest_of(checkpoints) == "step-00000004", "the damaged one was written anew"
+    assert newest_of(checkpoints) == "step-00000004", "the damaged one was written again"
 
 
 @pytest.mark.parametrize("name", ["../outside", "sub/inside", "..", "ABSOLUTE"])
@@ -127,8 +127,8 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(name, checkpoints):
     folder = checkpoints / "step-00000004"
     outside = checkpoints / "outside"
     (folder / "sub").mkdir()
-    for place in (outside, folder / "sub" / "inside"):
-        place.write_text("secret")
+    for path in (outside, folder / "sub" / "inside"):
+        path.write_text("secret")
     name = str(outside) if name == "ABSOLUTE" else name
     path = folder / store.MANIFEST
     manifest = json.loads(path.read_text())
@@ -139,7 +139,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(name, checkpoints):
 
 
 def test_the_manifest_lists_every_other_file_with_its_size_and_hash(checkpoints):
-    for one in store.list_whole(checkpoints):
+    for one in store.list_complete(checkpoints):
         there = {path.name for path in one.path.iterdir()} - {store.MANIFEST}
         assert set(one.files) == there
         assert {name: description(one.path / name) for name in there} == one.files
@@ -147,7 +147,7 @@ def test_the_manifest_lists_every_other_file_with_its_size_and_hash(checkpoints)
 
 
 def test_the_manifest_is_written_last(tmp_path, monkeypatch):
-    """Whatever is on disk when the manifest appears is all of it."""
+    """All files are on disk when the manifest appears."""
     seen: list[bool] = []
     write = store.write_atomically
 
@@ -160,16 +160,16 @@ def test_the_manifest_is_written_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr(store, "write_atomically", watched)
     folder = store.begin(tmp_path, 1)
-    store.leave_hashes(folder, 0, {"progress.json": write_snapshot(folder / "progress.json", [memoryview(b"{}")])})
+    store.write_hashes(folder, 0, {"progress.json": write_snapshot(folder / "progress.json", [memoryview(b"{}")])})
     store.finish(folder, 1, {})
     assert seen == [True]
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
 
 
-def test_what_an_interrupted_save_left_goes_away(tmp_path):
+def test_files_of_an_interrupted_save_are_removed(tmp_path):
     folder = store.begin(tmp_path, 3)
     (folder / "rank-00007.safetensors").write_text("{}")
-    assert store.list_whole(tmp_path) == []
+    assert store.list_complete(tmp_path) == []
     assert list(store.begin(tmp_path, 3).iterdir()) == []
 
 
@@ -197,7 +197,7 @@ def test_every_file_of_a_checkpoint_is_json_or_safetensors_and_opens_as_such(che
 
 
 def test_no_rank_writes_what_another_has_written(checkpoints):
-    """The pieces of every tensor fill it exactly once."""
+    """The slices of every tensor cover it exactly once."""
     held: dict[str, list[int]] = {}
     for table in written_slices(checkpoints / "step-00000004"):
         for name, (here, whole) in table.items():
@@ -208,7 +208,7 @@ def test_no_rank_writes_what_another_has_written(checkpoints):
     assert [name for name, (whole, *parts) in held.items() if sum(parts) != whole] == []
 
 
-def test_ddp_ranks_share_the_writing_of_what_all_of_them_have(instructions, tmp_path):
+def test_ddp_ranks_share_the_writing_of_replicated_tensors(instructions, tmp_path):
     run = train_on(2, config_of(instructions, parallel__strategy="ddp", train__steps=1), tmp_path)
     folder = run / "checkpoints" / "step-00000001"
     tables = written_slices(folder)
@@ -218,24 +218,24 @@ def test_ddp_ranks_share_the_writing_of_what_all_of_them_have(instructions, tmp_
     assert max(sizes) < 1.2 * min(sizes)
 
 
-# Which ones stay.
+# Retention.
 
 
 def fake(checkpoints: Path, step: int, **metrics: float) -> None:
     folder = store.begin(checkpoints, step)
-    store.leave_hashes(folder, 0, {"progress.json": write_snapshot(folder / "progress.json", [memoryview(b"{}")])})
+    store.write_hashes(folder, 0, {"progress.json": write_snapshot(folder / "progress.json", [memoryview(b"{}")])})
     store.finish(folder, step, metrics)
 
 
 def kept(checkpoints: Path) -> list[int]:
-    return [one.step for one in store.list_whole(checkpoints)]
+    return [one.step for one in store.list_complete(checkpoints)]
 
 
 @pytest.mark.parametrize(
     ("newest", "best", "expected"),
     [(2, 0, [5, 6]), (1, 1, [2, 6]), (1, 2, [2, 4, 6]), (2, 3, [1, 2, 4, 5, 6]), (9, 0, [1, 2, 3, 4, 5, 6])],
 )
-def test_the_newest_and_the_best_stay(newest, best, expected, tmp_path):
+def test_the_newest_and_the_best_are_kept(newest, best, expected, tmp_path):
     for step, loss in enumerate([2.5, 1.0, 4.0, 2.0, 3.0, 5.0], start=1):
         fake(tmp_path, step, eval_loss=loss)
     gone = tidy(tmp_path, newest=newest, best=best, metric="eval_loss")
@@ -244,14 +244,14 @@ def test_the_newest_and_the_best_stay(newest, best, expected, tmp_path):
     assert {path.name for path in tmp_path.glob("step-*")} == {f"step-{step:08d}" for step in expected}
 
 
-def test_every_so_manieth_stays_for_ever(tmp_path):
+def test_checkpoints_at_keep_every_are_never_removed(tmp_path):
     for step in range(10, 110, 10):
         fake(tmp_path, step)
     tidy(tmp_path, newest=1, best=0, metric="eval_loss", every=30)
     assert kept(tmp_path) == [30, 60, 90, 100]
 
 
-def test_the_newest_always_stays(tmp_path):
+def test_the_newest_is_always_kept(tmp_path):
     for step in (1, 2):
         fake(tmp_path, step, eval_loss=float(step))
     tidy(tmp_path, newest=0, best=0, metric="eval_loss")
@@ -266,10 +266,10 @@ def test_a_checkpoint_that_was_not_measured_is_not_among_the_best(tmp_path):
     assert kept(tmp_path) == [2, 3]
 
 
-def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path):
+def test_a_nan_loss_is_never_the_best(tmp_path):
     for step, loss in enumerate([math.nan, 2.0, math.nan, 1.0, 3.0, math.nan], start=1):
         fake(tmp_path, step, eval_loss=loss)
-    assert to_keep(store.list_whole(tmp_path), newest=1, best=2, metric="eval_loss") == {2, 4, 6}
+    assert to_keep(store.list_complete(tmp_path), newest=1, best=2, metric="eval_loss") == {2, 4, 6}
 
 
 def test_a_half_written_folder_is_neither_counted_nor_removed_by_retention(tmp_path):
@@ -281,16 +281,16 @@ def test_a_half_written_folder_is_neither_counted_nor_removed_by_retention(tmp_p
     assert (tmp_path / "step-00000004").is_dir()
 
 
-def test_a_removal_that_was_cut_off_is_ended_after_the_next_save(tmp_path, monkeypatch):
+def test_an_interrupted_removal_is_completed_after_the_next_save(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         fake(tmp_path, step)
 
-    def is_cut_off(folder: Path, **_: Any) -> None:
+    def interrupted(folder: Path, **_: Any) -> None:
         next(iter(sorted(folder.iterdir()))).unlink()
         raise OSError("killed, or a disk that is busy")
 
     with monkeypatch.context() as changed:
-        changed.setattr(shutil, "rmtree", is_cut_off)
+        changed.setattr(shutil, "rmtree", interrupted)
         tidy(tmp_path, newest=1, best=0, metric="eval_loss")
     assert kept(tmp_path) == [3]
     assert {path.name for path in tmp_path.glob("step-*")} == {"step-00000003"}
@@ -299,18 +299,18 @@ def test_a_removal_that_was_cut_off_is_ended_after_the_next_save(tmp_path, monke
     assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-00000004"}
 
 
-def test_steps_are_counted_as_numbers_and_not_as_text(tmp_path):
+def test_steps_are_sorted_as_integers(tmp_path):
     for step in (99_999_999, 100_000_000):
         fake(tmp_path, step)
     assert kept(tmp_path) == [99_999_999, 100_000_000]
 
 
 def test_a_run_keeps_its_newest_and_its_best(instructions, tmp_path):
-    # It learns nothing, so that which step has the lowest loss is a matter of its rows.
+    # With a tiny learning rate, the step with the lowest loss depends on its examples only.
     keep = {"every": 1, "keep": 1, "keep_best": 1, "metric": "loss"}
     run = train_on(1, config_of(instructions, checkpoint=keep, train__lr=1e-9, seed=3), tmp_path)
     losses = {line["step"]: line["loss"] for line in lines(run)}
     best = min(losses, key=lambda step: losses[step])
     assert best != STEPS, "or this shows nothing: choose another seed"
     assert kept(run / "checkpoints") == [best, STEPS]
-    assert store.list_whole(run / "checkpoints")[0].metrics == {"loss": losses[best]}
+    assert store.list_complete(run / "checkpoints")[0].metrics == {"loss": losses[best]}

@@ -1,4 +1,4 @@
-"""Keys that cannot go together are refused when the config is read, with the reason and what works instead."""
+"""Incompatible keys are refused when the config is loaded, with the reason and an alternative."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from shoal.mistakes import UserMistake
     [
         (
             ["parallel.strategy=zero3", "parallel.sharding=hybrid_shard"],
-            "parallel.sharding hybrid_shard is a way of fsdp, and zero3 has its own; "
+            "parallel.sharding hybrid_shard is for fsdp, and zero3 has its own; "
             "use strategy fsdp with sharding hybrid_shard.",
         ),
         (["parallel.strategy=zero1", "parallel.sharding=shard_grad_op"], "use strategy zero2."),
@@ -22,15 +22,15 @@ from shoal.mistakes import UserMistake
         ),
         (["parallel.strategy=ddp", "parallel.offload=cpu"], "ddp shards no weights; use strategy fsdp, or offload opt"),
         (["parallel.strategy=fsdp", "parallel.offload=cpu", "parallel.pp=2"], "use offload optimizer, or pp 1."),
-        (["parallel.tp=2", "train.optimizer.name=muon"], "muon must see whole; use tp 1 with strategy fsdp, or"),
+        (["parallel.tp=2", "train.optimizer.name=muon"], "muon needs whole; use tp 1 with strategy fsdp, or"),
         (["parallel.pp=2", "parallel.compress=bf16"], "use compress none, or pp 1."),
         (
             ["parallel.cp=2", "model.attention=eager"],
-            "mask from whole rows, which parallel.cp cuts; use auto.",
+            "needs unsharded sequences, and parallel.cp shards them; use auto.",
         ),
         (
             ["parallel.tp=2", "model.attention=eager"],
-            "mask from whole rows, which parallel.tp cuts; use auto.",
+            "needs unsharded sequences, and parallel.tp shards them; use auto.",
         ),
         (
             ["parallel={pp: 2, pp_schedule: zero-bubble}", "train.recompute=selective"],
@@ -42,7 +42,7 @@ from shoal.mistakes import UserMistake
         (["parallel.tp=3", "data.max_length=48", "hardware.devices=8"], "use 6 processes or 9 processes"),
     ],
 )
-def test_what_cannot_go_together_is_refused_with_what_works(overrides: list[str], says: str) -> None:
+def test_incompatible_keys_are_refused_with_an_alternative(overrides: list[str], says: str) -> None:
     with pytest.raises(UserMistake) as caught:
         load_config(None, ["model.shape=gpt2", *overrides])
     assert says in str(caught.value)
@@ -52,5 +52,5 @@ def test_what_cannot_go_together_is_refused_with_what_works(overrides: list[str]
 def test_the_line_of_the_file_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text("model: {shape: gpt2}\nparallel:\n  strategy: ddp\n  offload: cpu\n")
-    with pytest.raises(UserMistake, match=r"^run.yaml:4: parallel.offload cpu moves what is sharded"):
+    with pytest.raises(UserMistake, match=r"^run.yaml:4: parallel.offload cpu offloads sharded state"):
         load_config("run.yaml")

@@ -1,4 +1,4 @@
-"""docs/config.md is made from the schema, and says what is not built."""
+"""docs/config.md is generated from the schema, and says what is not built."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from shoal.config.schema import every_key
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 
-def test_the_page_of_all_keys_is_what_the_schema_says_now() -> None:
+def test_the_page_of_all_keys_matches_the_schema() -> None:
     assert PAGE.read_text() == document(), "run make docs"
 
 
-def test_every_key_that_holds_a_value_stands_on_the_page() -> None:
+def test_every_key_that_holds_a_value_is_on_the_page() -> None:
     page = document()
     keys = [key for key, _ in every_key()]
     values = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]

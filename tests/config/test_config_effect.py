@@ -13,7 +13,7 @@ def config(**blocks: Any) -> Config:
     return Config.model_validate({"model": {"shape": "gpt2"}, **blocks})
 
 
-def test_defaults_are_never_spoken_of() -> None:
+def test_defaults_are_never_reported() -> None:
     for world_size in (None, 1, 8):
         assert without_effect(config(), world_size) == []
 
@@ -44,7 +44,7 @@ def test_defaults_are_never_spoken_of() -> None:
             {"parallel": {"wrap": {"min_params": 9}, "strategy": "zero3"}},
             8,
             'parallel.wrap {"min_params": 9, "classes": []} has no effect: parallel.strategy zero1 shards the '
-            "optimizer's state and no weights.",
+            "optimizer state and no weights.",
         ),
         (
             {"parallel": {"compress": "bf16", "strategy": "zero3"}},
@@ -56,19 +56,19 @@ def test_defaults_are_never_spoken_of() -> None:
             {"train": {"reduce_dtype": "bf16"}, "parallel": {"pp": 2, "strategy": "ddp"}},
             {"train": {"reduce_dtype": "bf16"}, "parallel": {"pp": 2, "strategy": "fsdp"}},
             8,
-            "train.reduce_dtype bf16 has no effect: a pipeline without sharding sums gradients in fp32.",
+            "train.reduce_dtype bf16 has no effect: a pipeline without sharding reduces gradients in fp32.",
         ),
         (
             {"parallel": {"reshard": True, "pp": 2, "strategy": "fsdp"}},
             {"parallel": {"reshard": True, "strategy": "fsdp"}},
             8,
-            "parallel.reshard true has no effect: a stage of a pipeline keeps its weights for all passes.",
+            "parallel.reshard true has no effect: a pipeline stage keeps its weights gathered for all micro-batches.",
         ),
         (
             {"train": {"reduce_dtype": "bf16", "precision": "32-true"}},
             {"train": {"reduce_dtype": "bf16"}},
             8,
-            "train.reduce_dtype bf16 has no effect: train.precision 32-true sums gradients in fp32 anyway.",
+            "train.reduce_dtype bf16 has no effect: train.precision 32-true reduces gradients in fp32 anyway.",
         ),
         (
             {"data": {"train_on": "all", "format": "text"}},
@@ -80,7 +80,7 @@ def test_defaults_are_never_spoken_of() -> None:
             {"train": {"schedule": {"name": "constant", "min_ratio": 0.5}}},
             {"train": {"schedule": {"name": "linear", "min_ratio": 0.5}}},
             None,
-            "train.schedule.min_ratio 0.5 has no effect: a constant schedule does not fall.",
+            "train.schedule.min_ratio 0.5 has no effect: a constant schedule does not decay.",
         ),
         (
             {"train": {"optimizer": {"name": "sgd", "betas": [0.5, 0.5]}}},
@@ -110,7 +110,8 @@ def test_defaults_are_never_spoken_of() -> None:
             {"model": {"shape": "gpt2", "attention": "flex"}, "data": {"format": "alpaca", "pack": False}},
             {"model": {"shape": "gpt2", "attention": "flex"}, "data": {"format": "alpaca", "pack": True}},
             None,
-            "model.attention flex has no effect: it is for rows that hold several documents, and here each row is one.",
+            "model.attention flex has no effect: it is for packed sequences of several documents, and here "
+            "each sequence is one document.",
         ),
         (
             {"adapter": {"rank": 4}},

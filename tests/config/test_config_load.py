@@ -1,4 +1,4 @@
-"""Files, includes, overrides and references: how a config comes together."""
+"""Loading a config from files, includes, overrides and references."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def test_the_value_of_an_override_is_read_as_yaml(override: str, value: Any) -> 
     assert type(config) is type(value)
 
 
-def test_later_overrides_win_over_earlier_ones_and_all_over_the_file(folder: Path) -> None:
+def test_later_overrides_take_precedence_over_earlier_ones_and_all_over_the_file(folder: Path) -> None:
     write(run="model: {shape: gpt2}\ntrain: {lr: 1, clip: 5}\n")
     config = load_config("run.yaml", ["train.lr=2", "train.lr=3"])
     assert (config.train.lr, config.train.clip) == (3.0, 5.0)
@@ -73,7 +73,7 @@ def test_an_override_with_a_block_changes_only_the_keys_it_names(folder: Path) -
     assert (schedule.name, schedule.warmup) == ("linear", 9)
 
 
-def test_null_takes_a_key_of_the_file_away(folder: Path) -> None:
+def test_null_unsets_a_key_of_the_file(folder: Path) -> None:
     write(run="model: {from: x}\ntrain: {epochs: 3}\n")
     config = load_config(
         "run.yaml", ["model.from=null", "model.shape={layers: 2}", "train.epochs=null", "train.steps=5"]
@@ -96,10 +96,10 @@ def test_null_takes_a_key_of_the_file_away(folder: Path) -> None:
             'override model.shape.layers=2: model.shape is "gpt2", which has no keys inside; '
             "set model.shape as a whole.",
         ),
-        ("train={lr: 1, lr: 2}", "override train={lr: 1, lr: 2}: the key lr stands twice in this block."),
+        ("train={lr: 1, lr: 2}", "override train={lr: 1, lr: 2}: the key lr is set twice in this block."),
     ],
 )
-def test_an_override_that_cannot_be_meant_is_refused(override: str, says: str) -> None:
+def test_an_invalid_override_is_refused(override: str, says: str) -> None:
     assert mistake(None, "model.shape=gpt2", override) == says
 
 
@@ -107,7 +107,7 @@ def test_an_override_that_is_not_yaml_is_refused_without_a_line_number() -> None
     assert mistake(None, "train.lr=[1").startswith("override train.lr=[1: this is not YAML: ")
 
 
-def test_included_files_lie_under_the_including_one_and_later_ones_on_top(folder: Path) -> None:
+def test_the_including_file_overrides_included_ones_and_later_ones_earlier_ones(folder: Path) -> None:
     Path("parts").mkdir()
     write(run="include: [parts/low.yaml, parts/high.yaml]\ntrain: {clip: 3}\n")
     Path("parts/low.yaml").write_text("include: [deep.yaml]\ntrain: {lr: 1, clip: 1, global_batch: 1}\nname: low\n")
@@ -128,9 +128,9 @@ def test_a_file_may_be_included_twice_but_not_by_itself(folder: Path) -> None:
     )
     assert load_config("run.yaml").model.shape == "gpt2"
     write(c="name: x\ninclude:\n- a.yaml\n")
-    assert mistake("run.yaml") == "c.yaml:3: include goes round in a circle: run.yaml → a.yaml → c.yaml → a.yaml."
+    assert mistake("run.yaml") == "c.yaml:3: include is circular: run.yaml → a.yaml → c.yaml → a.yaml."
     write(run="include: [run.yaml]")
-    assert mistake("run.yaml") == "run.yaml:1: include goes round in a circle: run.yaml → run.yaml."
+    assert mistake("run.yaml") == "run.yaml:1: include is circular: run.yaml → run.yaml."
 
 
 @pytest.mark.parametrize(
@@ -139,11 +139,11 @@ def test_a_file_may_be_included_twice_but_not_by_itself(folder: Path) -> None:
         ("\ninclude: base.yaml", 'run.yaml:2: include is "base.yaml", but must be a list of files.'),
         (
             "include:\n  - base.yaml\n  - bse.yaml",
-            "run.yaml:3: included file bse.yaml is not there. Did you mean base.yaml?",
+            "run.yaml:3: included file bse.yaml does not exist. Did you mean base.yaml?",
         ),
     ],
 )
-def test_an_include_that_leads_nowhere_is_refused(folder: Path, text: str, says: str) -> None:
+def test_an_include_of_a_missing_file_is_refused(folder: Path, text: str, says: str) -> None:
     write(run=text, base="model: {shape: gpt2}")
     assert mistake("run.yaml") == says
 
@@ -157,7 +157,7 @@ def test_values_may_refer_to_other_keys_and_to_defaults(folder: Path) -> None:
 
 
 def test_a_reference_leaves_unset_keys_unset(folder: Path) -> None:
-    # A slurm key that somebody set is refused today, so this would fail if defaults came in as if they were set.
+    # A slurm key that is set is refused, so this would fail if defaults counted as set.
     write(run="name: run-${seed}\nmodel: {shape: gpt2}\n")
     assert load_config("run.yaml").slurm.model_fields_set == set()
 
@@ -179,7 +179,7 @@ def test_the_environment_can_be_used_in_values(folder: Path, monkeypatch: pytest
     )
 
 
-def test_what_the_environment_says_is_not_read_as_a_reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_values_are_not_interpolated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_TEST_DATA", "${seed}")
     config = load_config(None, ["model.shape=gpt2", "data.path=${oc.env:SHOAL_TEST_DATA}"])
     assert config.data.path == "${seed}"
@@ -202,7 +202,7 @@ def test_what_the_environment_says_is_not_read_as_a_reference(folder: Path, monk
 def test_no_reference_can_import_a_module(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("trap.py").write_text("open('sprung', 'w').close()\nclass value: pass\n")
     monkeypatch.syspath_prepend(folder)
-    with pytest.raises(UserMistake, match=r"only \$\{another.key\} and \$\{oc.env:NAME\} may stand in a config"):
+    with pytest.raises(UserMistake, match=r"only \$\{another.key\} and \$\{oc.env:NAME\} are allowed in a config"):
         config_from_mapping({"name": "coerce", "model": {"shape": "gpt2"}, "data": {"path": text}})
     assert not Path("sprung").exists()
 
@@ -211,16 +211,16 @@ def test_no_reference_can_import_a_module(folder: Path, text: str, monkeypatch: 
     ("text", "says"),
     [
         ("name: ${nme}", "run.yaml:1: name refers to nme, which is not a key of this config."),
-        ("seed: 1\nname: ${name}", "run.yaml:2: name cannot be worked out: Recursive interpolation detected."),
-        ("seed: ???", "run.yaml:1: seed is left open (???): give it a value."),
+        ("seed: 1\nname: ${name}", "run.yaml:2: name cannot be resolved: Recursive interpolation detected."),
+        ("seed: ???", "run.yaml:1: seed is mandatory (???): give it a value."),
     ],
 )
-def test_a_reference_that_leads_nowhere_is_refused(folder: Path, text: str, says: str) -> None:
+def test_a_reference_that_cannot_be_resolved_is_refused(folder: Path, text: str, says: str) -> None:
     write(run=text)
     assert mistake("run.yaml") == says
 
 
-def test_a_file_may_leave_open_what_the_one_above_it_fills_in(folder: Path) -> None:
+def test_a_mandatory_value_may_be_set_by_the_including_file(folder: Path) -> None:
     write(base="model:\n  shape: ???", run="include: [base.yaml]\nmodel: {shape: gpt2}\n")
     assert load_config("run.yaml").model.shape == "gpt2"
 

@@ -1,4 +1,4 @@
-"""The mesh: which grid of devices a strategy means."""
+"""The device mesh of each strategy."""
 
 import pytest
 
@@ -44,9 +44,9 @@ def test_data_parallel_counts_replicas_and_shards() -> None:
     ("degrees", "strategy", "world_size", "says"),
     [
         ({}, "single", 2, "single runs one process, but there are 2"),
-        ({"tp": 3}, "fsdp", 8, "8 processes cannot be divided into groups of 3"),
+        ({"tp": 3}, "fsdp", 8, "8 processes cannot be split into groups of 3"),
         ({"tp": 2, "pp": 2}, "ddp", 2, r"groups of 4 \(parallel.tp 2 × pp 2 × cp 1\)"),
-        ({"tp": 2}, "ddp", 1, "1 process cannot be divided"),
+        ({"tp": 2}, "ddp", 1, "1 process cannot be split"),
         ({"sharding": "hybrid_shard", "replicate": 3}, "fsdp", 8, "parallel.replicate 3 do not divide the 8"),
         ({"tp": 3}, "fsdp", 8, "use 6 processes or 9 processes, or smaller degrees"),
         ({"reshard": 3}, "fsdp", 8, "reshard 3 does not divide the 8 processes"),
@@ -88,7 +88,7 @@ def test_hybrid_sharding_replicates_over_nodes() -> None:
         ({"cp": 2}, "fp8", 32),
     ],
 )
-def test_rows_are_padded_so_that_every_rank_gets_equally_many_tokens(
+def test_sequences_are_padded_so_that_every_rank_has_the_same_number_of_tokens(
     degrees: dict[str, object], precision: str, multiple: int
 ) -> None:
     assert length_multiple(ParallelConfig.model_validate(degrees), precision) == multiple

@@ -1,4 +1,4 @@
-"""`train.precision: auto` becomes what is fast and safe on the device that is planned or trained on."""
+"""`train.precision: auto` is resolved for the device that is planned or trained on."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def test_auto_is_fast_and_safe(is_cpu, has_bf16, precision):
     assert auto_precision(is_cpu=is_cpu, has_bf16=has_bf16) == precision
 
 
-def test_a_precision_that_was_asked_for_stays():
+def test_an_explicit_precision_is_kept():
     model = {"shape": "gpt2", "tokenizer": "bytes"}
     asked = config_from_mapping({"model": model, "train": {"precision": "bf16-true"}})
     assert with_precision(asked, "32-true").train.precision == "bf16-true"

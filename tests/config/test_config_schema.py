@@ -1,4 +1,4 @@
-"""What the config promises about its keys: names, defaults, types, spellings, ranges."""
+"""The keys of the config: names, defaults, types, spellings, bounds."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from shoal.mistakes import UserMistake
 
 SHAPE = {"model": {"shape": "gpt2"}}
 
-# Every key of the design's list, and what it is when nobody says.
+# Every key and its default.
 DEFAULTS = """
 name: run
 seed: 1234
@@ -98,7 +98,7 @@ slurm:
 
 
 def with_value(key: str, value: Any) -> dict[str, Any]:
-    """A mapping that would be a whole config but for `key`."""
+    """A mapping that is a complete config but for `key`."""
     inner: Any = value
     for part in reversed(key.split(".")):
         inner = {part: inner}
@@ -107,7 +107,7 @@ def with_value(key: str, value: Any) -> dict[str, Any]:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """What the config says when it is written out."""
+    """The values of the config as written to YAML."""
     value: Any = config.model_dump(mode="json")
     for part in key.split("."):
         value = value[part]
@@ -127,12 +127,12 @@ def test_every_key_has_a_sentence_of_help() -> None:
         assert field.description.endswith("."), key
 
 
-def test_every_key_but_those_with_alternatives_stands_in_the_json_schema_with_its_help() -> None:
+def test_every_key_but_those_with_alternatives_is_in_the_json_schema_with_its_help() -> None:
     schema = json.loads(json.dumps(json_schema()))
     assert schema["additionalProperties"] is False
     train = schema["$defs"]["TrainConfig"]["properties"]
     assert set(train) == set(TrainConfig.model_fields)
-    assert train["lr"]["description"] == "The highest learning rate."
+    assert train["lr"]["description"] == "Peak learning rate."
     assert "from" in schema["$defs"]["ModelConfig"]["properties"]
     assert "async" in schema["$defs"]["CheckpointConfig"]["properties"]
 
@@ -272,14 +272,14 @@ def test_a_value_of_another_type_is_refused_and_not_converted(key: str, value: A
         config_from_mapping(with_value(key, value))
 
 
-def test_whole_numbers_serve_where_fractions_are_meant() -> None:
+def test_integers_are_accepted_for_floats() -> None:
     config = config_from_mapping({**SHAPE, "train": {"lr": 1, "clip": 2}})
     assert (config.train.lr, config.train.clip) == (1.0, 2.0)
     assert isinstance(config.train.lr, float)
 
 
 @pytest.mark.parametrize(("length", "value"), [("epochs", 3), ("steps", 10), ("tokens", 1_000_000)])
-def test_one_length_is_enough_and_leaves_the_others_open(length: str, value: int) -> None:
+def test_one_length_is_enough_and_leaves_the_others_unset(length: str, value: int) -> None:
     train = config_from_mapping({**SHAPE, "train": {length: value}}).train
     lengths = {"epochs": train.epochs, "steps": train.steps, "tokens": train.tokens}
     assert lengths == {"epochs": None, "steps": None, "tokens": None, length: value}
@@ -289,7 +289,7 @@ def test_without_a_length_there_is_one_epoch() -> None:
     assert config_from_mapping({**SHAPE, "train": {"epochs": None}}).train.epochs == 1
 
 
-def test_sizes_left_out_of_a_shape_follow_from_the_others() -> None:
+def test_omitted_dimensions_of_a_shape_follow_from_the_others() -> None:
     shape = Config.model_validate({"model": {"shape": {"hidden": 256, "heads": 8}}}).model.shape
     assert not isinstance(shape, str)
     assert shape is not None

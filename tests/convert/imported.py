@@ -1,4 +1,4 @@
-"""What tests of the way in share: small models with no special values in them, and how an imported folder is tried."""
+"""Shared by the import tests: small models with random values everywhere, and checks of an imported folder."""
 
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ def model_of(family: str, *, tied: bool = False, **changes: Any) -> Any:
     for key, value in changes.items():
         setattr(settings, key, value)
     model = plain(settings)
-    for parameter in model.parameters():  # biases and norms begin as zeros and ones, which would hide a mistake
+    for parameter in model.parameters():  # biases and norms are initialized to zeros and ones, which would hide errors
         torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()
 
 
 def rounded(model: Any) -> Any:
-    """The model with weights in bf16, and buffers as they were: transformers never rounds those."""
+    """Cast the weights to bf16, but not the buffers, which transformers never casts."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     return model
@@ -43,7 +43,7 @@ def logits_of(model: Any) -> Tensor:
 
 
 def holds(folder: Path, model: Any) -> None:
-    """Plain transformers and shoal both find in `folder` exactly what `model` is."""
+    """Transformers and shoal both load exactly `model` from `folder`."""
     found, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
     expected = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Promises about the way out: a folder that plain transformers loads, holding what was trained."""
+"""Exports: plain transformers loads the folder, and its weights are those of the run."""
 
 import json
 import shutil
@@ -73,7 +73,7 @@ def stored_names(folder: Path) -> set[str]:
 
 
 def load_plainly(folder: Path) -> Any:
-    """As anyone would, and nothing may be missing, left over or made up."""
+    """Load with transformers, without missing, unexpected or newly initialized tensors."""
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
     return model.eval()
@@ -98,8 +98,8 @@ def test_an_export_loads_in_plain_transformers_and_is_what_was_trained(shape, st
     assert tied is SHAPES[shape]["tied"]
 
 
-def test_what_was_trained_is_not_what_it_began_with(trained, tmp_path):
-    """Or the promise above would hold for an export of anything."""
+def test_training_changes_every_weight(trained, tmp_path):
+    """Otherwise the test above would pass for an export of any checkpoint."""
     run = trained(*CASES[0])
     one = load_plainly(api.export(run, tmp_path / "one", step=1)).state_dict()
     two = load_plainly(api.export(run, tmp_path / "two")).state_dict()
@@ -151,7 +151,7 @@ def test_the_config_says_what_others_need_and_nothing_of_ours(
 
 
 @pytest.mark.parametrize(("dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_an_export_in_another_dtype_is_rounded_once_and_says_so(dtype, torch_dtype, trained, tmp_path):
+def test_an_export_in_another_dtype_is_cast_once_and_recorded_in_the_config(dtype, torch_dtype, trained, tmp_path):
     run = trained(*CASES[2])
     folder = api.export(run, tmp_path / "model", dtype=dtype)
     assert json.loads((folder / "config.json").read_text())["dtype"] == str(torch_dtype).removeprefix("torch.")
@@ -179,7 +179,7 @@ def test_an_export_in_several_files_is_the_same_model(case, trained, tmp_path):
     assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in expected.values())
     for file in files:
         with safe_open(folder / file, framework="pt") as opened:
-            assert {name for name, place in index["weight_map"].items() if place == file} == set(opened.keys())
+            assert {name for name, shard in index["weight_map"].items() if shard == file} == set(opened.keys())
             sizes = [4 * opened.get_tensor(name).numel() for name in opened.keys()]  # noqa: SIM118
         assert sum(sizes) <= limit or len(sizes) == 1
     for name, parameter in load_plainly(folder).named_parameters():
@@ -195,9 +195,9 @@ def test_a_folder_that_is_not_empty_is_never_written_to(run, tmp_path):
     output = tmp_path / "mine"
     output.mkdir()
     (output / "thesis.txt").write_text("years of work")
-    for place in (output, output / "thesis.txt"):
-        with pytest.raises(UserMistake, match="is there already and not empty"):
-            api.export(run, place)
+    for path in (output, output / "thesis.txt"):
+        with pytest.raises(UserMistake, match="already exists and is not empty"):
+            api.export(run, path)
     assert [path.name for path in output.iterdir()] == ["thesis.txt"]
     assert (output / "thesis.txt").read_text() == "years of work"
 
@@ -207,7 +207,7 @@ def test_an_empty_folder_is_filled(run, tmp_path):
     load_plainly(api.export(run, tmp_path / "empty"))
 
 
-def test_what_an_interrupted_export_left_is_not_in_the_next(run, tmp_path):
+def test_files_of_an_interrupted_export_are_not_in_the_next(run, tmp_path):
     left = tmp_path / "model.part"
     left.mkdir()
     (left / "model-00001-of-00009.safetensors").write_text("half")
@@ -219,7 +219,7 @@ def test_what_an_interrupted_export_left_is_not_in_the_next(run, tmp_path):
 def test_a_run_without_a_checkpoint_is_a_mistake(run, tmp_path):
     for folder in (run / "checkpoints").glob("step-*"):
         (folder / "MANIFEST.json").unlink()
-    with pytest.raises(UserMistake, match="holds no whole checkpoint"):
+    with pytest.raises(UserMistake, match="holds no complete checkpoint"):
         api.export(run, tmp_path / "model")
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(UserMistake, match="holds no checkpoints; give the folder of a run"):
@@ -230,7 +230,7 @@ def test_a_run_without_a_checkpoint_is_a_mistake(run, tmp_path):
 
 
 def test_a_step_that_was_not_saved_is_a_mistake(run, tmp_path):
-    with pytest.raises(UserMistake, match="holds no whole checkpoint of step 7"):
+    with pytest.raises(UserMistake, match="holds no complete checkpoint of step 7"):
         api.export(run, tmp_path / "model", step=7)
 
 
@@ -252,7 +252,7 @@ def test_a_fine_tuned_model_keeps_its_own_config_and_tokenizer(instructions, tmp
     load_tokenizer("bytes").save(start)
     changes = config_of(instructions, "gpt2", "single", model={"from": str(start)}, train__steps=1)
     folder = api.export(train_on(1, changes, tmp_path / "runs"), tmp_path / "model")
-    before, after = (json.loads((place / "config.json").read_text()) for place in (start, folder))
+    before, after = (json.loads((path / "config.json").read_text()) for path in (start, folder))
     assert before["dtype"] == "bfloat16"
     assert after == {**before, "dtype": "float32"}
     assert (folder / "tokenizer.json").read_text() == (start / "tokenizer.json").read_text()
@@ -262,8 +262,8 @@ def test_a_fine_tuned_model_keeps_its_own_config_and_tokenizer(instructions, tmp
 @pytest.mark.parametrize(
     "family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "hrm_text"]
 )
-def test_what_files_hold_in_another_form_goes_out_in_that_form(family, instructions, tmp_path):
-    """Experts one by one; HRM's query, key and value in one, and so in one file however small files are to be."""
+def test_tensors_with_another_layout_in_files_are_exported_in_that_layout(family, instructions, tmp_path):
+    """Experts are separate tensors; HRM's query, key and value are fused, and so in one shard of any size limit."""
     start = tmp_path / "start"
     sizes = {"vocab_size": 260, "max_position_embeddings": 256, "num_key_value_heads": 4}
     plain(mixture_config(family, **sizes)).save_pretrained(start)

@@ -1,4 +1,4 @@
-"""Promises about the way in: what others saved loads in plain transformers and in shoal, and no file runs anything."""
+"""Imports: checkpoints of other programs load in plain transformers and in shoal, and no file can run code."""
 
 import json
 import os
@@ -84,22 +84,22 @@ def test_a_deepspeed_folder_gives_the_checkpoint_that_latest_names(tmp_path):
     save_config(model, source)  # as Hugging Face's trainer leaves it; no --model is needed then
     said: list[str] = []
     assert import_hf(source, tmp_path / "out", report=said.append).format == "DeepSpeed"
-    assert any("fp32 originals" in line for line in said)
+    assert any("fp32 master weights" in line for line in said)
     holds(tmp_path / "out", model)
 
 
-def test_weights_in_several_bin_files_come_together(tmp_path):
+def test_weights_in_several_bin_files_are_merged(tmp_path):
     model = model_of("llama")
     source = save_config(model, tmp_path / "full")
     table = {}
-    for place, (name, tensor) in enumerate(model.state_dict().items()):
-        table[name] = f"pytorch_model-{place:05d}.bin"
+    for index, (name, tensor) in enumerate(model.state_dict().items()):
+        table[name] = f"pytorch_model-{index:05d}.bin"
         torch.save({name: tensor}, source / table[name])
     (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": table}))
     import_hf(source, tmp_path / "out")
     holds(tmp_path / "out", model)
     (source / table["lm_head.weight"]).unlink()
-    with pytest.raises(UserMistake, match="which is not a file of that folder"):
+    with pytest.raises(UserMistake, match="which is not a file in that folder"):
         import_hf(source, tmp_path / "again")
 
 
@@ -110,8 +110,8 @@ def empty_parameters(folder: Path, weights: Weights) -> Path:
 
 def zero3(folder: Path, weights: Weights) -> Path:
     source = write_deepspeed(folder / "run", {})
-    place = source / "global_step7"
-    (place / "mp_rank_00_model_states.pt").rename(place / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    checkpoint = source / "global_step7"
+    (checkpoint / "mp_rank_00_model_states.pt").rename(checkpoint / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     return source
 
 
@@ -126,10 +126,10 @@ def pipeline(folder: Path, weights: Weights) -> Path:
     return folder / "mp_rank_00_model_states.pt"
 
 
-def in_parts(folder: Path, weights: Weights) -> Path:
-    (folder / "parts").mkdir()
-    (folder / "parts" / "__0_0.distcp").write_bytes(b"")
-    return folder / "parts"
+def sharded(folder: Path, weights: Weights) -> Path:
+    (folder / "shards").mkdir()
+    (folder / "shards" / "__0_0.distcp").write_bytes(b"")
+    return folder / "shards"
 
 
 def astray(folder: Path, weights: Weights) -> Path:
@@ -153,27 +153,27 @@ def without(weights: Weights, *names: str) -> Weights:
 @pytest.mark.parametrize(
     ("write", "sentence"),
     [
-        (zero3, r"zero_pp_rank_0_mp_rank_00_model_states\.pt is of a ZeRO-3 checkpoint.*zero_to_fp32\.py"),
-        (empty_parameters, r"states\.pt is of a ZeRO-3 checkpoint"),
+        (zero3, r"zero_pp_rank_0_mp_rank_00_model_states\.pt belongs to a ZeRO-3 checkpoint.*zero_to_fp32\.py"),
+        (empty_parameters, r"states\.pt belongs to a ZeRO-3 checkpoint"),
         (tensor_parallel, "split by tensor parallelism over 2 files"),
         (pipeline, "its module is None"),
-        (in_parts, "dcp_to_torch"),
-        (astray, r"latest names '\.\./elsewhere', which is no folder"),
+        (sharded, "dcp_to_torch"),
+        (astray, r"latest names '\.\./elsewhere', which is not a folder"),
         (lambda folder, weights: folder / "nothing", "nothing does not exist"),
         (saved_as(lambda weights: without(weights, "lm_head.weight", "model.norm.weight")), "no .* and 1 more, which"),
         (saved_as(lambda weights: weights | {"score.weight": torch.ones(2)}), r"holds score\.weight, which Llama"),
         (
             saved_as(lambda weights: weights | {"lm_head.weight": torch.ones(VOCAB + 1, HIDDEN)}),
-            rf"lm_head\.weight in another shape than the config says: \({VOCAB + 1}, {HIDDEN}\), not \({VOCAB}, ",
+            rf"lm_head\.weight with another shape than the config's: \({VOCAB + 1}, {HIDDEN}\), not \({VOCAB}, ",
         ),
         (saved_as(lambda weights: {name: one.to(torch.int8) for name, one in weights.items()}), "quantised weights"),
         (saved_as(lambda weights: weights | {"module.lm_head.weight": torch.ones(1)}), r"holds lm_head\.weight twice"),
         (saved_as(lambda weights: weights | {"name": "mine"}), "holds name as str, not as a tensor"),
-        (saved_as(lambda weights: list(weights.values())), "holds a list, where a state dict"),
+        (saved_as(lambda weights: list(weights.values())), "holds a list, not a state dict"),
         (saved_as(lambda weights: {"optimizer": {"state": {}}}), "holds no state dict: .* but optimizer"),
     ],
 )
-def test_what_is_not_the_whole_model_is_refused_with_the_reason(write, sentence, tmp_path):
+def test_anything_but_a_complete_model_is_refused_with_the_reason(write, sentence, tmp_path):
     model = model_of("llama")
     source = write(tmp_path, model.state_dict())
     with pytest.raises(UserMistake, match=sentence) as refused:
@@ -182,7 +182,7 @@ def test_what_is_not_the_whole_model_is_refused_with_the_reason(write, sentence,
     assert not list(tmp_path.glob("out*"))
 
 
-def test_the_config_must_be_named_where_none_lies_beside(tmp_path):
+def test_the_config_must_be_given_if_there_is_none_next_to_the_weights(tmp_path):
     torch.save(model_of("llama").state_dict(), tmp_path / "full.pt")
     with pytest.raises(UserMistake, match="give --model, a folder with that model's config"):
         import_hf(tmp_path / "full.pt", tmp_path / "out")
@@ -202,7 +202,7 @@ def test_a_tied_head_may_be_there_or_not_but_not_be_another(tmp_path):
 
 
 class Touch:
-    """Unpickled by anything that runs pickles, it makes a file."""
+    """Creates a folder when it is unpickled without restrictions."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -212,7 +212,7 @@ class Touch:
 
 
 @pytest.mark.parametrize("way", ["zip", "legacy", "bare pickle", "protocol 5"])
-def test_a_pickle_that_would_run_something_runs_nothing(way, tmp_path):
+def test_code_in_a_pickle_is_not_run(way, tmp_path):
     trap, file = tmp_path / "trapped", tmp_path / "full.pt"
     value = {"model.norm.weight": torch.ones(3), "more": Touch(trap)}
     if way == "bare pickle":
@@ -227,16 +227,16 @@ def test_a_pickle_that_would_run_something_runs_nothing(way, tmp_path):
     assert "\n" not in str(refused.value)
     assert not trap.exists()
     torch.load(file, weights_only=False) if way == "zip" else pickle.loads(pickle.dumps(Touch(trap)))
-    assert trap.exists()  # or the promise would hold for a trap that never closes
+    assert trap.exists()  # the trap works, so the assertion above means something
 
 
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda contents: contents[: len(contents) // 2], "is cut short"),
-        (lambda contents: contents[:-30], "is cut short"),
+        (lambda contents: contents[: len(contents) // 2], "is truncated"),
+        (lambda contents: contents[:-30], "is truncated"),
         (lambda contents: contents[:20_000] + bytes([contents[20_000] ^ 1]) + contents[20_001:], "is damaged.*CRC"),
-        (lambda contents: b"", "is damaged, or is no file that torch.save wrote"),
+        (lambda contents: b"", "is damaged, or was not written by torch.save"),
         (lambda contents: b"weights, I swear", "is damaged"),
         (lambda contents: contents.replace(b"ctorch._utils\n", b"ctorch._futils\n"), "full.pt"),
     ],
@@ -269,5 +269,5 @@ def test_files_are_no_larger_than_they_may_be_and_hold_the_asked_for_dtype(tmp_p
 def test_a_folder_that_is_not_empty_is_never_written_to(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserMistake, match="is there already and not empty"):
+    with pytest.raises(UserMistake, match="already exists and is not empty"):
         import_hf(tmp_path / "full.pt", tmp_path / "out")

@@ -1,7 +1,6 @@
-"""Promises about LitGPT's models: they compute in transformers what LitGPT computes, or they are refused by name.
+"""LitGPT imports: the model computes in transformers what it computes in LitGPT, or it is refused by name.
 
-The files are made here by hand from a transformers model, head by head, so that nothing of shoal's own idea of their
-layout is in them.
+The files are built here from a transformers model, head by head, independently of shoal's code for their layout.
 """
 
 import json
@@ -51,7 +50,7 @@ def by_head(weights: Weights, block: str, kind: str, neox: bool) -> tuple[list[T
 
 
 def as_litgpt(model: Any, *, old: bool) -> Weights:
-    """The weights as LitGPT has them; `old`: as before its version 0.5.5."""
+    """The weights in LitGPT's layout; `old`: that of versions before 0.5.5."""
     weights, neox = model.state_dict(), model.config.model_type == "gpt_neox"
     core, embedding, norm = ("gpt_neox", "embed_in", "final_layer_norm") if neox else ("model", "embed_tokens", "norm")
     found = {
@@ -149,7 +148,7 @@ def test_the_file_alone_is_enough_and_so_is_another_description_of_the_model(tmp
     import_hf(source / "lit_model.pth", tmp_path / "file")
     holds(tmp_path / "file", model)
     (source / "model_config.yaml").unlink()
-    with pytest.raises(UserMistake, match=r"model_config\.yaml is not there; give --model"):
+    with pytest.raises(UserMistake, match=r"model_config\.yaml does not exist; give --model"):
         import_hf(source, tmp_path / "out")
     import_hf(source, tmp_path / "described", model=str(save_config(model, tmp_path / "config")))
     holds(tmp_path / "described", model)
@@ -173,7 +172,7 @@ def test_the_file_alone_is_enough_and_so_is_another_description_of_the_model(tmp
         ),
     ],
 )
-def test_stretched_positions_stay_stretched(changes, expected, tmp_path):
+def test_rope_scaling_is_translated(changes, expected, tmp_path):
     import_hf(write_litgpt(tmp_path / "lit", model_of("llama"), "llama", **changes), tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
     assert expected.items() <= said.items()
@@ -186,16 +185,16 @@ def test_stretched_positions_stay_stretched(changes, expected, tmp_path):
         ({"mlp_class_name": "GemmaMLP"}, "mlp_class_name: GemmaMLP"),
         ({"name": "Gemma-2b"}, "name: Gemma-2b"),
         ({"norm_class_name": "LayerNorm"}, "norm_class_name: LayerNorm with mlp_class_name: LLaMAMLP"),
-        ({"parallel_residual": True}, "parallel_residual: True beside"),
+        ({"parallel_residual": True}, "parallel_residual: True with"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0"),
         ({"norm_1": False}, "norm_1: False"),
-        ({"rotary_percentage": 0.5}, "rotary_percentage: 0.5 beside"),
+        ({"rotary_percentage": 0.5}, "rotary_percentage: 0.5 with"),
         ({"rope_adjustments": {"factor": 2.0, "beta_fast": 32, "beta_slow": 1}}, "rope_adjustments: "),
         ({"sliding_window_size": 8, "sliding_window_indices": [1, 0]}, "sliding_window_indices with zeros"),
         ({"a_switch_of_tomorrow": True}, "a_switch_of_tomorrow: True"),
-        ({"n_layer": "two"}, "n_layer as two"),
-        ({"norm_eps": "little"}, "describes no model that transformers accepts"),
-        ({"n_head": 8, "n_query_groups": 4}, "make 128: it belongs to another config"),
+        ({"n_layer": "two"}, "n_layer: two, which must be a positive integer"),
+        ({"norm_eps": "little"}, "is not a config that transformers accepts"),
+        ({"n_head": 8, "n_query_groups": 4}, "need 128: it belongs to another config"),
     ],
 )
 def test_a_litgpt_model_that_would_compute_something_else_is_refused_by_name(changes, named, tmp_path):

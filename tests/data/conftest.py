@@ -1,4 +1,4 @@
-"""What the data tests share: settings as the config has them, a cache of their own, and a small tokenizer."""
+"""Fixtures of the data tests: settings as in the config, a cache per test, and sequences without files."""
 
 import json
 from collections.abc import Callable
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from shoal.data import Sequences, Summary
-from shoal.data.sequences import DOCUMENT, TARGET
+from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
 
 
 @dataclass
 class Data:
-    """Stands for `config.data`: attributes named as the YAML's keys."""
+    """Stands in for `config.data`: attributes named like the YAML keys."""
 
     source: Any = "text"
     path: Any = None
@@ -38,9 +38,9 @@ def settings() -> type[Data]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    place = tmp_path / "cache"
-    monkeypatch.setenv("SHOAL_CACHE", str(place))
-    return place
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("SHOAL_CACHE", str(folder))
+    return folder
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str, Any], Path]:
-    """Write text, bytes, or rows (as a JSON array, or one a line for .jsonl) into a file of this test."""
+    """Write text, bytes, or records (as a JSON array, or one per line for .jsonl) into a file of this test."""
 
     def write_file(name: str, content: Any) -> Path:
         file = tmp_path / name
@@ -60,7 +60,7 @@ def write(tmp_path: Path) -> Callable[[str, Any], Path]:
         elif isinstance(content, str):
             file.write_bytes(content.encode())
         elif name.endswith(".jsonl"):
-            file.write_text("".join(json.dumps(row) + "\n" for row in content))
+            file.write_text("".join(json.dumps(record) + "\n" for record in content))
         else:
             file.write_text(json.dumps(content, indent=1))
         return file
@@ -69,8 +69,8 @@ def write(tmp_path: Path) -> Callable[[str, Any], Path]:
 
 
 @pytest.fixture
-def make_rows() -> Callable[..., Sequences]:
-    """Rows without any file: `count` rows of random documents, several to a row when `separate`."""
+def make_sequences() -> Callable[..., Sequences]:
+    """Sequences without any file: `count` random documents, several per sequence when `separate`."""
 
     def make(count: int, *, length: int = 12, separate: bool = False, seed: int = 0) -> Sequences:
         random = np.random.default_rng(seed)
@@ -78,12 +78,12 @@ def make_rows() -> Callable[..., Sequences]:
         ends = np.cumsum(sizes)
         starts = ends - sizes
         tokens = random.integers(0, 250, int(sizes.sum())).astype(np.uint16)
-        flags = (random.random(len(tokens)) < 0.7).astype(np.uint8) * TARGET
+        flags = (random.random(len(tokens)) < 0.7).astype(np.uint8) * LOSS_TOKEN
         flags[starts] = DOCUMENT
         if separate:
             flags[random.random(len(tokens)) < 0.2] = DOCUMENT
         loss_tokens = np.array(
-            [int((flags[a + 1 : b] & TARGET).sum()) for a, b in zip(starts, ends, strict=True)], dtype=np.int32
+            [int((flags[a + 1 : b] & LOSS_TOKEN).sum()) for a, b in zip(starts, ends, strict=True)], dtype=np.int32
         )
         summary = Summary(
             "alpaca", separate, count, len(tokens), count, int(sizes.max()) - 1, int(loss_tokens.sum()), 0.5

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.data import chess_games, chess_player, load_tokenizer, prepare
 from shoal.data.chess_games import Match, play, played_file
-from shoal.data.sources import find_files, read_rows
+from shoal.data.sources import find_files, read_records
 from shoal.mistakes import UserMistake
 
 Write = Callable[[str, Any], Path]
@@ -20,7 +20,7 @@ TEXTS = ["", "e2e4", "e2e4 e7e5 g1f3", "a7a8q h2h1r b7a8b g7g8n", "e1g1 e8c8", "
 
 
 def games_in(path: Path) -> list[str]:
-    return [row.fields["text"] for row in read_rows("chess", find_files("chess", path))]
+    return [record.fields["text"] for record in read_records("chess", find_files("chess", path))]
 
 
 def replay(game: str) -> chess.Board:
@@ -30,7 +30,7 @@ def replay(game: str) -> chess.Board:
     return board
 
 
-def test_games_that_are_played_are_legal_and_no_two_are_alike() -> None:
+def test_generated_games_are_legal_and_no_two_are_alike() -> None:
     games = list(play(Match(games=40, plies=120, player="quick")))
     boards = [replay(game) for game in games]
     assert all(board.ply() == 120 or board.is_game_over() for board in boards)
@@ -38,7 +38,7 @@ def test_games_that_are_played_are_legal_and_no_two_are_alike() -> None:
 
 
 def test_the_player_finds_every_legal_move_and_no_other() -> None:
-    # It writes its own list of moves, for speed. Pawns become queens or knights with it, which is choice enough.
+    # The player has its own move generator, for speed. It promotes pawns to queens and knights only.
     source = random.Random(3)
     for game in play(Match(games=6, plies=60, player="quick", seed=9)):
         board = chess.Board()
@@ -67,16 +67,16 @@ def test_a_player_process_that_dies_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(chess_games, "_GAMES_WORTH_A_PROCESS", 4)
     monkeypatch.setattr(chess_games, "_cores", lambda: 2)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="ended early"):
+    with pytest.raises(RuntimeError, match="exited early"):
         list(play(SHORT))
 
 
-def test_games_are_played_once_and_cached(
+def test_games_are_generated_once_and_cached(
     settings: Any, said: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = settings(source="chess", games=12, plies=30, max_length=64, pack=False)
-    rows = prepare(data, load_tokenizer("chess"), report=said.append)
-    assert len(rows) == 12
+    sequences = prepare(data, load_tokenizer("chess"), report=said.append)
+    assert len(sequences) == 12
     (file,) = cache.glob("games/*/games.txt")
     assert file.read_text().splitlines() == list(play(SHORT))
     monkeypatch.setattr(chess_games, "play", lambda *_: pytest.fail("played again"))
@@ -84,7 +84,7 @@ def test_games_are_played_once_and_cached(
         settings(source="chess", games=12, plies=30, max_length=32), load_tokenizer("chess"), report=said.append
     )
     assert again.summary.documents == 12
-    assert any("played before" in sentence for sentence in said)
+    assert any("games from the cache" in sentence for sentence in said)
 
 
 @pytest.mark.parametrize("change", [{"games": 13}, {"plies": 20}, {"seed": 5}])
@@ -93,15 +93,15 @@ def test_another_match_is_another_file(tmp_path: Path, change: dict[str, int]) -
     assert played_file(SHORT, tmp_path, print) != played_file(other, tmp_path, print)
 
 
-def test_a_row_is_one_game_between_begin_and_end(settings: Any, said: list[str]) -> None:
+def test_a_sequence_is_one_game_between_begin_and_end(settings: Any, said: list[str]) -> None:
     tokenizer = load_tokenizer("chess")
     data = settings(source="chess", games=3, plies=10, max_length=64, pack=False)
-    rows = prepare(data, tokenizer, report=said.append)
+    sequences = prepare(data, tokenizer, report=said.append)
     games = list(play(Match(games=3, plies=10, player="quick")))
-    for row, game in enumerate(games):
-        tokens, _ = rows[row]
+    for index, game in enumerate(games):
+        tokens, _ = sequences[index]
         assert tokens.tolist() == [tokenizer.begin, *tokenizer.encode(game).tolist(), tokenizer.end]
-        assert rows.loss_tokens[row] == 2 * len(game.split()) + 1
+        assert sequences.loss_tokens[index] == 2 * len(game.split()) + 1
 
 
 def test_stockfish_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +140,11 @@ def test_the_main_lines_of_a_pgn_file_are_read(write: Write) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("a.txt", "e2e4 e7e5\nd2d4 Nf6\n", r"a\.txt:2 is not a game of chess: 'Nf6', at place 2, is not a move in UCI"),
-        ("a.txt", "\n", r"holds no game"),
-        ("a.pgn", "", r"holds no game"),
+        ("a.txt", "e2e4 e7e5\nd2d4 Nf6\n", r"a\.txt:2 is not a game of chess: 'Nf6' \(ply 2\) is not a move in UCI"),
+        ("a.txt", "\n", r"contains no games"),
+        ("a.pgn", "", r"contains no games"),
         ("a.pgn", PGN + '\n[Event "Three"]\n\n1. e4 e4 *\n', r"a\.pgn:10 is not a game of chess: illegal san: 'e4'"),
-        ("a.pgn", '[FEN "7k/8/6K1/8/8/8/8/5Q2 w - - 0 1"]\n[SetUp "1"]\n\n1. Qf7 *\n', r"does not begin where games"),
+        ("a.pgn", '[FEN "7k/8/6K1/8/8/8/8/5Q2 w - - 0 1"]\n[SetUp "1"]\n\n1. Qf7 *\n', r"does not start from"),
     ],
 )
 def test_files_that_hold_no_games_say_where_and_why(write: Write, name: str, content: str, sentence: str) -> None:
@@ -155,8 +155,8 @@ def test_files_that_hold_no_games_say_where_and_why(write: Write, name: str, con
 
 def test_a_bad_game_can_be_skipped(settings: Any, write: Write, said: list[str]) -> None:
     data = settings(source="chess", path=write("games.txt", "e2e4 e7e5\nhello\n"), on_error="skip")
-    rows = prepare(data, load_tokenizer("chess"), report=said.append)
-    assert (rows.summary.documents, rows.summary.skipped) == (1, 1)
+    sequences = prepare(data, load_tokenizer("chess"), report=said.append)
+    assert (sequences.summary.documents, sequences.summary.skipped) == (1, 1)
 
 
 def test_chess_and_its_export_give_the_same_ids_and_text(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_chess_and_its_export_give_the_same_ids_and_text(tmp_path: Path) -> None
         assert ours.decode(around, keep_special=False) == text
 
 
-def test_a_move_is_the_square_it_leaves_and_the_square_it_reaches() -> None:
+def test_a_move_is_its_origin_and_its_destination_square() -> None:
     tokenizer = load_tokenizer("chess")
     assert [tokenizer.decode([token]) for token in tokenizer.encode("e2e4 e7e8q")] == ["e2", "e4", "e7", "e8", "q"]
     assert len({*tokenizer.encode("e2e4").tolist(), *tokenizer.encode("e4e2").tolist()}) == 4

@@ -20,11 +20,11 @@ def test_permute_gives_the_same_answer_for_one_position_as_for_all() -> None:
 
 def test_permute_reaches_sizes_that_no_list_could_have() -> None:
     size = 10**15 + 7
-    places = permute(np.arange(1000) + size - 1000, size, 3)
-    assert len(set(places.tolist())) == 1000
-    assert places.min() >= 0
-    assert places.max() < size
-    assert places.std() > size / 5
+    values = permute(np.arange(1000) + size - 1000, size, 3)
+    assert len(set(values.tolist())) == 1000
+    assert values.min() >= 0
+    assert values.max() < size
+    assert values.std() > size / 5
 
 
 def test_permute_mixes() -> None:
@@ -34,7 +34,7 @@ def test_permute_mixes() -> None:
     for position in (0, 1, 499, 999):
         seen = np.bincount(table[:, position] * 20 // size, minlength=20)
         assert ((seen - keys / 20) ** 2 / (keys / 20)).sum() < 52
-    # Fixed points: one a permutation on average. Neighbours: as seldom neighbours again as chance has it (about two).
+    # Fixed points: one per permutation on average. Neighbours: adjacent again as seldom as by chance (about two).
     assert 0.7 < (table == np.arange(size)).sum() / keys < 1.3
     assert 1.4 < (np.abs(np.diff(table, axis=1)) == 1).sum() / keys < 2.6
     # No trend along the positions, and none from one key to the next.
@@ -51,7 +51,7 @@ def test_small_sizes_see_all_their_permutations(size: int) -> None:
     assert firsts.min() > 1000 / size * 0.7
 
 
-def test_each_epoch_is_another_permutation_of_the_training_rows() -> None:
+def test_each_epoch_is_another_permutation_of_the_training_sequences() -> None:
     order = Order(57, seed=5, validation=0.1)
     epochs = [
         order.training_sequences(epoch * order.training_count, order.training_count).tolist() for epoch in range(4)
@@ -60,19 +60,21 @@ def test_each_epoch_is_another_permutation_of_the_training_rows() -> None:
     assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1
 
 
-def test_positions_may_be_asked_for_in_any_pieces() -> None:
+def test_positions_may_be_requested_in_any_spans() -> None:
     order = Order(11, seed=3)
     whole = order.training_sequences(0, 50)
     for first, count in [(0, 1), (10, 2), (5, 30), (49, 1), (7, 0)]:
         assert order.training_sequences(first, count).tolist() == whole[first : first + count].tolist()
 
 
-@pytest.mark.parametrize(("rows", "share"), [(2, 0.01), (2, 0.99), (30, 0.1), (1000, 0.02), (1000, 0.0), (57, 0.5)])
-def test_validation_and_training_rows_are_disjoint_and_cover_everything(rows: int, share: float) -> None:
-    order = Order(rows, seed=9, validation=share)
+@pytest.mark.parametrize(
+    ("sequences", "share"), [(2, 0.01), (2, 0.99), (30, 0.1), (1000, 0.02), (1000, 0.0), (57, 0.5)]
+)
+def test_validation_and_training_sequences_are_disjoint_and_cover_everything(sequences: int, share: float) -> None:
+    order = Order(sequences, seed=9, validation=share)
     held, trained = order.validation_sequences(), order.training_sequences(0, order.training_count)
-    assert sorted([*held.tolist(), *trained.tolist()]) == list(range(rows))
-    assert len(held) == order.validation_count == min(int(np.ceil(round(rows * share, 6))), rows - 1)
+    assert sorted([*held.tolist(), *trained.tolist()]) == list(range(sequences))
+    assert len(held) == order.validation_count == min(int(np.ceil(round(sequences * share, 6))), sequences - 1)
 
 
 def test_another_seed_is_another_order_and_another_split() -> None:
@@ -81,16 +83,16 @@ def test_another_seed_is_another_order_and_another_split() -> None:
     assert (first.training_sequences(0, 900) == second.training_sequences(0, 900)).mean() < 0.02
 
 
-def test_validation_rows_of_a_separate_set_take_nothing_from_training() -> None:
+def test_validation_sequences_of_a_separate_set_take_nothing_from_training() -> None:
     order = Order(10, seed=1, separate=4)
     assert order.validation_sequences().tolist() == [0, 1, 2, 3]
     assert sorted(order.training_sequences(0, 10).tolist()) == list(range(10))
 
 
 def test_impossible_splits_say_what_to_do() -> None:
-    with pytest.raises(UserMistake, match=r"single row.*data\.validation: 0"):
+    with pytest.raises(UserMistake, match=r"single sequence.*data\.validation: 0"):
         Order(1, seed=0, validation=0.02)
-    with pytest.raises(UserMistake, match="not a share"):
+    with pytest.raises(UserMistake, match="not a fraction"):
         Order(10, seed=0, validation=1.5)
-    with pytest.raises(UserMistake, match="no rows"):
+    with pytest.raises(UserMistake, match="no sequences"):
         Order(0, seed=0)

@@ -14,7 +14,7 @@ import pytest
 
 from shoal.data import Sequences, load_tokenizer, prepare, prepare_sets, sources, tokenize
 from shoal.data.formats import alpaca_prompt
-from shoal.data.sequences import DOCUMENT, TARGET, ArrayWriter
+from shoal.data.sequences import DOCUMENT, LOSS_TOKEN, ArrayWriter
 from shoal.mistakes import UserMistake
 
 Write = Callable[[str, Any], Path]
@@ -26,21 +26,21 @@ def quiet(sentence: str) -> None:
     pass
 
 
-def contents(rows: Sequences) -> list[list[int]]:
-    return [rows[row][0].tolist() for row in range(len(rows))]
+def contents(sequences: Sequences) -> list[list[int]]:
+    return [sequences[index][0].tolist() for index in range(len(sequences))]
 
 
 def joined(parts: list[list[int]]) -> list[int]:
     return list(chain.from_iterable(parts))
 
 
-def labels(rows: Sequences) -> list[list[int]]:
-    """The tokens of each row that are trained on."""
-    found = (rows[row] for row in range(len(rows)))
-    return [tokens[1:][flags[1:] & TARGET != 0].tolist() for tokens, flags in found]
+def labels(sequences: Sequences) -> list[list[int]]:
+    """The loss tokens of each sequence."""
+    found = (sequences[index] for index in range(len(sequences)))
+    return [tokens[1:][flags[1:] & LOSS_TOKEN != 0].tolist() for tokens, flags in found]
 
 
-def alpaca_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
+def alpaca_records(count: int, seed: int = 0) -> list[dict[str, str]]:
     random = np.random.default_rng(seed)
     return [
         {"instruction": f"Say {number}.", "output": f"{number} " * int(random.integers(1, 30))}
@@ -49,42 +49,44 @@ def alpaca_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def only_entry(cache: Path) -> Path:
-    (entry,) = [place for place in (cache / "data").iterdir() if place.is_dir()]
+    (entry,) = [entry for entry in (cache / "data").iterdir() if entry.is_dir()]
     return entry
 
 
-# What rows hold
+# What sequences hold
 
 
-def test_a_stream_is_every_document_with_its_end_cut_without_loss(write: Write, settings: Any, tmp_path: Path) -> None:
+def test_a_stream_is_every_document_with_its_end_token_split_without_loss(
+    write: Write, settings: Any, tmp_path: Path
+) -> None:
     documents = ["first text\r\n", "zwei 🐟", "the third document is a good deal longer than a row"]
     for number, document in enumerate(documents):
         write(f"corpus/{number}.txt", document)
-    rows = prepare(settings(path=tmp_path / "corpus", max_length=8), BYTES, report=quiet)
+    sequences = prepare(settings(path=tmp_path / "corpus", max_length=8), BYTES, report=quiet)
     stream = [token for document in documents for token in [*document.encode(), END]]
     expected = [stream[start : start + 9] for start in range(0, len(stream) - 1, 8)]
-    assert contents(rows) == expected
-    assert rows.tokens.dtype == np.uint16
-    assert not rows.separate
-    # The first token of each document is seen but never asked for.
+    assert contents(sequences) == expected
+    assert sequences.tokens.dtype == np.uint16
+    assert not sequences.separate
+    # The first token of each document is an input and never a loss token.
     begins = np.cumsum([0, *(len(document.encode()) + 1 for document in documents[:-1])])
-    assert np.flatnonzero(rows.flags & DOCUMENT).tolist() == begins.tolist()
-    assert joined(labels(rows)) == [token for place, token in enumerate(stream) if place not in begins]
-    assert rows.loss_tokens.tolist() == [len(row) for row in labels(rows)]
-    assert rows.summary.documents == 3
-    assert rows.summary.tokens == len(stream)
-    assert rows.summary.longest == 8
+    assert np.flatnonzero(sequences.flags & DOCUMENT).tolist() == begins.tolist()
+    assert joined(labels(sequences)) == [token for index, token in enumerate(stream) if index not in begins]
+    assert sequences.loss_tokens.tolist() == [len(one) for one in labels(sequences)]
+    assert sequences.summary.documents == 3
+    assert sequences.summary.tokens == len(stream)
+    assert sequences.summary.longest == 8
 
 
-@pytest.mark.parametrize(("piece", "at_once"), [(5, 3), (7, 1000), (1 << 20, 1)])
+@pytest.mark.parametrize(("chunk", "at_once"), [(5, 3), (7, 1000), (1 << 20, 1)])
 def test_the_stream_does_not_depend_on_how_it_was_read(
-    write: Write, settings: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, piece: int, at_once: int
+    write: Write, settings: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chunk: int, at_once: int
 ) -> None:
     for number in range(4):
         write(f"corpus/{number}.txt", f"document {number} 🐟\n" * (number + 1))
     data = settings(path=tmp_path / "corpus")
     expected = prepare(data, BYTES, cache=tmp_path / "one", report=quiet)
-    monkeypatch.setattr(sources, "PIECE", piece)
+    monkeypatch.setattr(sources, "CHUNK", chunk)
     monkeypatch.setattr(tokenize, "_CHARACTERS_AT_ONCE", at_once)
     found = prepare(data, BYTES, cache=tmp_path / "two", report=quiet)
     assert contents(found) == contents(expected)
@@ -92,27 +94,27 @@ def test_the_stream_does_not_depend_on_how_it_was_read(
     assert found.summary == expected.summary
 
 
-def test_unpacked_text_is_split_into_rows_that_keep_every_label(write: Write, settings: Any) -> None:
+def test_unpacked_text_is_split_into_sequences_that_keep_every_label(write: Write, settings: Any) -> None:
     file = write("a.jsonl", [{"text": "abcdefghij"}, {"text": ""}, {"text": "xyz"}])
-    rows = prepare(settings(source="json", path=file, pack=False, max_length=4), BYTES, report=quiet)
+    sequences = prepare(settings(source="json", path=file, pack=False, max_length=4), BYTES, report=quiet)
     text = [*b"abcdefghij", END]
-    assert contents(rows) == [text[0:5], text[4:9], text[8:11], [*b"xyz", END]]
-    assert joined(labels(rows)) == [*text[1:], *b"yz", END]
-    assert rows.summary.empty == 1
-    assert rows.summary.truncated == 0
+    assert contents(sequences) == [text[0:5], text[4:9], text[8:11], [*b"xyz", END]]
+    assert joined(labels(sequences)) == [*text[1:], *b"yz", END]
+    assert sequences.summary.empty == 1
+    assert sequences.summary.truncated == 0
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_loss_is_on_the_answer_and_its_end_only(write: Write, settings: Any, pack: bool) -> None:
+def test_the_loss_counts_only_the_answer_and_its_end_token(write: Write, settings: Any, pack: bool) -> None:
     file = write("a.json", [{"instruction": "Add.", "input": "1 + 1", "output": "2"}])
-    rows = prepare(settings(source="json", path=file, pack=pack, max_length=300), BYTES, report=quiet)
-    assert contents(rows) == [[*alpaca_prompt("Add.", "1 + 1").encode(), *b"2", END]]
-    assert labels(rows) == [[*b"2", END]]
-    assert rows.summary.format == "alpaca"
+    sequences = prepare(settings(source="json", path=file, pack=pack, max_length=300), BYTES, report=quiet)
+    assert contents(sequences) == [[*alpaca_prompt("Add.", "1 + 1").encode(), *b"2", END]]
+    assert labels(sequences) == [[*b"2", END]]
+    assert sequences.summary.format == "alpaca"
     everything = prepare(
         settings(source="json", path=file, pack=pack, max_length=300, train_on="all"), BYTES, report=quiet
     )
-    assert labels(everything) == [contents(rows)[0][1:]]
+    assert labels(everything) == [contents(sequences)[0][1:]]
 
 
 def test_an_empty_answer_still_trains_to_stop(write: Write, settings: Any) -> None:
@@ -121,62 +123,62 @@ def test_an_empty_answer_still_trains_to_stop(write: Write, settings: Any) -> No
 
 
 def test_packing_keeps_documents_whole_and_loses_or_repeats_none(write: Write, settings: Any) -> None:
-    documents = alpaca_rows(60)
+    documents = alpaca_records(60)
     file = write("a.jsonl", documents)
-    rows = prepare(settings(source="json", path=file, max_length=399), BYTES, report=quiet)
-    assert rows.separate
+    sequences = prepare(settings(source="json", path=file, max_length=399), BYTES, report=quiet)
+    assert sequences.separate
     found = []
-    for row in range(len(rows)):
-        tokens, flags = rows[row]
+    for index in range(len(sequences)):
+        tokens, flags = sequences[index]
         assert len(tokens) <= 400
         assert flags[0] == DOCUMENT
         found += [part.tolist() for part in np.split(tokens, np.flatnonzero(flags & DOCUMENT)[1:])]
     expected = [[*(alpaca_prompt(one["instruction"]) + one["output"]).encode(), END] for one in documents]
     assert sorted(found) == sorted(expected)
-    assert rows.loss_tokens.tolist() == [len(row) for row in labels(rows)]
-    assert sorted(joined(labels(rows))) == sorted(
+    assert sequences.loss_tokens.tolist() == [len(one) for one in labels(sequences)]
+    assert sorted(joined(labels(sequences))) == sorted(
         token for one in documents for token in [*one["output"].encode(), END]
     )
 
 
-def test_documents_cut_before_their_answer_are_left_out_and_counted(
+def test_documents_truncated_before_their_answer_are_left_out_and_counted(
     write: Write, settings: Any, said: list[str]
 ) -> None:
     short, long = {"instruction": "Hi", "output": "yes " * 90}, {"instruction": "Hi " * 200, "output": "no"}
     file = write("a.json", [short, long])
-    rows = prepare(settings(source="json", path=file, max_length=200), BYTES, report=said.append)
-    assert contents(rows) == [[*(alpaca_prompt("Hi") + short["output"]).encode()][:201]]
-    assert (rows.summary.truncated, rows.summary.dropped, rows.summary.rows) == (2, 1, 1)
-    assert any("lost their tail" in sentence for sentence in said)
-    assert any("nothing to train on" in sentence for sentence in said)
+    sequences = prepare(settings(source="json", path=file, max_length=200), BYTES, report=said.append)
+    assert contents(sequences) == [[*(alpaca_prompt("Hi") + short["output"]).encode()][:201]]
+    assert (sequences.summary.truncated, sequences.summary.dropped, sequences.summary.sequences) == (2, 1, 1)
+    assert any("were truncated" in sentence for sentence in said)
+    assert any("no loss tokens" in sentence for sentence in said)
 
 
 def test_a_tokenizer_that_prepends_begin_gets_it_before_each_document(write: Write, settings: Any) -> None:
     tokenizer = load_tokenizer("bytes")
     tokenizer.prepends_begin = True
     file = write("a.jsonl", [{"text": "ab"}, {"text": "c"}])
-    rows = prepare(settings(source="json", path=file), tokenizer, report=quiet)
-    assert contents(rows) == [[256, *b"ab", END, 256, *b"c", END]]
-    assert labels(rows) == [[*b"ab", END, *b"c", END]]
+    sequences = prepare(settings(source="json", path=file), tokenizer, report=quiet)
+    assert contents(sequences) == [[256, *b"ab", END, 256, *b"c", END]]
+    assert labels(sequences) == [[*b"ab", END, *b"c", END]]
 
 
 def test_a_large_vocabulary_is_stored_in_four_bytes(write: Write, settings: Any) -> None:
     tokenizer = load_tokenizer("bytes")
     tokenizer.size = 70_000
     tokenizer.end = 69_999
-    rows = prepare(settings(path=write("a.txt", "ab")), tokenizer, report=quiet)
-    assert rows.tokens.dtype == np.int32
-    assert contents(rows) == [[*b"ab", 69_999]]
+    sequences = prepare(settings(path=write("a.txt", "ab")), tokenizer, report=quiet)
+    assert sequences.tokens.dtype == np.int32
+    assert contents(sequences) == [[*b"ab", 69_999]]
 
 
-def test_bad_rows_are_skipped_and_counted_only_when_asked(write: Write, settings: Any, said: list[str]) -> None:
+def test_invalid_records_are_skipped_and_counted_only_when_asked(write: Write, settings: Any, said: list[str]) -> None:
     file = write("a.jsonl", '{"text": "ab"}\n{"text": \n{"other": 1}\n{"text": "c"}\n')
     with pytest.raises(UserMistake, match=f"{file}:2"):
         prepare(settings(source="json", path=file), BYTES, report=quiet)
-    rows = prepare(settings(source="json", path=file, on_error="skip"), BYTES, report=said.append)
-    assert contents(rows) == [[*b"ab", END, *b"c", END]]
-    assert rows.summary.skipped == 2
-    assert any("2 bad rows" in sentence and f"{file}:2" in sentence for sentence in said)
+    sequences = prepare(settings(source="json", path=file, on_error="skip"), BYTES, report=said.append)
+    assert contents(sequences) == [[*b"ab", END, *b"c", END]]
+    assert sequences.summary.skipped == 2
+    assert any("2 invalid records" in sentence and f"{file}:2" in sentence for sentence in said)
 
 
 def test_a_long_preparation_reports_progress(
@@ -185,7 +187,7 @@ def test_a_long_preparation_reports_progress(
     clock = iter(range(0, 100_000, 3))
     monkeypatch.setattr(tokenize.time, "monotonic", lambda: next(clock))
     prepare(settings(path=write("a.txt", "abc")), BYTES, report=said.append)
-    assert said[0].startswith("Tokenising: 1 documents, 4 tokens")
+    assert said[0].startswith("Tokenizing: 1 documents, 4 tokens")
 
 
 # Validation
@@ -209,10 +211,10 @@ def test_validation_is_a_share_or_a_path_or_nothing(write: Write, settings: Any)
 # Mistakes
 
 
-def test_data_without_anything_to_train_on_says_so(write: Write, settings: Any) -> None:
+def test_data_without_loss_tokens_is_a_mistake(write: Write, settings: Any) -> None:
     with pytest.raises(UserMistake, match="no text"):
         prepare(settings(source="json", path=write("a.jsonl", [{"text": ""}])), BYTES, report=quiet)
-    with pytest.raises(UserMistake, match=r"no rows.*1 were skipped.*is empty"):
+    with pytest.raises(UserMistake, match=r"no record.*1 were skipped.*is empty"):
         prepare(settings(path=write("a.txt", ""), on_error="skip"), BYTES, report=quiet)
     file = write("b.json", [{"instruction": "x" * 400, "output": "y"}])
     with pytest.raises(UserMistake, match=r"None of the 1 documents.*data\.max_length 50\. Raise it"):
@@ -227,7 +229,7 @@ def test_a_failed_preparation_leaves_nothing_behind(write: Write, settings: Any,
     file = write("a.jsonl", '{"text": "ab"}\nnot json\n')
     with pytest.raises(UserMistake):
         prepare(settings(source="json", path=file), BYTES, report=quiet)
-    assert [place.suffix for place in (cache / "data").iterdir()] == [".lock"]
+    assert [entry.suffix for entry in (cache / "data").iterdir()] == [".lock"]
 
 
 def test_a_cache_that_cannot_be_written_says_what_to_do(write: Write, settings: Any) -> None:
@@ -245,7 +247,7 @@ def test_a_full_disk_says_what_to_do_and_leaves_nothing_behind(
     monkeypatch.setattr(ArrayWriter, "append", write_to_a_full_disk)
     with pytest.raises(UserMistake, match=r"full disk.*SHOAL_CACHE"):
         prepare(settings(path=write("a.txt", "ab")), BYTES, report=quiet)
-    assert [place.suffix for place in (cache / "data").iterdir()] == [".lock"]
+    assert [entry.suffix for entry in (cache / "data").iterdir()] == [".lock"]
 
 
 def test_data_that_changes_while_it_is_read_is_not_cached(
@@ -261,7 +263,7 @@ def test_data_that_changes_while_it_is_read_is_not_cached(
     monkeypatch.setattr(type(BYTES), "encode_many", encode_while_growing)
     with pytest.raises(UserMistake, match="changed while it was read"):
         prepare(settings(path=file), BYTES, report=quiet)
-    assert not [place for place in (cache / "data").iterdir() if place.is_dir()]
+    assert not [entry for entry in (cache / "data").iterdir() if entry.is_dir()]
 
 
 # The cache
@@ -272,14 +274,14 @@ def test_the_second_preparation_reads_no_source(
 ) -> None:
     data = settings(path=write("a.txt", "hello there"))
     first = prepare(data, BYTES, report=quiet)
-    monkeypatch.setattr(tokenize, "read_rows", None)
+    monkeypatch.setattr(tokenize, "read_records", None)
     second = prepare(data, BYTES, report=said.append)
     assert contents(second) == contents(first)
     assert isinstance(second.tokens, np.memmap)
-    assert "Prepared before" in said[-1]
+    assert "from the cache" in said[-1]
 
 
-def test_whatever_changes_the_rows_prepares_them_again(write: Write, settings: Any, cache: Path) -> None:
+def test_whatever_changes_the_sequences_prepares_them_again(write: Write, settings: Any, cache: Path) -> None:
     file = write("a.jsonl", [{"instruction": "a", "output": "b"}])
     base = {"source": "json", "path": file, "max_length": 300}
     other = load_tokenizer("bytes")
@@ -287,7 +289,7 @@ def test_whatever_changes_the_rows_prepares_them_again(write: Write, settings: A
 
     def entries(**changes: Any) -> int:
         prepare(settings(**(base | changes)), changes.pop("tokenizer", BYTES), report=quiet)
-        return len([place for place in (cache / "data").iterdir() if place.is_dir()])
+        return len([entry for entry in (cache / "data").iterdir() if entry.is_dir()])
 
     assert entries() == 1
     assert entries(workers=7, validation=0.5) == 1
@@ -321,22 +323,22 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "a missing file": lambda entry: (entry / "ends.npy").unlink(),
     "no list of contents": lambda entry: (entry / "contents.json").unlink(),
     "a broken list of contents": lambda entry: (entry / "contents.json").write_text("[1"),
-    "a file in its place": lambda entry: (shutil.rmtree(entry), entry.write_text("?")),
+    "a file in its entry": lambda entry: (shutil.rmtree(entry), entry.write_text("?")),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_entry_is_made_again(write: Write, settings: Any, cache: Path, said: list[str], damage: str) -> None:
+def test_a_damaged_entry_is_rebuilt(write: Write, settings: Any, cache: Path, said: list[str], damage: str) -> None:
     data = settings(path=write("a.txt", "hello there"))
     first = contents(prepare(data, BYTES, report=quiet))
     DAMAGES[damage](only_entry(cache))
     assert contents(prepare(data, BYTES, report=said.append)) == first
     assert "damaged" in said[0]
     assert contents(prepare(data, BYTES, report=said.append)) == first
-    assert "Prepared before" in said[-1]
+    assert "from the cache" in said[-1]
 
 
-def test_what_a_killed_process_left_is_cleared_away(write: Write, settings: Any, cache: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(write: Write, settings: Any, cache: Path) -> None:
     data = settings(path=write("a.txt", "hello there"))
     prepare(data, BYTES, report=quiet)
     entry = only_entry(cache)
@@ -354,8 +356,8 @@ def _prepare_slowly(data: Any, out: Path) -> None:
             time.sleep(0.3)
             return super().encode_many(texts)
 
-    rows = prepare(data, Slow(), report=quiet)
-    (out / f"{os.getpid()}.json").write_text(json.dumps(contents(rows)))
+    sequences = prepare(data, Slow(), report=quiet)
+    (out / f"{os.getpid()}.json").write_text(json.dumps(contents(sequences)))
 
 
 def test_of_several_processes_one_prepares_and_the_others_wait(write: Write, settings: Any, tmp_path: Path) -> None:

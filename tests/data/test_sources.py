@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from shoal.data import sources
-from shoal.data.sources import find_files, read_rows
+from shoal.data.sources import find_files, read_records
 from shoal.mistakes import UserMistake
 
 Write = Callable[[str, Any], Path]
 
 
 def texts(path: object) -> list[str]:
-    return [row.fields["text"] for row in read_rows("text", find_files("text", path))]
+    return [record.fields["text"] for record in read_records("text", find_files("text", path))]
 
 
 def test_a_folder_is_read_in_sorted_order_without_hidden_files(write: Write, tmp_path: Path) -> None:
@@ -33,41 +33,45 @@ def test_text_keeps_its_line_ends_and_drops_a_byte_order_mark(write: Write) -> N
 
 
 @pytest.mark.parametrize("size", [4, 5, 7, 16, 1000])
-def test_a_large_file_comes_in_pieces_that_join_to_the_whole(
+def test_a_large_file_comes_in_chunks_that_join_to_the_original(
     write: Write, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(sources, "PIECE", size)
+    monkeypatch.setattr(sources, "CHUNK", size)
     whole = "ab\ncdé 🐟🐟🐟 long line without an end " * 3 + "\n\nlast"
-    rows = list(read_rows("text", [write("a.txt", whole)]))
-    assert "".join(row.fields["text"] for row in rows) == whole
-    assert [row.continued for row in rows] == [True] * (len(rows) - 1) + [False]
-    assert (len(rows) > 1) == (size < 1000)
+    records = list(read_records("text", [write("a.txt", whole)]))
+    assert "".join(record.fields["text"] for record in records) == whole
+    assert [record.continued for record in records] == [True] * (len(records) - 1) + [False]
+    assert (len(records) > 1) == (size < 1000)
 
 
 @pytest.mark.parametrize("size", [4, 7, 1000])
 def test_undecodable_text_names_file_and_offset(write: Write, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(sources, "PIECE", size)
+    monkeypatch.setattr(sources, "CHUNK", size)
     file = write("bad.txt", "ünicode".encode() + b"\xff tail")
     with pytest.raises(UserMistake, match=rf"{file}.*offset 8"):
-        list(read_rows("text", [file]))
+        list(read_records("text", [file]))
     cut = write("cut.txt", "fish 🐟".encode()[:-1])
     with pytest.raises(UserMistake, match=rf"{cut}.*offset 5"):
-        list(read_rows("text", [cut]))
+        list(read_records("text", [cut]))
 
 
 def test_json_arrays_and_lines_know_their_lines(write: Write) -> None:
     array = write("a.json", '[\n {"text": "1"},\n\n {"text":\n "2"}, {"text": "3"}]\n')
     lines = write("a.jsonl", b'\xef\xbb\xbf{"text": "1"}\r\n\r\n{"text": "\\u00e9"}')
-    assert [(row.line, row.fields["text"]) for row in read_rows("json", [array])] == [(2, "1"), (4, "2"), (5, "3")]
-    assert [(row.where, row.fields["text"]) for row in read_rows("json", [lines])] == [
+    assert [(record.line, record.fields["text"]) for record in read_records("json", [array])] == [
+        (2, "1"),
+        (4, "2"),
+        (5, "3"),
+    ]
+    assert [(record.where, record.fields["text"]) for record in read_records("json", [lines])] == [
         (f"{lines}:1", "1"),
         (f"{lines}:3", "é"),
     ]
 
 
-def test_objects_one_after_another_in_a_json_file_are_rows(write: Write) -> None:
-    rows = read_rows("json", [write("a.json", '{"text": "1"}\n{"text":\n "2"}\n')])
-    assert [(row.line, row.fields["text"]) for row in rows] == [(1, "1"), (2, "2")]
+def test_objects_one_after_another_in_a_json_file_are_records(write: Write) -> None:
+    records = read_records("json", [write("a.json", '{"text": "1"}\n{"text":\n "2"}\n')])
+    assert [(record.line, record.fields["text"]) for record in records] == [(1, "1"), (2, "2")]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_objects_one_after_another_in_a_json_file_are_rows(write: Write) -> None
         ("a.jsonl", "[" * 100_000, 1, "nested too deeply|column"),
         ("a.json", '[{"text": "1"},\n{"text": }]', 2, "column"),
         ("a.json", '[{"text": "1"}\n{"text": "2"}]', 2, "comma is missing"),
-        ("a.json", '[{"text": "1"},\n]', 2, "comma stands before"),
+        ("a.json", '[{"text": "1"},\n]', 2, "comma before"),
         ("a.json", '[{"text": "1"},\n{"text": "2"}\n', 3, "ends inside"),
         ("a.json", '[{"text": "1"}]\n {}', 1, "more after"),
         ("a.json", '[{"text": "1"},\n 7]', 2, "found a int"),
@@ -89,13 +93,13 @@ def test_objects_one_after_another_in_a_json_file_are_rows(write: Write) -> None
 def test_json_mistakes_name_file_and_line(write: Write, name: str, content: Any, line: int, problem: str) -> None:
     file = write(name, content)
     with pytest.raises(UserMistake, match=rf"{file}:{line} .*({problem})"):
-        list(read_rows("json", [file]))
+        list(read_records("json", [file]))
 
 
 @pytest.mark.parametrize(("source", "name", "content"), [("text", "a.txt", ""), ("json", "a.json", " []\n")])
 def test_an_empty_file_is_a_mistake(write: Write, source: str, name: str, content: str) -> None:
     with pytest.raises(UserMistake, match=r"is empty.*Remove it"):
-        list(read_rows(source, [write(name, content)]))
+        list(read_records(source, [write(name, content)]))
 
 
 def test_paths_that_lead_nowhere_say_so(write: Write, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ways to damage the files of a checkpoint. Each is a function of the file's bytes and of a seeded source of chance."""
+"""Ways to damage the files of a checkpoint. Each is a function of the file's bytes and of a seeded random generator."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from shoal.checkpoint.store import MANIFEST
 
 Damage = Callable[[bytes, Random], bytes]
 
-# What stands in a JSON file where something else belongs. Python's json reads NaN and Infinity, so files may have them.
+# Unexpected values in a JSON file. Python's json reads NaN and Infinity, so files may have them.
 ODD_VALUES: tuple[Any, ...] = (
     None,
     True,
@@ -107,7 +107,7 @@ def say_a_key_twice(contents: bytes, chance: Random) -> bytes:
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every value of a tree, as what holds it and its key there."""
+    """Every value of a tree, as (container, key)."""
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         yield tree, key
         if isinstance(value, dict | list):
@@ -198,7 +198,7 @@ MANIFEST_ONLY: dict[str, Damage] = {
 }
 
 
-# Tensor files only. Their data stays as it is: what it should have been, only a hash can tell.
+# Tensor files only. Their data is not changed: only the hash can detect that.
 
 
 def take_apart(contents: bytes) -> tuple[dict[str, Any], bytes]:
@@ -265,8 +265,8 @@ def _reshape(tensor: dict[str, Any], chance: Random) -> None:
     tensor["shape"] = chance.choice([other for other in (*grown, *odd) if other != shape])
 
 
-def _change_the_boxes(change: Callable[[dict[str, Any], Random], Any]) -> Damage:
-    """Of what the file says about which part of which whole its tensors are."""
+def _change_the_slices(change: Callable[[dict[str, Any], Random], Any]) -> Damage:
+    """Damage the metadata that says which slice of which tensor is in the file."""
 
     def damage(contents: bytes, chance: Random) -> bytes:
         header, data = take_apart(contents)
@@ -278,7 +278,7 @@ def _change_the_boxes(change: Callable[[dict[str, Any], Random], Any]) -> Damage
     return damage
 
 
-def _move_a_box(tensor_slices: dict[str, Any], chance: Random) -> Any:
+def _move_a_slice(tensor_slices: dict[str, Any], chance: Random) -> Any:
     place = tensor_slices[chance.choice([name for name, place in tensor_slices.items() if place["offset"]])]
     index = chance.randrange(len(place["offset"]))
     true = place["offset"][index]
@@ -287,8 +287,8 @@ def _move_a_box(tensor_slices: dict[str, Any], chance: Random) -> Any:
     return tensor_slices
 
 
-def _lay_a_box_over_another(tensor_slices: dict[str, Any], chance: Random) -> Any:
-    """Inside the whole, so that only the other boxes of the tensor show that it cannot be."""
+def _overlap_slices(tensor_slices: dict[str, Any], chance: Random) -> Any:
+    """Inside the tensor, so that only the other slices of the tensor show the error."""
     shared = [place for place in tensor_slices.values() if place["whole"] and place["whole"][0] % 2 == 0]
     place = chance.choice(shared)
     # Two ranks have half of the rows each.
@@ -314,7 +314,7 @@ def _change_the_rank(tensor_slices: dict[str, Any], chance: Random) -> Any:
     return tensor_slices
 
 
-def _lose_a_box(tensor_slices: dict[str, Any], chance: Random) -> Any:
+def _lose_a_slice(tensor_slices: dict[str, Any], chance: Random) -> Any:
     if chance.random() < 0.2:
         return {}
     del tensor_slices[chance.choice(list(tensor_slices))]
@@ -326,7 +326,7 @@ def _any_json(tensor_slices: dict[str, Any], chance: Random) -> Any:
     return damaged.decode(errors="replace")
 
 
-def lose_the_boxes(contents: bytes, chance: Random) -> bytes:
+def lose_the_slices(contents: bytes, chance: Random) -> bytes:
     header, data = take_apart(contents)
     if chance.random() < 0.5:
         del header["__metadata__"]
@@ -344,22 +344,22 @@ TENSORS_ONLY: dict[str, Damage] = {
     "data elsewhere": _change_a_tensor(_move),
     "another type": _change_a_tensor(_retype),
     "another shape": _change_a_tensor(_reshape),
-    "a box elsewhere": _change_the_boxes(_move_a_box),
-    "a box over another": _change_the_boxes(_lay_a_box_over_another),
-    "another whole": _change_the_boxes(_resize_the_whole),
-    "another number of dimensions": _change_the_boxes(_change_the_rank),
-    "a box missing": _change_the_boxes(_lose_a_box),
-    "boxes damaged": _change_the_boxes(_any_json),
-    "no boxes": lose_the_boxes,
+    "a slice elsewhere": _change_the_slices(_move_a_slice),
+    "overlapping slices": _change_the_slices(_overlap_slices),
+    "another whole": _change_the_slices(_resize_the_whole),
+    "another number of dimensions": _change_the_slices(_change_the_rank),
+    "a slice missing": _change_the_slices(_lose_a_slice),
+    "slices damaged": _change_the_slices(_any_json),
+    "no slices": lose_the_slices,
 }
 
 
-# Putting them on the disk.
+# Write them to disk.
 
 
 @contextmanager
 def written(contents: Mapping[Path, bytes]) -> Iterator[None]:
-    """Files with other contents, until the end of the block."""
+    """Replace the contents of files until the end of the block."""
     before = {path: path.read_bytes() for path in contents}
     for path, damaged in contents.items():
         path.write_bytes(damaged)

@@ -1,4 +1,4 @@
-"""Configs that nobody meant: damaged, hostile, or both. Each is a function of a good config's text and of chance."""
+"""Damaged and hostile configs. Each is a function of a good config's text and a random generator."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ import yaml
 
 from tests.faults.damage import flip_bytes, places, repeat_a_part, spoil_utf8, truncate
 
-# The text of a good config, a folder for files to include, chance → the config's bytes.
+# (text of a good config, folder for files to include, random generator) → the config's bytes.
 Make = Callable[[str, Path, Random], bytes]
 
 TAGS = (
@@ -158,7 +158,7 @@ def odd_reference(text: str, folder: Path, chance: Random) -> bytes:
 
 
 def moved_value(text: str, folder: Path, chance: Random) -> bytes:
-    """A part of the config stands where another belongs."""
+    """A part of the config is in the position of another."""
     tree = yaml.safe_load(text)
     found = list(places(tree))
     (holder, key), (other, other_key) = chance.choice(found), chance.choice(found)
@@ -191,7 +191,7 @@ def deep(text: str, folder: Path, chance: Random) -> bytes:
 
 
 def bomb(text: str, folder: Path, chance: Random) -> bytes:
-    """Aliases, merges or references that stand for a billion of something."""
+    """Aliases, merges or references that expand to a billion values."""
     width, depth = chance.choice(((10, 9), (2, 40), (3, 25)))
     kind = chance.choice(("lists", "blocks", "merges", "texts", "nodes", "defaults"))
     names = [f"x{index}" for index in range(depth)]
@@ -234,7 +234,7 @@ def many_includes(text: str, folder: Path, chance: Random) -> bytes:
 
 
 def large(text: str, folder: Path, chance: Random) -> bytes:
-    """Much of it, and nothing clever."""
+    """Large but simple configs."""
     count = 6_000
     kinds = (
         "\n".join(f"key{index}: 1" for index in range(count)),

@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or gone: nothing half-written stays, and nothing that can be saved is lost."""
+"""A disk that is full, read-only or removed: no partial checkpoint stays, and nothing that can be saved is lost."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ import pytest
 
 from shoal import api
 from shoal.checkpoint import store
-from shoal.checkpoint.store import list_whole
+from shoal.checkpoint.store import list_complete
 from shoal.train.save import CannotSave
 from tests.checkpoint.cut import hold_bitwise
 from tests.harness import PATIENCE, lines, settings, train_on
@@ -44,7 +44,7 @@ def config_of(data: Path, **changes: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def meanwhile(act: Callable[[], None]) -> Iterator[None]:
-    """Somebody else, in a process of their own."""
+    """Run `act` in another process."""
     other = multiprocessing.get_context("fork").Process(target=act)
     other.start()
     try:
@@ -63,7 +63,7 @@ def wait_for_step(run: Path, step: int) -> None:
 
 
 def fill(disk: Path) -> Path:
-    """Leave no room, as somebody else's files do."""
+    """Fill the disk, as other files would."""
     filler = disk / "somebody-elses"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(b"x" * 1024):
@@ -72,14 +72,14 @@ def fill(disk: Path) -> Path:
 
 
 def steps_in(checkpoints: Path) -> list[int]:
-    whole = [one.step for one in list_whole(checkpoints)]
+    whole = [one.step for one in list_complete(checkpoints)]
     there = [path.name for path in checkpoints.glob("step-*")]
     assert len(whole) == len(there), "something half-written was left behind"
     return whole
 
 
 @pytest.mark.parametrize(("world_size", "asynchronous"), [(1, True), (1, False), (2, True)])
-def test_a_save_to_a_full_disk_is_abandoned_with_a_warning_and_the_next_with_room_is_whole(
+def test_a_save_to_a_full_disk_is_abandoned_with_a_warning_and_the_next_with_space_is_complete(
     world_size, asynchronous, instructions, small_disk, tmp_path, capfd
 ):
     config = config_of(instructions, checkpoint__async=asynchronous)
@@ -89,7 +89,7 @@ def test_a_save_to_a_full_disk_is_abandoned_with_a_warning_and_the_next_with_roo
         wait_for_step(small_disk / "run", 5)
         began = time.monotonic()
         wait_for_step(small_disk / "run", SAVE_EVERY + 5)
-        # As long as these steps took and half as long again: there is a save among as many.
+        # 1.5 times as long as these steps took, so that a save falls into it.
         long_enough = 1.5 * (time.monotonic() - began)
         filler = fill(small_disk)
         time.sleep(max(0.6, long_enough))
@@ -101,12 +101,12 @@ def test_a_save_to_a_full_disk_is_abandoned_with_a_warning_and_the_next_with_roo
     assert "COULD NOT BE SAVED" in said
     assert "No space left on device" in said
     assert steps_in(run / "checkpoints")[-1] == STEPS
-    # Lines that found no room were kept, and are all there.
+    # Lines that found no space were kept and written later.
     assert [line["step"] for line in lines(run)] == list(range(1, STEPS + 1))
     hold_bitwise(run, reference)
 
 
-def test_a_run_whose_last_save_found_no_room_does_not_end_as_if_it_had(instructions, small_disk, capfd):
+def test_a_run_whose_last_save_failed_does_not_end_with_success(instructions, small_disk, capfd):
     def fill_for_good() -> None:
         wait_for_step(small_disk / "run", SAVE_EVERY + 5)
         fill(small_disk)
@@ -116,7 +116,7 @@ def test_a_run_whose_last_save_found_no_room_does_not_end_as_if_it_had(instructi
     assert SAVE_EVERY in steps_in(small_disk / "run" / "checkpoints")
 
 
-def test_a_full_disk_makes_the_fallback_the_place_to_save(instructions, small_disk, tmp_path, capfd):
+def test_a_full_disk_makes_the_run_save_in_the_fallback(instructions, small_disk, tmp_path, capfd):
     config = config_of(instructions, checkpoint__fallback=str(tmp_path / "elsewhere"))
 
     def fill_for_good() -> None:
@@ -129,16 +129,16 @@ def test_a_full_disk_makes_the_fallback_the_place_to_save(instructions, small_di
     assert steps_in(run / "checkpoints")[-1] < STEPS
     spare = tmp_path / "elsewhere" / "run"
     assert steps_in(spare / "checkpoints")[-1] == STEPS
-    # What lies there is as good as a run of its own.
+    # The fallback can be used like any run.
     assert (api.export(spare, tmp_path / "exported") / "model.safetensors").is_file()
     (small_disk / "somebody-elses").unlink()
     config["train"]["steps"] = STEPS + 2
     train_on(1, config, small_disk, resume=True)
-    assert f"Going on after step {STEPS}, from {spare}" in " ".join(capfd.readouterr().err.split())
+    assert f"Resuming after step {STEPS} from {spare}" in " ".join(capfd.readouterr().err.split())
     assert steps_in(run / "checkpoints")[-1] == STEPS + 2
 
 
-def test_a_new_run_of_the_same_name_does_not_go_on_with_what_another_left_in_the_fallback(
+def test_a_new_run_of_the_same_name_does_not_resume_from_another_runs_fallback(
     instructions, small_disk, tmp_path, capfd
 ):
     config = config_of(instructions, checkpoint__fallback=str(tmp_path / "elsewhere"))
@@ -155,13 +155,13 @@ def test_a_new_run_of_the_same_name_does_not_go_on_with_what_another_left_in_the
     other["train"]["steps"] = 30
     capfd.readouterr()
     train_on(1, other, small_disk, resume=True)
-    assert "Going on after step 25" in capfd.readouterr().err
+    assert "Resuming after step 25" in capfd.readouterr().err
     spare = tmp_path / "elsewhere" / "run" / "checkpoints"
     assert steps_in(spare) == []
-    assert list(spare.glob("abandoned-*")), "what the other had saved was thrown away"
+    assert list(spare.glob("abandoned-*")), "the other run's checkpoints were deleted"
 
 
-def test_a_disk_that_failed_once_and_works_again_is_saved_to_as_before(instructions, tmp_path, monkeypatch):
+def test_a_disk_that_failed_once_is_used_again(instructions, tmp_path, monkeypatch):
     begin, failed = store.begin, []
 
     def fail_once(checkpoints: Path, step: int) -> Path:
@@ -173,7 +173,7 @@ def test_a_disk_that_failed_once_and_works_again_is_saved_to_as_before(instructi
     monkeypatch.setattr(store, "begin", fail_once)
     run = train_on(1, config_of(instructions, train__steps=30, checkpoint__every=4, checkpoint__keep=40), tmp_path)
     saved = steps_in(run / "checkpoints")
-    # The one that failed was made up for at the next step or two, and from then on all is as it was.
+    # The failed save is repeated within two steps; later ones are on schedule.
     assert [step for step in saved if step > 8] == [12, 16, 20, 24, 28, 30]
     assert 1 <= len([step for step in saved if step < 8]) <= 2
 
@@ -199,7 +199,7 @@ def test_a_run_folder_that_vanished_ends_the_run_with_its_state_in_the_fallback(
     said = str(raised.value)
     assert "cannot be written any more" in said
     assert "No such file or directory" in said
-    assert not run.exists(), "it was quietly begun anew"
+    assert not run.exists(), "the run folder was created again"
     spare = tmp_path / "elsewhere" / "run" / "checkpoints"
     last = steps_in(spare)[-1]
     assert f"--from {spare / f'step-{last:08d}'}" in said

@@ -1,4 +1,4 @@
-"""A rank that stands still: every other dumps its stacks, the one to blame is named, and the run starts again."""
+"""A hung rank: all ranks dump their stacks, the cause is reported, and the run is restarted."""
 
 import json
 import os
@@ -21,24 +21,24 @@ HANG_TIMEOUT = 4.0
 
 
 def hang(folder: Path, act: Callable[[int], None]) -> tuple[str, dict[int, str]]:
-    """What is said, and each rank's stacks, when three ranks do `act` instead of their next step."""
+    """The watchdog's message and each rank's stacks when three ranks do `act` instead of their next step."""
     said = folder / "said"
 
     def be() -> None:
         with joined_within(60) as ranks:
-            watch = Watchdog(
+            watchdog = Watchdog(
                 folder / "hang",
                 ranks,
                 1.0,
                 heartbeats=heartbeat_file(),
                 tell=lambda text: said.write_text(text) and None,
             )
-            with watch:
+            with watchdog:
                 dist.all_reduce(torch.ones(3))
-                watch.beat(7, "training")
+                watchdog.heartbeat(7, "training")
                 act(ranks.rank)
 
-    # Ranks that end break the connections of those that are about to.
+    # Ranks that exit break the connections of the others.
     with pytest.raises((AssertionError, RuntimeError), match=r"ended without an answer|Connection"):
         run_ranks(3, be)
     found = {int(path.stem[-5:]): path.read_text() for path in (folder / "hang").glob("rank-*.txt")}
@@ -46,14 +46,15 @@ def hang(folder: Path, act: Callable[[int], None]) -> tuple[str, dict[int, str]]
     return said.read_text(), found
 
 
-def test_a_rank_that_skips_a_collective_is_named_with_the_collective_and_what_it_was_doing(tmp_path):
+def test_a_rank_that_skips_a_collective_is_reported_with_the_collective_and_its_activity(tmp_path):
     def act(rank: int) -> None:
         if rank == 1:
             time.sleep(60)
         dist.all_reduce(torch.ones(5))
 
     said, stacks = hang(tmp_path, act)
-    assert said.startswith("The run stood still for 1 s: rank 1 has not come to all_reduce number 2 of group gloo 0")
+    assert said.startswith("The run made no progress for 1 s: rank 1 has not reached all_reduce number 2 of group ")
+    assert " of group gloo 0" in said
     assert "it was training after step 7, at test_hang.py:" in said
     assert set(stacks) == {0, 1, 2}
     assert "in act" in stacks[1]
@@ -62,29 +63,29 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_collective_and_what_it
     assert "all_reduce" in stacks[2]
 
 
-def test_a_rank_that_is_stopped_is_named_and_ended(tmp_path):
+def test_a_stopped_rank_is_reported_and_killed(tmp_path):
     def act(rank: int) -> None:
         if rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.all_reduce(torch.ones(5))
 
     said, stacks = hang(tmp_path, act)
-    assert said.startswith("The run stood still for 1 s: rank 0 is stopped; it was training after step 7.")
+    assert said.startswith("The run made no progress for 1 s: rank 0 is stopped; it was training after step 7.")
     assert set(stacks) == {1, 2}
 
 
-def test_the_rank_that_stood_still_first_waits_for_the_others_before_it_blames_anyone(tmp_path):
-    """It is the first to notice, and the others have seen steps since."""
+def test_the_rank_that_hung_first_waits_for_the_reports_of_the_others(tmp_path):
+    """It times out first, and the others have had heartbeats since."""
 
     def be() -> None:
         with joined_within(60) as ranks:
             told = lambda text: (tmp_path / "said").write_text(text) and None  # noqa: E731
-            with Watchdog(tmp_path / "hang", ranks, 3.0, heartbeats=heartbeat_file(), tell=told) as watch:
-                watch.beat(7, "training")
+            with Watchdog(tmp_path / "hang", ranks, 3.0, heartbeats=heartbeat_file(), tell=told) as watchdog:
+                watchdog.heartbeat(7, "training")
                 if ranks.rank == 1:
                     time.sleep(60)
                 time.sleep(2.5)
-                watch.beat(8, "training")
+                watchdog.heartbeat(8, "training")
                 dist.all_reduce(torch.ones(5))
 
     with pytest.raises((AssertionError, RuntimeError), match=r"ended without an answer|Connection"):
@@ -94,11 +95,11 @@ def test_the_rank_that_stood_still_first_waits_for_the_others_before_it_blames_a
 
 
 def test_survivors_of_a_dead_rank_do_not_wait_for_it(tmp_path):
-    """Where no connection breaks: they see that its process is gone."""
+    """Where no connection breaks: they see in /proc that its process is dead."""
 
     def be() -> None:
-        with joined_within(600) as ranks, Watchdog(tmp_path, ranks, 600, heartbeats=heartbeat_file()) as watch:
-            watch.beat(1, "training")
+        with joined_within(600) as ranks, Watchdog(tmp_path, ranks, 600, heartbeats=heartbeat_file()) as watchdog:
+            watchdog.heartbeat(1, "training")
             dist.barrier()
             if ranks.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -108,7 +109,7 @@ def test_survivors_of_a_dead_rank_do_not_wait_for_it(tmp_path):
         run_ranks(2, be)
 
 
-def test_a_slow_step_is_no_hang(instructions, tmp_path):
+def test_a_slow_step_is_not_a_hang(instructions, tmp_path):
     config = settings(instructions, train__hang_timeout=3.0, train__steps=3, eval__every=1, data__validation=0.3)
     train_on(2, config, tmp_path)
     assert not list((tmp_path / "run" / "logs").glob("hang-*"))
@@ -128,7 +129,7 @@ def config_of(data: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_run_that_hangs_is_started_again_and_ends_as_if_undisturbed(instructions: Path, tmp_path: Path) -> None:
+def test_a_hung_run_is_restarted_and_ends_as_if_undisturbed(instructions: Path, tmp_path: Path) -> None:
     undisturbed = train_on(2, config_of(instructions), tmp_path / "undisturbed")
     write_config(tmp_path, config_of(instructions))
     run = tmp_path / "runs" / "run"
@@ -137,9 +138,9 @@ def test_a_run_that_hangs_is_started_again_and_ends_as_if_undisturbed(instructio
         os.kill(rank_process(command.process.pid, 1), signal.SIGSTOP)
         ended = command.wait()
     assert ended.status == 0, ended.err
-    said = next(line for line in ended.err.splitlines() if "stood still" in line)
+    said = next(line for line in ended.err.splitlines() if "made no progress" in line)
     assert "rank 1 is stopped; it was training after step" in said
-    assert "started again, for the first time" in said
+    assert "All processes were restarted (restart 1)" in said
     assert losses(run) == losses(undisturbed)
     report = json.loads((run / "logs" / "hang-0" / "rank-00000.json").read_text())
     assert report["collectives"]
@@ -147,7 +148,7 @@ def test_a_run_that_hangs_is_started_again_and_ends_as_if_undisturbed(instructio
 
 
 @pytest.mark.slow
-def test_a_run_that_hangs_without_restarts_left_fails_with_that_sentence(instructions: Path, tmp_path: Path) -> None:
+def test_a_hung_run_without_restarts_fails_with_that_message(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, config_of(instructions))
     run = tmp_path / "runs" / "run"
     with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--json"]) as command:
@@ -156,6 +157,6 @@ def test_a_run_that_hangs_without_restarts_left_fails_with_that_sentence(instruc
         ended = command.wait()
     assert (ended.status, ended.out) == (1, "")
     assert ended.err.splitlines()[-1].startswith(
-        f"shoal: The run stood still for {HANG_TIMEOUT:g} s: rank 0 is stopped"
+        f"shoal: The run made no progress for {HANG_TIMEOUT:g} s: rank 0 is stopped"
     )
     assert "Traceback" not in ended.err

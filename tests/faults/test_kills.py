@@ -1,4 +1,4 @@
-"""`kill -9` of any rank, at any time: the run ends with the weights of a run that nobody touched, to the bit."""
+"""`kill -9` of any rank, at any time: the restarted run ends with bitwise the weights of an undisturbed run."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint.store import damaged_file, list_whole
+from shoal.checkpoint.store import damaged_file, list_complete
 from tests.harness import settings, train_on, weights
 from tests.launch.command import PATIENCE, SHOAL, Command, losses, rank_process, training_lines, write_config
 
@@ -32,18 +32,18 @@ def config(data: Path, steps: int) -> dict[str, Any]:
 
 
 def hold_undisturbed(run: Path, undisturbed: Path) -> None:
-    """Every step's numbers and the last weights are the same; every checkpoint is whole, and nothing else is there."""
+    """Metrics of every step and the last weights are equal; every checkpoint is complete, and nothing else is there."""
     assert losses(run) == losses(undisturbed)
     found, expected = weights(run), weights(undisturbed)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    whole = list_whole(run / "checkpoints")
+    whole = list_complete(run / "checkpoints")
     assert [one.path.name for one in whole if damaged_file(one) is not None] == []
     assert {one.path.name for one in whole} == {path.name for path in (run / "checkpoints").glob("*-*")}
 
 
 def half_written(run: Path) -> bool:
-    """Whether a save is under way just now."""
+    """Whether a save is in progress."""
     return any(not (folder / "MANIFEST.json").exists() for folder in (run / "checkpoints").glob("step-*"))
 
 
@@ -55,23 +55,23 @@ def test_a_rank_killed_in_the_middle_of_a_save_costs_a_restart_and_nothing_else(
     write_config(tmp_path, config(instructions, 60))
     run = tmp_path / "runs" / "run"
     with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1", "--json"]) as command:
-        command.wait_until(lambda: bool(list_whole(run / "checkpoints")))
+        command.wait_until(lambda: bool(list_complete(run / "checkpoints")))
         victim = rank_process(command.process.pid, rank)
         deadline = time.perf_counter() + PATIENCE
         while not half_written(run):
-            assert time.perf_counter() < deadline, "no save was seen under way"
+            assert time.perf_counter() < deadline, "no save in progress was seen"
         os.kill(victim, signal.SIGKILL)
         ended = command.wait()
     assert ended.status == 0, ended.err
-    assert "started again, for the first time" in ended.err
+    assert "All processes were restarted (restart 1)" in ended.err
     hold_undisturbed(run, undisturbed)
     attempts = [json.loads(line)["attempt"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(attempts) == {0, 1}
     again = [step for step, line in training_lines(run).items() if line["attempt"] == 1]
-    assert min(again) > 1, "it began anew"
+    assert min(again) > 1, "it restarted from step 1"
 
 
-def test_a_run_begun_from_another_checkpoint_and_killed_before_its_first_save_begins_there_again(
+def test_a_run_begun_from_another_checkpoint_and_killed_before_its_first_save_restarts_there(
     instructions: Path, tmp_path: Path
 ) -> None:
     first = train_on(2, config(instructions, 20), tmp_path / "first")
@@ -88,23 +88,23 @@ def test_a_run_begun_from_another_checkpoint_and_killed_before_its_first_save_be
     assert sorted(training_lines(run)) == list(range(21, 61))
 
 
-def test_one_process_can_be_started_again_too(instructions: Path, tmp_path: Path) -> None:
+def test_one_process_can_be_restarted_too(instructions: Path, tmp_path: Path) -> None:
     settled = config(instructions, 60)
     settled["hardware"]["devices"], settled["parallel"]["strategy"] = 1, "single"
     undisturbed = train_on(1, settled, tmp_path / "undisturbed")
     write_config(tmp_path, settled)
     run = tmp_path / "runs" / "run"
     with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1", "--json"]) as command:
-        command.wait_until(lambda: bool(list_whole(run / "checkpoints")))
+        command.wait_until(lambda: bool(list_complete(run / "checkpoints")))
         os.kill(rank_process(command.process.pid, 0), signal.SIGKILL)
         ended = command.wait()
     assert ended.status == 0, ended.err
-    assert "started again, for the first time" in ended.err
+    assert "All processes were restarted (restart 1)" in ended.err
     hold_undisturbed(run, undisturbed)
 
 
-def test_a_mistake_that_shows_after_a_restart_is_a_sentence_too(instructions: Path, tmp_path: Path) -> None:
-    """The data is changed while the run is down: going on with it would be another run."""
+def test_a_user_mistake_found_after_a_restart_is_one_sentence_too(instructions: Path, tmp_path: Path) -> None:
+    """The data is changed while the run is down, so it cannot be resumed."""
     data = tmp_path / "rows.jsonl"
     data.write_bytes(instructions.read_bytes())
     settled = config(data, 100_000)
@@ -112,12 +112,12 @@ def test_a_mistake_that_shows_after_a_restart_is_a_sentence_too(instructions: Pa
     write_config(tmp_path, settled)
     run = tmp_path / "runs" / "run"
     with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "3", "--json"]) as command:
-        command.wait_until(lambda: bool(list_whole(run / "checkpoints")))
+        command.wait_until(lambda: bool(list_complete(run / "checkpoints")))
         data.write_bytes(b"".join(data.read_bytes().splitlines(keepends=True)[:200]))
         os.kill(rank_process(command.process.pid, 0), signal.SIGKILL)
         ended = command.wait()
     assert ended.status == 2, ended.err
-    assert "the data is not what the run began with" in ended.err.splitlines()[-1]
+    assert "the data has changed since the run started" in ended.err.splitlines()[-1]
     assert "Traceback" not in ended.err
 
 
@@ -143,7 +143,7 @@ def test_twenty_kills_at_random_moments_change_nothing(instructions: Path, tmp_p
             os.kill(victim, signal.SIGKILL)
         ended = command.wait(120)
     assert ended.status == 0, ended.err
-    assert len(killed) == 2 * KILLS, "it was done before it had been killed often enough"
+    assert len(killed) == 2 * KILLS, "it finished before it was killed often enough"
     hold_undisturbed(run, undisturbed)
 
 
@@ -152,7 +152,7 @@ def size(path: Path) -> int:
 
 
 def new_rank(launcher: int, killed: set[int]) -> list[int]:
-    """The two ranks that are running, if both are and neither belongs to those that were ended."""
+    """The two running ranks, if both run and neither was killed."""
     try:
         both = [rank_process(launcher, rank) for rank in (0, 1)]
     except (AssertionError, OSError):

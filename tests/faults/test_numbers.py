@@ -1,4 +1,4 @@
-"""Losses that are not numbers, and losses that leap: skipped alike on all ranks, counted, and gone back from."""
+"""Non-finite losses and loss spikes: skipped on all ranks, counted, and rolled back."""
 
 import json
 import shutil
@@ -18,12 +18,12 @@ from shoal.resilience.health import Diverged
 from tests.checkpoint.cut import hold_bitwise
 from tests.harness import lines, settings, train_on, weights
 
-ROWS, BATCH, POISON = 96, 8, "\x07"
+EXAMPLES, BATCH, POISON = 96, 8, "\x07"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in which one token has an embedding that is not a number."""
+    """A model in which one token has a NaN embedding."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -43,10 +43,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_rows(path: Path, poisoned: set[int]) -> Path:
-    """Rows of text; those in `poisoned` hold the token that is not a number."""
+def write_examples(path: Path, poisoned: set[int]) -> Path:
+    """Text examples; those in `poisoned` contain the token with the NaN embedding."""
     with path.open("w") as file:
-        for row in range(ROWS):
+        for row in range(EXAMPLES):
             word = f"{row:03d}" + (POISON if row in poisoned else " ")
             file.write(json.dumps({"text": word * 4}) + "\n")
     return path
@@ -61,21 +61,21 @@ def config_of(model: Path, data: Path, **changes: Any) -> dict[str, Any]:
     return settled
 
 
-def rows_of_steps(steps: list[int]) -> list[int]:
-    """The rows that these steps see while nothing is stepped over."""
-    order = Order(ROWS, seed=1234)
+def sequences_of_steps(steps: list[int]) -> list[int]:
+    """The sequences of these steps while none are skipped."""
+    order = Order(EXAMPLES, seed=1234)
     return [int(row) for step in steps for row in order.training_sequences((step - 1) * BATCH, BATCH)]
 
 
 @pytest.fixture(scope="module")
 def poisoned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data of which every row of steps 4, 5 and 6 is poisoned."""
-    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    return write_rows(path, set(rows_of_steps([4, 5, 6])))
+    """Data in which every sequence of steps 4, 5 and 6 is poisoned."""
+    path = tmp_path_factory.mktemp("data") / "examples.jsonl"
+    return write_examples(path, set(sequences_of_steps([4, 5, 6])))
 
 
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
-def test_a_step_that_is_not_a_number_changes_nothing_on_any_rank_and_is_counted(
+def test_a_non_finite_step_updates_no_weights_on_any_rank_and_is_counted(
     world_size, parallel, model, poisoned, tmp_path, capfd
 ):
     config = config_of(model, poisoned)
@@ -85,34 +85,34 @@ def test_a_step_that_is_not_a_number_changes_nothing_on_any_rank_and_is_counted(
     assert [line["step"] for line in found if line["loss"] is None] == [4, 5, 6]
     assert [line["skipped"] for line in found] == [0, 0, 0, 1, 2, 3, 3, 3]
     said = capfd.readouterr().err
-    assert "had a loss or a gradient that is not a number" in said
+    assert "non-finite loss or gradient in 1 step up to step 4" in said
     assert all(torch.isfinite(tensor).all() for name, tensor in weights(run).items() if "embed_tokens" not in name)
 
 
 @pytest.mark.parametrize(("world_size", "parallel", "every"), [(1, "single", 1), (1, "single", 8), (2, "fsdp", 3)])
-def test_after_three_in_a_row_the_run_goes_back_and_steps_over_their_rows(
+def test_after_three_in_a_row_the_run_rolls_back_and_skips_their_sequences(
     world_size, parallel, every, model, poisoned, tmp_path, capfd
 ):
     config = config_of(model, poisoned, on_nan="rollback")
     config["parallel"], config["log"]["every"] = {"strategy": parallel}, every
     run = train_on(world_size, config, tmp_path / "poisoned")
     said = capfd.readouterr().err
-    assert "steps 4 to 6 came to nothing" in said
-    assert "Going back to" in said
+    assert "steps 4 to 6 had a non-finite loss or gradient" in said
+    assert "Rolling back to" in said
     assert "step-00000002" in said
-    assert str(rows_of_steps([6])[0]) in said
-    # What then happened is what happens to a run that never saw those rows: its steps 4, 5, … have the rows of 7, 8, …
+    assert str(sequences_of_steps([6])[0]) in said
+    # The rest is as in a run without those sequences: steps 4, 5, … have the sequences of steps 7, 8, …
     progress = read_progress(run / "checkpoints" / "step-00000008")
     assert progress.left_out == [(3 * BATCH, BATCH), (4 * BATCH, BATCH), (5 * BATCH, BATCH)]
     assert (progress.step, progress.skipped) == (8, 3)
     assert all(line["loss"] is not None for line in lines(run))
     if every == 1:
-        assert lines(run)[4]["loss"] == pytest.approx(plain_loss(run, 4, rows_of_steps([8])), rel=1e-5)
-    assert [one.step for one in store.list_whole(run / "checkpoints")] == [2, 4, 6, 8]
+        assert lines(run)[4]["loss"] == pytest.approx(plain_loss(run, 4, sequences_of_steps([8])), rel=1e-5)
+    assert [one.step for one in store.list_complete(run / "checkpoints")] == [2, 4, 6, 8]
 
 
-def test_going_back_right_after_an_evaluation_does_not_go_on_with_gathered_weights(model, poisoned, tmp_path):
-    """FSDP keeps the last weights that it gathered, and a checkpoint fills the parts they were gathered from."""
+def test_a_rollback_right_after_an_evaluation_does_not_use_stale_gathered_weights(model, poisoned, tmp_path):
+    """FSDP may keep the last all-gathered weights, and loading a checkpoint fills the shards."""
     config = config_of(model, poisoned, on_nan="rollback")
     config["log"]["every"], config["eval"] = 10, {"every": 6, "batches": 1}
     config["data"]["validation"] = str(poisoned)
@@ -123,15 +123,15 @@ def test_going_back_right_after_an_evaluation_does_not_go_on_with_gathered_weigh
         assert lines(sharded)[-1]["loss"] == pytest.approx(lines(alone)[-1]["loss"], rel=2e-6)
 
 
-def plain_loss(run: Path, step: int, rows: list[int]) -> float:
-    """The loss of a checkpoint on clean rows, by transformers alone."""
+def plain_loss(run: Path, step: int, examples: list[int]) -> float:
+    """The loss of a checkpoint on clean examples, by transformers alone."""
     loaded = api.load_run(run, step=step, device="cpu")
-    texts = [loaded.tokenizer.encode(f"{row:03d} " * 4) for row in rows]
+    texts = [loaded.tokenizer.encode(f"{row:03d} " * 4) for row in examples]
     ids = torch.tensor([[*text, loaded.tokenizer.end] for text in texts])
     return float(loaded.model(ids, labels=ids).loss)
 
 
-def test_a_run_that_went_back_resumes_to_the_bit_without_those_rows(model, poisoned, tmp_path):
+def test_a_run_that_rolled_back_resumes_bitwise_without_those_sequences(model, poisoned, tmp_path):
     config = config_of(model, poisoned, on_nan="rollback")
     whole = train_on(1, config, tmp_path / "whole")
     first = train_on(1, {**config, "train": {**config["train"], "steps": 6}}, tmp_path / "cut")
@@ -144,38 +144,38 @@ def test_a_run_that_went_back_resumes_to_the_bit_without_those_rows(model, poiso
     assert different == []
 
 
-def test_without_a_checkpoint_before_them_the_run_ends_with_a_sentence(model, poisoned, tmp_path):
+def test_without_a_checkpoint_to_roll_back_to_the_run_ends_with_a_message(model, poisoned, tmp_path):
     config = config_of(model, poisoned, on_nan="rollback")
     config["checkpoint"]["every"] = 100
-    with pytest.raises(Diverged, match=r"steps 4 to 6 had a loss .* no checkpoint before them"):
+    with pytest.raises(Diverged, match=r"steps 4 to 6 had a non-finite loss .* no checkpoint before them"):
         train_on(1, config, tmp_path)
 
 
-def test_a_run_that_is_not_a_number_whatever_its_rows_does_not_go_back_for_ever(model, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, set(range(ROWS)) - set(rows_of_steps([1, 2])))
-    with pytest.raises(Diverged, match=r"after going back to .*step-00000002 3 times"):
+def test_a_run_that_diverges_whatever_its_data_does_not_roll_back_forever(model, tmp_path):
+    path = tmp_path / "examples.jsonl"
+    write_examples(path, set(range(EXAMPLES)) - set(sequences_of_steps([1, 2])))
+    with pytest.raises(Diverged, match=r"after 3 rollbacks to .*step-00000002"):
         train_on(1, config_of(model, path, on_nan="rollback", steps=40), tmp_path / "runs")
 
 
-def test_stop_ends_the_run_after_so_many_in_a_row_and_says_which_rows(model, poisoned, tmp_path):
+def test_stop_ends_the_run_after_so_many_in_a_row_and_names_the_sequences(model, poisoned, tmp_path):
     config = config_of(model, poisoned, on_nan={"action": "stop", "after": 2})
-    with pytest.raises(Diverged, match=r"steps 4 to 5 had .* changed no weight.* rows \d+") as raised:
+    with pytest.raises(Diverged, match=r"steps 4 to 5 had .* no weights were updated.* sequences \d+") as raised:
         train_on(1, config, tmp_path)
-    assert str(rows_of_steps([5])[0]) in str(raised.value)
+    assert str(sequences_of_steps([5])[0]) in str(raised.value)
 
 
 # Spikes.
 
 
 @pytest.fixture
-def leaping(tmp_path: Path) -> tuple[Path, int]:
-    """Rows that are all alike but for those of one step, late enough for the losses to have settled; and that step."""
-    step, path = 140, tmp_path / "rows.jsonl"
-    rows = 150 * BATCH
-    odd = set(Order(rows, seed=1234).training_sequences((step - 1) * BATCH, BATCH).tolist())
+def spiking_data(tmp_path: Path) -> tuple[Path, int]:
+    """Examples that are all alike except for those of one late step, when the loss is stable; and that step."""
+    step, path = 140, tmp_path / "examples.jsonl"
+    count = 150 * BATCH
+    odd = set(Order(count, seed=1234).training_sequences((step - 1) * BATCH, BATCH).tolist())
     with path.open("w") as file:
-        for row in range(rows):
+        for row in range(count):
             text = "".join(chr(97 + (row * 7 + i * i) % 26) for i in range(24)) if row in odd else "shoal " * 4
             file.write(json.dumps({"text": text}) + "\n")
     return path, step
@@ -188,25 +188,27 @@ def spiking(data: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), (2, "ddp")])
-def test_a_spike_is_reported_with_its_rows_also_between_two_lines(world_size, parallel, leaping, tmp_path, capfd):
-    data, step = leaping
+def test_a_spike_is_reported_with_its_sequences_also_between_log_lines(
+    world_size, parallel, spiking_data, tmp_path, capfd
+):
+    data, step = spiking_data
     run = train_on(world_size, {**spiking(data), "parallel": {"strategy": parallel}}, tmp_path / "runs")
     said = " ".join(capfd.readouterr().err.split())
-    assert f"at step {step} is" in said
-    assert "sigma above the recent ones; the step had rows" in said
-    assert "left out" not in said
+    assert f"loss spike at step {step}: " in said
+    assert "sigma above the recent mean. The step had sequences" in said
+    assert "was skipped" not in said
     assert lines(run)[-1]["skipped"] == 0
 
 
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), (2, "fsdp")])
-def test_a_spike_is_left_out_where_asked_for(world_size, parallel, leaping, tmp_path, capfd):
-    data, step = leaping
+def test_a_spike_is_skipped_if_configured(world_size, parallel, spiking_data, tmp_path, capfd):
+    data, step = spiking_data
     config = {**spiking(data, on_spike="skip"), "parallel": {"strategy": parallel}}
     config["checkpoint"] = {"every": 1, "keep": 10}
     run = train_on(world_size, config, tmp_path / "runs")
     said = " ".join(capfd.readouterr().err.split())
-    assert f"at step {step} is" in said
-    assert "and was left out" in said
+    assert f"loss spike at step {step}: " in said
+    assert "and was skipped" in said
     assert lines(run)[-1]["skipped"] == 1
     before, after = (model_at(run, number) for number in (step - 1, step))
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -218,8 +220,8 @@ def model_at(run: Path, step: int) -> dict[str, torch.Tensor]:
     return {name: reader.read_whole("model." + name) for name in reader.shapes("model.")}
 
 
-def test_what_counts_as_a_spike_is_remembered_across_a_resume(leaping, tmp_path):
-    data, _ = leaping
+def test_spike_statistics_are_kept_across_a_resume(spiking_data, tmp_path):
+    data, _ = spiking_data
     config = spiking(data, on_spike="skip")
     config["checkpoint"]["every"] = 100
     whole = train_on(1, config, tmp_path / "whole")

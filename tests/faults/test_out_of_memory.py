@@ -1,6 +1,6 @@
-"""A device without memory left: a message with what it held and what to change; or all start again with fewer rows.
+"""Out of memory: a report with the memory in use and settings to change, or a restart with a smaller micro-batch.
 
-On a CPU the allocator's error is planted: it comes in the real step, whenever a pass has more rows than are allowed.
+On a CPU the allocator's error is injected: the training step raises it when a micro-batch is larger than allowed.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 
 from shoal import api
 from shoal.checkpoint import store
-from shoal.checkpoint.store import list_whole
+from shoal.checkpoint.store import list_complete
 from shoal.plan.choose import Chosen
 from shoal.plan.decide import choose
 from shoal.plan.machine import machine_at_hand
@@ -32,15 +32,15 @@ PLANTED = f"""
 import os, torch
 from shoal.train.step import TrainStep
 
-most, after, rank = (int(one) for one in os.environ["MOST_ROWS"].split())
+most, after, rank = (int(one) for one in os.environ["LARGEST_MICRO_BATCH"].split())
 call, seen = TrainStep.__call__, [0]
 
-def step(self, batch, rate):
+def step(self, batch, lr):
     seen[0] += 1
-    rows = batch.micro_batches[0].inputs.shape[0]
-    if rows > most and seen[0] > after and rank in (-1, int(os.environ.get("RANK", 0))):
+    size = batch.micro_batches[0].inputs.shape[0]
+    if size > most and seen[0] > after and rank in (-1, int(os.environ.get("RANK", 0))):
         raise torch.OutOfMemoryError("{ERROR}")
-    return call(self, batch, rate)
+    return call(self, batch, lr)
 
 TrainStep.__call__ = step
 """
@@ -50,57 +50,57 @@ def config(data: Path, **changes: Any) -> dict[str, Any]:
     return settings(data, **{"train__steps": 6, "train__micro_batch": 8, "checkpoint__every": 2, **changes})
 
 
-def shoal_with_few_rows(
+def shoal_with_little_memory(
     folder: Path, *arguments: str, most: int, after: int = 0, rank: int = -1, seconds: float = 120
 ) -> Ended:
-    """The command, in whose steps passes of more than `most` rows find no memory, from step `after` on, on `rank`."""
+    """The command, in which micro-batches larger than `most` run out of memory, after step `after`, on `rank`."""
     (folder / "planted").mkdir(exist_ok=True)
     (folder / "planted" / "sitecustomize.py").write_text(PLANTED)
     paths = os.pathsep.join([str(folder / "planted"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    planted = environment(folder, PYTHONPATH=paths, MOST_ROWS=f"{most} {after} {rank}")
+    planted = environment(folder, PYTHONPATH=paths, LARGEST_MICRO_BATCH=f"{most} {after} {rank}")
     return shoal(folder, *arguments, env=planted, seconds=seconds)
 
 
 @pytest.fixture
 def from_step_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step after the third finds memory, in this process and its forks."""
+    """Every step after the third runs out of memory, in this process and its forks."""
     call, seen = TrainStep.__call__, [0]
 
-    def step(self: TrainStep, batch: Any, rate: float) -> Any:
+    def step(self: TrainStep, batch: Any, lr: float) -> Any:
         seen[0] += 1
         if seen[0] > 3:
             raise torch.OutOfMemoryError(ERROR)
-        return call(self, batch, rate)
+        return call(self, batch, lr)
 
     monkeypatch.setattr(TrainStep, "__call__", step)
 
 
 def hold_message(ended: Ended, sentence: str) -> list[str]:
-    """Status 1, and the sentence, the tree and the fixes on standard error, once; returns the fixes."""
+    """Status 1, and the message, the table and the fixes on standard error, once; returns the fixes."""
     assert (ended.status, ended.out) == (1, ""), ended.err
     assert "Traceback" not in ended.err
     assert ended.err.count(sentence) == 1
     said = ended.err[ended.err.index("shoal: Rank") :].splitlines()
     names = [line[:16].strip() for line in said[2:7]]
     assert names == ["weights", "gradients", "optimizer state", "the rest", "allocated"]
-    fixes = said[said.index("What would take less, cheapest first:") + 1 :]
+    fixes = said[said.index("Settings that need less memory, cheapest first:") + 1 :]
     assert len(fixes) == 3
     assert all(" saves " in line for line in fixes)
     return [line.partition("  saves ")[0].strip() for line in fixes]
 
 
 @pytest.mark.usefixtures("from_step_4")
-def test_it_ends_the_run_with_what_was_held_and_three_fixes_that_work(
+def test_the_run_ends_with_the_memory_in_use_and_three_fixes_that_work(
     instructions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(out_of_memory, "GIB", 1024)  # or a small model's numbers would all be 0.00
+    monkeypatch.setattr(out_of_memory, "GIB", 1024)  # or a small model's figures would all be 0.00
     write_config(tmp_path, config(instructions))
     ended = forked_shoal(tmp_path, "train", "run.yaml", "--json")
-    fixes = hold_message(ended, "Rank 0 ran out of memory in step 4, with 8 rows a pass: ")
-    assert "and 2.00 more were wanted" in ended.err
+    fixes = hold_message(ended, "Rank 0 ran out of memory in step 4, with micro-batch 8: ")
+    assert "and 2.00 GiB more were requested" in ended.err
     assert "train.micro_batch=4" in fixes
     for fix in fixes:
-        api.load_config(tmp_path / "run.yaml", fix.split())  # a config that training takes
+        api.load_config(tmp_path / "run.yaml", fix.split())  # a config that training accepts
     # 31,520 weights of 4 bytes, and two moments of each; a step begins without gradients.
     table = {line[:16].strip(): line[16:].split() for line in ended.err.splitlines()}
     assert table["weights"] == ["123.12", "123.12"]
@@ -109,9 +109,7 @@ def test_it_ends_the_run_with_what_was_held_and_three_fixes_that_work(
 
 
 @pytest.mark.usefixtures("from_step_4")
-def test_a_checkpoint_that_was_under_way_is_whole(
-    instructions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pending_checkpoint_is_completed(instructions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finish = store.finish
 
     def slowly(*arguments: Any) -> None:
@@ -121,10 +119,10 @@ def test_a_checkpoint_that_was_under_way_is_whole(
     monkeypatch.setattr(store, "finish", slowly)
     with pytest.raises(OutOfMemory, match=r"in step 4(.|\n)*Larger than forecast: the rest, by "):
         train_on(2, config(instructions, checkpoint__every=3, train__micro_batch=4), tmp_path)
-    assert [one.step for one in list_whole(tmp_path / "run" / "checkpoints")] == [3]
+    assert [one.step for one in list_complete(tmp_path / "run" / "checkpoints")] == [3]
 
 
-def test_without_memory_to_begin_with_the_forecast_is_shown(
+def test_out_of_memory_during_setup_shows_the_forecast(
     instructions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nothing(*_: Any, **__: Any) -> None:
@@ -134,14 +132,14 @@ def test_without_memory_to_begin_with_the_forecast_is_shown(
     write_config(tmp_path, config(instructions))
     ended = forked_shoal(tmp_path, "train", "run.yaml")
     assert ended.status == 1
-    assert "Rank 0 ran out of memory while it was set up, with 8 rows a pass: " in ended.err
+    assert "Rank 0 ran out of memory during setup, with micro-batch 8: " in ended.err
     assert "optimizer state" in ended.err
     assert "train.micro_batch=4" in ended.err
     assert "Traceback" not in ended.err
 
 
-def test_what_is_not_built_yet_is_no_fix() -> None:
-    """With all that is built used already, the forecast would still know adapters and more."""
+def test_a_setting_that_is_not_implemented_is_not_a_fix() -> None:
+    """When everything implemented is in use, the forecast still knows adapters and more."""
     used = ["train.micro_batch=1", "train.recompute=full", "train.precision=bf16-true", "train.loss=chunked"]
     used += ["train.optimizer.name=adamw8bit", "parallel.strategy=fsdp", "parallel.offload=cpu", "data.max_length=512"]
     config = api.load_config(None, ["model.shape=gpt2", *used])
@@ -153,8 +151,8 @@ def test_what_is_not_built_yet_is_no_fix() -> None:
         api.load_config(None, ["model.shape=gpt2", *used, *fix.split()])
 
 
-def test_what_would_not_be_enough_is_no_fix_where_something_would() -> None:
-    """As it was on an H200: keeping the optimizer's state elsewhere would have saved a hundredth of what was wanted."""
+def test_a_change_that_is_not_enough_is_not_a_fix_where_another_is() -> None:
+    """Seen on an H200: offloading the optimizer state would have saved a hundredth of what was needed."""
     asked = ["model.shape=gpt2", "data.max_length=1024", "train.global_batch=512", "train.micro_batch=512"]
     config = api.load_config(None, asked)
     choice = choose(config, read_shape(config.model), machine_at_hand("NVIDIA H200", 139.8, devices=1))
@@ -166,34 +164,34 @@ def test_what_would_not_be_enough_is_no_fix_where_something_would() -> None:
         assert choose(changed, choice.run.shape, choice.machine).fits, fix
 
 
-def test_shrink_under_another_launcher_says_what_to_do_by_hand(
+def test_shrink_under_another_launcher_says_what_to_change(
     instructions: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train_on(2, config(instructions, train__on_oom="shrink", train__micro_batch=4, train__steps=1), tmp_path)
     said = capfd.readouterr().err
     assert said.count("train.on_oom shrink needs shoal's own launcher") == 1
-    assert "halve by hand what plan.json says: train.micro_batch=N --resume" in said
+    assert "halve the micro-batch of plan.json: train.micro_batch=N --resume" in said
 
 
-def hold_as_with(rows: int, run: Path, data: Path, folder: Path, world_size: int, **changes: Any) -> None:
-    """The run has the losses of one that began with `rows` a pass, and says that it used so many."""
+def hold_as_with(micro_batch: int, run: Path, data: Path, folder: Path, world_size: int, **changes: Any) -> None:
+    """The run has the losses of one that started with `micro_batch`, and its plan says so."""
     chosen = json.loads((run / "plan.json").read_text())["chosen"]
-    assert (chosen["micro_batch"], chosen["micro_batch"] * chosen["grad_accum_steps"]) == (rows, 8 // world_size)
-    reference = train_on(world_size, config(data, **changes, train__micro_batch=rows), folder)
+    assert (chosen["micro_batch"], chosen["micro_batch"] * chosen["grad_accum_steps"]) == (micro_batch, 8 // world_size)
+    reference = train_on(world_size, config(data, **changes, train__micro_batch=micro_batch), folder)
     found, expected = losses(run), losses(reference)
     assert [step for step, _, _ in found] == [step for step, _, _ in expected]
     assert [loss for _, loss, _ in found] == pytest.approx([loss for _, loss, _ in expected], rel=2e-6)
 
 
-def test_shrink_starts_again_with_half_the_rows_and_trains_what_they_train(instructions: Path, tmp_path: Path) -> None:
+def test_shrink_restarts_with_half_the_micro_batch_and_the_same_losses(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, config(instructions, train__on_oom="shrink"))
-    ended = shoal_with_few_rows(tmp_path, "train", "run.yaml", "--json", most=4, after=3)
+    ended = shoal_with_little_memory(tmp_path, "train", "run.yaml", "--json", most=4, after=3)
     assert ended.status == 0, ended.err
-    assert "Rank 0 ran out of memory in step 4, with 8 rows a pass: " in ended.err
-    assert ended.err.count("All processes are started again with train.micro_batch 4 in 2 passes") == 1
+    assert "Rank 0 ran out of memory in step 4, with micro-batch 8: " in ended.err
+    assert ended.err.count("Restarting all processes with train.micro_batch 4 and 2 gradient accumulation steps") == 1
     run = tmp_path / "runs" / "run"
     assert "micro_batch: 8" in (run / "config.yaml").read_text()
-    # It went on from the checkpoint of step 2, and did the third step anew.
+    # It resumed from the checkpoint of step 2 and repeated step 3.
     attempts = {step: line["attempt"] for step, line in training_lines(run).items()}
     assert attempts == {1: 0, 2: 0, 3: 1, 4: 1, 5: 1, 6: 1}
     hold_as_with(4, run, instructions, tmp_path, 1)
@@ -202,47 +200,51 @@ def test_shrink_starts_again_with_half_the_rows_and_trains_what_they_train(instr
 @pytest.mark.slow
 def test_shrink_halves_as_often_as_it_takes(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, config(instructions, train__on_oom="shrink"))
-    ended = shoal_with_few_rows(tmp_path, "train", "run.yaml", "--json", most=2)
+    ended = shoal_with_little_memory(tmp_path, "train", "run.yaml", "--json", most=2)
     assert ended.status == 0, ended.err
     assert ended.err.count("ran out of memory in step 1, ") == 2
     hold_as_with(2, tmp_path / "runs" / "run", instructions, tmp_path, 1)
 
 
 @pytest.mark.slow
-def test_one_rank_without_memory_shrinks_all_and_uses_up_no_restart(instructions: Path, tmp_path: Path) -> None:
+def test_one_rank_without_memory_shrinks_all_and_does_not_count_as_a_restart(
+    instructions: Path, tmp_path: Path
+) -> None:
     settled = config(instructions, train__on_oom="shrink", hardware__devices=2, train__micro_batch=4)
     write_config(tmp_path, settled)
-    ended = shoal_with_few_rows(tmp_path, "train", "run.yaml", "--max-restarts", "1", "--json", most=1, after=2, rank=1)
+    ended = shoal_with_little_memory(
+        tmp_path, "train", "run.yaml", "--max-restarts", "1", "--json", most=1, after=2, rank=1
+    )
     assert ended.status == 0, ended.err
     assert ended.err.count("Rank 1 ran out of memory in step ") == 2
-    assert "for the first time" not in ended.err
+    assert "All processes were restarted" not in ended.err
     hold_as_with(1, tmp_path / "runs" / "run", instructions, tmp_path, 2)
 
 
 @pytest.mark.slow
-def test_with_one_row_left_there_is_nothing_to_halve(instructions: Path, tmp_path: Path) -> None:
+def test_a_micro_batch_of_one_cannot_shrink(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, config(instructions, train__on_oom="shrink", train__micro_batch=2))
-    ended = shoal_with_few_rows(tmp_path, "train", "run.yaml", "--json", most=0)
-    assert ended.err.count("All processes are started again") == 1
-    assert "shoal: Rank 0 ran out of memory in step 1, with 1 row a pass: " in ended.err
+    ended = shoal_with_little_memory(tmp_path, "train", "run.yaml", "--json", most=0)
+    assert ended.err.count("Restarting all processes") == 1
+    assert "shoal: Rank 0 ran out of memory in step 1, with micro-batch 1: " in ended.err
     assert "Traceback" not in ended.err
     assert (ended.status, ended.out) == (1, "")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [-1, 1])
-def test_of_two_ranks_it_is_said_once_and_nothing_is_tried_again(rank: int, instructions: Path, tmp_path: Path) -> None:
-    """Whether both have no memory or one: the other then fails for want of it, which an agent would restart."""
+def test_two_ranks_report_it_once_and_are_not_restarted(rank: int, instructions: Path, tmp_path: Path) -> None:
+    """Whether both ran out of memory or one, whose failure makes the other fail, which an agent would restart."""
     write_config(tmp_path, config(instructions, hardware__devices=2, train__micro_batch=4))
     arguments = ["train", "run.yaml", "--max-restarts", "1", "--json"]
-    ended = shoal_with_few_rows(tmp_path, *arguments, most=2, after=3, rank=rank)
-    hold_message(ended, "ran out of memory in step 4, with 4 rows a pass: ")
+    ended = shoal_with_little_memory(tmp_path, *arguments, most=2, after=3, rank=rank)
+    hold_message(ended, "ran out of memory in step 4, with micro-batch 4: ")
     assert {line["attempt"] for line in training_lines(tmp_path / "runs" / "run").values()} == {0}
-    assert "started again" not in ended.err
+    assert "restart" not in ended.err.lower()
 
 
 def test_the_next_smaller_micro_batch_divides_the_batch() -> None:
-    """What is not half but divides the batch is taken where half does not."""
+    """The largest divisor up to half is used where half does not divide the batch."""
 
     def smaller(**changes: Any) -> Any:
         base = {"strategy": "single", "reason": "", "world_size": 1, "data_parallel": 1, "global_batch": 0, "mesh": {}}

@@ -1,4 +1,4 @@
-"""A rank that keeps the others waiting is named, once, with what it is slow at."""
+"""Straggler detection: a slow rank is reported once, with the cause."""
 
 import multiprocessing
 import os
@@ -14,11 +14,11 @@ from tests.harness import run_ranks, settings
 STEP = 0.1
 
 
-def told(times_of_steps, *, behind=0.3, steps=3):
+def warnings_of(times_of_steps, *, behind=0.3, steps=3):
     said: list[str] = []
-    slow = StragglerDetector(SlowRankConfig(behind=behind, steps=steps), len(times_of_steps[0]), said.append)
+    detector = StragglerDetector(SlowRankConfig(behind=behind, steps=steps), len(times_of_steps[0]), said.append)
     for times in times_of_steps:
-        slow.look(times, STEP)
+        detector.update(times, STEP)
     return said
 
 
@@ -27,18 +27,19 @@ THIRD_SLOW = [*EVEN[:2], (0.0015, 0.0), EVEN[3]]
 THIRD_WAITS = [*EVEN[:2], (0.001, 0.06), EVEN[3]]
 
 
-def test_a_slow_chip_is_named_once():
-    said = told([THIRD_SLOW] * 10)
+def test_a_slow_device_is_reported_once():
+    said = warnings_of([THIRD_SLOW] * 10)
     assert said == [
-        "rank 2 has been 50% behind the others for 3 steps: a product that takes the others 1.00 ms takes it 1.50 ms."
+        "straggler: rank 2 has been 50% slower than the others for 3 steps: "
+        "a matmul takes 1.50 ms, and 1.00 ms on the others."
     ]
 
 
-def test_a_slow_disk_is_named_once():
-    said = told([THIRD_WAITS] * 10)
+def test_a_slow_disk_is_reported_once():
+    said = warnings_of([THIRD_WAITS] * 10)
     assert len(said) == 1
-    assert "rank 2 has been 60% behind" in said[0]
-    assert "it waits 60.0 ms longer for data in a step of 100.0 ms" in said[0]
+    assert "rank 2 has been 60% slower" in said[0]
+    assert "it waits 60.0 ms longer for data per step of 100.0 ms" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -46,13 +47,13 @@ def test_a_slow_disk_is_named_once():
     [
         [EVEN] * 10,
         [THIRD_SLOW, THIRD_SLOW, EVEN] * 5,  # never for three steps in a row
-        [[(0.001, 0.2)] * 4] * 10,  # all wait alike
+        [[(0.001, 0.2)] * 4] * 10,  # all wait for the same time
         [[(0.0, 0.0), (0.001, 0.0)]] * 10,  # not measured on every rank yet
         [[(0.001, 0.0)]] * 10,  # alone
     ],
 )
-def test_nobody_is_named_without_need(times):
-    assert told(times) == []
+def test_no_rank_is_reported_without_cause(times):
+    assert warnings_of(times) == []
 
 
 def spin(core: int) -> None:
@@ -62,7 +63,7 @@ def spin(core: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_shares_its_core_with_others_is_named_while_it_trains(instructions, tmp_path, capfd):
+def test_a_rank_that_shares_its_core_with_others_is_reported_during_training(instructions, tmp_path, capfd):
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("there is one core")
@@ -73,7 +74,7 @@ def test_a_rank_that_shares_its_core_with_others_is_named_while_it_trains(instru
         return api.train(api.config_from_mapping(config), runs=tmp_path).as_dict()
 
     fork = multiprocessing.get_context("fork")
-    # Many more than what else may run on this machine, which the system moves to the other core.
+    # Many more than other processes of this machine, which the scheduler moves to the other core.
     others = [fork.Process(target=spin, args=(cores[1],), daemon=True) for _ in range(12)]
     for other in others:
         other.start()
@@ -83,6 +84,6 @@ def test_a_rank_that_shares_its_core_with_others_is_named_while_it_trains(instru
         for other in others:
             other.kill()
     said = " ".join(capfd.readouterr().err.split())
-    assert said.count("behind the others for 20 steps") == 1
-    assert "warning: rank 1 has been" in said
-    assert "a product that takes the others" in said
+    assert said.count("slower than the others for 20 steps") == 1
+    assert "warning: straggler: rank 1 has been" in said
+    assert "a matmul takes" in said

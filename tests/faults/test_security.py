@@ -1,4 +1,4 @@
-"""Nothing that a file contains is run, no environment ends up in a log, and nobody outside can connect to a run."""
+"""No file contents are executed, no environment variable is logged, and a run listens on loopback only."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ SECRET = "xyzzy-4711-plugh"
 
 
 class Trap:
-    """Something that, run or unpickled, leaves a mark."""
+    """Code that creates a marker file when it is executed or unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.mark = folder / "MARK"
@@ -56,7 +56,7 @@ def trap(tmp_path: Path) -> Iterator[Trap]:
 
 
 def test_the_trap_works(tmp_path: Path) -> None:
-    """Or everything below would show nothing."""
+    """Otherwise the tests below would prove nothing."""
     trap = Trap(tmp_path)
     pickle.loads(pickle.dumps(trap))
     assert trap.mark.exists()
@@ -84,16 +84,16 @@ def change(path: Path, **changes: Any) -> None:
 
 
 def use(folder: Path, data: Path) -> None:
-    """Every door through which a model folder comes in: it is used, and it is trained on."""
+    """Every way to load a model folder: for inference and for training."""
     config = settings(data, model={"from": str(folder)})
     refusals = []
-    for door in (lambda: api.load_run(folder, device="cpu"), lambda: api.dry_run(api.config_from_mapping(config))):
+    for load in (lambda: api.load_run(folder, device="cpu"), lambda: api.dry_run(api.config_from_mapping(config))):
         try:
-            door()
+            load()
         except UserMistake as mistake:
             refusals.append(str(mistake))
     if refusals:
-        assert len(refusals) == 2, f"refused through one door only: {refusals}"
+        assert len(refusals) == 2, f"refused in one way only: {refusals}"
         raise UserMistake(refusals[0])
 
 
@@ -109,7 +109,7 @@ def test_code_that_comes_with_a_model_is_not_run(kind: str, trap: Trap, model_fo
     (model_folder / "trap.py").write_text(trap.code)
     wanted = {"model_type": kind, "auto_map": MAP, "trust_remote_code": True, "architectures": ["TrapModel"]}
     change(model_folder / "config.json", **wanted)
-    if kind == "trap":  # which nobody but the code knows
+    if kind == "trap":  # which only that code knows
         with pytest.raises(UserMistake, match=r"model/config\.json cannot be read as a transformers model: "):
             use(model_folder, instructions)
     else:
@@ -125,7 +125,7 @@ def test_code_that_comes_with_a_tokenizer_is_not_run(trap: Trap, model_folder: P
         use(model_folder, instructions)
 
 
-def test_a_chat_template_cannot_reach_out_of_its_text(trap: Trap, model_folder: Path) -> None:
+def test_a_chat_template_cannot_access_python(trap: Trap, model_folder: Path) -> None:
     reach = f"{{{{ cycler.__init__.__globals__.os.system({trap.command!r}) }}}}"
     load_tokenizer("bytes").save(model_folder)
     (model_folder / "chat_template.jinja").write_text(reach)
@@ -173,7 +173,7 @@ def test_an_index_names_safetensors_of_its_own_folder_only(
 # Data.
 
 
-def test_a_row_of_data_is_text_and_nothing_else(trap: Trap, tmp_path: Path) -> None:
+def test_an_example_of_a_dataset_is_only_text(trap: Trap, tmp_path: Path) -> None:
     hostile = [
         f"!!python/object/apply:os.system ['{trap.command}']",
         f"{{{{ cycler.__init__.__globals__.os.system('{trap.command}') }}}}",
@@ -182,12 +182,12 @@ def test_a_row_of_data_is_text_and_nothing_else(trap: Trap, tmp_path: Path) -> N
         "${oc.env:SHOAL_TEST_SECRET} %s {0.__class__} {instruction}",
         "<|end|>",
     ]
-    data = tmp_path / "rows.jsonl"
-    rows = [{"instruction": text, "output": text, "__class__": "os.system", "__reduce__": text} for text in hostile]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = tmp_path / "examples.jsonl"
+    examples = [{"instruction": text, "output": text, "__class__": "os.system", "__reduce__": text} for text in hostile]
+    data.write_text("".join(json.dumps(row) + "\n" for row in examples))
     config = settings(data, data__max_length=512, data__train_on="all", train__global_batch=1, train__micro_batch=1)
     seen = set()
-    for seed in range(40):  # each shows its first row
+    for seed in range(40):  # each shows its first sequence
         sample = api.dry_run(api.config_from_mapping({**config, "seed": seed})).sample
         seen |= {text for text in hostile if sample.count(text) >= 2}
     assert seen == set(hostile)
@@ -212,7 +212,7 @@ def newest(run: Path) -> Path:
 
 
 def hold_true(run: Path, trained: Path) -> None:
-    """The run's model is the one that was trained."""
+    """The run's model is the trained one."""
     found, true = api.load_run(run, device="cpu").model.state_dict(), weights(trained)
     assert all(torch.equal(found[name], tensor) for name, tensor in true.items())
 
@@ -242,16 +242,16 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(name: str, run: Path
     (newest(run) / MANIFEST).write_text(json.dumps(manifest))
     if not (newest(run) / name).exists():
         shutil.copy(newest(run) / "rank-00000.safetensors", newest(run) / name)
-    with pytest.raises(UserMistake, match="holds no whole checkpoint"):
+    with pytest.raises(UserMistake, match="holds no complete checkpoint"):
         api.load_run(run, device="cpu")
 
 
-def test_a_link_out_of_a_checkpoint_gives_what_was_saved_or_nothing(run: Path, trained: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_a_checkpoint_gives_what_was_saved_or_an_error(run: Path, trained: Path, tmp_path: Path) -> None:
     tensors = newest(run) / "rank-00000.safetensors"
     moved = tmp_path / "elsewhere"
     tensors.rename(moved)
     tensors.symlink_to(moved)
-    hold_true(run, trained)  # links are how some disks share files: it is the contents that count
+    hold_true(run, trained)  # links are legitimate: only the contents count
     other = bytearray(moved.read_bytes())
     other[-1] ^= 1
     moved.write_bytes(other)
@@ -261,7 +261,7 @@ def test_a_link_out_of_a_checkpoint_gives_what_was_saved_or_nothing(run: Path, t
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", MANIFEST])
 @pytest.mark.parametrize("endless", ["/dev/zero", "a pipe", "a folder"])
-def test_what_has_no_end_is_not_read(endless: str, name: str, run: Path) -> None:
+def test_an_endless_file_is_not_read(endless: str, name: str, run: Path) -> None:
     manifest = json.loads((newest(run) / MANIFEST).read_text())
     path = newest(run) / name
     path.unlink()
@@ -317,7 +317,7 @@ def test_ss_sees_no_socket_of_a_run_that_is_not_on_loopback(instructions: Path, 
         command.wait_until(lambda: len(training_lines(run)) > 2)
         processes = {command.process.pid, *descendants(command.process.pid)}
         seen = sockets_of(processes)
-    # Not empty: gloo's ranks do meet over sockets, and looking at nothing would find nothing.
+    # Not empty: gloo uses sockets, and a check of none would prove nothing.
     assert any(state == "LISTEN" for state, _ in seen)
     assert [one for one in seen if not re.match(r"127\.|\[::1\]|\[::ffff:127\.", one[1])] == []
 
@@ -385,5 +385,5 @@ def dangerous(call: ast.Call) -> bool:
 
     if name in NEVER or (name in DEMANDED and not says(*DEMANDED[name])):
         return True
-    # A value that is worked out could be the dangerous one.
+    # A computed value could be the dangerous one.
     return any(argument in given and not says(argument, not value) for argument, value in FORBIDDEN)

@@ -1,4 +1,4 @@
-"""TERM, INT, USR1 and USR2, to the launcher or any rank: the step is finished and saved; 75 says: start me again."""
+"""TERM, INT, USR1 and USR2 to the launcher or any rank: the step is finished and saved, with status 75."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shoal.checkpoint.store import list_whole
+from shoal.checkpoint.store import list_complete
 from tests.harness import settings, train_on
 from tests.launch.command import (
     PATIENCE,
@@ -23,7 +23,7 @@ from tests.launch.command import (
     write_config,
 )
 
-HANG_TIMEOUT = 60.0  # after which a rank that waits for another gives up by itself
+HANG_TIMEOUT = 60.0  # after which a rank that waits for another fails by itself
 
 pytestmark = pytest.mark.slow
 
@@ -47,10 +47,10 @@ def test_a_signal_to_any_rank_stops_all_of_them_with_everything_saved(instructio
         summary = json.loads(ended.out)
         assert summary["stopped"] == "signal"
         assert saved < summary["step"] < 120
-        assert list_whole(run / "checkpoints")[-1].step == summary["step"]
+        assert list_complete(run / "checkpoints")[-1].step == summary["step"]
         assert {line["attempt"] for line in training_lines(run).values() if line["step"] > saved} == {
             training_lines(run)[summary["step"]]["attempt"]
-        }, "a stop was taken for a failure, and the ranks were started again"
+        }, "a stop was treated as a failure, and the ranks were restarted"
         saved = summary["step"]
     ended = shoal(tmp_path, "train", "run.yaml", "--resume", "--json")
     assert ended.status == 0, ended.err
@@ -61,11 +61,11 @@ def test_a_signal_to_any_rank_stops_all_of_them_with_everything_saved(instructio
 def test_a_second_signal_ends_it_at_once_and_loses_only_what_was_not_saved(
     devices: int, instructions: Path, tmp_path: Path
 ) -> None:
-    """Also when the first cannot be heeded: here a rank is stopped, and the others wait for it."""
+    """Also when the first cannot be handled: here a rank is stopped, and the others wait for it."""
     write_config(tmp_path, config(instructions, checkpoint__every=5, hardware__devices=devices, train__steps=100_000))
     run = tmp_path / "runs" / "run"
     with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--json"]) as command:
-        command.wait_until(lambda: len(list_whole(run / "checkpoints")) > 1)
+        command.wait_until(lambda: len(list_complete(run / "checkpoints")) > 1)
         ranks = [rank_process(command.process.pid, rank) for rank in range(devices)] if devices > 1 else []
         if ranks:
             os.kill(ranks[1], signal.SIGSTOP)
@@ -78,13 +78,13 @@ def test_a_second_signal_ends_it_at_once_and_loses_only_what_was_not_saved(
         try:
             os.kill(command.process.pid, signal.SIGTERM)
         except ProcessLookupError:
-            assert devices == 1, "one process may have been done with the first"
+            assert devices == 1, "one process may have exited after the first"
         ended = command.wait(HANG_TIMEOUT / 2)
         time.sleep(0.5)
         left = [rank for rank in ranks if Path(f"/proc/{rank}/cmdline").exists() and not is_dead(rank)]
     assert left == []
-    assert ended.status in ((143, 1) if devices > 1 else (143, 75, -signal.SIGTERM))  # the last: it was done already
-    whole = list_whole(run / "checkpoints")[-1].step
+    assert ended.status in ((143, 1) if devices > 1 else (143, 75, -signal.SIGTERM))  # the last: it had exited already
+    whole = list_complete(run / "checkpoints")[-1].step
     last = max(training_lines(run))
     assert last - whole <= 2 * 5  # what was under way may not have been whole yet
     resumed = shoal(tmp_path, "train", "run.yaml", f"train.steps={last + 2}", "--resume", "--json")

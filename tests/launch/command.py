@@ -1,4 +1,4 @@
-"""The real `shoal` command, run as a user runs it: in a folder of its own, with a cache of its own."""
+"""Run the real `shoal` command as a user does, in a folder and with a cache of its own."""
 
 import contextlib
 import importlib
@@ -19,7 +19,7 @@ import yaml
 
 SHOAL = Path(sys.executable).parent / "shoal"
 # Set for a whole test run by tests/conftest.py; a user has none of these.
-# Seconds. Only what hangs takes as long, on the slowest of machines: no test measures a time against the clock.
+# Seconds. Only a hang takes this long, also on a slow machine: no test asserts a wall time.
 PATIENCE = 300
 NOT_INHERITED = ("HF_HUB_OFFLINE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -32,10 +32,10 @@ class Ended:
     out: str
     err: str
     wall: float
-    work: float  # seconds of processor time, its own and the system's for it
+    work: float  # seconds of CPU time, user and system
 
     def hold_mistake(self, sentence: str) -> None:
-        """Status 2, the sentence on standard error alone, and no word of how the program is made."""
+        """Status 2, and only the sentence on standard error: no traceback."""
         assert (self.status, self.out, self.err) == (2, "", f"shoal: {sentence}\n")
 
 
@@ -51,7 +51,7 @@ def write_config(folder: Path, config: Mapping[str, Any], name: str = "run.yaml"
 
 
 class Command:
-    """A command under way. Its output goes to files, so that nothing waits for a reader."""
+    """A running command. Its output goes to files, so that it never blocks on a pipe."""
 
     def __init__(self, folder: Path, arguments: list[str], env: Mapping[str, str] | None = None) -> None:
         self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
@@ -63,7 +63,7 @@ class Command:
             stdin=subprocess.DEVNULL,
             stdout=self.files[0],
             stderr=self.files[1],
-            # A group of its own: what is left of a test that failed can be ended as one.
+            # A process group of its own, so that a failed test can be cleaned up.
             start_new_session=True,
         )
 
@@ -73,7 +73,7 @@ class Command:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             for process in (*descendants(self.process.pid), self.process.pid):
-                with_patience(lambda process=process: os.kill(process, signal.SIGKILL))
+                ignoring_exited(lambda process=process: os.kill(process, signal.SIGKILL))
             self.process.wait()
         for file in self.files:
             file.close()
@@ -115,7 +115,7 @@ def shoal(folder: Path, *arguments: str, env: Mapping[str, str] | None = None, s
 
 
 def best_of_three(run: Callable[[], Ended]) -> Ended:
-    """The one of three tries that took the least processor time: a busy machine takes more for the same work."""
+    """The run with the least CPU time of three: a busy machine takes more for the same work."""
     return min((run() for _ in range(3)), key=lambda ended: ended.work)
 
 
@@ -171,7 +171,7 @@ def descendants(process: int) -> list[int]:
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with_patience(lambda entry=entry: parents.update({int(entry.name): _parent(entry)}))
+            ignoring_exited(lambda entry=entry: parents.update({int(entry.name): _parent(entry)}))
     found = [process]
     for one in found:
         found += [child for child, parent in parents.items() if parent == one]
@@ -182,8 +182,8 @@ def _parent(entry: Path) -> int:
     return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
 
 
-def with_patience(act: Callable[[], Any]) -> None:
-    """Processes come and go while one looks at them."""
+def ignoring_exited(act: Callable[[], Any]) -> None:
+    """Processes may exit while they are inspected."""
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
         act()
 
@@ -200,7 +200,7 @@ def rank_process(launcher: int, rank: int) -> int:
 
 
 def training_lines(run: Path) -> dict[int, dict[str, Any]]:
-    """Step → line, the last one of each step. A line that is still being written does not count."""
+    """Step → line, the last one of each step. An incomplete line is ignored."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Which of several dead ranks a launcher names: the one that the others died of."""
+"""Which of several failed ranks the launcher reports: the one that caused the others to fail."""
 
 import signal
 
@@ -17,16 +17,16 @@ def died(exitcode: int, at: int) -> ProcessFailure:
 @pytest.mark.parametrize(
     ("deaths", "named"),
     [
-        # The agent ends the survivors in the same second in which it finds the dead one.
+        # The agent ends the survivors in the same second in which it finds the dead rank.
         ({0: (-signal.SIGTERM, 100), 1: (-signal.SIGKILL, 100)}, 1),
-        # A survivor writes down its lost connection before the agent finds the dead one.
+        # A survivor reports its lost connection before the agent finds the dead rank.
         ({0: (1, 100), 1: (-signal.SIGKILL, 101)}, 1),
         ({0: (-signal.SIGABRT, 100), 1: (-signal.SIGSEGV, 101)}, 1),
-        # Of several exceptions the first.
+        # The first of several exceptions.
         ({0: (1, 102), 1: (1, 100), 2: (-signal.SIGTERM, 99)}, 1),
         ({0: (-signal.SIGTERM, 100), 1: (-signal.SIGTERM, 100)}, 0),
     ],
 )
-def test_the_rank_that_died_first_is_named(deaths: dict[int, tuple[int, int]], named: int) -> None:
+def test_the_rank_that_caused_the_failure_is_reported(deaths: dict[int, tuple[int, int]], named: int) -> None:
     rank, failure = cause_of({rank: died(*death) for rank, death in deaths.items()})
     assert (rank, failure.exitcode) == (named, deaths[named][0])

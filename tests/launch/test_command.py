@@ -1,4 +1,4 @@
-"""The command at the terminal: answers at once, and says a mistake in the config in one sentence, before torch."""
+"""The command line: fast help, and one sentence for a mistake in the config, without importing torch."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ import shoal as package
 from shoal.config import Config, config_from_mapping, load_config
 from tests.launch.command import Command, best_of_three, environment, shoal
 
-# Of the processor time that importing torch takes on this machine.
+# Fractions of the CPU time of importing torch on this machine.
 ANSWERS_WITHIN = 0.25
 MISTAKE_WITHIN = 0.4
 
@@ -29,7 +29,7 @@ train:
 
 @pytest.fixture(scope="module")
 def importing_torch(tmp_path_factory: pytest.TempPathFactory) -> float:
-    """Seconds of processor time. A command that answers at once does not import it."""
+    """Seconds of CPU time. A fast command does not import torch."""
     with Command(tmp_path_factory.mktemp("torch"), [sys.executable, "-c", "import torch"]) as command:
         return command.wait().work
 
@@ -37,7 +37,7 @@ def importing_torch(tmp_path_factory: pytest.TempPathFactory) -> float:
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["train", "--help"], ["config", "--help"], ["export", "-h"], ["bench", "--help"]]
 )
-def test_help_is_there_at_once(arguments: list[str], importing_torch: float, tmp_path: Path) -> None:
+def test_help_is_fast(arguments: list[str], importing_torch: float, tmp_path: Path) -> None:
     answer = best_of_three(lambda: shoal(tmp_path, *arguments))
     assert (answer.status, answer.err) == (0, "")
     assert answer.out.startswith("Usage: shoal")
@@ -91,7 +91,7 @@ def test_python_dash_m_shoal_is_the_same_command(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", "shoal: run.yaml is not there.\n")
+    assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", "shoal: run.yaml does not exist.\n")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_python_dash_m_shoal_is_the_same_command(tmp_path: Path) -> None:
         (GOOD, ["train.stepz=3"], "override train.stepz=3: train.stepz is not a key shoal knows. Did you mean steps?"),
         (GOOD.replace("1e-4", "fast"), [], 'run.yaml:6: train.lr is "fast", but must be a number.'),
         (GOOD, ["train.steps=0"], "override train.steps=0: must be at least 1."),
-        (None, [], "run.yaml is not there. Did you mean runs.yaml?"),
+        (None, [], "run.yaml does not exist. Did you mean runs.yaml?"),
         (
             "model: [1\n",
             [],
@@ -135,7 +135,7 @@ def test_an_unknown_shape_is_answered_at_once_with_the_nearest_names(importing_t
     assert answer.work < MISTAKE_WITHIN * importing_torch
 
 
-def test_every_mistake_of_a_config_is_said_on_a_line_of_its_own(tmp_path: Path) -> None:
+def test_every_mistake_of_a_config_is_on_a_line_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD + "  lrr: 1\n  clip: x\n")
     answer = shoal(tmp_path, "train", "run.yaml", "--json")
     assert (answer.status, answer.out) == (2, "")

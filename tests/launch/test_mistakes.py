@@ -1,7 +1,6 @@
-"""Mistakes that the config alone does not show: still status 2, one sentence, and nothing left behind.
+"""Mistakes that the config alone does not show: status 2, one sentence, and no files left behind.
 
-Most run in a fork of this process, which has torch imported already; a few through a process of their own, as a user
-has it.
+Most run in a fork of this process, which has torch imported already; a few in a new process, as for a user.
 """
 
 import json
@@ -31,7 +30,7 @@ def folder_without_data(folder: Path) -> None:
     (folder / "bare").mkdir()
 
 
-def row_without_fields(folder: Path) -> None:
+def example_without_fields(folder: Path) -> None:
     (folder / "odd.jsonl").write_text('{"question": "why?"}\n')
 
 
@@ -92,18 +91,18 @@ def nowhere_to_cache(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What is asked of a good config, and what the sentence must say (a pattern for the whole of it)."""
+    """Changes to a good config, and a pattern for the complete error message."""
 
     says: str
     arguments: tuple[str, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict)
     prepare: Callable[[Path], None] = nothing
-    foreign: bool = False  # there is something in runs/ that is not ours
+    foreign: bool = False  # runs/ holds something that is not ours
 
 
 MISTAKES = {
     "the data is not there": Mistake(
-        r"data\.path \S+/instrucions\.jsonl does not exist \(seen from .+\)\. Check the path\."
+        r"data\.path \S+/instrucions\.jsonl does not exist \(relative to .+\)\. Check the path\."
         r" Did you mean instructions\.jsonl\?",
         ("data.path={folder}/instrucions.jsonl",),
     ),
@@ -115,42 +114,41 @@ MISTAKES = {
     "an empty dataset whose errors are skipped": Mistake(
         r".*(empty|no document|no row|None of).*", ("data.path=empty.jsonl", "data.on_error=skip"), prepare=empty_file
     ),
-    "rows of no known format": Mistake(r".*odd\.jsonl.*", ("data.path=odd.jsonl",), prepare=row_without_fields),
+    "examples of no known format": Mistake(r".*odd\.jsonl.*", ("data.path=odd.jsonl",), prepare=example_without_fields),
     "the validation data is not there": Mistake(
         r"data\.\w+ nowhere\.jsonl does not exist .+", ("data.validation=nowhere.jsonl",)
     ),
     "a tokenizer larger than the vocabulary": Mistake(
         r"The tokenizer has 259 tokens, but the model's vocabulary is 100; .+", ("model.shape.vocab=100",)
     ),
-    "rows longer than the model's positions": Mistake(
-        r"data\.max_length is 600, but the model was made for 512 positions; .+", ("data.max_length=600",)
+    "sequences longer than the model's context": Mistake(
+        r"data\.max_length is 600, but the model supports 512 positions; .+", ("data.max_length=600",)
     ),
     "a shape without a tokenizer": Mistake(
         r"model\.shape gives random weights and no tokenizer; set model\.tokenizer .+", ("model.tokenizer=null",)
     ),
     "a tokenizer that is not there": Mistake(r".*nobody/nothing.*", ("model.tokenizer=nobody/nothing",)),
     "a batch that is no multiple of the micro-batch": Mistake(
-        r"train\.global_batch 10 is not a multiple of micro_batch 4 × 1 devices = 4; the nearest that are: 8 and 12\.",
+        r"train\.global_batch 10 is not a multiple of micro_batch 4 × 1 ranks = 4; "
+        r"the nearest values that are: 8 and 12\.",
         ("train.global_batch=10",),
     ),
     "a batch that does not divide over two devices": Mistake(
-        r"train\.global_batch 7 does not divide over 2 data-parallel devices; the nearest that do are 6 and 8\.",
+        r"train\.global_batch 7 is not divisible by the 2 data-parallel ranks; the nearest values that are: 6 and 8\.",
         ("train.global_batch=7", "train.micro_batch=auto", "hardware.devices=2"),
     ),
     "a batch larger than all epochs": Mistake(
-        r"1 epoch of 300 rows give no whole step of train\.global_batch 400; lower it to 300 or less, .+",
+        r"1 epoch of 300 sequences give less than one step of train\.global_batch 400; lower it to 300 or less, .+",
         ("train.steps=null", "train.epochs=1", "train.global_batch=400"),
     ),
     "a tokenizer without an end token": Mistake(
         r".*endless.* has no end token.*", ("model.tokenizer=endless",), prepare=tokenizer_without_an_end
     ),
-    "a GPU nobody makes": Mistake(
-        r"override hardware\.gpu=h300: .*h300.* Did you mean .*h100.*", ("hardware.gpu=h300",)
-    ),
+    "an unknown GPU": Mistake(r"override hardware\.gpu=h300: .*h300.* Did you mean .*h100.*", ("hardware.gpu=h300",)),
     "a strategy by a wrong name": Mistake(
         r"override parallel\.strategy=fdsp: .*Did you mean fsdp\?", ("parallel.strategy=fdsp",)
     ),
-    "a named shape nobody made": Mistake(
+    "an unknown shape": Mistake(
         r"override model\.shape=lama3-8b: No model shape is called 'lama3-8b'\. Did you mean llama3-8b .+",
         ("model.shape=lama3-8b",),
     ),
@@ -158,19 +156,19 @@ MISTAKES = {
         r"hardware\.devices is 900, but this machine has no CUDA device and \d+ cores, .+", ("hardware.devices=900",)
     ),
     "zero steps": Mistake(r"override train\.steps=0: must be at least 1\.", ("train.steps=0",)),
-    "resuming what was never begun": Mistake(
+    "resuming a run that does not exist": Mistake(
         r"--resume: there is no run in runs/run; start it without --resume\.", ("--resume",)
     ),
     "starting from a folder that is no checkpoint": Mistake(
-        r"--from: elsewhere is not a whole checkpoint: .+\.",
+        r"--from: elsewhere is not a complete checkpoint: .+\.",
         ("--from", "elsewhere"),
         prepare=folder_that_is_no_checkpoint,
     ),
     "starting from a checkpoint whose files are gone": Mistake(
-        r"--from: elsewhere is not a whole checkpoint: .+\.", ("--from", "elsewhere"), prepare=broken_checkpoint
+        r"--from: elsewhere is not a complete checkpoint: .+\.", ("--from", "elsewhere"), prepare=broken_checkpoint
     ),
     "starting on two devices from a folder that is no checkpoint": Mistake(
-        r"--from: elsewhere is not a whole checkpoint: .+\.",
+        r"--from: elsewhere is not a complete checkpoint: .+\.",
         ("--from", "elsewhere", "hardware.devices=2"),
         prepare=folder_that_is_no_checkpoint,
     ),
@@ -193,7 +191,7 @@ MISTAKES = {
         prepare=folder_with_pickle,
     ),
     "a pattern that freezes nothing": Mistake(
-        r"model\.freeze: 'decoder\.\*' fits no parameter; one is named model\.embed_tokens\.weight\.",
+        r"model\.freeze: 'decoder\.\*' matches no parameter; one is named model\.embed_tokens\.weight\.",
         ("model.freeze=[decoder.*]",),
     ),
     "a pattern that freezes everything": Mistake(
@@ -203,7 +201,7 @@ MISTAKES = {
         r".*hardware\.devices 2 contradicts parallel\.strategy single, which uses one device\.",
         ("parallel.strategy=single", "hardware.devices=2"),
     ),
-    "several machines from one process": Mistake(
+    "several nodes from one process": Mistake(
         r"hardware\.nodes is 2, but this process was started alone; .+torchrun.+", ("hardware.nodes=2",)
     ),
     "runs is a file": Mistake(r"runs/run cannot be written: .+\.", prepare=file_in_place_of_runs, foreign=True),
@@ -211,17 +209,17 @@ MISTAKES = {
         r"runs/run cannot be written: .+\.", ("hardware.devices=2",), prepare=file_in_place_of_runs, foreign=True
     ),
     "the run is a file": Mistake(
-        r"runs/run is there and is not a run of shoal; choose another name=…",
+        r"runs/run exists and is not a shoal run; choose another name=…",
         prepare=file_in_place_of_the_run,
         foreign=True,
     ),
     "the run's folder is somebody else's": Mistake(
-        r"runs/run is there and is not a run of shoal; choose another name=…",
+        r"runs/run exists and is not a shoal run; choose another name=…",
         prepare=somebody_elses_folder,
         foreign=True,
     ),
     "somebody else's folder, with --overwrite": Mistake(
-        r"runs/run is there and is not a run of shoal; choose another name=…",
+        r"runs/run exists and is not a shoal run; choose another name=…",
         ("--overwrite",),
         prepare=somebody_elses_folder,
         foreign=True,
@@ -239,7 +237,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing_behind(name: str, instruct
     arguments = [one.replace("{folder}", str(instructions.parent)) for one in mistake.arguments]
     ended = forked_shoal(tmp_path, "train", "run.yaml", *arguments, "--json")
     said = ended.err.splitlines()
-    # Notes may stand above it: what was read of the data, an option without effect. The mistake is the last line.
+    # Other messages may come first: the data that was read, an option without effect. The mistake is the last line.
     assert (ended.status, ended.out) == (2, ""), ended.err
     assert [line for line in said if line.startswith("shoal: ")] == said[-1:], ended.err
     assert re.fullmatch("shoal: " + mistake.says, said[-1])
@@ -261,7 +259,7 @@ def contents(folder: Path) -> dict[str, str] | str:
     [("model.freeze=[decoder.*]",), ("train.global_batch=10",), ("--from", "elsewhere")],
     ids=lambda a: a[0],
 )
-def test_after_a_mistake_the_mended_command_runs(
+def test_after_a_mistake_the_corrected_command_runs(
     arguments: tuple[str, ...], instructions: Path, tmp_path: Path
 ) -> None:
     write_config(tmp_path, settings(instructions, train__steps=2))
@@ -283,7 +281,7 @@ def finished(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def snapshot(finished: Path, tmp_path: Path) -> Iterator[Path]:
-    """A folder with a finished run, which must be as it was at the end of the test."""
+    """A folder with a finished run, which the test must not change."""
     folder = shutil.copytree(finished, tmp_path / "copy")
     before = files(folder)
     yield folder
@@ -297,16 +295,16 @@ def files(folder: Path) -> dict[Path, bytes]:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), r"runs/run holds a run already; add --resume .+, --overwrite .+, or another name=…"),
-        (("--from", "runs/run/checkpoints/step-00000002"), r"runs/run holds a run already; .+"),
+        ((), r"runs/run already holds a run; add --resume .+, --overwrite .+, or another name=…"),
+        (("--from", "runs/run/checkpoints/step-00000002"), r"runs/run already holds a run; .+"),
         (("--resume", "model.shape.layers=3"), r"--resume: model\.shape\.layers was 2 in .+ and is 3 now, .+"),
         (("--resume", "seed=5"), r"--resume: seed was 1234 in runs/run/config\.yaml and is 5 now, .+"),
         (("--resume", "train.global_batch=16"), r"--resume: train\.global_batch was 8 in .+ and is 16 now, .+"),
         (("--resume", "data.path=nowhere.jsonl"), r"--resume: data\.path was .+ and is 'nowhere\.jsonl' now, .+"),
         (("--overwrite", "data.path=nowhere.jsonl"), r"data\.path nowhere\.jsonl does not exist .+"),
-        (("--overwrite", "model.freeze=[decoder.*]"), r"model\.freeze: 'decoder\.\*' fits no parameter; .+"),
+        (("--overwrite", "model.freeze=[decoder.*]"), r"model\.freeze: 'decoder\.\*' matches no parameter; .+"),
         (("--overwrite", "train.global_batch=10"), r"train\.global_batch 10 is not a multiple of .+"),
-        (("--overwrite", "--from", "runs"), r"--from: runs is not a whole checkpoint: .+"),
+        (("--overwrite", "--from", "runs"), r"--from: runs is not a complete checkpoint: .+"),
         (("--overwrite", "--resume"), r".*--resume.*--overwrite.*|.*--overwrite.*--resume.*"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -322,8 +320,8 @@ def test_a_finished_run_is_not_touched_by_a_mistake(arguments: tuple[str, ...], 
     ("arguments", "says"),
     [
         (("nowhere",), r"nowhere holds no checkpoints; give the folder of a run, such as runs/NAME\."),
-        (("runs/run", "--step", "7"), r"runs/run holds no whole checkpoint of step 7; there are those of [0-9, ]+\."),
-        (("runs/run", "--output", "run.yaml"), r"run\.yaml is there already and not empty; .+"),
+        (("runs/run", "--step", "7"), r"runs/run holds no complete checkpoint of step 7; available steps: [0-9, ]+\."),
+        (("runs/run", "--output", "run.yaml"), r"run\.yaml already exists and is not empty; .+"),
         (("runs/run", "--output", "run.yaml/hf"), r".*run\.yaml/hf.*cannot be written.*"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -334,10 +332,10 @@ def test_an_export_that_cannot_be_is_one_sentence(arguments: tuple[str, ...], sa
     assert re.fullmatch(f"shoal: {says}\n", ended.err)
 
 
-def test_a_model_that_is_not_on_this_machine_is_not_looked_for_on_the_network(
+def test_a_model_that_is_not_on_this_machine_is_not_fetched_from_the_network(
     instructions: Path, tmp_path: Path
 ) -> None:
-    """Through a process of its own: who calls whom is decided while libraries are imported."""
+    """In a new process, because libraries read these variables when they are imported."""
     write_config(tmp_path, settings(instructions, model={"from": "nobody/nothing"}))
     with socket.create_server(("127.0.0.1", 0)) as hub:
         hub.setblocking(False)
@@ -346,7 +344,7 @@ def test_a_model_that_is_not_on_this_machine_is_not_looked_for_on_the_network(
         ended = shoal(
             tmp_path, "train", "run.yaml", "--json", env=environment(tmp_path, HF_ENDPOINT=address, **proxies)
         )
-        with pytest.raises(BlockingIOError):  # nobody waits at the door
+        with pytest.raises(BlockingIOError):  # no connection was attempted
             hub.accept()
     ended.hold_mistake(
         "nobody/nothing is neither a folder nor in the local Hugging Face cache; "
@@ -356,9 +354,7 @@ def test_a_model_that_is_not_on_this_machine_is_not_looked_for_on_the_network(
 
 
 @pytest.mark.slow
-def test_a_mistake_that_only_the_ranks_can_find_is_passed_on_as_one_sentence(
-    instructions: Path, tmp_path: Path
-) -> None:
+def test_a_mistake_that_only_the_ranks_can_find_is_reported_as_one_sentence(instructions: Path, tmp_path: Path) -> None:
     """Weights are read by the ranks: a damaged file is found there, after the launch."""
     folder = tmp_path / "model"
     folder.mkdir()
@@ -375,7 +371,7 @@ def test_a_mistake_that_only_the_ranks_can_find_is_passed_on_as_one_sentence(
     assert not (tmp_path / "runs" / "run").exists()
 
 
-def test_an_option_without_effect_is_said_once_and_the_run_goes_on(instructions: Path, tmp_path: Path) -> None:
+def test_an_option_without_effect_is_a_warning_and_the_run_continues(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, settings(instructions, train__steps=1))
     ended = forked_shoal(tmp_path, "train", "run.yaml", "parallel.prefetch=3", "train.schedule.decay=0.5")
     assert ended.status == 0, ended.err

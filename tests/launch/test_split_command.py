@@ -1,4 +1,4 @@
-"""A model cut four ways by `shoal train` comes back from `shoal export` as one that plain transformers loads."""
+"""A model sharded over four ranks by `shoal train` is exported by `shoal export` as one that transformers loads."""
 
 import json
 
@@ -11,11 +11,11 @@ from tests.launch.command import shoal, write_config
 
 
 @pytest.mark.slow
-def test_a_model_cut_by_the_command_comes_back_whole(instructions, tmp_path):
+def test_a_sharded_model_is_exported_as_a_complete_one(instructions, tmp_path):
     shape = {"family": "gpt2", "hidden": 32, "layers": 4, "heads": 4, "vocab": 259, "positions": 192}
     write_config(tmp_path, settings(instructions, model__shape=shape, train__steps=6, checkpoint__every=3))
-    cut = ["hardware.devices=4", "parallel.tp=2", "parallel.pp=2", "train.micro_batch=2"]
-    ended = shoal(tmp_path, "train", "run.yaml", *cut, "--json")
+    sharded = ["hardware.devices=4", "parallel.tp=2", "parallel.pp=2", "train.micro_batch=2"]
+    ended = shoal(tmp_path, "train", "run.yaml", *sharded, "--json")
     assert ended.status == 0, ended.err
     run = tmp_path / "runs" / "run"
     assert json.loads((run / "plan.json").read_text())["chosen"]["mesh"] == {

@@ -1,4 +1,4 @@
-"""The first commands a newcomer types: init, train --dry-run, download."""
+"""The first commands of a new user: init, train --dry-run, download."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import yaml
 
 from shoal.catalogue.recipes import recipe_names
 from shoal.config import load_config
-from shoal.observe.progress import duration, numbers
+from shoal.observe.progress import duration, format_metrics
 from shoal.train.preview import draw
 from tests.harness import settings
 from tests.launch.command import environment, forked_shoal, shoal, write_config
@@ -28,7 +28,7 @@ def test_init_lists_recipes_and_writes_one_as_a_commented_file(tmp_path: Path) -
 def test_init_never_writes_over_a_file_and_names_the_nearest_recipe(tmp_path: Path) -> None:
     (tmp_path / "pretrain-text.yaml").write_text("mine")
     shoal(tmp_path, "init", "pretrain-text").hold_mistake(
-        "pretrain-text.yaml is there already; choose another name with --output."
+        "pretrain-text.yaml already exists; choose another name with --output."
     )
     assert (tmp_path / "pretrain-text.yaml").read_text() == "mine"
     assert "Did you mean finetune-json?" in shoal(tmp_path, "init", "finetune-jsn").err
@@ -54,8 +54,8 @@ def test_a_dry_run_shows_what_would_happen_and_leaves_nothing_behind(instruction
     seen = forked_shoal(tmp_path, "train", "run.yaml", "--dry-run", "hardware.devices=2", "parallel.strategy=fsdp")
     assert seen.status == 0, seen.err
     assert "31,520 parameters" in seen.out
-    assert "strategy   fsdp (asked for) on 2 devices" in seen.out
-    assert "batch      24 rows a step = 4 rows × 2 × 3 passes" in seen.out
+    assert "strategy   fsdp (set in the config) on 2 devices" in seen.out
+    assert "batch      24 sequences per step: micro-batch 4, gradient accumulation steps 3" in seen.out
     assert "40 steps" in seen.out
     assert "3.00e-03 " in seen.out
     # Prompts do not count in the loss, answers and their end token do.
@@ -66,7 +66,7 @@ def test_a_dry_run_shows_what_would_happen_and_leaves_nothing_behind(instruction
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_as_json_has_the_same_numbers(instructions: Path, tmp_path: Path) -> None:
+def test_a_dry_run_as_json_has_the_same_figures(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, settings(instructions))
     found = json.loads(forked_shoal(tmp_path, "train", "run.yaml", "--dry-run", "--json").out)
     assert (found["parameters"], found["strategy"], found["grad_accum_steps"], found["steps"]) == (
@@ -83,21 +83,21 @@ def test_download_says_in_a_sentence_that_it_could_not(tmp_path: Path) -> None:
     shoal(tmp_path, "download", "nothing").hold_mistake(
         "nothing is not an id of the Hugging Face hub; write owner/name."
     )
-    # A proxy that nobody listens at stands for a machine without a network.
+    # A proxy without a listener simulates a machine without a network.
     unplugged = environment(tmp_path, HTTPS_PROXY="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9")
     ended = shoal(tmp_path, "download", "nobody/nothing", env=unplugged)
     assert (ended.status, ended.out) == (2, "")
-    assert ended.err.startswith("shoal: nobody/nothing could not be fetched (")
+    assert ended.err.startswith("shoal: nobody/nothing could not be downloaded (")
     assert ended.err.count("\n") == 1
 
 
-def test_a_curve_in_text_is_as_high_as_its_values() -> None:
+def test_a_text_plot_is_as_high_as_its_values() -> None:
     drawn = draw([0.0, 0.5, 1.0], 3)
     assert [line[9:] for line in drawn[:-1]] == ["  █"] * 4 + [" ██"] * 4
 
 
-def test_times_and_numbers_are_short_and_say_what_is_not_a_number() -> None:
+def test_durations_and_metrics_are_short_and_name_non_finite_values() -> None:
     assert [duration(seconds) for seconds in (4.4, 75, 7325)] == ["4s", "1m 15s", "2h 02m"]
     line = {"step": 5, "loss": None, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 1234.0, "mfu": None}
-    said = numbers({**line, "memory_gib": 1.5, "seconds": 2.0}, 10)
-    assert said == "loss is not a number  norm 1.000  lr 1.00e-03  1,234 tok/s  1.50 GiB  10s left"
+    said = format_metrics({**line, "memory_gib": 1.5, "seconds": 2.0}, 10)
+    assert said == "loss non-finite  norm 1.000  lr 1.00e-03  1,234 tok/s  1.50 GiB  10s left"

@@ -1,7 +1,7 @@
-"""`shoal train` as a user and other programs see it: what it prints and writes, and what it survives.
+"""`shoal train` as a user and other programs see it: its output, its files, and the failures it survives.
 
-All runs here train the same model on the same rows, so that one undisturbed run is the reference for every other: for
-two processes (bitwise, since each does one pass), for runs stopped by signals, and for runs whose ranks were killed.
+All runs here train the same model on the same sequences, so that one undisturbed run is the reference for every other:
+for two processes (bitwise, since each has one micro-batch), for runs stopped by signals, for runs with killed ranks.
 """
 
 import json
@@ -58,7 +58,7 @@ def folder(instructions: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """The run that nothing happened to, started as a user starts it, in a folder of its own."""
+    """An undisturbed run, started as a user starts it, in a folder of its own."""
     place = tmp_path_factory.mktemp("undisturbed")
     write_config(place, config(instructions))
     ended = shoal(place, "train", "run.yaml", "train.lr=3e-3", "--json")
@@ -120,7 +120,7 @@ def test_a_line_of_the_metrics_has_the_documented_keys_and_no_others(undisturbed
         assert 0 <= line["data_seconds"] <= line["seconds"]
 
 
-def test_progress_is_on_standard_error_and_says_nothing_twice(undisturbed: tuple[Path, Ended]) -> None:
+def test_progress_is_on_standard_error_and_has_no_repeated_lines(undisturbed: tuple[Path, Ended]) -> None:
     said = undisturbed[1].err.splitlines()
     assert [line for line in said if re.match(rf"step \d+/{STEPS}  loss ", line)] != []
     assert sorted({line for line in said if said.count(line) > 1}) == []
@@ -156,14 +156,14 @@ def test_an_export_is_a_folder_that_plain_transformers_loads(undisturbed: tuple[
     tokenizer = AutoTokenizer.from_pretrained(output)
     text = "the shoal turns"
     assert tokenizer(text)["input_ids"] == list(text.encode())
-    # What it learnt is there, and so are the parts that no checkpoint holds: it expects words of the training data.
+    # The trained weights and the buffers that no checkpoint holds are there: the training data has a low loss.
     words = tokenizer("### Response:\nthe shoal turns as one and every swimmer follows", return_tensors="pt")
     assert model(**words, labels=words["input_ids"]).loss < 0.8 * math.log(model.config.vocab_size)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_train_what_one_trains_and_listen_to_this_machine_alone(
+def test_two_processes_train_like_one_and_listen_on_loopback_only(
     strategy: str, folder: Path, expected: list[tuple[int, float, float]]
 ) -> None:
     run = folder / "runs" / "run"
@@ -174,7 +174,7 @@ def test_two_processes_train_what_one_trains_and_listen_to_this_machine_alone(
         open_to = {address for process in processes for address in listening(process)}
         ended = command.wait()
     assert len(processes) >= 3
-    # Not empty: gloo's ranks do meet over sockets, and looking at nothing would find nothing.
+    # Not empty: gloo uses sockets, and a check of none would prove nothing.
     assert open_to
     assert {address for address in open_to if not address.startswith(("127.", "::1"))} == set()
     assert ended.status == 0, ended.err
@@ -227,7 +227,9 @@ def test_a_run_stopped_by_each_signal_in_turn_ends_as_if_undisturbed(
         with Command(folder, arguments) as command:
             command.wait_until(lambda: max(training_lines(run), default=0) > saved + 2)  # noqa: B023
             if number == signal.SIGINT:
-                os.killpg(command.process.pid, number)  # as a terminal does with Ctrl-C: to all of the foreground
+                os.killpg(
+                    command.process.pid, number
+                )  # as a terminal does with Ctrl-C: to the foreground process group
             else:
                 os.kill(command.process.pid, number)
             ended = command.wait()
@@ -236,7 +238,7 @@ def test_a_run_stopped_by_each_signal_in_turn_ends_as_if_undisturbed(
         summary = json.loads(ended.out)
         assert saved < summary["step"] < STEPS
         assert (summary["stopped"], hold_whole(run)) == ("signal", summary["step"])
-        # The step that was under way is finished and counted, and none after it.
+        # The current step is finished and logged, and none after it.
         assert max(training_lines(run)) == summary["step"]
         assert "--resume" in ended.err.splitlines()[-1]
         saved = summary["step"]
@@ -248,8 +250,8 @@ def test_a_run_stopped_by_each_signal_in_turn_ends_as_if_undisturbed(
 
 
 @pytest.mark.slow
-def test_a_stop_that_takes_the_disk_long_is_waited_for(folder: Path) -> None:
-    """A large checkpoint takes minutes to write. Here a rank stands still for longer than torch's agent waits."""
+def test_a_stop_waits_for_a_slow_save(folder: Path) -> None:
+    """A large checkpoint takes minutes to write. Here a rank is stopped for longer than torch's agent waits."""
     run = folder / "runs" / "run"
     with Command(folder, [str(SHOAL), "train", "run.yaml", "hardware.devices=2", "--json"]) as command:
         command.wait_until(lambda: len(training_lines(run)) > 2)
@@ -366,7 +368,7 @@ def test_a_crash_is_status_1_with_its_traceback_once(devices: int, folder: Path)
     assert (ended.status, ended.out) == (1, "")
     assert ended.err.count("Traceback (most recent call last)") == 1, ended.err
     trace = ended.err[ended.err.index("Traceback") :].splitlines()
-    # From its first line to its last, no other process has written between.
+    # No other process has written between its lines.
     assert [line for line in trace[1:-1] if not line.startswith(" ")] == []
     assert trace[-1].startswith("ZeroDivisionError")
     if devices == 2:
@@ -374,7 +376,7 @@ def test_a_crash_is_status_1_with_its_traceback_once(devices: int, folder: Path)
 
 
 @pytest.mark.slow
-def test_evaluations_stand_among_the_metrics_and_the_last_in_the_summary(instructions: Path, tmp_path: Path) -> None:
+def test_evaluations_are_in_the_metrics_and_the_last_is_in_the_summary(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, config(instructions, data__validation=0.1))
     ended = shoal(tmp_path, "train", "run.yaml", "train.steps=4", "eval.every=2", "--json")
     assert ended.status == 0, ended.err

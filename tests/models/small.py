@@ -1,4 +1,4 @@
-"""Small models of every family for the tests of this folder, and how a Hugging Face folder becomes one of ours."""
+"""Small models of every family for the tests of this folder."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 HIDDEN, LAYERS, FFN, VOCAB, POSITIONS = 32, 2, 48, 96, 64
 GROUPED = ("llama", "mistral", "qwen2", "qwen3")
 FAMILIES = (*GROUPED, "neox", "gpt2", "bert")
-EXPERTS = 5  # a number that no number of ranks divides
+EXPERTS = 5  # divisible by no number of ranks
 COMPRESSED = {  # DeepSeek's attention, and its first block without experts
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -43,7 +43,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 
 def small_config(family: str, *, tied: bool = True) -> Any:
-    """Four heads of eight channels, and two key-value heads where the family can share them."""
+    """Four heads of dimension eight, and two key-value heads where the family supports it."""
     shape = shape_from_sizes(
         family,
         hidden=HIDDEN,
@@ -59,7 +59,7 @@ def small_config(family: str, *, tied: bool = True) -> Any:
 
 
 def mixture_config(family: str, **changes: Any) -> Any:
-    """A mixture of experts of that model type of transformers."""
+    """A mixture-of-experts config of a transformers model type."""
     return CONFIG_MAPPING[family](
         **{
             "hidden_size": HIDDEN,
@@ -86,14 +86,14 @@ def on_meta(settings: Any, *, attention: str = "auto", longest: int = POSITIONS)
 
 
 def drawn(settings: Any, *, seed: int = 0, **options: Any) -> Any:
-    """A model with random weights of ours."""
+    """A model with random weights, initialized by shoal."""
     model = on_meta(settings, **options)
     materialize(model, read_anatomy(model), device=CPU, dtype=torch.float32, source=Weights(None, seed))
     return model
 
 
 def loaded(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of a Hugging Face folder, as a run with model.from would build and fill it."""
+    """The model of a Hugging Face folder, as a run with model.from loads it."""
     plan = blueprint(ModelConfig.model_validate({"from": str(folder)}))
     model = build_on_meta(plan, attention="auto", longest=POSITIONS)
     materialize(model, read_anatomy(model), device=CPU, dtype=dtype, source=Weights(plan.folder, 0))
@@ -101,10 +101,10 @@ def loaded(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def plain(settings: Any, seed: int = 0) -> Any:
-    """The same kind of model by transformers alone."""
+    """A model built by transformers alone."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(settings)
 
 
-def tokens(rows: int = 2, length: int = 24, seed: int = 5) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+def tokens(sequences: int = 2, length: int = 24, seed: int = 5) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (sequences, length), generator=torch.Generator().manual_seed(seed))

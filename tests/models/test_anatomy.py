@@ -1,4 +1,4 @@
-"""Promises about reading a model's structure: the right modules, or a sentence that names what is missing."""
+"""Reading a model's structure: the right modules, or an error that names what is missing."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
-def test_logits_that_are_more_than_a_product_are_never_called_linear(name):
+def test_transformed_logits_are_never_called_linear(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(TRANSFORMED[name])
     assert not read_anatomy(model).linear_head
@@ -110,14 +110,14 @@ BLOCK = {
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_of_matrix_products_are_the_blocks_matrices_and_one_head(family, tied):
+def test_matmul_parameters_are_the_blocks_matrices_and_one_head(family, tied):
     model = on_meta(small_config(family, tied=tied))
     found = matmul_parameters(dict(model.named_parameters()), read_anatomy(model))
     assert found == LAYERS * BLOCK[family] + VOCAB * HIDDEN
 
 
 class Unusual(PreTrainedModel):
-    """A language model of which parts can be left out."""
+    """A language model without some of its parts."""
 
     config_class = PretrainedConfig
     base_model_prefix = "inner"
@@ -139,18 +139,18 @@ class Unusual(PreTrainedModel):
         return self.out
 
 
-EQUAL = [nn.Linear(4, 4), nn.Linear(4, 4)]
+IDENTICAL = [nn.Linear(4, 4), nn.Linear(4, 4)]
 
 
 def test_the_unusual_model_is_readable_when_nothing_is_missing():
-    assert read_anatomy(Unusual(layers=EQUAL)).blocks == ("inner.layers.0", "inner.layers.1")
+    assert read_anatomy(Unusual(layers=IDENTICAL)).blocks == ("inner.layers.0", "inner.layers.1")
 
 
 @pytest.mark.parametrize(
     ("options", "missing"),
     [
-        ({"layers": EQUAL, "head": False}, "head"),
-        ({"layers": EQUAL, "embedding": False}, "input embedding"),
+        ({"layers": IDENTICAL, "head": False}, "head"),
+        ({"layers": IDENTICAL, "embedding": False}, "input embedding"),
         ({"layers": [], "embedding": False, "head": False}, "input embedding and the head"),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_model_that_cannot_be_read_is_a_mistake_that_names_what_is_missing(opt
 
 
 @pytest.mark.parametrize("layers", [[], [nn.Linear(4, 4), nn.Conv1d(4, 4, 1)]])
-def test_a_model_without_equal_blocks_can_be_read_but_not_cut(layers):
+def test_a_model_without_identical_blocks_can_be_read_but_not_split(layers):
     model = Unusual(layers=layers)
     anatomy = read_anatomy(model)
     assert anatomy.blocks == ()

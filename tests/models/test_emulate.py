@@ -1,4 +1,4 @@
-"""Low-precision matmuls in fp32: inputs rounded, products summed in fp32, the result rounded, forward and backward."""
+"""Emulated low-precision matmuls: inputs cast, accumulation in fp32, the result cast, forward and backward."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,7 @@ def with_gradients(operation: Callable[..., Tensor], given: list[Tensor]) -> lis
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_the_result_and_its_gradients_are_fp32_of_rounded_inputs_rounded(name, dtype):
+def test_results_and_gradients_are_computed_in_fp32_from_cast_inputs_and_cast_back(name, dtype):
     operation, shapes = OPERATIONS[name]
     given = tensors(shapes, dtype)
     native = with_gradients(operation, given)
@@ -62,38 +62,38 @@ def test_the_result_and_its_gradients_are_fp32_of_rounded_inputs_rounded(name, d
         found = with_gradients(operation, given)
     for one, exact, before in zip(found, wide, native, strict=True):
         assert one.dtype == dtype
-        # A batch is summed in another order than by the fp32 operation: seldom the last bit.
+        # The order of summation over a batch may differ from the fp32 operation: rarely the last bit.
         assert torch.allclose(one.float(), exact.to(dtype).float(), rtol=torch.finfo(dtype).eps, atol=1e-6)
         assert torch.allclose(one.float(), before.float(), rtol=0.02, atol=0.02)
 
 
-def test_under_autocast_inputs_of_any_width_are_rounded_first():
+def test_under_autocast_inputs_of_any_dtype_are_cast_first():
     inputs, weight = torch.full((1, 4), 1.001), torch.eye(4, dtype=torch.bfloat16)
     with emulated_matmuls([torch.bfloat16]), torch.autocast("cpu", torch.bfloat16):
         found = F.linear(inputs, weight)
         assert torch.is_autocast_enabled("cpu")
     assert found.dtype == torch.bfloat16
-    assert found.eq(1.0).all()  # 1.001 is no number of bf16
+    assert found.eq(1.0).all()  # 1.001 rounds to 1 in bf16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_other_dtypes_are_left_alone(dtype):
+def test_other_dtypes_are_unchanged(dtype):
     left, right = tensors([(3, 8), (8, 5)], dtype)
     with emulated_matmuls(LOW_PRECISION):
         assert torch.equal(left @ right, torch.mm(left, right))
         assert (left @ right).dtype == dtype
 
 
-def test_a_result_is_written_where_it_is_wanted():
+def test_the_out_argument_is_supported():
     left, right = (one.detach() for one in tensors([(3, 8), (8, 5)], torch.bfloat16))
-    room = torch.zeros(3, 5, dtype=torch.bfloat16)
+    out = torch.zeros(3, 5, dtype=torch.bfloat16)
     with emulated_matmuls([torch.bfloat16]):
-        assert torch.matmul(left, right, out=room) is room
-    assert torch.equal(room, (left.float() @ right.float()).bfloat16())
+        assert torch.matmul(left, right, out=out) is out
+    assert torch.equal(out, (left.float() @ right.float()).bfloat16())
 
 
 @pytest.mark.parametrize("name", ["linear", "matmul of batches", "addmm"])
-def test_what_is_kept_for_the_backward_pass_is_in_low_precision(name):
+def test_saved_tensors_are_in_low_precision(name):
     operation, shapes = OPERATIONS[name]
     kept: list[torch.dtype] = []
 
@@ -111,25 +111,25 @@ def test_only_a_cpu_that_is_slow_emulates(monkeypatch: pytest.MonkeyPatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     seconds = {torch.float32: 1.0, torch.bfloat16: 0.9, torch.float16: 80.0}
     monkeypatch.setattr(emulate, "_matmul_seconds", seconds.__getitem__)
-    with measured_anew():
+    with fresh_measurement():
         assert emulated_dtypes(cpu, torch.float32, *LOW_PRECISION) == {torch.float16}
         assert emulated_dtypes(gpu, *LOW_PRECISION) == frozenset()
     seconds |= {torch.bfloat16: 4.0}
-    with measured_anew():
+    with fresh_measurement():
         assert emulated_dtypes(cpu, torch.bfloat16) == {torch.bfloat16}
 
 
-def test_the_environment_can_say_otherwise(monkeypatch: pytest.MonkeyPatch):
+def test_the_environment_variable_overrides_the_measurement(monkeypatch: pytest.MonkeyPatch):
     for said, emulated in (("emulated", set(LOW_PRECISION)), ("native", set())):
         monkeypatch.setenv(emulate.VARIABLE, said)
-        with measured_anew():
+        with fresh_measurement():
             assert slow_dtypes() == emulated
     monkeypatch.setenv(emulate.VARIABLE, "perhaps")
-    with measured_anew(), pytest.raises(UserMistake, match="set it to emulated or native"):
+    with fresh_measurement(), pytest.raises(UserMistake, match="set it to emulated or native"):
         slow_dtypes()
 
 
-class measured_anew:
+class fresh_measurement:
     def __enter__(self) -> None:
         slow_dtypes.cache_clear()
 
@@ -138,7 +138,7 @@ class measured_anew:
 
 
 class LowPrecisionMatmuls(TorchDispatchMode):
-    """Names of the operations on matrices that reach torch's kernels in low precision."""
+    """Names of the matmuls that reach torch's kernels in low precision."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Promises about mixtures of experts: files hold them expert by expert, and each rank reads the experts it needs."""
+"""Mixture-of-experts models: files hold one tensor per expert, and each rank reads only the experts it needs."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from tests.models.small import EXPERTS, FFN, HIDDEN, MIXTURES, loaded, mixture_c
 from tests.models.test_weights import hold_like_plain, rewrite, shards
 
 GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"
-PER_EXPERT = [family for family in MIXTURES if family != "gpt_oss"]  # which keeps its experts together in files too
+PER_EXPERT = [family for family in MIXTURES if family != "gpt_oss"]  # whose experts are one tensor in files too
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -32,8 +32,8 @@ def test_a_saved_mixture_is_loaded_as_transformers_loads_it(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", PER_EXPERT)
-def test_the_experts_of_these_tests_are_apart_in_files(family, tmp_path):
-    """Or the promises here would hold for models that need no putting together."""
+def test_the_experts_of_these_tests_are_separate_tensors_in_files(family, tmp_path):
+    """Otherwise these tests would cover models whose tensors need no assembly."""
     plain(mixture_config(family)).save_pretrained(tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys()
     assert len([name for name in names if re.search(r"layers\.1\..*experts\.\d+\.", name)]) == 3 * EXPERTS
@@ -41,7 +41,7 @@ def test_the_experts_of_these_tests_are_apart_in_files(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe"])
-def test_a_mixture_in_several_files_is_loaded_whole(family, tmp_path):
+def test_a_mixture_in_several_files_is_loaded_completely(family, tmp_path):
     plain(mixture_config(family)).save_pretrained(tmp_path, max_shard_size="12KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > EXPERTS
     hold_like_plain(tmp_path)
@@ -69,8 +69,8 @@ def test_a_mixture_saved_in_bf16_has_the_same_values_in_fp32(tmp_path):
     )
 
 
-def test_what_a_file_holds_in_one_tensor_becomes_several(tmp_path):
-    """HRM keeps query, key, value and gate of its attention in one."""
+def test_a_fused_tensor_of_a_file_becomes_several(tmp_path):
+    """HRM fuses query, key, value and gate of its attention into one tensor."""
     plain(hrm()).save_pretrained(tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys()
     assert any("gqkv_proj" in name for name in names)
@@ -101,7 +101,7 @@ def test_each_rank_has_its_own_slice_of_the_experts(family, world_size, tmp_path
 
 
 @pytest.mark.parametrize("family", ["mixtral", "hrm_text"])
-def test_any_box_of_any_parameter_can_be_read(family, tmp_path):
+def test_any_slice_of_any_parameter_can_be_read(family, tmp_path):
     saved = plain(mixture_config("mixtral") if family == "mixtral" else hrm())
     saved.save_pretrained(tmp_path)
     stored = locate_weights(on_meta(saved.config), tmp_path)
@@ -118,7 +118,7 @@ def test_any_box_of_any_parameter_can_be_read(family, tmp_path):
 
 
 class Watched:
-    """An opened safetensors file that writes down which numbers are read from it."""
+    """An opened safetensors file that records which slices are read from it."""
 
     def __init__(self, file: Any, read: list[tuple[str, Any]]) -> None:
         self.file, self.read = file, read
@@ -145,7 +145,7 @@ class Watched:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
-    """(name in the file, slices) of all that is read from safetensors files."""
+    """(name in the file, slices) of every read from safetensors files."""
     seen: list[tuple[str, Any]] = []
     monkeypatch.setattr(
         shoal.models.stored, "safe_open", lambda path, framework: Watched(safe_open(path, framework=framework), seen)
@@ -153,7 +153,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]:
     return seen
 
 
-def test_finding_the_experts_reads_no_numbers(reads, tmp_path):
+def test_locating_the_experts_reads_no_values(reads, tmp_path):
     saved = plain(mixture_config("mixtral"))
     saved.save_pretrained(tmp_path)
     locate_weights(on_meta(saved.config), tmp_path)
@@ -224,7 +224,7 @@ def test_a_mixture_trains_on_two_ranks_as_on_one(family, instructions, tmp_path)
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_experts_that_see_no_token_do_not_stop_the_others(strategy, instructions, tmp_path):
-    """Two rows of 16 tokens, one expert for each: of 64 experts most get nothing on a rank, and some on any."""
+    """Two sequences of 16 tokens and one expert per token: most of the 64 experts get no token on a rank."""
     many = {"num_local_experts": 64, "num_experts_per_tok": 1}
     settled = mixture_config("mixtral", vocab_size=260, max_position_embeddings=512, **many)
     plain(settled).save_pretrained(tmp_path / "start")
@@ -259,9 +259,9 @@ def test_a_mixture_without_its_experts_is_a_mistake_that_names_one(folder):
         loaded(folder)
 
 
-def test_experts_of_unlike_shapes_are_a_mistake(folder):
+def test_experts_of_different_shapes_are_a_mistake(folder):
     rewrite(folder, lambda held: held.update({expert(3, "down_proj"): torch.ones(HIDDEN, FFN + 1)}))
-    with pytest.raises(UserMistake, match=rf"cannot make {DOWN} of OlmoeForCausalLM .* MergeModulelist says"):
+    with pytest.raises(UserMistake, match=rf"cannot convert {DOWN} of OlmoeForCausalLM .* MergeModulelist:"):
         loaded(folder)
 
 
@@ -290,7 +290,7 @@ def test_a_trained_buffer_is_loaded_saved_and_exported(instructions, tmp_path):
 
 @pytest.fixture
 def converted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ConversionOps], None]:
-    """Let transformers believe that the files of any model hold o_proj in another form."""
+    """Make transformers convert o_proj of any model with one operation."""
 
     def by(operation: ConversionOps) -> None:
         converter = WeightConverter("o_proj.weight", "o_proj.weight", [operation])
@@ -299,7 +299,7 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> Callable[[ConversionOps], None
     return by
 
 
-def test_an_unknown_operation_is_done_by_transformers_on_the_whole(converted, tmp_path):
+def test_an_unknown_operation_is_run_by_transformers_on_the_complete_tensor(converted, tmp_path):
     saved = plain(small_config("llama"))
     saved.save_pretrained(tmp_path)
     converted(Transpose(0, 1))
@@ -319,5 +319,5 @@ def test_an_operation_that_fails_is_a_mistake_that_names_it(converted, tmp_path)
 
     plain(small_config("llama")).save_pretrained(tmp_path)
     converted(Enigma())
-    with pytest.raises(UserMistake, match=r"self_attn\.o_proj\.weight of LlamaForCausalLM .* Enigma says no key"):
+    with pytest.raises(UserMistake, match=r"self_attn\.o_proj\.weight of LlamaForCausalLM .* Enigma: no key"):
         loaded(tmp_path)

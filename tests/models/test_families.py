@@ -1,4 +1,4 @@
-"""Promises about the transformers configs: exactly the shape's size, the published settings, no dropout."""
+"""The transformers configs: exactly the shape's size, the published settings, no dropout."""
 
 import pytest
 import torch
@@ -60,8 +60,8 @@ def test_every_family_is_causal_and_the_same_in_training_as_in_evaluation(family
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_every_parameter_of_a_tied_model_learns(family: str) -> None:
-    # DDP waits forever for, or refuses, a parameter that gets no gradient.
+def test_every_parameter_of_a_tied_model_gets_a_gradient(family: str) -> None:
+    # DDP hangs on, or rejects, a parameter without a gradient.
     model = AutoModelForCausalLM.from_config(transformers_config(tiny(family)))
     tokens = torch.randint(0, 99, (1, 32))
     model(input_ids=tokens).logits.logsumexp(-1).sum().backward()

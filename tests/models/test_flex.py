@@ -1,4 +1,4 @@
-"""Which tiles of a packed row are computed, against the mask that has every pair."""
+"""The tiles that flex attention computes for packed sequences, compared with the dense mask."""
 
 from typing import Any
 
@@ -15,17 +15,17 @@ from shoal.models.loss import LanguageModel
 from tests.models.small import FAMILIES, VOCAB, drawn, tokens
 
 
-def random_documents(rows: int, length: int, longest: int) -> torch.Tensor:
+def random_documents(batch: int, length: int, longest: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(length + longest)
     lines = []
-    for _ in range(rows):
+    for _ in range(batch):
         sizes = torch.randint(1, longest + 1, (length,), generator=generator)
         lines.append(torch.repeat_interleave(torch.arange(length), sizes)[:length])
     return torch.stack(lines).to(torch.int32)
 
 
 @pytest.mark.parametrize(("length", "longest"), [(512, 40), (512, 700), (640, 300), (300, 90), (64, 20), (384, 10_000)])
-def test_every_pair_that_sees_each_other_is_computed_and_whole_tiles_are_whole(length, longest):
+def test_every_unmasked_pair_is_computed_and_full_tiles_are_unmasked(length, longest):
     documents = random_documents(3, length, longest)
     blocks = document_blocks(documents)
     exact = document_mask(documents)[:, 0]
@@ -39,14 +39,14 @@ def test_every_pair_that_sees_each_other_is_computed_and_whole_tiles_are_whole(l
         wanted = torch.arange(tiles) < counts[:, 0, :, None]
         return torch.zeros(3, tiles, tiles, dtype=torch.bool).scatter(2, indices[:, 0].long(), wanted)
 
-    partly = listed(blocks.kv_num_blocks, blocks.kv_indices)
-    wholly = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
-    assert torch.equal(partly | wholly, some)
-    assert torch.equal(wholly, every)
-    assert not (partly & wholly).any()
+    partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
+    full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    assert torch.equal(partial | full, some)
+    assert torch.equal(full, every)
+    assert not (partial & full).any()
 
 
-def test_attention_over_tiles_is_attention_under_the_dense_mask():
+def test_tiled_attention_equals_attention_with_the_dense_mask():
     documents = random_documents(2, 300, 120)
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 300, 16) for heads in (4, 2, 2))
@@ -58,8 +58,8 @@ def test_attention_over_tiles_is_attention_under_the_dense_mask():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_takes_tiles_for_the_dense_mask(family):
-    """Models look at a mask before attention does: GPT-2 asks how many dimensions it has."""
+def test_every_family_accepts_a_block_mask(family):
+    """Models inspect the mask before attention does: GPT-2 reads its ndim."""
     model = drawn(with_heads_of(16, family), longest=300)
     assert skips_tiles(model, "auto", compiled=True)
     documents = random_documents(2, 300, 120)
@@ -72,7 +72,7 @@ def test_every_family_takes_tiles_for_the_dense_mask(family):
     assert tiled == pytest.approx(dense, rel=1e-5)
 
 
-def test_heads_that_are_too_narrow_for_the_kernel_are_given_dense_masks():
+def test_head_dimensions_too_small_for_the_kernel_use_dense_masks():
     assert not skips_tiles(drawn(with_heads_of(8, "llama")), "auto", compiled=True)
 
 

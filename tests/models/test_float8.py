@@ -1,4 +1,4 @@
-"""8-bit products against exact ones: how near they come, and that nothing of it depends on a tensor's scale."""
+"""Float8 matmuls are close to exact ones, whatever the scale of a tensor."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
-def test_products_and_gradients_come_near_the_exact_ones_whatever_the_scale(size):
+def test_matmuls_and_gradients_are_close_to_the_exact_ones_whatever_the_scale(size):
     torch.manual_seed(0)
     inputs = (torch.randn(2, 32, 64) * size).bfloat16().requires_grad_()
     weight = (torch.randn(48, 64) * 0.02).bfloat16().requires_grad_()
@@ -28,7 +28,7 @@ def test_products_and_gradients_come_near_the_exact_ones_whatever_the_scale(size
     assert bias.grad.tolist() == pytest.approx(grad_output.float().sum((0, 1)).tolist(), rel=0.05, abs=0.2)
 
 
-def test_zeros_and_the_largest_number_survive_rounding():
+def test_zeros_and_the_largest_value_survive_the_cast():
     values = torch.zeros(16, 32, dtype=torch.bfloat16)
     scale = torch.tensor(2.0)
     values[3, 5], values[7, 9] = 2 * torch.finfo(VALUES).max, -2e6
@@ -36,7 +36,7 @@ def test_zeros_and_the_largest_number_survive_rounding():
     assert torch.equal(row_major.float().t(), column_major.float())
     assert column_major.is_contiguous()
     assert row_major.float()[3, 5] == torch.finfo(VALUES).max
-    assert row_major.float()[7, 9] == -torch.finfo(VALUES).max  # cut off, not turned into NaN
+    assert row_major.float()[7, 9] == -torch.finfo(VALUES).max  # saturates, does not become NaN
     assert row_major.float().count_nonzero() == 2
     nothing = torch.zeros(16, 16, dtype=torch.bfloat16, requires_grad=True)
     float8_linear(nothing, nothing).sum().backward()
@@ -46,7 +46,7 @@ def test_zeros_and_the_largest_number_survive_rounding():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("shape", [(64, 128), (16, 16), (4096, 2048), (80, 4112)])
 @pytest.mark.parametrize("dtype", [VALUES, GRADIENTS])
-def test_the_kernel_rounds_as_the_host_does(shape, dtype):
+def test_the_kernel_casts_as_the_cpu_does(shape, dtype):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).bfloat16()
     scale = values.abs().max().float() / torch.finfo(dtype).max
     expected = cast_and_transpose(values, scale, dtype)

@@ -1,4 +1,4 @@
-"""Promises about the loss: the plain cross-entropy however it is computed, and rows in which no token sees too much."""
+"""The loss: equal to plain cross-entropy however it is computed, and correctly masked."""
 
 import weakref
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from shoal.models import loss as losses
 from shoal.models.anatomy import read_anatomy
 from shoal.models.attention import MASKLESS
 from shoal.models.families import transformers_config
-from shoal.models.loss import IGNORED, LanguageModel, choose_loss, chunked_cross_entropy, measure_whole
+from shoal.models.loss import IGNORED, LanguageModel, choose_loss, chunked_cross_entropy, measure_full_vocabulary
 from tests.models.small import FAMILIES, VOCAB, drawn, small_config, tokens
 
 ROWS, WIDTH, WORDS = 37, 16, 50
@@ -51,14 +51,14 @@ def plain_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tenso
     return F.cross_entropy((hidden @ weight.T).float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
-@pytest.fixture(params=[1, 5 * WORDS, 1 << 25], ids=["a row a chunk", "five rows a chunk", "one chunk"])
+@pytest.fixture(params=[1, 5 * WORDS, 1 << 25], ids=["one row per chunk", "five rows per chunk", "one chunk"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "CHUNK_LOGITS", request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_going_back_twice_through_a_loss_in_chunks_gives_the_same_gradients_twice(dtype):
-    """As zero-bubble pipelines do: once for what came in, and once for the weights."""
+def test_two_backward_passes_through_a_chunked_loss_give_the_same_gradients(dtype):
+    """As zero-bubble schedules do: once for the inputs, and once for the weights."""
     case = make_case(dtype)
     hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
     loss = chunked_cross_entropy(hidden, weight, case.labels, rows=5) * 0.01
@@ -69,7 +69,7 @@ def test_going_back_twice_through_a_loss_in_chunks_gives_the_same_gradients_twic
 
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9])
-def test_a_loss_in_chunks_is_the_plain_one_in_value_and_gradients(ignored):
+def test_a_chunked_loss_equals_the_plain_one_in_value_and_gradients(ignored):
     case = make_case(ignored=ignored)
     found = with_gradients(case, chunked_cross_entropy, scale=0.37)
     wanted = with_gradients(case, plain_cross_entropy, scale=0.37)
@@ -79,10 +79,10 @@ def test_a_loss_in_chunks_is_the_plain_one_in_value_and_gradients(ignored):
 
 
 @pytest.mark.usefixtures("chunks")
-def test_a_bf16_loss_in_chunks_stays_in_a_band_around_the_exact_one():
+def test_a_bf16_chunked_loss_is_close_to_the_exact_one():
     case = make_case(torch.bfloat16)
     exact = Case(case.hidden.double(), case.weight.double(), case.labels)
-    # 1/997 is far from any bf16 number: a scale rounded before it is used would bend all gradients alike.
+    # 1/997 is far from any bf16 value: a scale that is cast before it is used would bias all gradients.
     value, hidden, weight = with_gradients(case, chunked_cross_entropy, scale=1 / 997)
     wanted, wanted_hidden, wanted_weight = with_gradients(exact, plain_cross_entropy, scale=1 / 997)
     assert value.dtype == torch.float32
@@ -90,11 +90,11 @@ def test_a_bf16_loss_in_chunks_stays_in_a_band_around_the_exact_one():
     assert float(value) == pytest.approx(float(wanted), rel=2e-3)
     for one, other in ((hidden, wanted_hidden), (weight, wanted_weight)):
         assert float((one.double() - other).norm() / other.norm()) < 6e-3
-        assert float((one.double() * other).sum() / other.square().sum()) == pytest.approx(1, abs=1e-3), "not bent"
+        assert float((one.double() * other).sum() / other.square().sum()) == pytest.approx(1, abs=1e-3), "not biased"
 
 
 @pytest.mark.usefixtures("chunks")
-def test_rows_without_any_target_cost_nothing_and_move_nothing():
+def test_without_loss_tokens_loss_and_gradients_are_zero():
     case = make_case()
     case.labels[:] = IGNORED
     value, hidden, weight = with_gradients(case, chunked_cross_entropy)
@@ -105,7 +105,7 @@ def test_rows_without_any_target_cost_nothing_and_move_nothing():
 
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("frozen", ["head", "hidden"])
-def test_a_frozen_side_gets_no_gradient_and_the_other_the_same_as_ever(frozen):
+def test_a_frozen_input_gets_no_gradient_and_the_other_an_unchanged_one(frozen):
     case = make_case()
     _, hidden_gradient, weight_gradient = with_gradients(case, plain_cross_entropy)
     hidden = case.hidden.clone().requires_grad_(frozen != "hidden")
@@ -125,12 +125,12 @@ def test_without_gradients_the_value_is_the_same():
     torch.testing.assert_close(found, plain_cross_entropy(case.hidden, case.weight.detach(), case.labels))
 
 
-def test_of_logits_and_slopes_only_one_chunk_is_there_at_a_time():
+def test_only_one_chunk_of_logits_and_gradients_exists_at_a_time():
     case, seen = make_case(), []
 
     def measure(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         assert [one for one in seen if one() is not None] == []
-        loss, grad_logits = measure_whole(logits, labels)
+        loss, grad_logits = measure_full_vocabulary(logits, labels)
         seen.extend([weakref.ref(logits), weakref.ref(grad_logits)])
         return loss, grad_logits
 
@@ -144,32 +144,32 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @on_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [7, 260, 16384, 50257, 128256])
-def test_the_kernel_measures_as_the_host_does(width, dtype):
+def test_the_kernel_equals_the_cpu_implementation(width, dtype):
     generator = torch.Generator().manual_seed(width)
     logits = (4 * torch.randn(65, width, generator=generator)).to(dtype)
     labels = torch.randint(0, width, (65,), generator=generator)
     labels[::5] = IGNORED
-    wanted, wanted_slope = measure_whole(logits, labels)
+    wanted, wanted_grad = measure_full_vocabulary(logits, labels)
     given = logits.cuda()
-    found, grad_logits = measure_whole(given, labels.cuda())
+    found, grad_logits = measure_full_vocabulary(given, labels.cuda())
     assert grad_logits.data_ptr() == given.data_ptr()  # no second tensor as large as the logits
     assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
-    # An exponential is off by what its exponent is: here logits of up to 20, and logarithms of sums.
+    # The relative error of an exponential is the absolute error of its exponent: here logits of up to 20.
     torch.testing.assert_close(
-        grad_logits.cpu(), wanted_slope, rtol=1e-4 if dtype == torch.float32 else 2**-7, atol=1e-7
+        grad_logits.cpu(), wanted_grad, rtol=1e-4 if dtype == torch.float32 else 2**-7, atol=1e-7
     )
     assert not grad_logits[::5].any()
 
 
 @on_cuda
-def test_a_label_outside_of_the_vocabulary_is_no_number_and_reads_nothing_else():
-    loss, _ = measure_whole(torch.zeros(2, 64, device="cuda"), torch.tensor([3, 64], device="cuda"))
+def test_a_label_outside_of_the_vocabulary_gives_nan_and_reads_nothing_else():
+    loss, _ = measure_full_vocabulary(torch.zeros(2, 64, device="cuda"), torch.tensor([3, 64], device="cuda"))
     assert loss.isnan()
 
 
 @on_cuda
 @pytest.mark.parametrize("rows", [5, 1000])
-def test_on_cuda_chunks_give_what_the_host_gives(rows):
+def test_a_chunked_loss_on_cuda_equals_the_one_on_a_cpu(rows):
     case = make_case()
     wanted = with_gradients(case, plain_cross_entropy, scale=0.37)
     case.hidden, case.weight, case.labels = (one.cuda() for one in (case.hidden, case.weight, case.labels))
@@ -178,7 +178,7 @@ def test_on_cuda_chunks_give_what_the_host_gives(rows):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-5)
 
 
-def test_logits_are_made_in_chunks_only_where_the_head_allows_it():
+def test_the_loss_is_chunked_only_where_the_head_allows_it():
     linear, layered = (read_anatomy(drawn(small_config(family))) for family in ("llama", "bert"))
     assert choose_loss("chunked", linear, 10, 10) == "chunked"
     assert choose_loss("chunked", layered, 10, 10) == "plain"
@@ -187,19 +187,21 @@ def test_logits_are_made_in_chunks_only_where_the_head_allows_it():
     assert choose_loss("auto", layered, 1 << 20, 1 << 10) == "plain"
 
 
-# The whole module: a micro-batch in, (loss sum, target count) out.
+# The complete module: from a micro-batch to (loss sum, number of loss tokens).
 
 
 def module_of(settings: Any, *, loss: str = "plain", seed: int = 0, **options: Any) -> LanguageModel:
     model = drawn(settings, seed=seed, **options)
     with torch.no_grad():
-        for parameter in model.parameters():  # larger than the usual start, so that every token matters to the loss
+        for (
+            parameter
+        ) in model.parameters():  # larger than the usual initialization, so that every token affects the loss
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     return LanguageModel(model, read_anatomy(model), loss)
 
 
-def as_batch(rows: Tensor, **more: Any) -> MicroBatch:
-    return MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), **more)
+def as_batch(sequences: Tensor, **more: Any) -> MicroBatch:
+    return MicroBatch(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous(), **more)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -222,12 +224,12 @@ def test_plain_and_chunked_train_alike(family, tied, monkeypatch):
 
 
 def token_losses(module: LanguageModel, batch: MicroBatch) -> list[float]:
-    """The loss of each label alone, one after the other, as [row × position]."""
+    """The loss of each label by itself, flattened from [batch, position]."""
     found = []
     with torch.no_grad():
-        for place in range(batch.labels.numel()):
+        for index in range(batch.labels.numel()):
             labels = torch.full_like(batch.labels, IGNORED).flatten()
-            labels[place] = batch.labels.flatten()[place]
+            labels[index] = batch.labels.flatten()[index]
             one = MicroBatch(batch.inputs, labels.view_as(batch.labels), batch.positions, batch.documents)
             found.append(float(module(one)[0]))
     return found
@@ -235,12 +237,12 @@ def token_losses(module: LanguageModel, batch: MicroBatch) -> list[float]:
 
 @pytest.mark.parametrize("attention", ["auto", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_token_sees_a_later_one(family, attention):
+def test_no_token_attends_to_a_later_one(family, attention):
     module = module_of(small_config(family), attention=attention)
-    rows = tokens(rows=1, length=13)
-    changed = rows.clone()
+    original = tokens(sequences=1, length=13)
+    changed = original.clone()
     changed[0, 8] = (changed[0, 8] + 1) % VOCAB
-    before, after = token_losses(module, as_batch(rows)), token_losses(module, as_batch(changed))
+    before, after = token_losses(module, as_batch(original)), token_losses(module, as_batch(changed))
     assert after[:7] == pytest.approx(before[:7], rel=1e-6)
     # The label at 7 is the changed token, and from 8 on it is among the inputs.
     assert all(abs(one - other) > 1e-5 for one, other in zip(after[7:], before[7:], strict=True))
@@ -250,7 +252,7 @@ def test_no_token_sees_a_later_one(family, attention):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_on_the_right_changes_nothing(family, attention):
     module = module_of(small_config(family), attention=attention)
-    batch = as_batch(tokens(rows=2, length=13))
+    batch = as_batch(tokens(sequences=2, length=13))
     value, count = module(batch)
     for filler in (0, 7):
         inputs = F.pad(batch.inputs, (0, 6), value=filler)
@@ -262,24 +264,24 @@ def test_padding_on_the_right_changes_nothing(family, attention):
 LENGTHS = (5, 1, 9, 4)
 
 
-def packed(rows: Tensor, *, padding: int = 3) -> tuple[MicroBatch, list[MicroBatch]]:
-    """Documents in one row as the loader packs them, and each of them in a row of its own."""
+def packed(sequences: Tensor, *, padding: int = 3) -> tuple[MicroBatch, list[MicroBatch]]:
+    """Documents packed into one sequence as the loader does, and each of them in a sequence of its own."""
     alone, positions, documents, start = [], [], [], 0
-    inputs, labels = rows[:, :-1], rows[:, 1:]
+    inputs, labels = sequences[:, :-1], sequences[:, 1:]
     for number, length in enumerate(LENGTHS):
         part = slice(start, start + length)
         alone.append(MicroBatch(inputs[:, part].contiguous(), labels[:, part].contiguous()))
         positions += list(range(length))
         documents += [number] * length
         start += length
-    # The padding: a document of its own, whose positions go on from the last one's.
+    # The padding is a document of its own, whose positions continue those of the last one.
     positions += [positions[-1] + 1 + index for index in range(padding)]
     documents += [len(LENGTHS)] * padding
     whole = MicroBatch(
         F.pad(inputs[:, :start], (0, padding), value=0),
         F.pad(labels[:, :start], (0, padding), value=IGNORED),
-        torch.tensor([positions] * len(rows)),
-        torch.tensor([documents] * len(rows), dtype=torch.int32),
+        torch.tensor([positions] * len(sequences)),
+        torch.tensor([documents] * len(sequences), dtype=torch.int32),
     )
     return whole, alone
 
@@ -289,13 +291,13 @@ def packed(rows: Tensor, *, padding: int = 3) -> tuple[MicroBatch, list[MicroBat
     ("family", "loss"),
     [(family, loss) for family in FAMILIES for loss in ("plain", "chunked") if (family, loss) != ("bert", "chunked")],
 )
-def test_packed_documents_do_not_see_each_other(family, attention, loss):
+def test_packed_documents_do_not_attend_to_each_other(family, attention, loss):
     module = module_of(small_config(family), attention=attention, loss=loss)
-    whole, alone = packed(tokens(rows=2, length=sum(LENGTHS) + 1))
+    whole, alone = packed(tokens(sequences=2, length=sum(LENGTHS) + 1))
     value, count = module(whole)
     assert int(count) == 2 * sum(LENGTHS)
     torch.testing.assert_close(value, sum(module(one)[0] for one in alone), rtol=2e-6, atol=0)
-    # And would cost something else if they did see each other.
+    # The loss would differ if they did.
     together = module(MicroBatch(whole.inputs, whole.labels))[0]
     assert abs(float(value.detach() / together.detach()) - 1) > 1e-4
 
@@ -309,8 +311,8 @@ def windowed(family: str, window: int | None) -> Any:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
-def test_a_window_shorter_than_the_row_is_respected_as_transformers_does(family, attention):
-    batch = as_batch(tokens(rows=2, length=25))
+def test_a_window_shorter_than_the_sequence_is_applied_as_transformers_does(family, attention):
+    batch = as_batch(tokens(sequences=2, length=25))
     module = module_of(windowed(family, 6), attention=attention, longest=24)
     plain = module_of(windowed(family, 6), attention="eager", longest=24).model
     assert plain.config._attn_implementation == "eager"
@@ -322,24 +324,24 @@ def test_a_window_shorter_than_the_row_is_respected_as_transformers_does(family,
     assert abs(float(found.detach() / unlimited.detach()) - 1) > 1e-4
 
 
-def test_a_token_outside_the_window_is_not_seen():
+def test_a_token_outside_the_window_is_not_attended_to():
     # Two blocks of window 6 reach back 2 × 5 tokens.
     module = module_of(windowed("mistral", 6), longest=24)
-    rows = tokens(rows=1, length=25)
-    changed = rows.clone()
+    original = tokens(sequences=1, length=25)
+    changed = original.clone()
     changed[0, 2] = (changed[0, 2] + 1) % VOCAB
-    before, after = token_losses(module, as_batch(rows)), token_losses(module, as_batch(changed))
+    before, after = token_losses(module, as_batch(original)), token_losses(module, as_batch(changed))
     assert after[13:] == pytest.approx(before[13:], rel=1e-6)
     assert all(abs(one - other) > 1e-6 for one, other in zip(after[2:7], before[2:7], strict=True))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_packed_documents_do_not_see_each_other_within_a_window_either(attention):
+def test_packed_documents_do_not_attend_to_each_other_within_a_window_either(attention):
     module = module_of(windowed("mistral", 4), attention=attention, longest=24)
-    whole, alone = packed(tokens(rows=2, length=sum(LENGTHS) + 1))
+    whole, alone = packed(tokens(sequences=2, length=sum(LENGTHS) + 1))
     torch.testing.assert_close(module(whole)[0], sum(module(one)[0] for one in alone), rtol=2e-6, atol=0)
 
 
-def test_a_window_as_long_as_the_rows_costs_no_mask():
+def test_a_window_as_long_as_the_sequences_needs_no_mask():
     assert drawn(windowed("mistral", 24), longest=24).config._attn_implementation == MASKLESS
     assert drawn(windowed("mistral", 23), longest=24).config._attn_implementation == "sdpa"

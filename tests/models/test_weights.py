@@ -1,4 +1,4 @@
-"""Promises about filling a model: what transformers loads bit for bit, or the seed's numbers whatever the split."""
+"""Materializing a model: bitwise what transformers loads, or the values of the seed whatever the sharding."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def llama3_scaled() -> Any:
 SAVED = {
     "llama tied": lambda: small_config("llama"),
     "llama untied": lambda: small_config("llama", tied=False),
-    "llama with stretched positions": llama3_scaled,
+    "llama with rope scaling": llama3_scaled,
     "qwen3": lambda: small_config("qwen3"),
     "neox": lambda: small_config("neox", tied=False),
     "gpt2": lambda: small_config("gpt2"),
@@ -51,7 +51,7 @@ SAVED = {
 
 
 def hold_like_plain(folder: Path) -> None:
-    """Loaded by us and by transformers: the same parameters, buffers and logits, bit for bit."""
+    """Loaded by shoal and by transformers: bitwise the same parameters, buffers and logits."""
     found, expected = loaded(folder).eval(), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert not any(tensor.is_meta for tensor in (*found.parameters(), *found.buffers()))
     for kind in ("named_parameters", "named_buffers"):
@@ -59,7 +59,7 @@ def hold_like_plain(folder: Path) -> None:
         assert ours.keys() == theirs.keys()
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     with torch.no_grad():
-        # The same attention code as transformers' own: this is about weights.
+        # The attention implementation of transformers: this is about weights.
         found.set_attn_implementation(expected.config._attn_implementation)
         assert torch.equal(found(input_ids=tokens()).logits, expected(input_ids=tokens()).logits)
 
@@ -71,7 +71,7 @@ def test_a_saved_model_is_loaded_as_transformers_loads_it(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama tied", "neox"])
-def test_a_model_saved_in_several_files_is_loaded_whole(name, tmp_path):
+def test_a_model_saved_in_several_files_is_loaded_completely(name, tmp_path):
     plain(SAVED[name]()).save_pretrained(tmp_path, max_shard_size="12KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     hold_like_plain(tmp_path)
@@ -114,17 +114,17 @@ def test_random_weights_depend_on_the_seed(family):
     assert [name for name in matrices if torch.equal(one[name], other[name])] == []
 
 
-def test_random_weights_do_not_depend_on_what_was_drawn_before():
+def test_random_weights_do_not_depend_on_the_global_generator():
     torch.manual_seed(1)
     one = drawn(small_config("llama"))
     torch.manual_seed(2)
     before = torch.get_rng_state()
     other = drawn(small_config("llama"))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    assert torch.equal(before, torch.get_rng_state()), "and leave the generator as it was"
+    assert torch.equal(before, torch.get_rng_state()), "the generator is left unchanged"
 
 
-def test_blocks_are_drawn_by_their_name_so_a_deeper_model_begins_alike():
+def test_blocks_are_initialized_by_name_so_a_deeper_model_has_the_same_first_blocks():
     shallow, deep = small_config("llama"), small_config("llama")
     deep.num_hidden_layers = 3
     one, other = drawn(shallow).model.layers, drawn(deep).model.layers
@@ -134,7 +134,7 @@ def test_blocks_are_drawn_by_their_name_so_a_deeper_model_begins_alike():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_weights_have_the_statistics_transformers_gives(family):
+def test_random_weights_have_the_statistics_of_transformers(family):
     settings = small_config(family, tied=False)
     settings.initializer_range = 0.05
     found, expected = drawn(settings), plain(settings)
@@ -143,13 +143,13 @@ def test_random_weights_have_the_statistics_transformers_gives(family):
         if like.dim() < 2:
             assert torch.equal(parameter, like), f"{name}: norms are ones, biases zeros"
             continue
-        spread = 6 / math.sqrt(2 * parameter.numel())  # six standard errors
+        error = 6 / math.sqrt(2 * parameter.numel())  # six standard errors
         wanted = float(like.detach().std())
-        assert float(parameter.detach().std()) == pytest.approx(wanted, rel=2 * spread), name
+        assert float(parameter.detach().std()) == pytest.approx(wanted, rel=2 * error), name
         assert abs(float(parameter.detach().mean())) < 6 * wanted / math.sqrt(parameter.numel()), name
         residual = family == "gpt2" and name.endswith("c_proj.weight")
         factor = 1 / math.sqrt(2 * settings.num_hidden_layers) if residual else 1.0
-        assert float(parameter.detach().std()) == pytest.approx(0.05 * factor, rel=spread), name
+        assert float(parameter.detach().std()) == pytest.approx(0.05 * factor, rel=error), name
 
 
 def run_config(model: dict[str, Any]) -> Any:
@@ -163,7 +163,7 @@ def run_config(model: dict[str, Any]) -> Any:
 
 
 def shards(model: dict[str, Any]) -> list[dict[str, tuple[Any, Any]]]:
-    """On this rank: every parameter's (local numbers, whole numbers), after sharding with fully_shard."""
+    """(local shard, full tensor) of every parameter on this rank, after fully_shard."""
     config = run_config(model)
     with joined(config) as ranks:
         plan = blueprint(config.model)
@@ -180,7 +180,7 @@ def shards(model: dict[str, Any]) -> list[dict[str, tuple[Any, Any]]]:
         )
         assert all(isinstance(parameter, DTensor) for parameter in parallel.parameters.values())
         assert not any(buffer.is_meta for buffer in built.buffers())
-        # As numpy: a pipe sends tensors by file descriptors, which end with the rank.
+        # As numpy: a pipe sends tensors by file descriptors, which are closed when the rank exits.
         return {
             name: (local_tensor(parameter).numpy().copy(), parameter.full_tensor().detach().numpy().copy())
             for name, parameter in parallel.parameters.items()
@@ -188,7 +188,7 @@ def shards(model: dict[str, Any]) -> list[dict[str, tuple[Any, Any]]]:
 
 
 def explicit(family: str, tied: bool) -> dict[str, Any]:
-    # Vocabulary and width divide by neither 2 nor 4, so that shards are uneven.
+    # Vocabulary and intermediate size are odd, so that shards are uneven.
     sizes = {"hidden": 24, "layers": 2, "heads": 4, "ffn": 33, "vocab": 261, "positions": 64}
     return {"shape": {"family": family, "tied": tied, **sizes}}
 
@@ -204,7 +204,7 @@ def test_random_weights_are_the_same_however_they_are_sharded(family, tied, worl
     for answer in answers:
         assert answer.keys() == expected.keys()
         assert [n for n in expected if not torch.equal(torch.from_numpy(answer[n][1]), expected[n])] == []
-    # Each rank has memory for its own rows and no others.
+    # Each rank allocates its own rows only.
     for name, parameter in expected.items():
         rows = [len(answer[name][0]) for answer in answers]
         most = -(-len(parameter) // world_size)
@@ -240,7 +240,7 @@ def test_a_rank_has_memory_for_its_own_shard_and_no_more():
                 values=False,
             )
         parameters = parallel.parameters.values()
-        # The storage, not the shape: a shard that is a view would keep the whole tensor alive.
+        # The storage, not the shape: a shard that is a view would keep the full tensor alive.
         held = sum(local_tensor(parameter).untyped_storage().nbytes() for parameter in parameters)
         return held, sum(4 * parameter.numel() for parameter in parameters)
 
@@ -281,7 +281,7 @@ def test_a_wrong_shape_is_a_mistake_with_both_shapes(folder):
         loaded(folder)
 
 
-def test_a_folder_with_nothing_but_pickles_is_refused(folder):
+def test_a_folder_with_only_pickles_is_refused(folder):
     (folder / "model.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
     with pytest.raises(UserMistake, match=r"pytorch_model\.bin is a pickle, which shoal does not read"):
@@ -330,14 +330,14 @@ def test_an_index_that_points_outside_its_folder_is_refused(folder, outside):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
-def test_an_index_that_is_none_is_a_mistake(folder, text):
+def test_an_invalid_index_is_a_mistake(folder, text):
     into_several(folder).write_text(text)
     with pytest.raises(UserMistake, match="is not a safetensors index"):
         loaded(folder)
 
 
-def test_a_buffer_nobody_can_make_anew_is_a_mistake_and_not_a_strange_loss():
+def test_a_buffer_that_cannot_be_recomputed_is_a_mistake():
     model = on_meta(small_config("llama"))
     model.model.register_buffer("secret", torch.empty(3, device="meta"), persistent=False)
-    with pytest.raises(UserMistake, match=r"cannot make the buffer model\.secret of LlamaForCausalLM anew"):
+    with pytest.raises(UserMistake, match=r"cannot recompute the buffer model\.secret of LlamaForCausalLM"):
         materialize(model, read_anatomy(model), device=CPU, dtype=torch.float32, source=Weights(None, 0))

@@ -1,5 +1,5 @@
-"""The kernel of AdamW in Triton's interpreter, held to the plain form; in a process of its own, since Triton must know
-from its import on that it is to interpret. Prints what was compared."""
+"""Compare the AdamW kernel in Triton's interpreter with the PyTorch form. A program of its own, because
+TRITON_INTERPRET is read when Triton is imported. Prints what was compared."""
 
 import os
 
@@ -12,7 +12,7 @@ from shoal.optim.adamw import AdamW
 from shoal.optim.adamw_kernel import update
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-# Shape, types of weight, gradient and copy, whether moments are in 8 bits.
+# Shape, dtypes of weight, gradient and copy, whether moments are in 8 bits.
 CASES = [
     ((1,), FP32, FP32, None, False),
     ((5, 7), FP32, FP32, BF16, False),
@@ -51,7 +51,7 @@ for case in CASES:
     assert found.keys() == wanted.keys()
     assert found["step"] == 4, "a step that is not usable does not count"
     for name, tensor in wanted.items():
-        # The interpreter cuts a number off where a device rounds it to the nearest bf16, in each of four steps.
+        # The interpreter truncates to bf16 where a device rounds to nearest, in each of four steps.
         off = 4 * 2.0**-7 if tensor.dtype == BF16 else 2.0**-10 if tensor.dtype == FP16 else 1e-6
         torch.testing.assert_close(found[name], tensor, rtol=off, atol=off if tensor.dtype == BF16 else 1e-6)
     print("the same:", *case)

@@ -1,4 +1,4 @@
-"""Our AdamW computes what torch's computes, and each can go on with the other's state."""
+"""Our AdamW matches torch.optim.AdamW, and each can load the other's state."""
 
 import os
 import subprocess
@@ -30,12 +30,12 @@ def give_gradients(step: int, *models: list[nn.Parameter]) -> None:
             weight.grad = gradient.clone()
 
 
-def test_it_computes_what_torch_computes_and_goes_on_with_its_state():
+def test_it_matches_torch_and_continues_from_its_state():
     options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
     ours, theirs = weights_of(0), weights_of(0)
     our, their = AdamW(ours, **options), torch.optim.AdamW(theirs, **options)
     for step in range(6):
-        if step == 3:  # each goes on with what the other has kept
+        if step == 3:  # each continues from the other's state
             our_state, their_state = ([dict(one.state[w]) for w in ws] for one, ws in ((our, ours), (their, theirs)))
             for weight, state in zip(ours, their_state, strict=True):
                 our.state[weight] = {field: value.clone() for field, value in state.items()}
@@ -52,7 +52,7 @@ def test_it_computes_what_torch_computes_and_goes_on_with_its_state():
 
 
 @pytest.mark.parametrize("in_eight_bits", [False, True])
-def test_the_factor_multiplies_gradients_and_copies_are_the_rounded_weights(in_eight_bits):
+def test_the_factor_multiplies_gradients_and_copies_are_the_cast_weights(in_eight_bits):
     one, other = weights_of(0)[:1], weights_of(0)[:1]
     copies = {one[0]: torch.zeros(33, 65, dtype=torch.bfloat16)}
     first, second = (AdamW(some, lr=1e-2, eight_bits=in_eight_bits) for some in (one, other))

@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits: what is stored, that it trains like AdamW, and that no mesh changes a bit of it."""
+"""AdamW with 8-bit moments: what is stored, that it trains like AdamW, and that it is bitwise equal on any mesh."""
 
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from shoal.optim import eight_bit
 from tests.checkpoint.cut import everything
-from tests.faults.test_numbers import config_of, rows_of_steps, write_rows
+from tests.faults.test_numbers import config_of, sequences_of_steps, write_examples
 from tests.harness import lines, settings, train_on
 
 EIGHT_BITS = {"name": "adamw8bit"}
-# Rows of 300 numbers are a block and a part of one.
+# Rows of 300 elements are a block and a part of one.
 WIDE = {"family": "llama", "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 300, "vocab": 260}
 
 
@@ -39,7 +39,7 @@ def test_it_trains_close_to_adamw_with_a_quarter_of_the_state(instructions, tmp_
     def state_bytes(run: Path) -> int:
         return sum(one.nbytes for name, one in everything(run).items() if name.startswith("optimizer."))
 
-    # Rows of 64 numbers have a scale each, which is an eighth of a byte a number and moment; norms are kept whole.
+    # Rows of 64 elements have a scale each: 1/16 byte per element and moment. Norms keep fp32 moments.
     assert 0.25 < state_bytes(rounded) / state_bytes(exact) < 0.28
 
 
@@ -62,8 +62,8 @@ def test_matrices_are_kept_in_8_bits_with_a_scale_for_each_block_of_a_row(instru
     assert f"optimizer.exp_avg_scale.{norm}" not in held
 
 
-def test_copies_that_are_computed_with_are_those_of_the_weights(instructions, tmp_path):
-    """The optimizer writes them itself, but under zero1, where a rank has rows of a weight only."""
+def test_low_precision_copies_match_the_weights(instructions, tmp_path):
+    """The optimizer writes them, except with zero1, where a rank has only a shard of a weight."""
     changes = {"train__precision": "bf16-mixed"}
     ddp = train_on(2, small(instructions, "ddp", parallel__strategy="ddp", **changes), tmp_path)
     zero1 = train_on(2, small(instructions, "zero1", parallel__strategy="zero1", **changes), tmp_path)
@@ -80,19 +80,19 @@ def test_a_true_bf16_run_keeps_its_vectors_moments_in_fp32(instructions, tmp_pat
     assert held["optimizer.exp_avg.model.norm.weight"].dtype == torch.float32
 
 
-# From mesh to mesh. A step that is not a number changes nothing, so what a mesh writes must be what it has read.
+# From mesh to mesh. A non-finite step is skipped, so a mesh must write what it has read.
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models in which one token has an embedding that is not a number."""
+    """Models in which one token has a NaN embedding."""
     torch.manual_seed(0)
     tokens = {"vocab_size": 260, "tie_word_embeddings": False}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     models = {
         "llama": LlamaForCausalLM(LlamaConfig(hidden_size=40, intermediate_size=302, **heads, **tokens)),
-        "llama, cut": LlamaForCausalLM(LlamaConfig(hidden_size=512, intermediate_size=512, **heads, **tokens)),
-        "gpt2, cut": GPT2LMHeadModel(GPT2Config(n_embd=512, n_layer=2, n_head=4, n_positions=64, **tokens)),
+        "llama, tp": LlamaForCausalLM(LlamaConfig(hidden_size=512, intermediate_size=512, **heads, **tokens)),
+        "gpt2, tp": GPT2LMHeadModel(GPT2Config(n_embd=512, n_layer=2, n_head=4, n_positions=64, **tokens)),
     }
     folders = {}
     for name, model in models.items():
@@ -111,15 +111,15 @@ JOURNEYS = {
         (2, {"strategy": "ddp", "pp": 2}),
         (2, {"strategy": "zero3"}),
     ],
-    "llama, cut": [(2, {"tp": 2}), (4, {"strategy": "fsdp", "tp": 2}), (1, {"strategy": "single"})],
-    "gpt2, cut": [(4, {"strategy": "zero1", "tp": 2}), (4, {"pp": 2, "tp": 2}), (2, {"strategy": "fsdp"})],
+    "llama, tp": [(2, {"tp": 2}), (4, {"strategy": "fsdp", "tp": 2}), (1, {"strategy": "single"})],
+    "gpt2, tp": [(4, {"strategy": "zero1", "tp": 2}), (4, {"pp": 2, "tp": 2}), (2, {"strategy": "fsdp"})],
 }
 
 
 @pytest.mark.parametrize("family", JOURNEYS)
 def test_every_mesh_reads_and_writes_the_same_bits_and_a_skipped_step_changes_none(family, folders, tmp_path):
     journey = JOURNEYS[family]
-    data = write_rows(tmp_path / "rows.jsonl", set(rows_of_steps([4 + at for at in range(len(journey))])))
+    data = write_examples(tmp_path / "examples.jsonl", set(sequences_of_steps([4 + at for at in range(len(journey))])))
     config = config_of(folders[family], data, steps=3, micro_batch=2, optimizer=EIGHT_BITS)
     config["checkpoint"]["every"], config["parallel"] = 1, {"strategy": "fsdp"}
     before = states(train_on(2, config, tmp_path))
@@ -139,7 +139,7 @@ def states(run: Path) -> dict[str, torch.Tensor]:
     return {name: one.nan_to_num(9.0) if one.is_floating_point() else one for name, one in kept.items()}
 
 
-def test_tensors_that_are_cut_between_blocks_train_what_whole_ones_train(instructions, tmp_path):
+def test_tensors_sharded_between_blocks_train_like_unsharded_ones(instructions, tmp_path):
     shape = {**WIDE, "hidden": 512, "ffn": 512, "layers": 1, "positions": 512}
     changes = {"model__shape": shape, "train__lr": 1e-3, "train__steps": 8}
     one = train_on(1, small(instructions, "one", **changes), tmp_path)
@@ -148,7 +148,7 @@ def test_tensors_that_are_cut_between_blocks_train_what_whole_ones_train(instruc
     assert losses(two) == pytest.approx(losses(one), rel=2e-6)
 
 
-def test_a_run_on_two_ranks_goes_on_alone_to_the_bit(instructions, tmp_path):
+def test_a_run_on_two_ranks_resumes_on_one_bitwise(instructions, tmp_path):
     config = small(instructions, "run", train__steps=3, parallel__strategy="fsdp", checkpoint__every=3)
     config["checkpoint"]["keep"] = 9
     config["train"]["schedule"] = {"name": "constant", "warmup": 2}
@@ -162,10 +162,10 @@ def test_a_run_on_two_ranks_goes_on_alone_to_the_bit(instructions, tmp_path):
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
-# The codes themselves.
+# Quantization.
 
 
-def test_a_moment_comes_back_within_half_a_code_or_one():
+def test_a_moment_is_dequantized_within_half_a_code_or_one():
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(20, 300, generator=generator) * torch.rand(20, 300, generator=generator) ** 6
     values[3], values[4, 256:] = 0, 0
@@ -182,15 +182,15 @@ def test_a_moment_comes_back_within_half_a_code_or_one():
 
     eight_bit.write_second(values.square(), second, scales, torch.tensor(1.0))
     back = eight_bit.read_second(second, scales)
-    assert torch.equal(back > 0, values.square() > 0), "what is more than nothing stays so"
+    assert torch.equal(back > 0, values.square() > 0), "positive values stay positive"
     largest = scales.repeat_interleave(256, 1)[:, :300].clamp(min=1e-30)
     roots = [(one / largest) ** 0.25 for one in (back, values.square())]
     codes = torch.where(values.square() > 0, (roots[1] * 255).clamp(min=1), 0)
     assert float((roots[0] * 255 - codes).abs().max()) <= 1.001
 
 
-def test_a_mean_of_squares_that_hardly_changes_in_a_step_still_changes():
-    """By a thousandth a step, where codes are more than a hundredth apart."""
+def test_a_second_moment_that_changes_by_less_than_a_code_per_step_still_changes():
+    """By a thousandth per step, where codes are more than a hundredth apart."""
     values = torch.full((2, 512), 1.0)
     values[:, 1::2] = 0.3
     codes, scales = torch.empty(2, 512, dtype=torch.uint8), torch.empty(2, 2)
@@ -204,7 +204,7 @@ def test_a_mean_of_squares_that_hardly_changes_in_a_step_still_changes():
     assert float(means.std() / means.mean()) < 0.1
 
 
-def test_rows_alone_have_the_codes_that_they_have_among_others():
+def test_a_shard_of_rows_has_the_same_codes_as_in_the_full_tensor():
     values = torch.randn(8, 700)
     whole, part = ((torch.empty(rows, 700, dtype=torch.int8), torch.empty(rows, 3)) for rows in (8, 3))
     eight_bit.write_first(values, *whole)

@@ -1,4 +1,4 @@
-"""Optimizer state that lives elsewhere really does, and files of it leave nothing behind."""
+"""Offloaded optimizer state is in its store, and its files are removed."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from shoal.optim.offload import BUCKET, Store, buckets
 from shoal.optim.optimizer import make_optimizer
 
 
-class Watched(Store):
-    """Remembers what was put into it."""
+class RecordingStore(Store):
+    """Records the tensors it has allocated."""
 
     def __init__(self, folder: Path | None) -> None:
         super().__init__(folder)
@@ -23,8 +23,8 @@ class Watched(Store):
 
 
 @pytest.mark.parametrize(("name", "fields"), [("adamw", 2), ("adamw8bit", 4), ("sgd", 1), ("lion", 1)])
-def test_every_moment_of_every_optimizer_lives_in_the_store(name, fields, tmp_path):
-    store = Watched(tmp_path)
+def test_every_moment_of_every_optimizer_is_in_the_store(name, fields, tmp_path):
+    store = RecordingStore(tmp_path)
     parameters = {f"weight{index}": torch.nn.Parameter(torch.randn(64, 65)) for index in range(3)}
     train = TrainConfig.model_validate({"optimizer": {"name": name}})
     optimizer = make_optimizer(parameters, train, None, store=store)  # type: ignore[arg-type]
@@ -35,10 +35,10 @@ def test_every_moment_of_every_optimizer_lives_in_the_store(name, fields, tmp_pa
     held = {value.data_ptr() for key, value in optimizer.state().items() if value.dim()}
     assert held == {tensor.data_ptr() for tensor in store.given}
     assert len(held) == 3 * fields
-    assert list(tmp_path.iterdir()) == [], "the files have no names, so that none is left behind"
+    assert list(tmp_path.iterdir()) == [], "the files are unlinked, so that none is left behind"
 
 
-def test_parameters_are_brought_in_groups_of_a_bounded_size():
+def test_parameters_are_grouped_into_buckets_of_bounded_size():
     sizes = [BUCKET // 2, BUCKET // 2, 8, 2 * BUCKET, 8]
     parameters = {str(index): torch.nn.Parameter(torch.empty(size, device="meta")) for index, size in enumerate(sizes)}
     assert [list(group) for group in buckets(parameters)] == [["0", "1"], ["2"], ["3"], ["4"]]

@@ -1,4 +1,4 @@
-"""One small block of a Llama, and what it is called with."""
+"""One small Llama decoder layer and its inputs."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""Measuring one rank: what it sends in a step, and what memory it takes.
+"""Measure the communication and the memory of one rank in a step.
 
-Most measurements are of rank 0 of a fake process group, in a forked process of its own: shapes, sizes and the order of
-everything are those of a real run, and the other ranks are taken to have what rank 0 has. The job is made by the same
-`set_up` that a run uses.
+Most measurements are of rank 0 of a fake process group, in a forked process of its own. Shapes, sizes and the order of
+operations are those of a real run, and the other ranks are assumed to hold the same as rank 0. The job is created by
+the same `set_up` that a run uses.
 """
 
 import os
@@ -35,34 +35,34 @@ from shoal.train.setup import Start, set_up
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
-WARM_UP = 2  # steps before the one that is measured: DDP arranges its buckets in the first, AdamW makes its state
+WARM_UP = 2  # steps before the measured one: in the first, DDP rebuilds its buckets and AdamW creates its state
 NAMESPACES = ("c10d", "_c10d_functional")
-# Not exchanges of their own: waiting for one, and marking its result.
+# Not collectives: waiting for one, and wrapping its result.
 BESIDES = ("wait_tensor", "_wrap_tensor_autograd")
-PHASES = ("set up", "warming up", "step", "grad_accum_steps", "update")
+PHASES = ("set up", "warming up", "step", "micro-batches", "update")
 
 
-class Exchange(NamedTuple):
-    """One kind of exchange among groups of so many ranks."""
+class Collective(NamedTuple):
+    """One kind of collective, or send or recv, over groups of this many ranks."""
 
     kind: str
     ranks: int
 
 
 class Amount(NamedTuple):
-    """How many exchanges, and their bytes: of the whole tensor, as `shoal.plan.ring` has it."""
+    """How many collectives, and their bytes: of the full tensor, as in `shoal.plan.ring`."""
 
     number: int
     size: int
 
 
 class Traffic(TorchDispatchMode):
-    """Counts what a rank exchanges. DDP's reducer goes through the same dispatcher, so it is seen as well."""
+    """Counts the communication of a rank. DDP's reducer uses the same dispatcher, so it is counted as well."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.amounts: dict[Exchange, Amount] = {}
-        self.scalars = 0  # sums of one number: the gradient norm's
+        self.amounts: dict[Collective, Amount] = {}
+        self.scalars = 0  # all-reduces of a scalar, for the gradient norm
 
     def __torch_dispatch__(self, operation: Any, types: Any, given: Sequence[Any] = (), named: Any = None) -> Any:
         name = operation.__name__.partition(".")[0]
@@ -71,33 +71,33 @@ class Traffic(TorchDispatchMode):
         return operation(*given, **(named or {}))
 
     def _take(self, name: str, given: Sequence[Any]) -> None:
-        exchange, tensors, times = _read(name, given)
-        if exchange.kind == "all-reduce" and sum(one.numel() for one in tensors) == 1:
+        collective, tensors, times = _read(name, given)
+        if collective.kind == "all-reduce" and sum(one.numel() for one in tensors) == 1:
             self.scalars += 1
             return
         size = times * sum(one.numel() * one.element_size() for one in tensors)
-        known = self.amounts.get(exchange, Amount(0, 0))
-        self.amounts[exchange] = Amount(known.number + 1, known.size + size)
+        known = self.amounts.get(collective, Amount(0, 0))
+        self.amounts[collective] = Amount(known.number + 1, known.size + size)
 
 
-def _read(name: str, given: Sequence[Any]) -> tuple[Exchange, list[Tensor], int]:
-    """(what it is, the tensors, by what to multiply their size). An operation not known here keeps its own name, and
-    no expectation fits it."""
+def _read(name: str, given: Sequence[Any]) -> tuple[Collective, list[Tensor], int]:
+    """(collective, tensors, factor of their size). An unknown operation keeps its own name, which no expectation
+    matches."""
     if name == "allreduce_":
-        return Exchange("all-reduce", _ranks(given[1])), given[0], 1
+        return Collective("all-reduce", _ranks(given[1])), given[0], 1
     if name == "_allgather_base_":
-        return Exchange("all-gather", _ranks(given[2])), [given[0]], 1
+        return Collective("all-gather", _ranks(given[2])), [given[0]], 1
     if name == "_reduce_scatter_base_":
-        return Exchange("reduce-scatter", _ranks(given[2])), [given[1]], 1
+        return Collective("reduce-scatter", _ranks(given[2])), [given[1]], 1
     if name == "all_gather_into_tensor":
-        return Exchange("all-gather", _ranks(given[-1])), [given[0]], given[1]
+        return Collective("all-gather", _ranks(given[-1])), [given[0]], given[1]
     if name == "reduce_scatter_tensor":
-        return Exchange("reduce-scatter", _ranks(given[-1])), [given[0]], 1
+        return Collective("reduce-scatter", _ranks(given[-1])), [given[0]], 1
     if name == "all_to_all_single":
-        return Exchange("all-to-all", _ranks(given[-1])), [given[0]], 1
+        return Collective("all-to-all", _ranks(given[-1])), [given[0]], 1
     if name in ("send", "recv_"):
-        return Exchange(name.rstrip("_"), 2), given[0], 1
-    return Exchange(name, 0), [], 1
+        return Collective(name.rstrip("_"), 2), given[0], 1
+    return Collective(name, 0), [], 1
 
 
 def _ranks(group: Any) -> int:
@@ -107,8 +107,8 @@ def _ranks(group: Any) -> int:
 
 
 class AnsweredSums(TorchDispatchMode):
-    """DDP's reducer wants an all-reduce to answer with its tensors, which the fake group does not do: a real group of
-    this process alone answers in its place. Entered first, so that others see the exchange as it was meant."""
+    """DDP's reducer needs an all-reduce to return its tensors, which the fake group does not do: a real group of this
+    process alone replaces it. Entered first, so that other modes see the original collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,16 +127,16 @@ class AnsweredSums(TorchDispatchMode):
 
 
 class Measured:
-    """A run of which one rank is measured."""
+    """A run, one rank of which is measured."""
 
     def __init__(self, settings: dict[str, Any], *, length: int, start_from: Path | None = None) -> None:
         self.config = api.config_from_mapping(settings)
-        self.inputs = read_inputs(self.config, Reporter(speaks=False))
+        self.inputs = read_inputs(self.config, Reporter(enabled=False))
         self.length = length
         self.start_from = start_from
 
     def as_rank_zero(self, world_size: int, measure: Callable[[Callable[[], Job]], Any]) -> Any:
-        """What `measure` finds as rank 0 of `world_size` fake ranks; it is given a function that sets the job up."""
+        """The result of `measure` on rank 0 of `world_size` fake ranks. Its argument sets up the job."""
 
         def alone() -> Any:
             ranks = Ranks(0, world_size, 0, CPU)
@@ -159,29 +159,29 @@ class Measured:
         return run_ranks(world_size, one)
 
     def batch(self, job: Job) -> StepBatch:
-        """A step of rows of exactly `length` tokens."""
+        """A step of sequences of exactly `length` tokens."""
         generator = torch.Generator().manual_seed(job.progress.step)
-        rows, vocabulary = job.chosen.micro_batch, self.inputs.blueprint.vocabulary
-        grad_accum_steps = [
-            MicroBatch(*torch.randint(0, vocabulary, (2, rows, self.length), generator=generator))
+        micro_batch, vocabulary = job.chosen.micro_batch, self.inputs.blueprint.vocabulary
+        micro_batches = [
+            MicroBatch(*torch.randint(0, vocabulary, (2, micro_batch, self.length), generator=generator))
             for _ in range(job.chosen.grad_accum_steps)
         ]
-        return StepBatch(grad_accum_steps, job.chosen.global_batch * self.length, np.zeros(0))
+        return StepBatch(micro_batches, job.chosen.global_batch * self.length, np.zeros(0))
 
-    def traffic(self, make: Callable[[], Job]) -> tuple[dict[Exchange, Amount], int]:
-        """(exchanges, sums of one number) of one step."""
+    def traffic(self, make: Callable[[], Job]) -> tuple[dict[Collective, Amount], int]:
+        """(collectives, scalar all-reduces) of one step."""
         job, traffic = make(), Traffic()
         for turn in range(WARM_UP + 1):
             with traffic if turn == WARM_UP else nullcontext():
-                assert bool(job.step(self.batch(job), 1e-3).usable), "a step that is skipped is none"
+                assert bool(job.step(self.batch(job), 1e-3).usable), "the measured step must not be skipped"
         return traffic.amounts, traffic.scalars
 
     def memory(self, make: Callable[[], Job]) -> "Memory":
-        """What setting up takes, and one step after it."""
+        """The memory of setting up, and of one step after it."""
         with allocations() as memory:
             with record_function("set up"):
                 job = make()
-            _mark(job.model, "backward", "grad_accum_steps")
+            _mark(job.model, "backward", "micro-batches")
             _mark(job.optimizer, "step", "update")
             for turn in range(WARM_UP + 1):
                 with record_function("step" if turn == WARM_UP else "warming up"):
@@ -189,7 +189,7 @@ class Measured:
         return memory
 
     def loading(self, make: Callable[[], Job]) -> "Memory":
-        """What setting up takes."""
+        """The memory of setting up."""
         with allocations() as memory, record_function("set up"):
             make()
         return memory
@@ -203,7 +203,7 @@ class Measured:
 
 @dataclass
 class Memory:
-    """Bytes that torch's allocator had given out, over time. Files that are mapped are not among them."""
+    """Bytes allocated by torch's allocator over time, without memory-mapped files."""
 
     totals: list[tuple[int, int]] = field(default_factory=list)  # (when, bytes from then on)
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)  # the last of each name
@@ -224,15 +224,15 @@ class Memory:
 
 @contextmanager
 def allocations() -> Iterator[Memory]:
-    """Every allocation made within, as torch's profiler has it: exact, temporary ones inside of kernels included.
+    """Every allocation in this context, from torch's profiler: exact, including temporaries inside of kernels.
 
-    It sees this thread. On real ranks the last to let go of a tensor that was exchanged may be a thread of gloo's, so
-    steps are measured on fake ranks.
+    It sees this thread only. On real ranks a thread of Gloo may be the last to free a communicated tensor, so steps are
+    measured on fake ranks.
     """
     memory = Memory()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         yield memory
-    mapped = set()  # files: reported like allocations, but with the allocator's total left out
+    mapped = set()  # files: reported like allocations, but without the allocator's total
     for event in sorted(_flat(found.profiler.kineto_results.experimental_event_tree()), key=_start):
         if event.tag.name != "Allocation":
             if event.name in PHASES:
@@ -258,7 +258,7 @@ def _flat(events: Sequence[Any]) -> Iterator[Any]:
 
 
 def _mark(owner: Any, method: str, phase: str) -> None:
-    """Make `phase` of the calls of a method."""
+    """Record the calls of a method as `phase`."""
     inner = getattr(owner, method)
 
     def marked(*given: Any, **named: Any) -> Any:

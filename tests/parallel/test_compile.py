@@ -1,4 +1,4 @@
-"""What compiled blocks keep for the backward pass."""
+"""The activations that compiled blocks save for the backward pass."""
 
 import torch
 
@@ -6,8 +6,8 @@ from shoal.parallel.compile import compile_blocks
 from tests.parallel.blocks import small_block
 
 
-def kept(*, keeps_all: bool) -> int:
-    """Numbers that a block keeps, by the compiler's own choice of them."""
+def saved_elements(*, keeps_all: bool) -> int:
+    """The number of elements that a block saves, by the partitioner's choice."""
     block, hidden, others = small_block()
     compile_blocks([block], "aot_eager_decomp_partition", keeps_all=keeps_all)
     sizes = []
@@ -21,11 +21,11 @@ def kept(*, keeps_all: bool) -> int:
     return sum(sizes)
 
 
-def test_a_second_run_in_a_process_keeps_what_it_asks_for_and_not_what_the_first_did():
-    """Their blocks look the same to the compiler, which has the first one's at hand."""
+def test_a_second_run_in_a_process_uses_its_own_compiler_settings():
+    """The compiler sees identical blocks and has those of the first run in its cache."""
     try:
-        everything, less = kept(keeps_all=True), kept(keeps_all=False)
+        everything, less = saved_elements(keeps_all=True), saved_elements(keeps_all=False)
         assert less < everything
-        assert kept(keeps_all=True) == everything
+        assert saved_elements(keeps_all=True) == everything
     finally:
         compile_blocks([], "eager", keeps_all=True)

@@ -1,4 +1,4 @@
-"""In mixed precision: gradients reach weights, where DDP waits for them, as soon as their block's backward is done."""
+"""Compute copies: a block's gradients reach the master weights, and DDP, as soon as its backward pass is done."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,7 @@ from shoal.parallel.ranks import Ranks
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
-def test_gradients_do_not_wait_for_the_backward_pass_of_the_parts_before(family, recompute):
+def test_gradients_do_not_wait_for_the_backward_pass_of_earlier_blocks(family, recompute):
     shape = {"family": family, "hidden": 32, "layers": 3, "heads": 2, "vocab": 64, "positions": 16}
     config = config_from_mapping(
         {
@@ -50,7 +50,7 @@ def test_gradients_do_not_wait_for_the_backward_pass_of_the_parts_before(family,
         assert max(events.index(name) for name in weights[part]) < events.index(before)
 
 
-def test_a_matrix_that_two_blocks_share_is_the_newest_copy_in_both():
+def test_a_matrix_shared_by_two_blocks_is_the_newest_copy_in_both():
     shared = torch.nn.Linear(8, 8, bias=False)
     first, second = torch.nn.Sequential(shared), torch.nn.Sequential(shared)
     copies = ComputeCopies(
@@ -59,10 +59,10 @@ def test_a_matrix_that_two_blocks_share_is_the_newest_copy_in_both():
     (weight,) = copies.parameters()
     inputs = torch.randn(3, 8).bfloat16()
     for _ in range(2):
-        rounded = weight.detach().bfloat16().requires_grad_()
-        (inputs @ rounded.T @ rounded.T).sum().backward()
+        low_precision = weight.detach().bfloat16().requires_grad_()
+        (inputs @ low_precision.T @ low_precision.T).sum().backward()
         weight.grad = None
         copies(inputs).sum().backward()
-        assert torch.equal(weight.grad, rounded.grad.float())
+        assert torch.equal(weight.grad, low_precision.grad.float())
         weight.data += 1
         copies.refresh()

@@ -1,6 +1,6 @@
-"""On a CUDA device: the strategies' own machinery, as the only rank of a group, trains what plain training trains.
+"""On a CUDA device: DDP and FSDP with a world size of one train the same as plain training.
 
-One process is never given ddp or fsdp by the config, so these go through `parallelize`. They run where there is a GPU.
+The config never selects ddp or fsdp for one process, so these tests call `parallelize`. They run only on a GPU.
 """
 
 import os
@@ -43,7 +43,7 @@ def _losses(
     recompute: str | dict[str, int] = "none",
     documents: int | None = None,
 ) -> list[tuple[float, float]]:
-    """Five steps: (loss, norm of the gradients). `documents`: rows are packed with documents of so many tokens."""
+    """(loss, gradient norm) of five steps. `documents`: sequences are packed with documents of this many tokens."""
     device = torch.device("cuda", 0)
     shape = {"family": family, "hidden": 256, "layers": 3, "heads": 4, "vocab": 512, "positions": 256}
     if family == "llama":
@@ -86,12 +86,13 @@ def _losses(
     generator = torch.Generator().manual_seed(0)
     packed = {}
     if documents is not None:
-        places = torch.arange(256).expand(4, 256)
-        packed = {"positions": places % documents, "documents": (places // documents).to(torch.int32)}
+        indices = torch.arange(256).expand(4, 256)
+        packed = {"positions": indices % documents, "documents": (indices // documents).to(torch.int32)}
     found = []
     for _ in range(5):
         tokens = torch.randint(0, 512, (4, 257), generator=generator)
-        batch = StepBatch([MicroBatch(tokens[:, :-1], tokens[:, 1:], **packed)], loss_tokens=4 * 256, rows=np.arange(4))
+        micro_batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], **packed)
+        batch = StepBatch([micro_batch], loss_tokens=4 * 256, sequence_ids=np.arange(4))
         result = step(batch, 1e-3)
         found.append((result.loss_sum.item() / result.loss_tokens, result.norm.item()))
     return found
@@ -100,7 +101,7 @@ def _losses(
 @pytest.mark.parametrize("compile_blocks", [False, True])
 @pytest.mark.parametrize(("precision", "bound"), [("32-true", 1e-5), ("bf16-mixed", 2e-3), ("16-mixed", 2e-3)])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_strategy_on_one_gpu_trains_what_plain_training_trains(strategy, precision, bound, compile_blocks):
+def test_a_strategy_on_one_gpu_trains_the_same_as_plain_training(strategy, precision, bound, compile_blocks):
     plain = _losses("single", precision, compile_blocks=False)
     found = _losses(strategy, precision, compile_blocks)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in plain], rel=bound)
@@ -109,8 +110,8 @@ def test_a_strategy_on_one_gpu_trains_what_plain_training_trains(strategy, preci
 
 @pytest.mark.parametrize("recompute", ["none", "cheap", "selective", "full", {"every": 2}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_packed_rows_over_tiles_train_what_they_train_under_a_dense_mask(family, recompute):
-    """Compiled they are flex attention's, whatever is computed again in the backward pass."""
+def test_packed_sequences_train_the_same_with_flex_attention_and_a_dense_mask(family, recompute):
+    """Compiled blocks use flex attention, with every kind of activation checkpointing."""
     dense = _losses("single", "bf16-mixed", compile_blocks=False, family=family, documents=100)
     found = _losses("single", "bf16-mixed", True, family=family, documents=100, recompute=recompute)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in dense], rel=2e-3)
@@ -119,21 +120,21 @@ def test_packed_rows_over_tiles_train_what_they_train_under_a_dense_mask(family,
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_moments_in_8_bits_train_nearly_what_whole_ones_train(strategy, precision):
+def test_8_bit_moments_train_nearly_the_same_as_fp32_ones(strategy, precision):
     plain = _losses("single", precision, compile_blocks=False)
     found = _losses(strategy, precision, compile_blocks=False, optimizer="adamw8bit")
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in plain], rel=1e-2)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_an_unusable_step_changes_nothing_and_the_host_need_not_look(optimizer):
+def test_a_skipped_step_changes_nothing_and_does_not_synchronize(optimizer):
     device = torch.device("cuda", 0)
     weight = torch.nn.Parameter(torch.ones(80, 80, device=device))
     config = config_from_mapping({"model": {"shape": "gpt2"}, "train": {"optimizer": {"name": optimizer}}})
     made = make_optimizer({"weight": weight}, config.train, None)  # type: ignore[arg-type]
     weight.grad = torch.full_like(weight, torch.nan)
     usable = torch.tensor(False, device=device)
-    made.step(0.1, usable)  # the first makes the state, and waits for it
+    made.step(0.1, usable)  # the first step creates the state, and synchronizes
     torch.cuda.set_sync_debug_mode("error")
     try:
         made.step(0.1, usable)
@@ -144,8 +145,8 @@ def test_an_unusable_step_changes_nothing_and_the_host_need_not_look(optimizer):
 
 
 @pytest.mark.parametrize("queries", [1, 64, 100])
-def test_queries_at_the_end_see_what_stands_before_them(queries):
-    """Context parallelism's mask for flash attention is the one it makes on a CPU."""
+def test_queries_of_the_last_tokens_attend_to_all_earlier_keys(queries):
+    """The mask of context parallelism for flash attention equals the one on a CPU."""
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (
         torch.randn(2, heads, length, 64, generator=generator) for heads, length in ((8, queries), (4, 256), (4, 256))

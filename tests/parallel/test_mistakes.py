@@ -1,4 +1,4 @@
-"""What cannot be split says why, and what to do instead, before a run folder is touched."""
+"""A model that cannot be split gives an error with the reason and a remedy, before a run folder is created."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def shape(**changes: Any) -> dict[str, Any]:
             4,
             {},
             {"tp": 4},
-            "parallel.tp 4 does not divide the model's 6 attention heads; the next smaller that does is 3.",
+            "parallel.tp 4 does not divide the model's 6 attention heads; the next smaller degree that does is 3.",
         ),
         (2, {}, {"tp": 2}, "parallel.tp 2 does not divide the model's 3 key and value heads"),
         (3, {"ffn": 97}, {"tp": 3}, "parallel.tp 3 does not divide the model's 97 MLP columns"),
@@ -49,37 +49,37 @@ def shape(**changes: Any) -> dict[str, Any]:
             2,
             {"family": "bert", "kv_heads": None},
             {"tp": 2},
-            "built for llama, mistral, qwen2, qwen3, gpt_neox, gpt2, and",
+            "supports llama, mistral, qwen2, qwen3, gpt_neox, gpt2, and",
         ),
         (2, {"family": "bert", "kv_heads": None}, {"pp": 2}, "use parallel.pp 1 and parallel.strategy fsdp"),
-        (3, {}, {"tp": 2}, "3 processes cannot be divided into groups of 2"),
+        (3, {}, {"tp": 2}, "3 processes cannot be split into groups of 2"),
         (2, {}, {"strategy": "fsdp", "wrap": {"classes": ["LlamaMLPs"]}}, "is a LlamaMLPs. Did you mean LlamaMLP or"),
         (2, {"tied": True}, {"strategy": "fsdp", "wrap": {"classes": ["Embedding"]}}, "Embedding cannot be wrapped"),
         (2, {}, {"strategy": "fsdp", "offload": {"optimizer": "nvme", "path": "nowhere/at/all"}}, "is not a folder"),
     ],
 )
-def test_what_cannot_be_split_says_why(world_size, model, parallel, says, instructions, tmp_path):
+def test_a_split_that_is_impossible_says_why(world_size, model, parallel, says, instructions, tmp_path):
     config = settings(instructions, model__shape=shape(**model), parallel=parallel, data__max_length=192)
     config["train"].update(global_batch=24, micro_batch=2)
     assert says in mistake(world_size, config, tmp_path / "runs")
 
 
-def test_a_cut_inside_of_numbers_that_share_a_scale_names_a_degree_that_has_none(instructions, tmp_path):
+def test_a_split_inside_a_quantisation_block_names_a_degree_without_one(instructions, tmp_path):
     sizes = {"family": "llama", "hidden": 512, "layers": 1, "heads": 8, "kv_heads": 4, "ffn": 1024, "vocab": 260}
     config = settings(instructions, model__shape={**sizes, "positions": 512}, parallel={"tp": 4})
     config["train"]["optimizer"] = {"name": "adamw8bit"}
     assert mistake(4, config, tmp_path / "runs") == (
-        "parallel.tp 4 cuts rows of model.layers.0.self_attn.o_proj.weight into 128 numbers, and adamw8bit keeps them "
-        "in blocks of 256; use parallel.tp 2, or train.optimizer.name adamw."
+        "parallel.tp 4 shards rows of model.layers.0.self_attn.o_proj.weight into 128 elements, not a multiple of the "
+        "adamw8bit block of 256; use parallel.tp 2, or train.optimizer.name adamw."
     )
 
 
-def test_passes_that_make_no_equal_rounds_name_the_nearest_that_do(instructions, tmp_path):
+def test_micro_batches_that_make_no_equal_rounds_name_the_nearest_number_that_does(instructions, tmp_path):
     config = settings(instructions, model__shape=shape(layers=4), parallel={"pp": 2, "pp_schedule": "zero-bubble"})
     config["train"].update(global_batch=10, micro_batch=2)
-    assert "5 passes cannot be divided into 2; change train.global_batch or micro_batch so that there are 4 or 6" in (
-        mistake(2, config, tmp_path / "runs")
-    )
+    says = mistake(2, config, tmp_path / "runs")
+    assert "5 micro-batches cannot be split into 2 rounds; change train.global_batch or micro_batch" in says
+    assert "so that there are 4 or 6" in says
 
 
 def folder_with(model: Any, path: Path) -> dict[str, str]:
@@ -88,11 +88,11 @@ def folder_with(model: Any, path: Path) -> dict[str, str]:
     return {"from": str(path)}
 
 
-@pytest.mark.parametrize("cut", [{"tp": 2}, {"cp": 2}])
-def test_a_sliding_window_is_not_cut(cut, instructions, tmp_path):
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"cp": 2}])
+def test_a_sliding_window_is_not_split(parallel, instructions, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260}
     model = MistralForCausalLM(MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=16))
-    config = settings(instructions, model=folder_with(model, tmp_path / "start"), parallel=cut)
+    config = settings(instructions, model=folder_with(model, tmp_path / "start"), parallel=parallel)
     assert "cannot be used with a sliding window (16 tokens) shorter than data.max_length" in (
         mistake(2, config, tmp_path / "runs")
     )
@@ -101,14 +101,14 @@ def test_a_sliding_window_is_not_cut(cut, instructions, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"parallel": {"tp": 2}}, "parallel.tp needs a model whose blocks are one nn.ModuleList of equal layers, and"),
+        ({"parallel": {"tp": 2}}, "parallel.tp needs a model whose blocks are one nn.ModuleList of identical layers"),
         ({"parallel": {"pp": 2}}, "use parallel.strategy fsdp with parallel.wrap {min_params: 10_000_000}"),
         ({"parallel": {"strategy": "fsdp"}}, "set parallel.wrap to {min_params: 10_000_000} or to {classes: [NAME]}"),
         ({"train__recompute": "full"}, "train.recompute needs a model whose blocks"),
         ({"train__optimizer": {"name": "muon"}}, "muon needs a model whose blocks"),
     ],
 )
-def test_a_model_without_equal_blocks_says_what_it_can_be_trained_with(changes, says, instructions, tmp_path):
+def test_a_model_without_identical_blocks_says_what_it_can_be_trained_with(changes, says, instructions, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 1, "use_mamba_kernels": False}
     order = {"attn_layer_period": 2, "attn_layer_offset": 1, "pad_token_id": 258}
@@ -119,9 +119,11 @@ def test_a_model_without_equal_blocks_says_what_it_can_be_trained_with(changes, 
     assert "JambaForCausalLM" in says_now
 
 
-def test_fewer_passes_than_stages_are_warned_of_with_the_share_that_is_idle(instructions, tmp_path, capfd):
+def test_fewer_micro_batches_than_stages_give_a_warning_with_the_bubble(instructions, tmp_path, capfd):
     config = settings(instructions, parallel={"pp": 2}, train__steps=1)
     config["train"].update(global_batch=4, micro_batch=4)
     run_ranks(2, lambda: api.train(api.config_from_mapping(config), runs=tmp_path).as_dict())
     said = capfd.readouterr()
-    assert "parallel.pp 2 with 1 passes a step leaves each device idle for 50% of it" in said.out + said.err
+    assert (
+        "parallel.pp 2 with 1 micro-batches per step leaves each device idle for 50% of the step" in said.out + said.err
+    )

@@ -1,4 +1,4 @@
-"""What `recompute: selective` computes again: counted, by the operations that run."""
+"""What `recompute: selective` recomputes, counted by the operators that run."""
 
 from collections import Counter
 from typing import Any
@@ -10,8 +10,8 @@ from shoal.parallel.recompute import recompute_blocks
 from tests.parallel.blocks import small_block
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products by (inner, outer) size."""
+class Matmuls(TorchDispatchMode):
+    """Counts matmuls by the shape of the second matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,18 +23,18 @@ class Products(TorchDispatchMode):
         return operation(*arguments, **(named or {}))
 
 
-def products(how: str) -> Counter[tuple[int, int]]:
-    """Of a forward and a backward pass over one block; the matrices of its three kinds of product all differ."""
+def matmuls(how: str) -> Counter[tuple[int, int]]:
+    """The matmuls of a forward and a backward pass of one block, whose three kinds of matrices differ in shape."""
     block, hidden, others = small_block()
     recompute_blocks([block], how)
-    with Products() as seen:
+    with Matmuls() as seen:
         result = block(hidden, **others)
         (result[0] if isinstance(result, tuple) else result).sum().backward()
     return seen.counts
 
 
-def test_selective_computes_one_widening_product_again_and_full_all_that_a_gradient_needs():
-    kept, again, whole = products("none"), products("selective"), products("full")
-    assert again - kept == {(32, 96): 1}, "of gate and up, one"
-    # All but the last, whose result nothing needs: query and output (32 × 32), key and value, gate and up.
-    assert whole - kept == {(32, 32): 2, (32, 16): 2, (32, 96): 2}
+def test_selective_recomputes_one_widening_matmul_and_full_every_one_that_a_gradient_needs():
+    none, selective, full = matmuls("none"), matmuls("selective"), matmuls("full")
+    assert selective - none == {(32, 96): 1}, "one of gate and up"
+    # All but the last, whose output nothing needs: query and output (32 × 32), key and value, gate and up.
+    assert full - none == {(32, 32): 2, (32, 16): 2, (32, 96): 2}

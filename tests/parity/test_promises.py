@@ -1,4 +1,4 @@
-"""Equality beyond the matrix: other families, packed documents, pipelines to the bit, dropout, evaluation."""
+"""Parity beyond `test_parity`: other families, packed documents, bitwise pipelines, dropout, evaluation."""
 
 import json
 from functools import partial
@@ -22,7 +22,7 @@ from shoal.optim.loss_scaler import LossScaler
 from tests.harness import lines, settings, train_on
 from tests.parity.test_parity import FAMILIES, MICRO_BATCH, hold_equal
 
-CUTS: dict[str, dict[str, Any]] = {
+SPLITS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "pp": {"pp": 2},
     "cp_gather": {"cp": 2},
@@ -44,7 +44,7 @@ def small(data: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("family", [*OTHERS, "bert"])
-def test_the_other_families_train_alike_on_two_ranks_and_on_one(family, strategy, instructions, tmp_path):
+def test_the_other_families_train_the_same_on_two_ranks_and_on_one(family, strategy, instructions, tmp_path):
     shape = shape_of(family)
     one = train_on(1, small(instructions, "one", model__shape=shape), tmp_path)
     two = train_on(2, small(instructions, "two", model__shape=shape, parallel__strategy=strategy), tmp_path)
@@ -52,12 +52,12 @@ def test_the_other_families_train_alike_on_two_ranks_and_on_one(family, strategy
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_the_other_families_can_be_cut(family, instructions, tmp_path):
-    # 259 tokens do not divide by two: one rank has a larger part of the vocabulary.
+def test_the_other_families_can_be_split(family, instructions, tmp_path):
+    # 259 is odd: one rank has a larger shard of the vocabulary.
     shape = shape_of(family, vocab=259)
     one = train_on(1, small(instructions, "one", model__shape=shape), tmp_path)
-    for name, cut in CUTS.items():
-        two = train_on(2, small(instructions, name, model__shape=shape, parallel=cut), tmp_path)
+    for name, split in SPLITS.items():
+        two = train_on(2, small(instructions, name, model__shape=shape, parallel=split), tmp_path)
         hold_equal(two, one, bitwise=False)
 
 
@@ -70,7 +70,7 @@ def test_the_other_families_can_be_cut(family, instructions, tmp_path):
     ],
     ids=str,
 )
-def test_a_model_without_equal_blocks_trains_alike_on_two_ranks_and_on_one(parallel, instructions, tmp_path):
+def test_a_model_without_identical_blocks_trains_the_same_on_two_ranks_and_on_one(parallel, instructions, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 1, "use_mamba_kernels": False}
     order = {"attn_layer_period": 2, "attn_layer_offset": 1, "pad_token_id": 258}
@@ -86,7 +86,7 @@ def test_a_model_without_equal_blocks_trains_alike_on_two_ranks_and_on_one(paral
 @pytest.mark.skipif(
     "inkling_text" not in CONFIG_MAPPING, reason="this transformers has no embedding with a norm inside"
 )
-def test_an_embedding_that_is_more_than_a_table_trains_alike_on_two_ranks_and_on_one(instructions, tmp_path):
+def test_an_embedding_with_a_norm_trains_the_same_on_two_ranks_and_on_one(instructions, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 4}
     tokens = {"vocab_size": 260, "pad_token_id": 258, "bos_token_id": 256, "eos_token_id": 257}
@@ -104,8 +104,8 @@ def test_an_embedding_that_is_more_than_a_table_trains_alike_on_two_ranks_and_on
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("way", ["nvme", "classes"])
-def test_what_needs_a_folder_or_a_name_trains_what_one_process_trains(way, world_size, instructions, tmp_path):
-    """As the matrix does, for two ways whose keys are this machine's and this family's."""
+def test_nvme_offload_and_wrapping_by_class_train_the_same_as_one_process(way, world_size, instructions, tmp_path):
+    """As in `test_parity`, for two options whose values depend on the machine or on the family."""
     parallel: dict[str, Any] = {"strategy": "fsdp", "offload": {"optimizer": "nvme", "path": str(tmp_path)}}
     if way == "classes":
         parallel = {"strategy": "fsdp", "wrap": {"classes": ["LlamaMLP", "LlamaAttention"]}}
@@ -115,8 +115,8 @@ def test_what_needs_a_folder_or_a_name_trains_what_one_process_trains(way, world
     hold_equal(several, one, bitwise=world_size == 2)
 
 
-@pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, {"strategy": "fsdp"}, *CUTS.values()], ids=str)
-def test_packed_documents_train_alike_on_two_ranks_and_on_one(parallel, instructions, tmp_path):
+@pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, {"strategy": "fsdp"}, *SPLITS.values()], ids=str)
+def test_packed_documents_train_the_same_on_two_ranks_and_on_one(parallel, instructions, tmp_path):
     shape = {**FAMILIES["llama"], "positions": 512}
     one = train_on(1, small(instructions, "one", model__shape=shape, data__pack=True), tmp_path)
     two = train_on(2, small(instructions, "two", model__shape=shape, data__pack=True, parallel=parallel), tmp_path)
@@ -124,8 +124,8 @@ def test_packed_documents_train_alike_on_two_ranks_and_on_one(parallel, instruct
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
-def test_a_pipeline_alone_is_one_process_to_the_bit(schedule, text, tmp_path):
-    """Rows of text are all of one length, so nothing is padded; a tied embedding is summed in another order."""
+def test_a_pipeline_is_bitwise_equal_to_one_process(schedule, text, tmp_path):
+    """Sequences of text have one length, so nothing is padded. Untied: a tied embedding is summed in another order."""
     shape = {**FAMILIES["pythia"], "positions": 512}
     config = {"model__shape": shape, "data__pack": True, "train__global_batch": 8, "train__micro_batch": 2}
     one = train_on(1, settings(text, name="one", **config), tmp_path)
@@ -134,8 +134,8 @@ def test_a_pipeline_alone_is_one_process_to_the_bit(schedule, text, tmp_path):
 
 
 @pytest.mark.parametrize("loss", ["plain", "chunked"])
-def test_both_losses_are_the_same_over_a_split_vocabulary(loss, instructions, tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.models.loss.CHUNK_LOGITS", 30 * 260)  # many chunks a pass
+def test_both_losses_are_the_same_over_a_sharded_vocabulary(loss, instructions, tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.models.loss.CHUNK_LOGITS", 30 * 260)  # many chunks per micro-batch
     one = train_on(1, small(instructions, "one", train__loss=loss), tmp_path)
     two = train_on(2, small(instructions, "two", train__loss=loss, parallel={"tp": 2}), tmp_path)
     hold_equal(two, one, bitwise=False)
@@ -143,26 +143,26 @@ def test_both_losses_are_the_same_over_a_split_vocabulary(loss, instructions, tm
 
 @pytest.mark.parametrize("parallel", [{"strategy": "zero1"}, {"strategy": "fsdp"}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_the_loss_scale_of_16_mixed_is_one_for_all_ranks(parallel, instructions, tmp_path, monkeypatch):
-    """The first scales overflow: all ranks leave the same steps out as one process, and go on alike.
+    """The first scales overflow: all ranks skip the same steps as one process, and continue the same.
 
-    (Not so with `cp`: a rank's part of a row's gradient is smaller, and overflows at a larger scale.)
+    (Not with `cp`: the gradient of a shard of a sequence is smaller, and overflows at a larger scale.)
     """
     monkeypatch.setattr(shoal.train.setup, "LossScaler", partial(LossScaler, start=2.0**24))
     shape = {**FAMILIES["llama"], "positions": 512}
     changes = {"model__shape": shape, "train__precision": "16-mixed", "train__lr": 1e-2}
     one = lines(train_on(1, small(instructions, "one", **changes), tmp_path))
     two = lines(train_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path))
-    left_out = one[-1]["skipped"]
-    assert 2 < left_out < 9
+    skipped = one[-1]["skipped"]
+    assert 2 < skipped < 9
     assert [line["skipped"] for line in two] == [line["skipped"] for line in one]
     assert [line["loss"] for line in two] == pytest.approx([line["loss"] for line in one], rel=2e-3)
-    norms = [[line["grad_norm"] for line in some][left_out:] for some in (two, one)]
+    norms = [[line["grad_norm"] for line in some][skipped:] for some in (two, one)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-2)
 
 
 @pytest.fixture(scope="module")
 def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 that drops a tenth of everything."""
+    """A GPT-2 with dropout of 0.1 everywhere."""
     folder = tmp_path_factory.mktemp("gpt2")
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 192, "vocab_size": 260}
@@ -174,16 +174,16 @@ def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("parallel", [{"strategy": "fsdp"}, {"tp": 2}, {"cp": 2}], ids=str)
-def test_what_is_computed_again_is_dropped_again(parallel, recompute, instructions, with_dropout, tmp_path):
+def test_recomputation_repeats_the_dropout_masks(parallel, recompute, instructions, with_dropout, tmp_path):
     changes = {"model": {"from": str(with_dropout)}, "parallel": parallel}
-    kept = train_on(2, small(instructions, "kept", **changes), tmp_path)
-    again = train_on(2, small(instructions, "again", train__recompute=recompute, **changes), tmp_path)
-    hold_equal(again, kept, bitwise=True)
+    saved = train_on(2, small(instructions, "saved", **changes), tmp_path)
+    recomputed = train_on(2, small(instructions, "recomputed", train__recompute=recompute, **changes), tmp_path)
+    hold_equal(recomputed, saved, bitwise=True)
 
 
-@pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, *CUTS.values()], ids=str)
-def test_dropout_trains_as_well_when_cut(parallel, instructions, with_dropout, tmp_path):
-    """Other numbers are dropped on other ranks, so nothing is equal but what is learnt."""
+@pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, *SPLITS.values()], ids=str)
+def test_dropout_trains_as_well_when_split(parallel, instructions, with_dropout, tmp_path):
+    """Ranks draw different dropout masks, so only the training progress is comparable."""
     changes = {"model": {"from": str(with_dropout)}, "train__steps": 10}
     one = train_on(1, small(instructions, "one", **changes), tmp_path)
     two = train_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path)
@@ -210,10 +210,12 @@ def test_dropout_trains_as_well_when_cut(parallel, instructions, with_dropout, t
         {"train__lr_groups": {"model.layers.0.*": 0.5}, "train__clip": None},
         {"train__optimizer": {"name": "lion"}, "train__lr": 3e-4, "model__freeze": ["*norm*"]},
     ],
-    ids=["first stage frozen", "rates of one block", "lion, norms frozen"],
+    ids=["first stage frozen", "learning rate of one block", "lion, norms frozen"],
 )
-def test_what_is_trained_how_does_not_depend_on_where_it_is(changes, world_size, parallel, instructions, tmp_path):
-    """A stage of a pipeline may have nothing to train, and none of what a pattern names."""
+def test_freezing_and_learning_rate_groups_do_not_depend_on_the_parallel_layout(
+    changes, world_size, parallel, instructions, tmp_path
+):
+    """A pipeline stage may have nothing to train, and no parameter that matches a pattern."""
     shape = {**FAMILIES["llama"], "tied": False, "positions": 512}
     batch = {"model__shape": shape, "train__global_batch": 8, "train__micro_batch": 2}
     one = train_on(1, small(instructions, "one", **batch, **changes), tmp_path)
@@ -230,7 +232,7 @@ def evaluations(run: Path) -> list[float]:
     ("world_size", "parallel"),
     [
         (2, {"strategy": "zero2"}),
-        *((2, cut) for cut in CUTS.values()),
+        *((2, split) for split in SPLITS.values()),
         (2, {"pp": 2, "pp_schedule": "interleaved"}),
         (4, {"pp": 2, "tp": 2}),
         (4, {"pp": 2, "cp": 2}),
@@ -238,8 +240,8 @@ def evaluations(run: Path) -> list[float]:
     ],
     ids=str,
 )
-def test_the_same_rows_are_evaluated_however_the_model_is_cut(world_size, parallel, instructions, tmp_path):
-    """Seven rows: some ranks, and some rounds of a pipeline, have nothing left to do."""
+def test_the_same_sequences_are_evaluated_however_the_model_is_split(world_size, parallel, instructions, tmp_path):
+    """Seven sequences: some ranks, and some runs of a pipeline schedule, have nothing left to do."""
     changes = {
         "model__shape": {**FAMILIES["llama"], "positions": 512},
         "data__validation": 7 / 300,
@@ -256,7 +258,7 @@ def test_the_same_rows_are_evaluated_however_the_model_is_cut(world_size, parall
 
 @pytest.mark.parametrize("compress", ["bf16", "fp16", "powersgd"])
 def test_compressed_gradients_train_nearly_the_same(compress, instructions, tmp_path):
-    """Lossy, and so outside the bounds of the matrix: ten steps of powersgd still send whole gradients."""
+    """Lossy, and so outside the bounds of `test_parity`; the first ten steps of powersgd are uncompressed."""
     changes = {"train__steps": 20, "train__global_batch": 8, "train__micro_batch": 4}
     plain = train_on(2, small(instructions, "plain", parallel={"strategy": "ddp"}, **changes), tmp_path)
     parallel = {"strategy": "ddp", "compress": compress}
@@ -267,6 +269,6 @@ def test_compressed_gradients_train_nearly_the_same(compress, instructions, tmp_
     assert found[-1] < 0.9 * found[0]
 
 
-def test_losses_of_the_reference_fall(instructions, tmp_path):
+def test_the_loss_of_the_reference_decreases(instructions, tmp_path):
     found = [line["loss"] for line in lines(train_on(1, small(instructions, "one"), tmp_path))]
     assert found[-1] < 0.9 * found[0]

@@ -20,7 +20,7 @@ BASE = ("data.max_length=2048", "train.global_batch=64")
     ("overrides", "name", "says"),
     [
         (("model.shape=gpt2", "hardware.gpu=a100-80gb"), "single", "one device"),
-        (("model.shape=gpt2", "hardware.gpu=a100-80gb", "hardware.devices=8"), "ddp", "fit on each device"),
+        (("model.shape=gpt2", "hardware.gpu=a100-80gb", "hardware.devices=8"), "ddp", "which fits, and is fastest"),
         (("model.shape=llama3-8b", "hardware.gpu=a100-80gb", "hardware.devices=8"), "fsdp", "would need"),
         (
             (
@@ -28,18 +28,18 @@ BASE = ("data.max_length=2048", "train.global_batch=64")
                 "hardware.network=ethernet-25", "data.max_length=1024",
             ),
             "hybrid",
-            "within each machine",
+            "within each node",
         ),
         (
             ("model.shape=gpt2", "hardware.gpu=a100-80gb", "hardware.devices=2", "parallel.strategy=zero2"),
             "zero2",
-            "asked for",
+            "set in the config",
         ),
         (("model.shape=gpt2", "hardware.gpu=a100-80gb", "parallel.offload=cpu"), "fsdp", "offload cpu"),
         (
             ("model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", "parallel.tp=4"),
             "ddp × tp 4",
-            "fit on each device",
+            "which fits, and is fastest",
         ),
     ],
 )  # fmt: skip
@@ -150,11 +150,15 @@ ON_EIGHT = ("hardware.gpu=a100-80gb", "hardware.devices=8")
 @pytest.mark.parametrize(
     ("overrides", "strategy", "says"),
     [
-        (("parallel.strategy=fsdp",), "single", "fsdp on one device is single"),
-        ((*ON_EIGHT, "parallel.strategy=fsdp", "parallel.sharding=no_shard"), "ddp", "fsdp with no_shard is ddp"),
+        (("parallel.strategy=fsdp",), "single", "fsdp on one device is the same as single"),
+        (
+            (*ON_EIGHT, "parallel.strategy=fsdp", "parallel.sharding=no_shard"),
+            "ddp",
+            "fsdp with no_shard is the same as ddp",
+        ),
         ((*ON_EIGHT, "parallel.strategy=zero3", "parallel.tp=4", "parallel.pp=2"), "ddp", "nothing to shard over"),
-        ((*ON_EIGHT, "parallel.strategy=zero3", "parallel.tp=4", "parallel.cp=2"), "zero3", "asked for"),
-        (("hardware.gpu=cpu", "hardware.devices=4", "model.shape=llama2-7b"), "ddp", "no device memory"),
+        ((*ON_EIGHT, "parallel.strategy=zero3", "parallel.tp=4", "parallel.cp=2"), "zero3", "set in the config"),
+        (("hardware.gpu=cpu", "hardware.devices=4", "model.shape=llama2-7b"), "ddp", "sharding saves nothing"),
     ],
 )
 def test_a_strategy_that_has_nothing_to_share_becomes_what_it_is_and_says_so(overrides, strategy, says):
@@ -221,7 +225,7 @@ def test_a_run_that_ran_out_although_it_should_fit_is_told_what_saves_most_cheap
     found = savings(choice, question)
     assert {"train.recompute=full"} <= {setting for change in found for setting in change.settings}
     assert all(change.saves_gib > 0 for change in found)
-    mild = [change.slower for change in found if change.touches == "how it runs"]
+    mild = [change.slower for change in found if change.affects == "execution"]
     assert mild == sorted(mild)
 
 
@@ -233,12 +237,12 @@ def test_where_copies_and_shards_do_not_fit_tensors_are_cut_unless_that_cannot_b
     cut = plan(*TOO_LARGE, *TWO_NODES)
     assert cut.fits
     assert cut.choice.run.mesh.tp > 1
-    assert "cut" in cut.choice.reason
+    assert "split over devices" in cut.choice.reason
     config = cut.choice.config
     assert config.parallel.tp == cut.choice.run.mesh.tp, "training is given what was planned"
     again = api.load_config(None, [*TOO_LARGE, *TWO_NODES])
     shape, machine = read_shape(again.model), read_machine(again.hardware)
-    assert not choose(again, shape, machine, may_cut=False).fits
+    assert not choose(again, shape, machine, allow_model_parallel=False).fits
     asked = plan(*TOO_LARGE, *TWO_NODES, "parallel.strategy=fsdp")
     assert not asked.fits, "what was asked for is not changed"
     assert asked.choice.run.mesh.tp == 1

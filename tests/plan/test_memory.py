@@ -188,8 +188,8 @@ def test_eager_attention_stores_its_scores():
 def test_the_first_stage_of_a_pipeline_holds_the_most_passes():
     memory = forecast_memory(make_run(mesh=Mesh(pp=4), grad_accum_steps=16, strategy="ddp", length=8192))
     kept = []
-    for place in memory.places:
-        found = place.moments[-4].tree.find("activations")
+    for pipeline_rank in memory.pipeline_ranks:
+        found = pipeline_rank.moments[-4].tree.find("activations")
         assert found is not None
         kept.append(found.amount)
     assert kept[0] > kept[1] > kept[2] > kept[3]

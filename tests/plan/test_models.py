@@ -57,19 +57,19 @@ def test_a_well_known_model_that_is_not_here_is_known_by_its_name(name, shape, m
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ([], "holds something else"),
-        ({"model_type": "llama"}, "says nothing of hidden_size"),
-        ({**LLAMA, "num_attention_heads": 7, "head_dim": None}, "does not divide into 7 heads"),
-        ({**LLAMA, "num_key_value_heads": 5}, "cannot share 5"),
+        ([], "must be a JSON object"),
+        ({"model_type": "llama"}, "has no hidden_size"),
+        ({**LLAMA, "num_attention_heads": 7, "head_dim": None}, "not divisible by 7 heads"),
+        ({**LLAMA, "num_key_value_heads": 5}, "not a multiple of 5"),
         ({**LLAMA, "num_local_experts": 8}, "mixture of experts"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_a_sentence(settings, says, tmp_path: Path):
+def test_an_invalid_config_is_one_sentence(settings, says, tmp_path: Path):
     with pytest.raises(UserMistake, match=says):
         read_shape(ModelConfig(from_=str(write(tmp_path / "model", settings))))
 
 
-def test_gpt2_names_its_sizes_otherwise():
+def test_gpt2_size_names_are_read():
     settings = {
         "model_type": "gpt2",
         "n_embd": 768,
@@ -91,7 +91,7 @@ def test_added_tokens_widen_the_vocabulary():
     assert read_shape(ModelConfig(shape="gpt2", add_tokens=("<a>", "<b>"))).vocab == 50259
 
 
-def test_the_driver_is_asked_what_is_here(tmp_path: Path):
+def test_local_gpus_are_read_from_the_driver(tmp_path: Path):
     for index in range(4):
         card = tmp_path / f"0000:0{index}:00.0"
         card.mkdir()
@@ -99,11 +99,11 @@ def test_the_driver_is_asked_what_is_here(tmp_path: Path):
     machine = read_machine(HardwareConfig(), driver=tmp_path)
     assert (machine.gpu.name, machine.devices, machine.link.name) == ("h200", 4, "nvlink4")
     assert not machine.notes
-    # Named hardware is not looked for here.
+    # Named hardware is not detected.
     assert read_machine(HardwareConfig(gpu="t4"), driver=tmp_path).devices == 1
 
 
-def test_an_unknown_device_is_said_to_be_unknown(tmp_path: Path):
+def test_an_unknown_device_is_noted(tmp_path: Path):
     (tmp_path / "card").mkdir()
     (tmp_path / "card" / "information").write_text("Model: NVIDIA GeForce GTX 970\n")
     machine = read_machine(HardwareConfig(), driver=tmp_path)

@@ -87,9 +87,9 @@ def test_changes_are_ordered_by_what_they_touch_and_then_by_time(monkeypatch, ca
         monkeypatch, capsys, "model.shape=llama3-8b", "hardware.gpu=a100-80gb", "data.max_length=2048",
         "train.micro_batch=8", "train.global_batch=8",
     )  # fmt: skip
-    order = ["how it runs", "its numbers", "what is trained", "the hardware"]
+    order = ["execution", "numerics", "what is trained", "hardware"]
     assert found["changes"]
-    ranks = [(order.index(change["touches"]), change["slower"]) for change in found["changes"] if change["fits"]]
+    ranks = [(order.index(change["affects"]), change["slower"]) for change in found["changes"] if change["fits"]]
     assert ranks == sorted(ranks)
 
 
@@ -100,15 +100,15 @@ def test_changes_are_ordered_by_what_they_touch_and_then_by_time(monkeypatch, ca
         (["model.shape=gpt2", "hardware.gpu=h100"], "or h100-80gb?"),
         (["model.shape=gpt2", "hardware.network=infiniband"], "Did you mean infiniband"),
         (["model.from=nobody/llama-2-8b"], "Did you mean"),
-        (["model.shape={hidden: 100, heads: 7}"], "does not divide into 7 heads"),
-        ([*EIGHT, "train.global_batch=60"], "nearest that do are 56 and 64"),
-        ([*EIGHT, "train.global_batch=64", "train.micro_batch=3"], "the nearest that are: 48 and 72"),
+        (["model.shape={hidden: 100, heads: 7}"], "is not divisible by 7 heads"),
+        ([*EIGHT, "train.global_batch=60"], "nearest values that are: 56 and 64"),
+        ([*EIGHT, "train.global_batch=64", "train.micro_batch=3"], "the nearest values that are: 48 and 72"),
         ([*EIGHT, "parallel.tp=3", "data.max_length=3072"], "groups of 3"),
         (["model.shape=smollm2-135m", "hardware.gpu=l4", "hardware.devices=2", "parallel.tp=2"], "9 attention heads"),
         ([*EIGHT[:2], "hardware.devices=8", "parallel.strategy=single"], "contradicts parallel.strategy single"),
         (["model.shape=gpt2", "hardware.gpu=v100-16gb"], "use 16-mixed"),
         (["model.shape=gpt2", "hardware.gpu=a100-40gb", "train.precision=fp8"], "use bf16-mixed"),
-        (["nowhere.yaml"], "is not there"),
+        (["nowhere.yaml"], "does not exist"),
         (["model.shape=gpt2", "--like", "nothing"], "the names are shoal, torchtitan"),
     ],
 )
@@ -123,8 +123,8 @@ def test_bad_input_is_one_sentence_and_status_2(monkeypatch, capsys, arguments, 
 
 def test_without_a_gpu_auto_means_the_cpu_and_says_so(monkeypatch, capsys):
     status, out, _ = typed(monkeypatch, capsys, "model.shape=gpt2", "data.max_length=256", "train.global_batch=8")
-    if "no GPU here" not in out:
-        pytest.skip("there is a GPU here")
+    if "no local GPU" not in out:
+        pytest.skip("there is a local GPU")
     assert status == 0
     assert "× cpu" in out
 

@@ -20,7 +20,7 @@ from shoal.plan.models import read_shape
 from shoal.train import build, setup
 from shoal.train.compare import Comparison
 from shoal.train.forecast import Forecast, machine_of_all, make_forecast
-from shoal.train.log import Pace
+from shoal.train.log import LogInterval
 from tests.harness import lines, run_ranks, settings, train_on
 from tests.launch.command import forked_shoal, write_config
 from tests.models.small import MIXTURES, mixture_config
@@ -35,7 +35,7 @@ def plan_of(run: Path) -> dict[str, Any]:
 
 
 def forecast_of(model_type: str, machine: Machine = H200, overrides: tuple[str, ...] = (), **sizes: Any) -> Any:
-    """(forecast, the model's true number of parameters) of a model that transformers builds from these sizes."""
+    """(forecast, parameter count) of a model that transformers builds from these sizes."""
     given = mixture_config(model_type, **sizes) if model_type in MIXTURES else CONFIG_MAPPING[model_type](**sizes)
     config = api.load_config(None, ["model.shape=gpt2", "data.max_length=64", *overrides], planned=True)
     model = build_on_meta(Blueprint(given, None), attention="auto", longest=64)
@@ -58,7 +58,7 @@ def test_training_carries_out_what_the_plan_says_and_the_config_stays_the_users(
 
 
 def test_what_is_chosen_is_what_the_model_is_built_with(instructions, tmp_path, monkeypatch):
-    """As on a device that is so small that only recomputation fits into it; the losses are the same all the same."""
+    """On a device so small that only full activation checkpointing fits; the losses are the same."""
     reference = train_on(1, settings(instructions, name="reference", train__steps=3), tmp_path)
     config = settings(instructions, **{**AUTO, "train__micro_batch": 4}, train__steps=3)
     tight = machine_at_hand("NVIDIA H200", 0.0, devices=1)
@@ -100,21 +100,21 @@ ODD = {
 
 
 @pytest.mark.parametrize("model_type", ODD)
-def test_any_model_has_a_forecast_with_its_true_number_of_parameters(model_type):
+def test_any_model_has_a_forecast_with_its_exact_parameter_count(model_type):
     forecast, true = forecast_of(model_type, **ODD[model_type])
     shape = forecast.choice.run.shape
     assert parameters(shape) == pytest.approx(true, rel=0.01)
     assert forecast.as_dict()["memory"]["allocated_gib"] >= round(true * 12 / 2**30, 3)
-    assert forecast.exact == (model_type in ("gpt2", "gpt_neox")), "a likeness is no promise"
+    assert forecast.exact == (model_type in ("gpt2", "gpt_neox")), "an approximated model is not exact"
 
 
-def test_experts_that_a_token_does_not_go_to_take_memory_and_no_time():
+def test_inactive_experts_take_memory_and_no_time():
     few, _ = forecast_of("mixtral", num_local_experts=4)
     many, _ = forecast_of("mixtral", num_local_experts=64)
     few, many = few.choice, many.choice
     assert few.memory.worst.peak.tree.find("activations") == many.memory.worst.peak.tree.find("activations")
     assert many.memory.allocated > few.memory.allocated
-    assert many.speed.step.find("matrix products") == few.speed.step.find("matrix products")
+    assert many.speed.step.find("matmuls") == few.speed.step.find("matmuls")
 
 
 def test_recompute_auto_leaves_a_model_without_blocks_alone():
@@ -123,7 +123,7 @@ def test_recompute_auto_leaves_a_model_without_blocks_alone():
     assert forecast.config.train.recompute == "none"
 
 
-def test_unlike_ranks_choose_alike(instructions):
+def test_ranks_with_different_devices_choose_the_same(instructions):
     config = api.config_from_mapping(settings(instructions))
     devices = [Device(None, 79.1, None, "NVIDIA H100 80GB HBM3"), Device(None, 39.5, None, "NVIDIA A100-SXM4-40GB")]
 
@@ -145,7 +145,7 @@ def test_a_network_that_the_config_names_counts_as_it_does_in_the_plan(instructi
 # What was measured.
 
 
-def test_the_steps_after_the_first_are_measured_and_a_cpu_is_held_to_nothing(instructions, tmp_path, capfd):
+def test_the_steps_after_warm_up_are_measured_and_not_compared_on_a_cpu(instructions, tmp_path, capfd):
     config = settings(instructions, train__steps=18, data__max_length=64, data__train_on="all")
     run = train_on(2, config, tmp_path)
     found = plan_of(run)
@@ -166,8 +166,8 @@ def test_a_short_run_measures_what_it_has(steps, every, measured, instructions, 
     assert (found and found["steps"]) == measured
 
 
-def compared(tmp_path: Path, *, speed: float, memory: float, rows: float = 1.0) -> tuple[dict[str, Any], list[str]]:
-    """plan.json and the warnings of a run on an H200 that came to these shares of its forecast."""
+def compared(tmp_path: Path, *, speed: float, memory: float, full: float = 1.0) -> tuple[dict[str, Any], list[str]]:
+    """plan.json and the warnings of a run on an H200 with these fractions of its forecast."""
     config = api.load_config(
         None, ["model.shape=llama3.2-1b", "train.global_batch=8", "train.micro_batch=4"], planned=True
     )
@@ -182,31 +182,31 @@ def compared(tmp_path: Path, *, speed: float, memory: float, rows: float = 1.0) 
         reporter=SimpleNamespace(warn=said.append),
     )
     seen = Comparison(job)
-    positions = round(8 * config.data.max_length * rows)
+    positions = round(8 * config.data.max_length * full)
     for step in range(1, 16):
         seconds = choice.speed.step_seconds / speed * (100.0 if step == 1 else 1.0)
-        seen.look(Pace(step, 1, seconds, positions, 0.4, choice.memory.allocated / 2**30 * memory, 100.0))
+        seen.update(LogInterval(step, 1, seconds, positions, 0.4, choice.memory.allocated / 2**30 * memory, 100.0))
     return json.loads((tmp_path / "plan.json").read_text()), said
 
 
-def test_a_run_that_keeps_to_its_forecast_is_not_spoken_of(tmp_path):
+def test_a_run_close_to_its_forecast_has_no_warning(tmp_path):
     found, said = compared(tmp_path, speed=0.95, memory=1.05)
     assert found["off"] == {"memory": 0.05, "speed": -0.05}
     assert found["measured"]["speed"]["mfu"] == 0.4
     assert said == []
 
 
-def test_memory_or_speed_far_from_the_forecast_is_a_sentence_with_both_numbers(tmp_path):
+def test_memory_or_speed_far_from_the_forecast_is_a_warning_with_both_figures(tmp_path):
     found, said = compared(tmp_path, speed=0.8, memory=1.25)
     memory, speed = said
     assert memory.startswith("memory is 25% above its forecast: ")
     assert f"{found['measured']['memory']['allocated_gib']:.1f} GiB allocated" in memory
-    assert "the largest part is " in memory
+    assert "the largest term is " in memory
     assert speed.startswith("the run is 20% slower than its forecast: ")
-    assert f"{found['measured']['speed']['tokens_per_second_per_gpu']:,.0f} tokens/s a device" in speed
+    assert f"{found['measured']['speed']['tokens_per_second_per_gpu']:,.0f} tokens/s per device" in speed
     assert len(compared(tmp_path, speed=1.2, memory=1.0)[1]) == 1
 
 
-def test_rows_shorter_than_the_forecast_takes_them_are_not_held_against_it(tmp_path):
-    found, said = compared(tmp_path, speed=0.5, memory=0.5, rows=0.5)
+def test_sequences_shorter_than_the_forecast_assumes_are_not_compared(tmp_path):
+    found, said = compared(tmp_path, speed=0.5, memory=0.5, full=0.5)
     assert (found["off"], found["measured"]["full_rows"], said) == (None, False, [])

@@ -1,4 +1,4 @@
-"""bf16-mixed trains what fp32 trains, as nearly as autocast over fp32 weights does, which is what Hugging Face does.
+"""bf16-mixed is as close to fp32 as autocast over fp32 weights is, which is what transformers' Trainer does.
 
 Every test runs with emulated matmuls, and with the CPU's own where it has fast ones.
 """
@@ -21,13 +21,13 @@ from shoal.models.emulate import VARIABLE, emulated_dtypes, emulated_matmuls, sl
 from shoal.models.families import transformers_config
 from tests.harness import lines, settings, train_on
 
-LENGTH, ROWS, STEPS, RATE = 128, 4, 25, 3e-4
+LENGTH, SEQUENCES, STEPS, LR = 128, 4, 25, 3e-4
 
 
 @pytest.fixture(params=["emulated", "native"], autouse=True)
 def _matmuls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if request.param == "native" and slow_dtypes():
-        pytest.skip("this CPU multiplies bf16 or fp16 slowly")
+        pytest.skip("this CPU has no fast bf16 or fp16 matmuls")
     monkeypatch.setenv(VARIABLE, request.param)
     slow_dtypes.cache_clear()
     yield
@@ -52,9 +52,9 @@ def job(text: Path, weights: Path, precision: str) -> dict[str, Any]:
         data__pack=True,
         train__precision=precision,
         train__steps=STEPS,
-        train__global_batch=ROWS,
-        train__micro_batch=ROWS,
-        train__lr=RATE,
+        train__global_batch=SEQUENCES,
+        train__micro_batch=SEQUENCES,
+        train__lr=LR,
         train__schedule={"name": "constant", "warmup": 0},
         train__clip=None,
     )
@@ -69,8 +69,8 @@ def under_autocast(text: Path, weights: Path) -> Iterator[float]:
     others = [one for one in model.parameters() if one.dim() <= 1]
     chosen = config.train.optimizer
     groups = [{"params": decayed, "weight_decay": chosen.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=chosen.betas, eps=chosen.eps)
-    sizes = {"first_step": 0, "global_batch": ROWS, "micro_batch": ROWS, "rank": 0, "ranks": 1, "pad": 0}
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=chosen.betas, eps=chosen.eps)
+    sizes = {"first_step": 0, "global_batch": SEQUENCES, "micro_batch": SEQUENCES, "rank": 0, "ranks": 1, "pad": 0}
     for step in islice(batches(sets.training, sets.order, **sizes), STEPS):
         (batch,) = step.micro_batches
         emulated = emulated_matmuls(emulated_dtypes(torch.device("cpu"), torch.bfloat16))
@@ -87,20 +87,20 @@ def distance(found: list[float], exact: list[float]) -> float:
     return sum(abs(one - other) for one, other in zip(found, exact, strict=True)) / len(exact)
 
 
-def test_losses_stay_as_near_to_those_in_fp32_as_autocasts_do(text, weights, tmp_path):
+def test_losses_are_as_close_to_fp32_as_with_autocast(text, weights, tmp_path):
     exact, mixed = (
         [line["loss"] for line in lines(train_on(1, job(text, weights, precision), tmp_path))]
         for precision in ("32-true", "bf16-mixed")
     )
     autocast = list(under_autocast(text, weights))
-    assert 0 < distance(autocast, exact) < 2e-3  # the same job
+    assert 0 < distance(autocast, exact) < 2e-3  # the same training
     assert distance(mixed, exact) < 2 * distance(autocast, exact)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize(("ranks", "parallel"), [(1, {}), (2, {"strategy": "fsdp"}), (2, {"tp": 2})], ids=str)
-def test_a_step_of_a_norm_that_is_too_small_for_bf16_is_not_lost(ranks, parallel, precision, text, weights, tmp_path):
-    """Norms alone learn, by 1e-4 from one: the next number of bf16 is 1.0078, and of fp16 1.001."""
+def test_an_update_of_a_norm_too_small_for_bf16_is_not_lost(ranks, parallel, precision, text, weights, tmp_path):
+    """Only norms are trained, in steps of 1e-4 from one: the next bf16 value is 1.0078, the next fp16 value 1.001."""
     config = job(text, weights, precision) | {"parallel": parallel}
     config["model"]["freeze"] = ["*proj*", "*embed*"]
     found = {}
@@ -115,7 +115,7 @@ def test_a_step_of_a_norm_that_is_too_small_for_bf16_is_not_lost(ranks, parallel
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "recompute"), [({"strategy": "fsdp"}, "selective"), ({"tp": 2}, "full")], ids=str)
-def test_compiled_blocks_round_where_others_do(parallel, recompute, text, weights, tmp_path):
+def test_compiled_blocks_round_like_eager_ones(parallel, recompute, text, weights, tmp_path):
     found = []
     for ranks, more in ((1, {}), (2, {"compile": True, "recompute": recompute})):
         config = job(text, weights, "bf16-mixed") | {"name": str(ranks), "parallel": parallel if ranks > 1 else {}}
@@ -124,8 +124,8 @@ def test_compiled_blocks_round_where_others_do(parallel, recompute, text, weight
     assert found[1] == pytest.approx(found[0], rel=2e-3)
 
 
-def test_a_family_whose_code_does_not_bear_with_two_types_trains_too(text, tmp_path):
-    """DBRX adds what its experts give, in the type of matrices, to a tensor like what it was given."""
+def test_a_family_whose_code_does_not_support_two_dtypes_trains_too(text, tmp_path):
+    """DBRX adds the output of its experts, in the dtype of matrices, to a tensor like their input."""
     shape = DbrxConfig(
         d_model=32,
         n_heads=4,

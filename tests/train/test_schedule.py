@@ -1,4 +1,4 @@
-"""The learning rate over a run."""
+"""Learning rate schedules."""
 
 import pytest
 
@@ -12,14 +12,14 @@ def curve(total: int = 100, **settings: object) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
-def test_the_rate_rises_evenly_over_the_warmup_and_reaches_its_peak(name):
+def test_the_learning_rate_rises_linearly_over_the_warmup_to_its_peak(name):
     lrs = curve(name=name, warmup=10)
     assert lrs[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
     assert max(lrs) == 1.0
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
-def test_the_last_step_has_the_lowest_rate(name):
+def test_the_last_step_has_the_lowest_learning_rate(name):
     lrs = curve(name=name, warmup=10, min_ratio=0.1)
     assert lrs[-1] == pytest.approx(0.1)
     assert lrs[10:] == sorted(lrs[10:], reverse=True)
@@ -29,7 +29,7 @@ def test_cosine_is_half_way_down_in_the_middle():
     assert curve(101, name="cosine", warmup=0, min_ratio=0.0)[50] == pytest.approx(0.5, abs=0.02)
 
 
-def test_wsd_stays_level_and_falls_in_its_last_share():
+def test_wsd_is_constant_and_decays_at_the_end():
     lrs = curve(name="wsd", warmup=10, min_ratio=0.0, decay=0.2)
     assert lrs[10:80] == [1.0] * 70
     assert lrs[80] < 1.0
@@ -40,7 +40,7 @@ def test_constant_stays_where_the_warmup_ends():
     assert curve(name="constant", warmup=10)[10:] == [1.0] * 90
 
 
-def test_a_warmup_below_one_is_a_share_of_the_steps():
+def test_a_warmup_below_one_is_a_fraction_of_the_steps():
     assert curve(name="constant", warmup=0.2) == curve(name="constant", warmup=20)
 
 
@@ -48,6 +48,6 @@ def test_a_warmup_longer_than_the_run_ends_with_it():
     assert curve(10, name="cosine", warmup=100)[-1] == 1.0
 
 
-def test_linear_scaling_multiplies_the_rate_by_the_growth_of_the_batch():
+def test_linear_scaling_multiplies_the_learning_rate_by_the_growth_of_the_batch():
     assert peak_lr(TrainConfig(lr=1e-4, global_batch=512, lr_scaling="linear", base_batch=128)) == pytest.approx(4e-4)
     assert peak_lr(TrainConfig(lr=1e-4, global_batch=512)) == 1e-4

@@ -27,7 +27,7 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
 
 
 def test_the_loss_on_pythons_standard_library_falls_to_a_known_value(tmp_path):
-    """Bytes of real source text: a byte costs 5.56 nats by chance; the run recorded here came to 2.40."""
+    """Bytes of real source text: the loss of a uniform guess is 5.56; the recorded run reached 2.40."""
     library = sysconfig.get_paths()["stdlib"]
     config = settings(
         Path(f"{library}/[a-d]*.py"),
@@ -45,7 +45,7 @@ def test_the_loss_on_pythons_standard_library_falls_to_a_known_value(tmp_path):
     )
     run = train_on(1, config, tmp_path)
     assert losses(run)[0] > 3.0
-    # Other Pythons have other libraries, which come to about the same.
+    # Other Python versions have other libraries, with about the same result.
     assert losses(run)[-1] == pytest.approx(2.40, abs=0.3)
     first, last = evaluations(run)
     assert last["eval_loss"] < first["eval_loss"] < 3.0
@@ -78,7 +78,7 @@ def test_the_micro_batch_does_not_change_what_is_trained(instructions, tmp_path)
     assert losses(runs[1]) == pytest.approx(losses(runs[2]), rel=2e-6)
 
 
-def test_the_precision_is_what_suits_the_device_and_a_run_goes_on_in_the_one_it_began_in(instructions, tmp_path):
+def test_auto_precision_suits_the_device_and_a_resumed_run_keeps_its_precision(instructions, tmp_path):
     short = {"train__precision": "auto", "train__steps": 2}
     begun = train_on(1, settings(instructions, **short), tmp_path)
     assert load_config(begun / "config.yaml").train.precision == "32-true"
@@ -97,7 +97,7 @@ def test_a_precision_that_has_to_be_emulated_says_so_once(
     train_on(2, settings(instructions, train__steps=1, train__precision=precision), tmp_path)
     slow_dtypes.cache_clear()
     said = " ".join(capfd.readouterr().err.split())
-    assert said.count(f"train.precision {precision} is emulated: this CPU multiplies it slowly") == times
+    assert said.count(f"train.precision {precision} is emulated: this CPU has no fast matmuls for it") == times
 
 
 @pytest.mark.parametrize(("precision", "stored"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
@@ -129,12 +129,12 @@ def test_fp8_trains_nearly_what_bf16_trains_however_it_is_split(world_size, chan
     assert losses(split) == pytest.approx(losses(one), rel=5e-3)
 
 
-@pytest.mark.parametrize(("inner", "says"), [(96, None), (100, "fp8 concerns 24% of the matrices")])
-def test_fp8_says_so_where_it_concerns_a_part_of_the_model_only(inner, says, instructions, tmp_path, capfd):
+@pytest.mark.parametrize(("inner", "says"), [(96, None), (100, "fp8 applies to 24% of the weights")])
+def test_fp8_says_so_where_it_applies_to_a_part_of_the_model_only(inner, says, instructions, tmp_path, capfd):
     sized = {"model__shape": {**LLAMA, "ffn": inner, "positions": 512, "tied": True}, "train__steps": 1}
     train_on(1, settings(instructions, train__precision="fp8", **sized), tmp_path)
     found = " ".join(capfd.readouterr().err.split())
-    assert "concerns" not in found if says is None else says in found
+    assert "fp8 applies to" not in found if says is None else says in found
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -148,8 +148,8 @@ def test_16_mixed_scales_the_loss_and_trains_what_fp32_trains(strategy, instruct
 
 
 @pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 2e-6), ("lion", 2e-6), ("muon", 2e-3)])
-def test_every_optimizer_learns_and_does_so_alike_on_two_sharded_ranks(optimizer, bound, instructions, tmp_path):
-    """Muon orthogonalises in bf16, where another order of sums shows more."""
+def test_every_optimizer_learns_with_the_same_losses_on_two_sharded_ranks(optimizer, bound, instructions, tmp_path):
+    """Muon orthogonalises in bf16, where the order of summation matters more."""
     lr = {"sgd": 0.3, "lion": 1e-3, "muon": 1e-2}[optimizer]
     changes = {"train__optimizer": {"name": optimizer}, "train__lr": lr}
     one = train_on(1, settings(instructions, name="one", **changes), tmp_path)
@@ -207,7 +207,7 @@ def test_clipping_bounds_the_step_by_the_norm_of_all_gradients_together(instruct
         assert length == pytest.approx(0.5 * 0.01, rel=1e-4)
 
 
-def test_frozen_parameters_and_those_with_a_rate_of_zero_stay_as_they_were(instructions, untrained, tmp_path):
+def test_frozen_parameters_and_those_with_a_learning_rate_of_zero_do_not_change(instructions, untrained, tmp_path):
     config = settings(
         instructions, model__freeze=["model.layers.0.*"], train__lr_groups={"*.1.mlp.*": 0.0}, train__steps=3
     )
@@ -219,15 +219,15 @@ def test_frozen_parameters_and_those_with_a_rate_of_zero_stay_as_they_were(instr
         assert still == expected
 
 
-def test_patterns_that_fit_no_parameter_are_mistakes(instructions, tmp_path):
-    with pytest.raises(UserMistake, match=r"model.freeze: 'layer.\*' fits no parameter"):
+def test_patterns_that_match_no_parameter_are_mistakes(instructions, tmp_path):
+    with pytest.raises(UserMistake, match=r"model.freeze: 'layer.\*' matches no parameter"):
         train_on(1, settings(instructions, model__freeze=["layer.*"]), tmp_path)
-    with pytest.raises(UserMistake, match=r"train.lr_groups: 'layer.\*' fits no trained parameter"):
+    with pytest.raises(UserMistake, match=r"train.lr_groups: 'layer.\*' matches no trained parameter"):
         train_on(1, settings(instructions, train__lr_groups={"layer.*": 2.0}), tmp_path)
 
 
 def test_weight_decay_leaves_norms_alone(instructions, untrained, tmp_path):
-    """A rate that is large only for decay: AdamW's decay is rate × decay, its step at most the rate."""
+    """AdamW decays by lr × weight_decay and updates by at most lr: here only the decay is large."""
     optimizer = {"name": "adamw", "weight_decay": 1e4}
     config = settings(instructions, train__optimizer=optimizer, train__lr=5e-5, train__steps=1)
     config["train"]["schedule"] = {"name": "constant", "warmup": 0}
@@ -241,7 +241,7 @@ def test_weight_decay_leaves_norms_alone(instructions, untrained, tmp_path):
             assert share == pytest.approx(0.5, abs=0.05), name
 
 
-def test_the_schedule_is_stepped_once_a_step_whatever_the_number_of_ranks_and_passes(instructions, tmp_path):
+def test_the_schedule_advances_once_per_step_whatever_the_number_of_ranks_and_micro_batches(instructions, tmp_path):
     one = train_on(1, settings(instructions, name="one"), tmp_path)
     two = train_on(2, settings(instructions, name="two", train__micro_batch=1), tmp_path)
     assert [line["lr"] for line in lines(one)] == [line["lr"] for line in lines(two)]
@@ -276,14 +276,14 @@ def test_training_stops_early_when_evaluation_no_longer_improves(instructions, t
     assert (run / "checkpoints" / "latest").read_text().strip() == "step-00000004"
 
 
-def test_a_loss_that_is_no_number_stops_the_run_or_is_skipped_and_counted(instructions, tmp_path):
+def test_a_non_finite_loss_stops_the_run_or_is_skipped_and_counted(instructions, tmp_path):
     broken = settings(instructions, train__lr=1e38, train__steps=5, train__clip=None)
     broken["train"]["optimizer"] = {"name": "sgd", "momentum": 0.0}
-    with pytest.raises(Diverged, match="that is not a number; they changed no weight"):
+    with pytest.raises(Diverged, match="non-finite loss or gradient; no weights were updated"):
         train_on(2, broken | {"name": "stop", "train": {**broken["train"], "on_nan": "stop"}}, tmp_path)
     run = train_on(2, broken | {"name": "skip"}, tmp_path)
     last = lines(run)[-1]
-    # The first step ruins the weights; after it no gradient is a number, and nothing changes any more.
+    # After the first step all gradients are non-finite, and no weights are updated any more.
     assert last["grad_norm"] is None
     assert [line["skipped"] for line in lines(run)] == [0, 1, 2, 3, 4]
 

@@ -1,4 +1,4 @@
-"""Runs to use: the same small one under three strategies, one trained on instructions, one that can chat."""
+"""Runs for inference: a small one under three strategies, one trained on instructions, one with a chat template."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def lively(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with large random weights: a small one that has learnt little writes one letter over and over."""
+    """A model with large random weights: a small, barely trained one would repeat a single letter."""
     torch.manual_seed(0)
     sizes = LlamaConfig(
         vocab_size=260,
@@ -45,7 +45,7 @@ def lively(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lively")
     model = LlamaForCausalLM(sizes)
     with torch.no_grad():
-        model.lm_head.weight[:32], model.lm_head.weight[127:] = 0, 0  # what is never likely: no letter, or the end
+        model.lm_head.weight[:32], model.lm_head.weight[127:] = 0, 0  # non-printable and special tokens
     model.save_pretrained(folder)
     return folder
 
@@ -72,7 +72,7 @@ def text_run(text_runs: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def instruction_run(runs: Path, instructions: Path, lively: Path) -> Path:
-    """Packed, in bf16-mixed, on two ranks: what most fine-tuning is."""
+    """Packed, in bf16-mixed, on two ranks: typical fine-tuning."""
     return train(
         2,
         instructions,
@@ -121,7 +121,7 @@ class Ended:
 
 @pytest.fixture(scope="session", autouse=True)
 def _train_before_anything_is_generated(text_runs: object, instruction_run: Path, chat_run: Path) -> None:
-    """Ranks are forked, and generating starts threads in this process, which a fork would lose."""
+    """Ranks are forked, and generation starts threads in this process, which a fork would lose."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A conversation keeps what was said, through a pipe as at a terminal."""
+"""A conversation keeps its history, through a pipe as in a terminal."""
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,7 +34,7 @@ def test_each_answer_is_to_the_whole_conversation_so_far(chat_run, tmp_path, sho
         assert "/reset" in ended.err
 
 
-def test_the_oldest_turns_go_when_positions_run_out(chat_run):
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(chat_run):
     said: list[str] = []
     chat = Chat(load_run(chat_run, device="cpu"), GREEDY, said.append)
     for letter in "abcdef":
@@ -42,10 +42,10 @@ def test_the_oldest_turns_go_when_positions_run_out(chat_run):
     users = [message["content"][0] for message in chat.history if message["role"] == "user"]
     assert users == ["d", "e", "f"]
     assert [message["role"] for message in chat.history] == ["user", "assistant"] * 3
-    assert any("forgotten" in sentence for sentence in said)
+    assert any("were dropped" in sentence for sentence in said)
 
 
-def test_a_line_too_long_is_refused_and_nothing_is_forgotten(chat_run, shoal):
+def test_a_line_too_long_is_refused_and_the_history_is_kept(chat_run, shoal):
     asked = ("chat", chat_run, "--tokens", 12, "--temperature", 0)
     without = shoal(*asked, typed="hello\nimport this\n")
     ended = shoal(*asked, typed=f"hello\n{'x' * 600}\nimport this\n")
@@ -56,8 +56,8 @@ def test_a_line_too_long_is_refused_and_nothing_is_forgotten(chat_run, shoal):
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(chat_run):
     chat, heard = Chat(load_run(chat_run, device="cpu"), GREEDY), []
 
-    def write(piece: str) -> None:
-        heard.append(piece)
+    def write(chunk: str) -> None:
+        heard.append(chunk)
         if len(heard) == 2:
             raise KeyboardInterrupt
 
@@ -67,11 +67,11 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(chat_run):
     assert heard.count("\n") == 2
 
 
-def test_an_answer_that_was_broken_off_is_remembered_as_far_as_it_was_heard(chat_run):
+def test_an_interrupted_answer_is_in_the_history_as_far_as_it_was_streamed(chat_run):
     chat = Chat(load_run(chat_run, device="cpu"), Sampling(tokens=300, temperature=0))
-    pieces = chat.ask("hello")
-    heard = next(pieces)
-    pieces.close()
+    chunks = chat.ask("hello")
+    heard = next(chunks)
+    chunks.close()
     assert chat.history == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": heard}]
 
 
@@ -80,17 +80,17 @@ def test_without_a_template_a_run_trained_on_instructions_takes_each_line_as_one
     expected = [generate(loaded, text, tokens=12, temperature=0) for text in ("turn as one", "follow")]
     ended = shoal("chat", instruction_run, "--tokens", 12, "--temperature", 0, typed="turn as one\nfollow\n")
     assert ended.out == "".join(text + "\n" for text in expected)
-    assert "nothing is remembered" in ended.err
+    assert "without history" in ended.err
 
 
-def test_a_run_that_knows_no_questions_is_refused(text_run, tmp_path, shoal):
+def test_a_run_without_chat_template_or_instructions_is_refused(text_run, tmp_path, shoal):
     refused = shoal("chat", text_run, typed="hello\n")
     refused.hold_mistake("has no chat template", "not trained on instructions", f"shoal generate {text_run} TEXT")
     folder = api.export(text_run, tmp_path / "hf")
-    shoal("chat", folder).hold_mistake("has no chat template", "names no run's data")
+    shoal("chat", folder).hold_mistake("has no chat template", "does not record how it was trained")
 
 
-def test_a_template_that_fails_is_a_sentence(chat_run):
+def test_a_failing_template_is_a_user_mistake(chat_run):
     chat = Chat(load_run(chat_run, device="cpu"), GREEDY)
     chat._loaded.tokenizer.hugging_face.chat_template = "{{ raise_exception('no system message') }}"
     with pytest.raises(UserMistake, match="no system message"):

@@ -1,4 +1,4 @@
-"""What `shoal eval` measures is what training measured, and it can measure more."""
+"""`shoal eval` computes the loss that training logged, and can evaluate other data."""
 
 import json
 import math
@@ -24,10 +24,10 @@ def test_the_loss_is_the_one_training_wrote_for_that_step(strategy, step, text_r
     line = trained_lines(text_runs[strategy])[step]
     assert found["eval_loss"] == pytest.approx(line["eval_loss"], rel=1e-6)
     assert found["eval_perplexity"] == pytest.approx(line["eval_perplexity"], rel=1e-5)
-    assert {key: found[key] for key in ("run", "step", "rows")} == {
+    assert {key: found[key] for key in ("run", "step", "sequences")} == {
         "run": str(text_runs[strategy]),
         "step": step,
-        "rows": 16,
+        "sequences": 16,
     }
 
 
@@ -39,7 +39,7 @@ def test_packed_instructions_in_bf16_too(instruction_run, shoal):
     assert exact["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-2)
 
 
-def test_an_fp8_run_is_measured_with_the_products_it_was_trained_with(text, tmp_path, shoal):
+def test_an_fp8_run_is_evaluated_with_the_matmuls_it_was_trained_with(text, tmp_path, shoal):
     config = settings(text, train__steps=2, train__precision="fp8", data__validation=0.05)
     run = train_on(1, config, tmp_path)
     found = shoal("eval", run, "--batches", 50, "--json").json
@@ -60,44 +60,44 @@ def test_another_family_is_loaded_and_measured_alike(text, tmp_path, shoal):
     assert shoal("generate", run, *asked).json["text"] == shoal("generate", exported, *asked).json["text"]
 
 
-def test_all_rows_that_were_held_out_unless_fewer_are_asked_for(text_run, shoal):
+def test_all_held_out_sequences_are_evaluated_unless_batches_is_given(text_run, shoal):
     every = shoal("eval", text_run, "--json").json
-    assert every["rows"] > 16
+    assert every["sequences"] > 16
     assert every["tokens"] > shoal("eval", text_run, "--batches", 1, "--json").json["tokens"]
     smaller = shoal("eval", text_run, "train.micro_batch=1", "--json").json
     assert smaller["eval_loss"] == pytest.approx(every["eval_loss"], rel=1e-6)
     said = shoal("eval", text_run).out
     assert said == (
         f"{text_run}, step 4: loss {every['eval_loss']:.4f}, perplexity {every['eval_perplexity']:.2f} "
-        f"({every['tokens']:,} tokens in {every['rows']:,} rows)\n"
+        f"({every['tokens']:,} loss tokens in {every['sequences']:,} sequences)\n"
     )
 
 
-def test_other_data_is_evaluated_whole(text_run, tmp_path, shoal):
+def test_other_data_is_evaluated_completely(text_run, tmp_path, shoal):
     source = random.Random(0)
     other = tmp_path / "noise.txt"
     other.write_text("".join(chr(source.randrange(33, 127)) for _ in range(1919)))
     found = shoal("eval", text_run, f"data.path={other}", "--json").json
-    assert found["rows"] == math.ceil(1919 / 192)
+    assert found["sequences"] == math.ceil(1919 / 192)
     assert found["eval_loss"] > shoal("eval", text_run, "--json").json["eval_loss"]
     half = shoal("eval", text_run, f"data.path={other}", "data.validation=0.5", "--json").json
-    assert half["rows"] == math.ceil(found["rows"] / 2)
+    assert half["sequences"] == math.ceil(found["sequences"] / 2)
 
 
-def test_a_loss_that_is_not_a_number_is_null():
+def test_a_nan_loss_is_null():
     found = Evaluation("runs/x", 1, math.nan, math.nan, 5, 1)
     assert json.dumps(found.as_dict(), allow_nan=False)
     assert found.as_dict()["eval_loss"] is None
 
 
 def test_mistakes_are_sentences(text_run, tmp_path, shoal):
-    shoal("eval", text_run, "train.lr=1").hold_mistake("train.lr changes nothing in an evaluation")
+    shoal("eval", text_run, "train.lr=1").hold_mistake("train.lr has no effect on an evaluation")
     shoal("eval", text_run, "eval.batches=3").hold_mistake("use --batches")
     shoal("eval", text_run, "train.lrr=1").hold_mistake("train.lrr")
     shoal("eval", text_run, "data.max_length=600").hold_mistake("512 positions")
-    shoal("eval", text_run, "data.validation=0").hold_mistake("held nothing out", "data.path=FILE")
+    shoal("eval", text_run, "data.validation=0").hold_mistake("has no held-out data", "data.path=FILE")
     shoal("eval", text_run, "data.path=nowhere.txt").hold_mistake("nowhere.txt does not exist")
-    shoal("eval", text_run, "--step", 7).hold_mistake("no whole checkpoint of step 7")
+    shoal("eval", text_run, "--step", 7).hold_mistake("no complete checkpoint of step 7")
     shoal("eval", tmp_path / "nothing").hold_mistake("There is no run")
     exported = api.export(text_run, tmp_path / "hf")
-    shoal("eval", exported).hold_mistake("does not say what was held out")
+    shoal("eval", exported).hold_mistake("has no held-out data; give the run it was exported from")

@@ -1,4 +1,4 @@
-"""A run writes what plain transformers writes with its export, from any checkpoint of any strategy."""
+"""Generation from a run equals that of plain transformers on its export, for any checkpoint of any strategy."""
 
 import json
 import shutil
@@ -12,14 +12,14 @@ from shoal import api
 from shoal.data.formats import alpaca_prompt
 from shoal.data.tokenizer import ByteTokenizer, load_tokenizer
 from shoal.mistakes import UserMistake
-from shoal.use.generate import PieceDecoder, Sampling, generate, stream
+from shoal.use.generate import Sampling, StreamDecoder, generate, stream
 from shoal.use.load import load_run
 from shoal.use.prompt import make_prompt, trained_on_instructions
 from tests.harness import weights
 
 
 def plainly(folder: Path, prompt: str, tokens: int) -> str:
-    """The greedy text of plain transformers, of which nothing here is ours."""
+    """Greedy decoding in plain transformers, without shoal."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt")
@@ -53,7 +53,7 @@ def test_the_loaded_weights_are_the_checkpoints_bit_for_bit(text_runs):
 def test_any_step_can_be_asked_for(text_run, tmp_path, shoal):
     older = plainly(api.export(text_run, tmp_path / "older", step=2), "import ", 40)
     newest = plainly(api.export(text_run, tmp_path / "newest"), "import ", 40)
-    assert older != newest, "two steps at this rate write different texts"
+    assert older != newest, "two steps at this learning rate generate different texts"
     asked = ("generate", text_run, "import ", "--tokens", 40, "--temperature", 0, "--json")
     assert [shoal(*asked, "--step", 2).json[key] for key in ("step", "text")] == [2, older]
     assert [shoal(*asked).json[key] for key in ("step", "text")] == [4, newest]
@@ -69,7 +69,7 @@ def test_a_seed_gives_the_same_text_again_and_no_seed_another(text_run, shoal):
     assert shoal(*asked, "--seed", fresh["seed"]).json == fresh
 
 
-def test_sampling_leaves_the_callers_random_numbers_alone(text_run):
+def test_sampling_does_not_change_the_callers_rng_state(text_run):
     loaded = load_run(text_run, device="cpu")
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -101,7 +101,7 @@ def test_the_answer_ends_at_an_end_token_which_is_no_part_of_the_text(text_run):
     assert generate(loaded, "def main(", tokens=40, temperature=0) == greedy[: min(map(greedy.index, (first, second)))]
 
 
-def test_an_answer_ends_with_the_models_positions_and_says_so(text_run, shoal):
+def test_an_answer_ends_at_the_context_length_and_says_so(text_run, shoal):
     ended = shoal("generate", text_run, "x" * 500, "--tokens", 50, "--seed", 2, "--json")
     assert ended.json["tokens"] <= 12
     assert ended.json["cut_off"] == (ended.json["tokens"] == 12)
@@ -159,28 +159,28 @@ def test_weights_can_be_loaded_in_another_dtype(text_run, tmp_path, shoal):
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_pieces_joined_are_the_text_of_all_tokens(saved, tmp_path):
+def test_the_concatenated_chunks_are_the_text_of_all_tokens(saved, tmp_path):
     tokenizer = ByteTokenizer()
     if saved:
         tokenizer.save(tmp_path)
     used = load_tokenizer(str(tmp_path)) if saved else tokenizer
-    ids = [*tokenizer.encode("Fische: 鱼 🐟 und\n\n ein Zeichen"), 0xE9, 0xB1]  # and one that is cut in two
-    decoder = PieceDecoder(used)
-    pieces = [decoder.add(int(token)) for token in ids]
-    assert "".join(pieces) == "Fische: 鱼 🐟 und\n\n ein Zeichen"
-    assert "🐟" in pieces, "a character of four tokens comes out as one piece"
-    assert "".join(pieces) + decoder.rest() == used.decode(ids)
+    ids = [*tokenizer.encode("Fische: 鱼 🐟 und\n\n ein Zeichen"), 0xE9, 0xB1]  # and an incomplete character
+    decoder = StreamDecoder(used)
+    chunks = [decoder.add(int(token)) for token in ids]
+    assert "".join(chunks) == "Fische: 鱼 🐟 und\n\n ein Zeichen"
+    assert "🐟" in chunks, "a character of four tokens is one chunk"
+    assert "".join(chunks) + decoder.rest() == used.decode(ids)
 
 
 def test_mistakes_in_the_options_are_sentences(text_run, shoal):
     for option, value, part in (
-        ("--tokens", 0, "at least 1 token"),
-        ("--temperature", -1, "must be 0 (the likeliest token) or more"),
+        ("--tokens", 0, "must be at least 1"),
+        ("--temperature", -1, "must be 0 (greedy decoding) or more"),
         ("--top-p", 0, "above 0 and at most 1"),
         ("--top-k", 0, "at least 1"),
-        ("--seed", -1, "from 0 up"),
+        ("--seed", -1, "at least 0 and less than 2^63"),
         ("--device", "gpu", "is not a device"),
-        ("--step", 3, "no whole checkpoint of step 3; there are those of 2, 4"),
+        ("--step", 3, "no complete checkpoint of step 3; available steps: 2, 4"),
     ):
         shoal("generate", text_run, "x", option, value).hold_mistake(part)
     if not torch.cuda.is_available():
@@ -199,7 +199,7 @@ def test_mistakes_in_the_run_are_sentences(text_run, tmp_path, shoal, monkeypatc
 
     empty = tmp_path / "empty"
     shutil.copytree(text_run, empty, ignore=shutil.ignore_patterns("step-*"))
-    shoal("generate", empty, "x").hold_mistake("holds no whole checkpoint.")
+    shoal("generate", empty, "x").hold_mistake("holds no complete checkpoint.")
 
     damaged = tmp_path / "damaged"
     shutil.copytree(text_run, damaged)
@@ -219,12 +219,12 @@ def test_a_token_beyond_the_vocabulary_is_a_sentence(text_run):
     assert api.generate(loaded, "abcd", tokens=2, seed=1).tokens >= 0
 
 
-def test_python_has_the_same_door(text_run):
+def test_the_python_api_generates_the_same_text(text_run):
     heard: list[str] = []
     loaded = api.load_run(text_run)
     generated = api.generate(loaded, "def ", tokens=10, seed=4, write=heard.append)
     assert "".join(heard) == generated.text == api.generate(text_run, "def ", tokens=10, seed=4).text
-    with pytest.raises(UserMistake, match="at least 1 token"):
+    with pytest.raises(UserMistake, match="--tokens 0 must be at least 1"):
         api.generate(loaded, "def ", tokens=0)
     with pytest.raises(UserMistake, match="fp32, bf16, fp16"):
         api.load_run(text_run, dtype="float32")

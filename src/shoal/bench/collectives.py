@@ -1,4 +1,4 @@
-"""Measure this machine's collectives: in processes started here, or as one of those that others started."""
+"""Measures collectives: in processes started here, or as one rank of a launched job."""
 
 import json
 import os
@@ -26,22 +26,22 @@ from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.progress import Reporter
 
 LARGEST_ON_CUDA, LARGEST_ON_CPU = 256 * 2**20, 64 * 2**20
-# Seconds after which ranks that wait for the others give up: a link that is down, not one that is slow.
+# Timeout of a collective in seconds: long enough for a slow link, so it means that a link is down.
 HANG_TIMEOUT = 300
-# The whole, a part, and what is compared with it.
+# Memory as a multiple of the tensor's size: the full tensor, a chunk, and the expected values.
 BUFFERS = 4
 
 
 def measure_collectives(
     request: Request, *, devices: int | None = None, link: Link | None = None, output: Path | None = None
 ) -> CollectivesReport:
-    """What this machine's collectives reach, on all ranks alike; written below `output` by the first."""
-    reporter = Reporter(speaks=is_first())
+    """Measure collectives and return the same report on all ranks; rank 0 writes it to `output`."""
+    reporter = Reporter(enabled=is_first())
     if output is not None and is_first():
-        _make_folder(output)  # now: what cannot be written should be known before it is measured
+        _make_folder(output)  # fail before measuring, not after
     if started_by_others():
         if devices is not None:
-            reporter.warn("--devices has no effect: the processes have been started already.")
+            reporter.warn("--devices has no effect: the processes are already running.")
         measured = measure_as_rank(request)
     else:
         measured = _measure_in_processes(request, _processes(devices), reporter)
@@ -53,20 +53,20 @@ def measure_collectives(
 
 
 def measure_as_rank(request: Request) -> Measured:
-    """Join the other processes and measure with them."""
+    """Join the process group and measure."""
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size == 1:
-        raise UserMistake("One process has nobody to send to, so there is nothing to measure; start two or more.")
+        raise UserMistake("Collectives need at least two processes; start two or more.")
     largest = _largest(request, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with joined_within(HANG_TIMEOUT) as ranks:
-        return measure(request, largest, ranks, Reporter(speaks=ranks.first))
+        return measure(request, largest, ranks, Reporter(enabled=ranks.first))
 
 
 def write_report(report: CollectivesReport, folder: Path) -> list[str]:
-    """collectives.json and collectives.png; returns what there is to say about them."""
+    """Write collectives.json and collectives.png; returns notes about them."""
     write_atomically(folder / "collectives.json", json.dumps(report.as_dict(), indent=2) + "\n")
     if not can_plot():
-        return ["There is no collectives.png: plots need matplotlib; pip install 'shoal[plot]'."]
+        return ["collectives.png was not written: plots need matplotlib; pip install 'shoal[plot]'."]
     write_atomically(folder / "collectives.png", plot(report))
     return []
 
@@ -75,15 +75,15 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserMistake(f"--output {folder} cannot be made a folder: {error.strerror}.") from None
+        raise UserMistake(f"--output {folder}: the folder cannot be created: {error.strerror}.") from None
 
 
 def _measure_in_processes(request: Request, processes: int, reporter: Reporter) -> Measured:
-    _largest(request, processes)  # a mistake is found before there are several processes
+    _largest(request, processes)  # report a mistake before starting processes
     reporter.say(f"Starting {processes} processes …")
     found = run_processes("shoal.bench.collectives_worker", [request.to_text()], processes)
     if found is None:
-        raise RunFailed("Stopped before everything was measured.")
+        raise RunFailed("Interrupted before all measurements were done.")
     return Measured.from_dict(found)
 
 
@@ -92,31 +92,31 @@ def _processes(devices: int | None) -> int:
     if devices is None and present != 1:
         return present or 2
     if devices is None or devices == 1:
-        nobody = "One process has nobody to send to, so there is nothing to measure"
+        too_few = "Collectives need at least two processes"
         if present == 1:
             raise UserMistake(
-                f"{nobody}, and this machine has one CUDA device; for two processes on its CPU use "
+                f"{too_few}, and this node has one CUDA device; for two processes on the CPU use "
                 "CUDA_VISIBLE_DEVICES= shoal bench collectives --devices 2."
             )
-        raise UserMistake(f"{nobody}; use --devices 2.")
+        raise UserMistake(f"{too_few}; use --devices 2.")
     if devices < 1:
         raise UserMistake(f"--devices is {devices}, but must be at least 2.")
     return check_processes(devices, "--devices")
 
 
 def _largest(request: Request, processes_here: int) -> int:
-    """The size to go up to, if there is room for it."""
+    """The largest size to measure; a UserMistake if memory is too small for it."""
     device = first_device()
     if device.type == "cuda":
         largest = request.largest or LARGEST_ON_CUDA
-        room, where = torch.cuda.get_device_properties(device).total_memory, "a GPU here"
+        room, where = torch.cuda.get_device_properties(device).total_memory, "a GPU"
     else:
         largest = request.largest or LARGEST_ON_CPU
-        room, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+        room, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this node"
         room //= processes_here
     if largest * BUFFERS > room:
         raise UserMistake(
-            f"--largest is {show_size(largest)}, which needs {show_size(largest * BUFFERS)} a process, but {where} has "
-            f"{show_size(room)} for each; give at most {show_size(room // BUFFERS)}."
+            f"--largest is {show_size(largest)}, which needs {show_size(largest * BUFFERS)} per process, but {where} "
+            f"has {show_size(room)} per process; give at most {show_size(room // BUFFERS)}."
         )
     return largest

@@ -1,4 +1,4 @@
-"""One rank's part in measuring collectives: call them, look whether the result is right, time them together."""
+"""Measures collectives on one rank: checks their results and times them."""
 
 import statistics
 import time
@@ -18,36 +18,35 @@ from shoal.parallel.renamed import all_gather, reduce_scatter
 from shoal.plan.ring import OPERATIONS, Operation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# A sample is as many calls in a row as take this long, so that neither the clock nor ranks that begin a little
-# apart count for much.
+# A sample is as many consecutive calls as take this long, so that clock resolution and rank skew are negligible.
 SAMPLE_SECONDS = 0.005
-MOST_CALLS = 1000
+MAX_CALLS = 1000
 WARM_UP = 3
-# Fewer would have no spread.
-FEWEST_SAMPLES = 3
-# Of the values that are compared. No 2^k is one short of a multiple of 7, so parts that changed places are noticed.
+# Quartiles need at least this many.
+MIN_SAMPLES = 3
+# Period of the test values. No 2^k is one short of a multiple of 7, so swapped chunks are detected.
 PERIOD = 7
 
 
 class Buffers:
-    """The tensors of one size: the whole, and this rank's part of it."""
+    """The tensors of one size: the full tensor, and this rank's chunk of it."""
 
     def __init__(self, size: int, dtype: torch.dtype, ranks: Ranks) -> None:
         self.ranks = ranks
-        # Written to, not just reserved: pages that were only ever zeros all share one page of memory.
+        # Written to, because untouched pages would all map to one zero page.
         self.whole = torch.empty(size // dtype.itemsize, dtype=dtype, device=ranks.device).zero_()
         self.part = torch.empty_like(self.whole.chunk(ranks.world_size)[0]).zero_()
 
     def call(self, operation: Operation) -> Callable[[], object]:
-        """One collective, to be called by all ranks."""
+        """A function that runs one collective; all ranks have to call it."""
         if operation == "all-reduce":
             return lambda: dist.all_reduce(self.whole)
         if operation == "all-gather":
             return lambda: all_gather(self.whole, self.part)
         return lambda: reduce_scatter(self.part, self.whole)
 
-    def is_right(self, operation: Operation) -> bool:
-        """Call it once with values that differ by rank and place, and compare; leaves zeros, which sum to zeros."""
+    def is_correct(self, operation: Operation) -> bool:
+        """Check one call with values that differ by rank and position; leaves zeros, which sum to zeros."""
         rank, count = self.ranks.rank, self.ranks.world_size
         mine = self._values([rank])
         self.whole.copy_(mine)
@@ -65,14 +64,14 @@ class Buffers:
         return right
 
     def _values(self, owners: list[int] | range) -> torch.Tensor:
-        """The sum of what these ranks hold: ones and zeros, so that a sum of hundreds is exact in bf16 as well."""
-        period = [float(sum((place + owner) % PERIOD == 0 for owner in owners)) for place in range(PERIOD)]
+        """The sum over these ranks' values: ones and zeros, so that sums over hundreds of ranks are exact in bf16."""
+        period = [float(sum((index + owner) % PERIOD == 0 for owner in owners)) for index in range(PERIOD)]
         table = torch.tensor(period, dtype=self.whole.dtype, device=self.whole.device)
         return table.repeat(-(-self.whole.numel() // PERIOD))[: self.whole.numel()]
 
 
 def measure(request: Request, largest: int, ranks: Ranks, reporter: Reporter) -> Measured:
-    """Time every operation at every size. Ends early, with a sentence in `faults`, where a result is wrong."""
+    """Time every operation at every size. Stops early, with a message in `faults`, if a result is wrong."""
     sizes = sizes_up_to(largest, ranks.world_size)
     timings: list[Timing] = []
     faults: list[str] = []
@@ -80,7 +79,7 @@ def measure(request: Request, largest: int, ranks: Ranks, reporter: Reporter) ->
     for size in sizes:
         buffers = Buffers(size, DTYPES[request.dtype], ranks)
         for operation in OPERATIONS:
-            wrong = _ranks_where(not buffers.is_right(operation), ranks)
+            wrong = _ranks_where(not buffers.is_correct(operation), ranks)
             if wrong:
                 faults.append(f"{operation} of {show_size(size)} gave a wrong result on rank {_listed(wrong)}")
                 continue
@@ -96,7 +95,7 @@ def measure(request: Request, largest: int, ranks: Ranks, reporter: Reporter) ->
 
 def _time(operation: Operation, size: int, call: Callable[[], object], ranks: Ranks, request: Request) -> Timing:
     def sample(calls: int) -> float:
-        """Seconds a call, of the slowest rank: so long a step that needs the result would wait."""
+        """Seconds per call on the slowest rank, which is what a training step waits for."""
         ranks.barrier()
         _finish(ranks)
         began = time.perf_counter()
@@ -106,16 +105,16 @@ def _time(operation: Operation, size: int, call: Callable[[], object], ranks: Ra
         return ranks.largest((time.perf_counter() - began) / calls)
 
     about = min(sample(1) for _ in range(WARM_UP))
-    # From what all ranks agree on, so that all of them call equally often.
-    calls = min(MOST_CALLS, max(1, round(SAMPLE_SECONDS / about)))
-    samples = max(FEWEST_SAMPLES, min(request.repeat, int(request.seconds / (about * calls))))
+    # Computed from a value that is the same on all ranks, so that all make the same number of calls.
+    calls = min(MAX_CALLS, max(1, round(SAMPLE_SECONDS / about)))
+    samples = max(MIN_SAMPLES, min(request.repeat, int(request.seconds / (about * calls))))
     taken = [sample(calls) for _ in range(samples)]
     low, middle, high = statistics.quantiles(taken, n=4, method="inclusive")
     return Timing(operation, size, middle, low, high, samples, calls)
 
 
 def _finish(ranks: Ranks) -> None:
-    """Until the device is done with what it was given."""
+    """Wait for the device."""
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
 
@@ -132,13 +131,13 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _machine(ranks: Ranks) -> dict[str, Any]:
-    """What the numbers depend on, and nothing that would say whose machine it is."""
+    """The hardware and software that the results depend on, without identifying the machine."""
     cuda = ranks.device.type == "cuda"
-    machines = ranks.sum(torch.tensor([float(ranks.local_rank == 0)]))
+    nodes = ranks.sum(torch.tensor([float(ranks.local_rank == 0)]))
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else None  # type: ignore[no-untyped-call]
     return {
         **describe_machine(ranks.device),
         "backend": f"nccl {nccl}" if cuda else "gloo",
         "ranks": ranks.world_size,
-        "machines": int(machines),
+        "nodes": int(nodes),
     }

@@ -1,4 +1,4 @@
-"""The measured collectives as a picture: bandwidth by size beside the link's, and times beside the fitted lines."""
+"""Plots measured collectives: bandwidth by size with the link's, and times with the fitted lines."""
 
 import importlib.util
 import io
@@ -7,7 +7,7 @@ from shoal.bench.collectives_report import CollectivesReport
 from shoal.bench.sizes import show_size
 from shoal.plan.ring import OPERATIONS
 
-# Told apart by people who see few colours, and by their markers in print.
+# Colour-blind safe, with distinct markers for print.
 STYLES = dict(zip(OPERATIONS, (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")), strict=True))
 
 
@@ -16,8 +16,8 @@ def can_plot() -> bool:
 
 
 def plot(report: CollectivesReport) -> bytes:
-    """A PNG."""
-    # Here, because only a plot needs it; and without pyplot, which would look for a screen.
+    """The plot as PNG bytes."""
+    # Imported here, because only plots need it; without pyplot, which would look for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -33,24 +33,24 @@ def plot(report: CollectivesReport) -> bytes:
         speeds.plot(
             sizes, [report.bus_bandwidth(one) / 1e9 for one in timings], color=color, marker=marker, label=operation
         )
-        slowest = [execution / one.high / 1e9 for execution, one in zip(ring_bytes, timings, strict=True)]
-        fastest = [execution / one.low / 1e9 for execution, one in zip(ring_bytes, timings, strict=True)]
+        slowest = [ring / one.high / 1e9 for ring, one in zip(ring_bytes, timings, strict=True)]
+        fastest = [ring / one.low / 1e9 for ring, one in zip(ring_bytes, timings, strict=True)]
         speeds.fill_between(sizes, slowest, fastest, color=color, alpha=0.2, linewidth=0)
         times.plot(
             sizes, [one.seconds * 1e3 for one in timings], color=color, marker=marker, linestyle="none", label=operation
         )
         if fit := report.fit(operation):
-            times.plot(sizes, [fit.seconds(execution) * 1e3 for execution in ring_bytes], color=color, linewidth=1)
+            times.plot(sizes, [fit.seconds(ring) * 1e3 for ring in ring_bytes], color=color, linewidth=1)
     if report.bandwidth is not None:
-        name = report.link.name if report.link else "the best measured"
+        name = report.link.name if report.link else "best measured"
         speeds.axhline(report.bandwidth / 1e9, color="black", linestyle=":", linewidth=1, label=f"link: {name}")
-    speeds.set(title="bus bandwidth, and the middle half of samples", ylabel="GB/s", ylim=(0, None))
+    speeds.set(title="bus bandwidth with interquartile range", ylabel="GB/s", ylim=(0, None))
     times.set(title="time, and latency + ring bytes / bandwidth", ylabel="milliseconds", yscale="log")
     ticks = sorted({timing.bytes for timing in report.measured.timings})
     for axes in (speeds, times):
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, labels=[show_size(size) for size in ticks], rotation=30)
-        axes.set_xlabel("size of the whole tensor")
+        axes.set_xlabel("size of the full tensor")
         axes.grid(alpha=0.3)
         axes.legend()
     picture = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What was measured of the collectives, against the ring formula: as a table and as JSON."""
+"""Measured collectives compared with the ring formula: as a table and as JSON."""
 
 import datetime
 from collections.abc import Mapping
@@ -13,30 +13,30 @@ from shoal.plan.ring import OPERATIONS, Operation, ring_factor, ring_seconds
 
 @dataclass(frozen=True)
 class Timing:
-    """One operation at one size: the median of its samples and their quartiles, in seconds a call."""
+    """One operation at one size: median and quartiles of its samples, in seconds per call."""
 
     operation: Operation
-    bytes: int  # of the whole tensor
+    bytes: int  # of the full tensor
     seconds: float
     low: float
     high: float
     samples: int
-    calls: int  # in a row, in each sample
+    calls: int  # per sample
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks found."""
+    """The measurements and the setup they were made on."""
 
     device: str
     backend: str
     torch: str
     cores: int
     ranks: int
-    machines: int
+    nodes: int
     dtype: str
     timings: list[Timing]
-    faults: list[str] = field(default_factory=list)  # wrong results, each a clause
+    faults: list[str] = field(default_factory=list)  # messages about wrong results
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,7 +48,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class CollectivesReport:
-    """The measured times, and the bandwidth that the ring formula is given: a catalogued link's, or the best seen."""
+    """The measured times, and the link whose bandwidth the ring formula uses; None: the best measured one."""
 
     measured: Measured
     link: Link | None
@@ -59,7 +59,7 @@ class CollectivesReport:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second; None where nothing was measured and no link was named."""
+        """Bytes per second; None if nothing was measured and no link was given."""
         if self.link is not None:
             return self.link.bytes_per_second
         return max((self.bus_bandwidth(timing) for timing in self.measured.timings), default=None)
@@ -71,11 +71,11 @@ class CollectivesReport:
         return ring_factor(timing.operation, self.measured.ranks) * timing.bytes
 
     def bus_bandwidth(self, timing: Timing) -> float:
-        """What each link carried in a second: comparable between operations and numbers of ranks."""
+        """Bytes per second over each link: comparable between operations and numbers of ranks."""
         return self.ring_bytes(timing) / timing.seconds
 
     def share(self, timing: Timing) -> float:
-        """How much of the ring formula's speed was reached."""
+        """The share of the ring formula's speed that was reached."""
         assert self.bandwidth is not None
         return self._formula(timing) / timing.seconds
 
@@ -87,8 +87,9 @@ class CollectivesReport:
         return ring_seconds(timing.operation, self.measured.ranks, timing.bytes, bytes_per_second=self.bandwidth)
 
     def fault(self) -> str:
-        """What is wrong, in a sentence."""
-        return f"The results are wrong: {'; '.join(self.measured.faults)}. Training here would go wrong silently."
+        """An error message about wrong results."""
+        faults = "; ".join(self.measured.faults)
+        return f"The results are wrong: {faults}. Training on this hardware would silently compute wrong results."
 
     def as_dict(self) -> dict[str, Any]:
         """What `--json` prints and `--output` writes: seconds, bytes, and bytes per second."""
@@ -96,7 +97,7 @@ class CollectivesReport:
         return {
             "machine": {name: getattr(found, name) for name in ("device", "backend", "torch", "cores")},
             "ranks": found.ranks,
-            "machines": found.machines,
+            "nodes": found.nodes,
             "dtype": found.dtype,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "correct": self.correct,
@@ -129,13 +130,13 @@ class CollectivesReport:
 
     def title(self) -> str:
         found = self.measured
-        machines = f" on {found.machines} machines" if found.machines > 1 else ""
+        nodes = f" on {found.nodes} nodes" if found.nodes > 1 else ""
         cores = f", {found.cores} cores" if found.device == "cpu" else ""
-        return f"{found.ranks} × {found.device}{machines} ({found.backend}, {found.dtype}{cores})"
+        return f"{found.ranks} × {found.device}{nodes} ({found.backend}, {found.dtype}{cores})"
 
     def text(self) -> str:
         lines = [self.title(), ""]
-        lines.append(_row("operation", "size", "time", "middle half", "algorithm", "bus", "of the ring"))
+        lines.append(_row("operation", "size", "time", "quartiles", "algorithm", "bus", "of the ring"))
         for operation in OPERATIONS:
             for timing in self.timings(operation):
                 lines.append(
@@ -151,17 +152,17 @@ class CollectivesReport:
                 )
         if self.bandwidth is not None:
             origin = f"{self.link.name}'s in the catalogue" if self.link else "the best bus bandwidth above"
-            lines += ["", f"The ring formula is given {show_speed(self.bandwidth)}, {origin}."]
+            lines += ["", f"The ring formula uses {show_speed(self.bandwidth)}, {origin}."]
         lines += ["", *(self._fitted(operation) for operation in OPERATIONS)]
         return "\n".join(lines)
 
     def _fitted(self, operation: Operation) -> str:
         fit, factor = self.fit(operation), ring_factor(operation, self.measured.ranks)
         if fit is None:
-            return f"{operation:14}  no line fits: too few sizes, or times that do not grow"
+            return f"{operation:14}  no fit: too few sizes, or times that do not grow"
         return (
             f"{operation:14}  {show_seconds(fit.latency)} + {factor:.4g} × size / {show_speed(fit.bytes_per_second)}"
-            f"  (times are {fit.error:.0%} off this line, in the median)"
+            f"  (median deviation {fit.error:.0%})"
         )
 
 

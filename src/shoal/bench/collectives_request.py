@@ -1,4 +1,4 @@
-"""What `shoal bench collectives` is asked to do, checked before torch is imported."""
+"""The options of `shoal bench collectives`, checked before torch is imported."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from shoal.mistakes import UserMistake, suggestion
 
 SMALLEST = 4096
 GROWTH = 4
-# Of a buffer, in bytes: NCCL's fast paths want parts that begin at such multiples.
+# In bytes: NCCL's fast paths need chunks that start at such multiples.
 ALIGNMENT = 16
 
 Dtype = Literal["fp32", "bf16"]
@@ -18,9 +18,9 @@ Dtype = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks measure."""
+    """What to measure."""
 
-    largest: int | None = None  # bytes; None: as much as suits the device
+    largest: int | None = None  # bytes; None: the default of the device
     dtype: str = "fp32"
     repeat: int = 20
     seconds: float = 1.0
@@ -34,10 +34,10 @@ class Request:
 
 
 def make_request(*, largest: int | str | None, dtype: str, repeat: int, seconds: float) -> Request:
-    """The request, or a sentence about what is wrong with it."""
+    """The request; a UserMistake if an option is invalid."""
     size = read_size(largest, "--largest") if isinstance(largest, str) else largest
     if size is not None and size < SMALLEST:
-        raise UserMistake(f"--largest is {show_size(size)}, but sizes begin at {show_size(SMALLEST)}.")
+        raise UserMistake(f"--largest is {show_size(size)}, but must be at least {show_size(SMALLEST)}.")
     if dtype not in get_args(Dtype):
         raise UserMistake(f"--dtype is {dtype}, but must be fp32 or bf16.{suggestion(dtype, get_args(Dtype))}")
     if repeat < 1:
@@ -52,7 +52,7 @@ def named_link(name: str | None) -> Link | None:
 
 
 def sizes_up_to(largest: int, ranks: int) -> list[int]:
-    """In steps of `GROWTH`, and `largest` itself; each cut down to what divides among the ranks."""
+    """Sizes growing by `GROWTH`, up to and including `largest`; rounded down to multiples that split over the ranks."""
     sizes = []
     size = SMALLEST
     while size < largest:

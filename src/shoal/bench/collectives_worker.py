@@ -1,4 +1,4 @@
-"""What each process of `shoal bench collectives` runs: `python -m shoal.bench.collectives_worker REQUEST`."""
+"""Worker process of `shoal bench collectives`: `python -m shoal.bench.collectives_worker REQUEST`."""
 
 import os
 import sys
@@ -8,25 +8,25 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from shoal.bench.collectives import measure_as_rank
 from shoal.bench.collectives_request import Request
 from shoal.launch.join import is_first
-from shoal.launch.processes import MISTAKE, begin_rank, leave_result, leave_sentence
+from shoal.launch.processes import MISTAKE, begin_rank, report_failure, report_result
 from shoal.mistakes import UserMistake
 
 
 @record
 def main() -> None:
     begin_rank()
-    # Standard output belongs to the launcher, whatever the libraries below have to say.
+    # Standard output belongs to the launcher: redirect what libraries print.
     os.dup2(2, 1)
     # The launcher prints the traceback of the rank that failed first, once.
     sys.excepthook = lambda *_: None
     try:
         measured = measure_as_rank(Request.from_text(sys.argv[1]))
         if is_first():
-            leave_result(measured.as_dict())
+            report_result(measured.as_dict())
     except UserMistake as mistake:
-        leave_sentence(MISTAKE, str(mistake))
+        report_failure(MISTAKE, str(mistake))
         sys.exit(2)
-    # As in `launch.worker`: threads of torch's have been seen to abort an interpreter that ends the usual way.
+    # As in `launch.worker`: PyTorch threads can abort an interpreter that exits normally.
     sys.stderr.flush()
     os._exit(0)
 

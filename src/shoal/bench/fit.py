@@ -1,4 +1,4 @@
-"""A link from its measured times: how long the smallest message takes, and how fast the largest ones go."""
+"""Fits latency and bandwidth of a link to measured times."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ class Fit:
 
     latency: float
     bytes_per_second: float
-    error: float  # the median distance of the measured times from the line, as a share of them
+    error: float  # median relative deviation of the measured times from the line
 
     def seconds(self, ring_bytes: float) -> float:
         return self.latency + ring_bytes / self.bytes_per_second
 
 
 def fit_link(points: Sequence[tuple[float, float]]) -> Fit | None:
-    """The line through (ring bytes, seconds) with the least squares of the relative errors.
+    """The least-squares line through (ring bytes, seconds), weighted by relative error.
 
-    Relative, because times go over five orders of magnitude: by their plain errors the largest message alone would
-    decide, and the latency would be whatever is left over. None where the points do not determine a line.
+    Relative, because times span five orders of magnitude: with absolute errors the largest message alone would decide,
+    and the latency would be arbitrary. None if the points do not determine a line.
     """
     if len({ring_bytes for ring_bytes, _ in points}) < 2:
         return None
@@ -34,9 +34,9 @@ def fit_link(points: Sequence[tuple[float, float]]) -> Fit | None:
     determinant = total * xx - x * x
     latency = (xx * t - x * xt) / determinant
     per_byte = (total * xt - x * t) / determinant
-    if latency < 0:  # no message takes less than no time: the best line through the origin instead
+    if latency < 0:  # latency cannot be negative: the best line through the origin instead
         latency, per_byte = 0.0, xt / xx
-    if per_byte <= 0:  # larger messages were not slower: noise, or sizes too small to tell
+    if per_byte <= 0:  # larger messages were not slower: noise, or sizes too small
         return None
     line = Fit(latency, 1 / per_byte, 0.0)
     errors = [abs(line.seconds(ring_bytes) / seconds - 1) for ring_bytes, seconds in points]

@@ -1,4 +1,4 @@
-"""The forecast for one rank of a job, in the terms in which it is held against what was measured."""
+"""The forecast for one rank of a job, in the terms that are compared with the measurement."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +10,8 @@ from shoal.plan.models import read_shape
 from shoal.plan.terms import GIB
 
 DEVICES_PER_NODE = 8
-# Terms of the forecast's tree, and of a trace, by the terms that are compared. Those that come and go within a block
-# are one: which of them is largest when most is held, the forecast does not say.
+# Compared term -> terms of the forecast and of a trace. Transient terms are summed: which of them is largest at the
+# peak depends on details that the forecast does not model.
 COMPARED = {
     "weights": ("weights",),
     "gradients": ("gradients",),
@@ -19,55 +19,55 @@ COMPARED = {
     "activations": ("activations",),
     "head and loss": ("head",),
     "gathered weights": ("gathered weights",),
-    "in passing": (
+    "transient": (
         "gradients being reduced",
-        "backward of a block",
+        "block backward",
         "communication buffers",
-        "embedding's gradient",
-        "embedding's gradient, as computed",
-        "optimizer's work",
+        "embedding gradient",
+        "embedding gradient before accumulation",
+        "optimizer temporaries",
         "other",
     ),
 }
 
 
 def machine_of(config: Config, world_size: int) -> Machine:
-    """The machines that `config.hardware` describes, so many that there are `world_size` devices."""
+    """The hardware of `config`, with as many nodes as `world_size` devices need."""
     machine, wanted = read_machine(config.hardware), config.hardware.devices
     devices = min(world_size, DEVICES_PER_NODE if wanted == "auto" else wanted)
     nodes = world_size // devices
-    # What does not fill machines is counted as one.
+    # A world size that does not fill nodes is treated as one node.
     return machine.of(devices, nodes) if devices * nodes == world_size else machine.of(world_size, 1)
 
 
 def uncompiled_choice(config: Config, world_size: int) -> Choice:
-    """How a job of `world_size` ranks would be carried out, with blocks that are not compiled."""
+    """The choice for a job of `world_size` ranks, with uncompiled blocks."""
     eager = config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
     return choose(eager, read_shape(config.model), machine_of(config, world_size))
 
 
 def compared_terms(sizes: Mapping[str, float]) -> dict[str, float]:
-    """GiB by the terms that are compared."""
+    """GiB by compared term."""
     known = {name for names in COMPARED.values() for name in names}
-    assert sizes.keys() <= known, f"no term to compare {sizes.keys() - known} with"
+    assert sizes.keys() <= known, f"unknown terms {sizes.keys() - known}"
     return {term: sum(sizes.get(name, 0.0) for name in names) / GIB for term, names in COMPARED.items()}
 
 
 def forecast_memory(choice: Choice, moment: str | None = None) -> dict[str, Any]:
-    """The memory that is forecast, with the terms of that moment of a step; of the fullest, where none is given."""
-    place = choice.memory.places[0]
-    wanted = next((one for one in place.moments if one.name == moment), place.peak)
+    """The memory forecast with the terms at `moment`; at the peak if None."""
+    pipeline_rank = choice.memory.pipeline_ranks[0]
+    wanted = next((one for one in pipeline_rank.moments if one.name == moment), pipeline_rank.peak)
     return {
-        "allocated_gib": place.allocated / GIB,
-        "fullest": place.peak.name,
+        "allocated_gib": pipeline_rank.allocated / GIB,
+        "peak_at": pipeline_rank.peak.name,
         "terms_at": wanted.name,
         "terms": compared_terms({part.name: part.amount for part in wanted.tree.parts}),
-        "moments": {one.name: one.tree.amount / GIB for one in place.moments},
+        "moments": {one.name: one.tree.amount / GIB for one in pipeline_rank.moments},
     }
 
 
 def forecast_compute(choice: Choice) -> dict[str, float]:
-    """What a device needs by itself: exchanges with others take no time where there are no others."""
+    """The compute time of a device, without communication."""
     speed = choice.speed
     parts = {part.name: part.amount for part in speed.step.parts}
     seconds = sum(amount for name, amount in parts.items() if not name.startswith(("communication", "pipeline")))

@@ -1,8 +1,8 @@
-"""Every tensor of a traced step, from when it is made until the last reference to it is gone.
+"""Records the lifetime of every tensor of a traced step on fake tensors.
 
-Tensors have shapes and no values, so that a model of any size takes no memory. What a tensor is for is often known only
-later: whether it becomes a gradient, whether it is sent. So births and deaths are written down as they come, storages
-are given names whenever those are known, and sums are made at the end.
+Fake tensors have shapes and no values, so a model of any size takes no memory. The purpose of a tensor is often known
+only later: whether it becomes a gradient, whether it is communicated. So allocations and frees are recorded as they
+happen, storages are labelled as soon as their purpose is known, and totals are computed at the end.
 """
 
 import weakref
@@ -19,46 +19,46 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GATHERED, REDUCING = "gathered weights", "gradients being reduced"
-# What the exchanges of sharded training say about their arguments: (place or name of the argument, what it is for).
-EXCHANGED: dict[str, tuple[tuple[int | str, str], ...]] = {
+# The purpose of arguments of FSDP's operators: (index or name of the argument, label).
+LABELLED_ARGUMENTS: dict[str, tuple[tuple[int | str, str], ...]] = {
     "fsdp::all_gather_copy_in": ((1, GATHERED),),
     "fsdp::split_with_sizes_copy": (("out", GATHERED),),
     "fsdp::chunk_cat": ((0, REDUCING), ("out", REDUCING)),
     "c10d::_reduce_scatter_base_": ((0, REDUCING),),
 }
-# FSDP frees what this writes, and takes it again, by changing the storage's size, which no operation tells of.
+# FSDP frees and reallocates this operator's outputs by resizing their storage, which is not a dispatched operation.
 RESIZED = "fsdp::split_with_sizes_copy"
-# In traced code this would be a tensor of its own; it is the one that was waited for.
+# On fake tensors this would return a new tensor; it is the one that was waited for.
 WAITING = "_c10d_functional::wait_tensor"
 
 
 @dataclass
 class _Held:
-    """A piece of memory that is in use."""
+    """A storage that is in use."""
 
-    number: int  # of all that there ever were
+    index: int  # in order of allocation
     storage: "weakref.ref[torch.UntypedStorage]"
     size: int
 
 
 @dataclass(frozen=True)
-class Fullest:
-    """What was held when most was."""
+class Peak:
+    """Memory at a peak."""
 
     bytes: int
     terms: Mapping[str, int]
 
 
 @dataclass
-class Book:
-    """What happened, in order."""
+class Timeline:
+    """Allocations and frees, in order."""
 
-    held: dict[int, int]  # bytes by storage at the beginning
+    held: dict[int, int]  # bytes by storage at the start
     parts: list[str]
-    changes: list[tuple[int, int, int]] = field(default_factory=list)  # (part of the step, storage, bytes more)
+    changes: list[tuple[int, int, int]] = field(default_factory=list)  # (part of the step, storage, change in bytes)
 
-    def fullest(self, names: Mapping[int, str]) -> dict[str, Fullest]:
-        """The fullest moment of each part of the step."""
+    def peaks(self, names: Mapping[int, str]) -> dict[str, Peak]:
+        """The peak of each part of the step."""
         total = sum(self.held.values())
         best: dict[str, tuple[int, int]] = {}  # part → (bytes, how many changes had happened)
         for index, (part, _, more) in enumerate(self.changes):
@@ -68,36 +68,36 @@ class Book:
                 best[name] = (total, index + 1)
         now, done, found = dict(self.held), 0, {}
         for name, (amount, until) in sorted(best.items(), key=lambda item: item[1][1]):
-            for _, number, more in self.changes[done:until]:
-                now[number] = now.get(number, 0) + more
+            for _, index, more in self.changes[done:until]:
+                now[index] = now.get(index, 0) + more
             done = until
             terms: dict[str, int] = defaultdict(int)
-            for number, size in now.items():
-                terms[names[number]] += size
-            found[name] = Fullest(amount, {term: size for term, size in terms.items() if size})
+            for index, size in now.items():
+                terms[names[index]] += size
+            found[name] = Peak(amount, {term: size for term, size in terms.items() if size})
         return found
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Pretends that tensors have values, and keeps book of the memory that they would take.
+    """A dispatch mode that runs on fake tensors and records the memory that they would take.
 
-    Whole numbers that say which rank or tensor is where stay real. A question about values is answered with no while
-    `building` (is a number missing?) and with yes afterwards (is the step usable?). Where `leaves_out` says so, what an
-    operation makes is not counted.
+    Integer tensors that describe meshes and layouts stay real. `item()` of a fake tensor is False while `building` (is
+    a weight missing?) and True afterwards (are all gradients finite?). Outputs for which `ignore` returns true are not
+    counted.
     """
 
-    def __init__(self, leaves_out: Callable[[str, str, Tensor], bool] = lambda operation, name, tensor: False) -> None:
+    def __init__(self, ignore: Callable[[str, str, Tensor], bool] = lambda operation, name, tensor: False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.building = True
-        self.purpose = "other"  # of what is made now
+        self.purpose = "other"  # of new tensors
         self.names: dict[int, str] = {}
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._leaves_out = leaves_out
+        self._ignore = ignore
         self._held: dict[int, _Held] = {}  # by the address of the storage
         self._resized: dict[int, _Held] = {}
         self._count = 0
         self._parts = ["building"]
-        self._book: Book | None = None
+        self._timeline: Timeline | None = None
 
     def __enter__(self) -> Any:
         self._fake.__enter__()
@@ -108,70 +108,70 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fake.__exit__(*error)
 
     def begin(self, part: str, purpose: str) -> None:
-        """What follows belongs to this part of the step, and is for that unless it turns out otherwise."""
-        self._look()
+        """Start a part of the step; its new tensors have this purpose unless they are labelled later."""
+        self._update_sizes()
         self._parts.append(part)
         self.purpose = purpose
 
-    def record(self) -> Book:
-        """Write down what happens from now on."""
-        self._look()
-        self._book = Book({held.number: held.size for held in self._held.values()}, self._parts)
-        return self._book
+    def record(self) -> Timeline:
+        """Record from now on."""
+        self._update_sizes()
+        self._timeline = Timeline({held.index: held.size for held in self._held.values()}, self._parts)
+        return self._timeline
 
-    def call(self, tensors: Iterable[Tensor], name: str) -> None:
-        """These are for that."""
+    def label(self, tensors: Iterable[Tensor], name: str) -> None:
+        """Label the storages of these tensors."""
         for tensor in tensors:
             if (held := self._held.get(tensor.untyped_storage()._cdata)) is not None:
-                self.names[held.number] = name
+                self.names[held.index] = name
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # it comes back with the tensors that this rank has of those
+            return NotImplemented  # dispatched again with the local tensors
         named = named or {}
         name: str = operation.name().partition(".")[0]
-        self._look()
+        self._update_sizes()
         if name == WAITING:
             return arguments[0]
         if name == "aten::_local_scalar_dense" and isinstance(arguments[0], FakeTensor):
             return not self.building
-        if _says_who_is_where(name, arguments, named, building=self.building):
+        if _is_metadata(name, arguments, named, building=self.building):
             with unset_fake_temporarily():
                 return operation(*arguments, **named)
         result = operation(*arguments, **named)
         for tensor in tree_leaves(result):
-            if isinstance(tensor, FakeTensor) and not self._leaves_out(name, self.purpose, tensor):
-                self._take(tensor)
-        for place, purpose in EXCHANGED.get(name, ()):
-            given = named.get(place) if isinstance(place, str) else arguments[place]
+            if isinstance(tensor, FakeTensor) and not self._ignore(name, self.purpose, tensor):
+                self._track(tensor)
+        for argument, purpose in LABELLED_ARGUMENTS.get(name, ()):
+            given = named.get(argument) if isinstance(argument, str) else arguments[argument]
             tensors = [one for one in tree_leaves(given) if isinstance(one, FakeTensor)]
-            self.call(tensors, purpose)
+            self.label(tensors, purpose)
             if name == RESIZED:
                 keys = [tensor.untyped_storage()._cdata for tensor in tensors]
                 self._resized |= {key: self._held[key] for key in keys if key in self._held}
         return result
 
-    def _take(self, tensor: Tensor) -> None:
+    def _track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._held:
             return
 
-        def gone(_: Any) -> None:
+        def freed(_: Any) -> None:
             held = self._held.pop(key)
             self._resized.pop(key, None)
             self._change(held, -held.size)
 
-        held = _Held(self._count, weakref.ref(storage, gone), storage.nbytes())
+        held = _Held(self._count, weakref.ref(storage, freed), storage.nbytes())
         self._count += 1
         self._held[key] = held
-        self.names[held.number] = self.purpose
+        self.names[held.index] = self.purpose
         self._change(held, held.size)
 
-    def _look(self) -> None:
-        """Find out which storages have another size than before."""
+    def _update_sizes(self) -> None:
+        """Record storages that were resized."""
         for held in self._resized.values():
             storage = held.storage()
             if storage is not None and (size := storage.nbytes()) != held.size:
@@ -179,14 +179,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 held.size = size
 
     def _change(self, held: _Held, more: int) -> None:
-        if self._book is not None and more:
-            self._book.changes.append((len(self._parts) - 1, held.number, more))
+        if self._timeline is not None and more:
+            self._timeline.changes.append((len(self._parts) - 1, held.index, more))
 
 
-def _says_who_is_where(operation: str, arguments: tuple[Any, ...], named: dict[str, Any], *, building: bool) -> bool:
+def _is_metadata(operation: str, arguments: tuple[Any, ...], named: dict[str, Any], *, building: bool) -> bool:
     tensors = [one for one in tree_leaves((arguments, named)) if isinstance(one, Tensor)]
     if not tensors:
-        # A mesh is counted out while the model is laid over it; DDP notes in which order gradients came.
+        # Mesh ranks while the model is sharded; the order of gradients that DDP records.
         return (building and operation == "aten::arange") or (
             operation == "aten::empty" and named.get("dtype") is torch.int32
         )

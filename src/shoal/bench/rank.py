@@ -1,4 +1,4 @@
-"""One rank of a job of many, by itself: what it takes, held against the forecast term by term."""
+"""One rank of a distributed job, run by itself and compared with the forecast term by term."""
 
 import json
 import subprocess
@@ -15,20 +15,20 @@ from shoal.config.schema import Config
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.plan.choose import Chosen
 
-# A forecast that is off by more is told in a sentence; of a term, where it is also this share of the whole.
-BAR = 0.10
-WORTH_TELLING = 0.01
+# Deviations above this are reported in a note; for a term only if they are also this share of the total.
+TOLERANCE = 0.10
+MIN_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """Forecast and measurement of one rank. `steps` are those that really ran, if any did."""
+    """Forecast and measurement of one rank. `steps` is None if it was traced."""
 
     traced: bool
     world_size: int
     chosen: Mapping[str, Any]
-    device: str  # that the forecast is for
-    machine: Mapping[str, Any]  # that measured
+    device: str  # of the forecast
+    machine: Mapping[str, Any]  # that the measurement ran on
     parameters: int | None
     forecast: Mapping[str, Any]
     measured: Mapping[str, Any]
@@ -36,19 +36,23 @@ class RankReport:
 
     @property
     def difference(self) -> dict[str, Any]:
-        """How much more was measured than forecast, as a share of the forecast, wherever there are both numbers."""
+        """measured / forecast − 1, for every value that is in both."""
         return _differences(self.forecast, self.measured)
 
     def notes(self) -> list[str]:
-        """What a reader should know of these numbers, and where the forecast is wrong."""
+        """Caveats about the measurement, and large deviations from the forecast."""
         found = []
         if self.traced:
-            found.append("Traced: shapes are real, values are not, and blocks are not compiled; nor is the forecast's.")
+            found.append(
+                "Traced on fake tensors, with blocks that are not compiled; the forecast is for uncompiled blocks too."
+            )
         elif not self.difference:
-            found.append("A CPU's memory is the whole process's, and its speed is not forecast: nothing to compare.")
-        return found + list(self._faults())
+            found.append(
+                "On a CPU there is nothing to compare: memory is that of the process, and speed is not forecast."
+            )
+        return found + list(self._deviations())
 
-    def _faults(self) -> list[str]:
+    def _deviations(self) -> list[str]:
         found, difference = [], self.difference
         whole = self.forecast.get("allocated_gib")
         names = {
@@ -57,16 +61,16 @@ class RankReport:
             "tokens_per_second": "speed",
         }
         for key, name in names.items():
-            if abs(difference.get(key) or 0.0) > BAR:
-                found.append(_fault(name, difference[key]))
+            if abs(difference.get(key) or 0.0) > TOLERANCE:
+                found.append(_deviation(name, difference[key]))
         for term, forecast in self.forecast.get("terms", {}).items():
             measured = self.measured.get("terms", {}).get(term)
-            if measured is None or not whole or abs(measured - forecast) < WORTH_TELLING * whole:
+            if measured is None or not whole or abs(measured - forecast) < MIN_SHARE * whole:
                 continue
-            if abs(measured - forecast) > BAR * forecast:
+            if abs(measured - forecast) > TOLERANCE * forecast:
                 share = difference["terms"].get(term)
                 found.append(
-                    f"{term}: {measured:.2f} GiB where none were forecast." if share is None else _fault(term, share)
+                    f"{term}: {measured:.2f} GiB, but none was forecast." if share is None else _deviation(term, share)
                 )
         return found
 
@@ -88,7 +92,8 @@ class RankReport:
     def text(self) -> str:
         mesh = " × ".join(f"{name} {size}" for name, size in self.chosen["mesh"].items() if size > 1)
         chosen = Chosen(**self.chosen)
-        how = f"{chosen.strategy}{f' ({mesh})' if mesh else ''}, {chosen.micro_batch} × {chosen.rounds()} a step"
+        batch = f"micro-batch {chosen.micro_batch} × {chosen.describe_accumulation()}"
+        how = f"{chosen.strategy}{f' ({mesh})' if mesh else ''}, {batch}"
         lines = [] if self.steps is None else [self.steps.text()]
         lines.append(f"rank 0 of {self.world_size} × {self.device}: {how}")
         lines.append("")
@@ -97,13 +102,13 @@ class RankReport:
         for key, name in (
             ("allocated_gib", "memory allocated, GiB"),
             ("reserved_gib", "memory reserved, GiB"),
-            ("tokens_per_second", "tokens/s, computing alone"),
+            ("tokens_per_second", "tokens/s, compute only"),
         ):
             if key in self.measured and key in self.forecast:
                 lines.append(_row(name, self.forecast[key], self.measured[key], difference.get(key)))
         for group, title in (
-            ("terms", "of which at: " + str(self.measured.get("terms_at"))),
-            ("moments", "fullest at"),
+            ("terms", "memory by term at: " + str(self.measured.get("terms_at"))),
+            ("moments", "peak of each part of the step"),
         ):
             if group not in self.measured:
                 continue
@@ -116,31 +121,31 @@ class RankReport:
 
 
 def trace_rank(config: Config, world_size: int, report: Callable[[str], None] = lambda _: None) -> RankReport:
-    """The first of `world_size` ranks, on tensors without values: any model, on any machine, memory alone."""
+    """Trace rank 0 of `world_size` on fake tensors: memory only, for any model on any machine."""
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         described, result = Path(folder) / "config.yaml", Path(folder) / "traced.json"
         described.write_text(config_to_yaml(config))
         command = [sys.executable, "-m", "shoal.bench.trace_worker", str(described), str(result)]
         command += ["--world", str(world_size)]
         with (
-            tempfile.TemporaryFile("w+") as heard,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=heard, text=True) as process,
+            tempfile.TemporaryFile("w+") as output,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=output, text=True) as process,
         ):
             assert process.stdout is not None
             for line in process.stdout:
                 report(line.rstrip())
             if process.wait():
-                heard.seek(0)
-                message = heard.read().strip()
+                output.seek(0)
+                message = output.read().strip()
                 if process.returncode == MISTAKE:
                     raise UserMistake(message.rpartition("shoal: ")[2])
-                raise RunFailed(f"The step that was to be traced failed:\n{message[-4000:]}")
+                raise RunFailed(f"The traced step failed:\n{message[-4000:]}")
         found = json.loads(result.read_text())
     return RankReport(traced=True, world_size=world_size, **found)
 
 
 def report_steps(steps: Steps, forecast: Mapping[str, Any] | None) -> RankReport:
-    """Steps that really ran as one rank, with the forecast for the device they ran on: None on a CPU."""
+    """The report of measured steps of one rank, with the forecast for its device: None on a CPU."""
     measured = {"tokens_per_second": steps.tokens_per_second, "step_seconds": steps.step_seconds}
     measured |= {"allocated_gib": steps.allocated_gib}
     if steps.reserved_gib is not None:
@@ -169,7 +174,7 @@ def _differences(forecast: Mapping[str, Any], measured: Mapping[str, Any]) -> di
     return found
 
 
-def _fault(name: str, share: float) -> str:
+def _deviation(name: str, share: float) -> str:
     return f"{name}: {abs(share):.0%} {'more' if share > 0 else 'less'} than forecast."
 
 

@@ -1,20 +1,20 @@
-"""Sizes and speeds as people write and read them."""
+"""Parses and formats sizes, times and bandwidths."""
 
 import re
 
 from shoal.mistakes import UserMistake
 
-# K, M and G alone are binary, as Slurm and the NCCL tests have them.
+# K, M and G alone are binary, as in Slurm and nccl-tests.
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 
 
 def read_size(text: str, option: str) -> int:
-    """'64MiB' as bytes; `option` is where the user wrote it."""
+    """'64MiB' as bytes; `option` is named in the error message."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
-        raise UserMistake(f"{option} is '{text}', which is not a size; write bytes, or a number with a unit: 64MiB.")
+        raise UserMistake(f"{option} '{text}' is not a size; give bytes, or a number with a unit such as 64MiB.")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -29,7 +29,7 @@ def show_size(size: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """'85 µs', '1.23 ms', '2.4 s': three digits."""
+    """'85 µs', '1.23 ms', '2.4 s': three significant digits."""
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
         if seconds * factor < 999.5:
             return f"{_three_digits(seconds * factor)} {unit}"
@@ -37,7 +37,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_speed(bytes_per_second: float) -> str:
-    """In GB/s, as vendors give theirs, or MB/s."""
+    """In GB/s, as vendors state theirs, or MB/s."""
     if bytes_per_second < 99.95e6:
         return f"{_three_digits(bytes_per_second / 1e6)} MB/s"
     return f"{_three_digits(bytes_per_second / 1e9)} GB/s"

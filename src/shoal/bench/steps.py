@@ -1,4 +1,4 @@
-"""Some steps of the real training, in processes of their own, read from its metrics."""
+"""Runs a few training steps in separate processes and reads their metrics."""
 
 import json
 import statistics
@@ -18,19 +18,19 @@ from shoal.mistakes import RunFailed, UserMistake
 
 MFU_FORMULA = (
     "(6 * matmul parameters + 12 * layers * hidden * length) * tokens / seconds / the device's bf16 peak; "
-    "4 and not 6 for what is frozen"
+    "4 instead of 6 for frozen parameters"
 )
 MISTAKE = 2
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What some steps of a run came to."""
+    """Measurements of a few training steps."""
 
-    tokens_per_second: float  # targets of the whole job, or of the rank that ran alone: the median step
-    tokens_per_second_mean: float  # of all measured steps together
-    step_seconds: float  # the median
-    data_seconds: float  # of these, waiting for rows
+    tokens_per_second: float  # loss tokens of the job, or of the single rank; median step
+    tokens_per_second_mean: float  # over all measured steps
+    step_seconds: float  # median
+    data_seconds: float  # of which waiting for data
     mfu: float | None
     mfu_formula: str
     allocated_gib: float
@@ -39,7 +39,7 @@ class Steps:
     warmup: int
     steps: int
     world_size: int
-    losses: list[float | None]  # of every step, the first ones too
+    losses: list[float | None]  # of every step, including warmup
     seconds: list[float]
     chosen: dict[str, Any]
     machine: dict[str, Any]
@@ -48,15 +48,15 @@ class Steps:
         return asdict(self)
 
     def text(self) -> str:
-        share = "" if self.mfu is None else f", {self.mfu:.1%} of the chip's peak"
+        share = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
         reserved = "" if self.reserved_gib is None else f", {self.reserved_gib:.2f} GiB reserved"
         return "\n".join(
             [
                 f"on            {self.world_size} × {self.machine['device']}, torch {self.machine['torch']}",
                 f"speed         {self.tokens_per_second:,.0f} tokens/s{share}",
-                f"step          {self.step_seconds:.4f} s (median of {self.steps}, after {self.warmup} to warm up), of "
-                f"which {self.data_seconds:.4f} s waiting for data",
-                f"memory        {self.allocated_gib:.2f} GiB{reserved}",
+                f"step          {self.step_seconds:.4f} s (median of {self.steps}, after {self.warmup} warmup steps), "
+                f"of which {self.data_seconds:.4f} s waiting for data",
+                f"memory        {self.allocated_gib:.2f} GiB allocated{reserved}",
                 f"first step    {self.first_step_seconds:.1f} s after the start",
             ]
         )
@@ -71,10 +71,10 @@ def measure(
     share: int,
     report: Callable[[str], None],
 ) -> Steps:
-    """Train `warmup` + `steps` steps as `config` says, save nothing, and measure the latter; 1 / `share` of the tokens
-    that a step counts are this process's."""
+    """Train `warmup` + `steps` steps of `config` without saving, and measure the latter; 1 / `share` of the tokens of a
+    step belong to this process."""
     if warmup < 1:
-        raise UserMistake("--warmup must be at least 1: the first step compiles, and makes the optimizer's state.")
+        raise UserMistake("--warmup must be at least 1: the first step compiles and allocates the optimizer state.")
     config = _only_measuring(config, warmup + steps)
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         described = Path(folder) / "config.yaml"
@@ -89,37 +89,37 @@ def measure(
 
 
 def _only_measuring(config: Config, steps: int) -> Config:
-    """The same training, for so many steps, with a line for each and nothing else in between."""
+    """The same training for `steps` steps, logging every step, without evaluation or checkpoints."""
     values = config_values(config)
     values["train"] |= {"steps": steps, "epochs": None, "tokens": None, "early_stop": None}
     values["eval"]["every"] = 10**9
-    values["data"]["validation"] = 0  # or it would be evaluated at the end
-    # Without a fallback: a run that begins anew puts away what another of its name has left there.
+    values["data"]["validation"] = 0  # otherwise it is evaluated at the end
+    # Without a fallback: a new run moves away the checkpoints that another run of its name has there.
     values["checkpoint"] |= {"every": 10**9, "at_end": False, "fallback": None}
     values["log"] |= {"every": 1, "to": []}
     return config_from_mapping(values)
 
 
 def _run(command: Sequence[str], run: RunDirectory, steps: int, report: Callable[[str], None]) -> float:
-    """Until the training ends; returns the seconds until its first step was done."""
+    """Run the training to its end; returns the seconds until its first step was done."""
     began = time.perf_counter()
     first: float | None = None
-    said = 0
-    with tempfile.TemporaryFile("w+") as heard, subprocess.Popen(command, stdout=heard, stderr=heard) as process:
+    reported = 0
+    with tempfile.TemporaryFile("w+") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         while process.poll() is None:
             time.sleep(0.05)
             done = run.metrics.read_bytes().count(b"\n") if run.metrics.exists() else 0
             if done and first is None:
                 first = time.perf_counter() - began
-            if done // 10 > said:
-                said = done // 10
+            if done // 10 > reported:
+                reported = done // 10
                 report(f"step {done} of {steps}")
         if process.returncode:
-            heard.seek(0)
-            message = heard.read().strip()
+            output.seek(0)
+            message = output.read().strip()
             if process.returncode == MISTAKE:
                 raise UserMistake(message.rpartition("shoal: ")[2])
-            raise RunFailed(f"The training that was to be measured failed:\n{message[-4000:]}")
+            raise RunFailed(f"The measured training failed:\n{message[-4000:]}")
     if first is None:
         first = time.perf_counter() - began
     return first

@@ -1,6 +1,6 @@
-"""What `bench.rank` starts without a GPU: `python -m shoal.bench.trace_worker CONFIG RESULT --world N`.
+"""Worker of `bench.rank` without a GPU: `python -m shoal.bench.trace_worker CONFIG RESULT --world N`.
 
-In a process of its own, because a process has one process group.
+A separate process, because a process has one default process group.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shoal.bench.forecast import compared_terms, forecast_memory, uncompiled_choice
-from shoal.bench.ledger import REDUCING, Fullest
+from shoal.bench.ledger import REDUCING, Peak
 from shoal.bench.trace import LOSS, check_traceable, trace
 from shoal.config.load import load_config
 from shoal.config.schema import Config
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def trace_rank(config: Config, world_size: int) -> dict[str, Any]:
-    """Forecast and trace of the first of `world_size` ranks, as `bench.rank` reads them."""
+    """Forecast and trace of rank 0 of `world_size`, as `bench.rank` reads them."""
     import torch
 
     choice = uncompiled_choice(config, world_size)
@@ -59,7 +59,7 @@ def trace_rank(config: Config, world_size: int) -> dict[str, Any]:
         "forecast": forecast_memory(choice, peak),
         "measured": {
             "allocated_gib": traced.moments[peak].bytes / GIB,
-            "fullest": peak,
+            "peak_at": peak,
             "terms_at": peak,
             "terms": compared_terms(_terms(peak, traced.moments[peak])),
             "moments": {name: moment.bytes / GIB for name, moment in traced.moments.items()},
@@ -67,8 +67,8 @@ def trace_rank(config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
-def _terms(part: str, moment: Fullest) -> dict[str, float]:
-    """As the forecast counts them: while there is a loss, the gradient that the head will hand on is the head's."""
+def _terms(part: str, moment: Peak) -> dict[str, float]:
+    """As the forecast counts them: during the loss, the head's gradient counts as head."""
     terms: dict[str, float] = dict(moment.terms)
     if part == LOSS:
         terms["head"] = terms.get("head", 0) + terms.pop(REDUCING, 0)
@@ -79,4 +79,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of a group that is not one would keep the interpreter
+    os._exit(code)  # threads of the fake process group would block a normal exit

@@ -1,4 +1,4 @@
-"""How a config trains here: all of it, or one rank of a job of many."""
+"""Measures local training of a config: the full job, or one rank of a larger one."""
 
 import json
 import tempfile
@@ -15,7 +15,7 @@ __all__ = ["RankReport", "Steps", "measure_rank", "measure_training"]
 def measure_training(
     config: Config, *, steps: int, warmup: int, report: Callable[[str], None] = lambda _: None
 ) -> Steps:
-    """Train `warmup` + `steps` steps as `config` says, save nothing, and measure the latter."""
+    """Train `warmup` + `steps` steps of `config` without saving, and measure the latter."""
     return measure(config, steps=steps, warmup=warmup, worker_options=[], share=1, report=report)
 
 
@@ -28,9 +28,9 @@ def measure_rank(
     real: bool | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> RankReport:
-    """One rank of `world_size` against the forecast. `real`: memory and compute are, but what it exchanges with the
-    others is not, and takes no time, and its losses mean nothing. Not `real`: it is traced, and only its memory found.
-    None: real on a GPU, traced without one, where a model of a size to ask about could not run."""
+    """Compare rank 0 of `world_size` with the forecast. `real`: it trains with fake collectives, which take no time, so
+    its losses are meaningless. Not `real`: it is traced, for its memory only. None: real on a GPU, traced without one,
+    where models of interesting sizes could not run."""
     if real is None:
         import torch
 

@@ -1,7 +1,7 @@
-"""What `bench.steps` starts: `python -m shoal.bench.training_worker CONFIG RUNS [--world N --forecast FILE]`.
+"""Worker of `bench.steps`: `python -m shoal.bench.training_worker CONFIG RUNS [--world N --forecast FILE]`.
 
-With `--world` this process is rank 0 of N by itself: exchanges with the others return at once, with this rank's own
-numbers in their places. On a GPU the forecast for what it does goes to FILE.
+With `--world` this process is rank 0 of N by itself: collectives return at once, with this rank's own
+data. On a GPU the forecast for this run is written to FILE.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> int:
         if given.world is None:
             start(config, runs=given.runs)
         else:
-            train_alone_as_one_of(config, given.world, RunDirectory(given.runs / config.name), given.forecast)
+            train_as_single_rank(config, given.world, RunDirectory(given.runs / config.name), given.forecast)
     except (UserMistake, RunFailed) as failure:
         print(f"shoal: {failure}", file=sys.stderr)
         return 2 if isinstance(failure, UserMistake) else 1
@@ -58,19 +58,19 @@ def main() -> int:
     return 0
 
 
-def train_alone_as_one_of(config: Config, world_size: int, run: RunDirectory, forecast: Path | None) -> None:
-    """Train as the first of `world_size` ranks, of which there is no other."""
+def train_as_single_rank(config: Config, world_size: int, run: RunDirectory, forecast: Path | None) -> None:
+    """Train as rank 0 of `world_size`, without the other ranks."""
     here = machine_of(config, world_size)
     os.environ["LOCAL_WORLD_SIZE"] = str(here.devices)
     device = choose_device(0)
     config = with_precision(config, inspect_device(device).auto_precision)
-    inputs = read_inputs(config, Reporter(speaks=False))
+    inputs = read_inputs(config, Reporter(enabled=False))
     chosen = preflight(config, inputs, world_size, inspect_device(device), None)
     if chosen.mesh["pp"] > 1 or (chosen.strategy in ("ddp", "zero1") and chosen.data_parallel > 1):
         raise UserMistake(
-            f"bench rank cannot leave out the exchanges of {'pp' if chosen.mesh['pp'] > 1 else chosen.strategy} where "
-            "it really trains; it does with fsdp, zero2 and zero3, and with tp and cp. A rank of ddp computes what one "
-            "device alone does: shoal bench train; --traced finds its memory."
+            f"bench rank cannot replace the collectives of {'pp' if chosen.mesh['pp'] > 1 else chosen.strategy} by "
+            "fake ones; it supports fsdp, zero2 and zero3, with tp and cp. A ddp rank computes the same as one device: "
+            "use shoal bench train for its speed, and --traced for its memory."
         )
     dist.init_process_group("fake", rank=0, world_size=world_size)
     run.create(config, overwrite=False)
@@ -80,7 +80,7 @@ def train_alone_as_one_of(config: Config, world_size: int, run: RunDirectory, fo
 
 
 def _forecast(config: Config, chosen: Chosen, device: torch.device, machines: Machine) -> dict[str, Any]:
-    """The forecast for what was done here."""
+    """The forecast for the run that was measured."""
     found = inspect_device(device)
     machine = machine_at_hand(torch.cuda.get_device_name(device), found.memory_gib, machines.devices, machines.nodes)
     parallel = config.parallel.model_copy(update={"strategy": chosen.strategy, "sharding": chosen.sharding})
@@ -89,11 +89,11 @@ def _forecast(config: Config, chosen: Chosen, device: torch.device, machines: Ma
     config = config.model_copy(update={"parallel": parallel, "train": settled})
     choice = choose(config, read_shape(config.model), machine)
     memory = forecast_memory(choice)
-    return memory | forecast_compute(choice) | {"reserved_gib": choice.memory.places[0].reserved / GIB}
+    return memory | forecast_compute(choice) | {"reserved_gib": choice.memory.pipeline_ranks[0].reserved / GIB}
 
 
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of a group that is not one would keep the interpreter
+    os._exit(code)  # threads of the fake process group would block a normal exit

@@ -1,8 +1,7 @@
-"""GPUs and the links between them: what the vendors promise, for the forecast to start from.
+"""Datasheet figures of GPUs and links, as input of the forecast.
 
-Speeds are the dense peaks of the vendors' datasheets, never the sparse ones; half-precision products count
-with fp32 accumulation, as training does them. Memory is what the driver reports to programs
-(`torch.cuda.get_device_properties().total_memory`), a little less than the name on the box.
+Speeds are the vendors' dense peaks, not the sparse ones; half-precision matmuls with fp32 accumulation, as in training.
+Memory is what the driver reports (`torch.cuda.get_device_properties().total_memory`), a little less than advertised.
 """
 
 import re
@@ -14,30 +13,30 @@ from shoal.mistakes import UserMistake, suggestion
 
 @dataclass(frozen=True)
 class Link:
-    """One way for data to leave a GPU."""
+    """An interconnect of a GPU."""
 
     name: str
-    bytes_per_second: float  # per direction and GPU, the wire's figure
+    bytes_per_second: float  # per direction and GPU, nominal
     latency: float  # seconds for one small message, an order of magnitude
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device as PyTorch sees it. A speed of None: the hardware has no such arithmetic."""
+    """One device as PyTorch sees it. A speed of None: not supported by the hardware."""
 
     name: str
     memory_gib: float
     memory_bandwidth: float  # bytes per second
-    bf16: float | None  # flop per second, as the next three
+    bf16: float | None  # FLOP/s, as the next three
     fp16: float
     fp32: float  # with TF32 off
     fp8: float | None
     compute_capability: tuple[int, int] | None  # NVIDIA's; None elsewhere
-    link: str  # between the GPUs of one machine, unless the user says otherwise
+    link: str  # between the GPUs of a node, by default
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a CPU's stand-in."""
+        """Whether this is the CPU entry."""
         return self.name == "cpu"
 
 
@@ -49,7 +48,7 @@ LINKS: dict[str, Link] = {
         Link("nvlink3", 300e9, 5e-6),
         Link("nvlink4", 450e9, 5e-6),
         Link("nvlink5", 900e9, 5e-6),
-        # AMD's links between the GPUs of one machine, all of a GPU's links together.
+        # AMD's links between the GPUs of a node, all links of a GPU together.
         Link("xgmi2", 150e9, 8e-6),
         Link("xgmi3", 448e9, 8e-6),
         # Sixteen lanes.
@@ -63,7 +62,7 @@ LINKS: dict[str, Link] = {
         Link("ethernet-10", 1.25e9, 50e-6),
         Link("ethernet-25", 3.125e9, 50e-6),
         Link("ethernet-100", 12.5e9, 30e-6),
-        # Processes of one machine over gloo: a guess, as every machine differs.
+        # Processes of one node over gloo: a rough guess.
         Link("loopback", 2e9, 50e-6),
     )
 }
@@ -80,7 +79,7 @@ GPUS: dict[str, Gpu] = {
         Gpu("l4", 22.03, 300e9, 121e12, 121e12, 30.3e12, 242e12, (8, 9), "pcie4"),
         Gpu("l40", 44.39, 864e9, 181e12, 181e12, 90.5e12, 362e12, (8, 9), "pcie4"),
         Gpu("l40s", 44.39, 864e9, 362e12, 362e12, 91.6e12, 733e12, (8, 9), "pcie4"),
-        # GeForce parts run half-precision products at half rate when they accumulate in fp32.
+        # GeForce parts run half-precision matmuls with fp32 accumulation at half rate.
         Gpu("rtx3090", 23.68, 936e9, 71e12, 71e12, 35.6e12, None, (8, 6), "pcie4"),
         Gpu("rtx4090", 23.64, 1008e9, 165.2e12, 165.2e12, 82.6e12, 330.3e12, (8, 9), "pcie4"),
         Gpu("rtx5090", 31.36, 1792e9, 209.5e12, 209.5e12, 104.8e12, 419e12, (12, 0), "pcie5"),
@@ -89,20 +88,20 @@ GPUS: dict[str, Gpu] = {
         Gpu("a100-80gb", 79.25, 2039e9, 312e12, 312e12, 19.5e12, None, (8, 0), "nvlink3"),
         Gpu("h100-80gb", 79.11, 3.35e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
         Gpu("h100-pcie", 79.11, 2.0e12, 756e12, 756e12, 51e12, 1513e12, (9, 0), "pcie5"),
-        # Held to 500 W: the peak is the SXM part's, but its clocks cannot stay there, so expect a lower share of it.
+        # Limited to 500 W: the peak is the SXM part's, but the clocks cannot sustain it, so expect a lower share.
         Gpu("h100-96gb", 95.0, 2.4e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
         Gpu("h200", 139.80, 4.8e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
         Gpu("b200", 178.35, 7.7e12, 2250e12, 2250e12, 75e12, 4500e12, (10, 0), "nvlink5"),
         # Half a card: PyTorch sees each of its two dies as a device.
         Gpu("mi250", 63.98, 1.6e12, 181e12, 181e12, 45.3e12, None, None, "xgmi2"),
         Gpu("mi300x", 191.98, 5.3e12, 1307e12, 1307e12, 163.4e12, 2615e12, None, "xgmi3"),
-        # A stand-in for planning, not a measurement: some eight cores of a workstation.
+        # For planning, not measured: about eight cores of a workstation.
         Gpu("cpu", 16.0, 50e9, 0.5e12, 0.25e12, 0.5e12, None, None, "loopback"),
     )
 }
 
-# What drivers print, without the vendor's name. Matched whole: a laptop part, a MIG slice, an NVL or a Ti is
-# another device with other speeds, and no answer is better than a wrong one.
+# Names that drivers print, without the vendor. Full matches only: a laptop part, a MIG slice, an NVL or a Ti is a
+# different device, and no match is better than a wrong one.
 _PRINTED: tuple[tuple[str, str], ...] = (
     (r"t4", "t4"),
     (r"v100(-sxm2|-sxm3|-pcie)-16gb", "v100-16gb"),
@@ -149,9 +148,9 @@ def find_link(name: str) -> Link:
 
 
 def recognise(device_name: str) -> Gpu | None:
-    """The entry for a name as `torch.cuda.get_device_name()` and nvidia-smi print it; None when it is not here.
+    """The entry for a name as `torch.cuda.get_device_name()` and nvidia-smi print it; None if it is unknown.
 
-    A PCIe card of a kind that is catalogued with NVLink comes back with its PCIe link.
+    A PCIe card of a model that is catalogued with NVLink is returned with its PCIe link.
     """
     printed = re.sub(r"^((nvidia|tesla|geforce|amd|instinct)\s+)*", "", device_name.strip().lower())
     for pattern, name in _PRINTED:
@@ -164,7 +163,7 @@ def recognise(device_name: str) -> Gpu | None:
 
 
 def _meant(name: str, choices: Iterable[str]) -> str:
-    # An unfinished name ('a100') means one of those it begins, even where another is closer in letters ('a10g').
+    # A prefix ('a100') suggests the names that it starts, even if another is closer by edit distance ('a10g').
     spelled = _spelled(name)
     names = list(choices)
     return suggestion(spelled, [choice for choice in names if choice.startswith(spelled)] or names)

@@ -1,23 +1,23 @@
-"""What a model's shape is, and the shapes of published models. Data only: `shapes` counts, makes and finds."""
+"""Model shapes and architecture families, with the shapes of published models. Data only; functions are in `shapes`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Family:
-    """What all models of one architecture have in common, whatever their size."""
+    """Properties that all models of an architecture share."""
 
-    gated: bool = False  # three matrices in the feed-forward part instead of two
+    gated: bool = False  # gated MLP: three matrices instead of two
     rotary: bool = False
     learned_positions: bool = False
     linear_bias: bool = False  # on every linear layer of a block
     qkv_bias: bool = False  # on query, key and value, where the other linear layers have none
     norm_bias: bool = False  # LayerNorm with an offset; elsewhere a norm is one scale per channel
-    head_norms: bool = False  # queries and keys are normalised head by head
+    head_norms: bool = False  # per-head norms of queries and keys
     grouped: bool = False  # may have fewer key-value heads than heads
     final_norm: bool = True  # between the last block and the head
     segments: int = 0  # rows of BERT's token-type table
-    # What explicit sizes get where they leave it open.
+    # Defaults for explicit sizes.
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rotary_share: float = 1.0
@@ -37,13 +37,13 @@ FAMILIES: dict[str, Family] = {
     "mpt": Family(),
 }
 
-# Known so that published measurements can be compared with the forecast; nothing builds these models.
+# Only for comparing the forecast with published results; these models cannot be built.
 FORECAST_ONLY = frozenset({"mpt"})
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary frequencies beyond the length of pretraining."""
+    """Llama 3.1's scaling of the rotary frequencies for sequences longer than in pretraining."""
 
     factor: float
     low_frequency_factor: float = 1.0
@@ -69,11 +69,11 @@ class ModelShape:
     rope_theta: float = 10_000.0
     rotary_share: float = 1.0  # of each head's channels, the first ones
     rope_scaling: RopeScaling | None = None
-    parallel_residual: bool = True  # neox only: attention and feed-forward read the same input
+    parallel_residual: bool = True  # neox only: attention and MLP read the same input
     sliding_window: int | None = None
     initializer_range: float = 0.02
-    others: int = 0  # parameters of each block beside these sizes, such as experts that a token does not go to
-    # None where no tokenizer is known yet: whoever builds the model takes them from the tokenizer.
+    others: int = 0  # further parameters per block, such as inactive experts
+    # None if no tokenizer is known yet: building the model takes them from the tokenizer.
     bos: int | None = None
     eos: int | None = None
 
@@ -83,7 +83,7 @@ class ModelShape:
 
     @property
     def traits(self) -> Family:
-        """What the family has in common: gating, biases, kind of norms and positions."""
+        """The traits of the family: gating, biases, norms and positions."""
         return FAMILIES[self.family]
 
     @property

@@ -1,4 +1,4 @@
-"""Recipes: runnable config files that come with the package, one for each thing people come for."""
+"""Recipes: runnable config files that ship with the package, one per use case."""
 
 from pathlib import Path
 
@@ -20,5 +20,5 @@ def read_recipe(name: str) -> str:
 
 
 def about_recipe(name: str) -> str:
-    """Its first line: what it does."""
+    """The first line of the recipe: what it does."""
     return read_recipe(name).splitlines()[0].lstrip("# ")

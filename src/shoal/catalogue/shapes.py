@@ -1,7 +1,7 @@
-"""Shapes of models: counting their parameters, making one from explicit sizes, finding a published one by name.
+"""Model shapes: parameter counts, shapes from explicit sizes, and published shapes by name.
 
-Facts and arithmetic only, so that the forecast answers without torch. `shoal.models.families` turns a shape
-into the transformers config it stands for.
+Does not import torch, so that the forecast stays fast. `shoal.models.families` converts a shape into a transformers
+config.
 """
 
 from shoal.catalogue.named_shapes import FAMILIES, FORECAST_ONLY, NAMED, Family, ModelShape, RopeScaling
@@ -26,14 +26,14 @@ __all__ = [
 
 
 def block_matrices(shape: ModelShape) -> int:
-    """Weights of one block that take part in matrix products."""
+    """Matmul parameters of one block."""
     attention = shape.hidden * (2 * shape.query_width + 2 * shape.kv_width)
     feed_forward = shape.hidden * shape.ffn * (3 if shape.traits.gated else 2)
     return attention + feed_forward
 
 
 def block_vectors(shape: ModelShape) -> int:
-    """Weights of one block that are biases and norms, and what else is in no product that is counted."""
+    """Parameters of one block outside matmuls: biases, norms and others."""
     traits = shape.traits
     count = 2 * _norm(shape) + shape.others
     if traits.linear_bias or traits.qkv_bias:
@@ -46,14 +46,14 @@ def block_vectors(shape: ModelShape) -> int:
 
 
 def embedding_parameters(shape: ModelShape) -> int:
-    """Weights before the first block: tokens, and positions, segments and a norm where the family has them."""
+    """Parameters before the first block: token embedding, and positions, segments and a norm if the family has them."""
     traits = shape.traits
     rows = shape.vocab + traits.segments + (shape.positions if traits.learned_positions else 0)
     return rows * shape.hidden + (_norm(shape) if shape.family == "bert" else 0)
 
 
 def head_parameters(shape: ModelShape) -> int:
-    """Weights after the last block, without the output matrix when it is the embedding's."""
+    """Parameters after the last block, without lm_head if it is tied to the embedding."""
     count = 0 if shape.tied else shape.vocab * shape.hidden
     if shape.traits.final_norm:
         count += _norm(shape)
@@ -76,8 +76,8 @@ def _norm(shape: ModelShape) -> int:
 def default_ffn(family: str, hidden: int) -> int:
     """The feed-forward width when none is given.
 
-    Gated families get 8/3 of hidden, which costs what 4 × hidden costs ungated, rounded up to a multiple
-    of 64: even small models then split over 8 ranks into widths a tensor core likes.
+    Gated families get 8/3 of hidden, which has the cost of 4 × hidden without gating, rounded up to a multiple of 64,
+    so that even small models split over 8 ranks into widths that suit tensor cores.
     """
     if not FAMILIES[family].gated:
         return 4 * hidden
@@ -96,10 +96,10 @@ def shape_from_sizes(
     positions: int,
     tied: bool,
 ) -> ModelShape:
-    """The shape with these sizes and the family's habits for the rest; contradictions are the user's mistake."""
+    """The shape with these sizes and the family's defaults for the rest; a UserMistake if they are inconsistent."""
     buildable = [name for name in FAMILIES if name not in FORECAST_ONLY]
     if family not in buildable:
-        reason = "is for the forecast only, in its named sizes" if family in FORECAST_ONLY else "is not one we know"
+        reason = "can only be forecast, in its named sizes" if family in FORECAST_ONLY else "is unknown"
         raise UserMistake(
             f"The model family '{family}' {reason}; use one of {', '.join(buildable)}.{suggestion(family, buildable)}"
         )
@@ -130,32 +130,30 @@ def shape_from_sizes(
 def _refuse_contradictions(shape: ModelShape) -> None:
     if shape.hidden % shape.heads:
         raise UserMistake(
-            f"hidden ({shape.hidden}) does not divide into {shape.heads} heads: make hidden a multiple of heads."
+            f"hidden ({shape.hidden}) is not divisible by {shape.heads} heads: make hidden a multiple of heads."
         )
     if not shape.traits.grouped and shape.kv_heads != shape.heads:
         raise UserMistake(
-            f"kv_heads ({shape.kv_heads}) has no meaning for the family {shape.family}, where every head has its own "
-            f"keys and values: leave kv_heads out, or use llama, mistral, qwen2 or qwen3."
+            f"kv_heads ({shape.kv_heads}) is not supported by the family {shape.family}, which has no grouped-query "
+            f"attention: omit kv_heads, or use llama, mistral, qwen2 or qwen3."
         )
     if shape.heads % shape.kv_heads:
         raise UserMistake(
-            f"{shape.heads} heads cannot share {shape.kv_heads} kv_heads evenly: make heads a multiple of kv_heads."
+            f"{shape.heads} heads are not divisible by {shape.kv_heads} kv_heads: make heads a multiple of kv_heads."
         )
     if shape.family == "bert" and not shape.tied:
-        raise UserMistake(
-            "bert with tied: false has a bias that nothing uses and no gradient reaches: leave tied at true."
-        )
+        raise UserMistake("bert with tied: false has an unused bias that gets no gradient: leave tied at true.")
     if not shape.traits.rotary:
         return
     if shape.head_size % 2:
         raise UserMistake(
-            f"Each head has {shape.head_size} channels (hidden {shape.hidden} / heads {shape.heads}), and rotary "
-            f"positions turn channels in pairs: choose sizes that give an even number."
+            f"The head dimension is {shape.head_size} (hidden {shape.hidden} / heads {shape.heads}), but rotary "
+            f"embeddings need an even one: choose other sizes."
         )
     if int(shape.head_size * shape.rotary_share) < 1:
         raise UserMistake(
-            f"The family {shape.family} gives {shape.rotary_share:.0%} of each head's channels a position, and of "
-            f"{shape.head_size} channels that is none: choose fewer heads or a larger hidden."
+            f"The family {shape.family} applies rotary embeddings to {shape.rotary_share:.0%} of each head, and of a "
+            f"head dimension of {shape.head_size} that is none: choose fewer heads or a larger hidden."
         )
 
 

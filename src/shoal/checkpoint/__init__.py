@@ -1,1 +1,1 @@
-"""State on disk: whole, or not there."""
+"""Checkpoints on disk. A checkpoint is whole or it does not exist."""

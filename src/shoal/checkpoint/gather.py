@@ -1,4 +1,4 @@
-"""`checkpoint.format: full`: every rank's parts brought together on the first, which writes one file."""
+"""`checkpoint.format: full`: rank 0 gathers all tensor slices and writes one file."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -15,37 +15,35 @@ from shoal.parallel.ranks import Ranks
 
 
 def gather(parts: Mapping[str, Part], ranks: Ranks, beat: Callable[[], None] = lambda: None) -> dict[str, Part]:
-    """Whole tensors, on the host of the first rank, which must have room for all of them; nothing on the others.
+    """Gather full tensors in host memory on rank 0, which must have room for all of them; other ranks get nothing.
 
-    `beat` is called with every piece.
+    `beat` is called after each tensor slice.
     """
     if not ranks.first:
         _send(parts, beat)
         return {}
     found: dict[str, Tensor] = {}
-    for name, whole_shape, tensor_slice, tensor in _own(parts):
-        _put(found, name, whole_shape, tensor_slice, tensor)
+    for name, full_shape, tensor_slice, tensor in _local_slices(parts):
+        _put(found, name, full_shape, tensor_slice, tensor)
     for rank in range(1, ranks.world_size):
         for entry in json.loads(bytes(_receive(rank, int(_receive(rank, 8).view(torch.int64))).tolist())):
-            dtype, tensor_slice = (
-                getattr(torch, entry["dtype"]),
-                TensorSlice(tuple(entry["offset"]), tuple(entry["shape"])),
-            )
+            dtype = getattr(torch, entry["dtype"])
+            tensor_slice = TensorSlice(tuple(entry["offset"]), tuple(entry["shape"]))
             tensor = _receive(rank, prod(tensor_slice.shape) * dtype.itemsize).view(dtype).reshape(tensor_slice.shape)
             _put(found, entry["name"], tuple(entry["whole"]), tensor_slice, tensor)
             beat()
-    return {name: _whole_part(tensor) for name, tensor in found.items()}
+    return {name: _full_part(tensor) for name, tensor in found.items()}
 
 
-def _own(parts: Mapping[str, Part]) -> Iterator[tuple[str, tuple[int, ...], TensorSlice, Tensor]]:
+def _local_slices(parts: Mapping[str, Part]) -> Iterator[tuple[str, tuple[int, ...], TensorSlice, Tensor]]:
     for name, part in parts.items():
         local = local_tensor(part.tensor)
-        for piece in part.pieces:
-            yield name, part.whole, piece.whole, local[piece.local.slices]
+        for mapping in part.slices:
+            yield name, part.full_shape, mapping.whole, local[mapping.local.slices]
 
 
 def _send(parts: Mapping[str, Part], beat: Callable[[], None]) -> None:
-    """What comes, in the order in which it comes; then the bytes of each."""
+    """Send a table of contents, then the bytes of each slice in the same order."""
     entries: list[dict[str, Any]] = [
         {
             "name": name,
@@ -54,20 +52,20 @@ def _send(parts: Mapping[str, Part], beat: Callable[[], None]) -> None:
             "shape": tensor_slice.shape,
             "dtype": str(tensor.dtype)[6:],
         }
-        for name, shape, tensor_slice, tensor in _own(parts)
+        for name, shape, tensor_slice, tensor in _local_slices(parts)
     ]
     text = json.dumps(entries).encode()
     dist.send(torch.tensor([len(text)]).view(torch.uint8), 0)
     dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
-    for _, _, _, tensor in _own(parts):
+    for _, _, _, tensor in _local_slices(parts):
         dist.send(tensor.contiguous().cpu().reshape(-1).view(torch.uint8), 0)
         beat()
 
 
 def _receive(rank: int, size: int) -> Tensor:
-    arrived = torch.empty(size, dtype=torch.uint8)
-    dist.recv(arrived, rank)
-    return arrived
+    received = torch.empty(size, dtype=torch.uint8)
+    dist.recv(received, rank)
+    return received
 
 
 def _put(
@@ -78,6 +76,6 @@ def _put(
     found[name][tensor_slice.slices].copy_(tensor)
 
 
-def _whole_part(tensor: Tensor) -> Part:
+def _full_part(tensor: Tensor) -> Part:
     tensor_slice = whole(tuple(tensor.shape))
     return Part(tensor, [SliceMapping(tensor_slice, tensor_slice)], tuple(tensor.shape))

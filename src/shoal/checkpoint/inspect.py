@@ -1,4 +1,4 @@
-"""What checkpoints a run has, and whether each is what was saved: for `shoal checkpoints`."""
+"""Lists a run's checkpoints and verifies their hashes, for `shoal checkpoints`."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,14 +13,14 @@ WHOLE, UNFINISHED, DAMAGED = "whole", "not whole", "damaged"
 
 @dataclass(frozen=True)
 class Listed:
-    """One folder of a run's checkpoints."""
+    """One checkpoint folder of a run."""
 
     step: int
     path: str
-    size: int  # bytes, of the files that are there
+    size: int  # in bytes, of the files present
     metrics: dict[str, float]
-    state: str  # whole; not whole: its manifest is missing, or files are; damaged: its contents are not what was saved
-    damaged: str | None  # the first file that is missing, too short, or not what was saved
+    state: str  # whole; not whole: the manifest or files are missing; damaged: a hash does not match
+    damaged: str | None  # the first file that is missing, has another size, or does not match its hash
     latest: bool
 
     def as_dict(self) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class Listed:
 def list_checkpoints(
     run: Path, *, verify: bool = False, report: Callable[[str], None] = lambda _: None
 ) -> list[Listed]:
-    """All of a run's checkpoints, oldest first; with `verify`, every file is compared with its hash."""
+    """List all checkpoints of a run, oldest first; with `verify`, compare every file with its hash."""
     checkpoints = run / "checkpoints"
     if not checkpoints.is_dir():
         raise UserMistake(f"{run} holds no checkpoints; give the folder of a run, such as runs/NAME.")
@@ -47,11 +47,11 @@ def list_checkpoints(
     found = []
     for step in steps:
         folder = folder_for(checkpoints, step)
-        found_there = examine(folder)
-        checkpoint = found_there if isinstance(found_there, Checkpoint) else None
-        state, damaged = (WHOLE, None) if checkpoint is not None else (UNFINISHED, str(found_there))
+        checkpoint_or_file = examine(folder)
+        checkpoint = checkpoint_or_file if isinstance(checkpoint_or_file, Checkpoint) else None
+        state, damaged = (WHOLE, None) if checkpoint is not None else (UNFINISHED, str(checkpoint_or_file))
         if checkpoint is not None and verify:
-            report(f"reading {folder} ({_readable(checkpoint.size)})")
+            report(f"verifying {folder} ({_readable(checkpoint.size)})")
             damaged = damaged_file(checkpoint)
             state = WHOLE if damaged is None else DAMAGED
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())

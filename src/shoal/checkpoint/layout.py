@@ -1,7 +1,8 @@
-"""Who holds which piece of which tensor: how ranks divide the writing, and how any mesh reads it back.
+"""The file layout of a sharded checkpoint: which rank writes which tensor slice, and how any mesh reads it back.
 
-Each rank writes `rank-N.safetensors` with its pieces; the file's metadata says which box of which whole tensor each
-piece is. A reader puts the pieces together over the box it wants, so the world size that wrote does not matter.
+Each rank writes its slices to `rank-N.safetensors`. The file's metadata records the position of each slice in the full
+tensor. A reader assembles the slice it needs from whichever files overlap it, so a checkpoint can be loaded on a mesh
+of any size.
 """
 
 import json
@@ -21,67 +22,67 @@ from shoal.mistakes import UserMistake
 from shoal.models.tensor_slices import SliceMapping, TensorSlice, local_tensor, whole
 from shoal.parallel.placement import Placement
 
-TENSOR_SLICES = "slices"  # in a file's metadata: where each of its tensors stands in the whole one
+TENSOR_SLICES = "slices"  # key in a file's metadata: the position of each stored slice in its full tensor
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor on disk: its shape, and where boxes of it are."""
+    """A full tensor on disk: its shape, and where its slices are stored."""
 
     shape: tuple[int, ...]
-    pieces: tuple[tuple[str, str, TensorSlice], ...]  # file, name there, which part of the whole
+    slices: tuple[tuple[str, str, TensorSlice], ...]  # file, key in the file, position in the full tensor
 
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank has of a whole tensor."""
+    """The slices of a full tensor that this rank holds."""
 
     tensor: Tensor
-    pieces: list[SliceMapping]
-    whole: tuple[int, ...]
+    slices: list[SliceMapping]
+    full_shape: tuple[int, ...]
 
 
 def parts_to_write(tensors: Mapping[str, tuple[Tensor, str | None]], placement: Placement) -> dict[str, Part]:
-    """What this rank writes of `tensors` (each with the parameter it belongs to, if to any).
+    """Select what this rank writes of `tensors` (each with the name of its parameter, if any).
 
-    What several ranks have, one of them writes, and they share the work: all that have a tensor see the same ones in
-    the same order, and so agree on the writer.
+    Each replicated tensor is written by one of the ranks that hold it, and the load is balanced among them. No
+    communication is needed: these ranks see the same tensors in the same order, and so agree on the writer.
     """
     chosen: dict[str, Part] = {}
     loads: dict[tuple[str, ...], list[int]] = {}
     for key, (tensor, parameter) in tensors.items():
-        over = placement.shared_over(parameter, tensor)
+        over = placement.replicated_over(parameter, tensor)
         if over is None:
             continue
-        number, count = placement.parallel_dims.replica(over)
+        replica, count = placement.parallel_dims.replica(over)
         load = loads.setdefault(over, [0] * count)
         writer = load.index(min(load))
-        # Of the whole: parts of it may differ in size, and with them what ranks think of each other's load.
-        whole_size = placement.whole_shape(parameter, tensor)
-        load[writer] += prod(whole_size) * tensor.element_size()
-        if writer == number and (held := placement.pieces(parameter, tensor)):
-            chosen[key] = Part(tensor, held, whole_size)
+        # The size of the full tensor: local shards may differ in size, and ranks would disagree on the load.
+        full_shape = placement.whole_shape(parameter, tensor)
+        load[writer] += prod(full_shape) * tensor.element_size()
+        if writer == replica and (held := placement.slice_mappings(parameter, tensor)):
+            chosen[key] = Part(tensor, held, full_shape)
     return chosen
 
 
 def snapshot_of(parts: Mapping[str, Part]) -> Snapshot:
-    """The file that holds these parts, and says of each which box of which whole tensor it is."""
+    """Lay out the file of these parts, with the position of each slice in its metadata."""
     tensor_slices: dict[str, Any] = {}
     stored: dict[str, Tensor] = {}
     for name, part in parts.items():
         local = local_tensor(part.tensor)
-        for index, piece in enumerate(part.pieces):
+        for index, mapping in enumerate(part.slices):
             key = name if index == 0 else f"{name}#{index}"
-            stored[key] = local[piece.local.slices]
-            # The type as well: the header's is one word, and with another one of its length the same bytes would be
-            # other numbers.
+            stored[key] = local[mapping.local.slices]
+            # The dtype is stored a second time: if the one in the header is corrupted to another of the same width,
+            # the bytes would silently be read as other values.
             kind = NAMES[stored[key].dtype]
-            tensor_slices[key] = {"whole": list(part.whole), "offset": list(piece.whole.offset), "dtype": kind}
+            tensor_slices[key] = {"whole": list(part.full_shape), "offset": list(mapping.whole.offset), "dtype": kind}
     return lay_out(stored, {TENSOR_SLICES: json.dumps(tensor_slices)})
 
 
 class SliceReader:
-    """Reads boxes of whole tensors from a checkpoint's folder, whoever wrote it."""
+    """Reads slices of full tensors from a checkpoint folder, written by any mesh."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,76 +90,74 @@ class SliceReader:
         self._files: dict[str, Any] = {}
         checkpoint = read_manifest(folder)
         if checkpoint is None:
-            raise UserMistake(f"{folder} is not a whole checkpoint: its MANIFEST.json is missing or wrong.")
-        # What is not listed has not been hashed, whoever put it there.
+            raise UserMistake(f"{folder} is not a complete checkpoint: its MANIFEST.json is missing or invalid.")
+        # Only listed files: others have no hash in the manifest.
         for path in sorted(folder / name for name in checkpoint.files if name.endswith(".safetensors")):
             try:
                 self._read_table(path)
             except (
                 *(SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError),
-                *(OverflowError, RecursionError),  # an infinite offset, lists in lists in lists
+                *(OverflowError, RecursionError),  # an infinite offset, deeply nested lists
             ):
-                raise UserMistake(f"{path} is damaged: it does not say which tensors it holds.") from None
+                raise UserMistake(f"{path} is damaged: its header or slice metadata is invalid.") from None
         for name, entry in self.entries.items():
-            if not _fills([tensor_slice for _, _, tensor_slice in entry.pieces], entry.shape):
-                raise UserMistake(f"{folder} holds only a part of {name}: it was not written whole.")
+            if not _fills([tensor_slice for _, _, tensor_slice in entry.slices], entry.shape):
+                raise UserMistake(f"{folder} is incomplete: it holds only a part of the tensor {name}.")
 
     def _read_table(self, path: Path) -> None:
-        """Take note of what a file holds, trusting nothing in it that the shapes of its tensors do not bear out."""
+        """Record the slices of a file, and validate its metadata against the shapes and dtypes in its header."""
         file: Any = safe_open(path, framework="pt")
         self._files[path.name] = file
-        places = json.loads(file.metadata()[TENSOR_SLICES])
-        if set(places) != set(file.keys()):
+        positions = json.loads(file.metadata()[TENSOR_SLICES])
+        if set(positions) != set(file.keys()):
             raise ValueError
-        for key, place in places.items():
+        for key, position in positions.items():
             header = file.get_slice(key)
             shape = tuple(header.get_shape())
-            tensor_slice, whole_shape = (
-                TensorSlice(tuple(map(int, place["offset"])), shape),
-                tuple(map(int, place["whole"])),
-            )
-            ends = zip(tensor_slice.offset, tensor_slice.shape, whole_shape, strict=True)
-            if any(offset < 0 or offset + size > limit for offset, size, limit in ends):
+            tensor_slice = TensorSlice(tuple(map(int, position["offset"])), shape)
+            full_shape = tuple(map(int, position["whole"]))
+            dimensions = zip(tensor_slice.offset, tensor_slice.shape, full_shape, strict=True)
+            if any(offset < 0 or offset + size > limit for offset, size, limit in dimensions):
                 raise ValueError
-            if header.get_dtype() != place["dtype"]:
+            if header.get_dtype() != position["dtype"]:
                 raise ValueError
-            name = key.partition("#")[0]  # a rank that has several boxes of a tensor numbers them
-            known = self.entries.get(name, Entry(whole_shape, ()))
-            if known.shape != whole_shape:
+            name = key.partition("#")[0]  # a rank that holds several slices of a tensor numbers them
+            known = self.entries.get(name, Entry(full_shape, ()))
+            if known.shape != full_shape:
                 raise ValueError
-            self.entries[name] = Entry(whole_shape, (*known.pieces, (path.name, key, tensor_slice)))
+            self.entries[name] = Entry(full_shape, (*known.slices, (path.name, key, tensor_slice)))
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """Name (without `prefix`) → whole shape of every tensor under `prefix`."""
+        """Name (without `prefix`) → full shape of every tensor under `prefix`."""
         return {
             name.removeprefix(prefix): entry.shape for name, entry in self.entries.items() if name.startswith(prefix)
         }
 
-    def read_into(self, name: str, tensor: Tensor, pieces: list[SliceMapping]) -> None:
-        """Fill the `pieces` of the whole that `tensor` holds on this rank."""
+    def read_into(self, name: str, tensor: Tensor, slices: list[SliceMapping]) -> None:
+        """Fill `tensor`, which holds these `slices` of the full tensor on this rank."""
         local = local_tensor(tensor)
-        for piece in pieces:
+        for mapping in slices:
             filled = 0
-            for file, key, tensor_slice in self.entries[name].pieces:
-                shared = piece.whole.overlap(tensor_slice)
+            for file, key, tensor_slice in self.entries[name].slices:
+                shared = mapping.whole.overlap(tensor_slice)
                 if not shared.empty:
-                    place = local[piece.local.slices][shared.within(piece.whole).slices]
-                    place.copy_(self._part(file, key, shared.within(tensor_slice)))
+                    view = local[mapping.local.slices][shared.within(mapping.whole).slices]
+                    view.copy_(self._part(file, key, shared.within(tensor_slice)))
                     filled += prod(shared.shape)
-            if filled != prod(piece.whole.shape):
-                raise UserMistake(f"{self.folder} holds only a part of {name}: it was not written whole.")
+            if filled != prod(mapping.whole.shape):
+                raise UserMistake(f"{self.folder} is incomplete: it holds only a part of the tensor {name}.")
 
     def read_whole(self, name: str) -> Tensor:
-        """The whole tensor, put together on the host."""
+        """Return the full tensor, assembled in host memory."""
         entry = self.entries[name]
         found = [
-            (self._part(file, key, whole(tensor_slice.shape)), tensor_slice) for file, key, tensor_slice in entry.pieces
+            (self._part(file, key, whole(tensor_slice.shape)), tensor_slice) for file, key, tensor_slice in entry.slices
         ]
         if len(found) == 1 and found[0][1].shape == entry.shape:
             return found[0][0]
         result = torch.empty(entry.shape, dtype=found[0][0].dtype)
-        for piece, tensor_slice in found:
-            result[tensor_slice.slices].copy_(piece)
+        for stored, tensor_slice in found:
+            result[tensor_slice.slices].copy_(stored)
         return result
 
     def _part(self, file: str, name: str, tensor_slice: TensorSlice) -> Tensor:
@@ -170,12 +169,12 @@ class SliceReader:
 
 
 def _fills(tensor_slices: list[TensorSlice], shape: tuple[int, ...]) -> bool:
-    """Whether `tensor_slices`, all inside a whole of this shape, hold every element of it, and none twice."""
+    """Whether `tensor_slices`, all within bounds of `shape`, cover every element exactly once."""
     if sum(prod(tensor_slice.shape) for tensor_slice in tensor_slices) != prod(shape):
         return False
     ordered = sorted(tensor_slices, key=lambda tensor_slice: tensor_slice.offset)
     for index, tensor_slice in enumerate(ordered):
-        # Only those that begin before this one ends: of many shards of a tensor, that is hardly ever more than one.
+        # Only slices that begin before this one ends can overlap it; usually there is at most one.
         for after in range(index + 1, len(ordered)):
             other = ordered[after]
             if other.offset[0] >= tensor_slice.offset[0] + tensor_slice.shape[0]:

@@ -1,7 +1,7 @@
-"""A safetensors file in the making: its header, and its bytes in order, from tensors wherever they are.
+"""Snapshots of tensors, written as safetensors files.
 
-The format is safetensors' own, and its library reads the files. It is written here because the library takes a copy of
-every tensor before it writes the first, and a checkpoint is to be hashed on its way to the disk.
+The files are read with the safetensors library. They are written here because the library copies every tensor before it
+writes the first, and because checkpoints are hashed while they are written.
 """
 
 import hashlib
@@ -32,20 +32,20 @@ NAMES = {
     torch.bool: "BOOL",
 }
 CHUNK = 2**24
-# The kernel would hold bytes back until there are many, and the sync at the end would then wait for all of them.
+# Otherwise the page cache would fill with dirty pages, and the fsync at the end would wait for all of them.
 SYNC_EVERY = 2**27
-SLAB = 2**28  # a power of two: pinned memory is only given out in such sizes
+SLAB = 2**28  # a power of two: PyTorch rounds pinned allocations up to one
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a file will hold."""
+    """The header and the tensors of a safetensors file."""
 
     header: bytes
-    tensors: tuple[Tensor, ...]  # in the order of the file
+    tensors: tuple[Tensor, ...]  # in file order
 
     def chunks(self) -> Iterator[memoryview]:
-        """The file's bytes, each tensor brought to the host when it is its turn."""
+        """Yield the file's bytes. Each tensor is copied to the host when it is reached."""
         yield memoryview(self.header)
         for tensor in self.tensors:
             held = _bytes_of(tensor).cpu()
@@ -54,7 +54,7 @@ class Snapshot:
 
 
 def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Snapshot:
-    """The file of these tensors. Wide types come first, so that every tensor is aligned for those who map the file."""
+    """Lay out a file of these tensors. Wider dtypes come first, so that every tensor is aligned in a memory map."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -68,10 +68,10 @@ def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Snaps
 
 
 class HostCopy:
-    """A copy of an image on the host, so that training may change the tensors while it is written.
+    """A copy of a snapshot in host memory, so that training may change the tensors while it is written.
 
-    On CUDA the copies wait in the device's stream like any other work, and the host goes on; `chunks` waits for them.
-    The memory is kept for the next image.
+    On CUDA the copies are asynchronous, in the current stream; `chunks` waits for them. The memory is reused for the
+    next snapshot.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,39 +81,39 @@ class HostCopy:
         self._header = b""
         self._copied: torch.cuda.Event | None = None
 
-    def take(self, image: Snapshot) -> None:
-        """Copy the image as it is now."""
-        self._header = image.header
-        self._size = sum(tensor.numel() * tensor.element_size() for tensor in image.tensors)
-        self._make_room()
-        at = 0
-        for tensor in image.tensors:
-            held = _bytes_of(tensor)
-            taken = 0
-            while taken < len(held):
-                slab, place = self._slabs[at // SLAB], at % SLAB
-                count = min(len(held) - taken, len(slab) - place)
-                slab[place : place + count].copy_(held[taken : taken + count], non_blocking=True)
-                taken, at = taken + count, at + count
+    def take(self, snapshot: Snapshot) -> None:
+        """Copy the current values of the snapshot's tensors."""
+        self._header = snapshot.header
+        self._size = sum(tensor.numel() * tensor.element_size() for tensor in snapshot.tensors)
+        self._allocate()
+        position = 0
+        for tensor in snapshot.tensors:
+            source = _bytes_of(tensor)
+            copied = 0
+            while copied < len(source):
+                slab, offset = self._slabs[position // SLAB], position % SLAB
+                count = min(len(source) - copied, len(slab) - offset)
+                slab[offset : offset + count].copy_(source[copied : copied + count], non_blocking=True)
+                copied, position = copied + count, position + count
         if self.device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(self.device))
 
     def chunks(self) -> Iterator[memoryview]:
-        """The file's bytes."""
+        """Yield the file's bytes."""
         if self._copied is not None:
             self._copied.synchronize()
         yield memoryview(self._header)
         for begin in range(0, self._size, CHUNK):
-            slab, place = self._slabs[begin // SLAB], begin % SLAB
+            slab, offset = self._slabs[begin // SLAB], begin % SLAB
             count = min(CHUNK, self._size - begin)
-            yield _view(slab[place : place + count])
+            yield _view(slab[offset : offset + count])
 
-    def _make_room(self) -> None:
+    def _allocate(self) -> None:
         pinned = self.device.type == "cuda"
-        while (room := sum(map(len, self._slabs))) < self._size:
-            missing = self._size - room
-            # Only the last slab may be smaller: places are found by dividing by the size.
+        while (capacity := sum(map(len, self._slabs))) < self._size:
+            missing = self._size - capacity
+            # Only the last slab may be smaller than SLAB: a slab's index is the position divided by SLAB.
             if self._slabs and len(self._slabs[-1]) < SLAB:
                 self._slabs.pop()
                 continue
@@ -122,9 +122,9 @@ class HostCopy:
 
 
 def write_snapshot(path: Path, chunks: Iterable[memoryview]) -> dict[str, Any]:
-    """Write the bytes and make sure that the disk has them; returns size and hash, as a manifest lists them.
+    """Write the bytes and fsync; return size and hash as the manifest lists them.
 
-    Hashing and writing both leave the interpreter free, and go on side by side.
+    Hashing and writing both release the GIL and run in parallel.
     """
     digest, size, unsynced = hashlib.sha256(), 0, 0
     hashing: deque[Future[None]] = deque()
@@ -138,7 +138,7 @@ def write_snapshot(path: Path, chunks: Iterable[memoryview]) -> dict[str, Any]:
             if unsynced >= SYNC_EVERY:
                 os.fdatasync(file.fileno())
                 unsynced = 0
-            while len(hashing) > 4:  # no more than a few chunks are kept waiting in memory
+            while len(hashing) > 4:  # bounds the memory of chunks that are not hashed yet
                 hashing.popleft().result()
         os.fsync(file.fileno())
     return {"size": size, "sha256": digest.hexdigest()}

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, and how it gets out of a run and back into one."""
+"""The contents of a checkpoint: collecting the state of a run, and loading it back."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,32 +13,35 @@ from torch import Tensor
 from shoal.checkpoint import store
 from shoal.checkpoint.layout import Part, SliceReader, parts_to_write
 from shoal.mistakes import UserMistake
-from shoal.models.tensor_slices import pieces
+from shoal.models.tensor_slices import slice_mappings
 from shoal.parallel.placement import Placement
 from shoal.parallel.ranks import Ranks
 
 MODEL, OPTIMIZER, CONTROL = "model.", "optimizer.", "control."
 PROGRESS, CONFIG = "progress.json", "config.json"
-FARTHEST = 2**62  # no run has as many positions
+LARGEST_POSITION = 2**62  # no run has as many positions
 
 
 @dataclass
 class Progress:
-    """How far a run is: everything that is not a tensor. Rows follow from the step, so no loader has state."""
+    """The training progress: all state that is not a tensor.
+
+    The data order is a function of the step, so the data loader has no state.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # for reading it back
 
     step: int = 0
     tokens: int = 0
-    skipped: int = 0  # steps that changed nothing, because a number was not finite
-    loss: float | None = None  # of the last line
+    skipped: int = 0  # steps without an update, because of non-finite gradients
+    loss: float | None = None  # of the last logged step
     best: float | None = None
     evaluations_without_gain: int = 0
     world_size: int = 1
     optimizer: str = ""
-    data: dict[str, int] = field(default_factory=dict)  # what the rows were made from, to notice that it changed
-    bad_steps: list[int] = field(default_factory=list)  # the last ones, in a row, that were not numbers
-    left_out: list[tuple[int, int]] = field(default_factory=list)  # positions of the order that are stepped over
+    data: dict[str, int] = field(default_factory=dict)  # describes the dataset, to detect that it changed
+    bad_steps: list[int] = field(default_factory=list)  # the latest consecutive steps with a non-finite loss
+    left_out: list[tuple[int, int]] = field(default_factory=list)  # spans of the data order that are skipped
     evaluated_at: int | None = None
     eval_loss: float | None = None  # of the last evaluation
     metrics: dict[str, float] = field(default_factory=dict)  # of this step, for choosing the best checkpoints
@@ -51,7 +54,7 @@ class StatefulOptimizer(Protocol):
 
 
 class Stateful(Protocol):
-    """A few numbers that every rank has alike."""
+    """Small state that is replicated on every rank."""
 
     def state(self) -> dict[str, Tensor]: ...
 
@@ -66,8 +69,8 @@ def collect(
     controls: Mapping[str, Stateful],
     ranks: Ranks,
 ) -> dict[str, Part]:
-    """This rank's share of all the tensors that a checkpoint holds: the tensors themselves, not copies."""
-    # Each with the parameter that it lies like, if there is one.
+    """Return this rank's part of the checkpoint's tensors. The tensors are not copied."""
+    # Each with the name of the parameter whose sharding it has, if any.
     everything: dict[str, tuple[Tensor, str | None]] = {
         **{MODEL + name: (tensor, name) for name, tensor in tensors.items()},
         **{OPTIMIZER + key: (tensor, _parameter(key)) for key, tensor in optimizer.state().items()},
@@ -80,7 +83,7 @@ def collect(
     parts = parts_to_write(everything, placement)
     for name, tensor in _random_state(ranks.device).items():
         shape = tuple(tensor.shape)
-        parts[_random_key(ranks.rank) + name] = Part(tensor, pieces(tensor, None), shape)
+        parts[_random_key(ranks.rank) + name] = Part(tensor, slice_mappings(tensor, None), shape)
     return parts
 
 
@@ -93,11 +96,11 @@ def load(
     controls: Mapping[str, Stateful],
     ranks: Ranks,
 ) -> Progress:
-    """Fill a run from a whole checkpoint, on any number of ranks."""
+    """Load a complete checkpoint into a run, with any world size."""
     reader = SliceReader(folder)
     load_parameters(reader, tensors, placement)
     for key, tensor in optimizer.empty_state(reader.shapes(OPTIMIZER), placement).items():
-        reader.read_into(OPTIMIZER + key, tensor, placement.pieces(_parameter(key), tensor))
+        reader.read_into(OPTIMIZER + key, tensor, placement.slice_mappings(_parameter(key), tensor))
     for owner, control in controls.items():
         prefix = f"{CONTROL}{owner}."
         control.load({name: reader.read_whole(prefix + name) for name in reader.shapes(prefix)})
@@ -105,84 +108,82 @@ def load(
     if progress.world_size == ranks.world_size:
         own = _random_key(ranks.rank)
         if "cpu" not in reader.shapes(own):
-            raise UserMistake(f"{folder} is damaged: it lacks the random state of rank {ranks.rank}.")
+            raise UserMistake(f"{folder} is damaged: the RNG state of rank {ranks.rank} is missing.")
         _restore_random_state({name: reader.read_whole(own + name) for name in reader.shapes(own)}, ranks.device)
     progress.world_size = ranks.world_size
     return progress
 
 
 def read_progress(folder: Path) -> Progress:
-    """How far the run was when it wrote this checkpoint."""
+    """Read the training progress that this checkpoint was saved with."""
     try:
         progress = TypeAdapter(Progress).validate_json((folder / PROGRESS).read_bytes(), strict=True)
-        # What the folder's name says is also what the manifest says.
+        # The folder's name, the manifest and the progress must agree.
         if store.step_of(folder) not in (None, progress.step):
             raise ValueError
-        if any(min(span) < 0 or max(span) >= FARTHEST for span in progress.left_out):
+        if any(min(span) < 0 or max(span) >= LARGEST_POSITION for span in progress.left_out):
             raise ValueError
         return progress
     except (OSError, ValueError):
-        raise UserMistake(f"{folder / PROGRESS} is damaged: it does not say how far the run was.") from None
+        raise UserMistake(f"{folder / PROGRESS} is damaged: it is not a valid progress file.") from None
 
 
 def load_parameters(reader: SliceReader, tensors: Mapping[str, Tensor], placement: Placement | None = None) -> None:
-    """Fill a model's parameters, and buffers, from a checkpoint; with `placement`, this rank's parts of them."""
+    """Load a model's parameters and buffers from a checkpoint; with `placement`, this rank's shards of them."""
     folder, stored = reader.folder, reader.shapes(MODEL)
     wanted = {name: tuple(one.shape) for name, one in tensors.items()} if placement is None else placement.shapes
     if different := sorted(set(stored) ^ set(wanted)):
-        raise UserMistake(f"{folder} was saved from another model: only one of the two has {different[0]}.")
+        raise UserMistake(f"{folder} was saved from another model: only one of the two has the tensor {different[0]}.")
     for name, shape in wanted.items():
         if stored[name] != shape:
-            raise UserMistake(f"{folder} holds {name} as {stored[name]}, but the model has {shape}.")
+            raise UserMistake(f"{folder} holds {name} with shape {stored[name]}, but the model has {shape}.")
     for name, tensor in tensors.items():
-        held = pieces(tensor, None) if placement is None else placement.pieces(name, tensor)
+        held = slice_mappings(tensor, None) if placement is None else placement.slice_mappings(name, tensor)
         reader.read_into(MODEL + name, tensor, held)
 
 
 def _parameter(key: str) -> str:
-    """The parameter that an optimizer's state 'field.parameter name' belongs to."""
+    """Return the name of the parameter from the key of an optimizer state, 'field.parameter name'."""
     return key.partition(".")[2]
 
 
 def newest(
-    places: Sequence[Path],
+    folders: Sequence[Path],
     ranks: Ranks,
     warn: Callable[[str], None] = lambda _: None,
     *,
     before: int | None = None,
 ) -> Path | None:
-    """The newest checkpoint in any of `places` that is whole and undamaged, and of a step `before` that one, if it is
-    given; what is damaged is named.
+    """Return the newest undamaged checkpoint in `folders`, of a step less than `before` if given.
 
-    Rank 0 lists them and the others are told; hashing is shared.
+    Damaged checkpoints are reported to `warn`. Rank 0 lists the folders and broadcasts the candidates; the hashing is
+    split among the ranks.
     """
-    found = [one for place in places for one in store.list_whole(place)] if ranks.first else []
+    found = [one for folder in folders for one in store.list_complete(folder)] if ranks.first else []
     found = sorted((one for one in found if before is None or one.step < before), key=lambda one: one.step)
-    newest_whole = found[-1].step if found else -1
-    for step, file in (one for place in places for one in store.list_broken(place)) if ranks.first else ():
-        if newest_whole < step and (before is None or step < before):
-            warn(
-                f"{file} is damaged: it is missing, or not as long as what was saved. Looking for an older checkpoint."
-            )
-    while path := ranks.told(str(found.pop().path) if found else ""):
+    newest_complete = found[-1].step if found else -1
+    for step, file in (one for folder in folders for one in store.list_broken(folder)) if ranks.first else ():
+        if newest_complete < step and (before is None or step < before):
+            warn(f"{file} is damaged: it is missing, or its size has changed. Looking for an older checkpoint.")
+    while path := ranks.broadcast(str(found.pop().path) if found else ""):
         damaged = find_damage(Path(path), ranks)
         if damaged is None:
             return Path(path)
-        warn(f"{damaged} is damaged: it is not what was saved. Looking for an older checkpoint.")
+        warn(f"{damaged} is damaged: its hash does not match. Looking for an older checkpoint.")
     return None
 
 
 def find_damage(folder: Path, ranks: Ranks) -> Path | None:
-    """The first file of a checkpoint that is not what was saved. Each rank hashes its share of the files."""
+    """Return the first damaged file of a checkpoint. Each rank hashes its share of the files."""
     checkpoint = store.read_manifest(folder)
     names = [] if checkpoint is None else sorted(checkpoint.files)
     mine = names[ranks.rank :: ranks.world_size]
     damaged = None if checkpoint is None else store.damaged_file(checkpoint, mine)
-    place = math.inf if damaged is None else names.index(damaged)
-    place = ranks.smallest(-1 if checkpoint is None else place)
-    if place == math.inf:
+    index = math.inf if damaged is None else names.index(damaged)
+    index = ranks.smallest(-1 if checkpoint is None else index)
+    if index == math.inf:
         return None
-    return folder / (store.MANIFEST if place < 0 else names[int(place)])
+    return folder / (store.MANIFEST if index < 0 else names[int(index)])
 
 
 def _random_key(rank: int) -> str:

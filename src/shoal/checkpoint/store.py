@@ -1,7 +1,7 @@
-"""Checkpoints as folders: whole, or not there.
+"""Checkpoint folders. A checkpoint is whole or it does not exist.
 
-`MANIFEST.json` lists every other file with size and hash, and is written and synced last. A folder without a valid
-manifest does not exist for us; `latest` names the newest one that has it, and moves by an atomic rename.
+`MANIFEST.json` lists every other file with its size and hash. It is written and synced last, so a folder without a
+valid manifest is not a checkpoint. `latest` names the newest checkpoint and is updated by an atomic rename.
 """
 
 import errno
@@ -24,7 +24,7 @@ REMOVED = "removed-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with a manifest."""
+    """A checkpoint folder with a valid manifest."""
 
     path: Path
     step: int
@@ -41,32 +41,32 @@ def folder_for(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a folder's name says it is of, if it is a checkpoint's."""
+    """Return the step in the name of a checkpoint folder, or None for any other path."""
     number = folder.name.removeprefix("step-")
     step = int(number) if number.isdecimal() else -1
     return step if folder.name == folder_for(folder.parent, step).name and folder.is_dir() else None
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """An empty folder for this step. What an interrupted save left there goes away."""
+    """Create an empty folder for this step. Files of an interrupted save are removed."""
     folder = folder_for(checkpoints, step)
     if folder.exists():
         shutil.rmtree(folder)
-    folder.mkdir()  # and no parents: a run whose folder has vanished is not quietly begun anew
+    folder.mkdir()  # without parents: a run whose folder was deleted must not silently recreate it
     return folder
 
 
-def leave_hashes(folder: Path, rank: int, files: dict[str, dict[str, Any]]) -> None:
-    """For `finish`: what this rank wrote."""
+def write_hashes(folder: Path, rank: int, files: dict[str, dict[str, Any]]) -> None:
+    """Record the files of this rank, for `finish`."""
     (folder / f"hashes-{rank:05d}.json").write_text(json.dumps(files))
 
 
 def finish(folder: Path, step: int, metrics: dict[str, float], ranks: int = 1) -> Checkpoint:
-    """Make the folder whole, once all `ranks` have left their hashes: the manifest, synced, and then `latest`."""
+    """Complete the checkpoint after all `ranks` have written their hashes: write the manifest, then `latest`."""
     files: dict[str, dict[str, Any]] = {}
     listings = sorted(folder.glob("hashes-*.json"))
-    if len(listings) != ranks:  # a shared disk may show one machine what another wrote a while later
-        raise OSError(errno.ESTALE, "some ranks' files are not to be seen")
+    if len(listings) != ranks:  # on a shared filesystem, files of another node may become visible late
+        raise OSError(errno.ESTALE, "the files of some ranks are not visible")
     for listing in listings:
         files.update(json.loads(listing.read_text()))
         listing.unlink()
@@ -78,29 +78,31 @@ def finish(folder: Path, step: int, metrics: dict[str, float], ranks: int = 1) -
 
 
 def read_manifest(folder: Path) -> Checkpoint | None:
-    """The checkpoint in `folder`, or None if there is none: see `examine`. Contents are not hashed: see
-    `damaged_file`."""
+    """Return the checkpoint in `folder`, or None if there is none (see `examine`).
+
+    Contents are not hashed; `damaged_file` does that.
+    """
     found = examine(folder)
     return found if isinstance(found, Checkpoint) else None
 
 
 def examine(folder: Path) -> Checkpoint | str:
-    """The checkpoint in `folder`, or the name of the file that is missing, has another size, or is no manifest."""
+    """Return the checkpoint in `folder`, or the name of the file that is missing, has another size, or is invalid."""
     wrong = MANIFEST
     try:
-        if not (folder / MANIFEST).is_file():  # nor a pipe, which would be read for ever
+        if not (folder / MANIFEST).is_file():  # nor a named pipe, where reading would block forever
             return MANIFEST
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         files = {str(name): dict(entry) for name, entry in manifest["files"].items()}
         metrics = {str(name): float(value) for name, value in manifest["metrics"].items()}
         checkpoint = Checkpoint(folder, int(manifest["step"]), metrics, files)
-        # A folder that was given another name is not of another step.
+        # A renamed folder must not pass for another step.
         if manifest["format"] != FORMAT or step_of(folder) not in (None, checkpoint.step):
             return MANIFEST
-        "".join([*metrics, *files]).encode()  # half a character, which JSON can spell, could not be printed
+        "".join([*metrics, *files]).encode()  # raises for lone surrogates, which JSON can express but nobody can print
         if any(Path(name).name != name for name in files):
             return MANIFEST
-        # What else lies there is not ours; but a manifest that forgets a part of the checkpoint is not its manifest.
+        # Other files in the folder are ignored, but the manifest must list every file of the checkpoint.
         if not {path.name for pattern in PARTS for path in folder.glob(pattern)} <= set(files):
             return MANIFEST
         for name, entry in files.items():
@@ -113,7 +115,7 @@ def examine(folder: Path) -> Checkpoint | str:
 
 
 def list_broken(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, file) for every folder that was whole once, and the file because of which it is not any more."""
+    """Return (step, file) for every folder with a manifest that is invalid or lists a missing or changed file."""
     found = []
     for folder in sorted(checkpoints.glob("step-*")):
         step, wrong = step_of(folder), examine(folder)
@@ -123,47 +125,47 @@ def list_broken(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def _is_file_of_size(path: Path, size: object) -> bool:
-    """Not a pipe or a device, which have no size and no end."""
+    """Pipes and devices are not accepted: they have no size and no end."""
     found = path.stat()
     return stat.S_ISREG(found.st_mode) and found.st_size == size
 
 
-def list_whole(checkpoints: Path) -> list[Checkpoint]:
-    """All whole checkpoints, oldest first."""
+def list_complete(checkpoints: Path) -> list[Checkpoint]:
+    """List all complete checkpoints, oldest first."""
     found = (read_manifest(folder) for folder in sorted(checkpoints.glob("step-*")) if step_of(folder) is not None)
     return sorted((one for one in found if one is not None), key=lambda one: one.step)
 
 
 def damaged_file(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> str | None:
-    """The first file (of `names`, if given) whose contents are not what was written, or None."""
+    """Return the first file (of `names`, if given) that does not match its hash, or None."""
     for name in checkpoint.files if names is None else names:
         entry = checkpoint.files[name]
         try:
             with (checkpoint.path / name).open("rb") as file:
-                whole = hashlib.file_digest(file, "sha256").hexdigest() == entry.get("sha256")
-        except OSError:  # gone, or the disk does not give it back: damaged all the same
-            whole = False
-        if not whole:
+                intact = hashlib.file_digest(file, "sha256").hexdigest() == entry.get("sha256")
+        except OSError:  # missing or unreadable counts as damaged
+            intact = False
+        if not intact:
             return name
     return None
 
 
 def remove(checkpoint: Checkpoint) -> None:
-    """The name goes first: what a removal leaves that is cut off is no checkpoint, and `clear_removed` knows it."""
+    """Rename the folder, then delete it. An interrupted removal leaves no checkpoint; `clear_removed` completes it."""
     shutil.rmtree(checkpoint.path.replace(checkpoint.path.with_name(f"{REMOVED}{checkpoint.step:08d}")))
 
 
 def clear_removed(checkpoints: Path) -> None:
-    """End removals that were cut off, by a kill or by a disk that would not."""
+    """Complete removals that were interrupted by a kill or a disk error."""
     for folder in checkpoints.glob(f"{REMOVED}*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside(checkpoints: Path, above: int) -> list[Path]:
-    """A run that goes on from step `above` leaves what lies beyond it, whole or damaged, to another branch of history.
+    """Rename the checkpoints after step `above`, when a run resumes from that step and its history branches there.
 
-    Those folders are renamed, so that neither resuming nor retention takes them for this run's, and nothing is lost.
-    What a save left that never came to its end is nothing, and goes, as does what a removal left.
+    Complete and damaged checkpoints are renamed, so that neither resuming nor retention uses them, and nothing is lost.
+    The remains of interrupted saves and removals are deleted.
     """
     clear_removed(checkpoints)
     moved = []

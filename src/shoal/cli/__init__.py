@@ -1,4 +1,4 @@
-"""The terminal: parse, call, print. One file for each group of commands."""
+"""The command line: one file per group of commands."""
 
 from shoal.cli.app import main
 

@@ -1,4 +1,4 @@
-"""`shoal bench`: parse, call, print, as in `cli.py`."""
+"""`shoal bench`."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.common import ANSWER_IS_NO, AsJson, File, Overrides, print_json
+from shoal.cli.common import ANSWER_IS_NO, AsJson, File, Overrides, print_json, print_progress
 
-bench_app = typer.Typer(help="Measure what a run's speed depends on.", no_args_is_help=True, rich_markup_mode=None)
+bench_app = typer.Typer(
+    help="Measure training speed, memory and communication.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 class Dtype(StrEnum):
@@ -16,8 +18,8 @@ class Dtype(StrEnum):
     bf16 = "bf16"
 
 
-Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps that are measured.")]
-Warmup = Annotated[int, typer.Option("--warmup", min=1, help="Steps before them, which compile and settle.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps to measure.")]
+Warmup = Annotated[int, typer.Option("--warmup", min=1, help="Warmup steps before them, not measured.")]
 
 
 @bench_app.command()
@@ -28,10 +30,10 @@ def train(
     warmup: Warmup = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Train some steps as FILE says, save nothing, and say how fast it was and what it took."""
+    """Train a few steps as FILE says, without saving, and report throughput, memory and time per step."""
     from shoal import api
 
-    found = api.bench_train(api.load_config(file, overrides or []), steps=steps, warmup=warmup, report=_say)
+    found = api.bench_train(api.load_config(file, overrides or []), steps=steps, warmup=warmup, report=print_progress)
     print_json(found.as_dict()) if as_json else typer.echo(found.text())
 
 
@@ -39,58 +41,56 @@ def train(
 def rank(
     file: File,
     overrides: Overrides = None,
-    world: Annotated[int, typer.Option("--world", min=1, help="Ranks that the whole job would have.")] = 8,
+    world: Annotated[int, typer.Option("--world", min=1, help="World size of the job.")] = 8,
     real: Annotated[
         bool | None,
         typer.Option(
             "--real/--traced",
-            help="Train really, or trace a step on tensors that have no values; default: really, where there is a GPU.",
+            help="Run real steps, or trace one step on fake tensors; default: real if there is a GPU.",
         ),
     ] = None,
     steps: Steps = 10,
     warmup: Warmup = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Be one rank of a job of many, and hold what it takes against the forecast.
+    """Run one rank of a larger job and compare its memory and time with the forecast.
 
-    Really: memory and compute are real, exchanges return at once, and losses mean nothing. Traced: the real code runs
-    without values, for any model on any machine, and says what memory a rank needs for what.
+    --real: memory and compute are real, collectives return at once, and losses are meaningless. --traced: the real code
+    runs on fake tensors, for any model on any machine, and reports the rank's memory by category.
     """
     from shoal import api
 
     config = api.load_config(file, overrides or [])
-    found = api.bench_rank(config, world, steps=steps, warmup=warmup, real=real, report=_say)
+    found = api.bench_rank(config, world, steps=steps, warmup=warmup, real=real, report=print_progress)
     print_json(found.as_dict()) if as_json else typer.echo(found.text())
-
-
-def _say(sentence: str) -> None:
-    typer.echo(sentence, err=True)
 
 
 @bench_app.command()
 def collectives(
     devices: Annotated[
-        int | None, typer.Option("--devices", help="Processes to start; default: one a GPU, or 2 on a CPU.")
+        int | None, typer.Option("--devices", help="Processes to start; default: one per GPU, or 2 on a CPU.")
     ] = None,
     largest: Annotated[
         str | None,
-        typer.Option("--largest", metavar="SIZE", help="Sizes go up to this; default: 256MiB on CUDA, 64MiB on a CPU."),
+        typer.Option(
+            "--largest", metavar="SIZE", help="Largest message size; default: 256MiB on CUDA, 64MiB on a CPU."
+        ),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option("--dtype", help="What is sent and summed.")] = Dtype.fp32,
-    repeat: Annotated[int, typer.Option("--repeat", help="Samples of each operation and size, at most.")] = 20,
+    dtype: Annotated[Dtype, typer.Option("--dtype", help="Data type of the messages.")] = Dtype.fp32,
+    repeat: Annotated[int, typer.Option("--repeat", help="Maximum samples per collective and size.")] = 20,
     seconds: Annotated[
-        float, typer.Option("--seconds", help="Fewer samples, where they would take longer than this.")
+        float, typer.Option("--seconds", help="Time limit per collective and size; fewer samples are taken beyond it.")
     ] = 1.0,
     link: Annotated[
         str | None,
-        typer.Option("--link", metavar="NAME", help="Hold it against this link, such as nvlink4, not the best seen."),
+        typer.Option("--link", metavar="NAME", help="Compare with this link, such as nvlink4, not the best measured."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Write collectives.json and .png there.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """All-reduce, all-gather and reduce-scatter by size, against the ring formula. Wrong results are status 3."""
+    """Time all-reduce, all-gather and reduce-scatter by size, against the ring formula. Wrong results: status 3."""
     from shoal import api
 
     report = api.bench_collectives(

@@ -5,25 +5,25 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.common import ANSWER_IS_NO, AsJson, print_json
+from shoal.cli.common import ANSWER_IS_NO, AsJson, print_json, print_progress
 
 
 def checkpoints(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="[verify] RUN", help="The run's folder, such as runs/NAME; verify: compare all hashes."),
+        typer.Argument(metavar="[verify] RUN", help="The run's folder, such as runs/NAME; verify: check all hashes."),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """List a run's checkpoints: step, size, whole or not. `verify` reads every file, and exits with status 3 if one is
-    not what was saved."""
+    """List a run's checkpoints with step, size and state. `verify` also compares every file with its hash, and exits
+    with status 3 if one differs."""
     from shoal import api
 
     *verb, run = words
     if verb not in ([], ["verify"]):
         raise typer.BadParameter("give a run's folder, or verify and a run's folder.")
     verify = bool(verb)
-    found = api.checkpoints(Path(run), verify=verify, report=lambda text: typer.echo(text, err=True))
+    found = api.checkpoints(Path(run), verify=verify, report=print_progress)
     if as_json:
         print_json({"run": run, "checkpoints": [one.as_dict() for one in found]})
     elif found:

@@ -1,4 +1,4 @@
-"""`shoal plan`: parse, call, print, as in `cli.py`."""
+"""`shoal plan`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,19 +9,24 @@ from shoal.cli.common import ANSWER_IS_NO, AsJson, print_json
 
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="The YAML file, and changes to it; or changes alone."),
+    typer.Argument(metavar="[FILE] [KEY=VALUE]...", help="The YAML file and overrides, or overrides alone."),
 ]
 
 
 def plan_command(
     arguments: Arguments = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="F", help="Draw it: a .png, .svg or .pdf.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="F", help="Also plot it to a .png, .svg or .pdf file.")
+    ] = None,
     system: Annotated[
-        str, typer.Option("--like", metavar="SYSTEM", help="As another system's code would do it, such as torchtitan.")
+        str,
+        typer.Option(
+            "--like", metavar="SYSTEM", help="Forecast for another system's implementation, such as torchtitan."
+        ),
     ] = "shoal",
     as_json: AsJson = False,
 ) -> None:
-    """Will it fit, how fast will it be, what would change that: before anyone queues. Does not fit: status 3."""
+    """Forecast whether a run fits in memory, how fast it is, and what would change that. Does not fit: status 3."""
     from shoal import api
 
     given = list(arguments or [])

@@ -1,4 +1,4 @@
-"""The config: the only description of a run."""
+"""The config: the complete description of a run."""
 
 from shoal.config.effect import without_effect
 from shoal.config.load import config_from_mapping, config_to_yaml, config_values, json_schema, load_config

@@ -1,4 +1,4 @@
-"""Keys that cannot go together: refused when the config is read, with the reason and the nearest that works."""
+"""Incompatible keys: refused when the config is loaded, with the reason and the nearest alternative."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ Finding = tuple[str, str]  # the key to point at, and the sentence
 def refuse_combinations(config: Config, origins: Origins) -> None:
     """Raise a UserMistake with one line for each combination that cannot work."""
     sentences = []
-    for key, sentence in (*_sharding(config), *_cutting(config), *_attention(config), *_sizes(config)):
+    for key, sentence in (*_sharding(config), *_parallelism(config), *_attention(config), *_sizes(config)):
         path: KeyPath = tuple(key.split("."))
         sentences.append(f"{origins.prefix(path)}{sentence}")
     if sentences:
@@ -27,7 +27,7 @@ def _sharding(config: Config) -> Iterator[Finding]:
         nearest = {"shard_grad_op": "zero2", "no_shard": "ddp"}.get(sharding, f"fsdp with sharding {sharding}")
         yield (
             "parallel.sharding",
-            f"parallel.sharding {sharding} is a way of fsdp, and {strategy} has its own; use strategy {nearest}.",
+            f"parallel.sharding {sharding} is for fsdp, and {strategy} has its own; use strategy {nearest}.",
         )
     keeps = strategy == "zero2" or (strategy == "fsdp" and sharding == "shard_grad_op")
     if keeps and parallel.reshard not in ("auto", False):
@@ -39,40 +39,40 @@ def _sharding(config: Config) -> Iterator[Finding]:
     if parallel.offload == "cpu" and strategy in ("single", "ddp", "zero1"):
         yield (
             "parallel.offload",
-            f"parallel.offload cpu moves what is sharded, and {strategy} shards no weights; use strategy fsdp, or "
+            f"parallel.offload cpu offloads sharded state, and {strategy} shards no weights; use strategy fsdp, or "
             "offload optimizer.",
         )
     if parallel.offload == "cpu" and parallel.pp > 1:
         yield (
             "parallel.offload",
-            "parallel.offload cpu cannot be used with parallel.pp: a stage keeps its weights gathered for all passes "
-            "of a step; use offload optimizer, or pp 1.",
+            "parallel.offload cpu cannot be used with parallel.pp: a stage keeps its weights gathered for all "
+            "micro-batches of a step; use offload optimizer, or pp 1.",
         )
 
 
-def _cutting(config: Config) -> Iterator[Finding]:
+def _parallelism(config: Config) -> Iterator[Finding]:
     parallel, train = config.parallel, config.train
     if parallel.tp > 1 and train.optimizer.name == "muon":
         yield (
             "parallel.tp",
-            "parallel.tp cuts the matrices that muon must see whole; use tp 1 with strategy fsdp, or optimizer adamw.",
+            "parallel.tp shards matrices that muon needs whole; use tp 1 with strategy fsdp, or optimizer adamw.",
         )
     if parallel.pp > 1 and parallel.compress != "none":
         yield (
             "parallel.compress",
-            f"parallel.compress {parallel.compress} is DDP's, and a pipeline sums its gradients itself; use compress "
-            "none, or pp 1.",
+            f"parallel.compress {parallel.compress} is for DDP, and a pipeline reduces its gradients itself; use "
+            "compress none, or pp 1.",
         )
     for key, degree in (("cp", parallel.cp), ("tp", parallel.tp)):
         if degree > 1 and config.model.attention == "eager":
             yield (
                 "model.attention",
-                f"model.attention eager makes its mask from whole rows, which parallel.{key} cuts; use auto.",
+                f"model.attention eager needs unsharded sequences, and parallel.{key} shards them; use auto.",
             )
     if parallel.pp > 1 and parallel.pp_schedule == "zero-bubble" and train.recompute == "selective":
         yield (
             "train.recompute",
-            "train.recompute selective computes again once, and zero-bubble goes back through a block twice; use "
+            "train.recompute selective recomputes once, and zero-bubble runs two backward passes per block; use "
             "recompute full, or pp_schedule interleaved.",
         )
 
@@ -82,13 +82,13 @@ def _attention(config: Config) -> Iterator[Finding]:
     if attention == "flex" and train.compile is False:
         yield (
             "train.compile",
-            "train.compile false makes flex attention compute every pair of tokens; use compile auto, or attention "
+            "train.compile false makes flex attention compute all pairs of tokens; use compile auto, or attention "
             "auto.",
         )
     if attention == "flex" and config.parallel.cp > 1:
         yield (
             "model.attention",
-            "model.attention flex looks at whole rows, which parallel.cp cuts; use attention auto, or cp 1.",
+            "model.attention flex needs unsharded sequences, and parallel.cp shards them; use attention auto, or cp 1.",
         )
 
 
@@ -99,9 +99,9 @@ def _sizes(config: Config) -> Iterator[Finding]:
     if length % multiple:
         below = length // multiple * multiple
         near = " or ".join(str(one) for one in (below, below + multiple) if one)
-        over = f"be divided over parallel.cp {parallel.cp} × tp {parallel.tp}"
+        over = f"be sharded over parallel.cp {parallel.cp} × tp {parallel.tp}"
         if length % length_multiple(parallel, "bf16-mixed") == 0:
-            over = f"be multiplied in {precision}"
+            over = f"be used with {precision} matmuls"
         yield (
             "data.max_length",
             f"data.max_length {length} cannot {over}: it must be a multiple of {multiple}, such as {near}.",

@@ -1,4 +1,4 @@
-"""Options that were set and change nothing in this run: said aloud, because nothing is silently ignored."""
+"""Options that are set but have no effect in this run: reported, so that nothing is ignored silently."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,44 +9,48 @@ from shoal.config.schema import Config
 
 @dataclass(frozen=True)
 class _Run:
-    """The config together with what is known of the world it runs in."""
+    """The config and the number of processes, if known."""
 
     config: Config
     world_size: int | None
 
     @property
     def strategy(self) -> str:
-        """The strategy as far as it is known: auto on one device is single."""
+        """The strategy as far as it is known: auto on one process is single."""
         strategy = self.config.parallel.strategy
         return "single" if strategy == "auto" and self.world_size == 1 else strategy
 
     @property
     def averages(self) -> bool:
-        """Whether DDP, as far as it is known, averages whole gradients."""
-        whole = self.config.parallel.sharding == "no_shard"
-        return self.strategy in ("auto", "ddp", "zero1") or (self.strategy == "fsdp" and whole)
+        """Whether gradients are all-reduced unsharded (DDP), as far as it is known."""
+        unsharded = self.config.parallel.sharding == "no_shard"
+        return self.strategy in ("auto", "ddp", "zero1") or (self.strategy == "fsdp" and unsharded)
 
 
 def _unsharded(run: _Run) -> str | None:
     if run.strategy in ("single", "ddp"):
         return f"parallel.strategy is {run.strategy}, which shards nothing"
     if run.strategy == "zero1":
-        return "parallel.strategy zero1 shards the optimizer's state and no weights"
+        return "parallel.strategy zero1 shards the optimizer state and no weights"
     return "sharding is no_shard" if run.strategy == "fsdp" and run.config.parallel.sharding == "no_shard" else None
 
 
 def _in_a_pipeline(run: _Run) -> str | None:
-    return "a stage of a pipeline keeps its weights for all passes" if run.config.parallel.pp > 1 else _unsharded(run)
+    return (
+        "a pipeline stage keeps its weights gathered for all micro-batches"
+        if run.config.parallel.pp > 1
+        else _unsharded(run)
+    )
 
 
 def _no_reduction(run: _Run) -> str | None:
     if run.config.train.precision == "32-true":
-        return "train.precision 32-true sums gradients in fp32 anyway"
+        return "train.precision 32-true reduces gradients in fp32 anyway"
     if run.config.train.precision == "bf16-true":
-        return "train.precision bf16-true sums gradients in bf16"
+        return "train.precision bf16-true reduces gradients in bf16"
     if run.config.parallel.pp > 1 and run.averages:
-        return "a pipeline without sharding sums gradients in fp32"
-    return "one device has nothing to sum over" if run.strategy == "single" or run.world_size == 1 else None
+        return "a pipeline without sharding reduces gradients in fp32"
+    return "one device has nothing to reduce over" if run.strategy == "single" or run.world_size == 1 else None
 
 
 def _plain_text(run: _Run) -> str | None:
@@ -60,15 +64,15 @@ def _no_tiles_to_skip(run: _Run) -> str | None:
     if run.config.model.attention != "flex":
         return None
     if _plain_text(run) is not None or not run.config.data.pack:
-        return "it is for rows that hold several documents, and here each row is one"
+        return "it is for packed sequences of several documents, and here each sequence is one document"
     return None
 
 
 def _nothing_played(run: _Run) -> str | None:
     data = run.config.data
     if data.source != "chess":
-        return "only data.source chess plays games"
-    return "games are read from data.path, not played" if data.path is not None else None
+        return "only data.source chess generates games"
+    return "games are read from data.path, not generated" if data.path is not None else None
 
 
 def _optimizer_not(*names: str) -> Callable[[_Run], str | None]:
@@ -84,7 +88,7 @@ def _no_evaluation(run: _Run) -> str | None:
 
 
 def _nobody_to_wait(run: _Run) -> str | None:
-    return "one process keeps nobody waiting" if run.world_size == 1 else None
+    return "one process has no stragglers" if run.world_size == 1 else None
 
 
 def _no_best(run: _Run) -> str | None:
@@ -92,7 +96,7 @@ def _no_best(run: _Run) -> str | None:
         return None
     saved, evaluated = run.config.checkpoint.every, run.config.eval.every
     if saved % evaluated and evaluated % saved:
-        return f"checkpoints every {saved} steps and evaluations every {evaluated} seldom meet"
+        return f"checkpoints every {saved} steps and evaluations every {evaluated} seldom coincide"
     return _no_evaluation(run)
 
 
@@ -100,7 +104,7 @@ def _no_adapter(run: _Run) -> str | None:
     return "adapter.kind is none" if run.config.adapter.kind == "none" else None
 
 
-# Key, and the reason why it has no effect in a run (None where it has one).
+# A key, and the reason why it has no effect in a run (None if it has one).
 _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     *(
         (f"adapter.{key}", _no_adapter)
@@ -116,7 +120,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ),
     (
         "train.schedule.min_ratio",
-        lambda run: "a constant schedule does not fall" if run.config.train.schedule.name == "constant" else None,
+        lambda run: "a constant schedule does not decay" if run.config.train.schedule.name == "constant" else None,
     ),
     (
         "train.schedule.decay",
@@ -129,7 +133,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("train.slow_rank.behind", _nobody_to_wait),
     ("train.slow_rank.steps", _nobody_to_wait),
     *(
-        (f"hardware.{key}", lambda run: "training takes what is there; it is for shoal plan")
+        (f"hardware.{key}", lambda run: "training uses the hardware that is present; it is for shoal plan")
         for key in ("gpu", "price")
     ),
     ("train.early_stop", _no_evaluation),

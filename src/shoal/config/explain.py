@@ -1,4 +1,4 @@
-"""Validation, and its errors as sentences a person can act on."""
+"""Validation, with actionable error messages."""
 
 import json
 import types
@@ -12,7 +12,7 @@ from shoal.config.locate import FileLine, KeyPath, Origin, Origins, Override
 from shoal.config.schema import Block, Config, blocks_in, every_key, key_name
 from shoal.mistakes import UserMistake, nearest
 
-# What other tools call our keys; nothing in the spelling would lead from one to the other.
+# What other tools call our keys, where the spelling is not similar.
 _OTHER_NAMES = {
     "batch_size": "train.global_batch",
     "gradient_accumulation_steps": "train.global_batch",
@@ -34,13 +34,13 @@ _OTHER_NAMES = {
     "lora_r": "adapter.rank",
     "lora_alpha": "adapter.alpha",
 }
-MOST_SENTENCES = 50  # that anybody would read
-# Attributes of the bounds in annotated_types, which are also what pydantic's errors about them carry.
+MOST_SENTENCES = 50  # per error message
+# Attributes of the bounds in annotated_types, also used in the context of pydantic's errors.
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def validate(given: Mapping[str, Any], origins: Origins) -> Config:
-    """The config that `given` describes, or a UserMistake with one line for each thing that is wrong."""
+    """The config that `given` describes, or a UserMistake with one line for each error."""
     try:
         return Config.model_validate(given)
     except ValidationError as error:
@@ -56,23 +56,23 @@ def dotted(path: KeyPath) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML would have it, cut short: for sentences."""
+    """A value as in YAML, shortened for messages."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def closest(name: str, choices: list[str]) -> str:
-    """One guess and not three: the sentence it ends is long enough."""
+    """A suggestion of the one closest name, for the end of a message."""
     return "".join(f" Did you mean {choice}?" for choice in nearest(name, choices, limit=1))
 
 
 def _sentences(error: ValidationError, given: Mapping[str, Any], origins: Origins) -> list[str]:
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False, include_input=False):
-        # A default that depends on a wrong key is not a second mistake.
+        # A default that depends on an invalid key is not a second mistake.
         if details["type"] != "default_factory_not_called":
             by_path.setdefault(_path_in(given, details["loc"]), []).append(details)
-    # When a key may be a word or a block, pydantic reports both as failed; what is wrong inside the block says more.
+    # When a key may be a word or a block, pydantic reports both as failed; the error inside the block says more.
     around = {path[:length] for path in by_path for length in range(len(path))}
     innermost = [path for path in by_path if path not in around]
     innermost.sort(key=lambda path: _reading_order(origins.find(path)))
@@ -87,14 +87,14 @@ def _reading_order(origin: Origin | None) -> tuple[bool, str, int]:
 
 
 def _path_in(given: Any, location: tuple[int | str, ...]) -> KeyPath:
-    """Pydantic's location without the names of union members it mixes in: only what leads somewhere in `given`."""
+    """Pydantic's location without the names of union members: only keys that exist in `given`."""
     path: list[str | int] = []
     for part in location:
         if (isinstance(given, Mapping) and part in given) or (
             isinstance(given, list | tuple) and isinstance(part, int) and part < len(given)
         ):
             path.append(part)
-            given = given[part]  # type: ignore[index]  # the test above has seen that it is there
+            given = given[part]  # type: ignore[index]  # the condition above has checked that it exists
     return tuple(path)
 
 
@@ -103,10 +103,10 @@ def _sentence(path: KeyPath, errors: list[ErrorDetails], given: Mapping[str, Any
     if "contradiction" in kinds:
         context = kinds["contradiction"]["ctx"]
         keys: list[KeyPath] = [(*path, *key.split(".")) for key in context["keys"]]
-        # An override is what was typed last, and so is most likely what is to be changed.
+        # An override was typed last, so it is the one most likely to be changed.
         keys.sort(key=lambda key: not isinstance(origins.places.get(key), Override))
-        place = next((key for key in keys if key in origins.places), path)
-        return f"{origins.prefix(place)}{context['sentence']}"
+        blamed = next((key for key in keys if key in origins.places), path)
+        return f"{origins.prefix(blamed)}{context['sentence']}"
     if "extra_forbidden" in kinds:
         return f"{origins.prefix(path)}{dotted(path)} is not a key shoal knows.{_meant(path)}"
 
@@ -169,7 +169,7 @@ def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any) -> str:
             return f"{relation} {_number(first['ctx'][limit])}."
 
     annotation = _type_at(path)
-    # A lone wrong type needs no lecture on ranges; where several types are possible, the range tells them apart.
+    # Bounds are shown only where several types are possible, to tell them apart.
     choices = _descriptions(annotation, with_bounds=len(errors) > 1)
     words = [kind for kind in _members(annotation) if get_origin(kind) is Literal]
     hint = ""
@@ -188,7 +188,7 @@ def _either(choices: list[str]) -> str:
 
 
 def _descriptions(annotation: Any, with_bounds: bool = False, bounds: Sequence[Any] = ()) -> list[str]:
-    """What a value of this type may be, each in a few words."""
+    """The kinds of value this type accepts, each in a few words."""
     if get_origin(annotation) in (Union, types.UnionType):
         return [words for member in get_args(annotation) for words in _descriptions(member, with_bounds)]
     if get_origin(annotation) is Annotated:
@@ -202,7 +202,7 @@ def _descriptions(annotation: Any, with_bounds: bool = False, bounds: Sequence[A
         item = _members(items[0])[0]
         if get_origin(item) is Literal:
             return [f"a list of {_either(_descriptions(item))}"]
-        return [f"a list of {length}{ {str: 'texts', float: 'numbers'}.get(item, 'blocks') }"]
+        return [f"a list of {length}{ {str: 'strings', float: 'numbers'}.get(item, 'blocks') }"]
     if get_origin(annotation) is dict:
         return ["a block of patterns and numbers"]
     if annotation is bool:
@@ -211,7 +211,7 @@ def _descriptions(annotation: Any, with_bounds: bool = False, bounds: Sequence[A
         return ["null"]
     if isinstance(annotation, type) and issubclass(annotation, Block):
         return ["a block of keys"]
-    return [{int: "a whole number", float: "a number", str: "text"}[annotation] + _range(bounds) * with_bounds]
+    return [{int: "an integer", float: "a number", str: "a string"}[annotation] + _range(bounds) * with_bounds]
 
 
 def _number(value: float) -> str:

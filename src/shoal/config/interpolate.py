@@ -1,4 +1,4 @@
-"""`${another.key}` and `${oc.env:NAME}` in values: OmegaConf's interpolation, less what could run code."""
+"""`${another.key}` and `${oc.env:NAME}` in values: OmegaConf's interpolation, restricted to what cannot run code."""
 
 import os
 import re
@@ -15,7 +15,7 @@ _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
 _REFERENCE = re.compile(r"\$\{\s*(?P<up>\.*)(?P<key>[\w.\[\]-]*)\s*\}")
 _KEY_PART = re.compile(r"[^.\[\]]+")
 DEEPEST = 10  # defaults within defaults of `oc.env`
-MOST_CHARACTERS = 200_000  # of all texts with references, once those are followed
+MOST_CHARACTERS = 200_000  # of all texts with references, once resolved
 
 
 def strings_in(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
@@ -33,14 +33,14 @@ def strings_in(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
 def refuse_unsafe(value: Any, origins: Origins, above: KeyPath = ()) -> None:
     """Refuse every interpolation but a reference to a key and `oc.env`, before OmegaConf sees them.
 
-    OmegaConf's `oc.coerce` imports a module that the text names, so a config could run code; and a resolver's name can
-    itself be put together from values. So what is allowed is listed, and all else is refused.
+    OmegaConf's `oc.coerce` imports a module named in the text, so a config could run code; and a resolver's name can
+    itself be interpolated. So this is an allowlist.
     """
     for path, text in strings_in(value, above):
         if len(_ESCAPED.findall(text)) == text.count("${"):
             continue
         prefix = f"{origins.prefix(path)}{dotted(path)}"
-        # From the inside out: what was allowed becomes a mark that may stand in a default and nowhere else.
+        # From the inside out: an allowed interpolation is replaced by a mark that is valid in a default only.
         rest = text
         for _ in range(DEEPEST):
             for match in _ALLOWED.finditer(rest):
@@ -50,20 +50,20 @@ def refuse_unsafe(value: Any, origins: Origins, above: KeyPath = ()) -> None:
             rest = _ALLOWED.sub("\0", rest)
         if "${" in rest:
             raise UserMistake(
-                f"{prefix} is {shown(text)}, but only ${{another.key}} and ${{oc.env:NAME}} may stand in a config."
+                f"{prefix} is {shown(text)}, but only ${{another.key}} and ${{oc.env:NAME}} are allowed in a config."
             )
 
 
 def resolve(given: dict[str, Any], origins: Origins) -> dict[str, Any]:
-    """The tree with references followed; a reference to a key nobody set finds its default."""
+    """The tree with references resolved; a reference to a key that is not set gives its default."""
     texts = list(strings_in(given))
     for path, text in texts:
-        if text == "???":  # OmegaConf's mark for what an including file must fill in
-            raise UserMistake(f"{origins.prefix(path)}{dotted(path)} is left open (???): give it a value.")
+        if text == "???":  # OmegaConf's mark for a mandatory value
+            raise UserMistake(f"{origins.prefix(path)}{dotted(path)} is mandatory (???): give it a value.")
     if not any("${" in text for _, text in texts):
         return given
 
-    # Imported where it is needed: a tenth of a second that most configs, and most errors, can do without.
+    # Imported lazily: it takes a tenth of a second, and most configs do not need it.
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
@@ -77,7 +77,7 @@ def resolve(given: dict[str, Any], origins: Origins) -> dict[str, Any]:
         reason = str(error).splitlines()[0]
         if isinstance(error, InterpolationKeyError) and (key := re.search("key '(.*)' not found", reason)):
             raise UserMistake(f"{prefix} refers to {key[1]}, which is not a key of this config.") from error
-        raise UserMistake(f"{prefix} cannot be worked out: {reason}.") from error
+        raise UserMistake(f"{prefix} cannot be resolved: {reason}.") from error
     except RecursionError as error:
         raise UserMistake(f"{origins.prefix(())}a value refers to itself through ${{…}}.") from error
     restricted: dict[str, Any] = _restrict(resolved, given)
@@ -85,12 +85,12 @@ def resolve(given: dict[str, Any], origins: Origins) -> dict[str, Any]:
 
 
 def _refuse_bombs(tree: dict[str, Any], paths: list[KeyPath], origins: Origins) -> None:
-    """A text that refers twice to one that refers twice to another, and so on, soon is longer than memory."""
+    """Refuse references that expand exponentially: a text that refers twice to one that refers twice to another, …"""
     sizes: dict[KeyPath, int] = {}
 
     def size(path: KeyPath) -> int:
         if path not in sizes:
-            sizes[path] = 0  # what leads back to itself, OmegaConf refuses
+            sizes[path] = 0  # OmegaConf refuses cycles
             sizes[path] = sum(_sizes(path))
         return sizes[path]
 
@@ -123,7 +123,7 @@ def _at(tree: Any, path: KeyPath) -> Any:
 
 
 def escape(value: Any) -> Any:
-    """A tree whose texts OmegaConf reads back as they are."""
+    """Escape `${` so that OmegaConf reads the texts back unchanged."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):
@@ -134,7 +134,7 @@ def escape(value: Any) -> Any:
 
 
 def _restrict(resolved: Any, given: Any) -> Any:
-    """Only the keys that were given: a default must not look like something the user wrote."""
+    """Only the keys that were given: a default must not look like a value set by the user."""
     if isinstance(resolved, dict) and isinstance(given, dict):
         return {key: _restrict(resolved[key], inner) for key, inner in given.items()}
     return resolved

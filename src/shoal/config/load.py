@@ -1,4 +1,4 @@
-"""From a YAML file and overrides to a Config, and back."""
+"""Load a Config from a YAML file and overrides, and write it back."""
 
 import os
 import re
@@ -15,17 +15,17 @@ from shoal.config.schema import Config
 from shoal.config.unbuilt import refuse_unbuilt
 from shoal.mistakes import UserMistake
 
-# Dotted, or in brackets where a key has dots of its own: train.lr_groups[lm_head.*]
+# Dotted, or in brackets if a key contains dots: train.lr_groups[lm_head.*]
 _KEY_PART = re.compile(r"\.?([^.\[\]=\s]+)|\[([^\[\]]+)\]")
 
 MOST_FILES = 100
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, planned: bool = False) -> Config:
-    """Read a YAML file with what it includes, lay `key=value` overrides over it, and check the whole.
+    """Read a YAML file and its includes, apply `key=value` overrides, and validate the result.
 
-    Everything wrong raises UserMistake with one line for each mistake, which names the file and line or the override.
-    With `planned` the config may ask for what is not built yet, which the forecast knows already.
+    Errors raise UserMistake with one line for each mistake, which names the file and line or the override. With
+    `planned` the config may use what is not built yet but can be forecast.
     """
     origins = Origins(whole=str(path) if path is not None else "")
     tree: dict[str, Any] = {}
@@ -33,7 +33,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, plann
         for file, document in _layers(Path(path), (), count(1)):
             origins.lay(document, str(file))
             refuse_unsafe(document.value, origins)
-            tree = _over(tree, document.value)
+            tree = _merge(tree, document.value)
     for text in overrides:
         override, document = _read_override(text)
         _refuse_below_a_value(tree, override)
@@ -42,12 +42,12 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, plann
         layer: Any = document.value
         for key in reversed(override.path):
             layer = {key: layer}
-        tree = _over(tree, layer)
+        tree = _merge(tree, layer)
     return _finish(tree, origins, planned=planned)
 
 
 def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
-    """The config that a mapping describes: what would stand in the YAML file, without `include`."""
+    """The config that a mapping describes: the content of a YAML file, without `include`."""
     if mapping.get("include"):
         raise UserMistake("include works in a file only: read that file with load_config.")
     tree, origins = _plain(mapping), Origins()
@@ -56,15 +56,15 @@ def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
 
 
 def config_to_yaml(config: Config) -> str:
-    """The whole config as YAML, defaults too; loading it gives an equal Config."""
+    """The complete config as YAML, with defaults; loading it gives an equal Config."""
     return write_yaml(escape(config_values(config)))
 
 
 def config_values(config: Config) -> dict[str, Any]:
-    """The whole config as plain values, defaults too; `config_from_mapping` takes them back."""
+    """The complete config as plain values, with defaults; the inverse of `config_from_mapping`."""
     values = config.model_dump(mode="json")
     del values["include"]
-    # A slurm block that nobody wrote must not come back as one that somebody wrote: see unbuilt.py.
+    # A slurm block that was not given must not be written as if it had been: see unbuilt.py.
     if not config.slurm.model_fields_set:
         del values["slurm"]
     return values
@@ -83,19 +83,19 @@ def _finish(tree: dict[str, Any], origins: Origins, *, planned: bool = False) ->
     return config
 
 
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """As OmegaConf merges, without its start-up: block into block key by key; all else, lists too, is replaced."""
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge as OmegaConf does, without its import time: blocks key by key; all else, lists too, is replaced."""
     merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _over(merged[key], value) if both else value
+        merged[key] = _merge(merged[key], value) if both else value
     return merged
 
 
 def _layers(file: Path, including: tuple[Path, ...], number: Iterator[int]) -> Iterator[tuple[Path, Document]]:
-    """The files that `file` includes, lowest first, and then itself."""
+    """The files that `file` includes, lowest precedence first, and then the file itself."""
     if next(number) > MOST_FILES:
-        raise UserMistake(f"{including[0]}: this includes more than {MOST_FILES} files, one through the other.")
+        raise UserMistake(f"{including[0]}: this includes more than {MOST_FILES} files, directly and indirectly.")
     if not file.exists():
         raise UserMistake(_not_there(file))
     document = read_document(file)
@@ -112,11 +112,11 @@ def _layers(file: Path, including: tuple[Path, ...], number: Iterator[int]) -> I
         trail = (*including, file)
         try:
             there, real = below.is_file(), below.resolve()
-        except (OSError, ValueError) as error:  # too long for a name, or with characters that no name has
+        except (OSError, ValueError) as error:  # too long for a name, or with invalid characters
             raise UserMistake(f"{here}: include names {shown(name)}, which cannot be a file.") from error
         if real in {above.resolve() for above in trail}:
             circle = " → ".join(str(above) for above in (*trail, below))
-            raise UserMistake(f"{here}: include goes round in a circle: {circle}.")
+            raise UserMistake(f"{here}: include is circular: {circle}.")
         if not there:
             raise UserMistake(f"{here}: included file {_not_there(below)}")
         yield from _layers(below, trail, number)
@@ -125,7 +125,7 @@ def _layers(file: Path, including: tuple[Path, ...], number: Iterator[int]) -> I
 
 def _not_there(file: Path) -> str:
     nearby = [each.name for each in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
-    return f"{file} is not there.{closest(file.name, nearby)}"
+    return f"{file} does not exist.{closest(file.name, nearby)}"
 
 
 def _read_override(text: str) -> tuple[Override, Document]:
@@ -143,7 +143,7 @@ def _read_override(text: str) -> tuple[Override, Document]:
 
 
 def _refuse_below_a_value(tree: Mapping[str, Any], override: Override) -> None:
-    """An override of a key inside a plain value would quietly throw that value away."""
+    """Refuse an override of a key inside a plain value, which would silently discard that value."""
     below: Any = tree
     for depth, key in enumerate(override.path):
         if below is None:
@@ -157,7 +157,7 @@ def _refuse_below_a_value(tree: Mapping[str, Any], override: Override) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What YAML could have said: paths as text, so that Python callers may pass them, and keys that are text."""
+    """Values as YAML would give them: paths from Python callers become text, and keys must be text."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""YAML with memory: reading it, writing it, and knowing which file and line (or override) each key came from."""
+"""Read and write YAML, keeping track of the file and line (or override) of each key."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -43,25 +43,25 @@ Origin = FileLine | Override
 
 @dataclass
 class Origins:
-    """Where each key was last set. `whole` names the config itself, for what is wrong with no key in particular."""
+    """Where each key was last set. `whole` names the config itself, for errors about no key in particular."""
 
     whole: str = ""
     places: dict[KeyPath, Origin] = field(default_factory=dict)
 
     def forget_below(self, replaced: set[KeyPath]) -> None:
-        """Where a value was replaced, keys inside it are no longer from where they were."""
+        """Drop the origins of keys inside replaced values."""
         for old in [old for old in self.places if any(old[:length] in replaced for length in range(len(old)))]:
             del self.places[old]
 
     def lay(self, document: "Document", file: str) -> None:
-        """Put a file's keys over those noted so far."""
+        """Record the keys of a file over those recorded so far."""
         self.forget_below(document.lines.keys() - document.mappings)
         self.places.update({path: FileLine(file, line) for path, line in document.lines.items()})
 
     def lay_override(self, document: "Document", override: Override) -> None:
-        """Put the key of an override, and the keys inside its value, over those noted so far."""
+        """Record the key of an override, and the keys inside its value, over those recorded so far."""
         for length in range(1, len(override.path)):
-            # A block that nobody else opened was opened by this override.
+            # A block that is not set elsewhere is created by this override.
             self.places.setdefault(override.path[:length], override)
         replaced = {(*override.path, *path) for path in document.lines.keys() - document.mappings}
         self.forget_below(replaced if isinstance(document.value, dict) else {override.path})
@@ -69,7 +69,7 @@ class Origins:
         self.places.update({(*override.path, *path): override for path in document.lines})
 
     def find(self, path: KeyPath) -> Origin | None:
-        """The origin of a key, or of the nearest key around it."""
+        """The origin of a key, or of the nearest enclosing key."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
@@ -83,7 +83,7 @@ class Origins:
 
 @dataclass(frozen=True)
 class Document:
-    """What one YAML text says, in which line each of its keys stands, and which of them hold mappings."""
+    """The value of a YAML text, the line of each key, and which keys hold mappings."""
 
     value: Any
     lines: dict[KeyPath, int]
@@ -99,7 +99,7 @@ _NUMBERS = (
 
 
 def _implicit_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """Which unquoted words are not text, by first letter: as PyYAML has it, with changes that configs need.
+    """Which unquoted scalars are not strings, by first letter: PyYAML's, with changes that configs need.
 
     `1e-4` is a number; `12:30:00` is text (YAML 1.1 reads it in base 60), and so are `007` and dates.
     """
@@ -117,17 +117,17 @@ def _implicit_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _implicit_resolvers()
 
-    def construct_whole_number(self, node: yaml.ScalarNode) -> int:
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
         number: int = self.construct_yaml_int(node)
-        str(number)  # raises ValueError: in hexadecimal one can read more digits than Python will write
+        str(number)  # raises ValueError for a hexadecimal number with more decimal digits than Python converts
         return number
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_whole_number)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 
 
 class _Dumper(yaml.SafeDumper):
-    """The loader's mirror: it quotes exactly what the loader would otherwise read as something else."""
+    """The inverse of the loader: quotes exactly the strings that it would read as another type."""
 
     yaml_implicit_resolvers = _implicit_resolvers()
 
@@ -140,7 +140,7 @@ _Dumper.add_representer(list, _Dumper.represent_plain_list)
 
 
 def read_document(file: Path) -> Document:
-    """Read a YAML file; what cannot be read is the user's mistake, with the line."""
+    """Read a YAML file; errors raise UserMistake with the line."""
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -151,18 +151,18 @@ def read_document(file: Path) -> Document:
 
 
 def parse_document(text: str, source: str, with_lines: bool = True) -> Document:
-    """Parse YAML text; errors call it `source`, and name its lines unless it is a single one from elsewhere."""
+    """Parse YAML text; errors name `source`, and the line if `with_lines`."""
 
-    def place(line: int) -> str:
+    def locate(line: int) -> str:
         return f"{source}:{line + 1}" if with_lines else source
 
     try:
-        # The reader refuses control characters when the loader is made, before anything is parsed.
+        # PyYAML's reader refuses control characters in the constructor, before parsing.
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return Document(None, {}, set())
-        _refuse_odd_keys(node, place, (), count())
+        _refuse_odd_keys(node, locate, (), count())
         document = Document(_construct(loader, node), {}, set())
         # After construction, because that is when PyYAML puts merged keys (<<) into their mapping.
         for path, line, is_mapping in _positions(node, ()):
@@ -174,49 +174,51 @@ def parse_document(text: str, source: str, with_lines: bool = True) -> Document:
         mark = error.problem_mark or error.context_mark
         saw = ", ".join(part for part in (error.context, error.problem) if part)
         hint = " Indent with spaces, not tabs." if "'\\t'" in saw else ""
-        raise UserMistake(f"{place(mark.line) if mark else source}: this is not YAML: {saw}.{hint}") from error
+        raise UserMistake(f"{locate(mark.line) if mark else source}: this is not YAML: {saw}.{hint}") from error
     except yaml.YAMLError as error:
         raise UserMistake(f"{source}: this is not YAML: {str(error).splitlines()[0]}.") from error
     except (RecursionError, ValueError) as error:
-        raise UserMistake(f"{source}: this is YAML that cannot be turned into values: {error}.") from error
+        raise UserMistake(f"{source}: this YAML cannot be converted to values: {error}.") from error
 
 
 def _construct(loader: _Loader, node: yaml.Node) -> Any:
     try:
         return loader.construct_document(node)
     except (KeyError, IndexError, AttributeError) as error:
-        # What PyYAML makes of a tag that does not fit its value, such as `!!bool maybe`.
+        # PyYAML raises these for a tag that does not match its value, such as `!!bool maybe`.
         raise ValueError("a value is not what its tag (!!) says") from error
 
 
 def write_yaml(value: Any) -> str:
-    """YAML that `parse_document` reads back as the same value: a key a line, lists of plain values in brackets."""
+    """YAML that `parse_document` reads back as the same value: one key per line, lists of plain values in brackets."""
     return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
 def _refuse_odd_keys(
-    node: yaml.Node, place: Callable[[int], str], above: tuple[yaml.Node, ...], visits: Iterator[int]
+    node: yaml.Node, locate: Callable[[int], str], above: tuple[yaml.Node, ...], visits: Iterator[int]
 ) -> None:
-    """Refuse keys that stand twice or are not text, values that contain themselves, and aliases of aliases that stand
-    for millions of values: PyYAML takes them all."""
+    """Refuse duplicate keys, keys that are not text, values that contain themselves, and nested aliases that expand to
+    millions of values: PyYAML accepts them all."""
     if node in above:
-        raise UserMistake(f"{place(node.start_mark.line)}: a value contains itself through an alias.")
+        raise UserMistake(f"{locate(node.start_mark.line)}: a value contains itself through an alias.")
     if next(visits) > MOST_VALUES:
-        raise UserMistake(f"{place(node.start_mark.line)}: with its aliases this has more than {MOST_VALUES:,} values.")
+        raise UserMistake(
+            f"{locate(node.start_mark.line)}: with its aliases this has more than {MOST_VALUES:,} values."
+        )
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _refuse_odd_keys(item, place, (*above, node), visits)
+            _refuse_odd_keys(item, locate, (*above, node), visits)
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
-            here = place(key.start_mark.line)
+            here = locate(key.start_mark.line)
             if not isinstance(key, yaml.ScalarNode) or not key.tag.endswith((":str", ":merge")):
                 shown = f"the key {key.value}" if isinstance(key, yaml.ScalarNode) else "a key"
-                raise UserMistake(f"{here}: {shown} is not text; put it in quotes if it is meant.")
+                raise UserMistake(f"{here}: {shown} is not text; put it in quotes if it is intended.")
             if key.value in seen:
-                raise UserMistake(f"{here}: the key {key.value} stands twice in this block.")
+                raise UserMistake(f"{here}: the key {key.value} is set twice in this block.")
             seen.add(key.value)
-            _refuse_odd_keys(value, place, (*above, node), visits)
+            _refuse_odd_keys(value, locate, (*above, node), visits)
 
 
 def _positions(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int, bool]]:

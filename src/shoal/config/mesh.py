@@ -1,4 +1,4 @@
-"""Who does what: the devices of a run as a grid of five dimensions. Arithmetic only."""
+"""The device mesh of a run: degrees of parallelism in five dimensions. Arithmetic only."""
 
 from dataclasses import dataclass
 from math import lcm, prod
@@ -26,17 +26,17 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """Processes in the run."""
+        """Number of processes."""
         return prod(self.degrees)
 
     @property
     def data_parallel(self) -> int:
-        """Processes, or groups of them, that see different rows."""
+        """Data-parallel ranks: processes, or groups of them, with different sequences."""
         return self.dp_replicate * self.dp_shard
 
 
 def mesh_for(parallel: ParallelConfig, strategy: str, world_size: int, nodes: int = 1) -> Mesh:
-    """The mesh of `world_size` processes on `nodes` machines under `strategy`, which is a name other than auto."""
+    """The mesh of `world_size` processes on `nodes` nodes under `strategy`, which is not auto."""
     assert world_size >= 1, world_size
     if strategy == "single" and world_size > 1:
         raise UserMistake(
@@ -50,8 +50,8 @@ def mesh_for(parallel: ParallelConfig, strategy: str, world_size: int, nodes: in
     shards = mesh.dp_shard * mesh.cp
     if strategy in ("fsdp", "zero3") and not isinstance(parallel.reshard, bool | str) and shards % parallel.reshard:
         raise UserMistake(
-            f"parallel.reshard {parallel.reshard} does not divide the {shards} processes that the model is sharded "
-            "over; use true, false or a number that does."
+            f"parallel.reshard {parallel.reshard} does not divide the {shards} processes over which the model is "
+            "sharded; use true, false or a number that does."
         )
     return mesh
 
@@ -62,7 +62,7 @@ def divide_processes(parallel: ParallelConfig, world_size: int) -> int:
     if world_size % within:
         near = [count for count in (world_size // within * within, -(-world_size // within) * within) if count]
         raise UserMistake(
-            f"{_processes(world_size)} cannot be divided into groups of {within} "
+            f"{_processes(world_size)} cannot be split into groups of {within} "
             f"(parallel.tp {parallel.tp} × pp {parallel.pp} × cp {parallel.cp}): use "
             f"{' or '.join(_processes(count) for count in near)}, or smaller degrees."
         )
@@ -70,28 +70,28 @@ def divide_processes(parallel: ParallelConfig, world_size: int) -> int:
 
 
 def length_multiple(parallel: ParallelConfig, precision: str) -> int:
-    """Rows are padded to a multiple of this, so that every rank of `cp` and `tp` gets equally many tokens; 8-bit
-    products want them in sixteens."""
+    """Sequences are padded to a multiple of this, so that all `cp` and `tp` ranks have the same number of tokens; fp8
+    matmuls need multiples of 16."""
     units = 16 if precision == "fp8" else 1
     if parallel.cp == 1:
         return lcm(parallel.tp, units)
-    # The balanced order gives each rank two pieces of a row.
-    pieces = lcm(2, parallel.tp) if parallel.cp_method == "gather" else parallel.tp
-    return parallel.cp * lcm(pieces, units)
+    # The load-balanced order gives each rank two chunks of a sequence.
+    chunks = lcm(2, parallel.tp) if parallel.cp_method == "gather" else parallel.tp
+    return parallel.cp * lcm(chunks, units)
 
 
 def _replicas(parallel: ParallelConfig, strategy: str, data_parallel: int, nodes: int) -> int:
-    """How many copies of the sharded model there are."""
+    """The number of replicas of the sharded model."""
     if strategy in ("single", "ddp", "zero1") or (strategy == "fsdp" and parallel.sharding == "no_shard"):
         return data_parallel
     assert strategy in ("fsdp", "zero2", "zero3"), f"no mesh for the strategy {strategy}"
     if strategy != "fsdp" or parallel.sharding != "hybrid_shard":
         return 1
-    # A pipeline goes across machines first: each of its stages has some of them.
-    machines = max(1, nodes // parallel.pp)
-    replicas = machines if parallel.replicate == "auto" else parallel.replicate
+    # A pipeline is split across nodes first: each stage has some of them.
+    stage_nodes = max(1, nodes // parallel.pp)
+    replicas = stage_nodes if parallel.replicate == "auto" else parallel.replicate
     if data_parallel % replicas:
-        source = f"the {machines} nodes" if parallel.replicate == "auto" else f"parallel.replicate {replicas}"
+        source = f"the {stage_nodes} nodes" if parallel.replicate == "auto" else f"parallel.replicate {replicas}"
         raise UserMistake(
             f"hybrid_shard: {source} do not divide the {data_parallel} data-parallel processes; set "
             "parallel.replicate to a number that does."

@@ -1,4 +1,4 @@
-"""The run directory: the only state of a run, and the names of what is in it."""
+"""The run directory: all state of a run, and the names of its files."""
 
 import fcntl
 import shutil
@@ -12,15 +12,15 @@ from shoal.config.schema import Config
 from shoal.files import write_atomically
 from shoal.mistakes import UserMistake
 
-# A change of these makes another run of it: another model, other rows, the same rows in other steps, or a state
-# that the optimizer cannot read.
+# A resumed run may not change these: they determine the model, the sequences, the steps they are in, and the optimizer
+# state.
 IDENTITY = ("model", "adapter", "data", "seed", "train.global_batch", "train.optimizer.name")
-# How the same is computed, and how it is read.
+# Exceptions, which do not change the results.
 INCIDENTAL = ("model.attention", "data.workers")
 
 
 class RunDirectory:
-    """runs/NAME. Other programs rely on these names."""
+    """runs/NAME. Other programs depend on these names."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,7 +29,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self.model = path / "model"  # the model's config and tokenizer, which an export needs
+        self.model = path / "model"  # the model's config and tokenizer, for exports
 
     @property
     def exists(self) -> bool:
@@ -37,20 +37,20 @@ class RunDirectory:
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything to lose: a start that ended before its first step left nothing."""
+        """Whether there is anything to lose: a run that ended before its first step left nothing."""
         return self.exists and (self.metrics.is_file() or any(self.checkpoints.glob("step-*")))
 
     def check(self, config: Config, *, resume: bool, overwrite: bool, start_from: Path | None = None) -> list[str]:
-        """Whether a run may start here; says what differs from the run that is there. Changes nothing."""
+        """Check that a run may start here; returns the differences from the existing run. Changes nothing."""
         with self.held():
             pass
         if overwrite and start_from is not None and start_from.resolve().is_relative_to(self.path.resolve()):
-            raise UserMistake(f"--overwrite would throw away {start_from}, which --from starts with.")
+            raise UserMistake(f"--overwrite would delete {start_from}, which --from starts from.")
         if resume and overwrite:
-            raise UserMistake("--resume goes on with the run and --overwrite throws it away; give one of them.")
+            raise UserMistake("--resume continues the run and --overwrite deletes it; give one of them.")
         if self.begun and not (resume or overwrite):
             raise UserMistake(
-                f"{self.path} holds a run already; add --resume to go on with it, --overwrite to throw it away, "
+                f"{self.path} already holds a run; add --resume to continue it, --overwrite to delete it, "
                 "or another name=…"
             )
         if self.exists:
@@ -58,12 +58,12 @@ class RunDirectory:
         if resume:
             raise UserMistake(f"--resume: there is no run in {self.path}; start it without --resume.")
         if self.path.exists() and any(self.path.iterdir() if self.path.is_dir() else [self.path]):
-            raise UserMistake(f"{self.path} is there and is not a run of shoal; choose another name=…")
+            raise UserMistake(f"{self.path} exists and is not a shoal run; choose another name=…")
         return []
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While this lasts, no other process trains in this folder."""
+        """Hold the lock: no other process trains in this directory meanwhile."""
         if not self.exists:
             yield
             return
@@ -77,7 +77,7 @@ class RunDirectory:
             yield
 
     def create(self, config: Config, *, overwrite: bool) -> None:
-        """Make the folders and write the config, after `check`."""
+        """Create the directories and write the config, after `check`."""
         try:
             if overwrite and self.exists:
                 shutil.rmtree(self.path)
@@ -86,7 +86,7 @@ class RunDirectory:
             raise UserMistake(f"{self.path} cannot be written: {error.strerror}.") from None
 
     def make(self, config: Config) -> None:
-        """The folders and the config, whatever is there; an `OSError` where the disk does not take it."""
+        """Create the directories and write the config without checks; raises `OSError` if the disk refuses."""
         for folder in (self.path, self.checkpoints, self.logs, self.model):
             folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.config, config_to_yaml(config))
@@ -97,14 +97,14 @@ class RunDirectory:
         for key, (old, new) in changes.items():
             if key not in INCIDENTAL and any(key == name or key.startswith(name + ".") for name in IDENTITY):
                 raise UserMistake(
-                    f"--resume: {key} was {old!r} in {self.config} and is {new!r} now, which makes it another run; "
-                    "put it back, or start a new run under another name=…"
+                    f"--resume: {key} was {old!r} in {self.config} and is {new!r} now, which a resumed run cannot "
+                    "change; restore it, or start a new run under another name=…"
                 )
         return [f"{key} was {old!r} and is {new!r} now" for key, (old, new) in changes.items()]
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted key → (before, after), for every key that differs."""
+    """Dotted key → (before, after), for each key that differs."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in before.keys() | after.keys():
         old, new = before.get(key), after.get(key)

@@ -1,4 +1,4 @@
-"""The config as a whole. Its blocks are in the schema_*.py files beside this one, and are exported from here."""
+"""The complete config. Its blocks are defined in the other schema_*.py files and exported from here."""
 
 import re
 from collections.abc import Iterator
@@ -71,27 +71,36 @@ __all__ = [
 
 
 class Config(Block):
-    """The only description of a run."""
+    """The complete description of a run."""
 
-    name: str = Field("run", description="Name of the run; it lives in runs/NAME.")
-    seed: Annotated[int, Ge(0), Le(2**32 - 1)] = Field(1234, description="Where all randomness of the run starts.")
-    include: Texts = Field((), description="Other YAML files that lie under this one, relative to it; later ones win.")
+    name: str = Field("run", description="Name of the run; its directory is runs/NAME.")
+    seed: Annotated[int, Ge(0), Le(2**32 - 1)] = Field(1234, description="Random seed of the run.")
+    include: Texts = Field(
+        (), description="YAML files that this one overrides, relative to it; later ones take precedence."
+    )
     model: ModelConfig = Field(default_factory=ModelConfig, description="Which model is trained.")
     adapter: AdapterConfig = Field(
-        default_factory=AdapterConfig, description="Small trained additions to a frozen model (LoRA and its kin)."
+        default_factory=AdapterConfig, description="Low-rank adapters on a frozen model (LoRA and its variants)."
     )
     data: DataConfig = Field(default_factory=DataConfig, description="What the model is trained on.")
-    train: TrainConfig = Field(default_factory=TrainConfig, description="How long, how large, how fast, how exactly.")
-    eval: EvalConfig = Field(default_factory=EvalConfig, description="When and how much is evaluated while training.")
+    train: TrainConfig = Field(
+        default_factory=TrainConfig, description="Length, batch size, optimizer and precision of training."
+    )
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="Evaluation during training.")
     parallel: ParallelConfig = Field(
-        default_factory=ParallelConfig, description="How the work is divided over devices."
+        default_factory=ParallelConfig,
+        description="Parallelism: how the model and the data are distributed over devices.",
     )
-    hardware: HardwareConfig = Field(default_factory=HardwareConfig, description="What the run has, or is planned for.")
+    hardware: HardwareConfig = Field(
+        default_factory=HardwareConfig, description="The hardware of the run, or the hardware to plan for."
+    )
     checkpoint: CheckpointConfig = Field(
-        default_factory=CheckpointConfig, description="When the run is saved, and what is kept."
+        default_factory=CheckpointConfig, description="When checkpoints are saved and which are kept."
     )
-    log: LogConfig = Field(default_factory=LogConfig, description="What is reported while training.")
-    slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="What shoal submit asks the cluster for.")
+    log: LogConfig = Field(default_factory=LogConfig, description="Logging during training.")
+    slurm: SlurmConfig = Field(
+        default_factory=SlurmConfig, description="Resources that shoal submit requests from the cluster."
+    )
 
     @field_validator("name")
     @classmethod
@@ -103,10 +112,10 @@ class Config(Block):
 
     @model_validator(mode="after")
     def _has_a_model(self) -> "Config":
-        # Here and not in ModelConfig, whose defaults must stand on their own for a config without the block.
+        # Not in ModelConfig, whose defaults must be valid for a config without the block.
         if self.model.from_ is None and self.model.shape is None:
             raise contradiction(
-                "model.from or model.shape must be given: from starts from weights, shape from random ones."
+                "model.from or model.shape must be given: from loads weights, shape initializes random ones."
             )
         return self
 

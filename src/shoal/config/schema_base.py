@@ -1,4 +1,4 @@
-"""What every block of the config shares: strictness, number ranges, spellings, and how blocks say they contradict."""
+"""Shared by all blocks of the config: strictness, numeric bounds, spellings, and errors about contradicting keys."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ Positive = Annotated[float, Gt(0)]
 PositiveOrZero = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 ShareBelowOne = Annotated[float, Ge(0), Lt(1)]
-# YAML has lists and no tuples; a frozen config wants tuples. Only the container is lenient, not what is in it.
+# YAML has lists; a frozen config needs tuples. Only the container is lenient, not its items.
 Texts = Annotated[tuple[str, ...], Strict(False)]
 
 
@@ -23,7 +23,7 @@ class Block(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        # Most of the import time would go into validators of blocks that are only ever validated inside Config.
+        # Building validators for blocks that are only validated inside Config would dominate the import time.
         defer_build=True,
         strict=True,
         validate_default=True,
@@ -31,7 +31,7 @@ class Block(BaseModel):
         validate_by_alias=True,
         serialize_by_alias=True,
         allow_inf_nan=False,
-        # `model_` is a prefix pydantic keeps for itself; none of our keys collide with its methods.
+        # Pydantic reserves the prefix `model_`; none of our keys collide with its methods.
         protected_namespaces=(),
     )
 
@@ -42,7 +42,7 @@ def spelled(choices: tuple[str, ...], also: Mapping[str, str] | None = None) -> 
     known.update({_plain(other): choice for other, choice in (also or {}).items()})
 
     def normalise(value: Any) -> Any:
-        # `precision: 32` is a number to YAML; true and false are answers of their own.
+        # `precision: 32` is a number in YAML. Booleans are values of their own.
         if isinstance(value, str | int) and not isinstance(value, bool):
             return known.get(_plain(str(value)), value)
         return value

@@ -1,4 +1,4 @@
-"""What is trained and on what: the blocks `model`, `adapter` and `data`."""
+"""The blocks `model`, `adapter` and `data`."""
 
 import re
 from typing import Annotated, Literal
@@ -37,29 +37,25 @@ SourceName = Annotated[
         {"jsonl": "json", "txt": "text", "huggingface": "hf"},
     ),
 ]
-RowFormat = Literal["auto", "alpaca", "chat", "completion", "text"]
+RecordFormat = Literal["auto", "alpaca", "chat", "completion", "text"]
 
 
 class ShapeConfig(Block):
-    """Explicit sizes of a model that starts from random weights."""
+    """Explicit dimensions of a randomly initialized model."""
 
-    family: str = Field(
-        "llama", description="The architecture: llama, mistral, qwen2, qwen3, neox (Pythia), gpt2 or bert."
-    )
-    hidden: Count = Field(256, description="Width of the hidden state.")
-    layers: Count = Field(4, description="Number of transformer blocks.")
-    heads: Count = Field(8, description="Number of attention heads; divides hidden.")
-    kv_heads: Count | None = Field(
-        None, description="Number of key and value heads; divides heads; default: as many as heads."
-    )
+    family: str = Field("llama", description="Architecture: llama, mistral, qwen2, qwen3, neox (Pythia), gpt2 or bert.")
+    hidden: Count = Field(256, description="Hidden size.")
+    layers: Count = Field(4, description="Number of transformer layers.")
+    heads: Count = Field(8, description="Number of attention heads; must divide hidden.")
+    kv_heads: Count | None = Field(None, description="Number of key/value heads; must divide heads; default: heads.")
     ffn: Count | None = Field(
         None,
-        description="Width of the feed-forward layer; default: 4 times hidden, or where it is gated 8/3 of hidden, "
-        "rounded up to a multiple of 64.",
+        description="Intermediate size of the feed-forward layers; default: 4 × hidden, or 8/3 × hidden rounded up "
+        "to a multiple of 64 where they are gated.",
     )
-    vocab: Count = Field(512, description="Number of tokens in the vocabulary.")
-    positions: Count = Field(1024, description="Longest sequence the model can take.")
-    tied: bool = Field(True, description="Whether the output head shares its weights with the embedding.")
+    vocab: Count = Field(512, description="Vocabulary size.")
+    positions: Count = Field(1024, description="Maximum sequence length of the model.")
+    tied: bool = Field(True, description="Whether the head (lm_head) shares its weights with the embedding.")
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> "ShapeConfig":
@@ -70,35 +66,33 @@ class ShapeConfig(Block):
         return self
 
     def named(self) -> ModelShape:
-        """The same sizes as the catalogue holds them."""
+        """The same dimensions as a catalogue entry."""
         sizes = self.model_dump()
         return shape_from_sizes(sizes.pop("family"), **sizes)
 
     def _blamed(self, sentence: str) -> list[str]:
-        """The keys that a sentence speaks of, for its line number."""
+        """The keys named in a sentence, for its line number."""
         named = [key for key in ("kv_heads", "heads", "hidden", "family") if re.search(rf"\b{key}\b", sentence)]
         return [key for key in named if key in self.model_fields_set] or named
 
 
 class ModelConfig(Block):
-    """Which model is trained."""
+    """The model to train."""
 
     from_: str | None = Field(
         None,
         alias="from",
-        description="Weights and tokenizer to start from: a folder, or an id that is in the local Hugging Face cache.",
+        description="Weights and tokenizer to start from: a folder, or an id in the local Hugging Face cache.",
     )
     shape: str | ShapeConfig | None = Field(
-        None, description="Instead of from: random weights, from a named shape or from explicit sizes."
+        None, description="Instead of from: random weights of a named shape or of explicit dimensions."
     )
     tokenizer: str | None = Field(
         None, description="A folder, a cached id, or bytes or chess (both built in); default: the model's own."
     )
-    attention: Attention = Field(
-        "auto", description="How attention is computed; auto takes the fastest that works here."
-    )
-    freeze: Texts = Field((), description="Patterns of parameter names that are not trained.")
-    add_tokens: Texts = Field((), description="Tokens added to the vocabulary; the embeddings grow with them.")
+    attention: Attention = Field("auto", description="Attention implementation; auto: the fastest that is available.")
+    freeze: Texts = Field((), description="Patterns of parameter names to freeze.")
+    add_tokens: Texts = Field((), description="Tokens to add to the vocabulary; the embedding is resized.")
 
     @model_validator(mode="after")
     def _the_shape_is_known(self) -> "ModelConfig":
@@ -119,76 +113,82 @@ class ModelConfig(Block):
 
 
 class AdapterConfig(Block):
-    """Small trained additions to a frozen model (LoRA and its kin)."""
+    """Low-rank adapters on a frozen model (LoRA and its variants)."""
 
     kind: Literal["none", "lora", "qlora"] = Field(
-        "none", description="none trains the model itself; lora trains an adapter; qlora also quantizes the model."
+        "none",
+        description="none: train the model itself; lora: train an adapter; qlora: the same on a quantized model.",
     )
-    rank: Count = Field(8, description="Inner width of the adapter.")
-    alpha: Positive = Field(16.0, description="Scale of the adapter's output, before division by the rank.")
-    dropout: ShareBelowOne = Field(0.0, description="Share of the adapter's inputs dropped while training.")
+    rank: Count = Field(8, description="Rank of the adapter.")
+    alpha: Positive = Field(16.0, description="Scaling factor of the adapter's output, divided by the rank.")
+    dropout: ShareBelowOne = Field(0.0, description="Dropout on the adapter's inputs.")
     targets: Literal["auto"] | Texts = Field(
-        "auto", description="Names of the linear layers that get an adapter; auto: all of those in the blocks."
+        "auto", description="Linear layers that get an adapter, by name; auto: all in the transformer layers."
     )
-    quantize: Quantization = Field("nf4", description="How qlora stores the frozen weights.")
+    quantize: Quantization = Field("nf4", description="Data type of qlora's frozen weights.")
     dora: bool = Field(False, description="Also train the magnitude of each weight column (DoRA).")
-    rslora: bool = Field(False, description="Divide by the square root of the rank instead of the rank.")
-    train_also: Texts = Field((), description="Patterns of parameters outside the adapter that are trained as well.")
+    rslora: bool = Field(False, description="Divide alpha by the square root of the rank (rsLoRA).")
+    train_also: Texts = Field((), description="Patterns of parameters outside the adapter to train as well.")
 
 
 class StreamingConfig(Block):
-    """How data is read when it is not tokenized ahead."""
+    """Reading data that is not tokenized before training."""
 
-    chunk: Count = Field(10_000, description="Rows read and tokenized at a time.")
-    shuffle_buffer: Count = Field(50_000, description="Rows held in memory to draw from at random.")
+    chunk: Count = Field(10_000, description="Records read and tokenized at a time.")
+    shuffle_buffer: Count = Field(50_000, description="Records in the shuffle buffer.")
 
 
 class DataBlockConfig(Block):
-    """One of several sources that are mixed."""
+    """One source of a mixture."""
 
     source: SourceName = Field("json", description="The kind of file.")
     path: str | None = Field(None, description="File, folder or pattern to read.")
-    format: RowFormat = Field("auto", description="What a row looks like.")
-    weight: Positive = Field(1.0, description="How often rows of this source are drawn, relative to the others.")
+    format: RecordFormat = Field("auto", description="Format of the records.")
+    weight: Positive = Field(1.0, description="Sampling weight of this source, relative to the others.")
 
 
 class DataConfig(Block):
-    """What the model is trained on."""
+    """The training data."""
 
     source: SourceName | Annotated[tuple[DataBlockConfig, ...], Strict(False)] = Field(
         "json", description="The kind of file, or a list of blocks with source, path, format and weight."
     )
     path: str | Texts | None = Field(
         None,
-        description="File, folder or pattern to read, or a list of these; chess without one plays its own games.",
+        description="File, folder or pattern to read, or a list of these; source chess without a path generates games.",
     )
-    games: Count = Field(12_000, description="How many games are played for source chess without a path.")
-    plies: Count = Field(42, description="After how many plies (moves of one side) a game that is played is cut.")
+    games: Count = Field(12_000, description="Number of games to generate, for source chess without a path.")
+    plies: Count = Field(42, description="Maximum length of a generated game in plies (moves of one side).")
     player: Literal["quick", "stockfish"] = Field(
         "quick",
-        description="Who plays: quick looks one move ahead, hundreds of games a second; stockfish, where installed, "
-        "plays far better and about forty times slower.",
+        description="Player of generated games. quick: one ply deep, hundreds of games per second; stockfish: much "
+        "stronger, about forty times slower, must be installed.",
     )
-    format: RowFormat = Field("auto", description="What a row looks like; auto looks at the first row.")
-    max_length: Annotated[int, Ge(2)] = Field(2048, description="Tokens in a row; longer texts are cut.")
+    format: RecordFormat = Field(
+        "auto", description="Format of the records; auto: chosen by the keys of the first record."
+    )
+    max_length: Annotated[int, Ge(2)] = Field(
+        2048, description="Maximum sequence length in tokens; longer instructions are truncated, longer texts split."
+    )
     pack: bool = Field(
         True,
-        description="Fill rows: instructions share a row and do not see each other; plain text runs on over row ends.",
+        description="Pack documents into full sequences: instructions do not attend to each other, plain text is one "
+        "continuous stream.",
     )
     train_on: Literal["all", "answers", "last"] = Field(
         "answers", description="Which tokens count in the loss: all, the answers, or the last answer of a chat."
     )
     chat_template: str | None = Field(None, description="A Jinja chat template to use instead of the tokenizer's own.")
     validation: ShareBelowOne | str = Field(
-        0.02, description="What is held out for evaluation: a share of the data (0 for none), or a path."
+        0.02, description="Validation data: the fraction of sequences to hold out (0: none), or a path."
     )
     streaming: bool | StreamingConfig = Field(
         False, description="Read and tokenize while training instead of before it; a block sets chunk and buffer."
     )
     workers: CountOrZero = Field(
-        2, description="Threads that prepare batches ahead, for each device; 0: the training loop does."
+        2, description="Threads per device that prefetch batches; 0: batches are prepared in the training loop."
     )
-    on_error: Literal["stop", "skip"] = Field("stop", description="What happens at a row that cannot be read.")
+    on_error: Literal["stop", "skip"] = Field("stop", description="What to do with a record that cannot be read.")
 
     @model_validator(mode="after")
     def _blocks_have_their_own_paths(self) -> "DataConfig":

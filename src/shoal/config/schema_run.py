@@ -1,4 +1,4 @@
-"""Where and beside what training runs: `parallel`, `hardware`, `checkpoint`, `log` and `slurm`."""
+"""The blocks `parallel`, `hardware`, `checkpoint`, `log` and `slurm`."""
 
 from typing import Annotated, Literal
 
@@ -30,9 +30,9 @@ PipelineSchedule = Annotated[
 
 
 class WrapConfig(Block):
-    """Which modules are gathered and freed as one."""
+    """Which modules become FSDP units."""
 
-    min_params: Count | None = Field(None, description="Wrap every module with at least so many parameters.")
+    min_params: Count | None = Field(None, description="Wrap every module with at least this many parameters.")
     classes: Texts = Field((), description="Wrap every module of these classes.")
 
     @model_validator(mode="after")
@@ -43,10 +43,10 @@ class WrapConfig(Block):
 
 
 class OffloadConfig(Block):
-    """Where the optimizer's state lives when it is not on the device."""
+    """Where the optimizer state is offloaded to."""
 
-    optimizer: Literal["cpu", "nvme"] = Field("cpu", description="Main memory, or a fast disk.")
-    path: str | None = Field(None, description="Folder on the fast disk.")
+    optimizer: Literal["cpu", "nvme"] = Field("cpu", description="Host memory (cpu) or a local disk (nvme).")
+    path: str | None = Field(None, description="Folder on the disk, for nvme.")
 
     @model_validator(mode="after")
     def _disk_needs_a_folder(self) -> "OffloadConfig":
@@ -58,36 +58,43 @@ class OffloadConfig(Block):
 
 
 class ParallelConfig(Block):
-    """How the work is divided over devices."""
+    """Parallelism: how the model and the data are distributed over devices."""
 
-    strategy: Strategy = Field("auto", description="How data parallelism is done; auto chooses from what fits.")
+    strategy: Strategy = Field("auto", description="Data-parallel strategy; auto: the fastest that fits in memory.")
     sharding: Sharding = Field(
-        "full_shard", description="What fsdp shards: everything, all but the weights in use, within a node, nothing."
+        "full_shard",
+        description="FSDP sharding strategy: weights, gradients and optimizer state; all but the weights in use; "
+        "all, within a node; nothing.",
     )
-    replicate: Count | Literal["auto"] = Field("auto", description="Replicas under hybrid_shard; auto: one a node.")
-    tp: Count = Field(1, description="Devices that share each layer (tensor parallel).")
-    pp: Count = Field(1, description="Devices that each hold a run of layers (pipeline parallel).")
-    pp_schedule: PipelineSchedule = Field("1f1b", description="The order of the pipeline's passes.")
-    cp: Count = Field(1, description="Devices that share each sequence (context parallel).")
-    cp_method: Literal["gather", "ulysses"] = Field("gather", description="How context parallel attention exchanges.")
+    replicate: Count | Literal["auto"] = Field("auto", description="Replicas under hybrid_shard; auto: one per node.")
+    tp: Count = Field(1, description="Tensor-parallel degree: devices that share each layer.")
+    pp: Count = Field(1, description="Pipeline-parallel degree: devices that each hold a range of layers.")
+    pp_schedule: PipelineSchedule = Field("1f1b", description="Pipeline schedule.")
+    cp: Count = Field(1, description="Context-parallel degree: devices that share each sequence.")
+    cp_method: Literal["gather", "ulysses"] = Field(
+        "gather",
+        description="Context-parallel attention: all-gather of keys and values, or all-to-all over heads.",
+    )
     wrap: Literal["auto"] | WrapConfig = Field(
-        "auto", description="What fsdp gathers as one, of what lies between embedding and head; auto: each block."
+        "auto", description="FSDP units between embedding and head; auto: each transformer layer."
     )
     prefetch: CountOrZero = Field(
         1,
-        description="Blocks gathered ahead of use, which is also the limit on gathers in flight; 0: none ahead in the "
-        "forward pass, and one in the backward pass, which FSDP2 always does.",
+        description="FSDP units to all-gather ahead of use, also the limit on all-gathers in flight; 0: none ahead in "
+        "the forward pass, and one in the backward pass, as FSDP2 always does.",
     )
     reshard: Literal["auto"] | bool | Annotated[int, Ge(2)] = Field(
-        "auto", description="Whether fsdp frees weights after the forward pass; a number: keep them sharded that wide."
+        "auto",
+        description="Whether FSDP reshards weights after the forward pass; a number: reshard to groups of this size.",
     )
     offload: Literal["none", "cpu", "optimizer"] | OffloadConfig = Field(
-        "none", description="What lives outside the device: nothing, all that is sharded, or the optimizer's state."
+        "none",
+        description="What is offloaded to host memory: nothing, all sharded state (cpu), or the optimizer state.",
     )
     compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
-        "none", description="How ddp shrinks gradients on the wire; lossy."
+        "none", description="DDP gradient compression; lossy."
     )
-    engine: Literal["native", "deepspeed"] = Field("native", description="Who carries the strategy out.")
+    engine: Literal["native", "deepspeed"] = Field("native", description="Implementation of the strategy.")
 
     @model_validator(mode="after")
     def _single_has_one_device(self) -> "ParallelConfig":
@@ -98,12 +105,12 @@ class ParallelConfig(Block):
 
 
 class GpuConfig(Block):
-    """A device that the catalogue does not have, or has otherwise."""
+    """A device that is not in the catalogue, or differs from its entry."""
 
-    like: str = Field("a100-80gb", description="The device of the catalogue that it is most like.")
-    memory_gib: Positive | None = Field(None, description="GiB of its memory; null: as the other's.")
-    gb_per_second: Positive | None = Field(None, description="GB a second of its memory; null: as the other's.")
-    tflops: Positive | None = Field(None, description="Dense 16-bit TFLOP/s at their peak; null: as the other's.")
+    like: str = Field("a100-80gb", description="The most similar device in the catalogue.")
+    memory_gib: Positive | None = Field(None, description="Memory in GiB; null: as that device.")
+    gb_per_second: Positive | None = Field(None, description="Memory bandwidth in GB/s; null: as that device.")
+    tflops: Positive | None = Field(None, description="Peak dense 16-bit TFLOP/s; null: as that device.")
 
     @model_validator(mode="after")
     def _known(self) -> "GpuConfig":
@@ -115,26 +122,26 @@ class GpuConfig(Block):
 
 
 class LinkConfig(Block):
-    """A connection that the catalogue does not have."""
+    """An interconnect that is not in the catalogue."""
 
-    gb_per_second: Positive = Field(50.0, description="GB a second in each direction, for each device.")
-    latency_us: Positive = Field(10.0, description="Microseconds that a small message takes.")
+    gb_per_second: Positive = Field(50.0, description="Bandwidth per device and direction in GB/s.")
+    latency_us: Positive = Field(10.0, description="Latency of a small message in microseconds.")
 
 
 class HardwareConfig(Block):
-    """What the run has, or is planned for."""
+    """The hardware of the run, or the hardware to plan for."""
 
-    devices: Count | Literal["auto"] = Field("auto", description="Devices in each node; auto: those that are there.")
-    nodes: Count = Field(1, description="Machines.")
-    gpu: str | GpuConfig = Field("auto", description="Kind of device to plan for; auto: the one that is there.")
+    devices: Count | Literal["auto"] = Field("auto", description="Devices per node; auto: all that are present.")
+    nodes: Count = Field(1, description="Number of nodes.")
+    gpu: str | GpuConfig = Field("auto", description="Device to plan for; auto: the one that is present.")
     link: str | LinkConfig = Field(
-        "auto", description="Connection in a machine to plan for; auto: what the device usually has."
+        "auto", description="Interconnect within a node to plan for; auto: the usual one of the device."
     )
     network: str | LinkConfig = Field(
-        "auto", description="Connection between machines to plan for; auto: what such devices usually have."
+        "auto", description="Network between nodes to plan for; auto: the usual one of the device."
     )
-    host_gib: Positive | None = Field(None, description="GiB of main memory of a machine, to plan for; null: unknown.")
-    price: Positive | None = Field(None, description="What an hour of one device costs, to plan for.")
+    host_gib: Positive | None = Field(None, description="Host memory per node in GiB to plan for; null: unknown.")
+    price: Positive | None = Field(None, description="Price per device-hour, to plan for.")
 
     @model_validator(mode="after")
     def _names_are_known(self) -> "HardwareConfig":
@@ -149,43 +156,45 @@ class HardwareConfig(Block):
 
 
 class CheckpointConfig(Block):
-    """When the run is saved, and what is kept."""
+    """When checkpoints are saved and which are kept."""
 
     every: Count = Field(200, description="Steps between checkpoints.")
-    at_end: bool = Field(True, description="Save after the last step; false: for runs that only measure something.")
-    keep: Count = Field(2, description="Newest checkpoints that are kept.")
-    keep_best: CountOrZero = Field(3, description="Best checkpoints that are kept besides.")
-    keep_every: Count | None = Field(None, description="Checkpoints of every so many steps are kept for ever.")
-    metric: Literal["eval_loss", "loss"] = Field("eval_loss", description="What best means: the lowest of this.")
+    at_end: bool = Field(True, description="Save a checkpoint after the last step; false: for benchmarks.")
+    keep: Count = Field(2, description="Number of newest checkpoints to keep.")
+    keep_best: CountOrZero = Field(3, description="Number of best checkpoints to keep in addition.")
+    keep_every: Count | None = Field(
+        None, description="Keep the checkpoints at multiples of this many steps permanently."
+    )
+    metric: Literal["eval_loss", "loss"] = Field("eval_loss", description="Metric of keep_best; lower is better.")
     format: Literal["sharded", "full"] = Field(
-        "sharded", description="sharded: each process writes its own part; full: one process writes it all."
+        "sharded", description="sharded: each rank writes its own shards; full: one rank writes everything."
     )
     async_: bool = Field(
-        True, alias="async", description="Write while training goes on, from a copy in the host's memory."
+        True, alias="async", description="Write in the background while training continues, from a copy in host memory."
     )
     fallback: str | None = Field(
-        None, description="Folder to save under (in FOLDER/NAME) when the run's own is full or gone."
+        None, description="Folder for checkpoints (in FOLDER/NAME) when the disk of the run directory is full or gone."
     )
 
 
 class LogConfig(Block):
-    """What is reported while training."""
+    """Logging during training."""
 
-    every: Count = Field(10, description="Steps between reports.")
+    every: Count = Field(10, description="Steps between log lines.")
     to: Annotated[tuple[Literal["tensorboard", "csv", "wandb", "mlflow"], ...], Strict(False)] = Field(
-        ("tensorboard",), description="Where metrics go besides metrics.jsonl, which is always written."
+        ("tensorboard",), description="Additional loggers; metrics.jsonl is always written."
     )
 
 
 class SlurmConfig(Block):
-    """What `shoal submit` asks the cluster for."""
+    """Resources that `shoal submit` requests from the cluster."""
 
     partition: str | None = Field(None, description="Partition to submit to; null: the cluster's default.")
-    account: str | None = Field(None, description="Account that pays.")
+    account: str | None = Field(None, description="Account to charge.")
     qos: str | None = Field(None, description="Quality of service.")
-    time: str = Field("02:00:00", description="Longest wall time, as Slurm writes it.")
-    cpus_per_task: Count = Field(8, description="CPU cores for each device.")
-    mem: str | None = Field(None, description="Memory for each node, as Slurm writes it (64G).")
+    time: str = Field("02:00:00", description="Time limit, in Slurm's notation.")
+    cpus_per_task: Count = Field(8, description="CPU cores per device.")
+    mem: str | None = Field(None, description="Memory per node, in Slurm's notation (64G).")
     setup: Texts = Field((), description="Shell lines run before training, such as module load.")
     container: str | None = Field(None, description="Container image to run in.")
-    extra: Texts = Field((), description="Further lines for sbatch, as they are.")
+    extra: Texts = Field((), description="Additional sbatch lines, verbatim.")

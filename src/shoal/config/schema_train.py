@@ -1,4 +1,4 @@
-"""How training goes: the blocks `train` and `eval`."""
+"""The blocks `train` and `eval`."""
 
 from typing import Annotated, Any, Literal
 
@@ -58,141 +58,136 @@ OptimizerName = Annotated[
 
 
 class ScheduleConfig(Block):
-    """How the learning rate changes over the run."""
+    """The learning rate schedule."""
 
     name: ScheduleName = Field(
-        "cosine", description="The curve after the warmup; wsd stays level, then falls near the end."
+        "cosine", description="Learning rate schedule after the warmup; wsd: warmup, stable, decay."
     )
     warmup: CountOrZero | ShareBelowOne = Field(
-        100, description="Steps in which the rate rises from zero; or, with a point, their share of all steps."
+        100, description="Warmup steps; as a decimal (0.03): fraction of all steps."
     )
-    min_ratio: Share = Field(0.1, description="The last learning rate as a share of the highest.")
-    decay: ShareBelowOne = Field(0.2, description="The share of all steps, at the end, in which wsd falls.")
+    min_ratio: Share = Field(0.1, description="Final learning rate as a fraction of the peak.")
+    decay: ShareBelowOne = Field(0.2, description="Fraction of all steps in which wsd decays, at the end.")
 
 
 class OptimizerConfig(Block):
-    """What turns gradients into changes of the weights."""
+    """The optimizer and its hyperparameters."""
 
     name: OptimizerName = Field(
         "adamw",
-        description="The optimizer; adamw8bit is adamw that keeps its two moments of every matrix in 8 bits, a quarter "
-        "of the memory.",
+        description="The optimizer; adamw8bit is AdamW with both moments of every matrix in 8 bits, a quarter of the "
+        "memory.",
     )
     betas: Annotated[tuple[ShareBelowOne, ShareBelowOne], Strict(False)] = Field(
-        (0.9, 0.95), description="How slowly the running means of the gradient and of its square forget."
+        (0.9, 0.95), description="Decay rates of the moving averages of the gradient and its square."
     )
-    eps: Positive = Field(1e-8, description="Added to the denominator, against division by zero.")
-    weight_decay: PositiveOrZero = Field(0.1, description="How strongly weights are pulled to zero.")
-    momentum: ShareBelowOne = Field(0.9, description="How slowly the momentum of sgd and muon forgets.")
+    eps: Positive = Field(1e-8, description="Added to the denominator for numerical stability.")
+    weight_decay: PositiveOrZero = Field(0.1, description="Weight decay coefficient.")
+    momentum: ShareBelowOne = Field(0.9, description="Momentum of sgd and muon.")
 
 
 class RecomputeConfig(Block):
-    """Recompute some blocks and not others."""
+    """Activation checkpointing of some transformer layers."""
 
-    every: Count = Field(1, description="Every how-many-th block is recomputed in the backward pass.")
+    every: Count = Field(1, description="Recompute every n-th transformer layer in the backward pass.")
 
 
 class EarlyStopConfig(Block):
-    """When to stop because evaluation no longer gets better."""
+    """Early stopping on the evaluation loss."""
 
-    patience: Count = Field(3, description="Evaluations in a row without a better loss before training stops.")
+    patience: Count = Field(3, description="Consecutive evaluations without improvement before training stops.")
 
 
 class NanConfig(Block):
-    """When losses or gradients that are not numbers are too many, and what then happens."""
+    """Handling of non-finite losses and gradients."""
 
     action: Literal["skip", "rollback", "stop"] = Field(
         "skip",
-        description="skip: the step changes nothing and the run goes on; rollback: go on from the last checkpoint "
-        "before them, without their rows; stop.",
+        description="skip: the step updates nothing and training continues; rollback: resume from the last checkpoint "
+        "before them and skip their sequences; stop: end the run.",
     )
-    after: Count = Field(3, description="Steps in a row after which to roll back or stop.")
+    after: Count = Field(3, description="Consecutive non-finite steps after which to roll back or stop.")
 
 
 class SlowRankConfig(Block):
-    """When a process that keeps the others waiting is named."""
+    """Straggler detection."""
 
-    behind: Positive = Field(0.3, description="How much slower than the others, as a share.")
-    steps: Count = Field(50, description="For how many steps in a row.")
+    behind: Positive = Field(0.3, description="How much slower than the other ranks, as a fraction.")
+    steps: Count = Field(50, description="For how many consecutive steps.")
 
 
 class SpikeConfig(Block):
-    """What counts as a spike of the loss, and what then happens."""
+    """Detection and handling of loss spikes."""
 
-    sigma: Positive = Field(6.0, description="Standard deviations above the recent mean that make a spike.")
-    action: Literal["report", "skip"] = Field("report", description="Say so, or leave the step out.")
+    sigma: Positive = Field(6.0, description="Standard deviations above the recent mean that count as a spike.")
+    action: Literal["report", "skip"] = Field("report", description="report: log it; skip: also skip the step.")
 
 
 class TrainConfig(Block):
-    """How long, how large, how fast and how exactly."""
+    """Length, batch size, optimizer and precision of training."""
 
     epochs: Count | None = Field(
-        None, description="Times the data is gone through; 1 when neither epochs, steps nor tokens is given."
+        None, description="Passes over the training data; 1 if none of epochs, steps and tokens is given."
     )
-    steps: Count | None = Field(None, description="Instead of epochs: optimizer steps.")
-    tokens: Count | None = Field(None, description="Instead of epochs: target tokens.")
+    steps: Count | None = Field(None, description="Instead of epochs: number of optimizer steps.")
+    tokens: Count | None = Field(None, description="Instead of epochs: number of loss tokens.")
     global_batch: Count = Field(
-        64, description="Rows in an optimizer step, over all devices and passes (packed rows when packing)."
+        64, description="Sequences per optimizer step, over all devices and gradient accumulation steps."
     )
     micro_batch: Count | Literal["auto"] = Field(
-        "auto", description="Rows a device takes in one pass; auto: what shoal plan finds fastest of what fits."
+        "auto",
+        description="Sequences per device in one forward pass; auto: the fastest that fits, according to shoal plan.",
     )
-    lr: Positive = Field(1e-4, description="The highest learning rate.")
+    lr: Positive = Field(1e-4, description="Peak learning rate.")
     lr_scaling: Literal["none", "linear"] = Field(
-        "none", description="linear multiplies the learning rate by global_batch / base_batch."
+        "none", description="linear: multiply the learning rate by global_batch / base_batch."
     )
-    base_batch: Count | None = Field(None, description="The batch at which lr is meant, for lr_scaling linear.")
+    base_batch: Count | None = Field(None, description="The global batch that lr refers to, for lr_scaling linear.")
     lr_groups: dict[str, PositiveOrZero] = Field(
-        {}, description="Factors on the learning rate, by pattern of the parameter's name."
+        {}, description="Learning rate multipliers, by pattern of parameter names."
     )
-    schedule: ScheduleConfig = Field(
-        default_factory=ScheduleConfig, description="How the learning rate changes over the run."
-    )
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="The learning rate schedule.")
     optimizer: OptimizerConfig = Field(
-        default_factory=OptimizerConfig, description="What turns gradients into changes of the weights."
+        default_factory=OptimizerConfig, description="The optimizer and its hyperparameters."
     )
-    clip: Positive | None = Field(1.0, description="Largest norm of the gradient; null: not clipped.")
+    clip: Positive | None = Field(1.0, description="Maximum gradient norm; null: no clipping.")
     precision: Precision = Field(
         "auto",
         description="The dtypes of weights and compute; auto: bf16-mixed on GPUs that have bf16, 16-mixed on those "
         "that do not, 32-true on CPUs.",
     )
-    reduce_dtype: ReduceDtype = Field("fp32", description="In which numbers gradients are summed over devices.")
+    reduce_dtype: ReduceDtype = Field("fp32", description="Data type in which gradients are reduced over devices.")
     recompute: Literal["none", "cheap", "selective", "full", "auto"] | RecomputeConfig = Field(
         "none",
-        description="What is computed again in the backward pass instead of being kept in memory; cheap: what costs "
-        "next to no time, in compiled blocks; auto: the least with which the run is fastest of what fits.",
+        description="Activation checkpointing: what is recomputed in the backward pass instead of being stored; cheap: "
+        "what costs next to no time, in compiled blocks; auto: the fastest that fits in memory.",
     )
     compile: bool | Literal["auto", "thunder", "aot_eager"] = Field(
         "auto",
-        description="Whether the blocks are compiled; auto: each block, on CUDA; aot_eager traces without compiling.",
+        description="torch.compile of each transformer layer; auto: on CUDA; aot_eager: trace without compiling.",
     )
     loss: Literal["auto", "plain", "chunked", "fused"] = Field(
         "auto",
-        description="How logits are treated: whole, in pieces, or (fused) in pieces that become their gradients at "
-        "once, which pieces do anyway on CUDA.",
+        description="How logits are computed: plain: all at once; chunked: in chunks; fused: in chunks whose gradients "
+        "are computed in the forward pass, as chunked does on CUDA.",
     )
-    deterministic: bool = Field(False, description="Only kernels that give the same bits each time; slower.")
-    early_stop: EarlyStopConfig | None = Field(
-        None, description="When to stop because evaluation no longer gets better."
-    )
+    deterministic: bool = Field(False, description="Use deterministic kernels only; slower.")
+    early_stop: EarlyStopConfig | None = Field(None, description="Early stopping on the evaluation loss.")
     on_nan: Literal["skip", "rollback", "stop"] | NanConfig = Field(
         "skip",
-        description="What happens at losses or gradients that are not numbers; such a step never changes a weight. A "
-        "block also says after how many in a row.",
+        description="What to do about non-finite losses or gradients; such a step never updates the weights. A block "
+        "also sets after how many consecutive steps.",
     )
     on_spike: Literal["report", "skip"] | SpikeConfig = Field(
-        "report", description="What happens when the loss leaps; a block also says what a leap is."
+        "report", description="What to do about a loss spike; a block also sets its threshold."
     )
     on_oom: Literal["stop", "shrink"] = Field(
         "stop",
-        description="What happens when memory runs out; shrink: all processes start again from the newest checkpoint, "
-        "with half the micro_batch and the same global_batch.",
+        description="What to do when a device runs out of memory; shrink: restart all processes from the newest "
+        "checkpoint, with half the micro_batch and the same global_batch.",
     )
-    slow_rank: SlowRankConfig = Field(
-        default_factory=SlowRankConfig, description="When a process that keeps the others waiting is named."
-    )
-    hang_timeout: Positive = Field(600.0, description="Seconds without progress after which a run counts as hung.")
+    slow_rank: SlowRankConfig = Field(default_factory=SlowRankConfig, description="Straggler detection.")
+    hang_timeout: Positive = Field(600.0, description="Seconds without progress after which the run counts as hung.")
 
     @model_validator(mode="before")
     @classmethod
@@ -211,7 +206,7 @@ class TrainConfig(Block):
             )
         if self.lr_scaling == "linear" and self.base_batch is None:
             raise contradiction(
-                "train.lr_scaling linear needs train.base_batch, the batch lr is meant for.", "lr_scaling"
+                "train.lr_scaling linear needs train.base_batch, the global batch that lr refers to.", "lr_scaling"
             )
         if self.micro_batch != "auto" and self.micro_batch > self.global_batch:
             raise contradiction(
@@ -223,7 +218,7 @@ class TrainConfig(Block):
 
 
 class EvalConfig(Block):
-    """When and how much is evaluated while training."""
+    """Evaluation during training."""
 
     every: Count = Field(200, description="Steps between evaluations.")
-    batches: Count = Field(50, description="Most batches in one evaluation.")
+    batches: Count = Field(50, description="Maximum number of batches per evaluation.")

@@ -1,4 +1,4 @@
-"""The one table of what the schema already has and the machinery does not: refused until it is built."""
+"""The table of options that the schema has and that are not built yet: refused until they are."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ def _not(*unbuilt: Any) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True)
 class Limit:
-    """What of one key is built, and what to do as long as the rest is not."""
+    """Which values of a key are built, and what to use instead of the others."""
 
     key: str
     is_built: Callable[[Any], bool]
     meanwhile: str
 
 
-# A line leaves this table when its machinery arrives. Keys that do not stand here are built.
+# Remove a line when its feature is built. Keys that are not in this table are built.
 LIMITS = (
-    Limit("model.attention", _not("flash"), "Use auto, which finds flash attention in torch."),
+    Limit("model.attention", _not("flash"), "Use auto, which uses PyTorch's flash attention."),
     Limit("model.add_tokens", _only(()), "Use a tokenizer that has the tokens."),
     Limit("adapter.kind", _only("none"), "Use none, which trains the model itself."),
     Limit("adapter.rank", _only(8), "Leave it out."),
@@ -41,7 +41,7 @@ LIMITS = (
     Limit("adapter.dora", _only(False), "Leave it out."),
     Limit("adapter.rslora", _only(False), "Leave it out."),
     Limit("adapter.train_also", _only(()), "Leave it out."),
-    Limit("data.source", _only("json", "text", "chess"), "Turn the data into one json or text source."),
+    Limit("data.source", _only("json", "text", "chess"), "Convert the data to one json or text source."),
     Limit("data.format", _only("auto", "alpaca", "text"), "Use alpaca or text."),
     Limit("data.train_on", _only("all", "answers"), "Use answers or all."),
     Limit("data.chat_template", _only(None), "Use the alpaca format."),
@@ -53,7 +53,7 @@ LIMITS = (
 
 
 def refuse_unbuilt(config: Config, origins: Origins) -> None:
-    """Raise a UserMistake with one line for each thing the config asks for that is not built yet."""
+    """Raise a UserMistake with one line for each option of the config that is not built yet."""
     values = config.model_dump(by_alias=True)
     sentences = []
     for limit in LIMITS:
@@ -64,7 +64,7 @@ def refuse_unbuilt(config: Config, origins: Origins) -> None:
                 value = value[key]
             wanted = value if isinstance(value, str) else shown(value)
             sentences.append(f"{origins.prefix(path)}{limit.key} {wanted} is not built yet. {limit.meanwhile}")
-    # Any key of this block, even at its default: who writes it expects a cluster to read it.
+    # Any key of this block, even at its default: whoever sets it expects a cluster job.
     for key in sorted(config.slurm.model_fields_set):
         path = ("slurm", key)
         sentences.append(

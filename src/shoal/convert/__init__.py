@@ -1,1 +1,1 @@
-"""Foreign checkpoint formats, in and out."""
+"""Conversion to and from other checkpoint formats."""

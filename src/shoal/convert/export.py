@@ -1,4 +1,4 @@
-"""Out to what everyone else can load: a Hugging Face folder, one shard in memory at a time."""
+"""Exports a run as a Hugging Face folder, with one shard in memory at a time."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from shoal.checkpoint.choose import choose_checkpoint
 from shoal.checkpoint.layout import SliceReader
 from shoal.checkpoint.state import MODEL
-from shoal.convert.shards import DTYPES, SHARD_BYTES, folder_in_making, refuse_occupied, write_shards
+from shoal.convert.shards import DTYPES, SHARD_BYTES, check_output, temporary_folder, write_shards
 from shoal.mistakes import UserMistake
 from shoal.models.build import build_on_meta, read_blueprint
 
@@ -22,15 +22,15 @@ def export_hf(
     shard_bytes: int = SHARD_BYTES,
     report: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Write the weights of a run's checkpoint (the newest, or that of `step`) with config and tokenizer beside them."""
+    """Export the weights of a run's checkpoint (the newest, or that of `step`) with its config and tokenizer."""
     if dtype is not None and dtype not in DTYPES:
-        raise UserMistake(f"An export has dtype {', '.join(DTYPES)}, not {dtype}.")
+        raise UserMistake(f"The dtype of an export is one of {', '.join(DTYPES)}, not {dtype}.")
     source = choose_checkpoint(run, step).path
     description = run / "model"
     if not (description / "config.json").is_file():
-        raise UserMistake(f"{run} holds no model/config.json, so it is not a run of shoal.")
-    refuse_occupied(output)
-    with folder_in_making(output, description.iterdir()) as part:
+        raise UserMistake(f"{run} is not a shoal run: it has no model/config.json.")
+    check_output(output)
+    with temporary_folder(output, description.iterdir()) as part:
         reader = SliceReader(source)
         model = build_on_meta(read_blueprint(description), attention="auto", longest=1)
         itemsize = 4 if dtype is None else DTYPES[dtype].itemsize

@@ -1,4 +1,4 @@
-"""In from what others have saved: a foreign checkpoint becomes a Hugging Face folder, one shard in memory at a time."""
+"""Converts checkpoints of other programs to a Hugging Face folder, with one shard in memory at a time."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.convert import litgpt
-from shoal.convert.shards import DTYPES, SHARD_BYTES, folder_in_making, refuse_occupied, write_shards
+from shoal.convert.shards import DTYPES, SHARD_BYTES, check_output, temporary_folder, write_shards
 from shoal.convert.state_dicts import LITGPT, Foreign, open_foreign
 from shoal.mistakes import UserMistake
 from shoal.models.build import Blueprint, build_on_meta, read_blueprint
@@ -25,14 +25,14 @@ from shoal.models.weights import kept_buffers
 
 TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
 DESCRIPTION = (*TOKENIZER, "special_tokens_map.json", "added_tokens.json", "chat_template.*", "generation_config.json")
-# Computed anew by every model; what files of older versions hold of them is not needed.
+# Buffers that every model computes itself; files of older versions contain them.
 RECOMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
-ROWS = 4096
+ROWS_PER_CHUNK = 4096
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was made of what."""
+    """The result of an import."""
 
     output: str
     source: str
@@ -48,7 +48,7 @@ class Imported:
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of a foreign file, whose values are still there."""
+    """A tensor of a foreign file, memory-mapped until it is read."""
 
     tensor: Tensor
 
@@ -61,7 +61,7 @@ class Held:
         return self.tensor.dtype
 
     def read(self, tensor_slice: TensorSlice) -> Tensor:
-        # A copy: safetensors writes no two tensors that lie in one storage, such as parts of a fused one.
+        # A copy: safetensors refuses tensors that share storage, such as slices of a fused tensor.
         return self.tensor[tensor_slice.slices].clone()
 
 
@@ -74,13 +74,13 @@ def import_hf(
     shard_bytes: int = SHARD_BYTES,
     report: Callable[[str], None] = lambda _: None,
 ) -> Imported:
-    """Write the weights of a LitGPT, DeepSpeed or FSDP checkpoint as a Hugging Face folder.
+    """Convert a LitGPT, DeepSpeed or FSDP checkpoint to a Hugging Face folder.
 
-    `model` is the folder whose config.json says what they are weights of; it may lie beside them.
+    `model` is the folder with the model's config.json. Without it, the config is looked for next to the weights.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise UserMistake(f"An import has dtype {', '.join(DTYPES)}, not {dtype}.")
-    refuse_occupied(output)
+        raise UserMistake(f"The dtype of an import is one of {', '.join(DTYPES)}, not {dtype}.")
+    check_output(output)
     described = None if model is None else local_folder(model)
     foreign = open_foreign(source)
     plan = _blueprint(foreign, described)
@@ -93,12 +93,12 @@ def import_hf(
     found = _match(foreign.path, built, stored)
     itemsize = None if dtype is None else DTYPES[dtype].itemsize
     sizes = {name: (itemsize or one.dtype.itemsize) * torch.Size(one.shape).numel() for name, one in found.items()}
-    copies = _description([*([] if described is None else [described]), *foreign.beside])
+    copies = _description([*([] if described is None else [described]), *foreign.config_folders])
     if not copies:
-        report("No tokenizer lies beside the weights or the config; set model.tokenizer where you train this.")
+        report("No tokenizer was found next to the weights or the config; set model.tokenizer to train this model.")
     if plan.folder is not None:
         copies.append(plan.folder / "config.json")
-    with folder_in_making(output, copies) as part:
+    with temporary_folder(output, copies) as part:
         if plan.folder is None:
             plan.settings.architectures = [type(built).__name__]
             plan.settings.save_pretrained(part)
@@ -123,37 +123,37 @@ def import_hf(
 
 
 def _blueprint(foreign: Foreign, described: Path | None) -> Blueprint:
-    """What the tensors are weights of: as --model says, else as what lies beside them does."""
+    """Return the model's blueprint, from --model or from the files next to the weights."""
     if described is not None:
         return read_blueprint(described)
     if foreign.kind == LITGPT:
         file = foreign.path.parent / litgpt.CONFIG_FILE
         if not file.is_file():
-            raise UserMistake(f"{file} is not there; give --model, a folder whose config.json describes the model.")
+            raise UserMistake(f"{file} does not exist; give --model, a folder whose config.json describes the model.")
         head, embedding = (foreign.tensors.get(f"{name}.weight") for name in ("lm_head", "transformer.wte"))
-        # LitGPT always has both; a model whose two are the same was tied.
+        # LitGPT always stores both; if they are equal, the model was tied.
         tied = head is None or (embedding is not None and _equal(Held(head), Held(embedding)))
         return Blueprint(litgpt.read_settings(file, tied=tied, tokens=_special_tokens(foreign.path.parent)), None)
-    folder = next((folder for folder in foreign.beside if (folder / "config.json").is_file()), None)
+    folder = next((folder for folder in foreign.config_folders if (folder / "config.json").is_file()), None)
     if folder is None:
         raise UserMistake(
-            f"{foreign.path} does not say what model its {len(foreign.tensors)} tensors belong to; "
+            f"{foreign.path} has {len(foreign.tensors)} tensors but no config.json next to it; "
             "give --model, a folder with that model's config.json and tokenizer."
         )
     return read_blueprint(folder)
 
 
 def _special_tokens(folder: Path) -> dict[str, Any]:
-    """Ids that transformers' own config beside LitGPT's gives; of the sizes in it only LitGPT's are to be believed."""
+    """Read the transformers config next to LitGPT's, for its special token ids. The sizes are taken from LitGPT's."""
     try:
-        said = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _description(folders: Iterable[Path]) -> list[Path]:
-    """The tokenizer's files, and what goes with them, from the first folder that has any."""
+    """Return the tokenizer files, and those that belong to them, of the first folder that has any."""
     for folder in folders:
         found = {path.name: path for pattern in DESCRIPTION for path in folder.glob(pattern) if path.is_file()}
         if any(path.match(pattern) for path in found.values() for pattern in TOKENIZER):
@@ -162,7 +162,7 @@ def _description(folders: Iterable[Path]) -> list[Path]:
 
 
 def _match(path: Path, model: Any, stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors of `model` as `stored` holds them: all of them, in their shapes, and nothing left over."""
+    """Map the tensors of `model` to those in `stored`; missing, unexpected and mismatched ones are errors."""
     parameters, buffers = dict(model.named_parameters()), kept_buffers(model)
     every = dict(model.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in parameters.items()}
@@ -177,11 +177,11 @@ def _match(path: Path, model: Any, stored: Mapping[str, Stored]) -> dict[str, St
             found[name] = stored[sources.all_names[0]]
     for name, parameter in every.items():
         if name in parameters or name not in found:
-            continue  # below, a second name of a tied weight
+            continue  # only second names of tied weights are handled below
         other, tied = first[id(parameter)], found.pop(name)
         if not _equal(found.setdefault(other, tied), tied):
             raise UserMistake(
-                f"{path} holds a {name} that differs from {other}, but the config ties the two; "
+                f"{path} holds a {name} that differs from {other}, but the config ties them; "
                 "set tie_word_embeddings to false in the config.json of --model."
             )
     _refuse_mismatch(path, model, found, [name for name in stored if name not in used])
@@ -194,25 +194,25 @@ def _refuse_mismatch(path: Path, model: Any, found: Mapping[str, Stored], left: 
     ignored = [*RECOMPUTED, *(model._keys_to_ignore_on_load_unexpected or [])]
     unexpected = [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
     if missing := [name for name in wanted if name not in found]:
-        instead = f", but {_counted(unexpected)}, which it does not know" if unexpected else ""
+        instead = f", but unexpected tensors: {_counted(unexpected)}" if unexpected else ""
         raise UserMistake(
             f"{path} holds no {_counted(missing)}, which {kind} needs{instead}; give --model, the config of the model "
             "that was saved."
         )
     if unexpected:
         raise UserMistake(
-            f"{path} holds {_counted(unexpected)}, which {kind} does not know; give --model, the config of the model "
+            f"{path} holds {_counted(unexpected)}, which {kind} does not have; give --model, the config of the model "
             "that was saved."
         )
     shapes = {name: tuple(one.shape) for name, one in [*wanted.items(), *kept_buffers(model).items()]}
     if wrong := [name for name, shape in shapes.items() if name in found and found[name].shape != shape]:
         raise UserMistake(
-            f"{path} holds {_counted(wrong)} in another shape than the config says: {found[wrong[0]].shape}, not "
+            f"{path} holds {_counted(wrong)} with another shape than the config's: {found[wrong[0]].shape}, not "
             f"{shapes[wrong[0]]}; give --model, the config of the model that was saved."
         )
-    if numbers := [name for name in wanted if found[name].dtype not in IN_FILES.values()]:
+    if quantised := [name for name in wanted if found[name].dtype not in IN_FILES.values()]:
         raise UserMistake(
-            f"{path} holds {_counted(numbers)} as {found[numbers[0]].dtype}: quantised weights cannot be trained; "
+            f"{path} holds {_counted(quantised)} as {found[quantised[0]].dtype}: quantised weights cannot be trained; "
             "import the originals."
         )
 
@@ -222,12 +222,13 @@ def _counted(names: list[str]) -> str:
 
 
 def _equal(one: Stored, other: Stored) -> bool:
-    """Compared some rows at a time: an embedding may be the largest tensor there is."""
+    """Compare in chunks of rows: an embedding may be the largest tensor of the model."""
     if one.shape != other.shape or not one.shape:
         return False
     inner = one.shape[1:]
-    for start in range(0, one.shape[0], ROWS):
-        tensor_slice = TensorSlice((start, *(0 for _ in inner)), (min(ROWS, one.shape[0] - start), *inner))
+    for start in range(0, one.shape[0], ROWS_PER_CHUNK):
+        count = min(ROWS_PER_CHUNK, one.shape[0] - start)
+        tensor_slice = TensorSlice((start, *(0 for _ in inner)), (count, *inner))
         if not torch.equal(one.read(tensor_slice), other.read(tensor_slice)):
             return False
     return True

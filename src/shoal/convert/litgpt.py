@@ -1,9 +1,9 @@
-"""LitGPT's models in transformers' terms: the architecture that a model_config.yaml describes, and names of tensors.
+"""Translates LitGPT models to transformers: the architecture of a model_config.yaml, and the names of its tensors.
 
-LitGPT has one model class with many switches. What transformers has a class for is translated; any switch that would
-make the model compute something else is refused by name. Query, key and value are one tensor in LitGPT: since
-version 0.5.5 `attn.qkv`, all queries first, then keys, then values; before that `attn.attn`, in which each group of
-queries is followed by its own key and value, as in GPT-NeoX.
+LitGPT has one model class with many options. Combinations that match a transformers class are translated; any other
+option value that changes the computation is refused by name. LitGPT fuses query, key and value in one tensor. Since
+version 0.5.5 it is `attn.qkv`: all queries, then keys, then values. Before, it was `attn.attn`, where each query group
+is followed by its key and value, as in GPT-NeoX.
 """
 
 import re
@@ -16,11 +16,11 @@ import yaml
 
 import shoal.offline  # noqa: F401
 from shoal.mistakes import UserMistake
-from shoal.models.stored import Cut, Joined, Stored
+from shoal.models.stored import Concatenated, Sliced, Stored
 from shoal.models.tensor_slices import TensorSlice
 
 CONFIG_FILE = "model_config.yaml"
-# What LitGPT takes where the file says nothing.
+# LitGPT's defaults for keys that are not in the file.
 DEFAULTS: dict[str, Any] = {
     "norm_class_name": "LayerNorm",
     "mlp_class_name": "GptNeoxMLP",
@@ -37,7 +37,7 @@ UNDERSTOOD = frozenset(
     {*DEFAULTS, *SIZES, "n_query_groups", "head_size", "intermediate_size", "attn_bias", "norm_qk"}
     | {"rope_adjustments", "sliding_window_size", "attention_scores_scalar"}
 )
-# Switches that no class translated to here has, with the values that leave them off.
+# Options that no supported architecture has, with the values that disable them.
 OFF: dict[str, tuple[Any, ...]] = {
     "norm_1": (True,),
     "norm_2": (True,),
@@ -46,13 +46,13 @@ OFF: dict[str, tuple[Any, ...]] = {
     "sliding_window_layer_stride": (None, 1),
     "routed_scaling_factor": (1, None),
 }
-# These say where the model comes from, or matter only to switches that are refused.
-BESIDE_THE_POINT = frozenset({"name", "hf_config", "vocab_size", "padding_multiple", "sliding_window_indices"})
+# Keys that describe the model's origin, or matter only for options that are refused.
+IGNORED = frozenset({"name", "hf_config", "vocab_size", "padding_multiple", "sliding_window_indices"})
 
 
 @dataclass(frozen=True)
 class Heads:
-    """How the rows of a fused query, key and value are divided."""
+    """The layout of the rows of a fused QKV weight."""
 
     heads: int
     groups: int
@@ -65,11 +65,11 @@ class Heads:
 
 @dataclass(frozen=True)
 class Names:
-    """What transformers' files call LitGPT's modules."""
+    """Transformers' names of LitGPT's modules."""
 
-    around: Mapping[str, str]
-    blocks: str  # before the number of a block
-    inside: Mapping[str, str]
+    around: Mapping[str, str]  # embedding, final norm and head
+    blocks: str  # prefix of the layer index
+    inside: Mapping[str, str]  # modules of a decoder layer
 
 
 GATED = Names(
@@ -105,21 +105,21 @@ NAMES = {"llama": GATED, "mistral": GATED, "qwen2": GATED, "qwen3": GATED, "gpt_
 
 
 def read_settings(path: Path, *, tied: bool, tokens: Mapping[str, Any]) -> Any:
-    """The transformers config of the model that a model_config.yaml describes; `tokens` are the ids of special ones."""
+    """Return the transformers config of the model in a model_config.yaml; `tokens` holds the special token ids."""
     try:
-        said = yaml.safe_load(path.read_text())
+        read = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
-        said = None
-    if not isinstance(said, dict):
-        raise UserMistake(f"{path} cannot be read as LitGPT's description of a model; copy it again, or give --model.")
-    config = DEFAULTS | said
+        read = None
+    if not isinstance(read, dict):
+        raise UserMistake(f"{path} is not a valid LitGPT model config; copy it again, or give --model.")
+    config = DEFAULTS | read
     try:
         return _settings(path, config, tied, tokens)
     except UserMistake:
         raise
-    except Exception as error:  # a value of a wrong kind; and each config class checks in its own way what it is given
+    except Exception as error:  # a value of a wrong type; each config class validates in its own way
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserMistake(f"{path} describes no model that transformers accepts: {reason}") from None
+        raise UserMistake(f"{path} is not a config that transformers accepts: {reason}") from None
 
 
 def _settings(path: Path, config: Mapping[str, Any], tied: bool, tokens: Mapping[str, Any]) -> Any:
@@ -149,19 +149,24 @@ def _settings(path: Path, config: Mapping[str, Any], tied: bool, tokens: Mapping
 
 def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
     for key, value in config.items():
-        if key in UNDERSTOOD | BESIDE_THE_POINT:
+        if key in UNDERSTOOD | IGNORED:
             continue
         if value not in OFF[key] if key in OFF else value:
             raise _unknown(path, f"{key}: {value}")
     for key in SIZES:
         if not isinstance(config.get(key), int) or config[key] < 1:
-            raise UserMistake(f"{path} gives {key} as {config.get(key)}, where a number is needed; or give --model.")
+            raise UserMistake(
+                f"{path} has {key}: {config.get(key)}, which must be a positive integer; fix it or give --model."
+            )
     if config["n_head"] % (config.get("n_query_groups") or config["n_head"]):
-        raise UserMistake(f"{path} gives n_head {config['n_head']} and n_query_groups {config['n_query_groups']}.")
+        raise UserMistake(
+            f"{path} has n_head {config['n_head']}, which is not divisible by n_query_groups "
+            f"{config['n_query_groups']}; fix it or give --model."
+        )
     scalar = config.get("attention_scores_scalar")
     if scalar not in (None, config.get("head_size") or config["n_embd"] // config["n_head"]):
         raise _unknown(path, f"attention_scores_scalar: {scalar}")
-    # LitGPT goes by the name here: Gemma's norms add one to their weights, and OLMo's have none.
+    # LitGPT itself checks the name here: Gemma's norms add 1 to their weights, and OLMo's norms have no weights.
     for name in ("Gemma", "OLMo"):
         if name in str(config.get("name", "")):
             raise _unknown(path, f"name: {config['name']}")
@@ -169,13 +174,13 @@ def _refuse_unknown(path: Path, config: Mapping[str, Any]) -> None:
 
 def _unknown(path: Path, what: str) -> UserMistake:
     return UserMistake(
-        f"{path} has {what}, for which shoal knows no transformers architecture (it knows those of Llama, Mistral, "
-        "Qwen2, Qwen3 and GPT-NeoX); convert it with litgpt convert_from_litgpt, and import its model.pth with --model."
+        f"{path} has {what}, which is not supported (shoal converts Llama, Mistral, Qwen2, Qwen3 and GPT-NeoX); "
+        "convert it with litgpt convert_from_litgpt, and import its model.pth with --model."
     )
 
 
 def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The `model_type` that computes the same, and the settings that it alone has."""
+    """Return the `model_type` with the same computation, and the settings specific to it."""
     kind = (config["norm_class_name"], config["mlp_class_name"])
     window = config.get("sliding_window_size")
     if window is not None and 0 in (config.get("sliding_window_indices") or [])[: config["n_layer"]]:
@@ -188,7 +193,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, dict[str,
             "norm_qk": (None, False),
             "sliding_window_size": None,
         }
-        _demand(path, config, wanted)
+        _require(path, config, wanted)
         return "gpt_neox", {
             "layer_norm_eps": float(config["norm_eps"]),
             "hidden_act": "gelu" if config["gelu_approximate"] == "none" else "gelu_pytorch_tanh",
@@ -198,23 +203,23 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, dict[str,
         }
     if kind != ("RMSNorm", "LLaMAMLP"):
         raise _unknown(path, f"norm_class_name: {kind[0]} with mlp_class_name: {kind[1]}")
-    _demand(path, config, {"parallel_residual": False, "rotary_percentage": 1})
+    _require(path, config, {"parallel_residual": False, "rotary_percentage": 1})
     if config.get("norm_qk"):
-        _demand(path, config, {"bias": False, "attn_bias": (None, False), "sliding_window_size": None})
+        _require(path, config, {"bias": False, "attn_bias": (None, False), "sliding_window_size": None})
         return "qwen3", {"use_sliding_window": False}
     if window is not None or str(config.get("name", "")).startswith("Mistral"):
-        _demand(path, config, {"bias": False, "attn_bias": (None, False)})
+        _require(path, config, {"bias": False, "attn_bias": (None, False)})
         return "mistral", {"sliding_window": window}
     if config.get("attn_bias") and not config["bias"]:
         return "qwen2", {"use_sliding_window": False}
     return "llama", {"attention_bias": config["bias"], "mlp_bias": config["bias"]}
 
 
-def _demand(path: Path, config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _require(path: Path, config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     for key, value in wanted.items():
         if config.get(key) not in (value if isinstance(value, tuple) else (value,)):
             kind = f"norm_class_name: {config['norm_class_name']}"
-            raise _unknown(path, f"{key}: {config.get(key)} beside {kind}")
+            raise _unknown(path, f"{key}: {config.get(key)} with {kind}")
 
 
 def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,11 +238,11 @@ def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed(path: Path, tensors: Mapping[str, Stored], settings: Any) -> dict[str, Stored]:
-    """LitGPT's `tensors` as transformers' files would have them for a model of `settings`; nothing is read yet."""
+    """Return LitGPT's `tensors` under transformers' names for a model of `settings`. No values are read yet."""
     names = NAMES.get(settings.model_type)
     if names is None:
         raise UserMistake(
-            f"{path} holds LitGPT's tensors, which shoal can rename for {', '.join(NAMES)}, not for the "
+            f"{path} is a LitGPT checkpoint, which shoal converts to {', '.join(NAMES)}, not to the "
             f"{settings.model_type} of --model."
         )
     count = settings.num_attention_heads
@@ -247,7 +252,7 @@ def renamed(path: Path, tensors: Mapping[str, Stored], settings: Any) -> dict[st
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")
         if "lora_" in name:
-            raise UserMistake(f"{path} holds LoRA's {name}; merge it first, with litgpt merge_lora.")
+            raise UserMistake(f"{path} holds the LoRA weight {name}; merge it first, with litgpt merge_lora.")
         block = re.fullmatch(r"transformer\.h\.(\d+)\.(.+)", module)
         if block is None and module in names.around:
             found[f"{names.around[module]}.{kind}"] = tensor
@@ -257,32 +262,32 @@ def renamed(path: Path, tensors: Mapping[str, Stored], settings: Any) -> dict[st
             if tensor.shape[0] != heads.rows:
                 raise UserMistake(
                     f"{path} holds {name} with {tensor.shape[0]} rows, but {heads.heads} heads and {heads.groups} "
-                    f"groups of {heads.size} channels make {heads.rows}: it belongs to another config."
+                    f"query groups of size {heads.size} need {heads.rows}: it belongs to another config."
                 )
             groups = _groups(tensor, heads, mixed=block[2] == "attn.attn")
             prefix = f"{names.blocks}.{block[1]}"
             if names is NEOX:
-                found[f"{prefix}.attention.query_key_value.{kind}"] = Joined(
+                found[f"{prefix}.attention.query_key_value.{kind}"] = Concatenated(
                     [one for some in groups for one in some], 0
                 )
             else:
                 for letter, alike in zip("qkv", zip(*groups, strict=True), strict=True):
-                    found[f"{prefix}.self_attn.{letter}_proj.{kind}"] = Joined(alike, 0)
+                    found[f"{prefix}.self_attn.{letter}_proj.{kind}"] = Concatenated(alike, 0)
         else:
             raise UserMistake(
-                f"{path} holds {name}, which shoal does not know from LitGPT's {settings.model_type} models; "
+                f"{path} holds {name}, which is not a tensor of LitGPT's {settings.model_type} models; "
                 "merge adapters first, or convert it with litgpt convert_from_litgpt."
             )
     return found
 
 
 def _groups(fused: Stored, heads: Heads, *, mixed: bool) -> list[tuple[Stored, Stored, Stored]]:
-    """The queries, the key and the value of each group; `mixed` where a group's lie together."""
+    """Return the queries, key and value of each query group; `mixed`: the groups are interleaved."""
     queries = heads.heads // heads.groups * heads.size
 
     def rows(start: int, count: int) -> Stored:
         inner = fused.shape[1:]
-        return Cut(fused, TensorSlice((start, *(0 for _ in inner)), (count, *inner)))
+        return Sliced(fused, TensorSlice((start, *(0 for _ in inner)), (count, *inner)))
 
     found = []
     for group in range(heads.groups):

@@ -1,4 +1,4 @@
-"""A Hugging Face folder in the making: its tensors in files of a bounded size, and its name only once it is whole."""
+"""Writes a Hugging Face folder: tensors in shards of bounded size, and a rename once it is complete."""
 
 import json
 import shutil
@@ -20,15 +20,15 @@ SHARD_BYTES = 5_000_000_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def refuse_occupied(output: Path) -> None:
-    """Nothing that is there already is ever written over."""
+def check_output(output: Path) -> None:
+    """Existing files are never overwritten."""
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
-        raise UserMistake(f"{output} is there already and not empty; choose another folder with --output.")
+        raise UserMistake(f"{output} already exists and is not empty; choose another folder with --output.")
 
 
 @contextmanager
-def folder_in_making(output: Path, copies: Iterable[Path]) -> Iterator[Path]:
-    """A folder beside `output` with `copies` in it, which becomes `output` at the end, unless an error comes first."""
+def temporary_folder(output: Path, copies: Iterable[Path]) -> Iterator[Path]:
+    """Yield a temporary folder with `copies` in it, which is renamed to `output` on exit without an error."""
     part = output.with_name(output.name + ".part")
     try:
         if part.exists():
@@ -57,12 +57,12 @@ def write_shards(
     shard_bytes: int,
     report: Callable[[str], None],
 ) -> torch.dtype:
-    """Write the tensors of `model` that `sizes` (in bytes) names, as files have them; config.json says their dtype.
+    """Write the tensors of `model` named in `sizes` (bytes) under their names in files, and their dtype in config.json.
 
-    `read` gives one tensor under the model's name for it. Only one file's tensors are in memory at a time.
+    `read` returns the tensor of a name in the model. Only the tensors of one shard are in memory at a time.
     """
     weights = {name for name, _ in model.named_parameters()}
-    shards = _divide(groups_in_files(model, sizes), sizes, shard_bytes)
+    shards = _partition(groups_in_files(model, sizes), sizes, shard_bytes)
     table: dict[str, str] = {}
     total = 0
     saved: torch.dtype | None = None
@@ -72,9 +72,9 @@ def write_shards(
         tensors: dict[str, Tensor] = {}
         for name in names:
             tensors[name] = read(name)
-            if name in weights:  # and not a buffer, which models keep in a type of its own
+            if name in weights:  # buffers keep their own dtype
                 tensors[name] = tensors[name] if dtype is None else tensors[name].to(DTYPES[dtype])
-                # Where files mix types, the one that holds them all: transformers loads every weight in it.
+                # If dtypes are mixed, config.json gets the promoted one: transformers loads every weight in it.
                 saved = tensors[name].dtype if saved is None else torch.promote_types(saved, tensors[name].dtype)
         tensors = {name: one.contiguous() for name, one in tensors_for_files(model, tensors).items()}
         table |= dict.fromkeys(tensors, file)
@@ -89,14 +89,14 @@ def write_shards(
         (part / "model.safetensors.index.json").write_text(index_text)
     saved = saved or torch.float32
     settings = json.loads((part / "config.json").read_text())
-    settings.pop("torch_dtype", None)  # what older versions of transformers call it; it may say something else
+    settings.pop("torch_dtype", None)  # the key of older versions of transformers; it may contradict `dtype`
     settings["dtype"] = str(saved).removeprefix("torch.")
     write_atomically(part / "config.json", json.dumps(settings, indent=2) + "\n")
     return saved
 
 
-def _divide(groups: list[list[str]], sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    """Names of tensors, shard by shard, each shard at most `shard_bytes` (or one group of tensors)."""
+def _partition(groups: list[list[str]], sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+    """Partition tensor names into shards of at most `shard_bytes` each (or of a single group)."""
     shards: list[list[str]] = [[]]
     filled = 0
     for group in groups:

@@ -1,8 +1,8 @@
-"""What other programs have saved: found in a file or a folder, and read without running any of it.
+"""Reads state dicts that other programs saved, from a file or a folder, without executing code in them.
 
-A `.pt`, `.pth` or `.bin` file is a pickle, and a pickle is a program. `torch.load(weights_only=True)` runs only the
-instructions that make tensors and plain containers of them; a file that asks for more is refused. Values stay in the
-file (mmap) until they are used.
+A `.pt`, `.pth` or `.bin` file is a pickle, which can execute code. `torch.load(weights_only=True)` accepts only
+instructions that create tensors and plain containers; a file that contains others is refused. Values are memory-mapped
+until they are used.
 """
 
 import json
@@ -25,10 +25,10 @@ from shoal.mistakes import UserMistake
 LITGPT, DEEPSPEED, STATE_DICT = "LitGPT", "DeepSpeed", "state dict"
 LITGPT_FILE = "lit_model.pth"
 DEEPSPEED_FILE = "mp_rank_00_model_states.pt"
-WHOLE = "pytorch_model.bin"
-# Where training scripts keep the state dict inside of a larger one.
-NESTS = ("module", "model", "state_dict", "model_state_dict")
-# Names that wrappers put between those of the model's own modules.
+PYTORCH_FILE = "pytorch_model.bin"
+# Keys under which training scripts store the state dict in a larger dict.
+STATE_DICT_KEYS = ("module", "model", "state_dict", "model_state_dict")
+# Components that wrappers add to parameter names.
 WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"})
 EXTRA_STATE = "_extra_state"
 CHUNK = 1 << 22
@@ -36,48 +36,48 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Foreign:
-    """The tensors of a foreign checkpoint under the names it has for them, less those of wrappers."""
+    """The tensors of a foreign checkpoint under their own names, without wrapper prefixes."""
 
     kind: str
-    path: Path  # of the file, for sentences about it
-    beside: tuple[Path, ...]  # folders that may hold its config and tokenizer, the likeliest first
+    path: Path  # of the file, for error messages
+    config_folders: tuple[Path, ...]  # may hold its config and tokenizer, the most likely first
     tensors: dict[str, Tensor]
-    note: str = ""  # what the user should know of what was read
+    note: str = ""  # a remark for the user
 
 
 def open_foreign(source: Path) -> Foreign:
-    """Recognise and open what lies at `source`, a file or a folder."""
+    """Detect the format of `source`, a file or a folder, and open it."""
     if not source.exists():
         raise UserMistake(f"{source} does not exist; give a LitGPT, DeepSpeed or FSDP checkpoint.")
     files = _files_of(source) if source.is_dir() else [source]
     tensors: dict[str, Tensor] = {}
     deepspeed = False
     for file in files:
-        _refuse_parts(file)
-        state, inside = _state_of(file, read_tensors(file))
-        deepspeed = deepspeed or inside == "module"
-        tensors |= _named(file, state)
-    _refuse_gathered_later(files[0], tensors)
+        _refuse_partitioned(file)
+        state, key = _find_state_dict(file, read_tensors(file))
+        deepspeed = deepspeed or key == "module"
+        tensors |= _unwrap(file, state)
+    _refuse_empty(files[0], tensors)
     if not tensors:
         raise UserMistake(f"{files[0]} holds no tensors; give the file that holds the weights.")
     kind = DEEPSPEED if deepspeed else STATE_DICT
     if any(re.fullmatch(r"transformer\.h\.\d+\.attn\.(qkv|attn)\.weight", name) for name in tensors):
         kind = LITGPT
     note = ""
-    rounded = any(tensor.dtype.itemsize == 2 for tensor in tensors.values())
-    if deepspeed and rounded and any(files[0].parent.glob("*zero_pp_rank_*_optim_states.pt")):
+    low_precision = any(tensor.dtype.itemsize == 2 for tensor in tensors.values())
+    if deepspeed and low_precision and any(files[0].parent.glob("*zero_pp_rank_*_optim_states.pt")):
         note = (
-            "These are the weights that the model computed with; their fp32 originals are in the optimizer's files, "
-            "from which DeepSpeed's zero_to_fp32.py makes a pytorch_model.bin to import."
+            "These are the 16-bit weights; the fp32 master weights are in the optimizer state files. To import those, "
+            "create a pytorch_model.bin with DeepSpeed's zero_to_fp32.py."
         )
     folder = files[0].absolute().parent
-    # DeepSpeed's files lie in a folder of their own, below that of whoever called it.
-    beside = dict.fromkeys([folder, folder.parent] if files[0].name == DEEPSPEED_FILE else [folder])
-    return Foreign(kind, files[0], tuple(beside), tensors, note)
+    # DeepSpeed writes to a subfolder; the training script's files are in its parent.
+    config_folders = dict.fromkeys([folder, folder.parent] if files[0].name == DEEPSPEED_FILE else [folder])
+    return Foreign(kind, files[0], tuple(config_folders), tensors, note)
 
 
 def read_tensors(path: Path) -> Any:
-    """What a file of PyTorch holds, by weights-only loading and nothing else."""
+    """Load a PyTorch file with `weights_only=True`."""
     try:
         path.open("rb").close()
     except OSError as error:
@@ -85,42 +85,42 @@ def read_tensors(path: Path) -> Any:
     try:
         archive = _is_archive(path)
         if archive:
-            _compare_sums(path)
+            _verify_checksums(path)
         with _quiet():
-            # Files of before 2020 are no zip archives, and cannot be mapped.
+            # Files from before PyTorch 1.6 are not zip archives and cannot be memory-mapped.
             return torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
     except pickle.UnpicklingError as error:
         if wanted := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise UserMistake(
-                f"{path} holds more than tensors: loading it would run {wanted[1]}, and shoal runs nothing that a file "
-                "asks for; save the bare state dict where the file was made, with "
-                "torch.save(model.state_dict(), FILE), and import that."
+                f"{path} holds more than tensors: loading it would run {wanted[1]}, and shoal never runs code from a "
+                "file; where the file was made, save only the state dict with torch.save(model.state_dict(), FILE), "
+                "and import that."
             ) from None
         raise _damaged(path, error) from None
-    except Exception as error:  # a damaged file makes the unpickler fail in any way there is
+    except Exception as error:  # a damaged file can make the unpickler raise anything
         raise _damaged(path, error) from None
 
 
 def _is_archive(path: Path) -> bool:
     try:
         return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # its table at the end is there, and damaged
+    except zipfile.BadZipFile:  # the central directory is present but damaged
         return False
 
 
-def _compare_sums(path: Path) -> None:
-    """torch.save writes a checksum for each tensor, and torch.load looks at none of them: a wrong weight is silent."""
+def _verify_checksums(path: Path) -> None:
+    """torch.save writes a checksum per tensor, but torch.load does not verify it."""
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
-            if entry.CRC:  # 0 where whoever saved it turned checksums off
+            if entry.CRC:  # 0 if it was saved without checksums
                 with archive.open(entry) as file:
-                    while file.read(CHUNK):  # the end of it raises BadZipFile where the sum is another
+                    while file.read(CHUNK):  # raises BadZipFile at the end if the checksum differs
                         pass
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch also warns of what it refuses, and of DTensors, which are refused here: one sentence is enough."""
+    """Suppress torch's warnings about what it refuses and about DTensors: the error message here is enough."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -135,28 +135,26 @@ def _damaged(path: Path, error: Exception) -> UserMistake:
     with path.open("rb") as file:
         begins = file.read(4)
     if begins == b"PK\x03\x04" and not _is_archive(path):
-        return UserMistake(
-            f"{path} is cut short: the archive's table, at its end, is missing or damaged; copy it again."
-        )
+        return UserMistake(f"{path} is truncated: the zip directory at its end is missing or damaged; copy it again.")
     if "TorchScript" in str(error):
         return UserMistake(f"{path} is a TorchScript program, not a file of weights; save the model's state dict.")
-    # The first instruction of such a file, which torch.save does not write unless it is told to.
+    # The first opcode of such a file; torch.save does not write it by default.
     if f"operand {pickle.FRAME[0]}" in str(error):
         return UserMistake(
-            f"{path} is pickled by protocol 4 or newer (LitGPT's converters before 0.5.8 did so), which weights-only "
-            "loading does not read; where it was made, load it and save its state dict again with torch.save."
+            f"{path} uses pickle protocol 4 or newer (as LitGPT's converters before 0.5.8 did), which weights-only "
+            "loading does not support; where it was made, load it and save its state dict again with torch.save."
         )
-    # torch says at length how to load it all the same; what was wrong stands after this.
+    # torch first explains how to disable weights_only; the actual error follows this marker.
     reason = str(error).rpartition("WeightsUnpickler error:")[2].strip()
     return UserMistake(
-        f"{path} is damaged, or is no file that torch.save wrote "
-        f"({type(error).__name__}: {reason.splitlines()[0].rstrip('.') if reason else 'nothing more is said'}); "
+        f"{path} is damaged, or was not written by torch.save "
+        f"({type(error).__name__}: {reason.splitlines()[0].rstrip('.') if reason else 'no details'}); "
         "copy it again."
     )
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The files of a folder that hold its weights."""
+    """Return the files of a folder that hold the weights."""
     if (folder / LITGPT_FILE).is_file():
         return [folder / LITGPT_FILE]
     if (folder / "latest").is_file():
@@ -164,50 +162,52 @@ def _files_of(folder: Path) -> list[Path]:
     if (folder / DEEPSPEED_FILE).is_file():
         return [folder / DEEPSPEED_FILE]
     for file in sorted(folder.glob("zero_pp_rank_*_model_states.pt")):
-        _refuse_parts(file)
-    if (index := folder / f"{WHOLE}.index.json").is_file():
+        _refuse_partitioned(file)
+    if (index := folder / f"{PYTORCH_FILE}.index.json").is_file():
         return _files_in(index)
-    if (folder / WHOLE).is_file():
-        return [folder / WHOLE]
+    if (folder / PYTORCH_FILE).is_file():
+        return [folder / PYTORCH_FILE]
     if any(folder.glob("*.distcp")):
         raise UserMistake(
-            f"{folder} is a checkpoint in parts (torch.distributed.checkpoint), whose index is a pickle; make one file "
-            f"of it (python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE) and import that."
+            f"{folder} is a sharded checkpoint (torch.distributed.checkpoint), whose index is a pickle; convert it to "
+            f"one file (python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE) and import it."
         )
     if any(folder.glob("model*.safetensors")):
-        raise UserMistake(f"{folder} holds safetensors already; use it as it is, with model.from.")
+        raise UserMistake(f"{folder} already holds safetensors; use it directly, with model.from.")
     raise UserMistake(
-        f"{folder} holds no {LITGPT_FILE}, {DEEPSPEED_FILE}, {WHOLE} or latest; if the weights are in another file, "
-        "give that file."
+        f"{folder} holds no {LITGPT_FILE}, {DEEPSPEED_FILE}, {PYTORCH_FILE} or latest; if the weights are in another "
+        "file, give that file."
     )
 
 
 def _latest(folder: Path) -> Path:
-    """The folder of DeepSpeed's newest checkpoint, which the file `latest` names."""
+    """Return the folder of DeepSpeed's newest checkpoint, named in the file `latest`."""
     tag = (folder / "latest").read_text(errors="replace").strip()
     if not tag or Path(tag).name != tag or not (folder / tag).is_dir():
-        raise UserMistake(f"{folder / 'latest'} names {tag[:80]!r}, which is no folder there; give the one you mean.")
+        raise UserMistake(
+            f"{folder / 'latest'} names {tag[:80]!r}, which is not a folder there; give the checkpoint's folder."
+        )
     if (folder / tag / "latest").exists():
-        raise UserMistake(f"{folder / tag} holds a file latest, so it is no DeepSpeed checkpoint.")
+        raise UserMistake(f"{folder / tag} is not a DeepSpeed checkpoint: it holds a file `latest` of its own.")
     return folder / tag
 
 
 def _files_in(index: Path) -> list[Path]:
-    """The files that zero_to_fp32.py, or an older save_pretrained, divided the weights into."""
+    """Return the shards that zero_to_fp32.py, or an older save_pretrained, wrote."""
     try:
         names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserMistake(f"{index} is not an index of {WHOLE} files.") from None
+        raise UserMistake(f"{index} is not a valid index of {PYTORCH_FILE} shards.") from None
     for name in names:
         if Path(name).name != name or not (index.parent / name).is_file():
-            raise UserMistake(f"{index} names {name}, which is not a file of that folder; copy it there.")
+            raise UserMistake(f"{index} names {name}, which is not a file in that folder; copy it there.")
     if not names:
         raise UserMistake(f"{index} names no files.")
     return [index.parent / name for name in names]
 
 
-def _refuse_parts(file: Path) -> None:
-    """DeepSpeed's names of files tell which of them are parts of a model."""
+def _refuse_partitioned(file: Path) -> None:
+    """Refuse files that hold only a partition of the model, which DeepSpeed's file names tell."""
     folder = file.parent
     if re.fullmatch(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt", file.name):
         raise _consolidate(file)
@@ -220,55 +220,60 @@ def _refuse_parts(file: Path) -> None:
             )
         if any(folder.glob("layer_*-model_*states.pt")):
             raise UserMistake(
-                f"{folder} holds a model split by DeepSpeed's pipeline, layer by layer; "
+                f"{folder} holds a model split by DeepSpeed's pipeline parallelism, one file per layer; "
                 "gather it into one state dict where it was trained, and import that."
             )
 
 
 def _consolidate(file: Path) -> UserMistake:
     return UserMistake(
-        f"{file} is of a ZeRO-3 checkpoint, in which every rank holds a part of each parameter; put them together with "
-        "the zero_to_fp32.py that DeepSpeed leaves beside the checkpoint (python zero_to_fp32.py FOLDER OUTPUT), and "
-        "import OUTPUT."
+        f"{file} belongs to a ZeRO-3 checkpoint, in which every rank holds a partition of each parameter; consolidate "
+        "it with the zero_to_fp32.py that DeepSpeed writes next to the checkpoint (python zero_to_fp32.py FOLDER "
+        "OUTPUT), and import OUTPUT."
     )
 
 
-def _refuse_gathered_later(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """In a model file of ZeRO-3 parameters have their names, and no values. Buffers are whole."""
+def _refuse_empty(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """In a ZeRO-3 model file, parameters are empty tensors. Buffers have values."""
     empty = [name for name, tensor in tensors.items() if tensor.numel() == 0]
     if 2 * len(empty) > len(tensors):
         raise _consolidate(file)
     if empty:
-        raise UserMistake(f"{file} holds {empty[0]} without values; save the whole state dict.")
+        raise UserMistake(f"{file} holds the empty tensor {empty[0]}; save the full state dict.")
 
 
-def _state_of(file: Path, loaded: Any) -> tuple[Mapping[Any, Any], str]:
-    """The state dict in what was loaded, and the key it was under."""
-    inside = ""
+def _find_state_dict(file: Path, loaded: Any) -> tuple[Mapping[Any, Any], str]:
+    """Return the state dict in the loaded object, and the key it was found under."""
+    parent_key = ""
     while isinstance(loaded, Mapping):
-        if inside != "module" and "module" in loaded and loaded["module"] is None:
-            raise UserMistake(f"{file} holds no weights (its module is None): a pipeline saves them layer by layer.")
-        key = next((key for key in NESTS if isinstance(loaded.get(key), Mapping)), None)
+        if parent_key != "module" and "module" in loaded and loaded["module"] is None:
+            raise UserMistake(
+                f"{file} holds no weights (its module is None): pipeline parallelism saves them in one file per layer."
+            )
+        key = next((key for key in STATE_DICT_KEYS if isinstance(loaded.get(key), Mapping)), None)
         if key is None and any(isinstance(value, Tensor) for value in loaded.values()):
-            return loaded, inside
+            return loaded, parent_key
         if key is None:
             found = ", ".join(str(key) for key in list(loaded)[:6]) or "nothing"
             raise UserMistake(
-                f"{file} holds no state dict: neither tensors nor {', '.join(NESTS[:-1])} or {NESTS[-1]}, but {found}."
+                f"{file} holds no state dict: neither tensors nor {', '.join(STATE_DICT_KEYS[:-1])} or "
+                f"{STATE_DICT_KEYS[-1]}, but {found}."
             )
-        inside, loaded = key, loaded[key]
-    raise UserMistake(f"{file} holds a {type(loaded).__name__}, where a state dict (names and tensors) is needed.")
+        parent_key, loaded = key, loaded[key]
+    raise UserMistake(f"{file} holds a {type(loaded).__name__}, not a state dict of names and tensors.")
 
 
-def _named(file: Path, state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """The tensors under the model's own names for them."""
+def _unwrap(file: Path, state: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Return the tensors under the model's own parameter names."""
     tensors: dict[str, Tensor] = {}
     for key, value in state.items():
-        name = _unwrapped(str(key))
+        name = _unwrapped_name(str(key))
         if name.rpartition(".")[2] == EXTRA_STATE:
-            continue  # what a module keeps of its own, such as scales for fp8: no weight
+            continue  # a module's own state, such as fp8 scales: not a weight
         if not isinstance(value, Tensor):
-            raise UserMistake(f"{file} holds {key} as {type(value).__name__}, not as a tensor; save a bare state dict.")
+            raise UserMistake(
+                f"{file} holds {key} as {type(value).__name__}, not as a tensor; save only the state dict."
+            )
         if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided or value.is_quantized:
             kind = type(value).__name__ if value.layout is torch.strided else str(value.layout)
             raise UserMistake(
@@ -276,13 +281,13 @@ def _named(file: Path, state: Mapping[Any, Any]) -> dict[str, Tensor]:
                 "quantised."
             )
         if name in tensors:
-            raise UserMistake(f"{file} holds {name} twice, once as {key}; save the state dict of one model.")
+            raise UserMistake(f"{file} holds {name} twice, once as {key}; save the state dict of a single model.")
         tensors[name] = value.detach()
     return tensors
 
 
-def _unwrapped(name: str) -> str:
+def _unwrapped_name(name: str) -> str:
     parts = [part for part in name.split(".") if part not in WRAPPERS]
-    while len(parts) > 1 and parts[0] == "module":  # DDP's, and DeepSpeed's; further in it may be the model's own
+    while len(parts) > 1 and parts[0] == "module":  # added by DDP and DeepSpeed; deeper it may be the model's own
         parts = parts[1:]
     return ".".join(parts)

@@ -1,6 +1,6 @@
-"""Text becomes rows of tokens, once; rows stand in one global order; every rank takes its share of it.
+"""The data pipeline: tokenize and pack once, shuffle in one global order, load each rank's share.
 
-Importing this costs numpy and no more. The loader needs torch and is imported by name: `shoal.data.loader`.
+Importing this package imports numpy only. The loader needs torch and is imported by name: `shoal.data.loader`.
 """
 
 from shoal.data.order import Order, permute

@@ -1,7 +1,7 @@
-"""A cheap chess player: it looks one move ahead, likes captures that pay and squares that matter, and is never sure.
+"""A cheap chess player: it samples from the moves of one ply, weighted by captures and by where pieces stand.
 
-Its games look like chess (pieces come out, kings castle, what hangs is taken) and no two are alike. `chess` itself
-generates the moves and keeps the board, so every game is legal.
+Its games look like chess (pieces are developed, kings castle, hanging pieces are taken) and differ from each other.
+The `chess` package keeps the board and checks the moves, so every game is legal.
 """
 
 import random
@@ -11,7 +11,7 @@ from typing import Any
 
 import chess
 
-# What a piece is worth, in pawns. The king is dear: it should not step towards the enemy.
+# Piece values in pawns. The king's is high so that it does not approach enemy pieces.
 _VALUES = {
     chess.PAWN: 1.0,
     chess.KNIGHT: 3.0,
@@ -20,7 +20,7 @@ _VALUES = {
     chess.QUEEN: 9.0,
     chess.KING: 20.0,
 }
-# Advantages are divided by this before they become odds: lower plays better, higher plays more variously.
+# Softmax temperature over move values: lower plays better, higher plays more diverse games.
 _TEMPERATURE = 0.2
 _PROMOTED = exp(8 / _TEMPERATURE)
 _CASTLED = exp(1.0 / _TEMPERATURE)
@@ -28,12 +28,12 @@ _CASTLED = exp(1.0 / _TEMPERATURE)
 _NOT_A, _NOT_H = ~chess.BB_FILE_A, ~chess.BB_FILE_H
 
 
-def play_game(source: random.Random, plies: int) -> list[str]:
+def play_game(generator: random.Random, plies: int) -> list[str]:
     """One game in UCI moves: `plies` long, or shorter where it ends in mate or stalemate."""
     board = chess.Board()
     played: list[str] = []
     while len(played) < plies:
-        move = choose_move(board, source)
+        move = choose_move(board, generator)
         if move is None:
             break
         played.append(move.uci())
@@ -41,13 +41,12 @@ def play_game(source: random.Random, plies: int) -> list[str]:
     return played
 
 
-def choose_move(board: chess.Board, source: random.Random) -> chess.Move | None:
-    """A legal move, drawn with odds that grow with what it seems to be worth; None where there is none."""
-    # Drawing among moves that may leave the king in check, and asking about the drawn one, is less work than asking
-    # about all of them.
+def choose_move(board: chess.Board, generator: random.Random) -> chess.Move | None:
+    """A legal move, sampled with a probability that grows with its estimated value; None if there is none."""
+    # Sampling among pseudo-legal moves and checking the sampled one is cheaper than checking all of them.
     moves, odds = _candidates(board)
     while moves:
-        index = source.choices(range(len(moves)), odds)[0]
+        index = generator.choices(range(len(moves)), odds)[0]
         start, target, promotion = moves[index]
         move = chess.Move(start, target, promotion)
         if not board.is_into_check(move):
@@ -60,7 +59,7 @@ Candidate = tuple[int, int, int | None]  # square left, square reached, promotio
 
 
 def _candidates(board: chess.Board) -> tuple[list[Candidate], list[float]]:
-    """The pseudo-legal moves and their odds, made together: this is where all the time goes."""
+    """The pseudo-legal moves and their odds, computed together: this is the hot loop."""
     mine, theirs = board.turn, not board.turn
     friends, enemies = board.occupied_co[mine], board.occupied_co[theirs]
     by_pawns = _pawn_attacks(board.pawns & enemies, theirs)

@@ -1,7 +1,7 @@
-"""The built-in tokenizer `chess`: a move in UCI is two tokens, the square it leaves and the square it reaches.
+"""The built-in tokenizer `chess`: a UCI move is two tokens, its origin square and its destination square.
 
-The square that is left is written with a space before it (" e2"), so that tokens joined together are the text. Text
-is therefore read as if a space stood before its first move, and that space is taken away again when decoding.
+Origin squares start with a space (" e2"), so that joined tokens are the text. Encoding therefore adds a space before
+the first move, and decoding removes it.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.data.tokenizer_base import Tokenizer, calm_parallelism
+from shoal.data.tokenizer_base import Tokenizer, disable_parallelism
 from shoal.mistakes import UserMistake
 
 _SQUARES = [file + rank for rank in "12345678" for file in "abcdefgh"]
@@ -18,7 +18,7 @@ _MOVE = re.compile(r"([a-h][1-8])([a-h][1-8])([qrbn]?)")
 
 
 class ChessTokenizer(Tokenizer):
-    """64 squares to leave, 64 to reach, 4 promotions, then four special tokens: 136 ids."""
+    """64 origin squares, 64 destination squares, 4 promotions, then 4 special tokens: 136 ids."""
 
     SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>", "<|unknown|>")
     TOKENS = (*(" " + square for square in _SQUARES), *_SQUARES, *"qrbn", *SPECIAL)
@@ -28,7 +28,7 @@ class ChessTokenizer(Tokenizer):
         self.size = len(self.TOKENS)
         self._ids = {token: number for number, token in enumerate(self.TOKENS)}
         self.begin, self.end, self.pad, self._unknown = (self._ids[token] for token in self.SPECIAL)
-        self.prepends_begin = True  # so that the first move, too, is learnt
+        self.prepends_begin = True  # so that the first move is a loss token too
         self._hugging_face: Any = None
 
     @property
@@ -41,18 +41,18 @@ class ChessTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = []
         moves = text.split()
-        for place, move in enumerate(moves):
+        for index, move in enumerate(moves):
             if (match := _MOVE.fullmatch(move)) is not None:
-                left, reached, promotion = match.groups()
-                ids += (self._ids[" " + left], self._ids[reached])
+                origin, destination, promotion = match.groups()
+                ids += (self._ids[" " + origin], self._ids[destination])
                 if promotion:
                     ids.append(self._ids[promotion])
-            elif place == len(moves) - 1 and move in _SQUARES:  # a prompt may end where a piece has been lifted
+            elif index == len(moves) - 1 and move in _SQUARES:  # a prompt may end after an origin square
                 ids.append(self._ids[" " + move])
             else:
                 raise UserMistake(
                     f"{move!r} is not a chess move in UCI notation; write moves such as e2e4, e1g1 or e7e8q with "
-                    "spaces between them, or set model.tokenizer to one that reads other text."
+                    "spaces between them, or set model.tokenizer to a tokenizer for other text."
                 )
         return ids
 
@@ -64,7 +64,7 @@ class ChessTokenizer(Tokenizer):
     @property
     def hugging_face(self) -> Any:
         if self._hugging_face is None:
-            calm_parallelism()
+            disable_parallelism()
             from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
             from tokenizers import Tokenizer as Backend
             from transformers import PreTrainedTokenizerFast
@@ -74,7 +74,7 @@ class ChessTokenizer(Tokenizer):
             backend.normalizer = normalizers.Sequence(
                 [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip(), normalizers.Prepend(" ")]
             )
-            # A square after a space, a square, a promotion; anything else falls out as one unknown piece.
+            # A square after a space, a square, a promotion; anything else becomes one unknown token.
             backend.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[a-h][1-8]|[qrbn]"), "isolated")
             backend.post_processor = processors.TemplateProcessing(
                 single=f"{begin} $A", special_tokens=[(begin, self.begin)]

@@ -1,4 +1,4 @@
-"""A row becomes segments of text, each trained on or only read.
+"""Formats: how a record becomes segments of text, each counted in the loss or masked.
 
 A new format is one function and one line in `FORMATS`.
 """
@@ -6,7 +6,7 @@ A new format is one function and one line in `FORMATS`.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shoal.data.sources import Row
+from shoal.data.sources import Record
 from shoal.mistakes import UserMistake, suggestion
 
 Segment = tuple[str, bool]  # the text, and whether the loss counts it
@@ -14,21 +14,21 @@ Segment = tuple[str, bool]  # the text, and whether the loss counts it
 
 @dataclass(frozen=True)
 class Format:
-    """`keys`: what a row must have, and by what `auto` knows the format. `joined`: documents are parts of one long
-    stream (pretraining) rather than units that must not see each other (instructions)."""
+    """`keys`: required in every record, and how `auto` recognises the format. `joined`: documents are concatenated into
+    one stream (pretraining) rather than kept apart by the attention mask (instructions)."""
 
     name: str
     keys: tuple[str, ...]
-    segments: Callable[[Row, str], list[Segment]]
+    segments: Callable[[Record, str], list[Segment]]
     joined: bool = False
 
 
-def choose_format(name: str, first: Row) -> Format:
-    """The format called `name`; `auto` goes by the first row's keys."""
+def choose_format(name: str, first: Record) -> Format:
+    """The format called `name`; `auto` chooses by the keys of the first record."""
     if name != "auto":
         if name not in FORMATS:
             raise UserMistake(
-                f"data.format {name} is not one this version knows. It knows: auto, {', '.join(FORMATS)}."
+                f"data.format {name} is not supported. Supported formats: auto, {', '.join(FORMATS)}."
                 + suggestion(name, FORMATS)
             )
         return FORMATS[name]
@@ -42,16 +42,16 @@ def choose_format(name: str, first: Row) -> Format:
     )
 
 
-def segment_row(chosen: Format, row: Row, train_on: str) -> list[Segment]:
-    """The row's segments; neighbours of the same kind joined, so that a tokenizer sees as much as it can at once."""
-    missing = [key for key in chosen.keys if key not in row.fields]
+def segment_record(chosen: Format, record: Record, train_on: str) -> list[Segment]:
+    """The segments of a record; adjacent segments of the same kind are merged before tokenization."""
+    missing = [key for key in chosen.keys if key not in record.fields]
     if missing:
         raise UserMistake(
-            f"{row.where} lacks {', '.join(missing)}, which data.format {chosen.name} needs; its keys are "
-            f"{_keys(row)}. Mend the row, choose another data.format, or set data.on_error: skip."
+            f"{record.where} lacks {', '.join(missing)}, which data.format {chosen.name} needs; its keys are "
+            f"{_keys(record)}. Fix the record, choose another data.format, or set data.on_error: skip."
         )
     merged: list[Segment] = []
-    for text, trained in chosen.segments(row, train_on):
+    for text, trained in chosen.segments(record, train_on):
         if merged and merged[-1][1] == trained:
             merged[-1] = (merged[-1][0] + text, trained)
         else:
@@ -59,12 +59,12 @@ def segment_row(chosen: Format, row: Row, train_on: str) -> list[Segment]:
     return merged
 
 
-def _text(row: Row, train_on: str) -> list[Segment]:
-    return [(_string(row, "text"), True)]  # all of it is the answer, so train_on changes nothing
+def _text(record: Record, train_on: str) -> list[Segment]:
+    return [(_string(record, "text"), True)]  # every token counts in the loss, so train_on has no effect
 
 
-# The headers are the convention models know; a prompt ends where the answer begins, so that generating from the
-# prompt alone meets exactly the tokens that were trained on.
+# The headers follow the Alpaca convention. A prompt ends where the answer begins, so that generation from the prompt
+# sees exactly the tokens of training.
 ALPACA_PROMPT = "Here is a task. Write the answer to it.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
 ALPACA_PROMPT_WITH_INPUT = (
     "Here is a task, and below it the material the task is about. Write the answer to it.\n\n"
@@ -73,40 +73,40 @@ ALPACA_PROMPT_WITH_INPUT = (
 
 
 def alpaca_prompt(instruction: str, material: str = "") -> str:
-    """The prompt of an instruction, for training and for generating alike."""
+    """The prompt for an instruction, the same in training and generation."""
     if material:
         return ALPACA_PROMPT_WITH_INPUT.format(instruction=instruction, input=material)
     return ALPACA_PROMPT.format(instruction=instruction)
 
 
-def _alpaca(row: Row, train_on: str) -> list[Segment]:
-    material = "" if row.fields.get("input") is None else _string(row, "input")
-    prompt = alpaca_prompt(_string(row, "instruction"), material)
-    return [(prompt, train_on == "all"), (_string(row, "output"), True)]
+def _alpaca(record: Record, train_on: str) -> list[Segment]:
+    material = "" if record.fields.get("input") is None else _string(record, "input")
+    prompt = alpaca_prompt(_string(record, "instruction"), material)
+    return [(prompt, train_on == "all"), (_string(record, "output"), True)]
 
 
-def _string(row: Row, key: str) -> str:
-    value = row.fields[key]
+def _string(record: Record, key: str) -> str:
+    value = record.fields[key]
     if not isinstance(value, str):
         raise UserMistake(
-            f"{row.where}: {key} must be text, found a {type(value).__name__}. Mend the row, or set "
+            f"{record.where}: {key} must be a string, found {type(value).__name__}. Fix the record, or set "
             "data.on_error: skip."
         )
     try:
         value.encode()
-    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, which is no character
+    except UnicodeEncodeError as error:  # JSON can hold a lone surrogate, which has no UTF-8 encoding
         raise UserMistake(
-            f"{row.where}: {key} holds half a character at position {error.start} (a lone \\u escape). Mend the row, "
-            "or set data.on_error: skip."
+            f"{record.where}: {key} holds a lone surrogate at position {error.start} (an unpaired \\u escape). "
+            "Fix the record, or set data.on_error: skip."
         ) from error
     return value
 
 
-def _keys(row: Row) -> str:
-    return ", ".join(map(str, row.fields)) or "(none)"
+def _keys(record: Record) -> str:
+    return ", ".join(map(str, record.fields)) or "(none)"
 
 
-# `auto` takes the first that fits, so those with more keys stand first.
+# `auto` takes the first match, so formats with more keys come first.
 FORMATS: dict[str, Format] = {
     "alpaca": Format("alpaca", ("instruction", "output"), _alpaca),
     "text": Format("text", ("text",), _text, joined=True),

@@ -1,4 +1,4 @@
-"""Tokenise and pack once; every later start, and every other process, maps the result from the cache."""
+"""Tokenize and pack once; later starts and other processes memory-map the result from the cache."""
 
 import hashlib
 import json
@@ -13,21 +13,21 @@ import numpy as np
 from shoal.data import pack
 from shoal.data.cache import Report, cache_root, obtain
 from shoal.data.order import Order
-from shoal.data.sequences import TARGET, ArrayWriter, Sequences, open_sequences, write_array, write_summary
+from shoal.data.sequences import LOSS_TOKEN, ArrayWriter, Sequences, open_sequences, write_array, write_summary
 from shoal.data.sources import find_files
-from shoal.data.tokenize import Corpus, Progress, tokenise
+from shoal.data.tokenize import Corpus, Progress, tokenize_files
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 
-# Part of every cache key. Raise it whenever the same text and settings would give other rows than before: a prompt's
-# wording, a packing rule, the meaning of a flag.
-LAYOUT = 1
+# Part of every cache key. Raise it whenever the same text and settings would give other sequences than before (a
+# prompt's wording, a packing rule, the meaning of a flag), or other files.
+LAYOUT = 2
 
 _TOKENS_AT_ONCE = 1 << 22
 
 
 class DataSettings(Protocol):
-    """The part of `config.data` that is read here (types as loose as YAML allows; the config has checked them)."""
+    """The keys of `config.data` used here. Types are loose: the config has validated the values."""
 
     @property
     def source(self) -> object: ...
@@ -55,7 +55,7 @@ class DataSettings(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the rows, besides the files and the tokenizer. Everything in it is in the cache key."""
+    """What determines the sequences, besides the files and the tokenizer. All of it is part of the cache key."""
 
     source: str
     format: str
@@ -67,7 +67,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Sets:
-    """Rows to train on and to evaluate on, and the order that names rows of both. `validation` is None for none."""
+    """Training and validation sequences, and the order over both. `validation` is None without validation."""
 
     training: Sequences
     validation: Sequences | None
@@ -77,7 +77,7 @@ class Sets:
 def prepare_sets(
     data: DataSettings, tokenizer: Tokenizer, *, seed: int, cache: Path | None = None, report: Report
 ) -> Sets:
-    """Everything a run reads: `data.validation` is a share of the rows, or the path of rows of its own, or 0."""
+    """The data of a run. `data.validation` is a fraction to hold out, the path of a separate set, or 0."""
     training = prepare(data, tokenizer, cache=cache, report=report)
     held_out = data.validation
     if held_out is None or isinstance(held_out, bool | int | float):
@@ -90,9 +90,9 @@ def prepare_sets(
 def prepare(
     data: DataSettings, tokenizer: Tokenizer, *, cache: Path | None = None, report: Report, path: object = None
 ) -> Sequences:
-    """The rows of `data` (or of `path`, read the same way), from the cache where they are there and whole."""
+    """The sequences of `data` (or of `path`, read the same way), from the cache if they are there and complete."""
     if not isinstance(data.source, str):
-        raise UserMistake("data.source must be one name; lists of sources are not read by this version. Name one.")
+        raise UserMistake("data.source must be one name; lists of sources are not supported.")
     if data.max_length < 1:
         raise UserMistake(f"data.max_length is {data.max_length}; it must be at least 1.")
     for key in ("streaming", "chat_template"):
@@ -112,17 +112,17 @@ def prepare(
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
-        _write_rows(folder, settings, files, tokenizer, report)
+        _write_sequences(folder, settings, files, tokenizer, report)
         if _states(files) != before:
             raise UserMistake("The data changed while it was read. Start again once it is complete.")
 
     entry, ready = obtain(cache_root(cache) / "data", key, build, report)
-    rows = open_sequences(entry)
-    for sentence in rows.summary.sentences():
+    sequences = open_sequences(entry)
+    for sentence in sequences.summary.sentences():
         report(sentence)
     if ready:
-        report(f"Prepared before, taken from {entry}.")
-    return rows
+        report(f"Loaded prepared data from the cache: {entry}.")
+    return sequences
 
 
 def _files(data: DataSettings, path: object, cache: Path, report: Report) -> list[Path]:
@@ -141,9 +141,11 @@ def _states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
-def _write_rows(folder: Path, settings: Settings, files: Sequence[Path], tokenizer: Tokenizer, report: Report) -> None:
+def _write_sequences(
+    folder: Path, settings: Settings, files: Sequence[Path], tokenizer: Tokenizer, report: Report
+) -> None:
     progress = Progress(report)
-    corpus = tokenise(
+    corpus = tokenize_files(
         folder,
         files,
         tokenizer,
@@ -156,58 +158,62 @@ def _write_rows(folder: Path, settings: Settings, files: Sequence[Path], tokeniz
     length = settings.max_length
     separate = settings.pack and not corpus.format.joined
     if settings.pack and corpus.format.joined:
-        cuts = pack.cut_stream(corpus.tokens, length)
+        bounds = pack.split_stream(corpus.tokens, length)
     else:
-        cuts = pack.cut_documents(corpus.lengths, length, split=corpus.format.joined)
-    loss_tokens = count_loss_tokens(corpus.load("flags"), cuts)
+        bounds = pack.split_documents(corpus.lengths, length, split=corpus.format.joined)
+    loss_tokens = count_loss_tokens(corpus.load("flags"), bounds)
     kept = loss_tokens > 0
     if not kept.any():
         raise UserMistake(
-            f"None of the {corpus.documents:,} documents in data.path has a token to train on"
-            + (f": {cuts.truncated:,} were cut at data.max_length {length}. Raise it." if cuts.truncated else ".")
+            f"None of the {corpus.documents:,} documents in data.path has a loss token"
+            + (
+                f": {bounds.truncated:,} were truncated at data.max_length {length}. Raise it."
+                if bounds.truncated
+                else "."
+            )
         )
-    starts, ends, loss_tokens = cuts.starts[kept], cuts.ends[kept], loss_tokens[kept]
+    starts, ends, loss_tokens = bounds.starts[kept], bounds.ends[kept], loss_tokens[kept]
     if separate:
-        starts, ends, loss_tokens = _gather(corpus, starts, ends, loss_tokens, length + 1, progress)
+        starts, ends, loss_tokens = _write_packed(corpus, starts, ends, loss_tokens, length + 1, progress)
     write_array(folder / "starts.npy", starts)
     write_array(folder / "ends.npy", ends)
-    write_array(folder / "targets.npy", loss_tokens.astype(np.int32))
+    write_array(folder / "loss_tokens.npy", loss_tokens.astype(np.int32))
     trained = int(loss_tokens.sum(dtype=np.int64))
     write_summary(
         folder,
         replace(
             corpus.summary,
             separate=separate,
-            rows=len(starts),
+            sequences=len(starts),
             longest=int((ends - starts).max()) - 1,
             loss_tokens=trained,
             loss_token_share=trained / int((ends - starts - 1).sum()),
-            truncated=cuts.truncated,
+            truncated=bounds.truncated,
             dropped=int(np.sum(~kept)),
         ),
     )
 
 
-def count_loss_tokens(flags: np.ndarray, cuts: pack.Cuts) -> np.ndarray:
-    """For each row, the tokens flagged as targets, its first token left out: no input stands before that one."""
-    counts = np.zeros(len(cuts.starts), dtype=np.int64)
+def count_loss_tokens(flags: np.ndarray, bounds: pack.Bounds) -> np.ndarray:
+    """The loss tokens of each sequence. Its first token is not counted: no input precedes it."""
+    counts = np.zeros(len(bounds.starts), dtype=np.int64)
     first = 0
     while first < len(counts):
-        # Rows come in the order of their tokens, so as many as share a stretch of the file are counted at once.
-        stretch = cuts.starts[first] + _TOKENS_AT_ONCE
-        last = max(int(np.searchsorted(cuts.ends, stretch, side="right")), first + 1)
-        starts, ends = cuts.starts[first:last], cuts.ends[first:last]
-        marked = np.asarray(flags[starts[0] : ends[-1]]) & TARGET
+        # Sequences are in token order, so all within a block of the file are counted at once.
+        limit = bounds.starts[first] + _TOKENS_AT_ONCE
+        last = max(int(np.searchsorted(bounds.ends, limit, side="right")), first + 1)
+        starts, ends = bounds.starts[first:last], bounds.ends[first:last]
+        marked = np.asarray(flags[starts[0] : ends[-1]]) & LOSS_TOKEN
         before = np.concatenate([[0], np.cumsum(marked, dtype=np.int64)])
         counts[first:last] = before[ends - starts[0]] - before[np.minimum(starts + 1, ends) - starts[0]]
         first = last
     return counts
 
 
-def _gather(
+def _write_packed(
     corpus: Corpus, starts: np.ndarray, ends: np.ndarray, loss_tokens: np.ndarray, capacity: int, progress: Progress
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Write the documents again, in the order in which they are packed, so that each row is one stretch of the file."""
+    """Rewrite the documents in packing order, so that each sequence is contiguous in the file."""
     packing = pack.fit_documents(ends - starts, capacity)
     starts, lengths = starts[packing.order], (ends - starts)[packing.order]
     after = np.cumsum(lengths)
@@ -226,8 +232,8 @@ def _gather(
                 first = last
                 progress.tick(f"Packing: {writer.length:,} of {after[-1]:,} tokens.")
         packed.replace(unpacked)
-    rows = np.cumsum(packing.counts)
-    row_ends = after[rows - 1]
-    row_starts = np.concatenate([[0], row_ends[:-1]])
-    row_targets = np.add.reduceat(loss_tokens[packing.order], rows - packing.counts)
-    return row_starts, row_ends, row_targets
+    last_documents = np.cumsum(packing.counts)
+    packed_ends = after[last_documents - 1]
+    packed_starts = np.concatenate([[0], packed_ends[:-1]])
+    packed_loss_tokens = np.add.reduceat(loss_tokens[packing.order], last_documents - packing.counts)
+    return packed_starts, packed_ends, packed_loss_tokens

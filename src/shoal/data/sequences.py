@@ -1,4 +1,4 @@
-"""Prepared rows: memory-mapped arrays on disk, and how they are written without holding them in memory."""
+"""Prepared sequences: memory-mapped arrays on disk, and a writer that does not hold them in memory."""
 
 import json
 import os
@@ -8,20 +8,20 @@ from types import TracebackType
 
 import numpy as np
 
-TARGET = 1  # flag: this token is a training target
-DOCUMENT = 2  # flag: this token is the first of a document, and therefore never a target
+LOSS_TOKEN = 1  # flag: the loss counts this token as a label
+DOCUMENT = 2  # flag: the first token of a document, and therefore never a loss token
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What preparation found and did. `dropped`: documents or rows without a single target, left out."""
+    """The statistics of a preparation. `dropped`: documents or sequences without a loss token, left out."""
 
     format: str
-    separate: bool  # rows hold several documents that must not see each other
+    separate: bool  # sequences hold several documents that must not attend to each other
     documents: int
     tokens: int  # of all documents, end tokens included
-    rows: int
-    longest: int  # inputs of the longest row
+    sequences: int
+    longest: int  # inputs of the longest sequence
     loss_tokens: int
     loss_token_share: float  # of the labels, padding not counted
     truncated: int = 0
@@ -31,39 +31,39 @@ class Summary:
     first_skipped: str | None = None
 
     def sentences(self) -> list[str]:
-        """What a person should know before training on this; the first is the result, the others what was lost."""
+        """The summary for a person: the first sentence says what there is, the others what was left out."""
         said = [
-            f"{self.documents:,} documents ({self.format}), {self.tokens:,} tokens, {self.rows:,} rows; "
-            f"{self.loss_token_share:.0%} of the labels are trained on."
+            f"{self.documents:,} documents ({self.format}), {self.tokens:,} tokens, {self.sequences:,} sequences; "
+            f"{self.loss_token_share:.0%} of the labels count in the loss."
         ]
         if self.truncated:
-            said.append(f"{self.truncated:,} documents are longer than data.max_length and lost their tail.")
+            said.append(f"{self.truncated:,} documents are longer than data.max_length and were truncated.")
         if self.dropped:
-            said.append(f"{self.dropped:,} documents or rows have nothing to train on and were left out.")
+            said.append(f"{self.dropped:,} documents or sequences have no loss tokens and were left out.")
         if self.empty:
             said.append(f"{self.empty:,} documents are empty and were left out.")
         if self.skipped:
-            said.append(f"{self.skipped:,} bad rows or files were skipped; the first: {self.first_skipped}")
+            said.append(f"{self.skipped:,} invalid records or files were skipped; the first: {self.first_skipped}")
         return said
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Row k is `tokens[starts[k]:ends[k]]`; neighbours may share a token. Nothing is read until it is asked for."""
+    """Sequence k is `tokens[starts[k]:ends[k]]`; neighbours may share a token. The arrays are read lazily."""
 
     tokens: np.ndarray
     flags: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
-    loss_tokens: np.ndarray  # per row: how many of its labels are trained on
+    loss_tokens: np.ndarray  # per sequence: how many of its labels the loss counts
     summary: Summary
 
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens and flags of one row."""
-        start, end = int(self.starts[row]), int(self.ends[row])
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens and flags of one sequence."""
+        start, end = int(self.starts[index]), int(self.ends[index])
         return self.tokens[start:end], self.flags[start:end]
 
     @property
@@ -72,7 +72,7 @@ class Sequences:
 
 
 def open_sequences(folder: Path) -> Sequences:
-    """The rows written in `folder`, memory-mapped."""
+    """The sequences in `folder`, memory-mapped."""
     arrays = {
         name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
         for name in ("tokens", "flags", "starts", "ends", "loss_tokens")
@@ -85,7 +85,7 @@ def write_summary(folder: Path, summary: Summary) -> None:
 
 
 class ArrayWriter:
-    """A one-dimensional `.npy` file that grows. Its header is written last, into room kept for it."""
+    """A one-dimensional `.npy` file that grows. Its header is written last, into reserved space."""
 
     _HEADER = 128
 
@@ -124,7 +124,7 @@ class ArrayWriter:
         if kind is None:
             self.close()
         else:
-            self._file.close()  # without a header it cannot be taken for a whole array
+            self._file.close()  # without a header no reader takes it for a complete array
 
 
 def write_array(path: Path, values: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Files on disk become rows: dictionaries that know where they came from. Lazy, and always in the same order."""
+"""Read records from files: dictionaries with their file and line. Lazy, and always in the same order."""
 
 import codecs
 import glob
@@ -12,18 +12,18 @@ from typing import Any
 
 from shoal.mistakes import UserMistake, suggestion
 
-# A text file is read in pieces of about this many bytes, cut after a line where possible, so that neither its
-# characters nor its encoding must fit in memory at once. A tokenizer sees each piece by itself: at most one word in
-# a million bytes is tokenised otherwise than it would be in one go.
-PIECE = 1 << 20
+# A text file is read in chunks of about this many bytes, split after a line where possible, so that neither its
+# text nor its token ids must fit in memory at once. Chunks are tokenized independently: at most one word per million
+# bytes is tokenized differently than in a single call.
+CHUNK = 1 << 20
 
-# Takes a mistake found in one row or file: raises it (data.on_error: stop) or counts it and returns (skip).
+# Handles a mistake in one record or file: raises it (data.on_error: stop) or counts it and returns (skip).
 OnBad = Callable[[UserMistake], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One row of a source. `continued`: the next row goes on with the same document."""
+class Record:
+    """One record of a source. `continued`: the next record continues the same document."""
 
     fields: dict[str, Any]
     file: Path
@@ -40,9 +40,9 @@ def stop(mistake: UserMistake) -> None:
 
 
 def find_files(source: str, path: object) -> list[Path]:
-    """The files `path` means: a file, a folder searched recursively, a glob, or a list of these. Each file once.
+    """The files that `path` names: a file, a folder searched recursively, a glob, or a list of these. Each file once.
 
-    What one entry finds is sorted; entries of a list keep their order.
+    The files of one entry are sorted; entries of a list keep their order.
     """
     entries: Sequence[object] = path if isinstance(path, list | tuple) else [path]
     if path is None or not entries:
@@ -53,8 +53,8 @@ def find_files(source: str, path: object) -> list[Path]:
     return list(found)
 
 
-def read_rows(source: str, files: Sequence[Path], on_bad: OnBad = stop) -> Iterator[Row]:
-    """The rows of `files`, one after another, read as they are asked for."""
+def read_records(source: str, files: Sequence[Path], on_bad: OnBad = stop) -> Iterator[Record]:
+    """The records of `files`, in order, read lazily."""
     reader = _reader(source)
     for file in files:
         try:
@@ -67,39 +67,42 @@ def read_rows(source: str, files: Sequence[Path], on_bad: OnBad = stop) -> Itera
 
 def _expand(source: str, entry: str) -> list[Path]:
     _reader(source)
-    place = Path(entry).expanduser()
-    if place.is_file():
-        return [place.absolute()]
-    if place.is_dir():
+    location = Path(entry).expanduser()
+    if location.is_file():
+        return [location.absolute()]
+    if location.is_dir():
         suffixes = _FOLDER_SUFFIXES.get(source)
-        files = sorted(file.absolute() for file in _walk(place) if suffixes is None or file.suffix.lower() in suffixes)
+        files = sorted(
+            file.absolute() for file in _walk(location) if suffixes is None or file.suffix.lower() in suffixes
+        )
         if not files:
             wanted = "visible files" if suffixes is None else f"{' or '.join(suffixes)} files"
             raise UserMistake(
-                f"The folder {place} holds no {wanted}. Point data.path at the data, or change data.source."
+                f"The folder {location} holds no {wanted}. Point data.path at the data, or change data.source."
             )
         return files
     if glob.has_magic(entry):
-        matches = glob.glob(str(place), recursive=True)
+        matches = glob.glob(str(location), recursive=True)
         files = sorted(Path(match).absolute() for match in matches if os.path.isfile(match))
         if not files:
-            raise UserMistake(f"No file matches data.path {entry} (seen from {Path.cwd()}). Check the pattern.")
+            raise UserMistake(f"No file matches data.path {entry} (relative to {Path.cwd()}). Check the pattern.")
         return files
-    near = [child.name for child in place.parent.iterdir()] if place.parent.is_dir() else []
+    near = [child.name for child in location.parent.iterdir()] if location.parent.is_dir() else []
     raise UserMistake(
-        f"data.path {entry} does not exist (seen from {Path.cwd()}). Check the path." + suggestion(place.name, near)
+        f"data.path {entry} does not exist (relative to {Path.cwd()}). Check the path."
+        + suggestion(location.name, near)
     )
 
 
 def _walk(folder: Path) -> Iterator[Path]:
     """Every visible file below `folder`: a .git or an editor's backup is not training data."""
-    for place, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(place, name) for name in names if not name.startswith("."))
+        yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
-def _read_text(file: Path, on_bad: OnBad) -> Iterator[Row]:
-    """One document a file. Line ends stay as they are; a byte order mark at the front is dropped."""
+def _read_text(file: Path, on_bad: OnBad) -> Iterator[Record]:
+    """One document per file. Line ends are kept; a leading byte order mark is dropped."""
     size = file.stat().st_size
     bad = _first_undecodable(file)
     if size == 0:
@@ -112,64 +115,64 @@ def _read_text(file: Path, on_bad: OnBad) -> Iterator[Row]:
             )
         )
     else:
-        yield from _text_pieces(file)
+        yield from _text_chunks(file)
 
 
-def _text_pieces(file: Path) -> Iterator[Row]:
+def _text_chunks(file: Path) -> Iterator[Record]:
     with file.open("rb") as stream:
-        block = stream.read(PIECE)
+        block = stream.read(CHUNK)
         rest = block[len(codecs.BOM_UTF8) :] if block.startswith(codecs.BOM_UTF8) else block
         while block:
-            block = stream.read(PIECE)
+            block = stream.read(CHUNK)
             if block:
-                cut = _cut(rest)
-                yield Row({"text": rest[:cut].decode()}, file, continued=True)
-                rest = rest[cut:] + block
-    yield Row({"text": rest.decode()}, file)
+                split = _split_point(rest)
+                yield Record({"text": rest[:split].decode()}, file, continued=True)
+                rest = rest[split:] + block
+    yield Record({"text": rest.decode()}, file)
 
 
-def _cut(data: bytes) -> int:
-    """Where to cut: after the last line, or at least not inside a character."""
+def _split_point(data: bytes) -> int:
+    """Where to split: after the last line, or at least not inside a character."""
     line = data.rfind(b"\n") + 1
     if line:
         return line
-    cut = len(data) - 1
-    while cut > 0 and data[cut] & 0xC0 == 0x80:
-        cut -= 1
-    return cut
+    split = len(data) - 1
+    while split > 0 and data[split] & 0xC0 == 0x80:
+        split -= 1
+    return split
 
 
 def _first_undecodable(file: Path) -> int | None:
-    # A pass of its own, before the first piece is handed out: a file is taken whole or not at all.
+    # Checked before the first chunk is yielded: a file is used completely or not at all.
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = 0
     with file.open("rb") as stream:
         while True:
-            block = stream.read(PIECE)
-            waiting = len(decoder.getstate()[0])
+            block = stream.read(CHUNK)
+            buffered = len(decoder.getstate()[0])
             try:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                return read - waiting + error.start
+                return read - buffered + error.start
             if not block:
                 return None
             read += len(block)
 
 
-def _read_json(file: Path, on_bad: OnBad) -> Iterator[Row]:
-    """`.json`: an array of objects (or objects one after another). Anything else: one object a line."""
+def _read_json(file: Path, on_bad: OnBad) -> Iterator[Record]:
+    """`.json`: an array of objects (or concatenated objects). Any other suffix: one object per line."""
     reader = _read_json_array if file.suffix.lower() == ".json" else _read_json_lines
-    rows = 0
-    for row in reader(file, on_bad):
-        rows += 1
-        yield row
+    records = 0
+    for record in reader(file, on_bad):
+        records += 1
+        yield record
     with file.open("rb") as stream:
-        blank = not rows and not stream.read(PIECE).strip(b"[] \t\r\n" + codecs.BOM_UTF8)
+        blank = not records and not stream.read(CHUNK).strip(b"[] \t\r\n" + codecs.BOM_UTF8)
     if blank:
         on_bad(UserMistake(f"{file} is empty. Remove it, or set data.on_error: skip."))
 
 
-def _read_json_lines(file: Path, on_bad: OnBad) -> Iterator[Row]:
+def _read_json_lines(file: Path, on_bad: OnBad) -> Iterator[Record]:
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -189,9 +192,9 @@ def _read_json_lines(file: Path, on_bad: OnBad) -> Iterator[Row]:
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def _read_json_array(file: Path, on_bad: OnBad) -> Iterator[Row]:
-    # Element by element, so that each row knows its line. After a syntax error there is no telling where the next
-    # element begins: that stops the reading whatever data.on_error says, because the rest would be lost unnoticed.
+def _read_json_array(file: Path, on_bad: OnBad) -> Iterator[Record]:
+    # Element by element, so that each record has its line. After a syntax error the start of the next element is
+    # unknown: it is raised whatever data.on_error says, because the rest would be lost silently.
     data = file.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -210,7 +213,7 @@ def _read_json_array(file: Path, on_bad: OnBad) -> Iterator[Row]:
         if in_array and text[at] == "]":
             closed = True
             if _skip_space(text, at + 1) != len(text):
-                raise _not_json(file, line, "there is more after the array's end")
+                raise _not_json(file, line, "there is more after the end of the array")
             break
         try:
             value, at = decoder.raw_decode(text, at)
@@ -223,7 +226,9 @@ def _read_json_array(file: Path, on_bad: OnBad) -> Iterator[Row]:
         if in_array and at < len(text) and text[at] == ",":
             at = _skip_space(text, at + 1)
             if text.startswith("]", at):
-                raise _not_json(file, line + text.count("\n", counted, at), "a comma stands before the array's end")
+                raise _not_json(
+                    file, line + text.count("\n", counted, at), "there is a comma before the end of the array"
+                )
         elif in_array and at < len(text) and text[at] != "]":
             raise _not_json(file, line + text.count("\n", counted, at), "a comma is missing between two elements")
     if not closed:
@@ -236,39 +241,39 @@ def _skip_space(text: str, at: int) -> int:
     return match.end()
 
 
-def _object(value: object, file: Path, line: int, on_bad: OnBad) -> Iterator[Row]:
+def _object(value: object, file: Path, line: int, on_bad: OnBad) -> Iterator[Record]:
     if isinstance(value, dict):
-        yield Row(value, file, line)
+        yield Record(value, file, line)
     else:
         on_bad(_not_json(file, line, f"an object with named keys is needed, found a {type(value).__name__}"))
 
 
 def _not_json(file: Path, line: int, problem: str) -> UserMistake:
     skip = " or set data.on_error: skip" if file.suffix.lower() != ".json" else ""
-    return UserMistake(f"{file}:{line} is not a JSON row: {problem}. Mend the line{skip}.")
+    return UserMistake(f"{file}:{line} is not a JSON record: {problem}. Fix the line{skip}.")
 
 
-def _read_chess(file: Path, on_bad: OnBad) -> Iterator[Row]:
-    """One document a game, in UCI moves: a game a line, or a PGN file."""
-    from shoal.data import chess_games  # takes a moment to import, and most runs read something else
+def _read_chess(file: Path, on_bad: OnBad) -> Iterator[Record]:
+    """One document per game, in UCI moves: one game per line, or a PGN file."""
+    from shoal.data import chess_games  # slow to import, and most runs do not need it
 
     games = chess_games.read_pgn(file) if file.suffix.lower() == ".pgn" else chess_games.read_lines(file)
     found = False
     for game in games:
         found = True
         if game.problem is None:
-            yield Row({"text": game.moves}, file, game.line)
+            yield Record({"text": game.moves}, file, game.line)
         else:
             on_bad(
                 UserMistake(
-                    f"{file}:{game.line} is not a game of chess: {game.problem}. Mend it, or set data.on_error: skip."
+                    f"{file}:{game.line} is not a game of chess: {game.problem}. Fix it, or set data.on_error: skip."
                 )
             )
     if not found:
-        on_bad(UserMistake(f"{file} holds no game. Remove it, or set data.on_error: skip."))
+        on_bad(UserMistake(f"{file} contains no games. Remove it, or set data.on_error: skip."))
 
 
-Reader = Callable[[Path, OnBad], Iterator[Row]]
+Reader = Callable[[Path, OnBad], Iterator[Record]]
 _READERS: dict[str, Reader] = {"text": _read_text, "json": _read_json, "chess": _read_chess}
 _FOLDER_SUFFIXES: dict[str, tuple[str, ...]] = {
     "json": (".json", ".jsonl", ".ndjson"),
@@ -279,5 +284,5 @@ _FOLDER_SUFFIXES: dict[str, tuple[str, ...]] = {
 def _reader(source: str) -> Reader:
     if source not in _READERS:
         known = ", ".join(_READERS)
-        raise UserMistake(f"data.source {source} is not one this version reads. It reads: {known}.")
+        raise UserMistake(f"data.source {source} is not supported. Supported sources: {known}.")
     return _READERS[source]

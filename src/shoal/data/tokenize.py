@@ -1,4 +1,4 @@
-"""Documents to two files, tokens and flags, written as they come: the corpus never has to fit in memory."""
+"""Tokenize documents into two files, tokens and flags. Streaming: the corpus never has to fit in memory."""
 
 import time
 from array import array
@@ -9,18 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.data.formats import Format, Segment, choose_format, segment_row
-from shoal.data.sequences import DOCUMENT, TARGET, ArrayWriter, Summary
-from shoal.data.sources import Row, read_rows
+from shoal.data.formats import Format, Segment, choose_format, segment_record
+from shoal.data.sequences import DOCUMENT, LOSS_TOKEN, ArrayWriter, Summary
+from shoal.data.sources import Record, read_records
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 
 _CHARACTERS_AT_ONCE = 1 << 21
-_ROWS_AT_ONCE = 1 << 13
+_RECORDS_AT_ONCE = 1 << 13
 
 
 class Progress:
-    """Says something after two seconds, and every ten from then on: a quick preparation stays quiet."""
+    """Reports after two seconds and then every ten: a quick preparation prints nothing."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
@@ -34,7 +34,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Corpus:
-    """All documents in source order, in `folder`/tokens.npy and flags.npy. `summary` knows nothing of rows yet."""
+    """All documents in source order, in `folder`/tokens.npy and flags.npy. `summary` has no sequences yet."""
 
     folder: Path
     format: Format
@@ -54,8 +54,8 @@ class Corpus:
         return loaded
 
 
-class _Mishaps:
-    """What to do about a bad row: stop, or count it and remember the first."""
+class _ErrorPolicy:
+    """data.on_error: raise the first mistake, or count mistakes and keep the first."""
 
     def __init__(self, skip: bool) -> None:
         self.skip = skip
@@ -69,7 +69,7 @@ class _Mishaps:
         self.first = self.first or str(mistake)
 
 
-def tokenise(
+def tokenize_files(
     folder: Path,
     files: Sequence[Path],
     tokenizer: Tokenizer,
@@ -80,12 +80,12 @@ def tokenise(
     skip: bool,
     progress: Progress,
 ) -> Corpus:
-    """Read, format and tokenise every document of `files` into `folder`."""
-    mishaps = _Mishaps(skip)
-    rows = read_rows(source, files, mishaps)
-    first = next(rows, None)
+    """Read, format and tokenize every document of `files` into `folder`."""
+    errors = _ErrorPolicy(skip)
+    records = read_records(source, files, errors)
+    first = next(records, None)
     if first is None:
-        raise _nothing(files, mishaps, "no rows")
+        raise _nothing(files, errors, "no record")
     chosen = choose_format(format_name, first)
     small = tokenizer.size <= 1 << 16
     with (
@@ -93,11 +93,11 @@ def tokenise(
         ArrayWriter(folder / "flags.npy", np.dtype(np.uint8)) as flags,
     ):
         writer = _DocumentWriter(tokenizer, tokens, flags)
-        for batch in _batches(_segmented(chain([first], rows), chosen, train_on, mishaps)):
+        for batch in _batches(_segmented(chain([first], records), chosen, train_on, errors)):
             writer.write(batch)
-            progress.tick(f"Tokenising: {len(writer.lengths):,} documents, {tokens.length:,} tokens so far.")
+            progress.tick(f"Tokenizing: {len(writer.lengths):,} documents, {tokens.length:,} tokens so far.")
     if not writer.lengths:
-        raise _nothing(files, mishaps, "no text")
+        raise _nothing(files, errors, "no text")
     return Corpus(
         folder,
         chosen,
@@ -107,44 +107,44 @@ def tokenise(
             separate=False,
             documents=len(writer.lengths),
             tokens=tokens.length,
-            rows=0,
+            sequences=0,
             longest=0,
             loss_tokens=0,
             loss_token_share=0.0,
             empty=writer.empty,
-            skipped=mishaps.count,
-            first_skipped=mishaps.first,
+            skipped=errors.count,
+            first_skipped=errors.first,
         ),
     )
 
 
-def _nothing(files: Sequence[Path], mishaps: _Mishaps, what: str) -> UserMistake:
-    place = str(files[0]) if len(files) == 1 else f"the {len(files):,} files from {files[0]} on"
-    skipped = f" ({mishaps.count:,} were skipped; the first: {mishaps.first})" if mishaps.count else ""
-    return UserMistake(f"There is {what} in {place}{skipped}. Point data.path at data that has some.")
+def _nothing(files: Sequence[Path], errors: _ErrorPolicy, what: str) -> UserMistake:
+    where = str(files[0]) if len(files) == 1 else f"the {len(files):,} files starting with {files[0]}"
+    skipped = f" ({errors.count:,} were skipped; the first: {errors.first})" if errors.count else ""
+    return UserMistake(f"There is {what} in {where}{skipped}. Check data.path.")
 
 
 def _segmented(
-    rows: Iterator[Row], chosen: Format, train_on: str, mishaps: _Mishaps
+    records: Iterator[Record], chosen: Format, train_on: str, errors: _ErrorPolicy
 ) -> Iterator[tuple[list[Segment], bool]]:
-    """The segments of each good row, and whether its document goes on in the next."""
-    for row in rows:
+    """The segments of each valid record, and whether its document continues in the next."""
+    for record in records:
         try:
-            segments = segment_row(chosen, row, train_on)
+            segments = segment_record(chosen, record, train_on)
         except UserMistake as mistake:
-            mishaps(mistake)
+            errors(mistake)
         else:
-            yield segments, row.continued
+            yield segments, record.continued
 
 
-def _batches(rows: Iterator[tuple[list[Segment], bool]]) -> Iterator[list[tuple[list[Segment], bool]]]:
-    """As many rows as are worth one call of the tokenizer, bounded by their text."""
+def _batches(records: Iterator[tuple[list[Segment], bool]]) -> Iterator[list[tuple[list[Segment], bool]]]:
+    """Records grouped for one call of the tokenizer, bounded in number and characters."""
     batch: list[tuple[list[Segment], bool]] = []
     characters = 0
-    for segments, continued in rows:
+    for segments, continued in records:
         batch.append((segments, continued))
         characters += sum(len(text) for text, _ in segments)
-        if characters >= _CHARACTERS_AT_ONCE or len(batch) >= _ROWS_AT_ONCE:
+        if characters >= _CHARACTERS_AT_ONCE or len(batch) >= _RECORDS_AT_ONCE:
             yield batch
             batch, characters = [], 0
     if batch:
@@ -152,9 +152,9 @@ def _batches(rows: Iterator[tuple[list[Segment], bool]]) -> Iterator[list[tuple[
 
 
 class _DocumentWriter:
-    """Appends documents: the begin token where the tokenizer wants one, the text, the end token.
+    """Appends documents: the begin token where the tokenizer prepends one, the text, the end token.
 
-    Segments are tokenised one by one, so that a prompt has the tokens it will have when generating from it.
+    Segments are tokenized separately, so that a prompt has the same tokens as in generation.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: ArrayWriter, flags: ArrayWriter) -> None:
@@ -163,32 +163,32 @@ class _DocumentWriter:
         self._tokenizer = tokenizer
         self._tokens = tokens
         self._flags = flags
-        self._open = 0  # tokens so far of a document whose last row was `continued`
+        self._open = 0  # tokens so far of a document whose last record was `continued`
         begin = tokenizer.begin if tokenizer.prepends_begin else None
         self._begin = None if begin is None else np.array([begin], dtype=np.int32)
         self._end = np.array([tokenizer.end], dtype=np.int32)
 
     def write(self, batch: list[tuple[list[Segment], bool]]) -> None:
         encoded = iter(self._tokenizer.encode_many([text for segments, _ in batch for text, _ in segments]))
-        pieces: list[np.ndarray] = []
+        parts: list[np.ndarray] = []
         trained: list[bool] = []
-        firsts: list[int] = []  # where in this batch a document begins
+        firsts: list[int] = []  # where documents begin in this batch
         written = 0
         for segments, continued in batch:
-            row = [(next(encoded), loss) for _, loss in segments]
+            encodings = [(next(encoded), loss) for _, loss in segments]
             begins = not self._open
             if begins and not continued and not any(text for text, _ in segments):
                 self.empty += 1
                 continue
             if begins and self._begin is not None:
-                row.insert(0, (self._begin, False))
+                encodings.insert(0, (self._begin, False))
             if not continued:
-                row.append((self._end, segments[-1][1]))  # where the last thing said is trained on, so is stopping
-            added = sum(len(ids) for ids, _ in row)
+                encodings.append((self._end, segments[-1][1]))  # the end token is a loss token if the last segment is
+            added = sum(len(ids) for ids, _ in encodings)
             if begins and added:
                 firsts.append(written)
-            for ids, loss in row:
-                pieces.append(ids)
+            for ids, loss in encodings:
+                parts.append(ids)
                 trained.append(loss)
             written += added
             self._open += added
@@ -197,10 +197,10 @@ class _DocumentWriter:
                 self._open = 0
         if not written:
             return
-        ids = np.concatenate(pieces)
+        ids = np.concatenate(parts)
         assert ids.min() >= 0
         assert ids.max() < self._tokenizer.size
-        flags = np.repeat(np.array(trained, dtype=np.uint8) * np.uint8(TARGET), [len(piece) for piece in pieces])
-        flags[firsts] = DOCUMENT  # and not a target: nothing in the document stands before it
+        flags = np.repeat(np.array(trained, dtype=np.uint8) * np.uint8(LOSS_TOKEN), [len(part) for part in parts])
+        flags[firsts] = DOCUMENT  # and not a loss token: no input of the document precedes it
         self._tokens.append(ids)
         self._flags.append(flags)

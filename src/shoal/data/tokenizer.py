@@ -1,6 +1,6 @@
-"""Text to token ids and back: the built-in `bytes` and `chess`, or a Hugging Face tokenizer from this machine.
+"""Text to token ids and back: the built-in `bytes` and `chess`, or a local Hugging Face tokenizer.
 
-transformers takes seconds to import, so it is imported where it is used; `bytes` encodes and decodes without it.
+transformers takes seconds to import, so it is imported lazily; `bytes` encodes and decodes without it.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import numpy as np
 
 import shoal.offline  # noqa: F401
 from shoal.data.chess_tokenizer import ChessTokenizer
-from shoal.data.tokenizer_base import Tokenizer, calm_parallelism, parallel_when_safe
+from shoal.data.tokenizer_base import Tokenizer, disable_parallelism, parallel_when_safe
 from shoal.mistakes import UserMistake
 
 # Names that need no folder.
@@ -21,34 +21,36 @@ BUILT_IN = ("bytes", "chess")
 
 
 def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer called `name`: `bytes`, `chess`, or else what lies in `folder`.
+    """The tokenizer called `name`: `bytes`, `chess`, or the one in `folder`.
 
-    Without a folder, `name` is one, or an id that is in the local cache. Never calls the network and never runs code
-    that comes with a tokenizer.
+    Without `folder`, `name` is a folder or an id in the local Hugging Face cache. Never uses the network and never runs
+    code that comes with a tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
     if name == "chess":
         return ChessTokenizer()
-    calm_parallelism()
+    disable_parallelism()
     from transformers import AutoTokenizer
 
-    place = str(folder if folder is not None else Path(name).expanduser() if Path(name).expanduser().exists() else name)
+    location = str(
+        folder if folder is not None else Path(name).expanduser() if Path(name).expanduser().exists() else name
+    )
     try:
-        loaded = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises nearly anything here: OSError, ValueError, KeyError, its own
+        loaded = AutoTokenizer.from_pretrained(location, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many types here: OSError, ValueError, KeyError, its own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserMistake(
-            f"No tokenizer could be loaded from {place} ({reason}). Set model.tokenizer to a folder with a "
+            f"No tokenizer could be loaded from {location} ({reason}). Set model.tokenizer to a folder with a "
             "tokenizer.json, to an id that is in the local Hugging Face cache, to `bytes`, or to `chess`."
         ) from error
     return PretrainedTokenizer(name, loaded)
 
 
 class ByteTokenizer(Tokenizer):
-    """One token a byte of UTF-8: id = byte value, then three special tokens.
+    """One token per UTF-8 byte: id = byte value, then three special tokens.
 
-    A special token's name inside a text is a name, not the token: no document can end itself early.
+    The name of a special token inside a text is encoded as text: no document can contain an end token.
     """
 
     SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")
@@ -68,24 +70,24 @@ class ByteTokenizer(Tokenizer):
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = True) -> str:
-        pieces = bytearray()
+        decoded = bytearray()
         for token in map(int, ids):
             if token < 256:
-                pieces.append(token)
+                decoded.append(token)
             elif keep_special:
-                pieces += self.SPECIAL[token - 256].encode()
-        return pieces.decode(errors="replace")
+                decoded += self.SPECIAL[token - 256].encode()
+        return decoded.decode(errors="replace")
 
     @property
     def hugging_face(self) -> Any:
         if self._hugging_face is None:
-            calm_parallelism()
+            disable_parallelism()
             from tokenizers import Tokenizer as Backend
             from tokenizers import decoders, models, pre_tokenizers
             from transformers import PreTrainedTokenizerFast
 
             backend = Backend(models.BPE(vocab=_byte_level_alphabet(), merges=[]))
-            # No regex: it only decides where merges may happen, and there are none.
+            # No regex: it only restricts merges, and there are none.
             backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             backend.decoder = decoders.ByteLevel()
             begin, end, pad = self.SPECIAL
@@ -101,13 +103,13 @@ class ByteTokenizer(Tokenizer):
 
 
 class PretrainedTokenizer(Tokenizer):
-    """A Hugging Face tokenizer behind our small surface."""
+    """A Hugging Face tokenizer behind the `Tokenizer` interface."""
 
     def __init__(self, name: str, loaded: Any) -> None:
         if loaded.eos_token_id is None:
             raise UserMistake(
-                f"The tokenizer {name} has no end token, so documents could not be told apart. Add an `eos_token` "
-                "to its tokenizer_config.json, or set model.tokenizer to one that has it."
+                f"The tokenizer {name} has no end token, which separates documents. Add an `eos_token` "
+                "to its tokenizer_config.json, or set model.tokenizer to one that has an end token."
             )
         self.name = name
         self._loaded = loaded
@@ -116,7 +118,7 @@ class PretrainedTokenizer(Tokenizer):
         self.begin = None if loaded.bos_token_id is None else int(loaded.bos_token_id)
         self.pad = self.end if loaded.pad_token_id is None else int(loaded.pad_token_id)
         self.size = len(loaded)
-        # Asked of the tokenizer itself: the config's `add_bos_token` is missing or wrong for many.
+        # Found by calling it: `add_bos_token` in the tokenizer's config is often missing or wrong.
         first = list(loaded("a", return_attention_mask=False)["input_ids"])[:1]
         self.prepends_begin = self.begin is not None and first == [self.begin]
 
@@ -130,7 +132,7 @@ class PretrainedTokenizer(Tokenizer):
             backend = getattr(self._loaded, "backend_tokenizer", None)
             if backend is not None:
                 behaviour = json.loads(backend.to_str())
-                # These two are left over from the last call, and every call of ours switches them off.
+                # State of the last call; `encode_many` disables both.
                 behaviour.pop("truncation", None)
                 behaviour.pop("padding", None)
             else:
@@ -147,7 +149,7 @@ class PretrainedTokenizer(Tokenizer):
         if backend is None:
             ids = self._loaded(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
             return [np.asarray(one, dtype=np.int32) for one in ids["input_ids"]]
-        # The backend directly: transformers would build Python lists of everything else it can report as well.
+        # The backend directly: transformers would also build Python lists of the masks and offsets.
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = bool(getattr(self._loaded, "split_special_tokens", False))
@@ -162,7 +164,7 @@ class PretrainedTokenizer(Tokenizer):
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character by which byte-level BPE writes each byte: itself where printable, else the next one from U+0100."""
+    """The character that byte-level BPE uses for each byte: itself if printable, else the next one from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet, spare = {}, 0x100
     for byte in range(256):

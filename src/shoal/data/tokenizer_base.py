@@ -1,4 +1,4 @@
-"""What every tokenizer of ours is, and how the tokenizers library's threads are kept from hanging forked processes."""
+"""The tokenizer interface, and a guard against deadlocks of the tokenizers library in forked processes."""
 
 import os
 from abc import ABC, abstractmethod
@@ -11,13 +11,13 @@ import numpy as np
 
 
 class Tokenizer(ABC):
-    """What the rest of shoal knows of a tokenizer. `hugging_face` is the object other libraries expect."""
+    """The interface that shoal uses. `hugging_face` is the object other libraries expect."""
 
     name: str
     end: int  # written after every document
     begin: int | None
-    prepends_begin: bool  # whether documents of this tokenizer start with `begin` (Llama: yes, GPT-2: no)
-    pad: int  # never seen by a loss, so the end token serves where there is no pad token
+    prepends_begin: bool  # whether documents start with `begin` (Llama: yes, GPT-2: no)
+    pad: int  # masked in the loss, so the end token serves if there is no pad token
     size: int  # ids are below this, added tokens included
 
     @property
@@ -27,11 +27,11 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Equal exactly when the same text becomes the same ids; part of the cache's key."""
+        """Equal for two tokenizers if and only if they give the same ids; part of the cache key."""
 
     @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids (int32) of each text, without special tokens around it."""
+        """The ids (int32) of each text, without added special tokens."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = True) -> str: ...
@@ -40,26 +40,26 @@ class Tokenizer(ABC):
         return self.encode_many([text])[0]
 
     def save(self, folder: Path) -> None:
-        """Write a folder that plain `AutoTokenizer.from_pretrained` loads."""
+        """Write a folder that `AutoTokenizer.from_pretrained` loads."""
         self.hugging_face.save_pretrained(str(folder))
 
 
-# The tokenizers library keeps a thread pool that does not survive a fork: a child that uses its parent's pool waits
-# for ever. So its parallelism is off (which also silences its warning), and on only while encoding in bulk, in a
-# process that did not inherit a pool. What the user set in the environment stays as it is.
+# The tokenizers library has a thread pool that does not survive a fork: a child that uses its parent's pool deadlocks.
+# So its parallelism is off (which also silences its warning), and on only while encoding in bulk, in a process that did
+# not inherit a pool. A value set by the user in the environment is kept.
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 _OURS = "false"
 _pool_owner: int | None = None
 
 
-def calm_parallelism() -> None:
-    """Call it before the tokenizers library is used for the first time."""
+def disable_parallelism() -> None:
+    """Call this before the first use of the tokenizers library."""
     os.environ.setdefault(_PARALLELISM, _OURS)
 
 
 @contextmanager
 def parallel_when_safe() -> Iterator[None]:
-    """Around encoding in bulk."""
+    """Enable the library's threads while encoding in bulk."""
     global _pool_owner
     if os.environ.get(_PARALLELISM, _OURS) != _OURS or _pool_owner not in (None, os.getpid()):
         yield

@@ -1,1 +1,1 @@
-"""How processes start and find each other."""
+"""Start processes and initialize process groups."""

@@ -1,4 +1,4 @@
-"""Become a rank: alone, or one of several processes that something else has started (our launcher, torchrun)."""
+"""Initialize this process as a rank: alone, or one of several started by our launcher or torchrun."""
 
 import os
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from shoal.mistakes import UserMistake
 from shoal.parallel.ranks import Ranks
 from shoal.resilience.collectives import record_collectives
 
-# Set by our own launcher: a folder on this machine, shared by the ranks of one launch.
+# Set by our launcher: a folder on this node, shared by the ranks of one launch.
 LAUNCH_FOLDER = "SHOAL_LAUNCH"
-# The user's own, if there are any.
+# If the user has set one of these, the allocator is not configured.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# To try out a split on a CPU; more than this would only wait for each other.
+# To try out parallelism on CPU; more processes would only wait for each other.
 PROCESSES_PER_CORE = 4
 
 
@@ -30,43 +30,43 @@ def started_by_others() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that speaks: alone, the launcher, or rank 0."""
+    """Whether this process prints: a single process, the launcher, or rank 0."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def attempt() -> int:
-    """How often an elastic agent has started this process's rank before."""
+    """How often an elastic agent has restarted this rank."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def restarted() -> bool:
-    """Whether an elastic agent has started this process anew after a failure: then the run goes on where it was."""
+    """Whether an elastic agent has restarted this rank after a failure: then the run is resumed."""
     return attempt() > 0
 
 
 def heartbeat_file() -> Path | None:
-    """Where the ranks of one launch on this machine can see each other live."""
+    """The heartbeat file that the ranks of one launch on this node share."""
     folder = os.environ.get(LAUNCH_FOLDER)
-    return None if folder is None else Path(folder) / f"beats-{attempt()}"
+    return None if folder is None else Path(folder) / f"heartbeats-{attempt()}"
 
 
 def local_rank() -> int:
-    """Which of this machine's processes this is."""
+    """The index of this process on its node."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def joined(config: Config) -> AbstractContextManager[Ranks]:
-    """This process as a rank of a run."""
-    # Offloading is FSDP's, which wants a group, be it of one.
+    """Join the ranks of a run."""
+    # CPU offload is FSDP's, which needs a process group even for one rank.
     return joined_within(config.train.hang_timeout, alone=config.parallel.offload != "cpu")
 
 
 @contextmanager
 def joined_within(hang_timeout: float, *, alone: bool = True) -> Iterator[Ranks]:
-    """This process as a rank, with a process group when there are several, taken down at the end.
+    """Join the ranks, with a process group if there are several, which is destroyed at the end.
 
-    A rank that waits for the others for more than `hang_timeout` seconds gives up, sooner or later. With `alone` false
-    one process makes a group too.
+    Collectives time out some time after `hang_timeout` seconds. With `alone` false a single process has a process group
+    too.
     """
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -76,13 +76,13 @@ def joined_within(hang_timeout: float, *, alone: bool = True) -> Iterator[Ranks]
         yield ranks
         return
     record_collectives()
-    # Longer than the watch over the loop waits, which has more to say when it gives up.
+    # Longer than the watchdog's timeout, whose message is more helpful.
     timeout = timedelta(seconds=2 * hang_timeout + 60)
-    # Host collectives go over gloo also where the device's go over NCCL.
+    # Collectives on host tensors use gloo also where those on device tensors use NCCL.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=_meeting_point(world_size, timeout),
+        store=_rendezvous_store(world_size, timeout),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -94,12 +94,12 @@ def joined_within(hang_timeout: float, *, alone: bool = True) -> Iterator[Ranks]
         dist.destroy_process_group()
 
 
-def _meeting_point(world_size: int, timeout: timedelta) -> Store:
-    """The store in which ranks find each other. A restart must not find the addresses of the dead in it."""
+def _rendezvous_store(world_size: int, timeout: timedelta) -> Store:
+    """The rendezvous store. Each attempt has its own, without the addresses of dead ranks."""
     if world_size == 1:
         return HashStore()
     if folder := os.environ.get(LAUNCH_FOLDER):
-        # On one machine a file needs no port, which others could reach or take.
+        # On one node a file store needs no port, which others could reach or occupy.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         return FileStore(str(Path(folder) / f"store-{attempt()}"), world_size)
@@ -108,29 +108,29 @@ def _meeting_point(world_size: int, timeout: timedelta) -> Store:
 
 
 def first_device() -> torch.device:
-    """What this machine has, for looking at. A launcher that took it would keep half a gigabyte of it from rank 0."""
+    """A device to inspect. It is not initialized: a CUDA context of the launcher would cost rank 0 half a GB."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def choose_device(place: int) -> torch.device:
-    """The device of this machine's process number `place`."""
+def choose_device(index: int) -> torch.device:
+    """The device for local rank `index`."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if place >= torch.cuda.device_count():
+    if index >= torch.cuda.device_count():
         raise UserMistake(
-            f"This is process {place + 1} on this machine, which has {torch.cuda.device_count()} CUDA devices; "
-            "start one process a device."
+            f"This is process {index + 1} on this node, which has {torch.cuda.device_count()} CUDA devices; "
+            "start one process per device."
         )
-    device = torch.device("cuda", place)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
-        # Memory that grows in place: sharded training asks for pieces of so many sizes that fixed ones lie about idle.
+        # Sharded training allocates tensors of many sizes, which fragment fixed segments.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     return device
 
 
 def processes_wanted(config: Config) -> int:
-    """How many processes this machine should run."""
+    """The number of processes to start on this node."""
     wanted = config.hardware.devices
     if config.hardware.nodes > 1:
         raise UserMistake(
@@ -142,12 +142,12 @@ def processes_wanted(config: Config) -> int:
 
 
 def cuda_devices() -> int:
-    """How many this machine has."""
+    """The number of CUDA devices of this node."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_processes(wanted: int, asked: str) -> int:
-    """`wanted`, if this machine can run so many; `asked` is what the user calls the number."""
+    """`wanted`, if this node can run so many processes; `asked` is the setting's name for the message."""
     present = cuda_devices()
     if present and wanted > present:
         raise UserMistake(f"{asked} is {wanted}, but this machine has {present} CUDA device{'s' * (present > 1)}.")

@@ -1,4 +1,4 @@
-"""A training run in several processes on this machine."""
+"""Run training in several processes on this node."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,18 +15,18 @@ from shoal.train.out_of_memory import smaller_batch
 
 @dataclass(frozen=True)
 class Request:
-    """What the processes are to do; the config itself is in the run directory."""
+    """The arguments of the processes. The config is in the run directory."""
 
     run: Path
     resume: bool
     start_from: Path | None
-    patience: float  # seconds that ranks get to finish a step and save, once they were asked to stop
-    shrinks: bool = False  # when memory runs out, all start again with fewer rows a pass
-    instead: Mapping[str, Any] | None = None  # keys that are settled otherwise than in the config by now
+    patience: float  # seconds for ranks to finish a step and save after a request to stop
+    shrinks: bool = False  # restart with a smaller micro-batch after running out of memory
+    overrides: Mapping[str, Any] | None = None  # config keys that were replaced after running out of memory
 
 
 def launch(request: Request, processes: int, *, max_restarts: int, warn: Callable[[str], None]) -> Summary:
-    """Run `processes` ranks until they end. Ranks that were asked to stop end well, with a summary that says so."""
+    """Run `processes` ranks until they end. A run that was asked to stop returns a summary that says so."""
     while True:
         try:
             summary = run_processes(
@@ -38,18 +38,18 @@ def launch(request: Request, processes: int, *, max_restarts: int, warn: Callabl
                 warn=warn,
             )
         except RanOut as failure:
-            # Ranks cannot decide this: one that made smaller passes by itself would leave the others waiting.
+            # Ranks cannot decide this: all must have the same micro-batch.
             chosen = Chosen(**failure.found["chosen"])
-            rows = smaller_batch(chosen)
-            if not request.shrinks or rows is None:
+            micro_batch = smaller_batch(chosen)
+            if not request.shrinks or micro_batch is None:
                 raise
             max_restarts -= failure.restarts
-            request = replace(request, instead=_settled(chosen, rows))
-            grad_accum_steps = chosen.micro_batch * chosen.grad_accum_steps // rows
+            request = replace(request, overrides=_overrides(chosen, micro_batch))
+            grad_accum_steps = chosen.micro_batch * chosen.grad_accum_steps // micro_batch
             warn(
-                f"{failure.found['sentence']} All processes are started again with train.micro_batch {rows} in "
-                f"{grad_accum_steps} passes, from the newest checkpoint or else from the start; the global batch stays "
-                f"{chosen.global_batch}."
+                f"{failure.found['sentence']} Restarting all processes with train.micro_batch {micro_batch} and "
+                f"{grad_accum_steps} gradient accumulation steps, from the newest checkpoint if there is one. The "
+                f"global batch stays {chosen.global_batch}."
             )
             continue
         if summary is None:
@@ -57,17 +57,17 @@ def launch(request: Request, processes: int, *, max_restarts: int, warn: Callabl
         return Summary(**summary)
 
 
-def _settled(chosen: Chosen, rows: int) -> dict[str, Any]:
-    """What was chosen stays, but for the rows of a pass: with fewer of them the forecast, which was wrong, might choose
-    to spend the memory that they free."""
+def _overrides(chosen: Chosen, micro_batch: int) -> dict[str, Any]:
+    """Keep every choice except for the micro-batch. A new choice by the forecast, which was wrong, might use up the
+    memory that a smaller micro-batch frees."""
     found: dict[str, Any] = {
-        "train.micro_batch": rows,
+        "train.micro_batch": micro_batch,
         "parallel.strategy": chosen.strategy,
         "parallel.tp": chosen.mesh["tp"],
         "parallel.pp": chosen.mesh["pp"],
         "parallel.sharding": chosen.sharding,
     }
-    if not chosen.recompute.startswith("every"):  # which is never chosen, and stands in the config
+    if not chosen.recompute.startswith("every"):  # never an automatic choice: it is in the config
         found["train.recompute"] = chosen.recompute
     return found
 
@@ -76,6 +76,6 @@ def _arguments(request: Request) -> list[str]:
     flags = ["--resume"] if request.resume else []
     if request.start_from is not None:
         flags += ["--from", str(request.start_from)]
-    if request.instead is not None:
-        flags += ["--instead", json.dumps(dict(request.instead))]
+    if request.overrides is not None:
+        flags += ["--overrides", json.dumps(dict(request.overrides))]
     return [str(request.run), *flags]

@@ -1,7 +1,6 @@
-"""Several processes of one program on this machine, started and watched by torch's elastic agent.
+"""Run several processes of one module on this node with PyTorch's elastic agent.
 
-What they have to say to the launcher goes through files in a folder that only this launch knows: the first rank's
-result, or a sentence of any rank that could not go on.
+They report to the launcher through files in a folder of this launch: rank 0 its result, and any rank an error message.
 """
 
 import json
@@ -34,8 +33,7 @@ OUT_OF_MEMORY = "out-of-memory"
 
 
 class RanOut(RunFailed):
-    """A rank's device had no memory left. `found` is what the rank left, `restarts` how often all were started again
-    before."""
+    """A rank ran out of memory. `found` is its report, `restarts` the number of restarts before."""
 
     def __init__(self, found: Mapping[str, Any], restarts: int) -> None:
         super().__init__(found, restarts)
@@ -55,26 +53,25 @@ def run_processes(
     patience: float = 30,
     warn: Callable[[str], None] = lambda sentence: None,
 ) -> dict[str, Any] | None:
-    """Run `python -m MODULE` as `processes` ranks and return the result that the first left; None if it was stopped.
+    """Run `python -m MODULE` as `processes` ranks and return the result of rank 0; None if it was stopped.
 
-    `patience` is how many seconds ranks get to end once they were asked to. What a rank left by `leave_sentence` is
-    raised here, or, if the ranks could be started again, told to `warn`; what it left by `leave_out_of_memory` is
-    raised as `RanOut`.
+    `patience` is the number of seconds for ranks to exit after a request to stop. A message of `report_failure` is
+    raised here or, if the ranks were restarted, given to `warn`. One of `report_out_of_memory` is raised as `RanOut`.
     """
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         shared = Path(folder)
         os.environ[LAUNCH_FOLDER], os.environ[LAUNCHER] = folder, str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-        # Without this the agent opens a store of its own for the ranks, on every interface.
+        # Otherwise the agent opens a TCP store for the ranks, on every interface.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         _quiet_agent()
         settings = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=processes,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),  # else the agent leaves a folder of its own behind
+            logs_specs=DefaultLogsSpecs(log_dir=folder),  # otherwise the agent leaves a temporary folder behind
             run_id=shared.name,
-            # The agent's own meeting point is a file too: a TCP store would listen on every interface.
+            # The agent's rendezvous uses a file store too: a TCP store would listen on every interface.
             rdzv_backend="c10d",
             rdzv_endpoint=str(shared / "rendezvous"),
             rdzv_configs={"store_type": "file"},
@@ -87,10 +84,10 @@ def run_processes(
         try:
             # A second signal ends this process, and with it the ranks: see `die_with_parent`.
             clean_up = partial(shutil.rmtree, folder, ignore_errors=True)
-            with _telling_of_restarts(shared, warn), second_signal_ends(before=clean_up):
+            with _report_restarts(shared, warn), second_signal_ends(before=clean_up):
                 elastic_launch(settings, sys.executable)("-m", module, *arguments)
         except ChildFailedError as failure:
-            # A rank that dies after the result was written dies of leaving, with nothing left to lose.
+            # A failure after the result was written is one of process exit and loses nothing.
             if not (shared / RESULT).is_file():
                 _explain(failure, shared)
         except SignalException:
@@ -100,60 +97,60 @@ def run_processes(
             del os.environ[LAUNCH_FOLDER], os.environ[LAUNCHER]
             for number, handler in before:
                 signal.signal(number, handler)
-        if not (shared / RESULT).is_file():  # the ranks ended without a fault, but with something to say
-            _raise_sentence(shared)
+        if not (shared / RESULT).is_file():  # a rank reported a failure and exited with status 0
+            _raise_reported(shared)
         found: dict[str, Any] = json.loads((shared / RESULT).read_text())
         return found
 
 
 def begin_rank() -> None:
-    """The first thing that a rank does."""
+    """Must be called first in a rank."""
     die_with_parent()
     shared = Path(os.environ[LAUNCH_FOLDER])
     if any(shared.glob(f"{OUT_OF_MEMORY}-{attempt() - 1:03d}-*")):
-        # The agent restarts whatever fails, as the ranks did that waited for one without memory. The same again would
-        # not help: what is to be done is the launcher's to say.
+        # The agent restarts after any failure, also of the ranks that waited for the one without memory. The same
+        # micro-batch would fail again: the launcher decides what to do.
         os._exit(0)
     (shared / f"begun-{attempt()}").touch()
 
 
-def leave_result(result: Mapping[str, Any]) -> None:
-    """For the first rank: what `run_processes` is to return."""
+def report_result(result: Mapping[str, Any]) -> None:
+    """On rank 0: set the return value of `run_processes`."""
     write_atomically(Path(os.environ[LAUNCH_FOLDER]) / RESULT, json.dumps(result))
 
 
-def leave_sentence(kind: str, sentence: str) -> None:
-    """For any rank: why it cannot go on, in place of a traceback. Of several ranks' the lowest's is passed on."""
+def report_failure(kind: str, sentence: str) -> None:
+    """On any rank: report an error message in place of a traceback. The lowest rank's message is raised."""
     name = f"{kind}-{attempt():03d}-{int(os.environ['RANK']):05d}"
     write_atomically(Path(os.environ[LAUNCH_FOLDER]) / name, sentence)
 
 
-def leave_out_of_memory(found: Mapping[str, Any]) -> None:
-    """For a rank whose device has no memory left."""
-    leave_sentence(OUT_OF_MEMORY, json.dumps(found))
+def report_out_of_memory(found: Mapping[str, Any]) -> None:
+    """On a rank that ran out of memory."""
+    report_failure(OUT_OF_MEMORY, json.dumps(found))
 
 
-def _sentences(shared: Path, kind: str) -> list[Path]:
-    """What ranks of the latest attempt have left."""
+def _reports(shared: Path, kind: str) -> list[Path]:
+    """Reports of the latest attempt."""
     return sorted(shared.glob(f"{kind}-{_attempts(shared) - 1:03d}-*"))
 
 
 def _attempts(shared: Path) -> int:
-    """How often the ranks have been started."""
+    """The number of times the ranks were started."""
     return len(list(shared.glob("begun-*")))
 
 
-def _raise_sentence(shared: Path) -> None:
-    for said in _sentences(shared, OUT_OF_MEMORY):
+def _raise_reported(shared: Path) -> None:
+    for said in _reports(shared, OUT_OF_MEMORY):
         raise RanOut(json.loads(said.read_text()), restarts=_attempts(shared) - 1) from None
     for kind, error in ((MISTAKE, UserMistake), (FAILED, RunFailed), (HUNG, RunFailed)):
-        for said in _sentences(shared, kind):
+        for said in _reports(shared, kind):
             raise error(said.read_text()) from None
 
 
 @contextmanager
-def _telling_of_restarts(shared: Path, warn: Callable[[str], None]) -> Iterator[None]:
-    """The agent says nothing of its restarts, and a run that hung and was started again should not be a secret."""
+def _report_restarts(shared: Path, warn: Callable[[str], None]) -> Iterator[None]:
+    """Warn of restarts, of which the agent prints nothing."""
     over = threading.Event()
 
     def look() -> None:
@@ -163,7 +160,7 @@ def _telling_of_restarts(shared: Path, warn: Callable[[str], None]) -> Iterator[
                 told = _attempts(shared) - 1
                 hung = sorted(shared.glob(f"{HUNG}-{told - 1:03d}-*"))
                 why = hung[0].read_text() if hung else "A process died."
-                warn(f"{why} All processes were started again, for the {_ordinal(told)} time.")
+                warn(f"{why} All processes were restarted (restart {told}).")
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
@@ -174,40 +171,36 @@ def _telling_of_restarts(shared: Path, warn: Callable[[str], None]) -> Iterator[
         thread.join()
 
 
-def _ordinal(number: int) -> str:
-    return {1: "first", 2: "second", 3: "third"}.get(number, f"{number}th")
-
-
 def _quiet_agent() -> None:
-    """What the agent logs, the launcher says in a sentence. torch gives each of these loggers a level of its own."""
+    """Silence the agent's loggers, each of which has a level of its own: the launcher reports failures."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _patience(seconds: float) -> dict[str, Any]:
-    """Where torch's agent can be told to wait longer than its 30 seconds before it kills ranks that are saving."""
+    """The agent's shutdown timeout, where it is configurable. After its default of 30 seconds it kills ranks."""
     known = {field.name for field in fields(LaunchConfig)}
     return {"shutdown_timeout": round(seconds)} if "shutdown_timeout" in known else {}
 
 
 def _as_terminate(number: int, frame: FrameType | None) -> None:
-    """The agent passes TERM on to the ranks, and would die of USR1 and USR2, which mean the same here."""
+    """The agent forwards SIGTERM to the ranks. SIGUSR1 and SIGUSR2 mean the same, but would end the agent."""
     raise SignalException(f"asked to stop by signal {number}", sigval=signal.SIGTERM)
 
 
 def cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank whose death the others died of.
+    """The rank whose failure caused the others.
 
-    Times alone do not tell: they are whole seconds, and the survivors of a rank that was killed may be faster to write
-    down their lost connection than the agent is to find the dead one.
+    Timestamps are not enough: they are in whole seconds, and the survivors of a killed rank may report their lost
+    connection before the agent finds the dead rank.
     """
 
     def order(rank: int) -> tuple[int, int, int]:
         ended = failures[rank].exitcode
-        if ended == -signal.SIGTERM:  # sent by the agent, after the first death
+        if ended == -signal.SIGTERM:  # sent by the agent, after the first failure
             certainty = 2
-        elif ended < 0 and ended != -signal.SIGABRT:  # nothing a peer does ends a process like this
+        elif ended < 0 and ended != -signal.SIGABRT:  # not caused by a failure of another rank
             certainty = 0
         else:
             certainty = 1
@@ -218,7 +211,7 @@ def cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailur
 
 
 def _explain(failure: ChildFailedError, shared: Path) -> None:
-    _raise_sentence(shared)
+    _raise_reported(shared)
     rank, first = cause_of(failure.failures)
     if first.exitcode < 0:
         raise RunFailed(f"Rank {rank} was killed by {signal.Signals(-first.exitcode).name}.") from None

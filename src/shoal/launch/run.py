@@ -1,4 +1,4 @@
-"""Start a training run: in this process, in several of this machine's, or as one of those that others started."""
+"""Start a training run: in this process, in several processes of this node, or as a rank that torchrun started."""
 
 import os
 import sys
@@ -38,11 +38,11 @@ def start(
     overwrite: bool = False,
     max_restarts: int = 0,
 ) -> Summary:
-    """Train as `config` says and return how it ended. A run that was asked to stop has `stopped == "signal"`."""
+    """Train and return a summary. A run that was stopped by a signal has `stopped == "signal"`."""
     run = RunDirectory(runs / config.name)
     if started_by_others():
         return train_as_rank(config, run, resume=resume, start_from=start_from, overwrite=overwrite)
-    reporter = Reporter(speaks=True)
+    reporter = Reporter(enabled=True)
     device = inspect_device(first_device())
     config = settle_precision(config, run, device, resume=resume)
     processes = processes_wanted(config)
@@ -50,7 +50,7 @@ def start(
     if processes == 1 and not max_restarts and not shrinks:
         return train_as_rank(config, run, resume=resume, start_from=start_from, overwrite=overwrite)
     _warn(config, processes, reporter)
-    # Checked and read here first, so that mistakes are found, and rows made, before there are several processes.
+    # Done here first, so that errors are found and data is tokenized before several processes start.
     _check(config, run, reporter, resume=resume, overwrite=overwrite, start_from=start_from)
     inputs = read_inputs(config, reporter)
     preflight(config, inputs, processes, device, start_from)
@@ -62,8 +62,8 @@ def start(
 
 
 def dry_run(config: Config) -> Preview:
-    """What `start` would do, found out without a step, an accelerator or a run folder."""
-    reporter = Reporter(speaks=True)
+    """Preview what `start` would do, without a step, an accelerator or a run folder."""
+    reporter = Reporter(enabled=True)
     processes = processes_wanted(config)
     device = inspect_device(first_device())
     config = with_precision(config, device.auto_precision)
@@ -79,24 +79,24 @@ def train_as_rank(
     """Join the other processes, if there are any, and train."""
     first = int(os.environ.get("RANK", "0")) == 0
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if restarted():  # what the run was begun with is there, unless it died before
+    if restarted():  # the run folder exists, unless the first attempt died before
         resume, overwrite = run.exists, False
     device = inspect_device(choose_device(local_rank()))
     auto, config = config, settle_precision(config, run, device, resume=resume)
-    reporter = Reporter(speaks=first)
+    reporter = Reporter(enabled=first)
     if first:
         _warn(config, world_size, reporter)
         if config.train.on_oom == "shrink":
             reporter.warn(
-                "train.on_oom shrink needs shoal's own launcher, and these processes were started by another, such as "
-                "torchrun or srun. If memory runs out, halve by hand what plan.json says: train.micro_batch=N --resume."
+                "train.on_oom shrink needs shoal's own launcher, but these processes were started by another, "
+                "as by torchrun. If memory runs out, halve the micro-batch of plan.json: train.micro_batch=N --resume."
             )
         _check(config, run, reporter, resume=resume, overwrite=overwrite, start_from=start_from)
     inputs = read_inputs(config, reporter)
-    # One rank looks at the checkpoint for all: it hashes every file.
+    # Only rank 0 verifies the checkpoint, because that hashes every file.
     preflight(config, inputs, world_size, device, start_from if first else None)
     with joined(config) as ranks:
-        config = with_precision(auto, ranks.told(config.train.precision))  # unlike GPUs would choose unlike ones
+        config = with_precision(auto, ranks.broadcast(config.train.precision))  # GPUs may differ
         if first:
             run.create(config, overwrite=overwrite)
         ranks.barrier()
@@ -108,7 +108,7 @@ def train_as_rank(
 
 
 def settle_precision(config: Config, run: RunDirectory, device: Device, *, resume: bool) -> Config:
-    """`config` without `train.precision: auto`: a run goes on in the precision it began in, also on another device."""
+    """Resolve `train.precision: auto`. A resumed run keeps its precision, also on another device."""
     if resume and run.exists:
         config = with_precision(config, load_config(run.config).train.precision)
     return with_precision(config, device.auto_precision)
@@ -129,11 +129,11 @@ def _check(
     start_from: Path | None,
 ) -> None:
     for note in run.check(config, resume=resume, overwrite=overwrite, start_from=start_from):
-        reporter.say(f"Changed since the run began: {note}.")
+        reporter.say(f"Changed since the run started: {note}.")
 
 
 def send_output_to(path: Path) -> None:
-    """What ranks other than the first print would only interleave; it goes to a file of its own."""
+    """Redirect the output of ranks other than 0 to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

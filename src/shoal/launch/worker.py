@@ -1,6 +1,6 @@
-"""What each process of `launch.local` runs.
+"""The program of each rank of `launch.local`.
 
-python -m shoal.launch.worker RUN [--resume] [--from CHECKPOINT] [--instead KEYS]
+python -m shoal.launch.worker RUN [--resume] [--from CHECKPOINT] [--overrides KEYS]
 """
 
 import argparse
@@ -20,9 +20,9 @@ from shoal.launch.processes import (
     HUNG,
     MISTAKE,
     begin_rank,
-    leave_out_of_memory,
-    leave_result,
-    leave_sentence,
+    report_failure,
+    report_out_of_memory,
+    report_result,
 )
 from shoal.launch.run import send_output_to
 from shoal.mistakes import RunFailed, UserMistake
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--from", type=Path, dest="start_from")
-    parser.add_argument("--instead", type=json.loads, help="JSON: keys settled otherwise, since memory ran out")
+    parser.add_argument("--overrides", type=json.loads, help="JSON: config keys replaced after running out of memory")
     given = parser.parse_args()
     run = RunDirectory(given.run)
     config = load_config(run.config)
@@ -51,34 +51,34 @@ def main() -> None:
     if os.environ["RANK"] != "0":
         send_output_to(run.logs / f"rank-{os.environ['RANK']}.log")
         sys.excepthook = sys.__excepthook__
-    again = restarted() or given.instead is not None
-    start = Start(given.resume or again, given.start_from, again, given.instead or {})
+    again = restarted() or given.overrides is not None
+    start = Start(given.resume or again, given.start_from, again, given.overrides or {})
     try:
         with StopRequest(SAME_REQUEST_FOR_RANKS) as stop, joined(config) as ranks:
             try:
                 summary = train(
                     config,
-                    read_inputs(config, Reporter(speaks=False)),
+                    read_inputs(config, Reporter(enabled=False)),
                     run,
                     ranks,
                     start,
                     stop=stop,
                     heartbeats=heartbeat_file(),
-                    tell=lambda sentence: leave_sentence(HUNG, sentence),
+                    tell=lambda sentence: report_failure(HUNG, sentence),
                 )
             except OutOfMemory as failure:
-                leave_out_of_memory(failure.as_dict())
-                _leave()  # at once: the others wait in a collective for this rank, and so would a polite goodbye
+                report_out_of_memory(failure.as_dict())
+                _exit()  # at once: the others wait in a collective, so destroying the process group would hang
             if ranks.first:
-                leave_result(summary.as_dict())
+                report_result(summary.as_dict())
     except (UserMistake, RunFailed) as failure:
-        # Starting again would not help, so the agent, which restarts whatever fails, sees no failure.
-        leave_sentence(MISTAKE if isinstance(failure, UserMistake) else FAILED, str(failure))
-    _leave()
+        # A restart would not help, so the process exits with status 0: the agent restarts after any failure.
+        report_failure(MISTAKE if isinstance(failure, UserMistake) else FAILED, str(failure))
+    _exit()
 
 
-def _leave() -> NoReturn:
-    # Threads of torch's that are still alive have been seen to abort an interpreter that ends the usual way.
+def _exit() -> NoReturn:
+    # PyTorch threads that are still alive can abort a normal interpreter shutdown.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

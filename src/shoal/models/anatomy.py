@@ -1,6 +1,6 @@
-"""Where the parts of a transformers model are: blocks, embedding, final norm, head.
+"""Find the parts of a transformers model: blocks, embedding, final norm, head.
 
-Sharding, recomputation, tensor and pipeline splits all ask this file and nothing else about a model's structure.
+Sharding, activation checkpointing, tensor and pipeline parallelism get a model's structure from this file only.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal.mistakes import UserMistake
 
-# Settings under which logits are not simply head(hidden): the model's own forward must make them.
+# Settings that transform the logits after head(hidden): the model's own forward pass must compute them.
 LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
     "lm_head_multiplier",
@@ -27,10 +27,10 @@ LOGIT_TRANSFORMS = (
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Names of modules, relative to the model."""
+    """Module names, relative to the model."""
 
     backbone: str
-    blocks: tuple[str, ...]  # none: the model is not one list of equal layers
+    blocks: tuple[str, ...]  # empty: the model has no list of identical layers
     embedding: str
     final_norm: str | None
     head: str
@@ -42,17 +42,17 @@ class Anatomy:
 
     @property
     def inside_blocks(self) -> str | None:
-        """What the name of every parameter in a block begins with."""
+        """The prefix of the name of every parameter in a block."""
         return f"{self.blocks[0].rsplit('.', 1)[0]}." if self.blocks else None
 
 
 def read_anatomy(model: Any) -> Anatomy:
-    """Find the parts of `model`, or say in a sentence which one is missing."""
+    """Find the parts of `model`. Raises a UserMistake that names a missing one."""
     kind = type(model).__name__
     names = {id(module): name for name, module in model.named_modules()}
     try:
         embedding = names.get(id(model.get_input_embeddings()))
-    except NotImplementedError:  # transformers' own word for "there is none"
+    except NotImplementedError:  # transformers raises this if there is none
         embedding = None
     output = model.get_output_embeddings()
     head = names.get(id(output)) if output is not None else None
@@ -77,37 +77,37 @@ def read_anatomy(model: Any) -> Anatomy:
         final_norm=_find_final_norm(model, backbone, blocks),
         head=head,
         tied=output.weight is model.get_input_embeddings().weight,
-        # A head that is no direct child (BERT's) has layers of its own between it and the backbone.
+        # A head that is not a direct child (BERT's) has other layers between it and the backbone.
         linear_head=plain and isinstance(output, nn.Linear) and output.bias is None and "." not in head,
     )
 
 
 def require_blocks(anatomy: Anatomy, model: Any, key: str, instead: str) -> None:
-    """Raise a UserMistake where `key` needs blocks and the model has none that shoal can see."""
+    """Raise a UserMistake if shoal finds no blocks in the model; `key` needs them."""
     if not anatomy.blocks:
         raise UserMistake(
-            f"{key} needs a model whose blocks are one nn.ModuleList of equal layers, and shoal cannot find such "
+            f"{key} needs a model whose blocks are one nn.ModuleList of identical layers, and shoal cannot find such "
             f"blocks in {type(model).__name__}; {instead}."
         )
 
 
 def matmul_parameters(parameters: Mapping[str, Tensor], anatomy: Anatomy) -> int:
-    """How many of `parameters` are in matrix products, as the MFU formula counts: the blocks' matrices and the head.
+    """The number of parameters in matmuls, as the MFU formula counts them: the blocks' matrices and the head.
 
-    A looked-up embedding multiplies nothing, but a tied one is also the head and counts once.
+    An embedding lookup is not a matmul, but a tied embedding is also the head and counts once.
     """
-    inside, ends = anatomy.inside_blocks, (f"{anatomy.embedding}.weight", f"{anatomy.head}.weight")
+    inside, embedding_and_head = anatomy.inside_blocks, (f"{anatomy.embedding}.weight", f"{anatomy.head}.weight")
     matrices = (
         tensor
         for name, tensor in parameters.items()
-        if tensor.dim() >= 2 and (name not in ends if inside is None else name.startswith(inside))
+        if tensor.dim() >= 2 and (name not in embedding_and_head if inside is None else name.startswith(inside))
     )
     head = parameters.get(f"{anatomy.embedding if anatomy.tied else anatomy.head}.weight")
     return sum(tensor.numel() for tensor in matrices) + (0 if head is None else head.numel())
 
 
 def _find_blocks(model: nn.Module) -> tuple[str, ...]:
-    """The list of equal layers that holds the most parameters."""
+    """The nn.ModuleList of identical layers with the most parameters."""
     best: tuple[int, str, int] = (0, "", 0)
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):

@@ -1,10 +1,10 @@
-"""Which attention code a transformers model calls, and the mask of rows that hold several documents.
+"""The attention implementation of a transformers model, and the mask of packed sequences.
 
-transformers derives its masks from position_ids, which on CUDA makes the host wait for the device in every forward.
-Rows here are either one document (causal attention needs no mask, and padding stands on the right where no real token
-looks) or carry document numbers (the mask is made from those), so the derivation is skipped: `shoal` is transformers'
-own SDPA attention, or flex attention where the mask says which tiles to skip, registered under a name for which no mask
-maker is registered.
+transformers derives its masks from position_ids, which on CUDA synchronizes the host with the device in every forward
+pass. Sequences here are either one document (causal attention needs no mask, and padding is on the right, where no real
+token attends to it) or carry document ids, from which the mask is made. So the derivation is skipped: `shoal` is
+transformers' own SDPA attention, or flex attention where the mask is a BlockMask, registered under a name for which
+transformers has no mask function.
 """
 
 from typing import Any
@@ -16,9 +16,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from shoal.models.flex import flex_attend
 
 MASKLESS = "shoal"
-# What transformers' models call the dropout of attention's weights, which flex attention has not.
+# The names of attention dropout in transformers' configs. Flex attention does not support it.
 DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-# Its kernels on CUDA refuse narrower heads.
+# The smallest head dimension that its CUDA kernels support.
 NARROWEST = 16
 
 
@@ -37,8 +37,8 @@ def choose_attention(model: Any, wanted: str, longest: int) -> str:
 
 
 def skips_tiles(model: Any, wanted: str, *, compiled: bool) -> bool:
-    """Whether masks of packed rows say which tiles to skip. Uncompiled, flex attention would compute every pair, and
-    keep it."""
+    """Whether packed sequences use flex attention, which skips fully masked tiles. Uncompiled, it would materialize the
+    scores of every pair of tokens."""
     settings = model.config.get_text_config()
     if wanted not in ("auto", "flex") or not compiled or settings._attn_implementation != MASKLESS:
         return False
@@ -66,10 +66,10 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What a transformers model calls, with the arguments that it has for it."""
+    """The attention function, with the signature that transformers expects."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    query, key = query.to(value.dtype), key.to(value.dtype)  # in mixed precision, turned by their positions in fp32
+    query, key = query.to(value.dtype), key.to(value.dtype)  # in mixed precision rotary embeddings are applied in fp32
     if isinstance(attention_mask, BlockMask):
         return flex_attend(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
     result: tuple[Tensor, None] = sdpa_attention_forward(
@@ -79,16 +79,16 @@ def attend(
 
 
 def masks_itself(settings: Any) -> bool:
-    """Whether the model finds the borders of packed documents by itself, from positions that start anew.
+    """Whether the model derives document boundaries of packed sequences itself, from positions that restart at zero.
 
-    Only where it must: a sliding window is part of its mask too. Not every model looks (BERT's eager code does not).
+    Only with a sliding window, which is part of its mask too. Not every model does it (BERT's eager code does not).
     """
     maskless = settings._attn_implementation.startswith(MASKLESS)
     return not maskless and getattr(settings, "sliding_window", None) is not None
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """[batch, 1, query, key]: true where both are of one document and the key is not later than the query."""
+    """[batch, 1, query, key]: true where both tokens are in one document and the key is not later than the query."""
     length = documents.shape[1]
     same = documents[:, :, None] == documents[:, None, :]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()

@@ -1,4 +1,4 @@
-"""From the config to a transformers model on the meta device: right shapes, no memory."""
+"""Build a transformers model on the meta device from the config."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from shoal.models.hub import local_folder
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What is needed to build a model: its transformers config, and where weights are if there are any."""
+    """A transformers config, and the folder of the weights if there is one."""
 
     settings: Any  # transformers.PretrainedConfig
     folder: Path | None
@@ -27,13 +27,13 @@ class Blueprint:
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence the model was made for, where its config says so."""
+        """The longest sequence the model supports, if its config states it."""
         value = getattr(self.settings.get_text_config(), "max_position_embeddings", None)
         return int(value) if value else None
 
 
 def blueprint(model: ModelConfig) -> Blueprint:
-    """Read the model's description. Touches config files only, no weights."""
+    """Read the model's config. Does not read weights."""
     if model.shape is not None:
         shape = find_shape(model.shape) if isinstance(model.shape, str) else model.shape.named()
         return Blueprint(transformers_config(shape), None)
@@ -51,21 +51,19 @@ def read_blueprint(folder: Path) -> Blueprint:
         reason = str(error).strip().splitlines()[0]
         raise UserMistake(f"{folder}/config.json cannot be read as a transformers model: {reason}") from None
     if getattr(settings, "quantization_config", None):
-        raise UserMistake(
-            f"{folder} holds quantised weights, which cannot be trained; use the model they were made from."
-        )
+        raise UserMistake(f"{folder} holds quantised weights, which cannot be trained; use the original model.")
     return Blueprint(settings, folder)
 
 
 def build_on_meta(plan: Blueprint, *, attention: str, longest: int) -> Any:
-    """The causal language model with every parameter and buffer on meta; `longest` is the longest row it will see."""
+    """The causal language model with all tensors on meta; `longest` is the length of the longest sequence."""
     from transformers import AutoModelForCausalLM
 
     settings = plan.settings
     try:
         with torch.device("meta"):
-            # No attention that the folder's config.json names: it could name code on the hub, and transformers would
-            # fetch and run that.
+            # Ignores the attention implementation in config.json: it could name code on the hub, which transformers
+            # would download and run.
             model = AutoModelForCausalLM.from_config(
                 settings, dtype=torch.float32, trust_remote_code=False, attn_implementation=None
             )

@@ -1,8 +1,8 @@
-"""From the tensors of a file to those of the model, without reading them: transformers' converters, done lazily.
+"""Apply transformers' weight converters lazily: from the tensors of a file to those of the model, without reading them.
 
-Each operation of a converter is run by transformers on empty tensors, which gives the names and shapes of what it
-makes. The values are then a view of what lies in the files, for the operations that all mixtures of experts use; any
-other operation is done by transformers when its tensor is read, on whole tensors.
+Each operation of a converter runs on meta tensors first, which gives the names and shapes of its outputs. For the
+operations that mixture-of-experts models use, the values are then a view of the stored tensors. Any other operation is
+run by transformers on complete tensors when its output is read.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,34 +14,34 @@ import torch
 from torch import Tensor
 
 from shoal.mistakes import UserMistake
-from shoal.models.stored import Cut, Joined, Stacked, Stored
+from shoal.models.stored import Concatenated, Sliced, Stacked, Stored
 from shoal.models.tensor_slices import TensorSlice, whole
 
-# By the name that transformers' operation has for them: lists of what lies in files, then what operations made of each.
+# By the source pattern of the operation: lists of stored tensors first, then the output of the previous operation.
 Tensors = Mapping[str, list[Stored] | Stored]
 
 
 def convert(model: Any, name: str, converter: Any, sources: Tensors) -> dict[str, Stored]:
-    """The tensors of `model` that `converter` makes of `sources`; `name` is the first of them."""
+    """The tensors of `model` that `converter` produces from `sources`; `name` is the first of them."""
     made: dict[str, Stored] = {}
     for operation in converter.operations:
         call = _Call(model, name, converter, operation)
         try:
             shaped = call.on(sources, _empty)
-        except Exception as error:  # transformers checks little, so an operation fails in ways of its own
+        except Exception as error:  # operations validate little, and fail with any exception
             kind, reason = type(operation).__name__, str(error).strip().splitlines() or [type(error).__name__]
             raise UserMistake(
-                f"shoal cannot make {name} of {type(model).__name__} from its files: {kind} says {reason[0]}"
+                f"shoal cannot convert {name} of {type(model).__name__} from its files: {kind}: {reason[0]}"
             ) from None
         sources = made = _views(call, sources, shaped)
-    # As transformers does: what is around the pattern in the first name is around it in the others too.
+    # As in transformers: the prefix and suffix around the pattern in the first name apply to the others too.
     before, _, after = next((name.partition(key) for key in made if key in name), ("", "", ""))
     return {before + key + after: one for key, one in made.items()}
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One operation with all that transformers passes to it."""
+    """One operation with the arguments that transformers passes to it."""
 
     model: Any
     name: str
@@ -49,7 +49,7 @@ class _Call:
     operation: Any
 
     def on(self, sources: Tensors, read: Callable[[Stored], Tensor]) -> dict[str, Tensor]:
-        """What the operation makes of what `read` gives of its sources."""
+        """Run the operation on its sources, as `read` returns them."""
         made = self.operation.convert(
             {
                 key: [read(one) for one in some] if isinstance(some, list) else read(some)
@@ -67,7 +67,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Computed:
-    """One of the tensors that an operation makes; known when the operation has been done, on all of its sources."""
+    """One output of an operation, computed from all of the operation's sources when it is read."""
 
     call: _Call
     sources: Tensors
@@ -79,7 +79,7 @@ class _Computed:
         if tensor_slice.empty:
             return torch.empty(tensor_slice.shape, dtype=self.dtype)
         made = self.call.on(self.sources, lambda source: source.read(whole(source.shape)))
-        return made[self.key][tensor_slice.slices].clone()  # else the slice would keep the whole alive
+        return made[self.key][tensor_slice.slices].clone()  # a view would keep the complete tensor alive
 
 
 def _empty(stored: Stored) -> Tensor:
@@ -91,7 +91,7 @@ def _list(tensors: list[Stored] | Stored) -> list[Stored]:
 
 
 def _views(call: _Call, sources: Tensors, shaped: dict[str, Tensor]) -> dict[str, Stored]:
-    """What `call` makes of `sources`: tensors with the names and shapes of `shaped`."""
+    """The outputs of `call` on `sources`, with the names and shapes of `shaped`."""
     from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist
 
     operation = call.operation
@@ -104,7 +104,7 @@ def _views(call: _Call, sources: Tensors, shaped: dict[str, Tensor]) -> dict[str
     elif isinstance(operation, Concatenate):
         [(key, example)] = shaped.items()
         parts = [part for pattern in call.converter.source_patterns for part in _list(sources.get(pattern, []))]
-        made = {key: Joined(parts, operation.dim % example.dim())}
+        made = {key: Concatenated(parts, operation.dim % example.dim())}
     elif isinstance(operation, Chunk):
         fused = _list(next(iter(sources.values())))[0]
         dimension = operation.dim % len(fused.shape)
@@ -113,7 +113,7 @@ def _views(call: _Call, sources: Tensors, shaped: dict[str, Tensor]) -> dict[str
         for (key, one), end in zip(shaped.items(), ends, strict=True):
             offset = [0] * one.dim()
             offset[dimension] = end - one.shape[dimension]
-            made[key] = Cut(fused, TensorSlice(tuple(offset), tuple(one.shape)))
+            made[key] = Sliced(fused, TensorSlice(tuple(offset), tuple(one.shape)))
     else:
         made = {key: _Computed(call, sources, key, tuple(one.shape), one.dtype) for key, one in shaped.items()}
     assert all(made[key].shape == tuple(one.shape) for key, one in shaped.items()), (call.name, operation)

@@ -1,11 +1,11 @@
 """bf16 and fp16 matmuls on a CPU that has no fast instructions for them.
 
 There torch multiplies element by element, 50 to 100 times slower than fp32. `EmulatedMatmuls` computes them as hardware
-with fp32 accumulation does: inputs are rounded to the low precision, multiplied and summed in fp32, and the result is
-rounded. Attention likewise. Which operations those are is autocast's list; other operations are left alone.
+with fp32 accumulation does: inputs are cast to the low precision, multiplied and summed in fp32, and the result is cast
+back. Attention likewise. The operations are those on autocast's list; all others are unchanged.
 
-One place decides, `slow_dtypes`, by measuring this process's torch: whether matmuls in a dtype are slow depends on the
-processor, on oneDNN, and on the instruction set that oneDNN is allowed to use.
+`slow_dtypes` decides by a measurement in this process: whether matmuls in a dtype are slow depends on the processor, on
+oneDNN, and on the instruction set that oneDNN is allowed to use.
 """
 
 import os
@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 from shoal.mistakes import UserMistake
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-# For tests, and for comparing: `emulated` or `native` instead of what was measured.
+# For tests and comparisons: `emulated` or `native` overrides the measurement.
 VARIABLE = "SHOAL_MATMULS"
-# A matmul of a dtype is slow if it takes longer than this many of fp32. Where there are instructions for it, it takes
-# about as long or less; where oneDNN converts the inputs first, 3 to 5 times as long.
+# A matmul is slow if it takes longer than this many times one in fp32. With instructions for the dtype it takes about
+# as long or less; where oneDNN converts the inputs first, 3 to 5 times as long.
 SLOW = 2.0
 ROWS, WIDTH, REPEATS = 256, 256, 5
 
@@ -39,9 +39,9 @@ def slow_dtypes() -> frozenset[torch.dtype]:
         raise UserMistake(f"{VARIABLE} is {wanted!r} in the environment; set it to emulated or native, or unset it.")
     if wanted != "measured":
         return frozenset(LOW_PRECISION if wanted == "emulated" else ())
-    bar = SLOW * min(_matmul_seconds(torch.float32) for _ in range(REPEATS))
-    # The fastest of several: another process may have had the core in between.
-    return frozenset(one for one in LOW_PRECISION if all(_matmul_seconds(one) > bar for _ in range(REPEATS)))
+    limit = SLOW * min(_matmul_seconds(torch.float32) for _ in range(REPEATS))
+    # The fastest of several runs: another process may have used the core in between.
+    return frozenset(one for one in LOW_PRECISION if all(_matmul_seconds(one) > limit for _ in range(REPEATS)))
 
 
 def _matmul_seconds(dtype: torch.dtype) -> float:
@@ -52,20 +52,20 @@ def _matmul_seconds(dtype: torch.dtype) -> float:
 
 
 def emulated_dtypes(device: torch.device, *computed: torch.dtype) -> frozenset[torch.dtype]:
-    """Those of the dtypes that are computed in whose matmuls are slow on `device`."""
+    """The dtypes in `computed` whose matmuls are slow on `device`."""
     low = frozenset(computed).intersection(LOW_PRECISION)
     return low & slow_dtypes() if low and device.type == "cpu" else frozenset()
 
 
 def emulated_matmuls(dtypes: Iterable[torch.dtype]) -> AbstractContextManager[Any]:
-    """While this lasts, matmuls and attention of this thread are emulated for these dtypes."""
+    """A context in which matmuls and attention of this thread are emulated for `dtypes`."""
     slow = frozenset(dtypes)
     return EmulatedMatmuls(slow) if slow else nullcontext()
 
 
 class EmulatedForward:
-    """A module whose forward pass is emulated, and with it what autograd derives from it. Activation checkpointing runs
-    a forward pass in the backward pass: there each checkpointed block is one of these."""
+    """A module whose forward pass is emulated, and therefore its backward pass too. Activation checkpointing runs a
+    forward pass inside the backward pass, so each checkpointed block is patched as well."""
 
     emulated: frozenset[torch.dtype]
 
@@ -75,7 +75,7 @@ class EmulatedForward:
 
 
 class EmulatedMatmuls(TorchFunctionMode):
-    """What `emulated_matmuls` enters. Backward passes are not run inside: torch leaves a mode out while they run."""
+    """The mode of `emulated_matmuls`. It does not apply to backward passes: torch disables modes while they run."""
 
     def __init__(self, dtypes: frozenset[torch.dtype]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class EmulatedMatmuls(TorchFunctionMode):
         dtypes = _dtypes_of((*args, *kwargs.values()))
         if dtypes and dtypes <= _AUTOCAST_FROM and func not in _NOT_AUTOCAST and torch.is_autocast_enabled("cpu"):
             dtypes = {torch.get_autocast_dtype("cpu")}
-        dtype = dtypes.pop() if len(dtypes) == 1 else None  # of a mixture torch says what is wrong
+        dtype = dtypes.pop() if len(dtypes) == 1 else None  # torch raises an error for mixed dtypes
         if dtype is None or dtype not in self.dtypes:
             return func(*args, **kwargs)
         out = kwargs.pop("out", None)
@@ -101,7 +101,7 @@ class EmulatedMatmuls(TorchFunctionMode):
 
 
 def _dtypes_of(arguments: Iterable[Any]) -> set[torch.dtype | None]:
-    """Of the floating-point tensors among the arguments; None stands for those of another device."""
+    """The dtypes of the floating-point tensors among the arguments; None for tensors on another device."""
     found: set[torch.dtype | None] = set()
     for one in arguments:
         if isinstance(one, Tensor):
@@ -116,33 +116,33 @@ def _no_autocast() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
-def _rounded(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _widened(value: Any, dtype: torch.dtype) -> Any:
+def _cast_to_fp32(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list | tuple):
-        return type(value)(_widened(one, dtype) for one in value)
+        return type(value)(_cast_to_fp32(one, dtype) for one in value)
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.to(dtype).float()
     return value
 
 
 def _in_fp32(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any of these operations: autograd rounds gradients where it passes through the casts."""
-    wide = {key: _widened(value, dtype) for key, value in kwargs.items()}
-    return func(*_widened(args, dtype), **wide).to(dtype)
+    """Any of these operations: the backward of the casts rounds the gradients."""
+    wide = {key: _cast_to_fp32(value, dtype) for key, value in kwargs.items()}
+    return func(*_cast_to_fp32(args, dtype), **wide).to(dtype)
 
 
 def _linear(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs, weight, bias = _bind(("input", "weight", "bias"), args, kwargs)
     return _Linear.apply(  # type: ignore[no-untyped-call]
-        _rounded(inputs, dtype), _rounded(weight, dtype), _rounded(bias, dtype)
+        _cast(inputs, dtype), _cast(weight, dtype), _cast(bias, dtype)
     )
 
 
 def _addmm(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    bias, left, right = (_rounded(one, dtype) for one in _bind(("input", "mat1", "mat2"), args, kwargs))
+    bias, left, right = (_cast(one, dtype) for one in _bind(("input", "mat1", "mat2"), args, kwargs))
     if kwargs.keys() & {"alpha", "beta"} or bias.dim() != 1:
         return _in_fp32(func, dtype, args, kwargs)
     return _Linear.apply(left, right.t(), bias)  # type: ignore[no-untyped-call]
@@ -151,12 +151,12 @@ def _addmm(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[st
 def _matmul(func: Any, dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 2:
         return _in_fp32(func, dtype, args, kwargs)
-    left, right = (_rounded(one, dtype) for one in args)
+    left, right = (_cast(one, dtype) for one in args)
     if right.dim() == 2 and left.dim() >= 2:
         return _Linear.apply(left, right.t(), None)  # type: ignore[no-untyped-call]
     if left.dim() == right.dim() and left.shape[:-2] == right.shape[:-2]:
         return _BatchedMatmul.apply(left, right)  # type: ignore[no-untyped-call]
-    return _in_fp32(func, dtype, args, kwargs)  # with broadcasting, or of a vector
+    return _in_fp32(func, dtype, args, kwargs)  # broadcasting, or a vector
 
 
 def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -164,8 +164,8 @@ def _bind(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _Linear(torch.autograd.Function):
-    """`inputs @ weight.T + bias`. What is kept for the backward pass is in low precision: so it takes the memory that
-    it takes elsewhere, and weights that FSDP has gathered can be freed in between."""
+    """`inputs @ weight.T + bias`. Tensors saved for the backward pass are in low precision: they take the same memory
+    as on other hardware, and weights that FSDP has gathered can be freed in between."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -189,7 +189,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _BatchedMatmul(torch.autograd.Function):
-    """Matrix by matrix, over the same leading dimensions; kept as `_Linear` keeps."""
+    """A batched matmul with equal batch dimensions; saves low-precision tensors, as `_Linear` does."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class _BatchedMatmul(torch.autograd.Function):
 Emulate = Callable[[Any, torch.dtype, tuple[Any, ...], dict[str, Any]], Any]
 
 _AUTOCAST_FROM = {torch.float32, *LOW_PRECISION}
-# Of the operations below, those that autocast leaves in the dtype of their inputs.
+# The operations below that autocast runs in the dtype of their inputs.
 _NOT_AUTOCAST = frozenset([torch.mv, Tensor.mv, F.grouped_mm, torch._grouped_mm])
 _EMULATED: dict[Any, Emulate] = {
     **dict.fromkeys([F.linear], _linear),

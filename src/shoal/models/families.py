@@ -1,8 +1,8 @@
 """The transformers config of a shape, for each family that can be trained.
 
-Rotary settings go in `rope_parameters`, where transformers 5 keeps them for every family. Dropout is zero
-everywhere: language models are trained from scratch without it today, and GPT-2's and BERT's published 0.1
-would also make equal runs on different meshes draw different masks.
+Rotary settings go in `rope_parameters`, where transformers 5 keeps them for every family. Dropout is zero everywhere:
+today language models are pretrained without it, and with the published 0.1 of GPT-2 and BERT equal runs on different
+meshes would draw different masks.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def transformers_config(shape: ModelShape) -> Any:
     """The config from which transformers builds exactly this shape as a causal language model."""
     if shape.family in FORECAST_ONLY:
         raise UserMistake(
-            f"Shapes of the family {shape.family} are for the forecast only: `shoal plan` knows them, training does "
+            f"Shapes of the family {shape.family} are for the forecast only: `shoal plan` supports them, training does "
             f"not. Choose a gpt2, neox or llama shape of a similar size."
         )
     return _BUILDERS[shape.family](shape)
@@ -31,13 +31,13 @@ def _settings(model_type: str, **values: Any) -> Any:
 
 
 def _common(shape: ModelShape) -> dict[str, Any]:
-    """The settings that every config class calls by the same name."""
+    """The settings with the same name in every config class."""
     return {
         "vocab_size": shape.vocab,
         "initializer_range": shape.initializer_range,
         "tie_word_embeddings": shape.tied,
-        # Given even when None: the classes' own defaults are ids of some published tokenizer, which may lie
-        # outside this vocabulary.
+        # Set even if None: the defaults of the classes are ids of a published tokenizer, which may be outside
+        # this vocabulary.
         "bos_token_id": shape.bos,
         "eos_token_id": shape.eos,
         "pad_token_id": None,
@@ -45,7 +45,7 @@ def _common(shape: ModelShape) -> dict[str, Any]:
 
 
 def _sizes(shape: ModelShape) -> dict[str, Any]:
-    """The sizes under the names that all config classes but GPT-2's use."""
+    """The sizes, with the names of all config classes except GPT-2's."""
     return {
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
@@ -141,7 +141,7 @@ def _bert(shape: ModelShape) -> Any:
         layer_norm_eps=shape.norm_eps,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        is_decoder=True,  # causal attention: without it every token would see its own target
+        is_decoder=True,  # causal attention: otherwise every token would attend to its own label
     )
 
 

@@ -1,8 +1,8 @@
-"""Attention within the documents of packed rows that skips what no query looks at: torch's flex attention.
+"""Attention within the documents of packed sequences, with torch's flex attention.
 
-A dense mask of a row costs a number for each pair of tokens, and the kernels that take one compute every pair. Here the
-row is cut into tiles, and only tiles in which some query sees some key are computed. Which ones follows from the first
-and the last document of each tile, because documents lie in a row one after the other.
+A dense mask has an element for each pair of tokens, and kernels that take one compute every pair. Flex attention splits
+the scores into tiles and computes only tiles in which some query attends to some key. Documents are consecutive in a
+sequence, so the first and the last document of each tile determine which tiles those are.
 """
 
 import torch
@@ -13,44 +13,44 @@ TILE = 128
 
 
 def document_blocks(documents: Tensor) -> BlockMask:
-    """Who sees whom: a query the keys of its own document that are not later. `documents` are the tokens' document
-    numbers, rows × length, which never fall along a row."""
+    """The block mask of packed sequences: a query attends to the keys of its own document that are not later.
+    `documents` holds the document id of each token, [batch, length], non-decreasing along a sequence."""
     length = documents.shape[1]
     tiles = -(-length // TILE)
     edge = torch.arange(tiles, device=documents.device) * TILE
     first = documents[:, edge]
     last = documents[:, (edge + TILE - 1).clamp(max=length - 1)]
     query, key = edge[:, None], edge[None, :]
-    # The keys' last document is as late as the queries' first: somebody sees somebody.
+    # The last document of the keys is not before the first document of the queries: at least one pair is unmasked.
     needed = (query >= key) & (last[:, None, :] >= first[:, :, None])
-    # From the first key to the last query one document, and every key before every query: all see all.
-    whole = (query > key) & (first[:, None, :] == last[:, :, None])
-    if length % TILE:  # the last tile hangs over the edge
-        whole[:, -1, :] = False
-        whole[:, :, -1] = False
+    # One document from the first key to the last query, and every key before every query: no pair is masked.
+    full = (query > key) & (first[:, None, :] == last[:, :, None])
+    if length % TILE:  # the last tile is partial
+        full[:, -1, :] = False
+        full[:, :, -1] = False
 
-    def same_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (documents[row, query] == documents[row, key]) & (query >= key)
+    def same_document(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (documents[batch, query] == documents[batch, key]) & (query >= key)
 
-    partly_counts, partly = _listed(needed & ~whole)
-    whole_counts, wholly = _listed(whole)
+    partial_counts, partial_tiles = _listed(needed & ~full)
+    full_counts, full_tiles = _listed(full)
     blocks = BlockMask.from_kv_blocks(
-        partly_counts, partly, whole_counts, wholly, TILE, same_document, seq_lengths=(length, length)
+        partial_counts, partial_tiles, full_counts, full_tiles, TILE, same_document, seq_lengths=(length, length)
     )
-    # It has a shape of four dimensions and does not say so, and that is what GPT-2 asks a mask.
+    # GPT-2 reads `mask.ndim`, which BlockMask does not define.
     blocks.ndim = len(blocks.shape)  # type: ignore[attr-defined]
     return blocks
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of tiles: how many are wanted, and which, those first."""
+    """For each row of tiles: the number of selected tiles, and the tile indices with the selected ones first."""
     counts = tiles.sum(-1, dtype=torch.int32)
     order = torch.argsort((~tiles).to(torch.int8), dim=-1, stable=True).to(torch.int32)
-    return counts[:, None], order[:, None]  # alike for all heads
+    return counts[:, None], order[:, None]  # the same for all heads
 
 
 def flex_attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: float | None) -> Tensor:
-    """Rows × heads × length × width; keys and values may have fewer heads."""
+    """Inputs are [batch, heads, length, head_dim]; keys and values may have fewer heads."""
     result: Tensor = flex_attention(
         query, key, value, block_mask=blocks, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )

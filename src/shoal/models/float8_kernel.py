@@ -9,17 +9,17 @@ ROWS, COLUMNS = 64, 128
 
 
 @triton.jit
-def _round_tile(
+def _cast_tile(
     values, scale, row_major, column_major, rows, columns, stride, largest, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tile = tl.load(values + row[:, None] * stride + column[None, :], inside, other=0.0).to(tl.float32)
-    tile = tile * tl.div_rn(1.0, tl.load(scale))  # one exact division a tile, so that numbers are those of the host
+    tile = tile * tl.div_rn(1.0, tl.load(scale))  # one exact division per tile: bitwise equal to the CPU's
     tile = tl.minimum(tl.maximum(tile, -largest), largest).to(row_major.dtype.element_ty)
     tl.store(row_major + row[:, None] * columns + column[None, :], tile, inside)
-    # Turned in shared memory, so that these writes too go along memory.
+    # Transposed in shared memory, so that these stores are coalesced too.
     tl.store(column_major + column[:, None] * rows + row[None, :], tl.trans(tile), tl.trans(inside))
 
 
@@ -30,7 +30,7 @@ def cast_and_transpose_kernel(values: Tensor, scale: Tensor, dtype: torch.dtype)
     row_major = torch.empty((rows, columns), dtype=dtype, device=values.device)
     column_major = torch.empty((columns, rows), dtype=dtype, device=values.device)
     grid = (triton.cdiv(rows, ROWS), triton.cdiv(columns, COLUMNS))
-    _round_tile[grid](
+    _cast_tile[grid](
         values, scale, row_major, column_major, rows, columns, values.stride(0), torch.finfo(dtype).max, ROWS, COLUMNS
     )
     return row_major, column_major

@@ -1,4 +1,4 @@
-"""Where a model's files are on this machine. Never a network call: compute nodes have none."""
+"""Find a model's files on this machine. Never uses the network: compute nodes have none."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from shoal.mistakes import UserMistake
 
 
 def local_folder(name: str) -> Path:
-    """The folder of `name`: a path, or a Hugging Face id that is in the local cache."""
+    """The folder of `name`, which is a path or a Hugging Face id in the local cache."""
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -1,5 +1,5 @@
-"""The CUDA kernels of the chunked loss: logits are the largest tensor there is, and each is read twice and written
-once. Imported only where there is Triton."""
+"""The Triton kernels of the chunked loss. Logits are the largest tensor of a step: each is read twice and written once.
+Imported only where Triton is installed."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS, WARPS = 16384, 32  # the fastest of those tried on an H200, with 128,256 logits in a row
-NUMBERS = 4096
+ELEMENTS = 4096
 
 
 @triton.jit
@@ -21,8 +21,8 @@ def _measure_row(logits, labels, losses, width, stride, ignored, COLUMNS: tl.con
             tl.store(logits + start + columns, 0.0, start + columns < width)
         tl.store(losses + row, 0.0)
         return
-    # A label outside of the vocabulary is nobody's intention: its loss is not a number, and the run says so.
-    target = tl.load(logits + label, (label >= 0) & (label < width), other=float("nan")).to(tl.float32)
+    # A label outside of the vocabulary is an error: its loss is NaN, which the training loop reports.
+    label_logit = tl.load(logits + label, (label >= 0) & (label < width), other=float("nan")).to(tl.float32)
     most = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     for start in range(0, width, COLUMNS):
@@ -30,27 +30,27 @@ def _measure_row(logits, labels, losses, width, stride, ignored, COLUMNS: tl.con
         larger = tl.maximum(most, tl.max(part, 0))
         total = total * tl.exp(most - larger) + tl.sum(tl.exp(part - larger), 0)
         most = larger
-    logarithm = most + tl.log(total)
+    log_sum_exp = most + tl.log(total)
     for start in range(0, width, COLUMNS):
         inside = start + columns < width
         part = tl.load(logits + start + columns, inside, other=0.0).to(tl.float32)
-        grad_logits = tl.exp(part - logarithm)
+        grad_logits = tl.exp(part - log_sum_exp)
         grad_logits = tl.where(start + columns == label, grad_logits - 1, grad_logits)
         tl.store(logits + start + columns, grad_logits.to(logits.dtype.element_ty), inside)
-    tl.store(losses + row, logarithm - target)
+    tl.store(losses + row, log_sum_exp - label_logit)
 
 
 @triton.jit
-def _multiply(values, factor, products, count, NUMBERS: tl.constexpr):
-    places = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
-    product = tl.load(values + places, places < count) * tl.load(factor)
-    tl.store(products + places, product.to(products.dtype.element_ty), places < count)
+def _scale_and_cast(values, factor, scaled, count, ELEMENTS: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    product = tl.load(values + offsets, offsets < count) * tl.load(factor)
+    tl.store(scaled + offsets, product.to(scaled.dtype.element_ty), offsets < count)
 
 
 def measure_in_place(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """The summed loss, and its slope, which takes the logits' place."""
+    """The summed loss, and its gradient, which overwrites the logits."""
     rows, width = logits.shape
-    assert logits.stride(1) == 1, "the logits of a token lie in a row"
+    assert logits.stride(1) == 1, "the logits of a token must be contiguous"
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     with torch.cuda.device(logits.device):  # Triton runs on the current one
         _measure_row[(rows,)](
@@ -59,10 +59,12 @@ def measure_in_place(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tens
     return losses.sum(), logits
 
 
-def multiplied(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values` times `factor`, both fp32, rounded to `dtype` in the same pass."""
+def scale_and_cast(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` times `factor`, both fp32, cast to `dtype` in the same kernel."""
     assert values.is_contiguous()
-    products = torch.empty_like(values, dtype=dtype)
+    scaled = torch.empty_like(values, dtype=dtype)
     with torch.cuda.device(values.device):
-        _multiply[(triton.cdiv(values.numel(), NUMBERS),)](values, factor, products, values.numel(), NUMBERS=NUMBERS)
-    return products
+        _scale_and_cast[(triton.cdiv(values.numel(), ELEMENTS),)](
+            values, factor, scaled, values.numel(), ELEMENTS=ELEMENTS
+        )
+    return scaled

@@ -1,7 +1,7 @@
-"""Names of tensors in the model and in Hugging Face files; transformers knows where they differ.
+"""Map tensor names between the model and Hugging Face files, by transformers' conversion tables.
 
-GPT-NeoX's head, for one, is `lm_head` in memory and `embed_out` in every file; the experts of a mixture are one tensor
-in memory, and in files two or three tensors each.
+GPT-NeoX's head, for example, is `lm_head` in memory and `embed_out` in files; the experts of a layer are one tensor in
+memory, and two or three tensors per expert in files.
 """
 
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from torch import Tensor
 
 @dataclass
 class Sources:
-    """What a tensor of the model is made of: names in the files, by the converter's pattern that they fit."""
+    """The sources of a tensor of the model: names in the files, by the converter's pattern that they match."""
 
-    converter: Any | None  # transformers' WeightConverter; None: the one name there is holds the tensor itself
+    converter: Any | None  # transformers' WeightConverter; None: the only source is the tensor itself
     names: dict[str, list[str]]
 
     @property
@@ -24,9 +24,9 @@ class Sources:
 
 
 def sources_in_files(model: Any, stored: Iterable[str]) -> dict[str, Sources]:
-    """For each tensor of `model` that the `stored` ones make, what it is made of.
+    """The sources among `stored` of each tensor of `model`.
 
-    Follows transformers' own loading step by step. A converter that makes several tensors stands under the first.
+    Follows transformers' own loading step by step. A converter with several outputs is listed under the first.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -39,7 +39,7 @@ def sources_in_files(model: Any, stored: Iterable[str]) -> dict[str, Sources]:
     prefix = model.base_model_prefix
     known = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     found: dict[str, Sources] = {}
-    # Expert 10 comes after expert 9, and a renaming may wait for a name that sorts before those it renames.
+    # Expert 10 comes after expert 9, and a renaming may depend on a name that sorts before those it renames.
     for name in sorted(stored, key=dot_natural_key):
         renamed, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if renamed not in known and name in known:
@@ -49,13 +49,13 @@ def sources_in_files(model: Any, stored: Iterable[str]) -> dict[str, Sources]:
         converter = None if pattern is None else owners[pattern]
         sources = found.setdefault(renamed, Sources(converter, {}))
         if sources.converter is not converter or (converter is None and sources.names):
-            continue  # the same tensor in a second form
+            continue  # a duplicate of the tensor in another format
         sources.names.setdefault(pattern or name, []).append(name)
     return found
 
 
 def groups_in_files(model: Any, names: Iterable[str]) -> list[list[str]]:
-    """Names of the model's tensors, together where a file has them as one tensor, as a fused query, key and value."""
+    """Names of the model's tensors, grouped where files fuse them into one tensor, such as query, key and value."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
@@ -69,9 +69,9 @@ def groups_in_files(model: Any, names: Iterable[str]) -> list[list[str]]:
 
 
 def tensors_for_files(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under the names, and in the form, that a Hugging Face file has them in.
+    """The same tensors with the names and in the format of Hugging Face files.
 
-    Those that `groups_in_files` puts together must come together.
+    The tensors of one group of `groups_in_files` must be passed together.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

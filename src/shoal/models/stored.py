@@ -1,7 +1,7 @@
-"""Tensors as they lie in the safetensors files of a folder, read a box at a time.
+"""Tensors in the safetensors files of a folder, read one slice at a time.
 
-A tensor of the model is one tensor of a file, or it is put together from several: expert by expert, say. Whatever it
-is made of, `read` touches only the tensors, and of those only the rows, that the wanted box overlaps.
+A tensor of the model is one tensor of a file, or is assembled from several, for example one per expert. `read` touches
+only those stored tensors, and only those rows of them, that overlap the requested slice.
 """
 
 import json
@@ -21,7 +21,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class Stored(Protocol):
-    """A whole tensor that is not in memory."""
+    """A tensor that is not in memory."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -30,13 +30,13 @@ class Stored(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def read(self, tensor_slice: TensorSlice) -> Tensor:
-        """The values of `tensor_slice`, on the CPU, in the files' dtype."""
+        """The values of `tensor_slice`, on the CPU, in the dtype of the files."""
         ...
 
 
 @dataclass
 class Folder:
-    """The safetensors files of a folder. Each is opened once, when a tensor of it is first asked for."""
+    """The safetensors files of a folder. Each is opened once, on first use."""
 
     path: Path
     files: dict[str, str]  # by the tensor's name
@@ -56,7 +56,7 @@ class Folder:
         return self.opened[file]
 
     def find(self, name: str) -> "InFile":
-        """The tensor `name`, of which only the header is read."""
+        """The tensor `name`. Reads the header only."""
         try:
             header = self.open(name).get_slice(name)
         except SafetensorError as error:
@@ -116,7 +116,7 @@ class InFile:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Tensors of one shape, one after the other along a new dimension."""
+    """Tensors of one shape, stacked along a new dimension."""
 
     parts: Sequence[Stored]
     dimension: int
@@ -136,14 +136,14 @@ class Stacked:
             return found
         inner = TensorSlice(_without(tensor_slice.offset, self.dimension), _without(tensor_slice.shape, self.dimension))
         first = tensor_slice.offset[self.dimension]
-        for place in range(tensor_slice.shape[self.dimension]):
-            found.select(self.dimension, place).copy_(self.parts[first + place].read(inner))
+        for index in range(tensor_slice.shape[self.dimension]):
+            found.select(self.dimension, index).copy_(self.parts[first + index].read(inner))
         return found
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Tensors laid end to end along a dimension they have."""
+class Concatenated:
+    """Tensors concatenated along an existing dimension."""
 
     parts: Sequence[Stored]
     dimension: int
@@ -161,36 +161,36 @@ class Joined:
         found = torch.empty(tensor_slice.shape, dtype=self.dtype)
         start = 0
         for part in self.parts:
-            place = TensorSlice(with_value((0,) * len(part.shape), self.dimension, start), part.shape)
-            shared = tensor_slice.overlap(place)
+            held = TensorSlice(with_value((0,) * len(part.shape), self.dimension, start), part.shape)
+            shared = tensor_slice.overlap(held)
             if not shared.empty:
-                found[shared.within(tensor_slice).slices] = part.read(shared.within(place))
+                found[shared.within(tensor_slice).slices] = part.read(shared.within(held))
             start += part.shape[self.dimension]
         return found
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A box of another tensor, as a tensor of its own."""
+class Sliced:
+    """A slice of another tensor, as a tensor of its own."""
 
     whole: Stored
-    place: TensorSlice
+    within: TensorSlice
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.place.shape
+        return self.within.shape
 
     @property
     def dtype(self) -> torch.dtype:
         return self.whole.dtype
 
     def read(self, tensor_slice: TensorSlice) -> Tensor:
-        offset = tuple(one + other for one, other in zip(self.place.offset, tensor_slice.offset, strict=True))
+        offset = tuple(one + other for one, other in zip(self.within.offset, tensor_slice.offset, strict=True))
         return self.whole.read(TensorSlice(offset, tensor_slice.shape))
 
 
 def common_dtype(parts: Iterable[Stored]) -> torch.dtype:
-    """The dtype that holds the values of all parts; files may mix them."""
+    """The promoted dtype of all parts; files may mix dtypes."""
     first, *others = [part.dtype for part in parts]
     for other in others:
         first = torch.promote_types(first, other)

@@ -1,7 +1,7 @@
-"""Which part of a whole tensor this rank holds.
+"""Which slices of a global tensor this rank holds.
 
-Two cuts lie over each other. Tensor parallelism cuts a weight along one dimension (`Split`), and data-parallel
-sharding (a DTensor) cuts what is left, in the coordinates of what is left. `pieces` puts the two together.
+Tensor parallelism splits a weight along one dimension (`Split`), and data-parallel sharding (a DTensor) shards the
+result, in the coordinates of the result. `slice_mappings` combines the two.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# Numbers of a row that share one, where a state has a number for each block of a parameter (see optim/eight_bit.py).
+# Elements along the last dimension per block, for optimizer state with one element per block (optim/eight_bit.py).
 BLOCK = 256
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A rectangular part of a tensor: where it begins, and its size, in every dimension."""
+    """A rectangular slice of a tensor: its offset and its size in every dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class TensorSlice:
         return 0 in self.shape
 
     def overlap(self, other: "TensorSlice") -> "TensorSlice":
-        """What both boxes hold; empty where they do not touch."""
+        """The intersection; empty where the slices are disjoint."""
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         ends = (
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -41,21 +41,21 @@ class TensorSlice:
         return TensorSlice(offset, tuple(max(0, end - start) for start, end in zip(offset, ends, strict=True)))
 
     def within(self, outer: "TensorSlice") -> "TensorSlice":
-        """This box in the coordinates of `outer`."""
+        """This slice in the coordinates of `outer`."""
         offset = tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True))
         return TensorSlice(offset, self.shape)
 
 
 @dataclass(frozen=True)
 class Split:
-    """A tensor cut along one dimension: this rank's part is these spans of the whole, laid end to end."""
+    """A tensor split along one dimension: this rank holds these spans of it, concatenated."""
 
     dimension: int
-    size: int  # of the whole, in that dimension
+    size: int  # of the global tensor, in that dimension
     spans: tuple[tuple[int, int], ...]  # (start, length)
 
     def whole_shape(self, part: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the whole, from that of this rank's part."""
+        """The global shape, from the shape of this rank's part."""
         return (*part[: self.dimension], self.size, *part[self.dimension + 1 :])
 
     def part_shape(self, whole: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
@@ -63,9 +63,9 @@ class Split:
         return (*whole[: self.dimension], length, *whole[self.dimension + 1 :])
 
     def in_blocks(self, size: int) -> "Split":
-        """Of a tensor with one number for each block of `size` numbers in this dimension, where no cut is inside of a
-        block."""
-        assert all(start % size == 0 for start, _ in self.spans), "cut inside of a block"
+        """The split of a tensor with one element per block of `size` elements in this dimension. Spans must begin at
+        block boundaries."""
+        assert all(start % size == 0 for start, _ in self.spans), "a span begins inside a block"
         spans = tuple((start // size, -(-length // size)) for start, length in self.spans)
         return Split(self.dimension, -(-self.size // size), spans)
 
@@ -75,7 +75,7 @@ Splits = Mapping[str, Split]  # by the parameter's name; one that is not named i
 
 @dataclass(frozen=True)
 class SliceMapping:
-    """A box of a whole tensor, and where it stands in this rank's local tensor."""
+    """A slice of a global tensor, and the slice of this rank's local tensor that holds it."""
 
     whole: TensorSlice
     local: TensorSlice
@@ -88,14 +88,14 @@ def whole(shape: tuple[int, ...]) -> TensorSlice:
 def local_tensor(tensor: Tensor) -> Tensor:
     """The memory of `tensor` on this rank, without autograd."""
     if isinstance(tensor, DTensor):
-        with torch.no_grad():  # in this order: to detach a DTensor costs the host much more
+        with torch.no_grad():  # in this order: detaching a DTensor costs much more CPU time
             tensor = tensor.to_local()
     return tensor.detach()
 
 
 def placed_like(local: Tensor, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """`local` as this rank's part of a tensor that lies as `tensor` does, wherever the memory is: `DTensor.from_local`
-    would move it to the mesh's kind of device. `shape` is that of the whole, if it is not that of `tensor`."""
+    """`local` as this rank's shard of a tensor that is placed like `tensor`. `local` stays on its device, whereas
+    `DTensor.from_local` would move it to the mesh's device type. `shape` is the global shape, if not `tensor`'s."""
     if not isinstance(tensor, DTensor):
         return local
     whole_size = tensor.shape if shape is None else torch.Size(shape)
@@ -106,22 +106,22 @@ def placed_like(local: Tensor, tensor: Tensor, shape: tuple[int, ...] | None = N
 
 
 def local_slice(tensor: Tensor) -> TensorSlice:
-    """The part of the whole that `local_tensor(tensor)` is."""
+    """The slice of the global tensor that `local_tensor(tensor)` holds."""
     if not isinstance(tensor, DTensor):
         return whole(tuple(tensor.shape))
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if 0 in shape:  # this rank holds nothing: torch gives an offset past the end
+    if 0 in shape:  # an empty shard: torch returns an offset past the end
         offset = (0,) * len(shape)
     return TensorSlice(tuple(offset), tuple(shape))
 
 
 def whole_shape(tensor: Tensor, split: Split | None) -> tuple[int, ...]:
-    """The shape of the tensor of which `tensor` is a part."""
+    """The global shape of the tensor of which `tensor` is a part."""
     return tuple(tensor.shape) if split is None else split.whole_shape(tensor.shape)
 
 
-def pieces(tensor: Tensor, split: Split | None) -> list[SliceMapping]:
-    """The boxes of the whole that `local_tensor(tensor)` consists of; none where this rank holds nothing of it."""
+def slice_mappings(tensor: Tensor, split: Split | None) -> list[SliceMapping]:
+    """The slices of the global tensor that make up `local_tensor(tensor)`; none if this rank holds nothing of it."""
     held = local_slice(tensor)
     if held.empty:
         return []
@@ -145,10 +145,10 @@ def pieces(tensor: Tensor, split: Split | None) -> list[SliceMapping]:
 
 
 def with_value(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
-    """`values` with another one at `index`."""
+    """`values` with `value` at `index`."""
     return (*values[:index], value, *values[index + 1 :])
 
 
 def blocks_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor with one number for each block of a parameter of this shape."""
+    """The shape of a tensor with one element per block of a parameter of this shape."""
     return (*shape[:-1], -(-shape[-1] // BLOCK))

@@ -1,7 +1,8 @@
-"""Fill a model that was built on meta: memory for this rank's part only, then values, one piece at a time.
+"""Materialize a model from the meta device: allocate this rank's shards only, then load or initialize their values.
 
-Values come from a Hugging Face folder (each rank reads its own slices) or from the seed. A random block is made whole
-on every rank from a seed of its own, and each rank keeps its part: the same numbers whatever the split.
+Values come from a Hugging Face folder, of which each rank reads its own slices, or from the seed. For random
+initialization every rank draws each block in full from a seed of its own and keeps its shard, so the values do not
+depend on the parallel layout.
 """
 
 import hashlib
@@ -20,7 +21,15 @@ from shoal.models.anatomy import Anatomy
 from shoal.models.conversion import Tensors, convert
 from shoal.models.names import sources_in_files
 from shoal.models.stored import Stored, open_folder
-from shoal.models.tensor_slices import Split, Splits, local_slice, local_tensor, pieces, placed_like, whole_shape
+from shoal.models.tensor_slices import (
+    Split,
+    Splits,
+    local_slice,
+    local_tensor,
+    placed_like,
+    slice_mappings,
+    whole_shape,
+)
 
 Slots = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 NOT_SPLIT: Splits = {}
@@ -28,7 +37,7 @@ NOT_SPLIT: Splits = {}
 
 @dataclass(frozen=True)
 class Weights:
-    """Where values come from: a Hugging Face folder, or else the seed."""
+    """The source of values: a Hugging Face folder, or else the seed."""
 
     folder: Path | None
     seed: int
@@ -45,14 +54,15 @@ def materialize(
     offload: bool = False,
     vectors: torch.dtype | None = None,
 ) -> None:
-    """Give every parameter and buffer of `model` memory on `device`, and its value: no parameter's without `source`.
+    """Allocate every parameter and buffer of `model` on `device` and set its value. Without `source`, parameters stay
+    uninitialized.
 
-    `splits` says which parameters are parts of whole ones; with `offload` those that are sharded live in the host's
-    memory; `vectors` is the type of norms and biases where that is another.
+    `splits`: the parameters that tensor parallelism has split. `offload`: sharded parameters live in CPU memory.
+    `vectors`: the dtype of norms and biases, if it differs from `dtype`.
     """
-    for parameter, places in parameter_slots(model).items():
+    for parameter, slots in parameter_slots(model).items():
         home = torch.device("cpu") if offload and isinstance(parameter, DTensor) else device
-        _allocate(parameter, places, home, vectors if vectors is not None and parameter.dim() < 2 else dtype)
+        _allocate(parameter, slots, home, vectors if vectors is not None and parameter.dim() < 2 else dtype)
     if source is not None and source.folder is not None:
         _read_weights(model, source.folder, splits)
     elif source is not None:
@@ -63,7 +73,7 @@ def materialize(
 
 
 def parameter_slots(model: nn.Module) -> Slots:
-    """Every distinct parameter with the places it stands in; a tied weight stands in two."""
+    """Every distinct parameter with the (module, name) slots that hold it; a tied weight has two."""
     slots: Slots = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -73,31 +83,31 @@ def parameter_slots(model: nn.Module) -> Slots:
 
 
 def _allocate(
-    parameter: nn.Parameter, places: list[tuple[nn.Module, str]], device: torch.device, dtype: torch.dtype
+    parameter: nn.Parameter, slots: list[tuple[nn.Module, str]], device: torch.device, dtype: torch.dtype
 ) -> None:
-    """`Module.to_empty` would give each place of a tied weight a tensor of its own; here they stay one."""
+    """Keeps tied weights tied, whereas `Module.to_empty` would allocate a tensor for each slot."""
     local = torch.empty(local_slice(parameter).shape, device=device, dtype=dtype)
     filled = nn.Parameter(placed_like(local, parameter), requires_grad=parameter.requires_grad)
-    for module, name in places:
+    for module, name in slots:
         module._parameters[name] = filled
 
 
 def _draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int, splits: Splits) -> None:
-    """Draw each block, then all the rest, as transformers would, from seeds that depend on names alone."""
+    """Initialize each block, then the other modules, as transformers does, from seeds that depend on names only."""
     names = {module: name for name, module in model.named_modules()}
     inside = {module for name in anatomy.blocks for module in model.get_submodule(name).modules()}
-    cut = {parameter: splits[name] for name, parameter in model.named_parameters() if name in splits}
+    split = {parameter: splits[name] for name, parameter in model.named_parameters() if name in splits}
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         for name in anatomy.blocks:
             modules = _children_first(model.get_submodule(name))
             _reseed(seed, name)
-            with _whole_parameters(modules, device, cut):
+            with _whole_parameters(modules, device, split):
                 for module in modules:
                     model._init_weights(module)
-        # Each with a seed of its own: a stage of a pipeline has some of them only.
+        # Each with a seed of its own: a pipeline stage has only some of them.
         outside = [module for module in _children_first(model) if module not in inside]
-        with _whole_parameters(outside, device, cut):
+        with _whole_parameters(outside, device, split):
             for module in outside:
                 _reseed(seed, names[module])
                 model._init_weights(module)
@@ -114,32 +124,34 @@ def _children_first(module: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _whole_parameters(modules: list[nn.Module], device: torch.device, cut: dict[nn.Parameter, Split]) -> Iterator[None]:
-    """Put whole fp32 tensors in the modules' places, and copy this rank's part back into the real ones at the end."""
+def _whole_parameters(
+    modules: list[nn.Module], device: torch.device, split: dict[nn.Parameter, Split]
+) -> Iterator[None]:
+    """Temporarily give the modules unsharded fp32 parameters, and copy this rank's shards back at the end."""
     real: Slots = {}
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 real.setdefault(parameter, []).append((module, name))
     whole = {
-        parameter: nn.Parameter(torch.empty(whole_shape(parameter, cut.get(parameter)), device=device))
+        parameter: nn.Parameter(torch.empty(whole_shape(parameter, split.get(parameter)), device=device))
         for parameter in real
     }
-    for parameter, places in real.items():
-        for module, name in places:
+    for parameter, slots in real.items():
+        for module, name in slots:
             module._parameters[name] = whole[parameter]
     yield
-    for parameter, places in real.items():
-        for piece in pieces(parameter, cut.get(parameter)):
-            local_tensor(parameter)[piece.local.slices].copy_(whole[parameter].detach()[piece.whole.slices])
-        for module, name in places:
+    for parameter, slots in real.items():
+        for mapping in slice_mappings(parameter, split.get(parameter)):
+            local_tensor(parameter)[mapping.local.slices].copy_(whole[parameter].detach()[mapping.whole.slices])
+        for module, name in slots:
             module._parameters[name] = parameter
 
 
 def _restore_buffers(model: Any, device: torch.device) -> None:
-    """Rotary frequencies and the like are in no checkpoint: transformers makes them anew in `_init_weights`.
+    """Non-persistent buffers such as rotary frequencies are in no checkpoint: `_init_weights` recomputes them.
 
-    Floating buffers are poisoned first, so that one which was not made anew is found here and not in a strange loss.
+    Floating-point buffers are filled with NaN first, so that one that is not recomputed is detected here.
     """
     owners = [module for module in model.modules() if any(buffer is not None for buffer in module._buffers.values())]
     for module in owners:
@@ -149,7 +161,7 @@ def _restore_buffers(model: Any, device: torch.device) -> None:
                 module._buffers[name] = fresh.fill_(torch.nan) if fresh.is_floating_point() else fresh
     done = list(model.parameters())
     for parameter in done:
-        parameter._is_hf_initialized = True  # transformers' own mark for "leave this one alone"
+        parameter._is_hf_initialized = True  # transformers skips parameters with this mark
     for module in owners:
         model._init_weights(module)
     for parameter in done:
@@ -157,13 +169,13 @@ def _restore_buffers(model: Any, device: torch.device) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and bool(buffer.isnan().any()):
             raise UserMistake(
-                f"shoal cannot make the buffer {name} of {type(model).__name__} anew; "
-                "this model's transformers code does not say how."
+                f"shoal cannot recompute the buffer {name} of {type(model).__name__}: "
+                "this model's transformers code does not initialize it."
             )
 
 
 def locate_weights(model: Any, folder: Path, splits: Splits = NOT_SPLIT) -> dict[str, Stored]:
-    """Where the values of each parameter lie. Reads headers only, and compares shapes."""
+    """The stored tensor of each parameter. Reads headers only, and checks shapes."""
     files = open_folder(folder)
     parameters = dict(model.named_parameters())
     found: dict[str, Stored] = {}
@@ -191,15 +203,15 @@ def locate_weights(model: Any, folder: Path, splits: Splits = NOT_SPLIT) -> dict
 
 
 def _read_weights(model: Any, folder: Path, splits: Splits) -> None:
-    """Each rank reads its own part of each tensor."""
+    """Each rank reads its own slices of each tensor."""
     stored = locate_weights(model, folder, splits)
     for name, parameter in model.named_parameters():
-        for piece in pieces(parameter, splits.get(name)):
-            local_tensor(parameter)[piece.local.slices].copy_(stored[name].read(piece.whole))
+        for mapping in slice_mappings(parameter, splits.get(name)):
+            local_tensor(parameter)[mapping.local.slices].copy_(stored[name].read(mapping.whole))
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that files and checkpoints hold beside the parameters, such as the routing bias of DeepSeek-V3."""
+    """The persistent buffers, such as the routing bias of DeepSeek-V3."""
     return {
         f"{path}.{name}".lstrip("."): buffer
         for path, module in model.named_modules()
@@ -209,7 +221,7 @@ def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _read_buffers(model: Any, folder: Path) -> None:
-    """Every rank has buffers whole. One that is not in the files stays as it was made."""
+    """Buffers are replicated. One that is not in the files keeps its initial value."""
     if not (kept := kept_buffers(model)):
         return
     files = open_folder(folder)

@@ -1,1 +1,1 @@
-"""What a run shows and writes while it goes."""
+"""Progress output and metrics."""

@@ -1,4 +1,4 @@
-"""When the device did something, without asking it to stop: on CUDA by events in its stream, elsewhere by the clock."""
+"""Time device work without synchronizing: with CUDA events in the current stream, else with the host clock."""
 
 import time
 from dataclasses import dataclass
@@ -8,23 +8,23 @@ import torch
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment of the device's time."""
+    """A point in the work of the device."""
 
     host: float
     event: torch.cuda.Event | None
 
     def reached(self) -> bool:
-        """Whether the device has come this far."""
+        """Whether the device has reached this point."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Until the device has come this far; not until it has done all that it was given since."""
+        """Wait until the device has reached this point, but not for work that was launched later."""
         if self.event is not None:
             self.event.synchronize()
 
 
 def mark(device: torch.device) -> Mark:
-    """Now: after everything the device has been given so far."""
+    """Mark the point after all work that was launched so far."""
     event = None
     if device.type == "cuda":
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds_between(first: Mark, second: Mark) -> float:
-    """The device's time from one mark to a later one that it has reached."""
+    """Device time between two marks that have been reached."""
     if first.event is not None and second.event is not None:
         milliseconds: float = first.event.elapsed_time(second.event)
         return milliseconds / 1000

@@ -1,4 +1,4 @@
-"""Where metrics go. `metrics.jsonl` always, one object a line, only ever appended to; other sinks as asked."""
+"""Metric sinks. `metrics.jsonl` always, one object per line, append-only; others as `log.to` says."""
 
 import csv
 import json
@@ -18,9 +18,9 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Each line is written whole and at once, so that a killed run leaves whole lines.
+    """Writes each line in one call, so that a killed run leaves complete lines.
 
-    What a full disk does not take is kept, and written with the next line for which there is room.
+    Lines that a full disk rejects are kept in memory and written with the next line.
     """
 
     name = "metrics.jsonl"
@@ -45,7 +45,7 @@ class JsonLines:
 
 
 class Csv:
-    """Training lines in `metrics.csv`, evaluation lines in `evaluation.csv`: a table has one kind of row."""
+    """Training metrics in `metrics.csv`, evaluation metrics in `evaluation.csv`: their columns differ."""
 
     name = "metrics.csv"
 
@@ -101,7 +101,7 @@ def open_sinks(names: Sequence[str], run: Path) -> list[Sink]:
 
 
 def last_line(path: Path) -> dict[str, Any]:
-    """The last whole line of a `metrics.jsonl`, or nothing."""
+    """The last complete line of a `metrics.jsonl`; empty if there is none."""
     if not path.is_file():
         return {}
     for text in reversed(path.read_text().splitlines()):

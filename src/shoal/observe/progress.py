@@ -1,6 +1,6 @@
-"""What a person sees while a run goes, on standard error, from rank 0 alone.
+"""Progress output of a run on standard error, from rank 0 only.
 
-In a terminal one line is kept up to date; where the output is a file or a pipe, every report is a line of its own.
+In a terminal a progress bar is updated; in a file or a pipe every report is a line of its own.
 """
 
 import sys
@@ -15,44 +15,44 @@ Line = Mapping[str, float | int | None]
 
 
 class Reporter:
-    """Says things to the person at the terminal. Standard output stays free for `--json`."""
+    """Prints messages, warnings and progress. Standard output is reserved for `--json`."""
 
-    def __init__(self, *, speaks: bool) -> None:
-        self.speaks = speaks
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
         self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task: Any = None
 
     def say(self, text: str) -> None:
-        if self.speaks:
+        if self.enabled:
             self._console.print(text, markup=False)
 
     def warn(self, text: str) -> None:
-        if self.speaks:
+        if self.enabled:
             self._console.print(f"warning: {text}", style="yellow", markup=False)
 
     def begin(
         self, step: int, total: int, *, noun: str = "step", waiting: str = "the first steps compile and warm up"
     ) -> None:
-        """The first step is about to start."""
-        if self.speaks and self._console.is_terminal:
-            columns: list[ProgressColumn] = [TextColumn(noun), MofNCompleteColumn(), BarColumn(), _Numbers()]
+        """Show the progress bar."""
+        if self.enabled and self._console.is_terminal:
+            columns: list[ProgressColumn] = [TextColumn(noun), MofNCompleteColumn(), BarColumn(), _MetricsColumn()]
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._task = self._bar.add_task("", total=total, completed=step, line=waiting)
             self._bar.start()
 
     def advance(self, step: int) -> None:
-        """A step has been given to the device. Reads nothing back from it."""
+        """A step was launched. Does not wait for the device."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def report(self, line: Line, total: int) -> None:
-        """The numbers of a step."""
-        text = f"step {line['step']}/{total}  {numbers(line, total)}"
-        self.tell(numbers(line, total) if self._bar is not None else text)
+        """Print the metrics of a step."""
+        text = f"step {line['step']}/{total}  {format_metrics(line, total)}"
+        self.tell(format_metrics(line, total) if self._bar is not None else text)
 
     def tell(self, text: str) -> None:
-        """What was found at this step: beside the bar, or on a line of its own."""
+        """Show `text` beside the progress bar, or on a line of its own."""
         if self._bar is not None:
             self._bar.update(self._task, line=text)
         else:
@@ -64,19 +64,19 @@ class Reporter:
             self._bar = None
 
 
-class _Numbers(ProgressColumn):
-    """Loss, speed and the like, cut where the terminal ends."""
+class _MetricsColumn(ProgressColumn):
+    """Loss, speed and other metrics, truncated at the width of the terminal."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["line"], no_wrap=True, overflow="ellipsis")
 
 
-def numbers(line: Line, total: int) -> str:
-    """What a line of `metrics.jsonl` says, for reading."""
+def format_metrics(line: Line, total: int) -> str:
+    """A line of `metrics.jsonl` in human-readable form."""
     parts = []
     for name, text in (("loss", "loss {:.4f}"), ("grad_norm", "norm {:.3f}"), ("lr", "lr {:.2e}")):
         value = line[name]
-        parts.append(f"{name} is not a number" if value is None else text.format(value))
+        parts.append(f"{name} non-finite" if value is None else text.format(value))
     parts.append(f"{line['tokens_per_second']:,.0f} tok/s")
     if line.get("mfu") is not None:
         parts.append(f"MFU {line['mfu']:.1%}")
@@ -88,7 +88,7 @@ def numbers(line: Line, total: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """'42s', '3m 05s', '2h 10m': as short as it stays clear."""
+    """'42s', '3m 05s', '2h 10m'."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

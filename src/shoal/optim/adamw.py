@@ -1,8 +1,8 @@
-"""AdamW in one pass over memory: clipping, the update and the rounded copies that are computed with, together.
+"""Fused AdamW: gradient clipping, the update and the cast to low-precision weights in one kernel.
 
-The state has torch's names and shapes, so a checkpoint of either can be gone on with by the other. On CUDA a kernel of
-our own does the work, and looks itself whether the step is usable: the host does not wait. `eight_bits` of a group
-keeps the moments of its parameters in 8 bits (see eight_bit.py).
+The state has the names and shapes of `torch.optim.AdamW`, so each can load a checkpoint of the other. On CUDA a Triton
+kernel reads the `usable` flag on the device, so that the host does not wait. A group with `eight_bits` keeps its
+moments in 8 bits (see eight_bit.py).
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from shoal.mistakes import UserMistake
 from shoal.models.tensor_slices import local_tensor
 from shoal.optim import adamw_update, eight_bit
-from shoal.optim.adamw_update import Numbers, Tensors, Update
+from shoal.optim.adamw_update import Hyperparameters, Tensors, Update
 from shoal.optim.eight_bit import FIRST, SCALES, SECOND
 
 NO_COPIES: Mapping[Tensor, Tensor] = {}
@@ -25,7 +25,7 @@ NO_COPIES: Mapping[Tensor, Tensor] = {}
 
 @cache
 def find_kernel() -> Update | None:
-    """The kernel, where there is Triton to compile it."""
+    """The Triton kernel, if Triton is installed."""
     if find_spec("triton") is None:
         return None
     from shoal.optim.adamw_kernel import update
@@ -34,7 +34,7 @@ def find_kernel() -> Update | None:
 
 
 class AdamW(Optimizer):
-    """`step` is given what torch's has no room for."""
+    """AdamW whose `step` takes a usable flag, a gradient factor and low-precision copies."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class AdamW(Optimizer):
         eight_bits: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """`dtype` is that of moments which are not in 8 bits; None: the parameter's."""
+        """`dtype` is that of moments that are not in 8 bits; None: the parameter's."""
         super().__init__(
             params,
             {
@@ -65,9 +65,9 @@ class AdamW(Optimizer):
     def step(  # type: ignore[override]
         self, usable: Tensor, factor: Tensor | None = None, copies: Mapping[Tensor, Tensor] = NO_COPIES
     ) -> None:
-        """Update the parameters with their gradients times `factor`, and with them the `copies` (by parameter).
+        """Update the parameters with their gradients times `factor`, and write their low-precision `copies`.
 
-        Where `usable` is false nothing changes.
+        If `usable` is false, nothing changes.
         """
         if self.kernel is None and not bool(usable):
             return
@@ -80,23 +80,23 @@ class AdamW(Optimizer):
                 if not self.state[parameter]:
                     self.state[parameter] = {field: self._empty(parameter, field, group) for field in _fields(group)}
             steps = [self.state[parameter]["step"] for parameter in parameters]
-            torch._foreach_add_(steps, [usable.to(steps[0])] * len(steps))  # given one tensor, the host would wait
-            numbers = Numbers(float(group["lr"]), group["weight_decay"], group["betas"], group["eps"])
-            corrections = _corrections(torch.stack(steps), numbers.betas)
+            torch._foreach_add_(steps, [usable.to(steps[0])] * len(steps))  # a single tensor would make the host wait
+            hyperparameters = Hyperparameters(float(group["lr"]), group["weight_decay"], group["betas"], group["eps"])
+            corrections = _corrections(torch.stack(steps), hyperparameters.betas)
             for parameter, correction in zip(parameters, corrections, strict=True):
                 weight = local_tensor(parameter)
-                if weight.numel() == 0:  # a rank may have no row of it
+                if weight.numel() == 0:  # this rank's shard may be empty
                     continue
                 state = {field: local_tensor(value) for field, value in self.state[parameter].items()}
                 gradient, copy = local_tensor(parameter.grad), copies.get(parameter)
-                update(Tensors(weight, gradient, state, correction, copy), numbers, usable, factor)
+                update(Tensors(weight, gradient, state, correction, copy), hyperparameters, usable, factor)
 
     def empty_field(self, parameter: Tensor, field: str) -> Tensor:
-        """A field of the state of one of our parameters, all zero."""
+        """A zero-filled state field of one of the parameters."""
         (group,) = (group for group in self.param_groups if any(one is parameter for one in group["params"]))
         if field not in _fields(group):
             raise UserMistake(
-                f"The checkpoint has a {field} of this optimizer, which keeps {', '.join(_fields(group))}."
+                f"The checkpoint has the optimizer state {field}, but this optimizer has {', '.join(_fields(group))}."
             )
         return self._empty(parameter, field, group)
 
@@ -109,12 +109,12 @@ class AdamW(Optimizer):
 
 
 def _fields(group: dict[str, Any]) -> tuple[str, ...]:
-    """What is kept of a parameter of `group`."""
+    """The state fields of a parameter of `group`."""
     return ("step", FIRST, SECOND, *SCALES.values()) if group["eight_bits"] else ("step", FIRST, SECOND)
 
 
 def _corrections(steps: Tensor, betas: tuple[float, float]) -> tuple[Tensor, ...]:
-    """For every count of steps: what the first moment is divided by, and the root of the second."""
-    counts = steps.double()  # 1 - 0.999 has few digits in fp32
+    """Bias corrections for every step count: of the first moment, and of the square root of the second."""
+    counts = steps.double()  # 1 - 0.999 loses precision in fp32
     first, second = (1 - beta**counts for beta in betas)
     return torch.stack([first, second.sqrt()], dim=1).float().unbind()

@@ -1,25 +1,25 @@
-"""The CUDA kernel of AdamW: every number is read once and written once. Imported only where there is Triton."""
+"""The Triton kernel of AdamW: every element is read once and written once. Imported only if Triton is installed."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from shoal.models.tensor_slices import BLOCK
-from shoal.optim.adamw_update import Numbers, Tensors
-from shoal.optim.eight_bit import FIRST, OF_PLACE, OF_STEP, SCALES, SECOND
+from shoal.optim.adamw_update import Hyperparameters, Tensors
+from shoal.optim.eight_bit import FIRST, INDEX_MULTIPLIER, SCALES, SECOND, STEP_MULTIPLIER
 
-ROWS = 4  # a program works on so many rows of a block, or on as many numbers in a line
-# Those with the fewest barriers in what the compiler makes of it; benchmarks/gpu/adamw_check.py times others too.
+ROWS = 4  # a program processes ROWS × BLOCK elements: rows of blocks with 8-bit moments, else contiguous elements
+# These need the fewest barriers in the compiled kernel; benchmarks/gpu/adamw_check.py times others too.
 WARPS, WARPS_IN_BLOCKS = 8, 4
 
 
-@triton.jit(do_not_specialize=["correction", "rate", "kept", "first_share", "second_kept", "second_share", "eps"])
+@triton.jit(do_not_specialize=["correction", "lr", "kept", "first_share", "second_kept", "second_share", "eps"])
 def _adamw(
     weights,
     gradients,
     firsts,
     seconds,
-    first_scales,  # None: moments are not in 8 bits
+    first_scales,  # or None: moments are not in 8 bits
     second_scales,
     copies,  # or None
     usable,
@@ -36,29 +36,29 @@ def _adamw(
     width,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OF_STEP: tl.constexpr,
-    OF_PLACE: tl.constexpr,
+    STEP_MULTIPLIER: tl.constexpr,
+    INDEX_MULTIPLIER: tl.constexpr,
 ) -> None:
     if tl.load(usable) == 0:
         return
-    # In 64 bits: a tensor may have more numbers than 32 can count.
+    # int64: a tensor may have more than 2**31 elements.
     program = tl.program_id(0).to(tl.int64)
     if first_scales is not None:
         across = tl.cdiv(width, BLOCK)
         rows = program // across * ROWS + tl.arange(0, ROWS)
         block = program % across
         columns = block * BLOCK + tl.arange(0, BLOCK)
-        places = rows[:, None] * width + columns[None, :]
+        offsets = rows[:, None] * width + columns[None, :]
         inside = (rows < height)[:, None] & (columns < width)[None, :]
         blocks = rows * across + block
     else:
-        places = program * (ROWS * BLOCK) + tl.arange(0, ROWS * BLOCK)
-        inside = places < width
+        offsets = program * (ROWS * BLOCK) + tl.arange(0, ROWS * BLOCK)
+        inside = offsets < width
 
-    weight = tl.load(weights + places, mask=inside, other=0.0).to(tl.float32)
-    gradient = tl.load(gradients + places, mask=inside, other=0.0).to(tl.float32)
-    first = tl.load(firsts + places, mask=inside, other=0).to(tl.float32)
-    second = tl.load(seconds + places, mask=inside, other=0).to(tl.float32)
+    weight = tl.load(weights + offsets, mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.load(gradients + offsets, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(firsts + offsets, mask=inside, other=0).to(tl.float32)
+    second = tl.load(seconds + offsets, mask=inside, other=0).to(tl.float32)
     if first_scales is not None:
         first_scale = tl.load(first_scales + blocks, mask=rows < height, other=0.0)
         second_scale = tl.load(second_scales + blocks, mask=rows < height, other=0.0)
@@ -76,9 +76,9 @@ def _adamw(
     weight = weight * kept - direction * (lr / tl.load(correction))
 
     weight = weight.to(weights.dtype.element_ty)
-    tl.store(weights + places, weight, mask=inside)
+    tl.store(weights + offsets, weight, mask=inside)
     if copies is not None:
-        tl.store(copies + places, weight.to(copies.dtype.element_ty), mask=inside)
+        tl.store(copies + offsets, weight.to(copies.dtype.element_ty), mask=inside)
     if first_scales is not None:
         first_scale = tl.max(tl.abs(first), axis=1)
         second_scale = tl.max(second, axis=1)
@@ -88,19 +88,19 @@ def _adamw(
         second_scale = tl.where(second_scale > 0, second_scale, 1.0)
         root = tl.floor(tl.sqrt(tl.abs(first) / first_scale[:, None]) * 127 + 0.5)
         first = tl.where(first < 0, -root, root)
-        mixed = tl.load(step).to(tl.uint32) * OF_STEP + tl.arange(0, BLOCK).to(tl.uint32) * OF_PLACE
-        turn = (mixed >> 8).to(tl.float32) * (1 / 16777216)
-        root = tl.floor(tl.sqrt(tl.sqrt(second / second_scale[:, None])) * 255 + turn[None, :])
-        # Never nothing out of something, by which the next step would divide; and an approximate root may be too large.
+        mixed = tl.load(step).to(tl.uint32) * STEP_MULTIPLIER + tl.arange(0, BLOCK).to(tl.uint32) * INDEX_MULTIPLIER
+        dither = (mixed >> 8).to(tl.float32) * (1 / 16777216)
+        root = tl.floor(tl.sqrt(tl.sqrt(second / second_scale[:, None])) * 255 + dither[None, :])
+        # A positive value must not become 0, by which the next step would divide; an approximate root may exceed 255.
         second = tl.where(second > 0, tl.minimum(tl.maximum(root, 1.0), 255.0), 0.0)
-    tl.store(firsts + places, first.to(firsts.dtype.element_ty), mask=inside)
-    tl.store(seconds + places, second.to(seconds.dtype.element_ty), mask=inside)
+    tl.store(firsts + offsets, first.to(firsts.dtype.element_ty), mask=inside)
+    tl.store(seconds + offsets, second.to(seconds.dtype.element_ty), mask=inside)
 
 
-def update(tensors: Tensors, numbers: Numbers, usable: Tensor, factor: Tensor | None) -> None:
-    """One parameter's step: see `shoal.optim.adamw`, whose `_update` says the same in torch's words."""
+def update(tensors: Tensors, hyperparameters: Hyperparameters, usable: Tensor, factor: Tensor | None) -> None:
+    """Update one parameter. `adamw_update.update` is the same in PyTorch operations."""
     weight, state = tensors.weight, tensors.state
-    assert all(one.is_contiguous() for one in (weight, *state.values())), "weights and states lie row after row"
+    assert all(one.is_contiguous() for one in (weight, *state.values())), "weights and states must be contiguous"
     assert tensors.copy is None or tensors.copy.is_contiguous()
     if tensors.in_eight_bits:
         width = weight.shape[-1]
@@ -121,17 +121,17 @@ def update(tensors: Tensors, numbers: Numbers, usable: Tensor, factor: Tensor | 
         factor,
         state["step"],
         tensors.correction,
-        numbers.lr,
-        numbers.kept,
-        1 - numbers.betas[0],
-        numbers.betas[1],
-        1 - numbers.betas[1],
-        numbers.eps,
+        hyperparameters.lr,
+        hyperparameters.kept,
+        1 - hyperparameters.betas[0],
+        hyperparameters.betas[1],
+        1 - hyperparameters.betas[1],
+        hyperparameters.eps,
         height,
         width,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        OF_STEP=OF_STEP,
-        OF_PLACE=OF_PLACE,
+        STEP_MULTIPLIER=STEP_MULTIPLIER,
+        INDEX_MULTIPLIER=INDEX_MULTIPLIER,
         num_warps=WARPS_IN_BLOCKS if tensors.in_eight_bits else WARPS,
     )

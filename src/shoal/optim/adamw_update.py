@@ -1,4 +1,4 @@
-"""What AdamW does to one parameter, in plain operations of torch; adamw_kernel.py does the same on CUDA."""
+"""The AdamW update of one parameter in PyTorch operations; adamw_kernel.py is the same for CUDA."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from shoal.optim.eight_bit import FIRST, SCALES, SECOND
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """What is the same for all parameters of a group in a step."""
+class Hyperparameters:
+    """The values of a parameter group in one step."""
 
     lr: float
     decay: float
@@ -20,31 +20,31 @@ class Numbers:
 
     @property
     def kept(self) -> float:
-        """What weight decay leaves of a weight."""
+        """The factor that weight decay multiplies a weight with."""
         return 1 - self.lr * self.decay
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """This rank's part of a parameter and of all that its update reads or writes."""
+    """The local shards of a parameter and of everything that its update reads or writes."""
 
     weight: Tensor
     gradient: Tensor
     state: dict[str, Tensor]
-    correction: Tensor  # of the bias of the two moments in early steps: see adamw.py
-    copy: Tensor | None  # of the weight, in the type that is computed with
+    correction: Tensor  # bias corrections of the two moments: see `adamw._corrections`
+    copy: Tensor | None  # the low-precision copy of the weight
 
     @property
     def in_eight_bits(self) -> bool:
         return SCALES[FIRST] in self.state
 
 
-# (one parameter's tensors, the group's numbers, whether the step is usable, what gradients are multiplied with)
-Update = Callable[[Tensors, Numbers, Tensor, Tensor | None], None]
+# (one parameter's tensors, the group's hyperparameters, usable flag, gradient factor)
+Update = Callable[[Tensors, Hyperparameters, Tensor, Tensor | None], None]
 
 
-def update(tensors: Tensors, numbers: Numbers, usable: Tensor, factor: Tensor | None) -> None:
-    """Operations of one rounding each: a part of a tensor comes out as in the whole."""
+def update(tensors: Tensors, hyperparameters: Hyperparameters, usable: Tensor, factor: Tensor | None) -> None:
+    """Every operation rounds once, so that a shard has the same result as in the full tensor."""
     weight, state = tensors.weight, tensors.state
     gradient = tensors.gradient.float()
     if factor is not None:
@@ -54,11 +54,11 @@ def update(tensors: Tensors, numbers: Numbers, usable: Tensor, factor: Tensor | 
         second = eight_bit.read_second(state[SECOND], state[SCALES[SECOND]])
     else:
         first, second = state[FIRST].float(), state[SECOND].float()
-    first = first + (gradient - first) * (1 - numbers.betas[0])
-    second = second * numbers.betas[1] + gradient * gradient * (1 - numbers.betas[1])
+    first = first + (gradient - first) * (1 - hyperparameters.betas[0])
+    second = second * hyperparameters.betas[1] + gradient * gradient * (1 - hyperparameters.betas[1])
     first_correction, second_correction = tensors.correction
-    direction = first / (second.sqrt() / second_correction + numbers.eps)
-    weight.copy_(weight.float() * numbers.kept - direction * (numbers.lr / first_correction))
+    direction = first / (second.sqrt() / second_correction + hyperparameters.eps)
+    weight.copy_(weight.float() * hyperparameters.kept - direction * (hyperparameters.lr / first_correction))
     if tensors.copy is not None:
         tensors.copy.copy_(weight)
     if tensors.in_eight_bits:

@@ -1,4 +1,4 @@
-"""Lion (Chen et al., 2023): the sign of an interpolated momentum. torch has no Lion of its own."""
+"""Lion (Chen et al., 2023): the sign of an interpolated momentum. PyTorch has no Lion."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,7 +30,7 @@ class Lion(Optimizer):
             for parameter in parameters:
                 if not self.state[parameter]:
                     self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
-            # Every element is on its own, so each rank works on its part; DTensor has not all of these operations.
+            # The update is elementwise, so each rank updates its shard; DTensor does not support all these operations.
             gradients = [local_tensor(parameter.grad) for parameter in parameters]
             averages = [local_tensor(self.state[parameter]["exp_avg"]) for parameter in parameters]
             weights = [local_tensor(parameter) for parameter in parameters]

@@ -1,4 +1,4 @@
-"""The loss scale of 16-mixed. It follows the global gradient norm alone, so every rank decides the same."""
+"""Dynamic loss scaling for 16-mixed. It depends on the global gradient norm only, so all ranks decide the same."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ SMALLEST = 2.0**-24
 
 
 class LossScaler:
-    """Doubles after `patience` usable steps in a row, halves after an unusable one. Lives on the device."""
+    """The scale doubles after `patience` finite steps in a row and halves after a non-finite one. On the device."""
 
     def __init__(self, device: torch.device, *, enabled: bool, start: float = 2.0**16, patience: int = 2000) -> None:
         self.enabled = enabled
@@ -21,7 +21,7 @@ class LossScaler:
         self.streak = torch.where(usable, self.streak + 1, 0.0)
         grown = self.streak >= self.patience
         self.scale = torch.where(usable, torch.where(grown, self.scale * 2, self.scale), self.scale / 2)
-        self.scale = self.scale.clamp(min=SMALLEST)  # at zero it would stay there
+        self.scale = self.scale.clamp(min=SMALLEST)  # it could not grow again from zero
         self.streak = torch.where(grown, 0.0, self.streak)
 
     def state(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The optimizer: which parameters decay, at which rate each learns, and its state by name."""
+"""The optimizer: parameter groups with weight decay and learning rate factors, and state by parameter name."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ from shoal.models.anatomy import Anatomy, read_anatomy
 from shoal.models.emulate import emulated_matmuls
 from shoal.models.tensor_slices import BLOCK
 from shoal.optim.adamw import NO_COPIES, AdamW, find_kernel
-from shoal.optim.eight_bit import is_kept_small
+from shoal.optim.eight_bit import is_quantized
 from shoal.optim.lion import Lion
 from shoal.optim.offload import OffloadedState, Store, buckets
 from shoal.optim.zero1 import Partition
@@ -24,7 +24,7 @@ from shoal.parallel.tensor import row_parallel_widths
 
 
 class NamedOptimizer:
-    """One or more torch optimizers over parameters that have names. The rate is given at every step."""
+    """One or more torch optimizers over named parameters. The learning rate is given at every step."""
 
     def __init__(
         self,
@@ -35,49 +35,49 @@ class NamedOptimizer:
         copies: Mapping[Tensor, Tensor] = NO_COPIES,
         emulated: frozenset[torch.dtype] = frozenset(),
     ) -> None:
-        """`copies` of parameters, rounded to the type that is computed with, are written in the same go where
-        `writes_copies`. Muon multiplies matrices in bf16, unless that is `emulated`."""
+        """`copies` are low-precision copies of parameters, which the update writes if `writes_copies`. Muon has bf16
+        matmuls, which are computed in fp32 if bf16 is `emulated`."""
         self.parts = parts
         self.names = names
-        self.partition = partition  # ZeRO-1: each replica updates its rows
+        self.partition = partition  # ZeRO-1: each replica updates its shard
         self.offloaded = offloaded
         self.emulated = emulated
-        # Gradients need not be multiplied with what clips them before a step, which takes the factor.
+        # AdamW's step takes the clipping factor, so gradients need not be multiplied with it before.
         self.takes_factor = all(isinstance(part, AdamW) for part in parts)
-        # Rows of a weight are all that a replica knows before the others have sent theirs.
+        # With ZeRO-1 a replica has only its shard of the new weights before the all-gather.
         self.writes_copies = self.takes_factor and partition is None and bool(copies)
         self.copies = copies if self.writes_copies else NO_COPIES
 
     def step(self, lr: float, usable: Tensor, factor: Tensor | None = None) -> None:
-        """Update the weights by the gradients times `factor` (where `takes_factor`), unless `usable` is false: then
-        nothing changes, the optimizer's state included."""
+        """Update the weights with the gradients times `factor` (if `takes_factor`). If `usable` is false, neither
+        weights nor optimizer state change."""
         assert factor is None or self.takes_factor
         for part in self.parts:
             for group in part.param_groups:
-                group["lr"] = lr * group["rate_factor"]
+                group["lr"] = lr * group["lr_factor"]
         if self.partition is not None:
             self.partition.take_gradients()
-        if all(_looks_itself(part) for part in self.parts) or bool(usable):
+        if all(_skips_on_device(part) for part in self.parts) or bool(usable):
             for part in self.parts:
                 with nullcontext() if self.offloaded is None else self.offloaded.on_device(part):
                     self._step(part, usable, factor)
             if self.partition is not None:
-                self.partition.send_rows()
+                self.partition.all_gather_shards()
 
     def _step(self, part: torch.optim.Optimizer, usable: Tensor, factor: Tensor | None) -> None:
-        # With everything sharded offloaded, vectors are not where matrices are.
+        # With CPU offload, parameters that are not sharded stay on the device.
         device = part.param_groups[0]["params"][0].device
         usable, factor = usable.to(device), None if factor is None else factor.to(device)
         if isinstance(part, AdamW):
             part.step(usable, factor, self.copies)
             return
-        if _looks_itself(part):
+        if _skips_on_device(part):
             part.found_inf = (~usable).float()  # type: ignore[attr-defined]
         with emulated_matmuls(self.emulated):
             part.step()
 
     def state(self) -> dict[str, Tensor]:
-        """Every state tensor under 'field.parameter name'."""
+        """State tensors by 'field.parameter_name'."""
         return {
             f"{field}.{self.names[parameter]}": value
             for part in self.parts
@@ -86,9 +86,9 @@ class NamedOptimizer:
         }
 
     def empty_state(self, stored: Mapping[str, tuple[int, ...]], placement: Placement) -> dict[str, Tensor]:
-        """Make the state that `stored` (name → whole shape) describes, as far as it is this rank's, ready to be filled,
-        and return it as `state` does."""
-        places = {
+        """Allocate this rank's part of the state that `stored` (name → unsharded shape) describes, and return it as
+        `state` does."""
+        owners = {
             self.names[parameter]: (part, parameter)
             for part in self.parts
             for group in part.param_groups
@@ -96,55 +96,55 @@ class NamedOptimizer:
         }
         for key, shape in stored.items():
             field, _, name = key.partition(".")
-            if name not in places:
+            if name not in owners:
                 continue
-            part, parameter = places[name]
+            part, parameter = owners[name]
             value = _empty(part, parameter, field, shape)
             if placement.whole_shape(name, value) != tuple(shape):
                 raise UserMistake(
-                    f"The checkpoint's {key} is {shape}, but this run's {placement.whole_shape(name, value)}."
+                    f"{key} has shape {shape} in the checkpoint, but {placement.whole_shape(name, value)} in this run."
                 )
             if value.dim() and self.offloaded is not None:
                 value = self.offloaded.store.empty_like(value)
             part.state[parameter][field] = value
-        for name, (part, parameter) in places.items():  # what the checkpoint does not know of is no part of the run
+        for name, (part, parameter) in owners.items():  # state that the checkpoint does not have is dropped
             for field in [one for one in part.state.get(parameter, ()) if f"{one}.{name}" not in stored]:
                 del part.state[parameter][field]
         return self.state()
 
 
-def _looks_itself(part: torch.optim.Optimizer) -> bool:
-    """Whether a kernel looks at the flag of an unusable step, so that the host need not wait for it."""
+def _skips_on_device(part: torch.optim.Optimizer) -> bool:
+    """Whether the kernel reads the usable flag on the device, so that the host does not wait for it."""
     return isinstance(part, AdamW) or all(group.get("fused") for group in part.param_groups)
 
 
 def _empty(part: torch.optim.Optimizer, parameter: Tensor, field: str, shape: tuple[int, ...]) -> Tensor:
-    """Room for a field of the state of `parameter`, of which the whole has this shape."""
+    """A zero-filled state field of `parameter` with this unsharded shape."""
     if isinstance(part, AdamW):
         return part.empty_field(parameter, field)
     if shape:
         return torch.zeros_like(parameter, requires_grad=False)
-    # A counter: fused kernels read it on the device, the others on the host.
-    return torch.zeros((), device=parameter.device if _looks_itself(part) else "cpu")
+    # A step counter: fused kernels read it on the device, the others on the host.
+    return torch.zeros((), device=parameter.device if _skips_on_device(part) else "cpu")
 
 
 def check_groups(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> None:
-    """A pattern of `lr_groups` that fits no trained parameter of the whole model is a mistake."""
+    """Every pattern of `lr_groups` must match a trained parameter."""
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     for pattern in train.lr_groups:
         if not any(fnmatch(name, pattern) for name in trained):
-            raise UserMistake(f"train.lr_groups: {pattern!r} fits no trained parameter.")
+            raise UserMistake(f"train.lr_groups: {pattern!r} matches no trained parameter.")
 
 
-def check_cuts(model: nn.Module, train: TrainConfig, degree: int) -> None:
-    """A cut of tensor parallelism inside of a block of numbers that share a scale is a mistake."""
+def check_quantization_blocks(model: nn.Module, train: TrainConfig, degree: int) -> None:
+    """Tensor parallelism must not split a quantization block of adamw8bit."""
     if train.optimizer.name != "adamw8bit" or degree == 1:
         return
     parameters = dict(model.named_parameters())
     widths = {
         name: width
         for name, width in row_parallel_widths(model, read_anatomy(model)).items()
-        if parameters[name].requires_grad and is_kept_small(tuple(parameters[name].shape))
+        if parameters[name].requires_grad and is_quantized(tuple(parameters[name].shape))
     }
     fitting = [
         one
@@ -154,8 +154,8 @@ def check_cuts(model: nn.Module, train: TrainConfig, degree: int) -> None:
     if fitting[-1] != degree:
         name = next(name for name, width in widths.items() if width % (degree * BLOCK))
         raise UserMistake(
-            f"parallel.tp {degree} cuts rows of {name} into {widths[name] // degree} numbers, and adamw8bit keeps them "
-            f"in blocks of {BLOCK}; use parallel.tp {fitting[-1]}, or train.optimizer.name adamw."
+            f"parallel.tp {degree} shards rows of {name} into {widths[name] // degree} elements, not a multiple of the "
+            f"adamw8bit block of {BLOCK}; use parallel.tp {fitting[-1]}, or train.optimizer.name adamw."
         )
 
 
@@ -170,19 +170,19 @@ def make_optimizer(
     copies: Mapping[Tensor, Tensor] = NO_COPIES,
     emulated: frozenset[torch.dtype] = frozenset(),
 ) -> NamedOptimizer:
-    """The optimizer of the config over those `parameters` that are trained.
+    """Make the optimizer of the config for those `parameters` that are trained.
 
-    `placement` says of which wholes they are parts, if they are; with `partition` each replica updates its rows only;
-    with `store` the state lives there between steps; `copies` of parameters are low-precision ones to be kept up;
-    `emulated` are the dtypes whose matmuls are computed in fp32.
+    `placement` has their unsharded shapes. With `partition` each replica updates its shard only. With `store` the state
+    is offloaded between steps. `copies` are low-precision copies of parameters to update with them. `emulated` are the
+    dtypes whose matmuls are computed in fp32.
     """
     held = parameters if partition is None else partition.parameters
     trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
     kinds = {train.optimizer.name: trained}
     if train.optimizer.name == "muon":
-        # Muon is for matrices inside blocks; embedding, head, norms and biases learn by AdamW beside it.
+        # Muon is for matrices inside blocks; AdamW updates embedding, head, norms and biases.
         inside = anatomy.inside_blocks
-        assert inside is not None, "checked before: muon needs blocks"
+        assert inside is not None, "checked before: Muon needs blocks"
         matrices = {name: one for name, one in trained.items() if one.dim() == 2 and name.startswith(inside)}
         others = {name: one for name, one in trained.items() if name not in matrices}
         kinds = {"muon": matrices, "adamw": others}
@@ -199,7 +199,7 @@ def make_optimizer(
 
 
 def _alike(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """Those that one kernel can be given together: sharded ones or not, on one device."""
+    """Group parameters that one foreach kernel accepts together: all sharded or none, on one device."""
     found: dict[tuple[bool, torch.device], dict[str, nn.Parameter]] = {}
     for name, parameter in parameters.items():
         found.setdefault((isinstance(parameter, DTensor), parameter.device), {})[name] = parameter
@@ -215,10 +215,10 @@ def _make(
 ) -> torch.optim.Optimizer:
     settings = train.optimizer
     groups = _groups(parameters, settings, train.lr_groups)
-    # The fused CPU kernel rounds the tail of a tensor unlike its middle, so shards of it would differ in the last bit.
+    # The fused CPU kernel rounds the tail of a tensor differently, so shards would differ in the last bit.
     fused = all(parameter.is_cuda for parameter in parameters.values())
     if name == "adamw8bit":
-        small = {key: one for key, one in parameters.items() if is_kept_small(whole.get(key, tuple(one.shape)))}
+        small = {key: one for key, one in parameters.items() if is_quantized(whole.get(key, tuple(one.shape)))}
         large = {key: one for key, one in parameters.items() if key not in small}
         groups = [
             {**group, "eight_bits": some is small}
@@ -235,8 +235,8 @@ def _make(
     if name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=train.lr, momentum=settings.momentum, fused=fused, foreach=not fused)
         for parameter in parameters.values() if settings.momentum else ():
-            # torch makes it in the first step, out of memory that it does not clear; a first step that is skipped
-            # would leave it so. From zero the first step is the same.
+            # PyTorch creates it uninitialized in the first step, and a skipped first step would leave it so. Starting
+            # from zero gives the same first step.
             kept = torch.empty_like(parameter, requires_grad=False) if store is None else store.empty_like(parameter)
             optimizer.state[parameter]["momentum_buffer"] = kept.zero_()
         return optimizer
@@ -249,12 +249,12 @@ def _make(
 def _groups(
     parameters: Mapping[str, nn.Parameter], settings: OptimizerConfig, factors: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Parameters that share weight decay (none for vectors: norms and biases) and rate factor."""
+    """Group parameters by weight decay (none for vectors: norms and biases) and learning rate factor."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         decay = settings.weight_decay if parameter.dim() >= 2 else 0.0
         factor = next((value for pattern, value in factors.items() if fnmatch(name, pattern)), 1.0)
         groups.setdefault((decay, factor), []).append(parameter)
     return [
-        {"params": members, "weight_decay": decay, "rate_factor": factor} for (decay, factor), members in groups.items()
+        {"params": members, "weight_decay": decay, "lr_factor": factor} for (decay, factor), members in groups.items()
     ]

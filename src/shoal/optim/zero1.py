@@ -1,4 +1,4 @@
-"""ZeRO-1: every replica has all weights and gradients, and updates its rows of each; then all get everyone's rows."""
+"""ZeRO-1: every replica has all weights and gradients and updates its shard; an all-gather collects the shards."""
 
 from collections.abc import Mapping
 
@@ -11,63 +11,63 @@ from shoal.models.tensor_slices import local_tensor
 from shoal.parallel.buckets import in_buckets
 from shoal.parallel.renamed import all_gather
 
-# Updated rows are sent in pieces of about so many numbers of all ranks together, so that little memory is needed.
+# Elements per all-gather of updated shards, which bounds the memory of its buffers.
 BUCKET = 1 << 24
 
 
 class Partition:
-    """This replica's rows of each parameter, as parameters of their own that lie in the same memory."""
+    """This replica's shard of each parameter, as parameters that share its memory. Sharded by rows."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.whole = {name: one for name, one in parameters.items() if one.requires_grad and one.dim()}
-        self.rows = {name: _rows(parameter, mesh) for name, parameter in self.whole.items()}
-        # A parameter that is one number cannot be divided: every replica updates it, and alike.
+        self.shards = {name: _shard(parameter, mesh) for name, parameter in self.whole.items()}
+        # A scalar cannot be sharded: every replica updates it in the same way.
         self.parameters = {
-            name: self.rows.get(name, parameter) for name, parameter in parameters.items() if parameter.requires_grad
+            name: self.shards.get(name, parameter) for name, parameter in parameters.items() if parameter.requires_grad
         }
 
     def take_gradients(self) -> None:
         for name, parameter in self.whole.items():
             gradient = parameter.grad
-            self.rows[name].grad = None if gradient is None else _as_shard(gradient, self.mesh)
+            self.shards[name].grad = None if gradient is None else _as_shard(gradient, self.mesh)
 
     @torch.no_grad()
-    def send_rows(self) -> None:
-        """Give every replica the rows that the others have updated."""
-        for rows in self.rows.values():
-            rows.grad = None
+    def all_gather_shards(self) -> None:
+        """Give every replica the shards that the others have updated."""
+        for shard in self.shards.values():
+            shard.grad = None
         for dtype in dict.fromkeys(parameter.dtype for parameter in self.whole.values()):
             alike = [name for name, parameter in self.whole.items() if parameter.dtype == dtype]
             for bucket in in_buckets(alike, lambda name: self.whole[name].numel(), BUCKET):
-                self._send(bucket)
+                self._all_gather(bucket)
 
-    def _share(self, parameter: Tensor) -> int:
-        """Numbers of a parameter that go to each replica; the last may have fewer."""
+    def _shard_size(self, parameter: Tensor) -> int:
+        """Elements of a parameter per replica; the last may have fewer."""
         replicas = self.mesh.size()
         return -(-parameter.shape[0] // replicas) * (parameter.numel() // parameter.shape[0])
 
-    def _send(self, names: list[str]) -> None:
+    def _all_gather(self, names: list[str]) -> None:
         replicas = self.mesh.size()
-        shares = [self._share(self.whole[name]) for name in names]
+        sizes = [self._shard_size(self.whole[name]) for name in names]
         first = self.whole[names[0]]
-        mine = torch.zeros(sum(shares), dtype=first.dtype, device=first.device)
-        for part, name in zip(torch.split(mine, shares), names, strict=True):
-            local = local_tensor(self.rows[name])
+        mine = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        for part, name in zip(torch.split(mine, sizes), names, strict=True):
+            local = local_tensor(self.shards[name])
             part[: local.numel()].copy_(local.reshape(-1))
         everyone = torch.empty(replicas * mine.numel(), dtype=mine.dtype, device=mine.device)
         all_gather(everyone, mine, group=self.mesh.get_group())
-        for part, name in zip(torch.split(everyone.view(replicas, -1), shares, dim=1), names, strict=True):
+        for part, name in zip(torch.split(everyone.view(replicas, -1), sizes, dim=1), names, strict=True):
             whole = self.whole[name].detach()
             whole.copy_(part.reshape(-1)[: whole.numel()].view_as(whole))
 
 
-def _rows(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(_as_shard(parameter.detach(), mesh))
 
 
 def _as_shard(whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This replica's rows of `whole`, without a copy."""
+    """This replica's rows of `whole` as a DTensor, without a copy."""
     size = -(-whole.shape[0] // mesh.size())
     local = whole[size * mesh.get_local_rank() : size * (mesh.get_local_rank() + 1)]
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())

@@ -1,1 +1,1 @@
-"""How a model is split over ranks."""
+"""Parallelize a model over ranks."""

@@ -1,7 +1,8 @@
-"""The whole parallel recipe, in the one order that works.
+"""Apply every parallelism and training technique to a model, in the one order that works.
 
-Cut into pipeline stages → cut tensors → cut the sequence → 8-bit products → recompute → compile each block → shard and
-fill, or fill and replicate. The model is on meta until it is filled, so a rank is given memory for its own part alone.
+Pipeline stages → tensor parallelism → context parallelism → float8 → activation checkpointing → compile → FSDP and
+weights, or weights and DDP. The model stays on the meta device until its weights are materialized, so that a rank
+allocates memory for its own shard only.
 """
 
 import math
@@ -29,7 +30,7 @@ from shoal.models.tensor_slices import Split
 from shoal.models.weights import Weights, kept_buffers, materialize
 from shoal.parallel.compile import compile_backend, compile_blocks
 from shoal.parallel.context import SequenceShard, split_sequence
-from shoal.parallel.float8 import share_in_float8, use_float8
+from shoal.parallel.float8 import float8_fraction, use_float8
 from shoal.parallel.gradients import Gradients
 from shoal.parallel.micro_batches import MicroBatchRunner, Prepare
 from shoal.parallel.model import ParallelModel, Runner
@@ -41,14 +42,14 @@ from shoal.parallel.precision import ComputeCopies, Precision, cast_norm_outputs
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.shard import SHARDED, replicate, shard_fully
-from shoal.parallel.stages import StageModel, split_stages, stages_each
+from shoal.parallel.stages import StageModel, split_stages, stages_per_rank
 from shoal.parallel.tensor import split_tensors
 from shoal.parallel.units import choose_units
 from shoal.parallel.vocabulary import VocabularyShard
 
-# Few enough lengths for a compiler, and little to pad.
+# Few enough distinct sequence lengths for the compiler, at little padding.
 ROUND_LENGTHS_TO = 64
-# fp8 that concerns a smaller share of the blocks is spoken of.
+# The user is told when fp8 applies to a smaller fraction of the blocks' weights.
 MOSTLY = 0.9
 
 
@@ -65,15 +66,16 @@ def parallelize(
     values: bool = True,
     emulated: frozenset[torch.dtype] = frozenset(),
 ) -> ParallelModel:
-    """Spread `model`, which is on meta and has what is frozen frozen, over `mesh`.
+    """Parallelize `model` over `mesh`. The model is on the meta device, and its frozen parameters are already frozen.
 
-    Weights come from `folder` or, where that is None, from the seed; with `values` false they are left unset, because
-    a checkpoint will be read into them. Matmuls of the dtypes in `emulated` are computed in fp32: see `models.emulate`.
+    Weights are read from `folder` or, if that is None, initialized from the seed. With `values` false they are left
+    uninitialized, because a checkpoint will be loaded into them. Matmuls of the dtypes in `emulated` are computed in
+    fp32: see `models.emulate`.
     """
     parallel_dims = ParallelDims(mesh, ranks)
     precision = read_precision(config.train.precision, config.train.reduce_dtype)
     if parallel_dims.gradient_ranks > 1:
-        _ = parallel_dims.replicas  # made by every rank, also those that have nothing to average with it
+        _ = parallel_dims.replicas  # creating a group is collective: also for ranks that never reduce over it
     anatomy = read_anatomy(model)
     everything: dict[str, Tensor] = {**dict(model.named_parameters()), **kept_buffers(model)}
     shapes = {name: tuple(tensor.shape) for name, tensor in everything.items()}
@@ -88,28 +90,31 @@ def parallelize(
     compiled = backend == "inductor" and ranks.device.type == "cuda"
     tiles = mesh.cp == 1 and skips_tiles(model, config.model.attention, compiled=compiled)
     for stage in stages:
+        # First: tensor parallelism patches the same norms, and must gather what they have cast.
         if precision.mixed:
             cast_norm_outputs(stage.model, stage.anatomy, precision.compute)
+        # Before anything that depends on the shape of a weight.
         if parallel_dims.tp is not None:
             splits |= split_tensors(stage.model, stage.anatomy, parallel_dims.tp)
         if parallel_dims.cp is not None:
             sequence = split_sequence(stage.model, parallel_dims.cp, config.parallel.cp_method)
         module = _with_loss(stage, loss, parallel_dims, splits, precision, tiles)
         blocks = stage.anatomy.block_modules(stage.model)
+        # After tensor parallelism, which decides whether the sides of a matrix fit float8 kernels.
         if config.train.precision == "fp8":
             use_float8(blocks)
         if precision.compute in emulated:
-            # Compiled blocks are traced once, inside of the whole, and what they recompute is part of their graph.
+            # A compiled block is traced once, inside the whole module, and its graph contains what it recomputes.
             recomputed = blocks if config.train.recompute not in ("none", "cheap") and backend is None else []
             for part in (module, *recomputed):
                 patch(part, EmulatedForward, emulated=emulated)
         recompute_blocks(blocks, config.train.recompute)
+        # After activation checkpointing, so that the compiled graph contains the recomputation.
         if backend is not None:
             compile_blocks([*blocks, *_final_norm(stage)], backend, keeps_all=config.train.recompute == "none")
+        # FSDP before materialization: memory is then allocated for this rank's shard only.
         if strategy in SHARDED:
-            _shard(
-                module, stage, config, strategy, parallel_dims, precision
-            )  # on meta, so that only this part gets memory
+            _shard(module, stage, config, strategy, parallel_dims, precision)
         materialize(
             stage.model,
             stage.anatomy,
@@ -120,8 +125,9 @@ def parallelize(
             offload=config.parallel.offload == "cpu",
         )
         parameters |= dict(stage.model.named_parameters())
+        # DDP after materialization: it cannot wrap a module on meta.
         if strategy not in SHARDED:
-            module = _replicate(module, stage, config, parallel_dims, precision)  # DDP cannot wrap what is on meta
+            module = _replicate(module, stage, config, parallel_dims, precision)
         modules.append(module)
 
     prepare = _preparation(sequence, ranks.device, fill=mesh.tp > 1 or mesh.pp > 1)
@@ -129,14 +135,15 @@ def parallelize(
     if mesh.pp == 1:
         runner = MicroBatchRunner(modules[0], prepare, keeps_weights=_reshards(config, strategy) is False)
     else:
-        numbers = [stage.index for stage in stages]
+        indices = [stage.index for stage in stages]
         runner = _pipeline(
-            model, modules, numbers, config, parallel_dims, precision, micro_batch, grad_accum_steps, prepare
+            model, modules, indices, config, parallel_dims, precision, micro_batch, grad_accum_steps, prepare
         )
-    # DDP averages everything over replicas, FSDP what it shards, and nobody a pipeline's.
+    # DDP reduces all gradients over the replicas, FSDP those of the parameters it shards. Neither reduces the gradients
+    # of replicated pipeline stages: `Gradients` does.
     wrapped = mesh.pp == 1 and strategy not in SHARDED
     tied = {f"{anatomy.embedding}.weight"} if mesh.pp > 1 and anatomy.tied else set()
-    placement = Placement(parallel_dims, shapes, splits, at_both_ends=frozenset(tied & parameters.keys()))
+    placement = Placement(parallel_dims, shapes, splits, tied_across_stages=frozenset(tied & parameters.keys()))
     return ParallelModel(
         modules=modules,
         runner=runner,
@@ -162,7 +169,7 @@ def parallelize(
 def _choose_loss(
     model: Any, anatomy: Anatomy, config: Config, precision: Precision, micro_batch: int, mesh: Mesh
 ) -> str:
-    # A chunked loss makes its gradients before they are scaled, and fp16 cannot hold the smallest of them.
+    # A chunked loss computes its gradients before loss scaling, and in fp16 the smallest of them would underflow.
     wanted = "plain" if config.train.loss == "auto" and precision.scaled else config.train.loss
     tokens = micro_batch * config.data.max_length // mesh.cp
     return choose_loss(wanted, anatomy, tokens, model.config.get_text_config().vocab_size)
@@ -173,38 +180,38 @@ def _notes(
 ) -> Iterator[str]:
     name = type(model).__name__
     if config.train.precision == "fp8":
-        share = share_in_float8([block for stage in stages for block in stage.anatomy.block_modules(stage.model)])
-        if share < MOSTLY:
+        fraction = float8_fraction([block for stage in stages for block in stage.anatomy.block_modules(stage.model)])
+        if fraction < MOSTLY:
             yield (
-                f"train.precision fp8 concerns {share:.0%} of the matrices of {name}'s blocks: the others are not "
-                f"linear layers whose sides are multiples of {MULTIPLE}, and are multiplied in bf16."
+                f"train.precision fp8 applies to {fraction:.0%} of the weights in {name}'s blocks: the others are not "
+                f"linear layers whose dimensions are multiples of {MULTIPLE}, and stay in bf16."
             )
     if config.train.loss in ("chunked", "fused") and loss == "plain":
-        yield f"train.loss {config.train.loss} has no effect: the head of {name} is more than one matrix."
+        yield f"train.loss {config.train.loss} has no effect: the lm_head of {name} is not a single linear layer."
     if config.train.recompute == "cheap" and not compiled:
-        yield "train.recompute cheap has no effect: the compiler does it, and blocks are not compiled here."
+        yield "train.recompute cheap has no effect: it is a choice of the compiler, and blocks are not compiled here."
     if config.model.attention == "flex" and not tiles:
         yield (
-            f"model.attention flex has no effect: it needs CUDA, compiled blocks, and a model with heads of at least "
-            f"{NARROWEST} channels and neither a sliding window nor dropout in its attention; {name} is trained with "
+            f"model.attention flex has no effect: it needs CUDA, compiled blocks, and a model with a head dimension of "
+            f"at least {NARROWEST} and neither a sliding window nor dropout in its attention; {name} is trained with "
             "sdpa or eager attention."
         )
 
 
 def _stages(model: Any, anatomy: Anatomy, config: Config, parallel_dims: ParallelDims) -> list[StageModel]:
-    """The parts of the model that run on this rank: all of it, or its stages of the pipeline."""
+    """The part of the model that runs on this rank: all of it, or this rank's pipeline stages."""
     devices = parallel_dims.mesh.pp
     if devices == 1:
         return [StageModel(0, 1, model, anatomy)]
     if anatomy.tied:
-        _ = parallel_dims.ends  # made by every rank, also those of the stages between, or NCCL would wait for them
-    each = stages_each(config.parallel.pp_schedule)
-    mine = [parallel_dims.place["pp"] + devices * turn for turn in range(each)]
-    return split_stages(model, anatomy, mine, devices * each)
+        _ = parallel_dims.embedding_group  # creating a group is collective: also for the stages between
+    per_rank = stages_per_rank(config.parallel.pp_schedule)
+    indices = [parallel_dims.coordinate["pp"] + devices * turn for turn in range(per_rank)]
+    return split_stages(model, anatomy, indices, devices * per_rank)
 
 
 def _final_norm(stage: StageModel) -> list[nn.Module]:
-    """None, where the model has none or another stage has it."""
+    """Empty if the model has no final norm, or if another stage holds it."""
     name = stage.anatomy.final_norm
     return [stage.model.get_submodule(name)] if name is not None and stage.is_last else []
 
@@ -222,8 +229,8 @@ def _with_loss(
     if parallel_dims.tp is not None and name in splits:
         ((start, _),) = splits[name].spans
         measure = VocabularyShard(start, parallel_dims.tp)
-    rounded = precision.compute if precision.mixed else None
-    inner = LanguageModel(stage.model, stage.anatomy, loss, measure, skips_tiles=tiles, rounded=rounded)
+    matmul_dtype = precision.compute if precision.mixed else None
+    inner = LanguageModel(stage.model, stage.anatomy, loss, measure, skips_tiles=tiles, matmul_dtype=matmul_dtype)
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
 
 
@@ -254,12 +261,11 @@ def _replicate(
     if precision.mixed:
         units = [[block] for block in stage.anatomy.block_modules(stage.model)]
         if last := _final_norm(stage):
-            # The head's weight may be used without a call of the head, but not before the final norm is called.
+            # A chunked loss uses the head's weight without calling the head, but always after the final norm.
             units.append([*last, stage.model.get_submodule(stage.anatomy.head)])
         module = ComputeCopies(module, precision, units)
-    if (
-        parallel_dims.mesh.pp == 1 and parallel_dims.gradient_ranks > 1
-    ):  # a pipeline's gradients are averaged after its passes
+    # DDP would reduce a stage's gradients in every micro-batch of the schedule: `Gradients` does it once, at the end.
+    if parallel_dims.mesh.pp == 1 and parallel_dims.gradient_ranks > 1:
         module = replicate(module, parallel_dims.replicas, precision, parallel_dims.device, config.parallel.compress)
     return module
 
@@ -267,7 +273,7 @@ def _replicate(
 def _pipeline(
     model: Any,
     modules: list[nn.Module],
-    numbers: list[int],
+    indices: list[int],
     config: Config,
     parallel_dims: ParallelDims,
     precision: Precision,
@@ -278,8 +284,8 @@ def _pipeline(
     assert parallel_dims.pp is not None
     length = config.data.max_length // parallel_dims.mesh.cp
     return Pipeline(
-        list(zip(numbers, modules, strict=True)),
-        count=parallel_dims.mesh.pp * stages_each(config.parallel.pp_schedule),
+        list(zip(indices, modules, strict=True)),
+        count=parallel_dims.mesh.pp * stages_per_rank(config.parallel.pp_schedule),
         group=parallel_dims.pp,
         schedule=config.parallel.pp_schedule,
         grad_accum_steps=grad_accum_steps,
@@ -292,9 +298,9 @@ def _pipeline(
 
 
 def _reshards(config: Config, strategy: str) -> bool | int:
-    """Whether gathered weights are freed after the forward pass, or to how many ranks they are sharded then."""
+    """FSDP's `reshard_after_forward`: whether weights are freed after the forward pass, or the size to reshard to."""
     parallel = config.parallel
-    if parallel.pp > 1:  # a stage runs many passes between gathering and reducing, and cannot gather in each
+    if parallel.pp > 1:  # a stage would all-gather its weights again for every micro-batch of the schedule
         return False
     if strategy == "zero2" or (strategy == "fsdp" and parallel.sharding == "shard_grad_op"):
         return False
@@ -302,34 +308,34 @@ def _reshards(config: Config, strategy: str) -> bool | int:
 
 
 def _sequence_multiple(config: Config, *, compiled: bool) -> int:
-    """What the length of rows is rounded up to. Compiled code and attention's kernels are made for each length anew."""
+    """Sequence lengths are rounded up to a multiple of this: the compiler specializes kernels to each length."""
     multiple = length_multiple(config.parallel, config.train.precision)
     rounded = math.lcm(multiple, ROUND_LENGTHS_TO)
     return rounded if compiled and config.data.max_length % rounded == 0 else multiple
 
 
 def _preparation(sequence: SequenceShard | None, device: torch.device, fill: bool) -> Prepare:
-    """What is done to a micro-batch before it enters the model."""
+    """Move a micro-batch to the device, and shard its sequences or add position ids where the model needs that."""
 
     def prepare(batch: MicroBatch) -> MicroBatch:
         batch = batch.to(device)
         if sequence is not None:
-            return sequence.cut(batch)
+            return sequence.shard(batch)
         if fill and batch.positions is None:
-            # transformers would count the tokens it sees, which are a part of the row's.
-            places = torch.arange(batch.inputs.shape[1], device=device).expand(batch.inputs.shape)
-            return replace(batch, positions=places)
+            # transformers would number the tokens of its input, which may be a shard of the sequence.
+            positions = torch.arange(batch.inputs.shape[1], device=device).expand(batch.inputs.shape)
+            return replace(batch, positions=positions)
         return batch
 
     return prepare
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Parameters whose name fits a pattern are not trained."""
+    """Freeze the parameters whose names match one of `patterns`."""
     names = [name for name, _ in model.named_parameters()]
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
-            raise UserMistake(f"model.freeze: {pattern!r} fits no parameter; one is named {names[0]}.")
+            raise UserMistake(f"model.freeze: {pattern!r} matches no parameter; one is named {names[0]}.")
     for name, parameter in model.named_parameters():
         if any(fnmatch(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Many tensors in few exchanges, each of a bounded size."""
+"""Group tensors into buckets of bounded size, so that one collective communicates many."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -7,7 +7,7 @@ Item = TypeVar("Item")
 
 
 def in_buckets(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
-    """Neighbours together as long as their sizes add up to at most `most`; what is larger than that goes alone."""
+    """Consecutive items whose sizes sum to at most `most`; a larger item gets a bucket of its own."""
     bucket: list[Item] = []
     filled = 0
     for item in items:

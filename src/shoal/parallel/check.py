@@ -1,4 +1,4 @@
-"""What cannot work, found from a model on meta alone: before there are processes, memory or a run folder."""
+"""Find invalid combinations from a model on the meta device, before processes, memory or a run folder exist."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ SHARD_INSTEAD = "use parallel.strategy fsdp with parallel.wrap {min_params: 10_0
 
 
 def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, grad_accum_steps: int) -> None:
-    """Raise a UserMistake unless `model` can be trained like this."""
+    """Raise a UserMistake unless `model` can be trained with this parallel configuration."""
     anatomy, parallel, train = read_anatomy(model), config.parallel, config.train
     needs_blocks = {
         "parallel.tp": (mesh.tp > 1, SHARD_INSTEAD),

@@ -1,5 +1,5 @@
-"""Compile each block and the final norm: blocks are alike, so one compilation serves them all, and the parts between
-stay plain Python."""
+"""Compile each block and the final norm. Blocks are identical, so one compilation serves them all; the code between
+them stays eager."""
 
 import torch
 import torch._functorch.config
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def compile_backend(wanted: bool | str, device: torch.device) -> str | None:
-    """The compiler for `train.compile`; None: blocks run as they are."""
+    """The torch.compile backend for `train.compile`; None: blocks run eagerly."""
     if wanted == "auto":
         return "inductor" if device.type == "cuda" else None
     if isinstance(wanted, bool):
@@ -15,9 +15,9 @@ def compile_backend(wanted: bool | str, device: torch.device) -> str | None:
     return wanted
 
 
-# Reasons for which the compiler keeps a result for the backward pass although it could be computed again, element by
-# element, out of others that are kept anyway: norms, and the product of the MLP's two halves. They save little time for
-# much memory. Measured: docs/performance.md.
+# Heuristics by which the partitioner saves a result for the backward pass although it could be recomputed elementwise
+# from others that are saved anyway: norms, and the gated activation of the MLP. They save little time for much memory.
+# Measured: docs/performance.md.
 REASONS_TO_KEEP = (
     "ban_recompute_used_far_apart",
     "ban_recompute_long_fusible_chains",
@@ -26,16 +26,16 @@ REASONS_TO_KEEP = (
 
 
 def compile_blocks(blocks: list[nn.Module], backend: str, *, keeps_all: bool) -> None:
-    """In place: names of modules and parameters do not change. `keeps_all`: memory is not to be saved."""
+    """In place: names of modules and parameters do not change. `keeps_all`: do not trade time for memory."""
     if any(getattr(torch._functorch.config, reason) != keeps_all for reason in REASONS_TO_KEEP):
-        # The compiler's, and not this model's. Blocks of a run before this one in the same process are compiled for the
-        # other choice, and blocks that look the same would be taken for them.
+        # These settings are global. A previous run in this process may have compiled identical blocks under the other
+        # settings, and the cache would return those.
         torch.compiler.reset()
         for reason in REASONS_TO_KEEP:
             setattr(torch._functorch.config, reason, keeps_all)
-    # Blocks are smaller than DDP's buckets: cutting them where a bucket ends would only break them up.
+    # Blocks are smaller than DDP's buckets: splitting graphs at bucket boundaries would only add graph breaks.
     torch._dynamo.config.optimize_ddp = False
-    # Rows of several lengths are a handful of shapes; past this many the block would fall back to eager.
+    # Sequences of several lengths are a handful of shapes; beyond this limit a block would fall back to eager.
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 32)
     for block in blocks:
         block.compile(backend=backend)

@@ -1,8 +1,8 @@
-"""Context parallelism: each rank works on a part of every row's tokens, and attention alone needs the others'.
+"""Context parallelism: each rank holds a shard of every sequence, and only attention needs the other shards.
 
-`gather`: keys and values of all ranks are gathered, queries stay. A later query sees more keys, so a rank takes one
-piece from the front of the row and its mirror image from the back: all ranks then compute equally much.
-`ulysses`: queries, keys and values are exchanged so that a rank has all tokens of some heads, and back.
+`gather`: an all-gather of keys and values; queries stay local. A later query attends to more keys, so a rank takes one
+chunk from the front of the sequence and its mirror image from the back, which balances the load.
+`ulysses`: an all-to-all gives each rank all tokens of some heads, and a second one reverts it.
 """
 
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ from shoal.config.mesh import Mesh
 from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.models.attention import MASKLESS, document_mask
-from shoal.parallel.collectives import all_to_all, gather
+from shoal.parallel.collectives import all_gather, all_to_all
 from shoal.parallel.plans import find_plan
 
 HEADS, SEQUENCE = 1, 2  # of queries, keys and values
 
 
 def check_context_parallel(model: Any, mesh: Mesh, method: str) -> None:
-    """Raise a UserMistake unless `model` can be given parts of rows."""
+    """Raise a UserMistake unless `model` supports sharded sequences."""
     if mesh.cp == 1 and mesh.tp == 1:
         return
     key = "parallel.cp" if mesh.cp > 1 else "parallel.tp"
@@ -49,7 +49,7 @@ def check_context_parallel(model: Any, mesh: Mesh, method: str) -> None:
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """Which tokens of a row this rank has."""
+    """The shard of each sequence that this rank holds."""
 
     group: dist.ProcessGroup
     method: str
@@ -62,10 +62,10 @@ class SequenceShard:
     def size(self) -> int:
         return dist.get_world_size(self.group)
 
-    def cut(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's tokens of a batch; positions are those in the whole row."""
+    def shard(self, batch: MicroBatch) -> MicroBatch:
+        """This rank's tokens of a batch; positions are those in the full sequence."""
         length = batch.inputs.shape[1]
-        mine = self.places(length, batch.inputs.device)
+        mine = self.token_indices(length, batch.inputs.device)
         mask = None
         if batch.documents is not None:
             mask = document_mask(batch.documents)
@@ -82,8 +82,8 @@ class SequenceShard:
             mask=mask,
         )
 
-    def places(self, length: int, device: torch.device) -> Tensor:
-        """Where this rank's tokens stand in a row of `length`."""
+    def token_indices(self, length: int, device: torch.device) -> Tensor:
+        """The indices of this rank's tokens in a sequence of `length`."""
         everything = torch.arange(length, device=device)
         if self.method == "ulysses":
             return everything.chunk(self.size)[self.rank]
@@ -101,17 +101,17 @@ class SequenceShard:
         dropout: float = 0.0,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Stands in for a transformers model's attention."""
-        attend_parts = self._gathered if self.method == "gather" else self._exchanged
-        query, key = query.to(value.dtype), key.to(value.dtype)  # turned by their positions in fp32
-        found = attend_parts(query, key, value, attention_mask, scaling, dropout)
+        """Replaces the attention function of a transformers model."""
+        attend = self._attend_gathered if self.method == "gather" else self._attend_ulysses
+        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings are applied in fp32
+        found = attend(query, key, value, attention_mask, scaling, dropout)
         return found.transpose(HEADS, SEQUENCE).contiguous(), None
 
-    def _gathered(
+    def _attend_gathered(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
     ) -> Tensor:
-        both = gather(torch.stack([key, value]), SEQUENCE + 1, self.group)
-        # Ranks hold (first, last), (second, last but one), …: put the pieces back into the order of the row.
+        both = all_gather(torch.stack([key, value]), SEQUENCE + 1, self.group)
+        # Ranks hold chunks (first, last), (second, last but one), …: restore the order of the sequence.
         parts = both.chunk(2 * self.size, SEQUENCE + 1)
         keys, values = torch.cat([*parts[0::2], *parts[1::2][::-1]], SEQUENCE + 1).unbind(0)
         if mask is not None:
@@ -124,10 +124,10 @@ class SequenceShard:
         ]
         return torch.cat(found, SEQUENCE)
 
-    def _exchanged(
+    def _attend_ulysses(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
     ) -> Tensor:
-        repeat = self.size // gcd(key.shape[HEADS], self.size)  # fewer key heads than ranks: some have copies
+        repeat = self.size // gcd(key.shape[HEADS], self.size)  # fewer key heads than ranks: repeat them
         both = torch.stack([key, value]).repeat_interleave(repeat, HEADS + 1)
         query = all_to_all(query, HEADS, SEQUENCE, self.group)
         keys, values = all_to_all(both, HEADS + 1, SEQUENCE + 1, self.group).unbind(0)
@@ -135,25 +135,25 @@ class SequenceShard:
 
 
 def split_sequence(model: Any, group: dist.ProcessGroup, method: str) -> SequenceShard:
-    """Give `model` an attention that works on parts of rows."""
+    """Give `model` an attention function for sharded sequences."""
     from transformers import AttentionInterface
 
-    part = SequenceShard(group, method)
+    shard = SequenceShard(group, method)
     name = f"{MASKLESS}_{method}"
-    AttentionInterface.register(name, part.attention)
+    AttentionInterface.register(name, shard.attention)
     model.set_attn_implementation(name)
-    return part
+    return shard
 
 
 def attend_before(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None, dropout: float) -> Tensor:
-    """Causal attention of queries that stand at the end of `keys`."""
+    """Causal attention of queries that belong to the last tokens of `keys`."""
     queries, length = query.shape[SEQUENCE], keys.shape[SEQUENCE]
     if queries == length:
         return attend(query, keys, values, None, scaling, dropout)
-    if query.is_cuda:  # a mask that flash attention understands without its being made
+    if query.is_cuda:  # a mask that flash attention applies without materializing it
         return attend(query, keys, values, causal_lower_right(queries, length), scaling, dropout)
-    sees = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)
-    return attend(query, keys, values, sees, scaling, dropout)
+    mask = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)
+    return attend(query, keys, values, mask, scaling, dropout)
 
 
 def attend(

@@ -1,4 +1,4 @@
-"""What this process runs on."""
+"""The device this process runs on."""
 
 import os
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch
 from shoal.catalogue.gpus import Gpu, recognise
 from shoal.config.resolve import auto_precision
 
-# The first GPUs whose matrix units know bf16: Ampere.
+# The first GPUs whose tensor cores support bf16: Ampere.
 BF16_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
 class Device:
-    """The accelerator, as far as it is known. A CPU has neither a peak nor memory of its own."""
+    """What is known of the accelerator. A CPU has neither a peak throughput nor memory of its own."""
 
     gpu: Gpu | None
     memory_gib: float | None
@@ -27,7 +27,7 @@ class Device:
         return auto_precision(is_cpu=self.capability is None, has_bf16=(self.capability or (0, 0)) >= BF16_CAPABILITY)
 
     def peak(self, precision: str) -> float | None:
-        """Operations a second of the matrix units, for MFU; None where that means nothing."""
+        """Peak FLOPs per second of the tensor cores, for MFU; None if unknown or on a CPU."""
         if self.gpu is None:
             return None
         if precision == "32-true":
@@ -36,11 +36,11 @@ class Device:
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int]:
-    """What measured numbers depend on, and nothing that would say whose machine it is."""
+    """What measurements depend on, and nothing that would identify the machine's owner."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
-        # Those that this process may use; macOS does not say.
+        # The cores this process may use; macOS does not report them.
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     }
 

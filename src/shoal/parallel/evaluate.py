@@ -1,4 +1,4 @@
-"""The loss on held-out rows, the same rows whatever the number of ranks: while training, and afterwards."""
+"""The loss on held-out sequences, during and after training. The sequences do not depend on the number of ranks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ Measure = Callable[[Sequence[MicroBatch]], Tensor]
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What was found on how much."""
+    """The result of an evaluation."""
 
-    loss: float  # mean over target tokens
+    loss: float  # mean over loss tokens
     loss_tokens: int
-    rows: int
+    sequences: int
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))  # more than that is no float
+        return math.exp(min(self.loss, 700.0))  # exp of more overflows a float
 
 
 def held_out_loss(
@@ -33,7 +33,7 @@ def held_out_loss(
     sets: Sets,
     *,
     micro_batch: int,
-    rows: int | None,
+    sequences: int | None,
     pad: int,
     ranks: Ranks,
     share: tuple[int, int] = (0, 1),
@@ -41,13 +41,13 @@ def held_out_loss(
     multiple: int = 1,
     at_once: int = 1,
 ) -> HeldOut:
-    """Mean loss per target token of the first `rows` held-out rows (None: of all).
+    """Mean loss per loss token of the first `sequences` held-out sequences (None: of all).
 
-    `measure` turns `at_once` micro-batches into (loss sum, target count); the sums over all ranks count each row once.
-    This rank takes part `share[0]` of `share[1]`.
+    `measure` maps `at_once` micro-batches to (loss sum, number of loss tokens); the sums over all ranks count each
+    sequence once. This rank evaluates shard `share[0]` of `share[1]`.
     """
     assert sets.validation is not None
-    wanted = sets.order.validation_sequences()[:rows]
+    wanted = sets.order.validation_sequences()[:sequences]
     sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     found = evaluation_batches(
         sets.validation,
@@ -59,7 +59,7 @@ def held_out_loss(
         length=length,
         multiple=multiple,
     )
-    while some := list(islice(found, at_once)):
-        sums += measure(some)
+    while batches := list(islice(found, at_once)):
+        sums += measure(batches)
     total, loss_tokens = ranks.sum(sums).tolist()
     return HeldOut(total / max(loss_tokens, 1.0), int(loss_tokens), len(wanted))

@@ -1,4 +1,4 @@
-"""`train.precision: fp8`: the linear layers of the blocks multiply in 8 bits; head, embedding and norms do not."""
+"""`train.precision: fp8`: float8 matmuls in the linear layers of the blocks, not in lm_head, embedding and norms."""
 
 from typing import Any
 
@@ -11,43 +11,43 @@ from shoal.parallel.device import Device
 from shoal.parallel.patch import patch
 from shoal.parallel.tensor import RowParallel
 
-# The first GPUs whose matrix units know 8-bit floats: Ada and Hopper.
+# The first GPUs whose tensor cores support float8: Ada and Hopper.
 CAPABILITY = (8, 9)
 
 
 def check_float8(model: Any, device: Device) -> None:
-    """Raise a UserMistake unless `model` has layers for it, and the device can."""
+    """Raise a UserMistake unless `model` has eligible layers and the device supports float8."""
     if device.capability is not None and device.capability < CAPABILITY:
         raise UserMistake(
-            f"train.precision fp8 needs a GPU of compute capability {_version(CAPABILITY)} or newer, such as an L40S "
-            f"or an H100, and this one has {_version(device.capability)}; use bf16-mixed."
+            f"train.precision fp8 needs a GPU of compute capability {_dotted(CAPABILITY)} or newer, such as an L40S "
+            f"or an H100, and this one has {_dotted(device.capability)}; use bf16-mixed."
         )
-    if not any(_fitting(block) for block in read_anatomy(model).block_modules(model)):
+    if not any(_eligible(block) for block in read_anatomy(model).block_modules(model)):
         raise UserMistake(
-            f"train.precision fp8: {type(model).__name__} has no linear layers in blocks whose sides are multiples of "
-            f"{MULTIPLE}; use bf16-mixed."
+            f"train.precision fp8: {type(model).__name__} has no linear layers in its blocks whose dimensions are "
+            f"multiples of {MULTIPLE}; use bf16-mixed."
         )
 
 
 def use_float8(blocks: list[nn.Module]) -> None:
-    """In place. After tensors are cut, because that decides the sides of a layer."""
+    """In place. After tensor parallelism, which determines the dimensions of a layer."""
     for block in blocks:
-        for linear in _fitting(block):
-            patch(linear, _Float8Product if isinstance(linear, RowParallel) else _Float8Linear)
+        for linear in _eligible(block):
+            patch(linear, _Float8RowParallel if isinstance(linear, RowParallel) else _Float8Linear)
 
 
-def share_in_float8(blocks: list[nn.Module]) -> float:
-    """Of the numbers in the blocks' matrices, those that are multiplied in 8 bits."""
+def float8_fraction(blocks: list[nn.Module]) -> float:
+    """The fraction of the elements of the blocks' matrices whose matmuls are in float8."""
     matrices = sum(one.numel() for block in blocks for one in block.parameters() if one.dim() >= 2)
-    return sum(one.weight.numel() for block in blocks for one in _fitting(block)) / matrices if matrices else 1.0
+    return sum(one.weight.numel() for block in blocks for one in _eligible(block)) / matrices if matrices else 1.0
 
 
-def _fitting(block: nn.Module) -> list[nn.Linear]:
+def _eligible(block: nn.Module) -> list[nn.Linear]:
     linears = (module for module in block.modules() if isinstance(module, nn.Linear))
     return [one for one in linears if all(side % MULTIPLE == 0 for side in one.weight.shape)]
 
 
-def _version(capability: tuple[int, int]) -> str:
+def _dotted(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
@@ -59,10 +59,10 @@ class _Float8Linear:
         return float8_linear(inputs, self.weight, self.bias)
 
 
-class _Float8Product:
-    """A matrix of which each tensor-parallel rank has a part: its product alone; what is summed stays as it was."""
+class _Float8RowParallel:
+    """A row-parallel layer: its matmul is in float8; the partial results are summed in their own dtype."""
 
     weight: Tensor
 
-    def product(self, inputs: Tensor) -> Tensor:
+    def matmul(self, inputs: Tensor) -> Tensor:
         return float8_linear(inputs, self.weight)

@@ -1,7 +1,7 @@
-"""Gradients of a step after its passes: summed where ranks have parts of them, measured, multiplied.
+"""Gradients after the last micro-batch of a step: partial gradients are reduced, then measured and scaled.
 
-Squares are summed in fp64, so that however the sum is split over ranks the norm rounds to the same fp32 number, and
-clipping changes no bit between one process and many.
+Squares are summed in fp64. The norm then rounds to the same fp32 value however the sum is split over ranks, and
+clipping is bitwise identical for one process and many.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -17,7 +17,7 @@ from shoal.parallel.buckets import in_buckets
 from shoal.parallel.placement import Placement
 
 ShardedOver = tuple[DeviceMesh, tuple[int, ...]] | None
-# Gradients are summed over a group in buckets of about so many numbers.
+# Elements per bucket when gradients are summed over a group.
 BUCKET = 1 << 25
 
 
@@ -32,19 +32,19 @@ class Gradients:
         averages: Collection[str],
         in_buckets: bool,
     ) -> None:
-        """`averages`: names of those that nothing which wraps the model averages over replicas, so it is done here.
-        `in_buckets`: DDP does, and keeps them."""
+        """`averages`: names of the gradients that neither DDP nor FSDP averages over the replicas, so it is done here.
+        `in_buckets`: gradients are views of DDP's buckets."""
         self.parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self.placement = placement
         self.averages = [name for name in self.parameters if name in averages]
         self.in_buckets = in_buckets
-        # Where gradients are: with everything offloaded that is not where the model runs.
+        # With CPU offload, gradients are not on the device that the model runs on.
         self._device = next(
             (local_tensor(one).device for one in self.parameters.values()), placement.parallel_dims.device
         )
 
     def finish(self) -> None:
-        """After the last pass: make each gradient the whole step's, as far as what wraps the model has not."""
+        """After the last micro-batch: complete the reductions that DDP or FSDP has not done."""
         parallel_dims, placement = self.placement.parallel_dims, self.placement
         if self.averages and parallel_dims.gradient_ranks > 1:
             held = self._local(self.averages)
@@ -52,31 +52,32 @@ class Gradients:
             if held:
                 torch._foreach_div_(held, parallel_dims.gradient_ranks)
         if parallel_dims.tp is not None:
-            # What is not cut has seen a part of the tokens, or of the heads, on each tensor-parallel rank.
+            # On each tensor-parallel rank a replicated parameter has seen only a shard of the tokens or heads.
             sum_over(self._local(name for name in self.parameters if name not in placement.splits), parallel_dims.tp)
-        if placement.at_both_ends and parallel_dims.ends is not None:
+        if placement.tied_across_stages and parallel_dims.embedding_group is not None:
             sum_over(
-                self._local(name for name in self.parameters if name in placement.at_both_ends), parallel_dims.ends
+                self._local(name for name in self.parameters if name in placement.tied_across_stages),
+                parallel_dims.embedding_group,
             )
 
     def norm(self) -> Tensor:
-        """The 2-norm of all gradients together, as fp32; the same on all ranks. The host does not wait."""
+        """The global 2-norm of all gradients in fp32, the same on all ranks. No host synchronization."""
         parallel_dims = self.placement.parallel_dims
         kinds: dict[tuple[ShardedOver, bool], list[Tensor]] = {}
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
-            if gradient is None or name in self.placement.counted_elsewhere:
+            if gradient is None or name in self.placement.owned_by_another_stage:
                 continue
             over: ShardedOver = None
             if isinstance(gradient, DTensor):
-                dimensions = tuple(i for i, place in enumerate(gradient.placements) if isinstance(place, Shard))
+                dimensions = tuple(i for i, placed in enumerate(gradient.placements) if isinstance(placed, Shard))
                 over = (gradient.device_mesh, dimensions) if dimensions else None
             kinds.setdefault((over, name in self.placement.splits), []).append(local_tensor(gradient))
-        # Ranks of a stage have parameters of the same kinds, and meet in the same sums.
+        # The ranks of a stage have the same kinds of parameters, so they issue the same all-reduces.
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for (over, is_split), gradients in kinds.items():
             square = torch.zeros_like(total)
-            for some in _alike(gradients):
+            for some in _grouped(gradients):
                 norms = torch._foreach_norm(some, 2, torch.float64)
                 square = square + torch.stack(norms).square().sum().to(self._device)
             if over is not None:
@@ -91,9 +92,9 @@ class Gradients:
         return total.sqrt().float()
 
     def clear(self) -> None:
-        """After the step."""
+        """Zero the gradients after the step."""
         if self.in_buckets:
-            # Views of DDP's buckets. Dropped, those of a first pass without exchange would be made beside them.
+            # Views of DDP's buckets. If they were set to None, a micro-batch under no_sync would allocate new ones.
             if held := self._local(self.parameters):
                 torch._foreach_zero_(held)
             return
@@ -101,7 +102,7 @@ class Gradients:
             parameter.grad = None
 
     def multiply(self, factor: Tensor) -> None:
-        for some in _alike(self._local(self.parameters)):
+        for some in _grouped(self._local(self.parameters)):
             torch._foreach_mul_(some, factor.to(some[0].device))
 
     def _local(self, names: Iterable[str]) -> list[Tensor]:
@@ -109,8 +110,8 @@ class Gradients:
         return [local_tensor(gradient) for gradient in gradients if gradient is not None]
 
 
-def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors of one type on one device each: what one kernel takes together. Others are copied one by one."""
+def _grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by dtype and device, as foreach kernels need them; mixed lists take the slow path."""
     found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -118,13 +119,13 @@ def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
-    """What gradients are multiplied with so that their norm is at most `limit`."""
+    """The factor that scales gradients to a norm of at most `limit`."""
     return torch.ones_like(norm) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 def sum_over(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum each tensor over `group`, in place, many in one exchange."""
-    for some in _alike(tensors):
+    """All-reduce each tensor over `group`, in place, in buckets."""
+    for some in _grouped(tensors):
         for bucket in in_buckets(some, Tensor.numel, BUCKET):
             _sum_bucket(bucket, group)
 

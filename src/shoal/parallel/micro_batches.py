@@ -1,4 +1,4 @@
-"""Running the passes of a step on a model that is whole on this rank, or sharded: forward and backward, one by one."""
+"""Run the micro-batches of a step one by one, on a model without pipeline stages."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,15 +14,15 @@ Prepare = Callable[[MicroBatch], MicroBatch]
 
 
 class MicroBatchRunner:
-    """One way to run passes; `parallel.pipeline.Pipeline` is the other."""
+    """The runner without pipeline stages; `parallel.pipeline.Pipeline` is the other."""
 
     def __init__(self, module: nn.Module, prepare: Prepare, *, keeps_weights: bool) -> None:
         self.module = module
         self.prepare = prepare
-        self.keeps_weights = keeps_weights  # FSDP that gathers once a step and not once a pass
+        self.keeps_weights = keeps_weights  # FSDP all-gathers once per step, not per micro-batch
 
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
-        """Add the gradients of `factor` times the summed loss; returns that sum, without the factor, in fp64."""
+        """Accumulate the gradients of `factor` times the summed loss; returns the unscaled sum in fp64."""
         total: Tensor | None = None
         for index, batch in enumerate(batches):
             with self._accumulating(last=index == len(batches) - 1):
@@ -30,24 +30,24 @@ class MicroBatchRunner:
                 torch.autograd.backward(loss * factor)
             loss = loss.detach().double()
             total = loss if total is None else total + loss
-        assert total is not None, "a step has a pass"
+        assert total is not None, "a step has at least one micro-batch"
         return total
 
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """(summed loss, targets) without gradients, in fp64."""
+        """(summed loss, number of loss tokens) without gradients, in fp64."""
         sums = [torch.stack([one.double() for one in self.module(self.prepare(batch))]) for batch in batches]
         return torch.stack(sums).sum(0)
 
     def _accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Around one pass. DDP averages gradients in the last only, and so do replicas of a sharded model.
+        """Context of one micro-batch. DDP, and the replicas of a sharded model, all-reduce only in the last one.
 
-        Shards are reduced in every pass: no whole gradient is ever held, which is what FSDP was chosen for.
+        FSDP reduce-scatters in every micro-batch: holding unsharded gradients would give up the memory it saves.
         """
         if isinstance(self.module, DistributedDataParallel) and not last:
             return self.module.no_sync()
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_all_reduce(last)
             if self.keeps_weights:
-                # Freed at the end of the step at the latest: else the next would compute with weights of the last.
+                # Must be freed at the end of the step: the next step would otherwise use stale weights.
                 self.module.set_reshard_after_backward(last)
         return nullcontext()

@@ -1,4 +1,4 @@
-"""A model spread over ranks, as the loop sees it."""
+"""A parallelized model, as the training loop sees it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from shoal.parallel.precision import ComputeCopies, Precision
 
 
 class Runner(Protocol):
-    """Runs the passes of a step, or of an evaluation: `MicroBatchRunner` one by one, `Pipeline` through its stages."""
+    """Runs the micro-batches of a step or an evaluation: `MicroBatchRunner` one by one, `Pipeline` on a schedule."""
 
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor: ...
 
@@ -26,32 +26,32 @@ class Runner(Protocol):
 
 @dataclass
 class ParallelModel:
-    """What `parallelize` makes of a model."""
+    """The result of `parallelize`."""
 
-    modules: list[nn.Module]  # what was wrapped: one, or the stages of a pipeline that are here
+    modules: list[nn.Module]  # the wrapped module, or this rank's pipeline stages
     runner: Runner
     parallel_dims: ParallelDims
-    anatomy: Anatomy  # of the whole model
+    anatomy: Anatomy  # of the complete model
     precision: Precision
     placement: Placement
-    parameters: dict[str, nn.Parameter]  # the weights that are here, by their Hugging Face names
-    buffers: dict[str, Tensor]  # what is kept with them and not trained
+    parameters: dict[str, nn.Parameter]  # this rank's weights, by their Hugging Face names
+    buffers: dict[str, Tensor]  # persistent buffers
     gradients: Gradients
     copies: list[ComputeCopies]
-    sequence_length: int | None  # all rows are padded to this; None: to the longest of a pass
-    sequence_multiple: int  # … rounded up to a multiple of this
-    notes: list[str]  # for the user: what is not done as was asked for
+    sequence_length: int | None  # sequences are padded to this; None: to the longest of a micro-batch
+    sequence_multiple: int  # the padded length is a multiple of this
+    notes: list[str]  # for the user: options that have no effect or only a partial one
 
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
-        """Gradients of `factor` times the mean over ranks of the summed loss. Returns this rank's sum, in fp64: ranks
-        that have what another reports return zero, so that the sum over all ranks counts every target once."""
+        """Gradients of `factor` times the mean over ranks of the summed loss. Returns this rank's sum in fp64; ranks
+        with a duplicate of another rank's loss return zero, so that the sum over ranks counts every loss token once."""
         total = self.runner.backward(batches, factor)
         self.gradients.finish()
         return total if self.parallel_dims.reports_loss else torch.zeros_like(total)
 
     @torch.no_grad()
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """(summed loss, targets) of batches, without training on them; the sum over all ranks counts each once."""
+        """(summed loss, number of loss tokens) without gradients; the sum over all ranks counts each token once."""
         for module in self.modules:
             module.eval()
         sums = self.runner.measure(batches)
@@ -61,24 +61,24 @@ class ParallelModel:
 
     @property
     def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of the model."""
+        """The tensors of the model that a checkpoint contains."""
         return {**self.parameters, **self.buffers}
 
     @property
     def low_precision(self) -> dict[Tensor, Tensor]:
-        """The copies that are computed with, by the weights that they are copies of."""
+        """The low-precision compute copies, by their master weights."""
         return {
             weight: copy for copies in self.copies for weight, copy in zip(copies.weights, copies.copies, strict=True)
         }
 
-    def forget_gathered(self) -> None:
-        """Before weights are loaded: what FSDP has gathered for the next forward pass are the old ones."""
+    def reshard(self) -> None:
+        """Before weights are loaded: free the old ones that FSDP may have gathered for the next forward pass."""
         for module in self.modules:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
 
     def weights_changed(self) -> None:
-        """After an optimizer step, or after weights were loaded."""
+        """Refresh the compute copies, after an optimizer step or after weights were loaded."""
         for copies in self.copies:
             copies.refresh()

@@ -1,7 +1,7 @@
-"""Give one module of a model another behaviour, without touching its class, its name or its parameters.
+"""Override methods of one module instance without changing its class, name or parameters.
 
-It becomes an instance of a subclass, as FSDP2 does it too. A function put on the instance would work as well, but the
-compiler would see another one in each block, and compile each block anew.
+The instance's class is replaced with a subclass, as FSDP2 does. Assigning a function to the instance would also work,
+but the compiler would see a different function in each block and recompile every block.
 """
 
 from functools import cache
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def patch(module: nn.Module, behaviour: type, **attributes: object) -> None:
-    """`behaviour` is a class whose methods come before the module's own; `attributes` are what they use."""
+    """`behaviour` is a mixin whose methods override the module's; `attributes` are set on the module for them."""
     module.__class__ = _subclass(type(module), behaviour)  # type: ignore[arg-type]
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -18,5 +18,5 @@ def patch(module: nn.Module, behaviour: type, **attributes: object) -> None:
 
 @cache
 def _subclass(kind: type, behaviour: type) -> type:
-    # Under the old name: transformers looks at names when it initialises weights.
+    # Keeps the class name: transformers initializes weights by it.
     return type(kind.__name__, (behaviour, kind), {"__module__": kind.__module__})

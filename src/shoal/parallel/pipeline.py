@@ -1,4 +1,4 @@
-"""Running the passes of a step through a pipeline: the passes are its micro-batches."""
+"""Run the micro-batches of a step through a pipeline schedule."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 class Stage(nn.Module):
-    """Tokens, or what the stage before made of them → hidden states, or the loss."""
+    """From token ids, or the previous stage's hidden states, to hidden states, or the loss."""
 
     def __init__(self, inner: LanguageModel, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -45,18 +45,18 @@ class Stage(nn.Module):
     ) -> Tensor:
         batch = MicroBatch(given, labels, positions, documents, mask)
         name = "input_ids" if self.is_first else "inputs_embeds"
-        hidden = self.inner.hidden({name: given, **self.inner.surroundings(batch)})
-        # What leaves a stage must own its memory: zero-bubble schedules detach it in place.
+        hidden = self.inner.hidden({name: given, **self.inner.model_kwargs(batch)})
+        # The output of a stage must own its memory: zero-bubble schedules detach it in place.
         if self.is_last:
-            return torch.stack([self.inner.end(hidden, labels)])
+            return torch.stack([self.inner.head_and_loss(hidden, labels)])
         if hidden._is_view():
-            # GPT-2 folds what it returns to the shape of its tokens, of which a tensor-parallel rank has a part.
+            # GPT-2 reshapes its output by the shape of its input, which with sequence parallelism is a shard.
             hidden = hidden.reshape(given.shape[0], -1, hidden.shape[-1]).clone()
         return hidden
 
 
 class Pipeline:
-    """The other way to run passes: `parallel.micro_batches.MicroBatchRunner` is the one without stages."""
+    """The runner for pipeline stages; `parallel.micro_batches.MicroBatchRunner` is the one without."""
 
     def __init__(
         self,
@@ -72,36 +72,36 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`stages` are (number, module) of those on this rank; `tokens` and `hidden` the shapes of a pass's tensors."""
+        """`stages`: (index, module) of this rank's stages. `tokens`, `hidden`: shapes of a micro-batch's tensors."""
         self.prepare = prepare
         self.grad_accum_steps = grad_accum_steps
-        self.has_last = any(number == count - 1 for number, _ in stages)
+        self.has_last = any(index == count - 1 for index, _ in stages)
         self.device = device
         self._factor: Tensor | float = 1.0
         self._total = torch.zeros((), dtype=torch.float64, device=device)
-        # Given as examples, so that stages need not find out by a first pass what they exchange: this and its gradient.
+        # Example tensors, so that stages need no first forward pass to infer what they send and receive.
         between = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
         made = [
             PipelineStage(
                 module,
-                number,
+                index,
                 count,
                 device,
-                input_args=torch.empty(tokens, dtype=torch.int64, device="meta") if number == 0 else between,
-                output_args=torch.empty(1, device="meta", requires_grad=True) if number == count - 1 else between,
+                input_args=torch.empty(tokens, dtype=torch.int64, device="meta") if index == 0 else between,
+                output_args=torch.empty(1, device="meta", requires_grad=True) if index == count - 1 else between,
                 group=group,
             )
-            for number, module in stages
+            for index, module in stages
         ]
-        self.first = any(number == 0 for number, _ in stages)
+        self.first = any(index == 0 for index, _ in stages)
         kind = SCHEDULES[schedule]
         if schedule == "1f1b" and grad_accum_steps < count:
-            kind = ScheduleGPipe  # with so few passes they are the same, but Schedule1F1B refuses them
+            kind = ScheduleGPipe  # equivalent with so few micro-batches, which Schedule1F1B rejects
         self._schedule = kind(
             made[0] if schedule == "1f1b" else made,
             grad_accum_steps,
             loss_fn=self._take_loss,
-            scale_grads=False,  # ours is a sum, already divided by the number of targets of the whole step
+            scale_grads=False,  # `factor` already divides by the loss tokens of the step
         )
 
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
@@ -110,27 +110,28 @@ class Pipeline:
         return self._run(self._schedule.step, [self.prepare(batch) for batch in batches])
 
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """As `MicroBatchRunner.measure`, for any number of batches: the last round is filled up, and what fills it not counted."""
+        """As `MicroBatchRunner.measure`, for any number of batches: the last run of the schedule is padded with batches
+        without loss tokens."""
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         loss_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
         for start in range(0, len(batches), self.grad_accum_steps):
             part = [self.prepare(batch) for batch in batches[start : start + self.grad_accum_steps]]
             if self.has_last:
                 loss_tokens += sum((batch.labels != IGNORED).sum() for batch in part)
-            blank = [_without_loss_tokens(part[0])] * (self.grad_accum_steps - len(part))
-            loss += self._run(self._schedule.eval, part + blank)
+            padding = [_without_loss_tokens(part[0])] * (self.grad_accum_steps - len(part))
+            loss += self._run(self._schedule.eval, part + padding)
         return torch.stack([loss, loss_tokens])
 
     def _run(self, run: Any, prepared: Sequence[MicroBatch]) -> Tensor:
         self._total = torch.zeros_like(self._total)
-        # The schedule cuts them apart again, along the rows.
+        # The schedule splits them again along the batch dimension.
         inputs, labels = (torch.cat([getattr(one, name) for one in prepared]) for name in ("inputs", "labels"))
-        beside = {
+        kwargs = {
             name: torch.cat([getattr(one, name) for one in prepared])
             for name in ("labels", "positions", "documents", "mask")
             if getattr(prepared[0], name) is not None
         }
-        run(*([inputs] if self.first else []), target=labels if self.has_last else None, losses=[], **beside)
+        run(*([inputs] if self.first else []), target=labels if self.has_last else None, losses=[], **kwargs)
         return self._total
 
     def _take_loss(self, loss: Tensor, _: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""What tensor and pipeline parallelism must know of a family: which matrices are cut which way, and what comes first.
+"""The tensor and pipeline parallel plan of each model family: which matrices are column-parallel and row-parallel.
 
-The rest they learn from `models.anatomy`. A family that is not in the table can be trained with every other strategy.
+Everything else is read from `models.anatomy`. A family without a plan can be trained with every other strategy.
 """
 
 from dataclasses import dataclass, field
@@ -11,14 +11,16 @@ from shoal.mistakes import UserMistake
 
 @dataclass(frozen=True)
 class Plan:
-    """Names are relative to a block; those of `positions` and `entry` to the backbone."""
+    """Module names relative to a block; those in `positions` and `entry` relative to the backbone."""
 
-    norms: tuple[str, ...]  # what stands before attention and before the MLP
-    column: tuple[str, ...]  # cut along their outputs: heads, or the MLP's inner width
-    row: tuple[str, ...]  # cut along their inputs
-    fused: dict[str, int] = field(default_factory=dict)  # columns that are so many matrices side by side
-    positions: str | None = None  # a learned embedding of positions, added to that of tokens
-    entry: tuple[str, ...] = ()  # what is done to embeddings before the first block
+    norms: tuple[str, ...]  # the norms before attention and before the MLP
+    column: tuple[str, ...]  # split along their outputs: heads or intermediate size
+    row: tuple[str, ...]  # split along their inputs
+    fused: dict[str, int] = field(
+        default_factory=dict
+    )  # column-parallel matrices that are this many matrices, concatenated
+    positions: str | None = None  # a learned position embedding
+    entry: tuple[str, ...] = ()  # applied to the embeddings before the first block
 
 
 LLAMA = Plan(
@@ -26,7 +28,7 @@ LLAMA = Plan(
     column=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
     row=("self_attn.o_proj", "mlp.down_proj"),
 )
-# The fused matrix of NeoX holds q, k and v head by head, so that a cut between heads is one span.
+# The fused matrix of NeoX holds q, k and v head by head, so that the shard of a rank is one span.
 NEOX = Plan(
     norms=("input_layernorm", "post_attention_layernorm"),
     column=("attention.query_key_value", "mlp.dense_h_to_4h"),
@@ -45,11 +47,11 @@ PLANS = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "gpt_
 
 
 def find_plan(model: Any, key: str) -> Plan:
-    """The plan for `model`, or a sentence that says which families `key` (parallel.tp, …) is built for."""
+    """The plan for `model`. Raises a UserMistake that lists the families which `key` (parallel.tp, …) supports."""
     plan = PLANS.get(model.config.model_type)
     if plan is None:
         raise UserMistake(
-            f"{key} is built for {', '.join(PLANS)}, and this model is {model.config.model_type}; "
+            f"{key} supports {', '.join(PLANS)}, and this model is {model.config.model_type}; "
             f"use {key} 1 and parallel.strategy fsdp, which shards any model."
         )
     return plan

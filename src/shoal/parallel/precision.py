@@ -1,12 +1,12 @@
-"""What a precision's name means, and the low-precision copies of the weights that mixed precision computes with.
+"""The dtypes of each `train.precision`, and the low-precision compute copies of mixed precision.
 
-`bf16-mixed` is one thing whatever the strategy. fp32 weights are what is trained. Matrices are multiplied as bf16
-copies, and their gradients leave the backward pass in bf16 and become fp32 before they are added or reduced: FSDP2 does
-this by its own policy; where there is no FSDP, `ComputeCopies` does the same sums in the same order. Vectors, which are
-norms and biases, have no copies: a norm's weight is near one, where numbers of bf16 are further apart than many steps
-move it. (A bias is rounded when a matrix adds it.) What goes from block to block is fp32 too, so that small additions
-to it are not lost. All this is as autocast has it, but for matrices, which are rounded once a step and not whenever
-they are used.
+`bf16-mixed` means the same under every strategy. The optimizer updates fp32 master weights. Matmuls use bf16 copies of
+the matrices; their gradients leave the backward pass in bf16 and are cast to fp32 before they are accumulated or
+reduced. FSDP2 does this with its mixed precision policy; without FSDP, `ComputeCopies` does the same sums in the same
+order. Vectors (norms and biases) have no copies: a norm's weight is close to one, where the spacing of bf16 values is
+larger than many optimizer updates. (A bias is cast where a matmul adds it.) The residual stream is fp32 too, so that
+small updates to it are not lost. This matches autocast, except that matrices are cast once per step and not at every
+use.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    """dtypes of a run: of the weights that are trained, of the compute, of gradients while they are reduced."""
+    """The dtypes of a run: of the master weights, of the compute, and of gradient reduction."""
 
     weights: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
-    scaled: bool  # fp16 gradients underflow unless the loss is scaled
+    scaled: bool  # fp16 gradients underflow without loss scaling
 
     @property
     def mixed(self) -> bool:
@@ -40,11 +40,11 @@ class Precision:
 
     @property
     def stream(self) -> torch.dtype:
-        """Of what goes from block to block."""
+        """The dtype of the residual stream."""
         return self.weights
 
-    def is_rounded(self, parameter: Tensor) -> bool:
-        """Whether a copy of `parameter` is computed with."""
+    def has_compute_copy(self, parameter: Tensor) -> bool:
+        """Whether matmuls use a low-precision copy of `parameter`."""
         return self.mixed and parameter.dim() >= 2
 
 
@@ -53,13 +53,13 @@ def read_precision(name: str, reduce_dtype: str) -> Precision:
         return Precision(torch.float32, torch.float32, torch.float32, scaled=False)
     if name == "bf16-true":
         return Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16, scaled=False)
-    # fp8 is bf16-mixed but for the products inside blocks: see parallel.float8.
+    # fp8 is bf16-mixed with float8 matmuls inside blocks: see parallel.float8.
     compute = {"bf16-mixed": torch.bfloat16, "fp8": torch.bfloat16, "16-mixed": torch.float16}[name]
     return Precision(torch.float32, compute, DTYPES[reduce_dtype], scaled=name == "16-mixed")
 
 
 class _ThroughCopy(torch.autograd.Function):
-    """Forward: the copy. Backward: the copy's gradient, in the dtype of the weight's, goes to the weight."""
+    """Forward: the copy. Backward: the copy's gradient, cast to the weight's grad_dtype, goes to the weight."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
@@ -72,18 +72,19 @@ class _ThroughCopy(torch.autograd.Function):
 
 
 def cast_norm_outputs(model: Any, anatomy: Anatomy, compute: torch.dtype) -> None:
-    """Let norms that matrices read give what those compute with: else each matrix would round it anew, and keep it, and
-    tensor-parallel ranks exchange twice the bytes. In place; for families whose norms we know, and for the last."""
+    """Make norms that feed matmuls return `compute`. Otherwise each matmul would cast and save its own copy, and
+    tensor-parallel ranks would communicate twice the bytes. In place; for families with a plan, and for the final norm.
+    """
     plan = PLANS.get(model.config.model_type)
-    before_matrices = plan.norms if plan is not None else ()
-    norms = [block.get_submodule(name) for block in anatomy.block_modules(model) for name in before_matrices]
+    before_matmuls = plan.norms if plan is not None else ()
+    norms = [block.get_submodule(name) for block in anatomy.block_modules(model) for name in before_matmuls]
     if anatomy.final_norm is not None and anatomy.linear_head:
-        norms += [one for one in [model.get_submodule(anatomy.final_norm)] if one._parameters]  # or another stage's
+        norms += [one for one in [model.get_submodule(anatomy.final_norm)] if one._parameters]  # none: on another stage
     for norm in norms:
-        patch(norm, _Rounded, compute=compute)
+        patch(norm, _CastOutput, compute=compute)
 
 
-class _Rounded:
+class _CastOutput:
     compute: torch.dtype
 
     def forward(self, *inputs: Any, **named: Any) -> Tensor:
@@ -91,32 +92,32 @@ class _Rounded:
         return result.to(self.compute)
 
 
-class _TakesCopies:
-    """A module whose copies are put in place when it is called. Outside of what is compiled."""
+class _InstallsCopies:
+    """A module that installs its unit's copies when it is called, outside of the compiled graph."""
 
-    take_copies: Callable[[], None]
+    install_copies: Callable[[], None]
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        self.take_copies()
+        self.install_copies()
         return super().__call__(*inputs, **named)  # type: ignore[misc]
 
 
 class ComputeCopies(nn.Module):
-    """Runs `inner` with low-precision copies of its matrices, made once a step by `refresh`.
+    """Runs `inner` with low-precision copies of its matrices, refreshed once per step by `refresh`.
 
-    Autograd goes back in the order in which it came, and hands a gradient on from the copy to the weight when it comes
-    to where the copy was put in place. That is when the first module of a unit is called, for the unit's parameters: a
-    block's gradients are whole, and on their way to other ranks, before the backward pass enters the block before it.
+    The backward pass visits nodes in reverse order, and passes a gradient from a copy to its weight at the point where
+    the copy was installed. For the parameters of a unit that is the call of the unit's first module: a block's
+    gradients are complete, and DDP starts to reduce them, before the backward pass enters the previous block.
     """
 
     def __init__(self, inner: nn.Module, precision: Precision, units: Sequence[Sequence[nn.Module]] = ()) -> None:
         super().__init__()
         slots = parameter_slots(inner)
         self.inner = inner
-        # Registered here too: after the first forward the copies stand in the places of `inner`.
+        # Registered here too: after the first forward pass the slots of `inner` hold the copies.
         self.everything = nn.ParameterList(slots)
-        self.weights = [weight for weight in slots if precision.is_rounded(weight)]
-        self.places = [slots[weight] for weight in self.weights]
+        self.weights = [weight for weight in slots if precision.has_compute_copy(weight)]
+        self.slots = [slots[weight] for weight in self.weights]
         self.copies = [torch.empty_like(weight, dtype=precision.compute) for weight in self.weights]
         self.refresh()
         unit_of: dict[nn.Module, nn.Module | None] = {}
@@ -124,41 +125,41 @@ class ComputeCopies(nn.Module):
             for inside in (one for root in unit for one in root.modules()):
                 unit_of[inside] = unit[0] if unit_of.get(inside, unit[0]) is unit[0] else None
         parts: dict[nn.Module | None, list[int]] = {}
-        for number, places in enumerate(self.places):
-            first = {unit_of.get(owner) for owner, _ in places}
-            # One that several units share is there from the start, as are those of none.
-            parts.setdefault(first.pop() if len(first) == 1 else None, []).append(number)
-        self.from_the_start = parts.pop(None, [])
-        for module, numbers in parts.items():
+        for index, held_by in enumerate(self.slots):
+            first = {unit_of.get(owner) for owner, _ in held_by}
+            # Copies shared by several units, or in none, are installed before the forward pass.
+            parts.setdefault(first.pop() if len(first) == 1 else None, []).append(index)
+        self.outside_units = parts.pop(None, [])
+        for module, indices in parts.items():
             assert module is not None
-            patch(module, _TakesCopies, take_copies=partial(self._take, numbers))
+            patch(module, _InstallsCopies, install_copies=partial(self._install, indices))
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """After a step or a load: round the weights into the copies."""
+        """Cast the master weights into the copies, after an optimizer step or a load."""
         torch._foreach_copy_(self.copies, [weight.detach() for weight in self.weights])
 
-    def keep_small_gradients(self) -> None:
-        """Keep gradients as they leave the backward pass. Nothing is lost where none is added to them, and whoever
-        reads them computes in fp32: a gradient as wide as its weight would be the same numbers in twice the memory."""
+    def keep_low_precision_gradients(self) -> None:
+        """Keep gradients in the dtype in which they leave the backward pass. Without gradient accumulation nothing is
+        lost: the optimizer computes in fp32, and fp32 gradients would hold the same values in twice the memory."""
         for weight, copy in zip(self.weights, self.copies, strict=True):
             if weight.requires_grad:
                 weight.grad_dtype = copy.dtype
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The weights that are trained, also while copies stand in their places."""
+        """The master weights, also while the slots of `inner` hold copies."""
         return iter(self.everything)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        self._take(self.from_the_start)
+        self._install(self.outside_units)
         return self.inner(*inputs, **named)
 
-    def _take(self, numbers: list[int]) -> None:
-        """Put copies in place. There they stay: recomputation in the backward pass needs them."""
-        for number in numbers:
-            weight, copy = self.weights[number], self.copies[number]
+    def _install(self, indices: list[int]) -> None:
+        """Put copies into the slots of `inner`. They stay there: recomputation in the backward pass needs them."""
+        for index in indices:
+            weight, copy = self.weights[index], self.copies[index]
             routed: Any = copy
             if weight.requires_grad:
                 routed = _ThroughCopy.apply(weight, copy)  # type: ignore[no-untyped-call]
-            for module, name in self.places[number]:
+            for module, name in self.slots[index]:
                 module._parameters[name] = routed

@@ -1,4 +1,4 @@
-"""This process among its peers: which rank it is, on which device, and the few things all ranks decide together."""
+"""This process's rank and device, and small collectives on the host."""
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is. One process alone has no process group, and every method is then free."""
+    """Rank, world size and device. A single process has no process group, and every method is then a no-op."""
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
-    group: dist.ProcessGroup | None = None  # None: the one that all ranks joined
+    group: dist.ProcessGroup | None = None  # None: the default group
 
     @property
     def first(self) -> bool:
@@ -23,11 +23,11 @@ class Ranks:
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            # An all-reduce on the host: NCCL's barrier would make the host wait for the device as well.
+            # An all-reduce on the host: NCCL's barrier would also synchronize the host with the device.
             dist.all_reduce(torch.zeros(1), group=self.group)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place; the host does not wait."""
+        """Sum over all ranks, in place. Does not synchronize the host with the device."""
         if self.world_size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
@@ -43,20 +43,20 @@ class Ranks:
     def smallest(self, value: float) -> float:
         return -self.largest(-value)
 
-    def told(self, text: str) -> str:
+    def broadcast(self, text: str) -> str:
         """Rank 0's `text`, on every rank."""
         if self.world_size == 1:
             return text
         size = torch.tensor([len(text.encode()) if self.first else 0])
         dist.broadcast(size, 0, group=self.group)
-        letters = torch.tensor(list(text.encode() if self.first else bytes(int(size))), dtype=torch.uint8)
+        encoded = torch.tensor(list(text.encode() if self.first else bytes(int(size))), dtype=torch.uint8)
         if int(size):
-            dist.broadcast(letters, 0, group=self.group)
-        return bytes(letters.tolist()).decode()
+            dist.broadcast(encoded, 0, group=self.group)
+        return bytes(encoded.tolist()).decode()
 
-    def apart(self) -> "Ranks":
-        """The same ranks, meeting on the host in a group of their own: for a thread that must not come between the
-        collectives of training. Waiting there may take as long as a disk does."""
+    def separate_group(self) -> "Ranks":
+        """The same ranks with a Gloo group of their own, for a thread whose collectives must not interleave with those
+        of training. The timeout is long because ranks wait for each other's disks."""
         if self.world_size == 1:
             return self
         return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(days=1), group_desc="saves"))

@@ -1,4 +1,4 @@
-"""Activation recomputation: what is not kept for the backward pass is computed again there."""
+"""Activation checkpointing: activations that are not saved are recomputed in the backward pass."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shoal.config.schema import RecomputeConfig
 from shoal.parallel.patch import patch
 
-# Dear to compute and small to keep: attention in its various kernels, and results that came over the network.
-KEPT = {
+# Expensive to recompute and cheap to save: the outputs of attention kernels and of collectives.
+SAVED = {
     getattr(namespace, name).default
     for namespace, names in (
         (
@@ -31,52 +31,52 @@ KEPT = {
     for name in names
     if hasattr(namespace, name)
 }
-KEPT.add(torch.ops.higher_order.flex_attention)
-# Operations that multiply two matrices, and where among their arguments those are.
-MATRIX_PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1, torch.ops.aten._scaled_mm.default: 0}
+SAVED.add(torch.ops.higher_order.flex_attention)
+# Matmul operators, and the position of the first matrix among their arguments.
+MATMULS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1, torch.ops.aten._scaled_mm.default: 0}
 
 
 def recompute_blocks(blocks: list[nn.Module], how: str | RecomputeConfig) -> None:
-    """Make the blocks that `train.recompute` names forget their activations."""
-    if how in ("none", "cheap"):  # what is cheap is the compiler's to choose
+    """Apply activation checkpointing to the blocks that `train.recompute` selects."""
+    if how in ("none", "cheap"):  # `cheap` is a choice of the compiler
         return
     if isinstance(how, RecomputeConfig):
         blocks = blocks[:: how.every]
     for block in blocks:
-        patch(block, _PartlyRecomputed if how == "selective" else _Recomputed)
+        patch(block, _SelectivelyCheckpointed if how == "selective" else _Checkpointed)
 
 
-class _Recomputed:
-    """A block that keeps its inputs alone.
+class _Checkpointed:
+    """A block that saves its inputs only.
 
-    Inside the module's call, so that sharding's hooks stay outside, and gathered weights are there when the backward
-    pass computes again.
+    The checkpoint is inside the module's call and FSDP's hooks are outside, so that weights are already gathered when
+    the backward pass recomputes the block.
     """
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return checkpoint(super().forward, *inputs, use_reentrant=False, **named)  # type: ignore[misc]
 
 
-class _PartlyRecomputed:
-    """A block that also keeps what was dear to compute."""
+class _SelectivelyCheckpointed:
+    """A block that also saves what is expensive to recompute."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         inner = super().forward  # type: ignore[misc]
-        return checkpoint(inner, *inputs, use_reentrant=False, context_fn=_keep_some, **named)
+        return checkpoint(inner, *inputs, use_reentrant=False, context_fn=_selective_contexts, **named)
 
 
-def _keep_some() -> Any:
-    """Keep attention and matrix products, but of those that widen their input only every second.
+def _selective_contexts() -> Any:
+    """Save the outputs of attention and of matmuls, but only every second one of the matmuls that widen their input.
 
-    A byte kept saves as many operations as the input is wide, which is about the same for all of a block's products;
-    the ones that widen make most of the bytes. Counted anew in each pass over a block.
+    A saved byte avoids as many FLOPs as the matmul's input is wide, which is about the same for all matmuls of a block;
+    the widening ones have the largest outputs. The count restarts for each call of a block.
     """
-    widening = {False: 0, True: 0}  # the forward pass and its repetition meet the same operations in the same order
+    widening = {False: 0, True: 0}  # the recomputation runs the same operators in the same order
 
     def policy(context: Any, operation: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
-        if operation in KEPT:
+        if operation in SAVED:
             return CheckpointPolicy.MUST_SAVE
-        if (first := MATRIX_PRODUCTS.get(operation)) is None:
+        if (first := MATMULS.get(operation)) is None:
             return CheckpointPolicy.PREFER_RECOMPUTE
         left, right = arguments[first : first + 2]
         if right.shape[1] > left.shape[1]:

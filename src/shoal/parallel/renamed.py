@@ -1,4 +1,4 @@
-"""Collectives that torch 2.13 has renamed, warning of the old names: by the new name where there is one."""
+"""Collectives that torch 2.13 renames and whose old names it deprecates: the new name where it exists."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Data parallelism: gradients averaged over replicas (DDP), or everything sharded (FSDP2)."""
+"""Data parallelism: replicated (DDP) or sharded (FSDP2)."""
 
 from collections.abc import Callable
 from inspect import signature
@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.parallel.precision import DTYPES, Precision
 from shoal.parallel.units import Units
 
-SHARDED = ("fsdp", "zero2", "zero3")  # the strategies that FSDP2 carries out
-# PowerSGD sends two thin matrices of this rank instead of a gradient, after some steps that send it whole.
+SHARDED = ("fsdp", "zero2", "zero3")  # the strategies that FSDP2 implements
+# PowerSGD all-reduces two matrices of this rank instead of a gradient, after some steps without compression.
 POWER_RANK, POWER_START = 4, 10
-# Buffers are constants, the same everywhere. torch 2.13 renames the option that leaves them alone.
+# Buffers are constants and need no synchronization. torch 2.13 renames the option that disables it.
 BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -30,7 +30,7 @@ BUFFERS = next(
 def replicate(
     module: nn.Module, mesh: DeviceMesh, precision: Precision, device: torch.device, compress: str
 ) -> DistributedDataParallel:
-    """Average the gradients of `module`, which must already have its values, the same on all ranks of `mesh`."""
+    """Wrap `module` in DDP. It must be materialized, with the same values on all ranks of `mesh`."""
     group = mesh.get_group()
     wrapped = DistributedDataParallel(
         module,
@@ -46,18 +46,18 @@ def replicate(
         )
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif compress != "none":
-        wrapped.register_comm_hook(group, _rounded(DTYPES[compress]))
+        wrapped.register_comm_hook(group, _low_precision_all_reduce(DTYPES[compress]))
     elif precision.mixed and precision.reduce != torch.float32:
-        wrapped.register_comm_hook(group, _rounded(precision.reduce))
+        wrapped.register_comm_hook(group, _low_precision_all_reduce(precision.reduce))
     return wrapped
 
 
-def _rounded(dtype: torch.dtype) -> Callable[..., Any]:
-    """A hook that averages gradients in a smaller type. torch's own for bf16 works with NCCL alone."""
+def _low_precision_all_reduce(dtype: torch.dtype) -> Callable[..., Any]:
+    """A DDP communication hook that averages gradients in `dtype`. torch's bf16 hook requires NCCL."""
 
     def average(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        small = bucket.buffer().to(dtype).div_(group.size())
-        work = dist.all_reduce(small, group=group, async_op=True)
+        cast = bucket.buffer().to(dtype).div_(group.size())
+        work = dist.all_reduce(cast, group=group, async_op=True)
         assert work is not None
 
         def restore(done: torch.futures.Future[list[Tensor]]) -> Any:
@@ -79,35 +79,40 @@ def shard_fully(
     prefetch: int,
     offload: bool,
 ) -> None:
-    """Shard each unit, and what is left as the root's own group, over `mesh`. In place; works on meta."""
+    """Apply `fully_shard` to each unit and to the root, over `mesh`. In place; works on meta."""
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute if precision.mixed else None,
         reduce_dtype=precision.reduce if precision.mixed else None,
-        cast_forward_inputs=False,  # a block's inputs are in the type that they should be in
+        cast_forward_inputs=False,  # inputs already have the right dtype
     )
-    # Pinned memory is the accelerator's; without one there is nothing to pin it for.
-    place = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    # A unit is gathered in one type, and vectors are not rounded to that of matrices: they are left whole. They are a
-    # thousandth of a model or less, and their gradients are averaged together after a step's passes.
-    whole = {one for one in module.parameters() if precision.mixed and not precision.is_rounded(one)}
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": place, "ignored_params": whole}
+    # Pinning memory needs an accelerator.
+    offload_policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    # A unit is all-gathered in one dtype, and vectors stay in fp32: they are replicated. They are at most a thousandth
+    # of a model, and their gradients are all-reduced after the last micro-batch of a step.
+    replicated = {one for one in module.parameters() if precision.mixed and not precision.has_compute_copy(one)}
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "offload_policy": offload_policy,
+        "ignored_params": replicated,
+    }
     for unit in units.first:
         fully_shard(unit, reshard_after_forward=bool(reshard), **options)
         assert isinstance(unit, FSDPModule)
-        unit.set_unshard_in_backward(False)  # the gradient of what was looked up does not depend on the table
-    for unit in reversed(units.blocks):  # those inside others first
+        unit.set_unshard_in_backward(False)  # the gradient of a lookup does not depend on the embedding weight
+    for unit in reversed(units.blocks):  # nested units first
         fully_shard(unit, reshard_after_forward=reshard, **options)
-    # The backward pass begins where the forward pass ends: nothing would be gained by letting go in between.
+    # The backward pass begins with the last unit: freeing its weights in between would gain nothing.
     for unit in units.last:
         fully_shard(unit, reshard_after_forward=False, **options)
-    # The model has the head too, so the root would come upon it.
-    options["ignored_params"] = whole.union(*(unit.parameters() for unit in units.last))
+    # The head is also a submodule of the model, so the root would manage its weight a second time.
+    options["ignored_params"] = replicated.union(*(unit.parameters() for unit in units.last))
     fully_shard(module, reshard_after_forward=False, **options)
-    _gather_ahead([*units.first, *units.blocks, *units.last], prefetch)
+    _set_prefetch([*units.first, *units.blocks, *units.last], prefetch)
 
 
-def _gather_ahead(units: list[nn.Module], prefetch: int) -> None:
-    """Let each of `units` call for those after it in the forward pass, and for those before it in the backward pass."""
+def _set_prefetch(units: list[nn.Module], prefetch: int) -> None:
+    """Prefetch the next `prefetch` units in the forward pass, and the previous ones in the backward pass."""
     sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     if prefetch > 0:
         for index, one in enumerate(sharded):

@@ -1,9 +1,9 @@
-"""Tensor parallelism: each rank holds some heads, some of the MLP's width and some of the vocabulary.
+"""Tensor parallelism: each rank holds some heads, a shard of the MLP's intermediate size and a shard of the vocabulary.
 
-Between the matrices a rank holds its part of the sequence (sequence parallelism): after each norm the sequence is
-gathered, and what comes out of a row-cut matrix is summed and scattered again. Four exchanges a block and direction
-two by two: gathers and scatters. Everything that is not cut (norms, biases after a sum) sees a part of the tokens on
-each rank, so its gradient is partial and must be summed over the group at the end of a step.
+Between the matrices a rank holds a shard of the sequence (sequence parallelism): an all-gather follows each norm, and a
+reduce-scatter follows each row-parallel matmul. That is two all-gathers and two reduce-scatters per block in each
+direction. A replicated parameter (a norm, or a bias after a reduce-scatter) sees a shard of the tokens on each rank, so
+its gradient is partial and must be summed over the group at the end of a step.
 """
 
 from typing import Any
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.tensor_slices import Split
-from shoal.parallel.collectives import gather, own_part, reduce_scatter
+from shoal.parallel.collectives import all_gather, local_chunk, reduce_scatter
 from shoal.parallel.patch import patch
 from shoal.parallel.plans import Plan, find_plan
 
-SEQUENCE = 1  # activations are rows × sequence × hidden
+SEQUENCE = 1  # activations are [batch, sequence, hidden]
 
 
 def check_tensor_parallel(model: Any, degree: int) -> None:
-    """Raise a UserMistake unless `model` can be cut `degree` ways."""
+    """Raise a UserMistake unless `model` supports tensor parallelism of `degree`."""
     if degree == 1:
         return
     find_plan(model, "parallel.tp")
@@ -33,40 +33,40 @@ def check_tensor_parallel(model: Any, degree: int) -> None:
     counts = {
         "attention heads": heads,
         "key and value heads": getattr(settings, "num_key_value_heads", None) or heads,
-        "MLP columns": _inner_width(model),
+        "MLP columns": _intermediate_size(model),
     }
     for what, count in counts.items():
         if count % degree:
             fitting = max(one for one in range(1, degree) if all(each % one == 0 for each in counts.values()))
             raise UserMistake(
-                f"parallel.tp {degree} does not divide the model's {count} {what}; the next smaller that does is "
-                f"{fitting}."
+                f"parallel.tp {degree} does not divide the model's {count} {what}; the next smaller degree "
+                f"that does is {fitting}."
             )
 
 
 def row_parallel_widths(model: Any, anatomy: Anatomy) -> dict[str, int]:
-    """The weights that would be cut along their last dimension, and the length of what is divided there."""
+    """The weights that would be split along their last dimension, and the size of that dimension."""
     plan = find_plan(model, "parallel.tp")
     found = {}
     for name in anatomy.blocks:
         for matrix in (*plan.column, *plan.row):
             linear: Any = model.get_submodule(f"{name}.{matrix}")
-            if (matrix in plan.row) == isinstance(linear, nn.Linear):  # Conv1D holds its matrix the other way round
+            if (matrix in plan.row) == isinstance(linear, nn.Linear):  # Conv1D stores its weight transposed
                 found[f"{name}.{matrix}.weight"] = linear.weight.shape[1] // plan.fused.get(matrix, 1)
     return found
 
 
 def split_tensors(model: Any, anatomy: Anatomy, group: dist.ProcessGroup) -> dict[str, Split]:
-    """Cut `model`, which is on meta, in place; returns how each parameter that was cut lies in the whole."""
+    """Split `model`, which is on meta, in place; returns the split of each parameter that is not replicated."""
     plan = find_plan(model, "parallel.tp")
     splits: dict[str, Split] = {}
     for name in anatomy.blocks:
         _split_block(model.get_submodule(name), name, plan, group, splits)
-    _split_ends(model, anatomy, plan, group, splits)
+    _split_embedding_and_head(model, anatomy, plan, group, splits)
     return splits
 
 
-def _inner_width(model: Any) -> int:
+def _intermediate_size(model: Any) -> int:
     settings = model.config.get_text_config()
     width: int = getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size
     return width
@@ -75,50 +75,52 @@ def _inner_width(model: Any) -> int:
 def _split_block(block: nn.Module, name: str, plan: Plan, group: dist.ProcessGroup, splits: dict[str, Split]) -> None:
     for column in plan.column:
         linear: Any = block.get_submodule(column)
-        dimension = 0 if isinstance(linear, nn.Linear) else 1  # Conv1D holds its matrix the other way round
+        dimension = 0 if isinstance(linear, nn.Linear) else 1  # Conv1D stores its weight transposed
         fused = plan.fused.get(column, 1)
         for key, at in (("weight", dimension), ("bias", 0)):
-            _cut(linear, key, f"{name}.{column}", at, fused, group, splits)
+            _split_parameter(linear, key, f"{name}.{column}", at, fused, group, splits)
         if not isinstance(linear, nn.Linear):
             linear.nf = linear.weight.shape[1]
-            if fused > 1:  # GPT-2's attention cuts its fused result into pieces of a size it remembers
+            if fused > 1:  # GPT-2's attention splits the fused q, k and v by a stored size
                 attention: Any = block.get_submodule(column.rsplit(".", 1)[0])
                 attention.split_size = linear.nf // fused
     for row in plan.row:
         linear = block.get_submodule(row)
         is_linear = isinstance(linear, nn.Linear)
-        _cut(linear, "weight", f"{name}.{row}", 1 if is_linear else 0, 1, group, splits)
+        _split_parameter(linear, "weight", f"{name}.{row}", 1 if is_linear else 0, 1, group, splits)
         patch(linear, RowParallel, tensor_group=group, transposed=not is_linear)
     for norm in plan.norms:
-        patch(block.get_submodule(norm), _GatheredAfter, tensor_group=group)
+        patch(block.get_submodule(norm), _GatherOutput, tensor_group=group)
 
 
-def _split_ends(model: Any, anatomy: Anatomy, plan: Plan, group: dist.ProcessGroup, splits: dict[str, Split]) -> None:
-    """Embedding and head by vocabulary, tied or not; final norm and learned positions by sequence.
+def _split_embedding_and_head(
+    model: Any, anatomy: Anatomy, plan: Plan, group: dist.ProcessGroup, splits: dict[str, Split]
+) -> None:
+    """Embedding and head by vocabulary, tied or not; final norm and position embedding by sequence.
 
-    A stage of a pipeline has some of these only.
+    A pipeline stage has only some of these.
     """
     embedding, head = model.get_submodule(anatomy.embedding), model.get_submodule(anatomy.head)
     if "weight" in embedding._parameters:
-        _cut(embedding, "weight", anatomy.embedding, 0, 1, group, splits)
+        _split_parameter(embedding, "weight", anatomy.embedding, 0, 1, group, splits)
         ((start, _),) = splits[f"{anatomy.embedding}.weight"].spans
         patch(embedding, _VocabularyParallel, tensor_group=group, first_token=start)
     if "weight" in head._parameters:
         if anatomy.tied:
             head.weight = embedding.weight
         else:
-            _cut(head, "weight", anatomy.head, 0, 1, group, splits)
+            _split_parameter(head, "weight", anatomy.head, 0, 1, group, splits)
     assert anatomy.final_norm is not None, "every family that has a plan has a final norm"
     final_norm = model.get_submodule(anatomy.final_norm)
     if final_norm._parameters:
-        patch(final_norm, _GatheredAfter, tensor_group=group)
+        patch(final_norm, _GatherOutput, tensor_group=group)
     if plan.positions is not None:
         positions = model.get_submodule(anatomy.backbone).get_submodule(plan.positions)
         if positions._parameters:
-            patch(positions, _OwnPart, tensor_group=group)
+            patch(positions, _ShardOutput, tensor_group=group)
 
 
-def _cut(
+def _split_parameter(
     module: nn.Module,
     key: str,
     name: str,
@@ -127,11 +129,11 @@ def _cut(
     group: dist.ProcessGroup,
     splits: dict[str, Split],
 ) -> None:
-    """Replace a parameter by this rank's part. `fused` matrices side by side are each cut."""
+    """Replace a parameter with this rank's shard. `fused` concatenated matrices are each split."""
     whole = module._parameters.get(key)
     if whole is None:
         return
-    assert whole.is_meta, "models are cut before they have memory"
+    assert whole.is_meta, "models are split before they are materialized"
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     width = whole.shape[dimension] // fused
     start, end = width * rank // size, width * (rank + 1) // size
@@ -142,33 +144,33 @@ def _cut(
     splits[f"{name}.{key}"] = split
 
 
-class _GatheredAfter:
-    """A norm: of this rank's tokens; then everybody's."""
+class _GatherOutput:
+    """A norm of this rank's tokens, followed by an all-gather of the sequence."""
 
     tensor_group: dist.ProcessGroup
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return gather(super().forward(inputs), SEQUENCE, self.tensor_group)  # type: ignore[misc]
+        return all_gather(super().forward(inputs), SEQUENCE, self.tensor_group)  # type: ignore[misc]
 
 
 class RowParallel:
-    """A matrix cut along its inputs: each rank's share of the products, summed; the bias is added once, after that."""
+    """A linear layer split along its inputs: a partial matmul, a reduce-scatter, and then the bias."""
 
     tensor_group: dist.ProcessGroup
-    transposed: bool  # GPT-2's Conv1D holds its matrix the other way round
+    transposed: bool  # GPT-2's Conv1D stores its weight transposed
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        result = reduce_scatter(self.product(inputs), SEQUENCE, self.tensor_group)
+        result = reduce_scatter(self.matmul(inputs), SEQUENCE, self.tensor_group)
         return result if self.bias is None else result + self.bias
 
-    def product(self, inputs: Tensor) -> Tensor:
+    def matmul(self, inputs: Tensor) -> Tensor:
         return F.linear(inputs, self.weight.t() if self.transposed else self.weight)
 
 
 class _VocabularyParallel:
-    """An embedding: vectors of the tokens that this rank has, zero for the others; summed, each keeps its part."""
+    """An embedding split by vocabulary: zero for the tokens of other ranks, followed by a reduce-scatter."""
 
     tensor_group: dist.ProcessGroup
     first_token: int
@@ -178,17 +180,17 @@ class _VocabularyParallel:
     def forward(self, tokens: Tensor) -> Tensor:
         local, size = tokens - self.first_token, self.weight.shape[0]
         here = (local >= 0) & (local < size)
-        padding = None  # a token whose vector does not learn
+        padding = None  # a token whose embedding is not trained
         if self.padding_idx is not None and 0 <= self.padding_idx - self.first_token < size:
             padding = self.padding_idx - self.first_token
         found = F.embedding(local * here, self.weight, padding) * here.unsqueeze(-1)
         return reduce_scatter(found, SEQUENCE, self.tensor_group)
 
 
-class _OwnPart:
-    """An embedding of positions, which every rank has whole: of its own part of the sequence."""
+class _ShardOutput:
+    """A replicated position embedding, of this rank's shard of the sequence."""
 
     tensor_group: dist.ProcessGroup
 
     def forward(self, positions: Tensor) -> Tensor:
-        return own_part(super().forward(positions), SEQUENCE, self.tensor_group)  # type: ignore[misc]
+        return local_chunk(super().forward(positions), SEQUENCE, self.tensor_group)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""What FSDP gathers and frees as one: each block and each end of the model, or what `parallel.wrap` says."""
+"""The units that FSDP shards and gathers: each block, the embedding and lm_head, or what `parallel.wrap` selects."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,28 +14,30 @@ from shoal.models.weights import parameter_slots
 
 @dataclass(frozen=True)
 class Units:
-    """In the order in which the forward pass enters them; what they leave over belongs to the root."""
+    """In the order of the forward pass; parameters in none of them belong to the root."""
 
-    first: list[nn.Module]  # the embedding, where it is a table and nothing else has that too
+    first: list[nn.Module]  # the embedding, if it is a plain nn.Embedding that is not tied
     blocks: list[nn.Module]
-    last: list[nn.Module]  # the head with the loss, likewise
+    last: list[nn.Module]  # the head with the loss, if it is not tied
 
 
 def choose_units(language: LanguageModel, wrap: str | WrapConfig, *, part: bool = False) -> Units:
-    """`wrap` is about what lies between the ends. A `part` of a model, a stage of a pipeline, need not have all that
-    it names."""
+    """`wrap` selects modules between the embedding and the head. A `part` of a model, a pipeline stage, need not have
+    every class it names."""
     model, anatomy = language.model, language.anatomy
     embedding, shared = model.get_submodule(anatomy.embedding), _shared(model)
-    # One with a norm inside, say, would need that norm's weight in the backward pass too.
+    # An embedding that contains a norm would need the norm's weight in the backward pass too.
     is_table = isinstance(embedding, nn.Embedding) and len(list(embedding.parameters())) == 1
-    first: list[nn.Module] = [embedding] if is_table and _is_whole(embedding, shared) else []
-    last: list[nn.Module] = [language.end] if anatomy.linear_head and _is_whole(language.end.head, shared) else []
+    first: list[nn.Module] = [embedding] if is_table and _owns_all(embedding, shared) else []
+    last: list[nn.Module] = (
+        [language.head_and_loss] if anatomy.linear_head and _owns_all(language.head_and_loss.head, shared) else []
+    )
     blocks = [one for one in choose_blocks(model, anatomy, wrap, part=part) if one not in first]
     return Units(first, blocks, last)
 
 
 def choose_blocks(model: Any, anatomy: Anatomy, wrap: str | WrapConfig, *, part: bool = False) -> list[nn.Module]:
-    """What `wrap` says, or a UserMistake where it cannot be."""
+    """The modules that `wrap` selects. Raises a UserMistake if there are none."""
     if not isinstance(wrap, WrapConfig):
         instead = "set parallel.wrap to {min_params: 10_000_000} or to {classes: [NAME]}, which need none"
         require_blocks(anatomy, model, "parallel.wrap auto", instead)
@@ -53,8 +55,8 @@ def choose_blocks(model: Any, anatomy: Anatomy, wrap: str | WrapConfig, *, part:
         chosen = {module for module in allowed if type(module).__name__ in wrap.classes}
         if not chosen and not part:
             raise UserMistake(
-                f"parallel.wrap: {', '.join(wrap.classes)} cannot be wrapped: the head is gathered for itself anyway, "
-                "and modules that share weights with others stay with the root."
+                f"parallel.wrap: {', '.join(wrap.classes)} cannot be wrapped: the lm_head is a unit of its own anyway, "
+                "and modules that share weights with others belong to the root."
             )
     return [module for module in model.modules() if module in chosen]
 
@@ -62,28 +64,28 @@ def choose_blocks(model: Any, anatomy: Anatomy, wrap: str | WrapConfig, *, part:
 def _wrappable(model: Any, anatomy: Anatomy) -> set[nn.Module]:
     """Modules of the backbone with parameters of their own."""
     shared, backbone = _shared(model), model.get_submodule(anatomy.backbone)
-    return {one for one in backbone.modules() if not isinstance(one, nn.ModuleList) and _is_whole(one, shared)}
+    return {one for one in backbone.modules() if not isinstance(one, nn.ModuleList) and _owns_all(one, shared)}
 
 
 def _shared(model: Any) -> list[list[nn.Module]]:
-    """Of each parameter that several modules have, those modules."""
-    return [[owner for owner, _ in places] for places in parameter_slots(model).values() if len(places) > 1]
+    """The owners of each parameter that several modules share."""
+    return [[owner for owner, _ in slots] for slots in parameter_slots(model).values() if len(slots) > 1]
 
 
-def _is_whole(module: nn.Module, shared: list[list[nn.Module]]) -> bool:
-    """Whether it has parameters, and none that a module outside has too: a tied weight must stay one."""
+def _owns_all(module: nn.Module, shared: list[list[nn.Module]]) -> bool:
+    """Whether `module` has parameters and shares none with a module outside: a tied weight must stay one tensor."""
     inside = set(module.modules())
-    torn = any(0 < sum(owner in inside for owner in owners) < len(owners) for owners in shared)
-    return not torn and any(True for _ in module.parameters())
+    shares = any(0 < sum(owner in inside for owner in owners) < len(owners) for owners in shared)
+    return not shares and any(True for _ in module.parameters())
 
 
 def _by_size(root: nn.Module, least: int, allowed: set[nn.Module]) -> set[nn.Module]:
-    """From the leaves up: a module is a unit when what its own units leave over has `least` parameters."""
+    """Bottom-up: a module is a unit if it has at least `least` parameters outside of the units inside it."""
     chosen: set[nn.Module] = set()
     seen: set[nn.Parameter] = set()
 
-    def left_over(module: nn.Module) -> int:
-        count = sum(left_over(child) for child in module.children())
+    def remaining(module: nn.Module) -> int:
+        count = sum(remaining(child) for child in module.children())
         for parameter in module._parameters.values():
             if parameter is not None and parameter not in seen:
                 seen.add(parameter)
@@ -93,5 +95,5 @@ def _by_size(root: nn.Module, least: int, allowed: set[nn.Module]) -> set[nn.Mod
             return 0
         return count
 
-    left_over(root)
+    remaining(root)
     return chosen

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary is split over tensor-parallel ranks: no rank has a whole row of them."""
+"""Cross-entropy of logits that are split over tensor-parallel ranks along the vocabulary."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from shoal.models.loss import IGNORED
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's tokens, from `start` on. Called as `models.loss.Measure`."""
+    """This rank's shard of the vocabulary, which begins at `start`. Implements `models.loss.Measure`."""
 
     start: int
     group: dist.ProcessGroup
@@ -22,14 +22,14 @@ class VocabularyShard:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.group)
         local = labels - self.start
         here = (local >= 0) & (local < logits.shape[1])
-        place = torch.where(here, local, 0)[:, None]
-        target = torch.where(here, logits.gather(1, place).squeeze(1), 0.0)
-        shares = logits.sub_(highest[:, None]).exp_()
-        # Two sums in one exchange: of the exponentials, and of the target's logit, which one rank alone has.
-        sums = torch.stack([shares.sum(dim=-1), target])
+        index = torch.where(here, local, 0)[:, None]
+        label_logits = torch.where(here, logits.gather(1, index).squeeze(1), 0.0)
+        probabilities = logits.sub_(highest[:, None]).exp_()
+        # Two sums in one all-reduce: of the exponentials, and of the label's logit, which is on one rank only.
+        sums = torch.stack([probabilities.sum(dim=-1), label_logits])
         dist.all_reduce(sums, group=self.group)
         counted = labels != IGNORED
         loss = torch.where(counted, sums[0].log() + highest - sums[1], 0.0).sum()
-        shares.div_(sums[0][:, None])
-        shares.scatter_add_(1, place, -here.to(shares.dtype)[:, None])
-        return loss, shares.mul_(counted[:, None]).to(dtype)
+        probabilities.div_(sums[0][:, None])
+        probabilities.scatter_add_(1, index, -here.to(probabilities.dtype)[:, None])
+        return loss, probabilities.mul_(counted[:, None]).to(dtype)

@@ -1,1 +1,1 @@
-"""Arithmetic about a run before it starts. Imports no torch."""
+"""Forecasts memory and speed of a run before it starts. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What else could be done: other strategies on the same devices, limits of this one, and changes that would help."""
+"""Alternatives to a plan: other strategies on the same devices, limits of this one, and changes that save memory."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,31 +13,31 @@ from shoal.plan.machine import Machine
 from shoal.plan.systems import OURS, SystemTraits
 from shoal.plan.terms import GIB
 
-# Rows longer than this are worth cutting over devices.
+# From this sequence length on, context parallelism is offered.
 LONG = 32_768
-LONGEST = 1 << 22
-MOST_ROWS = 1 << 14
-MOST_DEVICES = 4096
-# Changes that are taken together when none helps alone.
-TOGETHER = 6
-# What a change touches, the least first: how the same is computed, in which numbers, what is trained, on how much.
-TOUCHES = ("how it runs", "its numbers", "what is trained", "the hardware")
+MAX_LENGTH = 1 << 22
+MAX_MICRO_BATCH = 1 << 14
+MAX_DEVICES = 4096
+# At most this many changes are combined when no single one is enough.
+MAX_COMBINED = 6
+# What a change affects, the least intrusive first.
+AFFECTS = ("execution", "numerics", "what is trained", "hardware")
 
 
 @dataclass(frozen=True)
 class Change:
-    """Keys to set, and what that does."""
+    """Config keys to set, and the effect."""
 
     settings: tuple[str, ...]  # key=value
-    touches: str  # one of TOUCHES
+    affects: str  # one of AFFECTS
     choice: Choice
     saves_gib: float
-    slower: float  # share of time for each token; below zero it is faster
+    slower: float  # relative change of the time per token; negative is faster
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "set": list(self.settings),
-            "touches": self.touches,
+            "affects": self.affects,
             "fits": self.choice.fits,
             "reserved_gib": round(self.choice.memory.reserved / GIB, 2),
             "saves_gib": round(self.saves_gib, 2),
@@ -47,7 +47,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Limits:
-    """How far the chosen way goes."""
+    """The largest run that the chosen configuration allows."""
 
     micro_batch: int | None
     length: int | None
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Question:
-    """A config, its model and the machine it is planned for."""
+    """A config, its model and the hardware it is planned for."""
 
     config: Config
     shape: ModelShape
@@ -67,7 +67,7 @@ class Question:
     traits: SystemTraits = field(default=OURS)
 
     def answer(self, changes: dict[str, Any] | None = None) -> Choice | None:
-        """The choice with some keys changed; None where that cannot be."""
+        """The choice with some keys changed; None if the result is invalid."""
         try:
             config = changed(self.config, changes or {})
             machine = self.machine
@@ -81,14 +81,14 @@ class Question:
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:
-    """The config with dotted keys replaced; values are taken as they are."""
+    """The config with dotted keys replaced; values are not validated."""
     for dotted, value in changes.items():
         block, key = dotted.rsplit(".", 1)
         if "." in block:
             outer, inner = block.split(".")
             parent = getattr(config, outer)
-            within = getattr(parent, inner).model_copy(update={key: value})
-            config = config.model_copy(update={outer: parent.model_copy(update={inner: within})})
+            nested = getattr(parent, inner).model_copy(update={key: value})
+            config = config.model_copy(update={outer: parent.model_copy(update={inner: nested})})
         else:
             config = config.model_copy(update={block: getattr(config, block).model_copy(update={key: value})})
     return config
@@ -115,39 +115,39 @@ def _strategies(question: Question) -> Iterator[dict[str, Any]]:
         yield {**plain, "parallel.strategy": strategy}
     if machine.nodes > 1:
         yield {**plain, "parallel.strategy": "fsdp", "parallel.sharding": "hybrid_shard"}
-    cuts = [cut for cut in (2, 4, 8) if cut <= machine.devices and not shape.heads % cut and not shape.kv_heads % cut]
-    for cut in cuts[-1:] if len(cuts) < 2 else (cuts[0], cuts[-1]):
-        yield {**plain, "parallel.strategy": "fsdp", "parallel.tp": cut}
+    degrees = [tp for tp in (2, 4, 8) if tp <= machine.devices and not shape.heads % tp and not shape.kv_heads % tp]
+    for tp in degrees[-1:] if len(degrees) < 2 else (degrees[0], degrees[-1]):
+        yield {**plain, "parallel.strategy": "fsdp", "parallel.tp": tp}
     stages = [stages for stages in (2, 4, 8, machine.nodes) if 1 < stages <= min(world, shape.layers)]
     for pipeline in sorted({stages[0], machine.nodes} & set(stages)) if stages else ():
         yield {**plain, "parallel.strategy": "fsdp", "parallel.pp": pipeline}
-        if cuts and machine.nodes > 1 and cuts[-1] * pipeline <= world:
-            yield {**plain, "parallel.strategy": "fsdp", "parallel.tp": cuts[-1], "parallel.pp": pipeline}
+        if degrees and machine.nodes > 1 and degrees[-1] * pipeline <= world:
+            yield {**plain, "parallel.strategy": "fsdp", "parallel.tp": degrees[-1], "parallel.pp": pipeline}
     if config.data.max_length >= LONG:
         yield {**plain, "parallel.strategy": "fsdp", "parallel.cp": min(8, machine.devices)}
 
 
 def limits(choice: Choice, question: Question) -> Limits:
-    """The largest micro-batch, the longest rows at a micro-batch of one, and the fewest devices."""
+    """The largest micro-batch, the longest sequence at a micro-batch of one, and the fewest devices."""
     run, machine, config = choice.run, choice.machine, choice.config
     if machine.is_cpu:
         return Limits(None, None, None)
     unit = 64 * run.mesh.tp * run.mesh.cp * 2
 
-    def with_rows(rows: int) -> bool:
-        loss = choose_loss(config, run.shape, rows * run.length // run.mesh.cp)
-        return fits(run.with_(micro_batch=rows, loss=loss), machine)
+    def with_micro_batch(size: int) -> bool:
+        loss = choose_loss(config, run.shape, size * run.length // run.mesh.cp)
+        return fits(run.with_(micro_batch=size, loss=loss), machine)
 
     def with_length(units: int) -> bool:
         loss = choose_loss(config, run.shape, units * unit // run.mesh.cp)
         return fits(run.with_(micro_batch=1, length=units * unit, loss=loss), machine)
 
-    rows, units = _largest(with_rows, MOST_ROWS), _largest(with_length, LONGEST // unit)
-    return Limits(rows or None, units * unit or None, _fewest(question))
+    micro_batch, units = _largest(with_micro_batch, MAX_MICRO_BATCH), _largest(with_length, MAX_LENGTH // unit)
+    return Limits(micro_batch or None, units * unit or None, _fewest(question))
 
 
 def _largest(works: Callable[[int], bool], most: int) -> int:
-    """The largest number that works; 0 where none does."""
+    """The largest value that works; 0 if none does."""
     if not works(1):
         return 0
     low, high = 1, 2
@@ -161,15 +161,15 @@ def _largest(works: Callable[[int], bool], most: int) -> int:
 
 
 def _fewest(question: Question) -> int | None:
-    """The smallest power of two of such devices on which some data-parallel strategy fits."""
+    """The smallest power of two of these devices on which some data-parallel strategy fits."""
     within = question.config.parallel.tp * question.config.parallel.pp * question.config.parallel.cp
     free = {"parallel.strategy": "auto", "train.micro_batch": 1}
     count = within
-    while count <= MOST_DEVICES:
+    while count <= MAX_DEVICES:
         devices = min(count, max(question.machine.devices, 8))
         machine = question.machine.of(devices, -(-count // devices))
         ranks = max(1, count // within)
-        # As many passes as tell one from several: gradients that are added up take more memory.
+        # One or two micro-batches are enough to tell: accumulated gradients take more memory.
         grad_accum_steps = 2 if question.config.train.global_batch > ranks else 1
         config = changed(question.config, {**free, "train.global_batch": ranks * grad_accum_steps})
         one = Question(config, question.shape, machine, question.traits).answer()
@@ -180,22 +180,22 @@ def _fewest(question: Question) -> int | None:
 
 
 def changes(choice: Choice, question: Question) -> list[Change]:
-    """What would make a run fit, cheapest first: alone where that is enough, else several together."""
-    return [change for change in savings(choice, question) if change.choice.fits] or _together(choice, question)
+    """Changes that make a run fit, cheapest first: single ones if that is enough, else several combined."""
+    return [change for change in savings(choice, question) if change.choice.fits] or _combined(choice, question)
 
 
 def savings(choice: Choice, question: Question) -> list[Change]:
-    """Every single change that takes less memory, whether or not the run is forecast to fit: for one that did not."""
+    """Every single change that saves memory, whether or not the run is forecast to fit: for runs that ran out."""
     found = [change for one in _candidates(choice) if (change := _try(choice, question, one)) is not None]
-    return sorted(found, key=lambda change: (TOUCHES.index(change.touches), change.slower))
+    return sorted(found, key=lambda change: (AFFECTS.index(change.affects), change.slower))
 
 
-def _together(choice: Choice, question: Question) -> list[Change]:
-    """Change after change, each the one that costs least time for what it saves, until it fits."""
+def _combined(choice: Choice, question: Question) -> list[Change]:
+    """Add changes until the run fits, each time the one that costs least time per GiB saved."""
     taken: dict[str, Any] = {}
     found: list[Change] = []
     current = choice
-    while len(found) < TOGETHER and not current.fits:
+    while len(found) < MAX_COMBINED and not current.fits:
         tried = []
         for one in _candidates(choice):
             if not any(key in taken for key in one):
@@ -204,11 +204,11 @@ def _together(choice: Choice, question: Question) -> list[Change]:
                     tried.append((change, one))
         if not tried:
             break
-        # What is enough, of the mildest kind; else the best bargain of the mildest kind that still helps.
+        # The least intrusive change that is enough; else the one that saves most per cost among the least intrusive.
         enough = [pair for pair in tried if pair[0].choice.fits]
         mildest = min(_rank(one) for _, one in enough or tried)
         pool = [pair for pair in enough or tried if _rank(pair[1]) == mildest]
-        change, one = min(pool, key=lambda pair: pair[0].slower if enough else _price(pair[0], current))
+        change, one = min(pool, key=lambda pair: pair[0].slower if enough else _cost(pair[0], current))
         taken |= one
         found.append(change)
         current = change.choice
@@ -216,22 +216,22 @@ def _together(choice: Choice, question: Question) -> list[Change]:
 
 
 def _rank(one: dict[str, Any]) -> int:
-    """Where in TOUCHES the strongest of some changes stands."""
-    return max(TOUCHES.index(_touched(key, value)) for key, value in one.items())
+    """Index in AFFECTS of the most intrusive of these changes."""
+    return max(AFFECTS.index(_affected(key, value)) for key, value in one.items())
 
 
-def _touched(key: str, value: Any) -> str:
+def _affected(key: str, value: Any) -> str:
     if key.startswith("hardware."):
-        return "the hardware"
+        return "hardware"
     if key.startswith("adapter.") or key == "data.max_length":
         return "what is trained"
     if key == "train.optimizer.name" or (key == "train.precision" and value == "bf16-true"):
-        return "its numbers"
-    return "how it runs"
+        return "numerics"
+    return "execution"
 
 
-def _price(change: Change, current: Choice) -> float:
-    """Time for each GiB saved, never below nothing: what is free is taken by how much it saves."""
+def _cost(change: Change, current: Choice) -> float:
+    """Time per GiB saved, never negative: free changes are ordered by what they save."""
     saved = (current.memory.reserved - change.choice.memory.reserved) / GIB
     return (max(0.0, change.slower) + 0.01) / max(saved, 1e-9)
 
@@ -243,7 +243,7 @@ def _try(choice: Choice, question: Question, one: dict[str, Any]) -> Change | No
     before, after = (each.speed.tokens_per_second_per_gpu for each in (choice, answer))
     saved = (choice.memory.reserved - answer.memory.reserved) / GIB
     settings = tuple(f"{key}={_shown(value)}" for key, value in one.items())
-    return Change(settings, TOUCHES[_rank(one)], answer, saved, before / after - 1)
+    return Change(settings, AFFECTS[_rank(one)], answer, saved, before / after - 1)
 
 
 def _shown(value: Any) -> str:
@@ -251,7 +251,7 @@ def _shown(value: Any) -> str:
 
 
 def _candidates(choice: Choice) -> Sequence[dict[str, Any]]:
-    """Single changes worth trying, whatever they cost."""
+    """Single changes worth trying, whatever their cost."""
     run, config, machine = choice.run, choice.config, choice.machine
     found: list[dict[str, Any]] = []
     if run.loss == "plain" and run.shape.family != "bert" and run.precision != "16-mixed":
@@ -274,9 +274,9 @@ def _candidates(choice: Choice) -> Sequence[dict[str, Any]]:
         found.append({"parallel.strategy": "zero3", "parallel.sharding": "full_shard"})
     if run.sharded and run.mesh.dp_replicate > 1:
         found.append({"parallel.strategy": "fsdp", "parallel.sharding": "full_shard"})
-    for cut in (2, 4, 8):
-        if run.mesh.tp < cut <= machine.devices and machine.world_size % (cut * run.mesh.pp * run.mesh.cp) == 0:
-            found.append({"parallel.tp": cut})
+    for tp in (2, 4, 8):
+        if run.mesh.tp < tp <= machine.devices and machine.world_size % (tp * run.mesh.pp * run.mesh.cp) == 0:
+            found.append({"parallel.tp": tp})
     if run.offload == "none":
         found.append({"parallel.offload": "optimizer"})
         if run.mesh.pp == 1 and run.strategy != "zero1":
@@ -297,7 +297,7 @@ def _candidates(choice: Choice) -> Sequence[dict[str, Any]]:
 
 
 def _more(machine: Machine, factor: int) -> dict[str, Any]:
-    """More devices: in one machine up to eight, beyond that more machines."""
+    """More devices: up to eight in one node, beyond that more nodes."""
     if machine.nodes == 1 and machine.devices * factor <= 8:
         return {"hardware.devices": machine.devices * factor}
     return {"hardware.nodes": machine.nodes * factor}

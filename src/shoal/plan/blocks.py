@@ -1,4 +1,4 @@
-"""The matrices of one transformer block, by name: what is multiplied, what may be adapted, what is cut by whom."""
+"""The linear layers of one transformer block by name: their sizes, inputs and tensor-parallel sharding."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,20 +8,20 @@ from shoal.catalogue.shapes import ModelShape, block_vectors
 
 @dataclass(frozen=True)
 class Linear:
-    """A matrix of a block. `row`: tensor parallelism cuts its inputs, not its outputs."""
+    """A linear layer of a block. `row`: row-wise tensor parallelism, which shards its inputs and not its outputs."""
 
     name: str
     inputs: int
     outputs: int
     row: bool = False
-    # Which tensor it reads: linears that read one keep it once.
+    # The tensor it reads: layers that share an input save it once.
     reads: str = ""
 
     @property
     def parameters(self) -> int:
         return self.inputs * self.outputs
 
-    def cut(self, degree: int) -> tuple[float, float]:
+    def local_sizes(self, degree: int) -> tuple[float, float]:
         """(inputs, outputs) on a tensor-parallel rank."""
         return (self.inputs / degree, self.outputs) if self.row else (self.inputs, self.outputs / degree)
 
@@ -33,19 +33,19 @@ _FUSED = {
 }
 
 
-def joins_queries(shape: ModelShape) -> bool:
-    """Whether one matrix makes queries, keys and values."""
+def has_fused_qkv(shape: ModelShape) -> bool:
+    """Whether one linear layer computes queries, keys and values."""
     return shape.family in _FUSED
 
 
-def writes_norms_out(shape: ModelShape) -> bool:
-    """Whether the family's norm is RMSNorm, which transformers writes out; LayerNorm is one kernel of PyTorch's."""
+def has_rms_norm(shape: ModelShape) -> bool:
+    """Whether the norm is RMSNorm, several kernels in transformers; LayerNorm is one kernel in PyTorch."""
     return not shape.traits.norm_bias and shape.family != "mpt"
 
 
 @lru_cache(maxsize=256)
 def linears(shape: ModelShape, *, joined: bool = False) -> tuple[Linear, ...]:
-    """The matrices in the order in which the forward pass meets them; `joined`: query, key and value as one."""
+    """The linear layers in forward order; `joined`: query, key and value as one."""
     hidden, query, keys, ffn = shape.hidden, shape.query_width, shape.kv_width, shape.ffn
     if shape.family in _FUSED:
         first, second, third, fourth = _FUSED[shape.family]
@@ -81,6 +81,6 @@ def linears(shape: ModelShape, *, joined: bool = False) -> tuple[Linear, ...]:
 
 @lru_cache(maxsize=256)
 def block_parameters(shape: ModelShape, tensor_parallel: int = 1) -> float:
-    """Parameters of one block on a tensor-parallel rank: matrices are cut, norms and biases nearly not."""
+    """Parameters of one block on a tensor-parallel rank: matrices are sharded, norms and biases replicated."""
     matrices = sum(one.parameters for one in linears(shape))
     return matrices / tensor_parallel + block_vectors(shape)

@@ -1,4 +1,4 @@
-"""How a run is carried out, and how many steps it has."""
+"""The chosen execution of a run, and its number of steps."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from shoal.mistakes import UserMistake
 
 @dataclass(frozen=True)
 class Chosen:
-    """How a run is carried out; `plan.json` holds this."""
+    """The chosen execution of a run, as stored in `plan.json`."""
 
     strategy: str
     reason: str
@@ -25,33 +25,33 @@ class Chosen:
         return asdict(self)
 
     def describe(self) -> str:
-        """The strategy, what it is combined with, and why it was taken."""
-        cuts = "".join(f" × {name} {self.mesh[name]}" for name in ("tp", "pp", "cp") if self.mesh[name] > 1)
-        return f"{self.strategy}{cuts} ({self.reason})"
+        """The strategy with its parallel degrees, and why it was chosen."""
+        degrees = "".join(f" × {name} {self.mesh[name]}" for name in ("tp", "pp", "cp") if self.mesh[name] > 1)
+        return f"{self.strategy}{degrees} ({self.reason})"
 
-    def rounds(self) -> str:
-        return "1 pass" if self.grad_accum_steps == 1 else f"{self.grad_accum_steps} passes"
+    def describe_accumulation(self) -> str:
+        return "1 accumulation step" if self.grad_accum_steps == 1 else f"{self.grad_accum_steps} accumulation steps"
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` on either side of `value`, for a sentence."""
+    """The multiples of `unit` on either side of `value`, for an error message."""
     below = value // unit * unit
     return " and ".join(str(one) for one in (below, below + unit) if one > 0)
 
 
 def count_steps(
-    *, epochs: int | None, steps: int | None, tokens: int | None, rows: int, loss_tokens: int, global_batch: int
+    *, epochs: int | None, steps: int | None, tokens: int | None, sequences: int, loss_tokens: int, global_batch: int
 ) -> int:
-    """Optimizer steps of the run; `loss_tokens` are the target tokens of all `rows`."""
+    """Optimizer steps of the run; `loss_tokens` are those of all `sequences`."""
     if steps is not None:
         return steps
     if tokens is not None:
-        return max(1, -(-tokens * rows // (loss_tokens * global_batch)))
+        return max(1, -(-tokens * sequences // (loss_tokens * global_batch)))
     assert epochs is not None
-    total = epochs * rows // global_batch
+    total = epochs * sequences // global_batch
     if total < 1:
         raise UserMistake(
-            f"{epochs} epoch{'s' if epochs > 1 else ''} of {rows} rows give no whole step of train.global_batch "
-            f"{global_batch}; lower it to {epochs * rows} or less, or set train.steps."
+            f"{epochs} epoch{'s' if epochs > 1 else ''} of {sequences} sequences give less than one step of "
+            f"train.global_batch {global_batch}; lower it to {epochs * sequences} or less, or set train.steps."
         )
     return total

@@ -1,17 +1,18 @@
-"""Seconds of collectives over the links there are."""
+"""Seconds that collectives take over the links within and between nodes."""
 
 from dataclasses import dataclass
 
 from shoal.plan.ring import Operation, ring_factor
 from shoal.plan.run import Run
 
-# Of a wire's figure, what collectives of tens of megabytes reach (public NCCL measurements; our own over gloo).
+# Share of a link's nominal bandwidth that collectives of tens of megabytes reach (public NCCL measurements; our own
+# over gloo).
 LINK_SHARE = 0.80
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to each other: `ranks` in all, over `nodes` machines, `within` on each."""
+    """A process group: `ranks` in total, over `nodes` nodes, `within` on each."""
 
     ranks: int
     nodes: int
@@ -21,8 +22,8 @@ class Group:
         return max(1, self.ranks // self.nodes)
 
 
-def spread(run: Run, ranks: int, stride: int) -> Group:
-    """A group of `ranks` whose neighbours are `stride` ranks apart: how many machines it goes over.
+def rank_group(run: Run, ranks: int, stride: int) -> Group:
+    """The group of `ranks` ranks that are `stride` ranks apart, with the number of nodes it spans.
 
     Ranks are numbered tensor parallel first, then context, shards, replicas and stages.
     """
@@ -31,20 +32,20 @@ def spread(run: Run, ranks: int, stride: int) -> Group:
 
 
 def collective_seconds(run: Run, operation: Operation, group: Group, size: float) -> float:
-    """One collective over `size` bytes, which is the whole tensor."""
+    """Seconds of one collective over a full tensor of `size` bytes."""
     if group.ranks == 1:
         return 0.0
     speed = run.link.bytes_per_second
     if group.nodes > 1:
-        # Every device has a port of its own, and as many rings as the group has devices in a machine use them at once.
+        # Every device has its own network port, and NCCL builds one ring per device of the group in a node.
         speed = (
             min(speed, run.network.bytes_per_second * group.within)
             if group.within > 1
             else (run.network.bytes_per_second)
         )
-    turns = 2 if operation == "all-reduce" else 1
+    phases = 2 if operation == "all-reduce" else 1
     latency = (
-        turns
+        phases
         * (
             (group.ranks - group.nodes) * run.link.latency
             + (group.nodes * run.network.latency if group.nodes > 1 else 0.0)
@@ -54,5 +55,5 @@ def collective_seconds(run: Run, operation: Operation, group: Group, size: float
     return latency + ring_factor(operation, group.ranks) * size / (speed * LINK_SHARE)
 
 
-# Of a link's latency, what one hop of a ring adds: the messages of a ring follow each other closely.
+# Share of a link's latency that one hop of a ring adds: the messages of a ring are pipelined.
 HOP_SHARE = 0.25

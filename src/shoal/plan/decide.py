@@ -1,16 +1,16 @@
-"""What `auto` means: the strategy, the micro-batch and the recomputation of a run, chosen by forecasting each.
+"""Resolves `auto`: the strategy, micro-batch and activation checkpointing of a run, chosen by forecasting each option.
 
 Training and `shoal plan` call the same function, so that the plan is what is trained:
 
     choice = choose(config, shape, machine)
-    choice.config     # the same config with every auto of these keys replaced
+    choice.config     # the config with every auto of these keys resolved
     choice.reason     # a sentence
 
 `choice.chosen()` is what `plan.json` holds, and `choice.memory` and `choice.speed` are the forecast.
 
-`shape` is the model's: `models.read_shape(config.model)`, or `likeness.shape_of_model(...)` where a transformers model
-is at hand. `machine` is what it runs on: `machine.read_machine(config.hardware)` to plan for,
-`machine.machine_at_hand(...)` to train on.
+`shape` is the model's: `models.read_shape(config.model)`, or `from_model.shape_of_model(...)` of a transformers model.
+`machine` is the hardware: `machine.read_machine(config.hardware)` to plan for, `machine.machine_at_hand(...)` to train
+on.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from shoal.config.resolve import auto_precision, with_precision
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.choose import Chosen, nearest_multiples
-from shoal.plan.from_config import Execution, check_model, make_run, read_recompute, settled
+from shoal.plan.from_config import Execution, check_model, effective_strategy, make_run, read_recompute
 from shoal.plan.machine import Machine
 from shoal.plan.memory import Memory, forecast_memory
 from shoal.plan.run import Run
@@ -32,23 +32,23 @@ from shoal.plan.speed import Speed, forecast_speed
 from shoal.plan.systems import OURS, SystemTraits
 from shoal.plan.terms import GIB
 
-# Families that training has a plan for: see parallel/plans.py.
-CAN_BE_CUT = ("llama", "mistral", "qwen2", "qwen3", "neox", "gpt2")
-# On a CPU nothing overlaps, and past a few rows larger passes only take memory.
-CPU_ROWS = 8
-# Fewer, and a pipeline's devices wait too long for the first pass to arrive and the last to leave.
+# Families with a tensor- and pipeline-parallel plan: see parallel/plans.py.
+MODEL_PARALLEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "neox", "gpt2")
+# On a CPU nothing overlaps, so micro-batches beyond a few sequences only take memory.
+MAX_CPU_MICRO_BATCH = 8
+# With fewer, the pipeline bubble is too large.
 MICRO_BATCHES_PER_STAGE = 4
-# What is chosen is to fit even where the forecast is a little low.
+# Share of the device memory that a choice may use: it has to fit even if the forecast is a little low.
 CAREFUL_SHARE = 0.94
-# A simpler strategy is taken before one that is less than this faster.
+# A simpler strategy is preferred unless another one is faster by more than this.
 WORTH = 0.03
-# Of micro-batches that are about as fast, the largest is taken.
+# Among micro-batches whose speeds differ by less than this, the largest is chosen.
 ALIKE = 0.01
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to carry out a run, with its forecast."""
+    """One execution of a run, with its forecast."""
 
     config: Config
     run: Run
@@ -69,16 +69,16 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The strategy as a person calls it, with what it is combined with."""
+        """The strategy with its parallel degrees, for display."""
         run = self.run
         name = "hybrid" if run.strategy == "fsdp" and run.mesh.dp_replicate > 1 else run.strategy
-        cuts = "".join(
+        degrees = "".join(
             f" × {axis} {getattr(run.mesh, axis)}" for axis in ("tp", "pp", "cp") if getattr(run.mesh, axis) > 1
         )
-        return name + cuts
+        return name + degrees
 
     def chosen(self) -> Chosen:
-        """As `plan.json` holds it."""
+        """As stored in `plan.json`."""
         run = self.run
         return Chosen(
             strategy=run.strategy,
@@ -95,7 +95,7 @@ class Choice:
 
 
 def fits(run: Run, machine: Machine, share: float = 1.0) -> bool:
-    """Whether a run fits into `share` of the devices' memory, and what is offloaded into the host's."""
+    """Whether a run fits into `share` of the device memory, and its offloaded state into host memory."""
     memory = forecast_memory(run)
     if not memory.fits(machine.gpu.memory_gib * share):
         return False
@@ -109,14 +109,14 @@ def choose(
     *,
     traits: SystemTraits = OURS,
     checked: bool = True,
-    may_cut: bool = True,
+    allow_model_parallel: bool = True,
 ) -> Choice:
-    """The run as it would be carried out, with every auto replaced by what is fastest of what fits.
+    """Resolve every auto of `config` to the fastest option that fits.
 
-    Raises a UserMistake where the batch or the mesh does not go with the devices; with `checked` also where the model
-    does not go with the config, as far as sizes tell: training, which has the model, knows better. Where neither copies
-    nor shards fit, `may_cut` allows to cut tensors and stages. Where nothing fits, what comes nearest is returned, and
-    its `fits` is false.
+    Raises a UserMistake if the batch or the mesh does not match the devices; with `checked` also if the model does not
+    match the config, as far as sizes tell (training has the model and checks it itself). If neither replicas nor shards
+    fit, `allow_model_parallel` allows tensor and pipeline parallelism. If nothing fits, the option that needs least
+    memory is returned, and its `fits` is false.
     """
     gpu = machine.gpu
     config = with_precision(config, auto_precision(is_cpu=gpu.is_cpu, has_bf16=gpu.bf16 is not None))
@@ -124,65 +124,73 @@ def choose(
         check_model(shape, config, machine)
     options = list(_options(config, shape, machine, traits))
     chosen = next((option for option in options if option is not None and option[1]), None)
-    if chosen is None and may_cut and (cut := _cut_further(config, shape, machine, traits)) is not None:
+    if (
+        chosen is None
+        and allow_model_parallel
+        and (cut := _with_model_parallel(config, shape, machine, traits)) is not None
+    ):
         return cut
     if chosen is None:
         least = min(options, key=lambda option: forecast_memory(option[0]).reserved)
-        return _settle(config, machine, least[0], least[2])
+        return _make_choice(config, machine, least[0], least[2])
     for option in options:
         faster = forecast_speed(option[0]).tokens_per_second_per_gpu
         if option[1] and faster > forecast_speed(chosen[0]).tokens_per_second_per_gpu * (1 + WORTH):
             chosen = option
     run, _, sharding = chosen
-    return _settle(config, machine, run, sharding, _reason(config, machine, run, options))
+    return _make_choice(config, machine, run, sharding, _reason(config, machine, run, options))
 
 
 _Option = tuple[Run, bool, str]  # the run, whether it fits, what fsdp shards
 
 
 def _options(config: Config, shape: ModelShape, machine: Machine, traits: SystemTraits) -> Iterator[_Option]:
-    """The best run of each strategy that may be taken, simplest first."""
+    """The best run of each allowed strategy, simplest first."""
     for strategy, sharding in strategies(config, machine):
         best: Run | None = None
         least: Run | None = None
         for recompute in recomputations(config):
-            for rows in micro_batches(config, machine, strategy, sharding):
-                run = make_run(config, shape, machine, Execution(strategy, sharding, rows, recompute), traits=traits)
+            for micro_batch in micro_batches(config, machine, strategy, sharding):
+                run = make_run(
+                    config, shape, machine, Execution(strategy, sharding, micro_batch, recompute), traits=traits
+                )
                 if least is None or forecast_memory(run).reserved < forecast_memory(least).reserved:
                     least = run
                 if not fits(run, machine, _share(config)):
-                    break  # nor would more rows
+                    break  # nor would a larger micro-batch
                 if best is None or _better(run, best):
                     best = run
         assert least is not None, "a batch has a micro-batch"
         yield (best, True, sharding) if best is not None else (least, fits(least, machine), sharding)
 
 
-def _cut_further(config: Config, shape: ModelShape, machine: Machine, traits: SystemTraits) -> Choice | None:
-    """The fastest that fits of runs whose tensors are cut within each machine, and whose blocks are stages across
-    machines; for a strategy that is left open, and families that training can cut."""
+def _with_model_parallel(config: Config, shape: ModelShape, machine: Machine, traits: SystemTraits) -> Choice | None:
+    """The fastest run that fits with tensor parallelism within each node and pipeline parallelism across nodes; only if
+    the strategy is auto and the family supports both."""
     parallel = config.parallel
-    open_to_it = parallel.strategy == "auto" and parallel.tp * parallel.pp * parallel.cp == 1
-    if not open_to_it or machine.is_cpu or machine.world_size == 1 or shape.family not in CAN_BE_CUT:
+    is_open = parallel.strategy == "auto" and parallel.tp * parallel.pp * parallel.cp == 1
+    if not is_open or machine.is_cpu or machine.world_size == 1 or shape.family not in MODEL_PARALLEL_FAMILIES:
         return None
     found = []
     for tensors in (1, 2, 4, 8):
         for stages in sorted({1, machine.nodes}):
             if tensors * stages == 1 or tensors > machine.devices or config.data.max_length % tensors:
                 continue
-            cut = parallel.model_copy(update={"strategy": "fsdp", "tp": tensors, "pp": stages})
+            split = parallel.model_copy(update={"strategy": "fsdp", "tp": tensors, "pp": stages})
             try:
-                found.append(choose(config.model_copy(update={"parallel": cut}), shape, machine, traits=traits))
-            except UserMistake:  # heads, blocks or the batch do not divide so
+                found.append(choose(config.model_copy(update={"parallel": split}), shape, machine, traits=traits))
+            except UserMistake:  # heads, blocks or the batch are not divisible
                 continue
     best = max((one for one in found if one.fits), key=lambda one: one.speed.tokens_per_second_per_gpu, default=None)
     if best is None:
         return None
-    return replace(best, reason="copies and shards alone do not fit, so tensors or stages are cut too")
+    return replace(
+        best, reason="data parallelism alone does not fit, even sharded, so the model is split over devices too"
+    )
 
 
 def _share(config: Config) -> float:
-    """Careful where something is chosen; exact where everything is given."""
+    """The usable share of memory: with a margin if something is chosen, all of it if everything is given."""
     given = config.parallel.strategy != "auto" and config.train.micro_batch != "auto"
     return 1.0 if given and config.train.recompute != "auto" else CAREFUL_SHARE
 
@@ -198,13 +206,15 @@ def strategies(config: Config, machine: Machine) -> list[tuple[str, str]]:
     """(strategy, sharding) that the config allows, simplest first."""
     parallel = config.parallel
     if parallel.strategy != "auto":
-        return [(settled(config, machine, parallel.strategy), parallel.sharding)]
+        return [(effective_strategy(config, machine, parallel.strategy), parallel.sharding)]
     if parallel.offload == "cpu":
         return [("fsdp", parallel.sharding)]
     if machine.world_size == 1:
         return [("single", parallel.sharding)]
     found: list[tuple[str, str]] = [("ddp", parallel.sharding)]
-    if machine.is_cpu or parallel.sharding == "no_shard":  # processes of a CPU share one memory: nothing is saved
+    if (
+        machine.is_cpu or parallel.sharding == "no_shard"
+    ):  # processes on a CPU share one memory, so sharding saves nothing
         return found
     if machine.world_size > parallel.tp * parallel.pp:
         found.append(("fsdp", parallel.sharding))
@@ -214,17 +224,17 @@ def strategies(config: Config, machine: Machine) -> list[tuple[str, str]]:
 
 
 def recomputations(config: Config) -> list[str | int]:
-    """What `train.recompute` may be, least first."""
+    """Candidates for `train.recompute`, least recomputation first."""
     wanted = config.train.recompute
     if wanted != "auto":
         return [read_recompute(wanted)]
-    # Selective recomputation goes back through a block once, and zero-bubble schedules do so twice.
+    # Selective checkpointing supports one backward pass per block, and zero-bubble schedules make two.
     twice = config.parallel.pp > 1 and config.parallel.pp_schedule == "zero-bubble"
     return ["none", "cheap", "full"] if twice else ["none", "cheap", "selective", "full"]
 
 
 def micro_batches(config: Config, machine: Machine, strategy: str, sharding: str) -> list[int]:
-    """What `train.micro_batch` may be."""
+    """Candidates for `train.micro_batch`."""
     train = config.train
     if train.micro_batch != "auto":
         return [train.micro_batch]
@@ -233,30 +243,34 @@ def micro_batches(config: Config, machine: Machine, strategy: str, sharding: str
     if train.global_batch % mesh.data_parallel:
         near = nearest_multiples(train.global_batch, mesh.data_parallel)
         raise UserMistake(
-            f"train.global_batch {train.global_batch} does not divide over {mesh.data_parallel} data-parallel devices; "
-            f"the nearest that do are {near}."
+            f"train.global_batch {train.global_batch} is not divisible by the {mesh.data_parallel} data-parallel "
+            f"ranks; the nearest values that are: {near}."
         )
-    rows = train.global_batch // mesh.data_parallel
-    found = [size for size in range(1, rows + 1) if rows % size == 0]
+    per_rank = train.global_batch // mesh.data_parallel
+    found = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
     if mesh.pp > 1 and parallel.pp_schedule != "1f1b":
-        # Passes go through such a pipeline in rounds of equal size.
-        equal = [size for size in found if not rows // size % max(1, rows // size // mesh.pp)]
+        # These schedules run micro-batches in rounds of equal size.
+        equal = [size for size in found if not per_rank // size % max(1, per_rank // size // mesh.pp)]
         found = equal or found
     if machine.is_cpu:
-        # The forecast is no measure there: as many as are allowed, and of a pipeline's passes some for each stage.
-        most = CPU_ROWS if mesh.pp == 1 else min(CPU_ROWS, rows // (MICRO_BATCHES_PER_STAGE * mesh.pp))
+        # CPU speed is not forecast: take the largest allowed, with several micro-batches per pipeline stage.
+        most = (
+            MAX_CPU_MICRO_BATCH
+            if mesh.pp == 1
+            else min(MAX_CPU_MICRO_BATCH, per_rank // (MICRO_BATCHES_PER_STAGE * mesh.pp))
+        )
         return [max((size for size in found if size <= most), default=found[0])]
-    # More than two dozen candidates are no better a choice than every other of them.
+    # Forecasting more than two dozen candidates costs time and hardly improves the choice.
     return found if len(found) <= 24 else found[:: len(found) // 24 + 1] + found[-1:]
 
 
 def shown_recompute(recompute: str | int) -> str:
-    """What is recomputed, as a person says it."""
+    """`recompute` for display."""
     return f"every {recompute}" if isinstance(recompute, int) else recompute
 
 
-def _settle(config: Config, machine: Machine, run: Run, sharding: str, reason: str = "") -> Choice:
-    """The config with what was chosen in it."""
+def _make_choice(config: Config, machine: Machine, run: Run, sharding: str, reason: str = "") -> Choice:
+    """The choice, with the chosen values in its config."""
     recompute: Any = run.recompute
     if isinstance(recompute, int):
         recompute = config.train.recompute
@@ -268,8 +282,10 @@ def _settle(config: Config, machine: Machine, run: Run, sharding: str, reason: s
     )
     if not reason:
         needed = forecast_memory(run).reserved / GIB
-        asked = "asked for" if config.parallel.strategy != "auto" else "what comes nearest"
-        reason = f"{asked}; it needs {needed:.0f} GiB of the {machine.gpu.memory_gib:.0f} GiB that a device has"
+        asked = (
+            "set in the config" if config.parallel.strategy != "auto" else "needs the least memory of all strategies"
+        )
+        reason = f"{asked}; needs {needed:.0f} GiB per device, which has {machine.gpu.memory_gib:.0f} GiB"
     return Choice(chosen, run, machine, reason)
 
 
@@ -277,25 +293,25 @@ def _reason(config: Config, machine: Machine, run: Run, options: list[_Option]) 
     wanted, memory = config.parallel.strategy, machine.gpu.memory_gib
     needed = forecast_memory(run).reserved / GIB
     if config.parallel.offload == "cpu" and wanted == "auto":
-        return "for parallel.offload cpu"
+        return "required by parallel.offload cpu"
     if wanted != "auto":
         if run.strategy != wanted:
             if machine.world_size == 1:
-                return f"{wanted} on one device is single"
+                return f"{wanted} on one device is the same as single"
             if config.parallel.sharding == "no_shard":
-                return "fsdp with no_shard is ddp"
-            return f"one copy of the model over all devices, so {wanted} has nothing to shard over"
-        return "asked for"
+                return "fsdp with no_shard is the same as ddp"
+            return f"one data-parallel rank, so {wanted} has nothing to shard over"
+        return "set in the config"
     if machine.world_size == 1:
         return "one device"
     if machine.is_cpu:
-        return "no device memory to run out of"
+        return "processes on a CPU share its memory, so sharding saves nothing"
     if run.strategy == "ddp":
-        return f"{needed:.0f} GiB fit on each device, and nothing is faster"
+        return f"needs {needed:.0f} GiB per device, which fits, and is fastest"
     replicated = next((option for option in options if option[0].strategy == "ddp"), None)
     if run.mesh.dp_replicate > 1:
-        return "sharded within each machine: between them the network is the narrower way"
+        return "sharded within each node and replicated across nodes, because the network between nodes is slower"
     if replicated is not None and not replicated[1]:
         whole = forecast_memory(replicated[0]).reserved / GIB
-        return f"one device has {memory:.0f} GiB, and the whole model would need {whole:.0f}"
-    return "faster than ddp, which averages whole gradients"
+        return f"ddp would need {whole:.0f} GiB per device, which has {memory:.0f} GiB"
+    return "faster than ddp, which all-reduces full gradients"

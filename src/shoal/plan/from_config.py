@@ -1,4 +1,4 @@
-"""From a config to a run: what training would do with it on a machine, as far as arithmetic can know."""
+"""Translates a config into the `Run` that the forecast is computed from."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,13 @@ from shoal.plan.run import FROZEN, SHARDED, Adapter, Run, Trained
 from shoal.plan.systems import OURS, SystemTraits
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-# PowerSGD sends two thin matrices instead of a gradient: next to nothing for large ones.
-POWER_BYTES = 1
+# PowerSGD communicates two low-rank factors instead of a gradient: a small share for large matrices.
+POWERSGD_BYTES = 1
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a run is carried out, where the config leaves it open."""
+    """The values of the keys that a config may leave at auto."""
 
     strategy: str
     sharding: str
@@ -33,15 +33,15 @@ class Execution:
 def make_run(
     config: Config, shape: ModelShape, machine: Machine, execution: Execution, *, traits: SystemTraits = OURS
 ) -> Run:
-    """The run of `config` on `machine`; a UserMistake where its batch or its mesh does not go with the devices."""
+    """The run of `config` on `machine`; a UserMistake if its batch or its mesh does not match the devices."""
     parallel, train = config.parallel.model_copy(update={"sharding": execution.sharding}), config.train
     mesh = mesh_for(parallel, execution.strategy, machine.world_size, nodes=machine.nodes)
     grad_accum_steps = count_grad_accum_steps(train.global_batch, execution.micro_batch, mesh.data_parallel)
     compiled = not machine.is_cpu if train.compile == "auto" else train.compile in (True, "thunder")
     mixed = train.precision in ("bf16-mixed", "16-mixed", "fp8")
-    # One pass on one device: nothing is added to gradients, so they stay as they were computed.
+    # One micro-batch on one device: gradients are not accumulated, so they stay in the compute dtype.
     small = mixed and not machine.is_cpu and execution.strategy == "single" and grad_accum_steps == 1
-    small = small and train.optimizer.name in ("adamw", "adamw8bit")  # whose kernel reads either
+    small = small and train.optimizer.name in ("adamw", "adamw8bit")  # their kernels read either dtype
     keeps = execution.strategy == "zero2" or (execution.strategy == "fsdp" and execution.sharding == "shard_grad_op")
     adapter = read_adapter(config, shape)
     return Run(
@@ -69,7 +69,7 @@ def make_run(
         reshard=False if keeps else (True if parallel.reshard == "auto" else parallel.reshard),
         prefetch=parallel.prefetch,
         offload=_offload(config),
-        compress_bytes={"none": 0, "powersgd": POWER_BYTES}.get(parallel.compress, 2),
+        compress_bytes={"none": 0, "powersgd": POWERSGD_BYTES}.get(parallel.compress, 2),
         schedule=parallel.pp_schedule,
         cp_method=parallel.cp_method,
         adapter=adapter,
@@ -81,24 +81,24 @@ def make_run(
 
 
 def count_grad_accum_steps(global_batch: int, micro_batch: int, data_parallel: int) -> int:
-    """Passes of a step; a UserMistake where the batch does not divide."""
+    """Micro-batches per step; a UserMistake if the batch is not divisible."""
     if global_batch % data_parallel:
         raise UserMistake(
-            f"train.global_batch {global_batch} does not divide over {data_parallel} data-parallel devices; "
-            f"the nearest that do are {nearest_multiples(global_batch, data_parallel)}."
+            f"train.global_batch {global_batch} is not divisible by the {data_parallel} data-parallel ranks; "
+            f"the nearest values that are: {nearest_multiples(global_batch, data_parallel)}."
         )
-    rows = global_batch // data_parallel
-    if rows % micro_batch:
+    per_rank = global_batch // data_parallel
+    if per_rank % micro_batch:
         unit = micro_batch * data_parallel
         raise UserMistake(
             f"train.global_batch {global_batch} is not a multiple of micro_batch {micro_batch} × {data_parallel} "
-            f"devices = {unit}; the nearest that are: {nearest_multiples(global_batch, unit)}."
+            f"ranks = {unit}; the nearest values that are: {nearest_multiples(global_batch, unit)}."
         )
-    return rows // micro_batch
+    return per_rank // micro_batch
 
 
 def check_model(shape: ModelShape, config: Config, machine: Machine) -> None:
-    """A UserMistake where the model cannot be cut or adapted as the config says, or the device not compute so."""
+    """A UserMistake if the model cannot be sharded or adapted as configured, or the device lacks the precision."""
     parallel = config.parallel
     for what, size in (("attention heads", shape.heads), ("key and value heads", shape.kv_heads), ("ffn", shape.ffn)):
         if size % parallel.tp:
@@ -107,13 +107,13 @@ def check_model(shape: ModelShape, config: Config, machine: Machine) -> None:
     if parallel.pp > 1 and shape.layers < stages:
         raise UserMistake(
             f"parallel.pp {parallel.pp} with pp_schedule {parallel.pp_schedule} makes {stages} stages, but the model "
-            f"has {shape.layers} blocks, and each stage needs one."
+            f"has {shape.layers} blocks, and each stage needs at least one."
         )
     precision, gpu = config.train.precision, machine.gpu
     if precision == "fp8" and gpu.fp8 is None:
-        raise UserMistake(f"train.precision fp8 needs 8-bit matrix products, which {gpu.name} has not; use bf16-mixed.")
+        raise UserMistake(f"train.precision fp8 is not supported by {gpu.name}; use bf16-mixed.")
     if precision.startswith("bf16") and gpu.bf16 is None:
-        raise UserMistake(f"train.precision {precision}: {gpu.name} has no bf16; use 16-mixed.")
+        raise UserMistake(f"train.precision {precision} is not supported by {gpu.name}; use 16-mixed.")
     names = [one.name for one in linears(shape)]
     for target in config.adapter.targets if config.adapter.kind != "none" and config.adapter.targets != "auto" else ():
         if target not in names:
@@ -124,7 +124,7 @@ def check_model(shape: ModelShape, config: Config, machine: Machine) -> None:
 
 
 def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
-    """As `models.loss.choose_loss`, from sizes alone."""
+    """Same as `models.loss.choose_loss`, from sizes alone."""
     wanted = config.train.loss
     if shape.family == "bert":  # its head is more than one matrix
         return "plain"
@@ -136,7 +136,7 @@ def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
 
 
 def read_recompute(wanted: str | RecomputeConfig) -> str | int:
-    """`train.recompute` other than auto."""
+    """The value of `train.recompute`, if it is not auto."""
     return wanted.every if isinstance(wanted, RecomputeConfig) else wanted
 
 
@@ -150,8 +150,8 @@ def read_adapter(config: Config, shape: ModelShape) -> Adapter | None:
     return Adapter(wanted.rank, tuple(targets), quantize, dora=wanted.dora, dropout=wanted.dropout > 0)
 
 
-def settled(config: Config, machine: Machine, strategy: str) -> str:
-    """What becomes of a strategy on these devices: one device has nothing to share, one copy nothing to shard."""
+def effective_strategy(config: Config, machine: Machine, strategy: str) -> str:
+    """The strategy that `strategy` amounts to on these devices: one device is single, one data-parallel rank is ddp."""
     parallel, world = config.parallel, machine.world_size
     if strategy == "single" and world > 1:
         raise UserMistake(f"parallel.strategy is single, but there are {world} processes; use ddp or fsdp.")
@@ -171,7 +171,7 @@ def _trained(config: Config, shape: ModelShape) -> Trained:
 
 
 def _masked(config: Config) -> bool:
-    """Whether rows hold several documents that must not see each other; plain text runs on over row ends."""
+    """Whether sequences are packed with documents that must not attend to each other; plain text is not masked."""
     data = config.data
     instructions = data.source in ("json", "parquet", "csv", "hf") and data.format not in ("text",)
     return data.pack and instructions and data.path is not None

@@ -1,6 +1,6 @@
-"""A shape for any model that can be trained, also for one that the forecast was not made for.
+"""A shape for any model that can be trained, including architectures that the forecast does not know.
 
-Of such a model the parameters are counted as they are; what it computes is counted as a Llama of its sizes would.
+The parameters of such a model are counted exactly; its compute is that of a Llama of the same sizes.
 """
 
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from shoal.catalogue.shapes import ModelShape, parameters
 from shoal.mistakes import UserMistake
 from shoal.plan.models import EXPERTS, FAMILY, shape_from_settings, text_settings
 
-# Channels of a head, where nothing says how many heads there are.
+# Head dimension where the config does not state the number of heads.
 USUAL_HEAD = 64
-# A shape that has the model's parameters but for this share is the model's.
+# A shape matches the model if their parameter counts differ by less than this share.
 ALIKE = 0.01
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What can be seen of a model without knowing its kind."""
+    """What can be counted in a model without knowing its architecture."""
 
     parameters: int
     layers: int
@@ -30,8 +30,8 @@ class Counted:
 
 
 def shape_of_model(settings: Mapping[str, Any], counted: Counted) -> tuple[ModelShape, bool]:
-    """The shape of a model, given its transformers config and what was counted; and whether that is its own shape, of a
-    family whose blocks the forecast was held against, or one that only resembles it."""
+    """The shape of a model from its transformers config and its counted sizes; and whether it is exact, for a family
+    that the forecast was validated against, or an approximation."""
     settings = text_settings(settings)
     experts = any(settings.get(name) for name in EXPERTS)
     try:
@@ -44,10 +44,10 @@ def shape_of_model(settings: Mapping[str, Any], counted: Counted) -> tuple[Model
 
 
 def _one_path(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A mixture of experts as what one token sees of it: as many experts as it is sent to, side by side."""
+    """A mixture of experts as one token sees it: an MLP as wide as its active experts together."""
     width = settings.get("moe_intermediate_size") or settings.get("intermediate_size")
     if not isinstance(width, int):
-        raise UserMistake("The width of the experts is not known.")
+        raise UserMistake("The config does not state the width of the experts.")
     sent = next((settings[one] for one in ("num_experts_per_tok", "experts_per_token") if settings.get(one)), 1)
     shared = settings.get("shared_expert_intermediate_size") or width * int(settings.get("n_shared_experts") or 0)
     plain = {key: value for key, value in settings.items() if key not in EXPERTS}
@@ -70,8 +70,8 @@ def _resembling(counted: Counted) -> ModelShape:
 
 
 def _of_size(shape: ModelShape, wanted: int) -> ModelShape:
-    """The shape with so many parameters: a narrower feed-forward part where it has too many, and otherwise parameters
-    that nothing is known of."""
+    """The shape adjusted to `wanted` parameters: a narrower MLP if it has too many, else extra parameters per block
+    that take no part in matmuls."""
     over = (parameters(shape) - wanted) / shape.layers
     if over > 0:
         matrices = shape.hidden * (3 if shape.traits.gated else 2)

@@ -1,4 +1,4 @@
-"""Which part of the model a rank of the pipeline has, and how many passes it holds at once."""
+"""The part of the model on each pipeline rank, and its number of micro-batches in flight."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +11,7 @@ from shoal.plan.stages import divide_blocks
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of blocks; the first stage has the embedding, the last the head."""
+    """Consecutive blocks; the first stage has the embedding, the last the head."""
 
     blocks: int
     first: bool
@@ -20,9 +20,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one place of the pipeline has. Without a pipeline there is one place, and it has everything."""
+    """The stages of one pipeline rank. Without a pipeline there is one rank, with the full model."""
 
-    place: int
+    pipeline_rank: int
     stages: tuple[Stage, ...]
 
     @property
@@ -39,38 +39,38 @@ class Rank:
 
 
 def stages_each(schedule: str) -> int:
-    """Stages on each device of the pipeline."""
+    """Stages per pipeline rank."""
     return 1 if schedule == "1f1b" else 2
 
 
 @lru_cache(maxsize=256)
 def ranks(shape: ModelShape, pipeline: int, schedule: str) -> tuple[Rank, ...]:
-    """The places of the pipeline, each with its stages."""
+    """The pipeline ranks, each with its stages."""
     if pipeline == 1:
         return (Rank(0, (Stage(shape.layers, True, True),)),)
     count = pipeline * stages_each(schedule)
     head = shape.vocab * shape.hidden / block_matrices(shape)
-    divided = divide_blocks(shape.layers, count, head)
-    stages = [Stage(len(blocks), index == 0, index == count - 1) for index, blocks in enumerate(divided)]
-    return tuple(Rank(place, tuple(stages[place::pipeline])) for place in range(pipeline))
+    stage_blocks = divide_blocks(shape.layers, count, head)
+    stages = [Stage(len(blocks), index == 0, index == count - 1) for index, blocks in enumerate(stage_blocks)]
+    return tuple(Rank(pipeline_rank, tuple(stages[pipeline_rank::pipeline])) for pipeline_rank in range(pipeline))
 
 
 def micro_batches_in_flight(run: Run, rank: Rank) -> float:
-    """How many passes' activations of all its blocks a rank holds at the worst moment, in passes of all its blocks."""
+    """Micro-batches whose activations a rank holds at the peak; one through half of its stages counts half."""
     pipeline = run.mesh.pp
     if pipeline == 1:
         return 1.0
-    behind = pipeline - 1 - rank.place
+    behind = pipeline - 1 - rank.pipeline_rank
     if run.schedule == "1f1b":
         return float(min(run.grad_accum_steps, behind + 1))
-    # Interleaved: two stages a rank, so a forward through one of them counts half.
+    # Interleaved: two stages per rank, so a forward pass through one of them counts half.
     warm = 2 * behind + pipeline
     return min(2 * run.grad_accum_steps, warm + 1) / 2
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters on one rank, before sharding; after tensor parallelism."""
+    """Parameters on one rank after tensor parallelism and before FSDP."""
 
     embedding: float
     block: float
@@ -78,7 +78,7 @@ class Counts:
     head: float
 
     @property
-    def ends(self) -> float:
+    def embedding_and_head(self) -> float:
         return self.embedding + self.head
 
     @property
@@ -87,16 +87,16 @@ class Counts:
 
 
 def count(run: Run, rank: Rank) -> Counts:
-    """The model's own parameters on a rank. A tied matrix is on both ends of a pipeline, and counts as embedding."""
-    shape, cut = run.shape, run.mesh.tp
-    block = block_parameters(shape, cut)
+    """The model's parameters on a rank. A tied weight is on the first and the last stage, and counts as embedding."""
+    shape, tp = run.shape, run.mesh.tp
+    block = block_parameters(shape, tp)
     table = shape.vocab * shape.hidden
     embedding, head = 0.0, 0.0
     if rank.first:
-        embedding = table / cut + (embedding_parameters(shape) - table)
+        embedding = table / tp + (embedding_parameters(shape) - table)
     if rank.last:
         matrix = 0 if shape.tied else table
-        head = matrix / cut + (head_parameters(shape) - matrix)
+        head = matrix / tp + (head_parameters(shape) - matrix)
         if shape.tied and not rank.first:
-            embedding = table / cut
+            embedding = table / tp
     return Counts(embedding, block, rank.blocks * block, head)

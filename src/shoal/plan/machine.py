@@ -1,4 +1,4 @@
-"""What a run is planned for: the devices and connections that the config names, or those that are here."""
+"""The hardware a run is planned for: the devices and links that the config names, or the local ones."""
 
 import os
 import re
@@ -9,21 +9,21 @@ from shoal.catalogue.gpus import Gpu, Link, find_gpu, find_link, recognise
 from shoal.config.schema import GpuConfig, HardwareConfig, LinkConfig
 from shoal.plan.terms import GIB
 
-# Where NVIDIA's driver says what is here, without any library.
+# Where NVIDIA's driver lists the local GPUs, readable without any library.
 DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices, how many, and what is between them."""
+    """Devices, their number, and the links between them."""
 
     gpu: Gpu
     link: Link
     network: Link
     devices: int  # in each node
     nodes: int = 1
-    host_gib: float | None = None  # main memory of a node
-    price: float | None = None  # of a device and hour
+    host_gib: float | None = None  # host memory per node
+    price: float | None = None  # per device and hour
     notes: tuple[str, ...] = ()
 
     @property
@@ -39,7 +39,7 @@ class Machine:
 
 
 def read_machine(hardware: HardwareConfig, driver: Path = DRIVER) -> Machine:
-    """The machine that `hardware` describes; what it leaves open is looked up here."""
+    """The machine that `hardware` describes; values left at auto are detected locally."""
     notes: list[str] = []
     present = _present(driver)
     if isinstance(hardware.gpu, GpuConfig):
@@ -51,17 +51,17 @@ def read_machine(hardware: HardwareConfig, driver: Path = DRIVER) -> Machine:
         gpu = found[0] if found else _this_cpu()
         if present and not found:
             notes.append(
-                f"The device here, {present[0]}, is not in the catalogue, so this is for its CPU; set hardware.gpu."
+                f"The local GPU, {present[0]}, is not in the catalogue, so this plan is for the CPU; set hardware.gpu."
             )
         elif not present:
-            notes.append("There is no GPU here, so this is for the CPU; set hardware.gpu to plan for another device.")
+            notes.append("There is no local GPU, so this plan is for the CPU; set hardware.gpu to plan for a GPU.")
     devices = hardware.devices
     if devices == "auto":
         devices = len(present) if present and hardware.gpu == "auto" else 1
         if not gpu.is_cpu and hardware.gpu != "auto":
-            notes.append("One device; set hardware.devices and hardware.nodes to plan for more.")
+            notes.append("Planned for one device; set hardware.devices and hardware.nodes to plan for more.")
     if gpu.is_cpu:
-        gpu = replace(gpu, memory_gib=gpu.memory_gib / devices)  # which processes of one machine share
+        gpu = replace(gpu, memory_gib=gpu.memory_gib / devices)  # shared by the processes of a node
     return Machine(
         gpu=gpu,
         link=_link(hardware.link, gpu.link),
@@ -83,17 +83,17 @@ def machine_at_hand(
     hardware: HardwareConfig | None = None,
     host_gib: float | None = None,
 ) -> Machine:
-    """The machine that a process finds itself on: the device's name as the driver prints it, and its real memory.
+    """The machine that a process runs on: the device's name as the driver prints it, and its actual memory.
 
-    None for both means the CPU. A device that the catalogue does not have is counted as an A100 of its memory: whether
-    a run fits does not depend on that, and of two strategies the faster one hardly does. What is between devices cannot
-    be seen: it is what `hardware` says, or what such devices usually have.
+    None for both means the CPU. A device that is not in the catalogue is treated as an A100 with its memory: whether a
+    run fits does not depend on that, and which strategy is fastest hardly does. Links cannot be detected: they are
+    those of `hardware`, or the usual ones of such devices.
     """
     if printed is None or memory_gib is None:
         gpu = _this_cpu()
         if host_gib is not None:
             gpu = replace(gpu, memory_gib=host_gib)
-        gpu = replace(gpu, memory_gib=gpu.memory_gib / devices)  # which processes of one machine share
+        gpu = replace(gpu, memory_gib=gpu.memory_gib / devices)  # shared by the processes of a node
     else:
         gpu = replace(recognise(printed) or find_gpu("a100-80gb"), memory_gib=memory_gib)
     return Machine(
@@ -107,7 +107,7 @@ def machine_at_hand(
 
 
 def usual_network(gpu: Gpu) -> str:
-    """The connection between machines that such devices usually have; one port for each device."""
+    """The usual network between nodes with such devices; one port per device."""
     if gpu.is_cpu:
         return "ethernet-10"
     if gpu.name.startswith("mi"):
@@ -131,7 +131,7 @@ def _given(wanted: GpuConfig) -> Gpu:
         gpu = replace(gpu, memory_bandwidth=wanted.gb_per_second * 1e9)
     if wanted.tflops is not None:
         peak = wanted.tflops * 1e12
-        # The other peaks are in the same proportion as on the device it is like.
+        # The other peaks scale by the same factor.
         ratio = peak / (gpu.bf16 or gpu.fp16)
         gpu = replace(
             gpu,
@@ -144,7 +144,7 @@ def _given(wanted: GpuConfig) -> Gpu:
 
 
 def _present(driver: Path) -> list[str]:
-    """Names of the GPUs of this machine, as the driver prints them."""
+    """Names of the local GPUs, as the driver prints them."""
     found = []
     for file in sorted(driver.glob("*/information")):
         model = re.search(r"^Model:\s*(.+)$", file.read_text(errors="replace"), re.MULTILINE)
@@ -154,13 +154,13 @@ def _present(driver: Path) -> list[str]:
 
 
 def _this_cpu() -> Gpu:
-    """The CPU's stand-in of the catalogue, with the memory that is here."""
+    """The catalogue's CPU entry, with the local memory."""
     host = host_memory_gib()
     return find_gpu("cpu") if host is None else replace(find_gpu("cpu"), memory_gib=host)
 
 
 def host_memory_gib() -> float | None:
-    """Main memory of this machine, where the system says."""
+    """Host memory of this node, if the system reports it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     except (ValueError, OSError):

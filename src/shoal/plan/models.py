@@ -1,6 +1,6 @@
 """The shape of the model that a config names: from the catalogue, or from the config.json of a Hugging Face folder.
 
-Reads that one file and imports nothing of transformers, so that the forecast stays quick.
+Reads only that file and does not import transformers, so that the forecast stays fast.
 """
 
 import json
@@ -26,20 +26,20 @@ FAMILY = {
     "bert": "bert",
     "mpt": "mpt",
 }
-# What models call the same size.
+# Names of the same size in different configs.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab": ("vocab_size",),
 }
-# What mixtures call the number of their experts.
+# Names of the number of experts.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DROPOUTS = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "resid_dropout")
 
 
 def read_shape(model: ModelConfig) -> ModelShape:
-    """The sizes of the model that a config asks for."""
+    """The shape of the model that a config names."""
     if model.shape is not None:
         shape = find_shape(model.shape) if isinstance(model.shape, str) else model.shape.named()
     else:
@@ -49,7 +49,7 @@ def read_shape(model: ModelConfig) -> ModelShape:
 
 
 def has_dropout(model: ModelConfig) -> bool:
-    """Whether the model's own config drops parts of the hidden states; named shapes never do."""
+    """Whether the model's config has dropout on the hidden states; named shapes have none."""
     if model.from_ is None or (folder := _folder(model.from_)) is None:
         return False
     settings = _read(folder)
@@ -61,31 +61,31 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     settings = text_settings(settings)
     kind = str(settings.get("model_type", ""))
     if any(settings.get(name) for name in EXPERTS):
-        raise UserMistake(f"{source} is of a mixture of experts, which the forecast does not know yet.")
+        raise UserMistake(f"{source} describes a mixture of experts, which the forecast does not support yet.")
     sizes: dict[str, int] = {}
     for name, spellings in _NAMES.items():
         value = next((settings[each] for each in spellings if isinstance(settings.get(each), int)), None)
         if value is None or value < 1:
-            raise UserMistake(f"{source} says nothing of {spellings[0]}, so the model's size is not known.")
+            raise UserMistake(f"{source} has no {spellings[0]}, so the size of the model is unknown.")
         sizes[name] = value
     hidden, heads = sizes["hidden"], sizes["heads"]
-    # What is not one of ours is counted as Llama where its feed-forward part is gated, as nearly all are, else as neox.
+    # Other architectures are counted as Llama if their MLP is gated, as nearly all are, else as neox.
     gated = "intermediate_size" in settings and "silu" in str(settings.get("hidden_act", "silu"))
     family = FAMILY.get(kind, "llama" if gated else "neox")
     ffn = next((settings[one] for one in ("intermediate_size", "n_inner", "ffn_dim") if settings.get(one)), 4 * hidden)
     positions = next(
         (settings[one] for one in ("max_position_embeddings", "n_positions", "max_seq_len") if settings.get(one)), 2048
     )
-    numbers = {"intermediate_size": ffn, "max_position_embeddings": positions}
-    numbers |= {key: settings.get(key) or 0 for key in ("num_key_value_heads", "head_dim", "sliding_window")}
-    for key, value in numbers.items():
+    values = {"intermediate_size": ffn, "max_position_embeddings": positions}
+    values |= {key: settings.get(key) or 0 for key in ("num_key_value_heads", "head_dim", "sliding_window")}
+    for key, value in values.items():
         if not isinstance(value, int):
-            raise UserMistake(f"{source}: {key} is {value}, and the forecast wants one number for all blocks.")
+            raise UserMistake(f"{source}: {key} is {value}, but the forecast needs one integer for all blocks.")
     if hidden % heads and not settings.get("head_dim"):
-        raise UserMistake(f"{source}: hidden size {hidden} does not divide into {heads} heads.")
+        raise UserMistake(f"{source}: hidden size {hidden} is not divisible by {heads} heads.")
     keys = int(settings.get("num_key_value_heads") or heads)
     if heads % keys:
-        raise UserMistake(f"{source}: {heads} heads cannot share {keys} key-value heads evenly.")
+        raise UserMistake(f"{source}: {heads} attention heads are not a multiple of {keys} key-value heads.")
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
     return ModelShape(
         family=family,
@@ -103,7 +103,7 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
 
 
 def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the part that reads text, where a model has others beside it."""
+    """The settings of the text model, also of a multimodal one."""
     inner = settings.get("text_config")
     return {**settings, **inner} if isinstance(inner, Mapping) else settings
 
@@ -116,13 +116,13 @@ def _from_name(name: str) -> ModelShape:
     if "/" in name and _plain(name) in known:
         return NAMED[known[_plain(name)]]
     raise UserMistake(
-        f"{name} is neither a folder with a config.json nor in the local Hugging Face cache, so its size is not known."
-        f"{suggestion(_plain(name), NAMED)} model.shape=NAME plans for one of {', '.join(NAMED)}."
+        f"{name} is neither a folder with a config.json nor in the local Hugging Face cache, so its size is unknown."
+        f"{suggestion(_plain(name), NAMED)} Use model.shape=NAME with one of {', '.join(NAMED)}."
     )
 
 
 def _plain(name: str) -> str:
-    """`meta-llama/Llama-2-7b-hf` as the catalogue spells it: llama2-7b."""
+    """A Hub name as in the catalogue: `meta-llama/Llama-2-7b-hf` is llama2-7b."""
     last = name.rsplit("/", 1)[-1].lower()
     last = re.sub(r"^meta-", "", last)
     last = re.sub(r"-(hf|base|instruct|chat|chat-hf|v0\.\d|it)$", "", last)
@@ -131,7 +131,7 @@ def _plain(name: str) -> str:
 
 
 def _folder(name: str) -> Path | None:
-    """The folder with the model's config.json, on this machine."""
+    """The local folder with the model's config.json."""
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         return path
@@ -150,5 +150,5 @@ def _read(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         raise UserMistake(f"{file} cannot be read as JSON.") from None
     if not isinstance(settings, dict):
-        raise UserMistake(f"{file} must hold the model's config, but holds something else.")
+        raise UserMistake(f"{file} must be a JSON object with the model's config.")
     return settings

@@ -1,4 +1,4 @@
-"""What is on a device at the moments of a step at which it may be fullest."""
+"""Device memory at the moments of a step at which it may peak."""
 
 from dataclasses import dataclass
 
@@ -7,38 +7,38 @@ from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
 from shoal.plan.run import Run
-from shoal.plan.states import BUCKET_BYTES, ROWS_BUCKET, States, states, stored_bytes, trained_parameters
+from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, states, stored_bytes, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What is on a device at one moment of a step."""
+    """Device memory at one moment of a step."""
 
     name: str
-    tree: Term  # all of it
-    side: float  # what FSDP's own streams have allocated
+    tree: Term  # all allocated memory
+    side: float  # allocated on FSDP's own streams
 
 
 def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
-    """What a rank has at each moment at which it may have most, in the order of a step."""
+    """The moments of a step at which a rank's memory may peak, in order."""
     held, counts = states(run, rank), count(run, rank)
     kept, again = _activations(run, rank)
-    flowing = _flowing(run)
-    live = group("backward of a block", again, *flowing.parts)
+    transient = _transient_gradients(run)
+    live = group("block backward", again, *transient.parts)
     none = leaf("", 0.0)
-    # Gradients of the step so far. They are dropped after a step, so that the first pass begins without any; but DDP
+    # Gradients accumulated so far. They are freed after a step, so the first micro-batch starts without any; but DDP
     # keeps its buckets.
     accumulating = run.grad_accum_steps > 1 or run.strategy in ("ddp", "zero1")
     before = held.gradients if accumulating else none
     if run.sharded and run.mesh.pp > 1:
-        before = none  # whole ones are accumulated instead, and sharded at the end of the step
-    exchanged = _exchange_buffers(run, rank)
+        before = none  # unsharded ones are accumulated instead, and reduce-scattered at the end of the step
+    buffers = _communication_buffers(run, rank)
     base = (held.weights, held.optimizer)
-    ends, blocks = _gathered_ends(run, counts), _gathered_blocks(run, counts)
+    embedding_and_head, blocks = _gathered_embedding_and_head(run, counts), _gathered_blocks(run, counts)
     around = _gathered_around(run, counts)
     all_blocks = run.keeps_weights and run.sharded
-    # Between forward and backward: all blocks whole, none, or all of them sharded over fewer ranks.
+    # Between forward and backward pass: all blocks unsharded, none, or all sharded over fewer ranks.
     forward_blocks = blocks if all_blocks else 0.0
     if run.sharded and not all_blocks and not isinstance(run.reshard, bool):
         forward_blocks = counts.blocks * run.compute_bytes / run.reshard
@@ -46,7 +46,7 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     def moment(
         name: str, gathered: float, reducing: float, gradients: Term, *others: Term, freed: float = 0.0
     ) -> Moment:
-        # `freed` is no longer used, but only the stream that asked for it can have it again.
+        # `freed` is no longer in use, but only the stream that allocated it can reuse it.
         side = gathered + reducing + freed + (gradients.amount if run.sharded else 0.0)
         tree = group(
             "memory",
@@ -54,28 +54,28 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
             gradients,
             leaf("gathered weights", gathered),
             leaf("gradients being reduced", reducing),
-            exchanged,
+            buffers,
             *others,
         )
         return Moment(name, tree, side)
 
-    whole = held.unreduced
+    unreduced = held.unreduced
 
     found = []
-    # A tied head is the embedding; what is counted with the head is then the final norm.
+    # A tied head is counted as embedding; `counts.head` is then the final norm alone.
     matrix = (counts.embedding if run.shape.tied else counts.head) if rank.last else 0.0
     if rank.last:
         loss = head(run)
         gathered = _gathered_for_loss(run, counts, matrix) + forward_blocks
-        found.append(moment("loss", gathered, 0.0, before, whole, kept, loss.peak))
-        left = loss.left
+        found.append(moment("loss", gathered, 0.0, before, unreduced, kept, loss.peak))
+        remaining = loss.remaining
     else:
-        left = group("head")
-    # FSDP reduces the gradients of ends that it gathered together after the last block's: until then the head's is held
-    # whole. Where they are apart the head's are being reduced while the backward pass enters the last block.
+        remaining = group("head")
+    # If embedding and head are one FSDP unit, their gradients are reduced after all blocks: until then the head's is
+    # held unsharded. If they are separate units, the head's is reduced while the backward pass enters the last block.
     waiting, reducing = 0.0, _reducing(run, counts)
     if run.sharded and run.trained.head:
-        if run.ends_apart:
+        if run.separate_head_unit:
             reducing = _reducing(run, counts, behind=max(counts.block * run.trained.blocks, matrix))
         else:
             waiting = matrix * run.compute_bytes
@@ -86,47 +86,49 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
             around + max(blocks, forward_blocks),
             reducing + waiting,
             early,
-            whole,
+            unreduced,
             kept,
             live,
-            left,
+            remaining,
         )
     )
     gradients = none if run.sharded and run.mesh.pp > 1 else held.gradients
-    # One block is left, whole: kept, or computed again.
+    # The activations of one block are left: saved or recomputed.
     one_block = group("activations", *block_kept(run).parts)
     found.append(
         moment(
-            "first block's gradients",
+            "backward of the first block",
             around + blocks,
             _reducing(run, counts) + waiting,
             gradients,
-            whole,
+            unreduced,
             one_block,
-            flowing,
+            transient,
         )
     )
-    # The embedding's gradient comes last, its weight being gone; where the ends go together, the head's with it.
-    late = leaf("embedding's gradient, as computed", _embedding_gradient(run, counts))
-    reducing = _reducing_ends(run, counts)
-    found.append(moment("embedding's gradient", forward_blocks, reducing, gradients, whole, late, freed=ends))
-    found.append(moment("optimizer step", 0.0, 0.0, held.gradients, _stepping(run, rank)))
+    # The embedding's gradient comes last, after its weight was freed; with the head's, if they are one FSDP unit.
+    late = leaf("embedding gradient before accumulation", _embedding_gradient(run, counts))
+    reducing = _reducing_embedding_and_head(run, counts)
+    found.append(
+        moment("embedding gradient", forward_blocks, reducing, gradients, unreduced, late, freed=embedding_and_head)
+    )
+    found.append(moment("optimizer step", 0.0, 0.0, held.gradients, _optimizer_temporaries(run, rank)))
     return tuple(found)
 
 
 def _first(run: Run, held: States, matrix: float) -> float:
-    """The head's gradient, the first that a backward pass makes; where it is sharded with others it comes last."""
-    if run.sharded and (not run.ends_apart or run.mesh.pp > 1):
+    """The head's gradient, the first of a backward pass; zero if it is in one FSDP unit with the embedding."""
+    if run.sharded and (not run.separate_head_unit or run.mesh.pp > 1):
         return 0.0
     size = run.gradient_bytes or run.weight_bytes
     return min(held.gradients.amount, matrix * size * run.trained.head / (run.shards if run.sharded else 1))
 
 
 def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
-    """(what all blocks keep for the backward pass, what one block has besides while it is computed again)."""
+    """(activations saved by all blocks, additional memory of one block while it is recomputed)."""
     whole = block_kept(run)
     entry, selected = leaf("block inputs", block_input(run)), block_selected(run)
-    flying, blocks = micro_batches_in_flight(run, rank), rank.blocks
+    in_flight, blocks = micro_batches_in_flight(run, rank), rank.blocks
     again = leaf("recomputed block", 0.0)
     if run.recompute in ("none", "cheap"):
         kept = scaled(whole, blocks)
@@ -135,25 +137,25 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
         again = leaf("recomputed block", max(0.0, whole.amount - selected.amount))
     else:
         every = run.recompute if isinstance(run.recompute, int) else 1
-        forgetful = -(-blocks // every)
-        kept = group("blocks", scaled(entry, forgetful), *scaled(whole, blocks - forgetful).parts)
+        checkpointed = -(-blocks // every)
+        kept = group("blocks", scaled(entry, checkpointed), *scaled(whole, blocks - checkpointed).parts)
         again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))
     kept = Term("activations", kept.amount, kept.parts)
     mask = 0.0
-    if run.packed and run.attention == "flash" and not (run.compiled and run.traits.skips_tiles):
-        # Who sees whom in rows of several documents: as bytes, and as numbers that attention adds.
+    if run.packed and run.attention == "flash" and not (run.compiled and run.traits.skips_masked_tiles):
+        # The document mask of packed sequences: as booleans, and as the bias that attention adds.
         mask = run.micro_batch * run.length * (run.length / run.mesh.cp) * (1 + run.compute_bytes)
-    return group("activations", *scaled(kept, flying).parts, leaf("masks of documents", mask)), again
+    return group("activations", *scaled(kept, in_flight).parts, leaf("document masks", mask)), again
 
 
-def _flowing(run: Run) -> Term:
-    """What passes through a block in its backward: the gradient of its input, and those of its weights as computed."""
-    between = leaf("gradient between blocks", block_input(run))
-    return group("backward of a block", between, leaf("weights' gradients, as computed", _block_gradients(run)))
+def _transient_gradients(run: Run) -> Term:
+    """Transient gradients in the backward pass of a block: of its input, and of its weights before accumulation."""
+    between = leaf("residual stream gradient", block_input(run))
+    return group("block backward", between, leaf("weight gradients before accumulation", _block_gradients(run)))
 
 
 def _block_gradients(run: Run) -> float:
-    """A block's weight gradients leave it in the compute dtype, before they are added where they belong."""
+    """A block's weight gradients in the compute dtype, before they are accumulated."""
     if run.adapter is not None or not run.trained.blocks or run.sharded or not run.mixed:
         return 0.0
     if run.gradient_bytes == run.compute_bytes:
@@ -168,54 +170,58 @@ def _embedding_gradient(run: Run, counts: Counts) -> float:
     return counts.embedding * run.trained.embedding * run.compute_bytes
 
 
-def _gathered_ends(run: Run, counts: Counts) -> float:
+def _gathered_embedding_and_head(run: Run, counts: Counts) -> float:
     if not run.sharded or (run.traits.masters_with_optimizer and run.strategy == "zero2"):
         return 0.0
-    return counts.ends * run.compute_bytes
+    return counts.embedding_and_head * run.compute_bytes
 
 
 def _gathered_around(run: Run, counts: Counts) -> float:
-    """Of the ends, what is whole during the backward pass: both, the embedding, or none."""
-    ends = _gathered_ends(run, counts)
-    if not run.ends_apart:
-        return ends
+    """Unsharded weights of embedding and head during the backward pass: both, the embedding, or none."""
+    embedding_and_head = _gathered_embedding_and_head(run, counts)
+    if not run.separate_head_unit:
+        return embedding_and_head
     if not run.keeps_weights:
         return 0.0
-    # The head is let go after the backward pass of the step's last pass; in a pipeline at the end of the step.
-    return min(ends, counts.embedding * run.compute_bytes) if run.grad_accum_steps == 1 and run.mesh.pp == 1 else ends
+    # The head is resharded after the backward pass of the last micro-batch; in a pipeline at the end of the step.
+    return (
+        min(embedding_and_head, counts.embedding * run.compute_bytes)
+        if run.grad_accum_steps == 1 and run.mesh.pp == 1
+        else embedding_and_head
+    )
 
 
 def _gathered_for_loss(run: Run, counts: Counts, matrix: float) -> float:
-    """At the end of the forward pass, besides blocks that are kept: the ends, or the head (`matrix`) alone; and what
-    was gathered last, the head or a block, a second time, as it arrived."""
+    """At the end of the forward pass, besides unsharded blocks: embedding and head, or the head (`matrix`) alone; and
+    the all-gather output buffer of the last unit, the head or a block."""
     if not run.sharded:
         return 0.0
-    if run.ends_apart:
+    if run.separate_head_unit:
         head = matrix * run.compute_bytes
-        return head + (_gathered_ends(run, counts) if run.keeps_weights else head)
-    return _gathered_ends(run, counts) + (0.0 if run.keeps_weights else counts.block * run.compute_bytes)
+        return head + (_gathered_embedding_and_head(run, counts) if run.keeps_weights else head)
+    return _gathered_embedding_and_head(run, counts) + (0.0 if run.keeps_weights else counts.block * run.compute_bytes)
 
 
 def _gathered_blocks(run: Run, counts: Counts) -> float:
-    """Weights of blocks that are whole at one time: the one in use and those fetched ahead, or all of them."""
+    """Weights of blocks that are unsharded at a time: the current and the prefetched ones, or all of them."""
     if not run.sharded:
-        # A quantized matrix is unpacked while it is used.
+        # A quantized matrix is dequantized while it is used.
         if run.adapter is not None and run.adapter.quantize is not None:
             return max(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
         return 0.0
     if run.traits.masters_with_optimizer and run.strategy == "zero2":
-        return 0.0  # its weights are whole as they are
-    number = float(run.compute_bytes)
+        return 0.0  # its weights are not sharded
+    itemsize = float(run.compute_bytes)
     if run.adapter is not None:
-        number = stored_bytes(run, run.adapter)
+        itemsize = stored_bytes(run, run.adapter)
     if run.keeps_weights:
-        return counts.blocks * number
+        return counts.blocks * itemsize
     ahead = 1 + max(1, run.prefetch)
-    return min(counts.blocks, ahead * counts.block) * number
+    return min(counts.blocks, ahead * counts.block) * itemsize
 
 
 def _reducing(run: Run, counts: Counts, behind: float | None = None) -> float:
-    """A block's whole gradient as computed, and what came before it, `behind` or another block's, as it is reduced."""
+    """A block's unsharded gradient, and the reduce-scatter input of the unit before it: `behind`, or another block."""
     if not run.sharded or run.mesh.pp > 1:
         return 0.0
     if run.adapter is not None:
@@ -224,41 +230,41 @@ def _reducing(run: Run, counts: Counts, behind: float | None = None) -> float:
     return block * run.compute_bytes + (block if behind is None else behind) * run.reduce_bytes
 
 
-def _reducing_ends(run: Run, counts: Counts) -> float:
-    """The same of embedding and head, which are reduced together at the end, or one by one."""
+def _reducing_embedding_and_head(run: Run, counts: Counts) -> float:
+    """The same for embedding and head, which are reduced together at the end, or one by one."""
     if not run.sharded or run.mesh.pp > 1:
         return 0.0
     trained = counts.embedding * run.trained.embedding + counts.head * run.trained.head
-    if run.ends_apart:
+    if run.separate_head_unit:
         trained = max(counts.embedding * run.trained.embedding, counts.head * run.trained.head)
     return trained * (run.compute_bytes + run.reduce_bytes)
 
 
-def _exchange_buffers(run: Run, rank: Rank) -> Term:
-    """What is held for the wire alone."""
+def _communication_buffers(run: Run, rank: Rank) -> Term:
+    """Buffers that only communication needs."""
     found = []
     if run.compress_bytes:
-        found.append(leaf("shrunk gradients of a bucket", BUCKET_BYTES))
+        found.append(leaf("compressed gradient bucket", BUCKET_BYTES))
     if run.mesh.tp > 1:
-        # A tensor before and after it is gathered or summed over the group.
-        found.append(leaf("tensor-parallel exchange", 2 * run.tokens * run.shape.hidden * run.compute_bytes))
+        # Input and output of an all-gather or reduce-scatter.
+        found.append(leaf("tensor-parallel collectives", 2 * run.tokens * run.shape.hidden * run.compute_bytes))
     if run.mesh.pp > 1:
-        # torch's PipelineStage makes a buffer for what arrives in each pass, hidden states and gradients, beforehand.
-        arrivals = sum((not stage.first) + (not stage.last) for stage in rank.stages)
-        found.append(leaf("arrivals from other stages", arrivals * run.grad_accum_steps * block_input(run)))
-        # And keeps what leaves, until the backward pass.
+        # PyTorch's PipelineStage preallocates receive buffers for hidden states and gradients of every micro-batch.
+        receives = sum((not stage.first) + (not stage.last) for stage in rank.stages)
+        found.append(leaf("pipeline receive buffers", receives * run.grad_accum_steps * block_input(run)))
+        # It also keeps its outputs until the backward pass.
         found.append(
-            leaf("sent to other stages", micro_batches_in_flight(run, rank) * len(rank.stages) * block_input(run))
+            leaf("pipeline stage outputs", micro_batches_in_flight(run, rank) * len(rank.stages) * block_input(run))
         )
     return group("communication buffers", *found)
 
 
-def _stepping(run: Run, rank: Rank) -> Term:
-    """What the optimizer's step needs besides."""
+def _optimizer_temporaries(run: Run, rank: Rank) -> Term:
+    """Temporary memory of the optimizer step."""
     amount = 0.0
     if run.strategy == "zero1":
-        amount += 2 * ROWS_BUCKET * run.weight_bytes
+        amount += 2 * ZERO1_BUCKET * run.weight_bytes
     if run.optimizer == "muon":
-        # Orthogonalising one matrix takes a few copies of it in bf16.
+        # Newton-Schulz needs a few copies of one matrix in bf16.
         amount += 4 * 2 * max(one.parameters for one in linears(run.shape))
-    return leaf("optimizer's work", min(amount, 8 * trained_parameters(run, rank)))
+    return leaf("optimizer temporaries", min(amount, 8 * trained_parameters(run, rank)))

@@ -1,4 +1,4 @@
-"""A plan as a picture: memory of each strategy as bars of terms against the device, and where a step's time goes."""
+"""A plan as a plot: the memory of each strategy as stacked bars against the device's, and its speed."""
 
 from pathlib import Path
 
@@ -11,20 +11,20 @@ COLOURS = {
     "weights": "#3b6ea5",
     "gathered weights": "#8fb4d9",
     "gradients": "#c8553d",
-    "gradients of the whole stage": "#c8553d",
+    "unreduced gradients": "#c8553d",
     "gradients being reduced": "#e59a88",
     "optimizer state": "#f2c14e",
     "activations": "#588157",
-    "backward of a block": "#a3b899",
+    "block backward": "#a3b899",
     "head": "#7d5ba6",
     "communication buffers": "#999999",
-    "optimizer's work": "#d9b86c",
-    "reserve": "#dddddd",
+    "optimizer temporaries": "#d9b86c",
+    "allocator overhead": "#dddddd",
 }
 
 
 def plot_plan(plan: Plan, path: Path) -> None:
-    """Write the picture to `path`; its ending says in which format."""
+    """Write the plot to `path`, in the format of its suffix."""
     try:
         import matplotlib
     except ImportError:
@@ -32,12 +32,12 @@ def plot_plan(plan: Plan, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = list(plan.alternatives) or [plan.choice]
+    choices = list(plan.alternatives) or [plan.choice]
     figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(12, 1.6 + 0.45 * len(rows)), gridspec_kw={"width_ratios": [3, 2]}, layout="constrained"
+        1, 2, figsize=(12, 1.6 + 0.45 * len(choices)), gridspec_kw={"width_ratios": [3, 2]}, layout="constrained"
     )
     used: dict[str, str] = {}
-    for position, one in enumerate(rows):
+    for position, one in enumerate(choices):
         start = 0.0
         for name, amount in _bars(one):
             colour = COLOURS.get(name, "#bbbbbb")
@@ -46,15 +46,15 @@ def plot_plan(plan: Plan, path: Path) -> None:
             start += amount
     device = plan.choice.machine.gpu.memory_gib
     left.axvline(device, color="black", linestyle="--", linewidth=1)
-    left.set_yticks(range(len(rows)), [("* " if one.name == plan.choice.name else "") + one.name for one in rows])
+    left.set_yticks(range(len(choices)), [("* " if one.name == plan.choice.name else "") + one.name for one in choices])
     left.invert_yaxis()
-    left.set_xlabel(f"GiB a device at the highest moment; dashed: {plan.choice.machine.gpu.name}")
+    left.set_xlabel(f"peak GiB per device; dashed: {plan.choice.machine.gpu.name}")
     left.legend(fontsize=7, loc="upper left", bbox_to_anchor=(0, -0.2), ncols=4, frameon=False)
-    speeds = [one.speed.tokens_per_second_per_gpu for one in rows]
-    right.barh(range(len(rows)), speeds, color=["#3b6ea5" if one.fits else "#cccccc" for one in rows])
+    speeds = [one.speed.tokens_per_second_per_gpu for one in choices]
+    right.barh(range(len(choices)), speeds, color=["#3b6ea5" if one.fits else "#cccccc" for one in choices])
     right.set_yticks([])
     right.invert_yaxis()
-    right.set_xlabel("tokens/s a device; grey: does not fit")
+    right.set_xlabel("tokens/s per device; grey: does not fit")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
@@ -66,4 +66,4 @@ def plot_plan(plan: Plan, path: Path) -> None:
 def _bars(choice: Choice) -> list[tuple[str, float]]:
     worst = choice.memory.worst
     found = [(term.name, term.amount / GIB) for term in worst.peak.tree.parts]
-    return [*found, ("reserve", worst.reserve / GIB)]
+    return [*found, ("allocator overhead", worst.reserve / GIB)]

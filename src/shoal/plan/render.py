@@ -1,29 +1,29 @@
-"""A plan as text for a terminal: one paragraph of answer, a bar of memory, a table of strategies, what to change."""
+"""A plan as text for a terminal: summary, memory bar, speed, table of strategies, suggested changes."""
 
 from shoal.plan.advise import Change
-from shoal.plan.decide import Choice
+from shoal.plan.decide import Choice, shown_recompute
 from shoal.plan.report import Plan
 from shoal.plan.terms import GIB, Term
 
 WIDTH = 44
-# One letter for each kind of memory, so that a bar needs no colour.
+# One letter per kind of memory, so that the bar needs no colour.
 KINDS = (
     ("weights", "w"),
     ("gathered weights", "w"),
     ("gradients", "g"),
-    ("gradients of the whole stage", "g"),
+    ("unreduced gradients", "g"),
     ("gradients being reduced", "g"),
     ("optimizer state", "o"),
     ("activations", "a"),
-    ("backward of a block", "a"),
+    ("block backward", "a"),
     ("head", "h"),
     ("communication buffers", "c"),
-    ("optimizer's work", "o"),
+    ("optimizer temporaries", "o"),
 )
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan as lines."""
+    """The plan as text."""
     choice, lines = plan.choice, []
     lines += [_headline(plan), ""]
     lines += _memory_lines(choice)
@@ -42,31 +42,32 @@ def _headline(plan: Plan) -> str:
     choice, run, machine = plan.choice, plan.choice.run, plan.choice.machine
     nodes = f"{machine.nodes} nodes of " if machine.nodes > 1 else ""
     verdict = "fits" if plan.fits else "does NOT fit"
-    batch = f"{run.micro_batch} row{'s' if run.micro_batch > 1 else ''} a pass, {_count(run.grad_accum_steps, 'pass')}"
+    batch = f"micro-batch {run.micro_batch}, {_count(run.grad_accum_steps, 'gradient accumulation step')}"
     return (
         f"{plan.name}: {choice.name} on {nodes}{machine.devices} × {machine.gpu.name} {verdict} ({choice.reason}).\n"
-        f"{batch}, rows of {run.length} tokens, recompute {run.recompute}, loss {run.loss}, {run.precision}."
+        f"{batch}, sequence length {run.length}, recompute {shown_recompute(run.recompute)}, loss {run.loss}, "
+        f"precision {run.precision}."
     )
 
 
 def _memory_lines(choice: Choice) -> list[str]:
     worst, memory = choice.memory.worst, choice.memory
     device = choice.machine.gpu.memory_gib
-    place = f" of stage {worst.place}" if len(memory.places) > 1 else ""
+    rank = f" on pipeline rank {worst.pipeline_rank}" if len(memory.pipeline_ranks) > 1 else ""
     lines = [
-        f"memory a device{place}: {worst.allocated / GIB:.1f} GiB allocated, {worst.reserved / GIB:.1f} reserved, of "
-        f"{device:.1f}; highest at: {worst.peak.name}",
+        f"memory per device{rank}: {worst.allocated / GIB:.1f} GiB allocated, {worst.reserved / GIB:.1f} GiB reserved, "
+        f"of {device:.1f} GiB; peak at: {worst.peak.name}",
         f"  |{bar(choice)}|",
     ]
     for term in worst.peak.tree.parts:
         lines.append(f"  {_letter(term.name)} {term.amount / GIB:8.2f}  {term.name}")
         if term.amount / worst.allocated > 0.1:
             lines += [f"    {part.amount / GIB:10.2f}  {part.name}" for part in _largest(term)]
-    lines.append(f"    {worst.reserve / GIB:8.2f}  allocator's reserve")
+    lines.append(f"    {worst.reserve / GIB:8.2f}  allocator overhead (reserved, not allocated)")
     if memory.context:
-        lines.append(f"    {memory.context / GIB:8.2f}  the driver and NCCL, outside PyTorch (typical)")
+        lines.append(f"    {memory.context / GIB:8.2f}  CUDA context and NCCL, outside PyTorch (typical)")
     if choice.run.offload != "none":
-        lines.append(f"  host: {memory.host.amount / GIB:.1f} GiB for each device")
+        lines.append(f"  host memory: {memory.host.amount / GIB:.1f} GiB per device")
     return lines
 
 
@@ -75,7 +76,7 @@ def _largest(term: Term) -> list[Term]:
 
 
 def bar(choice: Choice, width: int = WIDTH) -> str:
-    """The device's memory as a bar, a letter for each kind; ! where it is overfull."""
+    """The device's memory as a bar, one letter per kind; ends in ! if it does not fit."""
     device = choice.machine.gpu.memory_gib * GIB
     worst = choice.memory.worst
     text = ""
@@ -102,33 +103,39 @@ def _letter(name: str) -> str:
 
 def _speed_lines(plan: Plan) -> list[str]:
     speed = plan.choice.speed
-    whole = speed.tokens_per_second_per_gpu * speed.world_size
+    total = speed.tokens_per_second_per_gpu * speed.world_size
     lines = [
-        f"speed: {speed.tokens_per_second_per_gpu:,.0f} tokens/s a device ({whole:,.0f} in all), "
-        f"MFU {speed.mfu:.1%}, {_duration(speed.step_seconds)} a step"
+        f"speed: {speed.tokens_per_second_per_gpu:,.0f} tokens/s per device ({total:,.0f} in total), "
+        f"MFU {speed.mfu:.1%}, {_duration(speed.step_seconds)} per step"
     ]
     shares = sorted(speed.step.parts, key=lambda part: -part.amount)
     lines.append("  " + ", ".join(f"{part.name} {part.amount / speed.step_seconds:.0%}" for part in shares[:6]))
     if plan.seconds is not None and plan.gpu_hours is not None:
-        price = f", {plan.cost:,.2f} at {plan.choice.machine.price:g} an hour" if plan.cost is not None else ""
+        price = (
+            f", cost {plan.cost:,.2f} at {plan.choice.machine.price:g} per device hour" if plan.cost is not None else ""
+        )
         lines.append(f"  {plan.steps:,} steps: {_duration(plan.seconds)}, {plan.gpu_hours:,.1f} device hours{price}")
     else:
-        lines.append("  time to finish: not known, as epochs depend on the data; set train.steps or train.tokens")
+        lines.append("  time to finish: unknown, because epochs depend on the data; set train.steps or train.tokens")
     return lines
 
 
 def _table(plan: Plan) -> list[str]:
     head = (
-        f"  {'strategy':22}{'fits':>5}{'reserved':>10}  {'':{WIDTH // 2}} {'tokens/s':>10}{'rows':>6}{'recompute':>11}"
+        f"  {'strategy':22}{'fits':>5}{'reserved':>11}  {'':{WIDTH // 2}} {'tokens/s':>10}{'micro-batch':>13}"
+        f"{'recompute':>11}"
     )
-    lines = ["on the same devices:", head + ("   time" if plan.steps else "")]
+    lines = [
+        "strategies on the same devices (memory and tokens/s per device; * is chosen):",
+        head + ("   time" if plan.steps else ""),
+    ]
     for one in plan.alternatives:
         mark = "*" if one.name == plan.choice.name else " "
         time = f"   {_duration(plan.steps * one.speed.step_seconds)}" if plan.steps else ""
         lines.append(
-            f"{mark} {one.name:22}{'yes' if one.fits else 'no':>5}{one.memory.reserved / GIB:>7.1f}GiB  "
-            f"{bar(one, WIDTH // 2)} {one.speed.tokens_per_second_per_gpu:>10,.0f}{one.run.micro_batch:>6}"
-            f"{one.run.recompute!s:>11}{time}"
+            f"{mark} {one.name:22}{'yes' if one.fits else 'no':>5}{one.memory.reserved / GIB:>7.1f} GiB  "
+            f"{bar(one, WIDTH // 2)} {one.speed.tokens_per_second_per_gpu:>10,.0f}{one.run.micro_batch:>13}"
+            f"{shown_recompute(one.run.recompute):>11}{time}"
         )
     return lines
 
@@ -139,7 +146,7 @@ def _limit_lines(plan: Plan) -> list[str]:
     if found.micro_batch is not None:
         parts.append(f"largest micro-batch {found.micro_batch}")
     if found.length is not None:
-        parts.append(f"longest rows {found.length:,} tokens (one a pass)")
+        parts.append(f"longest sequence {found.length:,} tokens (at micro-batch 1)")
     if found.devices is not None:
         parts.append(f"fewest devices {found.devices}")
     return [f"limits: {', '.join(parts)}"] if parts else []
@@ -147,19 +154,17 @@ def _limit_lines(plan: Plan) -> list[str]:
 
 def _change_lines(changes: tuple[Change, ...]) -> list[str]:
     if not changes:
-        return ["No single change or handful of them makes it fit: a smaller model, or many more devices."]
+        return ["No combination of a few changes makes it fit; use a smaller model or many more devices."]
     alone = changes[0].choice.fits
-    lines = [
-        "what would make it fit, cheapest first:" if alone else "together, one after the other, these make it fit:"
-    ]
+    lines = ["changes that make it fit, cheapest first:" if alone else "changes that make it fit when combined:"]
     if not changes[-1].choice.fits:
-        lines = ["these bring it nearer, one after the other, but not all the way:"]
+        lines = ["changes that save memory when combined, but not enough:"]
     for change in changes:
         setting = " ".join(change.settings) if alone else change.settings[-1]
-        time = f"{change.slower:+.0%} time a token" if abs(change.slower) >= 0.005 else "no time"
+        time = f"{change.slower:+.0%} time per token" if abs(change.slower) >= 0.005 else "same speed"
         lines.append(
             f"  {setting:44} → {change.choice.memory.reserved / GIB:6.1f} GiB (saves {change.saves_gib:.1f}), {time}"
-            + (f"; changes {change.touches}" if change.touches != "how it runs" else "")
+            + (f"; changes {change.affects}" if change.affects != "execution" else "")
         )
     return lines
 
@@ -177,4 +182,4 @@ def _duration(seconds: float) -> str:
 
 
 def _count(number: int, what: str) -> str:
-    return f"1 {what}" if number == 1 else f"{number} {what}es"
+    return f"1 {what}" if number == 1 else f"{number} {what}s"

@@ -1,4 +1,4 @@
-"""The whole answer of `shoal plan`: one object, of which JSON, text and plot are views."""
+"""The result of `shoal plan`: one object, of which JSON, text and plot are views."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +20,7 @@ HOUR = 3600
 
 @dataclass(frozen=True)
 class Plan:
-    """A run before it starts: will it fit, how fast is it, and what would change that."""
+    """The forecast of a run: whether it fits, how fast it is, alternatives, limits and suggested changes."""
 
     name: str
     choice: Choice
@@ -36,7 +36,7 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Of the whole run, without evaluation and checkpoints; None where its length is not known."""
+        """Duration of the run without evaluation and checkpoints; None if its number of steps is unknown."""
         return None if self.steps is None else self.steps * self.choice.speed.step_seconds
 
     @property
@@ -61,7 +61,7 @@ class Plan:
                 "cost": _rounded(self.cost, 2),
             },
             "chosen": {**_chosen(self.choice), "reason": self.choice.reason},
-            "alternatives": [_row(one, self.steps) for one in self.alternatives],
+            "alternatives": [_alternative(one, self.steps) for one in self.alternatives],
             "limits": self.limits.as_dict(),
             "changes": [change.as_dict() for change in self.changes],
             "model": _model(self.choice),
@@ -71,7 +71,7 @@ class Plan:
 
 
 def make_plan(config: Config, *, system: str = "shoal") -> Plan:
-    """The plan of `config`: the forecast of what `shoal train` would do with it on the hardware it names."""
+    """The plan of `config`: the forecast of `shoal train` on the hardware it names."""
     if system not in SYSTEMS:
         raise UserMistake(f"No system is called {system}; the names are {', '.join(SYSTEMS)}.")
     if config.parallel.engine == "deepspeed" and system == "shoal":
@@ -82,11 +82,11 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     notes = list(machine.notes)
     if config.data.max_length > shape.positions:
         notes.append(
-            f"data.max_length {config.data.max_length} is longer than the {shape.positions} positions that the model "
-            "was made for."
+            f"data.max_length {config.data.max_length} exceeds the {shape.positions} positions that the model was "
+            "trained for."
         )
     if system != "shoal":
-        notes.append(f"As the code of {system} would do it, not ours.")
+        notes.append(f"This forecast is for {system}, not for shoal.")
     return Plan(
         name=config.name,
         choice=choice,
@@ -99,7 +99,7 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
 
 
 def count_steps(config: Config, choice: Choice) -> int | None:
-    """Optimizer steps of the run, where the config alone says how many: epochs need the data's size."""
+    """Optimizer steps of the run, if the config states them: epochs need the size of the data."""
     train = config.train
     if train.steps is not None:
         return train.steps
@@ -109,7 +109,7 @@ def count_steps(config: Config, choice: Choice) -> int | None:
 
 
 def memory_of(choice: Choice) -> dict[str, Any]:
-    """The forecast of memory, in GiB."""
+    """The memory forecast, in GiB."""
     memory, worst = choice.memory, choice.memory.worst
     return {
         "allocated_gib": round(worst.allocated / GIB, 3),
@@ -121,19 +121,19 @@ def memory_of(choice: Choice) -> dict[str, Any]:
         "moments": {moment.name: round(moment.tree.amount / GIB, 3) for moment in worst.moments},
         "stages": [
             {
-                "place": place.place,
-                "allocated_gib": round(place.allocated / GIB, 3),
-                "reserved_gib": round(place.reserved / GIB, 3),
-                "peak": place.peak.name,
+                "pipeline_rank": pipeline_rank.pipeline_rank,
+                "allocated_gib": round(pipeline_rank.allocated / GIB, 3),
+                "reserved_gib": round(pipeline_rank.reserved / GIB, 3),
+                "peak": pipeline_rank.peak.name,
             }
-            for place in memory.places
+            for pipeline_rank in memory.pipeline_ranks
         ],
         "host": {"gib": round(memory.host.amount / GIB, 3), "terms": memory.host.as_dict(GIB)},
     }
 
 
 def speed_of(choice: Choice) -> dict[str, Any]:
-    """The forecast of time."""
+    """The speed forecast."""
     speed = choice.speed
     each = speed.tokens_per_second_per_gpu
     return {
@@ -164,7 +164,7 @@ def _chosen(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _row(choice: Choice, steps: int | None) -> dict[str, Any]:
+def _alternative(choice: Choice, steps: int | None) -> dict[str, Any]:
     speed = speed_of(choice)
     return {
         **_chosen(choice),

@@ -1,7 +1,7 @@
-"""How long a collective takes on a ring: each rank sends to the next, and every link carries the same bytes.
+"""The cost of ring collectives: each rank sends to the next, and every link carries the same bytes.
 
-`size` is the whole tensor everywhere: what each rank has after an all-gather, and before a reduce-scatter. Cut into N
-parts, N − 1 of which have to travel over every link; an all-reduce is a reduce-scatter and then an all-gather.
+`size` is always that of the full tensor: what each rank has after an all-gather, and before a reduce-scatter. Of its N
+chunks, N − 1 travel over every link; an all-reduce is a reduce-scatter followed by an all-gather.
 """
 
 from typing import Literal, get_args
@@ -11,7 +11,7 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 
 def ring_factor(operation: Operation, ranks: int) -> float:
-    """The bytes that go over each link, as a multiple of the whole tensor's."""
+    """The bytes that each link carries, as a multiple of the full tensor's."""
     once = (ranks - 1) / ranks
     return 2 * once if operation == "all-reduce" else once
 
@@ -19,5 +19,5 @@ def ring_factor(operation: Operation, ranks: int) -> float:
 def ring_seconds(
     operation: Operation, ranks: int, size: float, *, bytes_per_second: float, latency: float = 0.0
 ) -> float:
-    """The time of one collective; `latency` is that of the whole operation, not of one hop."""
+    """Seconds of one collective; `latency` is that of the operation, not of one hop."""
     return latency + ring_factor(operation, ranks) * size / bytes_per_second

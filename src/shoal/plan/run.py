@@ -1,4 +1,4 @@
-"""One run as arithmetic sees it: everything that memory and time depend on, and nothing else."""
+"""A training run as the forecast sees it: everything that memory and time depend on, and nothing else."""
 
 from dataclasses import dataclass, replace
 
@@ -8,24 +8,24 @@ from shoal.config.mesh import Mesh
 from shoal.plan.systems import OURS, SystemTraits
 
 ONE = Mesh()
-SHARDED = ("fsdp", "zero2", "zero3")  # the strategies that FSDP2 carries out
+SHARDED = ("fsdp", "zero2", "zero3")  # the strategies implemented with FSDP2
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Small trained matrices beside frozen ones."""
+    """LoRA adapters on frozen linear layers."""
 
     rank: int
     targets: tuple[str, ...]  # names of linear layers of a block, as `blocks.linears` calls them
     quantize: str | None = None  # nf4, fp4, int8: how the frozen matrices are stored
-    double_quantized: bool = False  # the scales of the 4-bit blocks are themselves stored in 8 bits
+    double_quantized: bool = False  # the scales of the 4-bit blocks are quantized to 8 bits
     dora: bool = False
-    dropout: bool = False  # of their inputs
+    dropout: bool = False  # on the adapters' inputs
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Shares of the model's own parameters that are trained."""
+    """Shares of the model's parameters that are trained."""
 
     embedding: float = 1.0
     blocks: float = 1.0
@@ -37,15 +37,15 @@ FROZEN = Trained(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Run:
-    """A training run. Defaults are those of the config."""
+    """A training run, with the config's defaults."""
 
     shape: ModelShape
     gpu: Gpu
     link: Link  # between the devices of a node
-    network: Link  # between nodes, for each device
+    network: Link  # between nodes, per device
     length: int
     mesh: Mesh = ONE
-    devices: int = 1  # in each node
+    devices: int = 1  # per node
     strategy: str = "single"
     micro_batch: int = 1
     grad_accum_steps: int = 1
@@ -54,21 +54,21 @@ class Run:
     optimizer: str = "adamw"
     momentum: bool = True  # sgd may have none
     clips: bool = True
-    recompute: str | int = "none"  # none, cheap, selective, full; a number: every so many-th block
+    recompute: str | int = "none"  # none, cheap, selective, full; an integer n: every n-th block
     compiled: bool = True
     loss: str = "chunked"  # plain, chunked, fused
-    attention: str = "flash"  # eager: scores are stored
-    packed: bool = False  # rows hold several documents, whose mask is stored
+    attention: str = "flash"  # eager: scores are materialised
+    packed: bool = False  # sequences hold several documents, with a materialised mask
     dropout: bool = False
     reshard: bool | int = True
     prefetch: int = 1
     offload: str = "none"  # cpu, optimizer, nvme
-    compress_bytes: int = 0  # ddp: bytes of a gradient on the wire, where they are shrunk
+    compress_bytes: int = 0  # ddp: bytes per compressed gradient element; 0: not compressed
     schedule: str = "1f1b"
     cp_method: str = "gather"
     adapter: Adapter | None = None
     trained: Trained = Trained()
-    # Bytes of a gradient in the replicated layouts; 0: those of the weight.
+    # Bytes per gradient element in replicated layouts; 0: same as the weight.
     gradient_bytes: int = 0
     async_checkpoint: bool = False
     traits: SystemTraits = OURS
@@ -83,7 +83,7 @@ class Run:
 
     @property
     def mixed(self) -> bool:
-        """Whether what is trained and what is computed with are different numbers."""
+        """Whether fp32 master weights are trained with low-precision compute copies."""
         return self.precision in ("bf16-mixed", "16-mixed", "fp8")
 
     @property
@@ -95,18 +95,18 @@ class Run:
         return 4 if self.precision == "32-true" else 2
 
     @property
-    def stream_bytes(self) -> int:
-        """Bytes of a number between blocks."""
-        return self.weight_bytes if self.traits.wide_stream else self.compute_bytes
+    def residual_bytes(self) -> int:
+        """Bytes per element of the residual stream."""
+        return self.weight_bytes if self.traits.wide_residual_stream else self.compute_bytes
 
     @property
-    def forgets_cheap(self) -> bool:
-        """Whether compiled blocks make again, out of what they keep, what the compiler would keep for convenience."""
-        return self.compiled and self.recompute != "none" and self.traits.forgets_cheap
+    def recomputes_cheap(self) -> bool:
+        """Whether compiled blocks recompute cheap elementwise results that the compiler would otherwise save."""
+        return self.compiled and self.recompute != "none" and self.traits.recomputes_cheap
 
     @property
     def repeats_forward(self) -> bool:
-        """Whether whole blocks are computed again in the backward pass."""
+        """Whether blocks run their forward pass again in the backward pass."""
         return self.recompute == "full" or isinstance(self.recompute, int)
 
     @property
@@ -115,28 +115,28 @@ class Run:
 
     @property
     def shards(self) -> int:
-        """Ranks over which FSDP shards."""
+        """Number of FSDP shards."""
         return self.mesh.dp_shard * self.mesh.cp if self.sharded else 1
 
     @property
     def replicas(self) -> int:
-        """Ranks that have the same weights and average their gradients, whatever shards them."""
+        """Ranks that all-reduce the gradients of the same weights or shards."""
         return self.mesh.dp_replicate if self.sharded else self.mesh.dp_replicate * self.mesh.dp_shard * self.mesh.cp
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether gathered weights stay from the forward to the backward pass."""
+        """Whether all-gathered weights stay unsharded between forward and backward pass."""
         return self.reshard is False or self.mesh.pp > 1 or self.strategy == "zero2"
 
     @property
-    def ends_apart(self) -> bool:
-        """Whether embedding and head are gathered each for itself. A weight that they share is held for the pass, and
-        so is a head that is more than one matrix."""
-        return self.traits.ends_apart and not self.shape.tied and self.shape.family != "bert"
+    def separate_head_unit(self) -> bool:
+        """Whether embedding and head are separate FSDP units. Tied weights are one unit, and so is a head with
+        more than one matrix."""
+        return self.traits.separate_head_unit and not self.shape.tied and self.shape.family != "bert"
 
     @property
     def tokens(self) -> int:
-        """Tokens of one pass on one rank, before tensor parallelism cuts some of its tensors."""
+        """Tokens per micro-batch and rank, before sequence parallelism shards some tensors."""
         return self.micro_batch * self.length // self.mesh.cp
 
     @property
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def peak(self) -> float:
-        """Operations a second that the device promises for this precision, as MFU counts."""
+        """The device's peak FLOP/s for this precision, as MFU counts it."""
         if self.precision == "32-true":
             return self.gpu.fp32
         return self.gpu.fp16 if self.precision == "16-mixed" else self.gpu.bf16 or self.gpu.fp16

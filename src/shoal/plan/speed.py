@@ -1,9 +1,9 @@
-"""Seconds of a step: what devices compute, what they wait for, and what hides behind what."""
+"""Time of a step: compute, exposed communication, and the overlap of both."""
 
 from dataclasses import dataclass
 
 from shoal.catalogue.shapes import block_matrices
-from shoal.plan.communication import Group, collective_seconds, spread
+from shoal.plan.communication import Group, collective_seconds, rank_group
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
 from shoal.plan.layout import Rank, count, ranks
 from shoal.plan.run import Run
@@ -11,23 +11,23 @@ from shoal.plan.stages import bubble_share
 from shoal.plan.states import optimizer_bytes, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
-# Computing slows down while a collective runs beside it: they share the device's processors and its memory.
+# Slowdown of compute per second of overlapped collectives: they share the device's SMs and memory bandwidth.
 CONTENTION = 0.45
-# Host time to start the kernels of a block, forward and backward; a device that is faster waits for its host.
+# Host time to launch the kernels of a block, forward and backward; a faster device waits for its host.
 EAGER_BLOCK_HOST = 2.0e-3
 COMPILED_BLOCK_HOST = 0.6e-3
-# Between a device and its host's memory, sixteen lanes of PCIe 4 shared by nobody.
+# Device to host memory: sixteen dedicated lanes of PCIe 4.
 HOST_LINK = 25e9
-# A host that steps the optimizer itself reads and writes its memory at about this rate, all ranks of it together.
+# Memory bandwidth of a host that runs the optimizer step, for all of its ranks together.
 HOST_MEMORY = 100e9
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The forecast of time."""
+    """The speed forecast."""
 
-    step: Term  # seconds, by what they are spent on
-    tokens_per_step: int  # of all ranks
+    step: Term  # seconds, as a tree of terms
+    tokens_per_step: int  # over all ranks
     world_size: int
     flops_per_token: float
     peak: float
@@ -46,60 +46,60 @@ class Speed:
 
 
 def flops_per_token(run: Run) -> float:
-    """As the published tables count: 6 for each entry of a matrix (4 where it is frozen), and attention whole."""
+    """As published tables count: 6 per matmul parameter (4 if frozen), and attention without the causal discount."""
     shape = run.shape
     blocks, head = shape.layers * block_matrices(shape), shape.vocab * shape.hidden
     trained_head = run.trained.embedding if shape.tied else run.trained.head
-    products = 4 * (blocks + head) + 2 * (blocks * run.trained.blocks + head * trained_head)
-    return products + 12 * shape.layers * shape.hidden * run.length
+    matmuls = 4 * (blocks + head) + 2 * (blocks * run.trained.blocks + head * trained_head)
+    return matmuls + 12 * shape.layers * shape.hidden * run.length
 
 
 def forecast_speed(run: Run) -> Speed:
     """The time of one optimizer step of `run`."""
-    places = ranks(run.shape, run.mesh.pp, run.schedule)
-    slowest = max((_pass(run, rank) for rank in places), key=lambda term: term.amount)
+    pipeline_ranks = ranks(run.shape, run.mesh.pp, run.schedule)
+    slowest = max((_micro_batch(run, rank) for rank in pipeline_ranks), key=lambda term: term.amount)
     parts = list(scaled(slowest, run.grad_accum_steps).parts)
     worked = sum(part.amount for part in parts)
     if run.mesh.pp > 1:
         share = bubble_share(run.mesh.pp, run.grad_accum_steps, 1 if run.schedule == "1f1b" else 2)
         if run.schedule == "zero-bubble":
-            share /= 2  # the weights' half of the backward fills most of the gaps
+            share /= 2  # weight-gradient matmuls fill most of the bubble
         parts.append(leaf("pipeline bubble", worked * share / (1 - share)))
-    parts.extend(_once_a_step(run, places[0]))
+    parts.extend(_per_step(run, pipeline_ranks[0]))
     step = group("step", *parts)
     tokens = run.micro_batch * run.length * run.grad_accum_steps * run.mesh.data_parallel
     return Speed(step, tokens, run.world_size, flops_per_token(run), run.peak)
 
 
-def _pass(run: Run, rank: Rank) -> Term:
-    """One pass, forward and backward, on one place of the pipeline."""
+def _micro_batch(run: Run, rank: Rank) -> Term:
+    """Forward and backward pass of one micro-batch on one pipeline rank."""
     block, blocks = block_compute(run), rank.blocks
     loss = head_seconds(run) if rank.last else None
     compute = [
-        leaf("matrix products", block.products.both * blocks),
+        leaf("matmuls", block.matmuls.both * blocks),
         leaf("attention", block.attention.both * blocks),
-        leaf("other kernels", block.moving.both * blocks),
-        leaf("recomputation", block.recomputed * blocks),
+        leaf("elementwise kernels", block.elementwise.both * blocks),
+        leaf("activation recomputation", block.recomputed * blocks),
         leaf("head and loss", loss.both if loss else 0.0),
     ]
     ahead = block.forward * blocks + (loss.forward if loss else 0.0)
     back = block.backward * blocks + (loss.backward if loss else 0.0)
     host = (COMPILED_BLOCK_HOST if run.compiled else EAGER_BLOCK_HOST) * blocks
-    waiting = leaf("waiting for the host", max(0.0, host - ahead - back) if not run.gpu.is_cpu else 0.0)
+    waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back) if not run.gpu.is_cpu else 0.0)
     exposed, hidden = _sharding(run, rank, ahead, back)
-    cutting = _cutting(run, rank)
-    beside = leaf("collectives beside it", CONTENTION * hidden)
-    return group("pass", *compute, waiting, group("communication", exposed, cutting, beside))
+    model_parallel = _model_parallel(run, rank)
+    contention = leaf("slowdown by overlapped collectives", CONTENTION * hidden)
+    return group("micro-batch", *compute, waiting, group("communication", exposed, model_parallel, contention))
 
 
 def _shard_group(run: Run) -> Group:
-    return spread(run, run.shards, run.mesh.tp)
+    return rank_group(run, run.shards, run.mesh.tp)
 
 
 def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, float]:
-    """FSDP's collectives of one pass: (what nothing hides, seconds that computing hides)."""
+    """FSDP's collectives per micro-batch: (exposed, seconds overlapped with compute)."""
     if not run.sharded or run.shards == 1:
-        return leaf("sharded weights", 0.0), 0.0
+        return leaf("exposed FSDP collectives", 0.0), 0.0
     counts, over = count(run, rank), _shard_group(run)
 
     def gathered(parameters: float) -> float:
@@ -110,84 +110,88 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
 
     gather, scatter = gathered(counts.block), scattered(counts.block * run.trained.blocks)
     embedding, head = counts.embedding * run.trained.embedding, counts.head * run.trained.head
-    ends = gathered(counts.ends) + scattered(embedding + head)
+    embedding_and_head = gathered(counts.embedding_and_head) + scattered(embedding + head)
     if run.mesh.pp > 1:
-        # Gathered and reduced once a step, before the first pass and after the last: shared out over the passes.
-        return leaf("sharded weights", (ends + (gather + scatter) * rank.blocks) / run.grad_accum_steps), 0.0
+        # All-gathered and reduce-scattered once per step: amortised over its micro-batches.
+        return leaf(
+            "exposed FSDP collectives", (embedding_and_head + (gather + scatter) * rank.blocks) / run.grad_accum_steps
+        ), 0.0
     gathers = gather * rank.blocks / (run.grad_accum_steps if run.keeps_weights else 1)
     again = 0.0 if run.keeps_weights else gather * rank.blocks
     scatters = scatter * rank.blocks
-    # The first gathers and the last reductions have nothing to hide behind: those of the embedding and a block; and of
-    # the head, where it goes with the embedding.
-    if run.ends_apart:
+    # The first all-gathers and the last reduce-scatters overlap with nothing: those of the embedding and one block; and
+    # of the head, if it is in one FSDP unit with the embedding.
+    if run.separate_head_unit:
         gathers += gathered(counts.head)
         scatters += scattered(head)
-        ends = gathered(counts.embedding) + scattered(embedding)
-    exposed = max(0.0, gathers - ahead) + max(0.0, again + scatters - back) + ends + gather + scatter
-    return leaf("sharded weights", exposed), max(0.0, gathers + again + scatters + ends - exposed)
+        embedding_and_head = gathered(counts.embedding) + scattered(embedding)
+    exposed = max(0.0, gathers - ahead) + max(0.0, again + scatters - back) + embedding_and_head + gather + scatter
+    return leaf("exposed FSDP collectives", exposed), max(
+        0.0, gathers + again + scatters + embedding_and_head - exposed
+    )
 
 
-def _cutting(run: Run, rank: Rank) -> Term:
-    """Exchanges inside blocks, which the next kernel waits for."""
+def _model_parallel(run: Run, rank: Rank) -> Term:
+    """Collectives inside blocks, which do not overlap: the next kernel needs their result."""
     mesh, shape = run.mesh, run.shape
     tensor, context = 0.0, 0.0
     if mesh.tp > 1:
         size = run.tokens * shape.hidden * run.compute_bytes
-        over = spread(run, mesh.tp, 1)
+        over = rank_group(run, mesh.tp, 1)
         summed = collective_seconds(run, "reduce-scatter", over, size)
-        halved = run.precision == "fp8" and run.traits.gathers_in_eight_bits
+        halved = run.precision == "fp8" and run.traits.gathers_in_fp8
         gathered = collective_seconds(run, "all-gather", over, size / (2 if halved else 1))
-        # Two gathers and two sums forward, the same backward; recomputation does all again but the last sum.
+        # Two all-gathers and two reduce-scatters forward, the same backward; recomputation skips only the last one.
         tensor = 4 * gathered + 4 * summed
         if run.repeats_forward:
             tensor += 2 * gathered + summed
         tensor *= rank.blocks
     if mesh.cp > 1:
         keys_and_values = run.tokens * mesh.cp * 2 * shape.kv_width / mesh.tp * run.compute_bytes
-        over = spread(run, mesh.cp, mesh.tp)
+        over = rank_group(run, mesh.cp, mesh.tp)
         each = collective_seconds(run, "all-gather", over, keys_and_values)
         context = (3 if run.repeats_forward else 2) * each * rank.blocks
-    return group("exchanges in blocks", leaf("tensor parallel", tensor), leaf("context parallel", context))
+    return group("collectives in blocks", leaf("tensor parallel", tensor), leaf("context parallel", context))
 
 
-def _once_a_step(run: Run, rank: Rank) -> list[Term]:
-    """The optimizer, and what is exchanged once a step."""
+def _per_step(run: Run, rank: Rank) -> list[Term]:
+    """The optimizer, and communication once per step."""
     trained = trained_parameters(run, rank)
     own = trained / run.shards
     if run.strategy == "zero1":
         own = trained / run.replicas
     found = [leaf("optimizer", optimizer_seconds(run, own))]
-    averaging = _averaging(run, rank, trained)
-    found.append(group("communication of the step", *averaging))
+    all_reduce = _gradient_all_reduce(run, rank, trained)
+    found.append(group("communication per step", *all_reduce))
     if run.offload in ("optimizer", "nvme"):
         moved = 2 * optimizer_bytes(run, rank) / (run.shards if run.strategy != "zero1" else run.replicas)
-        found.append(leaf("offloaded state, there and back", moved / (HOST_LINK if run.offload != "nvme" else 3e9)))
+        found.append(leaf("optimizer state transfer", moved / (HOST_LINK if run.offload != "nvme" else 3e9)))
     if run.offload == "cpu":
-        # Gradients go to the host and weights come back in every pass; the host steps.
+        # Gradients move to the host and weights to the device for every micro-batch; the host runs the optimizer.
         counts = count(run, rank)
         moved = (2 * counts.all * run.weight_bytes + trained * run.weight_bytes) / run.shards * run.grad_accum_steps
         stepping = own * 28 * run.devices / HOST_MEMORY
-        found.append(leaf("offloaded weights and step", moved / HOST_LINK + stepping))
+        found.append(leaf("weight transfer and CPU optimizer step", moved / HOST_LINK + stepping))
     return found
 
 
-def _averaging(run: Run, rank: Rank, trained: float) -> list[Term]:
-    """Gradients averaged over replicas, behind the last pass's backward as far as it lasts."""
+def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
+    """Gradient all-reduce over replicas, overlapped with the backward pass of the last micro-batch."""
     if run.replicas == 1:
         return []
     stride = run.mesh.tp * (run.shards if run.sharded else 1)
-    over = spread(run, run.replicas, stride)
-    number = run.compress_bytes or (run.reduce_bytes if run.mixed else run.weight_bytes)
-    seconds = collective_seconds(run, "all-reduce", over, trained / run.shards * number)
+    over = rank_group(run, run.replicas, stride)
+    itemsize = run.compress_bytes or (run.reduce_bytes if run.mixed else run.weight_bytes)
+    seconds = collective_seconds(run, "all-reduce", over, trained / run.shards * itemsize)
     block = block_compute(run)
-    hides = block.backward * rank.blocks if run.mesh.pp == 1 else 0.0
-    # The last bucket, or the last block's, begins when there is nothing left to compute.
+    overlap = block.backward * rank.blocks if run.mesh.pp == 1 else 0.0
+    # The last bucket, or the last block's gradients, start when there is nothing left to compute.
     last = seconds / max(2, rank.blocks)
     found = [
-        leaf("averaging gradients", max(last, seconds - hides)),
-        leaf("averaging beside computing", CONTENTION * min(seconds, hides)),
+        leaf("gradient all-reduce", max(last, seconds - overlap)),
+        leaf("slowdown by overlapped all-reduce", CONTENTION * min(seconds, overlap)),
     ]
     if run.strategy == "zero1":
-        rows = collective_seconds(run, "all-gather", over, trained * run.weight_bytes)
-        found.append(leaf("sending updated rows", rows))
+        gather = collective_seconds(run, "all-gather", over, trained * run.weight_bytes)
+        found.append(leaf("all-gather of updated weights", gather))
     return found

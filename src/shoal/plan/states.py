@@ -1,4 +1,4 @@
-"""What stays from step to step: weights, gradients and the optimizer's state, on one rank."""
+"""Persistent memory of one rank: weights, gradients and optimizer state."""
 
 from dataclasses import dataclass
 
@@ -7,76 +7,76 @@ from shoal.plan.layout import Counts, Rank, count
 from shoal.plan.run import Adapter, Run
 from shoal.plan.terms import Term, group, leaf
 
-# Bytes a number takes: 4 bits and an fp32 scale for every 64 numbers; the same with scales in 8 bits and a scale of
-# theirs for every 256 (the QLoRA paper); 8 bits with a scale for each row, which is next to nothing.
+# Bytes per element: 4 bits and an fp32 scale per block of 64; the same with 8-bit scales and one fp32 scale per 256 of
+# them (double quantization, the QLoRA paper); 8 bits with a negligible scale per row.
 QUANTIZED_BYTES = {"nf4": 0.5 + 4 / 64, "fp4": 0.5 + 4 / 64, "int8": 1.0}
 DOUBLE_QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-# Optimizer state in 8 bits has an fp32 scale for every 256 numbers.
-EIGHT_BIT = 1 + 4 / 256
-# Numbers of which the offloaded state is on the device at the same time (optim/offload.py).
+# 8-bit optimizer state has an fp32 scale per block of 256 elements.
+EIGHT_BIT_STATE_BYTES = 1 + 4 / 256
+# Elements whose offloaded state is on the device at a time (optim/offload.py).
 OFFLOAD_BUCKET = 1 << 26
-# DDP's gradients lie in its buckets. One of 25 MiB more, where they are shrunk for the wire.
+# DDP's gradients are views of its buckets. Compression needs one more bucket of 25 MiB.
 BUCKET_BYTES = 25 * 2**20
-# ZeRO-1 sends updated rows in pieces of so many numbers, and holds them twice (optim/zero1.py).
-ROWS_BUCKET = 1 << 24
+# ZeRO-1 all-gathers updated weights in buckets of this many elements, and holds them twice (optim/zero1.py).
+ZERO1_BUCKET = 1 << 24
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on the device, by kind."""
+    """Bytes on the device by kind."""
 
     weights: Term
     gradients: Term
     optimizer: Term
-    # Whole gradients of a stage that FSDP reduces only after the last pass of a pipeline.
+    # Unsharded gradients of a pipeline stage, which FSDP reduces only after the last micro-batch.
     unreduced: Term
-    # Optimizer state outside the device.
+    # Bytes in host memory or on disk.
     host: float
 
 
 def adapter_parameters(run: Run, blocks: int) -> float:
-    """Parameters of the adapters of `blocks` blocks on a rank."""
+    """Adapter parameters of `blocks` blocks on a rank."""
     if run.adapter is None:
         return 0.0
     adapter = run.adapter
     found = 0.0
     for one in adapted(run):
-        # Of the two matrices, the one on the side that tensor parallelism cuts is cut with it.
-        inputs, outputs = one.cut(run.mesh.tp)
+        # Tensor parallelism shards the low-rank matrix on the sharded side of the layer.
+        inputs, outputs = one.local_sizes(run.mesh.tp)
         found += adapter.rank * (inputs + outputs) + (outputs if adapter.dora else 0)
     return found * blocks
 
 
 def adapted(run: Run) -> list[Linear]:
-    """The matrices of a block that have an adapter."""
+    """The linear layers of a block that have an adapter."""
     assert run.adapter is not None
     targets = run.adapter.targets
     return [one for one in linears(run.shape) if one.name in targets]
 
 
 def trained_parameters(run: Run, rank: Rank) -> float:
-    """What has gradients and optimizer state on a rank, before sharding."""
+    """Trained parameters on a rank before FSDP."""
     counts, trained = count(run, rank), run.trained
     own = counts.embedding * trained.embedding + counts.blocks * trained.blocks + counts.head * trained.head
     return own + adapter_parameters(run, rank.blocks)
 
 
 def optimizer_bytes(run: Run, rank: Rank) -> float:
-    """The optimizer's state on a rank, before sharding."""
+    """Optimizer state on a rank before sharding."""
     trained = trained_parameters(run, rank)
-    number = run.weight_bytes
+    itemsize = run.weight_bytes
     if run.optimizer == "adamw":
-        return trained * 2 * number
+        return trained * 2 * itemsize
     if run.optimizer == "adamw8bit":
-        return trained * 2 * EIGHT_BIT
+        return trained * 2 * EIGHT_BIT_STATE_BYTES
     if run.optimizer == "sgd":
-        return trained * number if run.momentum else 0.0
+        return trained * itemsize if run.momentum else 0.0
     if run.optimizer == "lion":
-        return trained * number
+        return trained * itemsize
     assert run.optimizer == "muon", run.optimizer
-    # Matrices of blocks have one momentum; everything else learns by AdamW.
+    # Muon keeps one momentum buffer for matrices of blocks; all other parameters use AdamW.
     matrices = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * rank.blocks * run.trained.blocks
-    return (2 * trained - matrices) * number
+    return (2 * trained - matrices) * itemsize
 
 
 def states(run: Run, rank: Rank) -> States:
@@ -97,22 +97,22 @@ def states(run: Run, rank: Rank) -> States:
         weights=Term(weights.name, weights.amount * kept, weights.parts if not away else ()),
         gradients=leaf("gradients", trained * gradient / shards * kept),
         optimizer=leaf("optimizer state", on_device),
-        unreduced=leaf("gradients of the whole stage", unreduced),
+        unreduced=leaf("unreduced gradients", unreduced),
         host=state - on_device + (weights.amount + trained * gradient / shards if away else 0.0),
     )
 
 
 def _zero(run: Run, rank: Rank) -> States:
-    """ZeRO's layout: 2 bytes a weight, 2 a gradient, and 4 more for the fp32 weight beside the optimizer's state."""
+    """ZeRO's layout: 2 bytes per weight and gradient, and fp32 master weights with the optimizer state."""
     everything, trained = count(run, rank).all, trained_parameters(run, rank)
     over = run.shards * run.replicas
     state = (optimizer_bytes(run, rank) + 4 * trained) / (1 if run.strategy in ("single", "ddp") else over)
     sharded = ("zero3", "fsdp")
     return States(
-        weights=group("weights", leaf("values", everything * 2 / (over if run.strategy in sharded else 1))),
+        weights=group("weights", leaf("parameters", everything * 2 / (over if run.strategy in sharded else 1))),
         gradients=leaf("gradients", trained * 2 / (over if run.strategy in (*sharded, "zero2") else 1)),
         optimizer=leaf("optimizer state", 0.0 if run.offload != "none" else state),
-        unreduced=leaf("gradients of the whole stage", 0.0),
+        unreduced=leaf("unreduced gradients", 0.0),
         host=state if run.offload != "none" else 0.0,
     )
 
@@ -129,18 +129,18 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
             "weights",
             leaf("frozen", frozen / shards),
             leaf("adapters", extra * run.weight_bytes / shards),
-            leaf("copies to compute with", copies),
+            leaf("compute copies", copies),
         )
     copies = counts.all * run.compute_bytes if run.mixed and not run.sharded else 0.0
     return group(
         "weights",
-        leaf("trained copy" if run.mixed else "values", counts.all * run.weight_bytes / shards),
-        leaf("copies to compute with", copies),
+        leaf("master weights" if run.mixed else "parameters", counts.all * run.weight_bytes / shards),
+        leaf("compute copies", copies),
     )
 
 
 def stored_bytes(run: Run, adapter: Adapter) -> float:
-    """Bytes of a number of a frozen matrix."""
+    """Bytes per element of a frozen matrix."""
     if adapter.quantize is None:
         return float(run.compute_bytes)
     if adapter.double_quantized and adapter.quantize in ("nf4", "fp4"):

@@ -1,6 +1,6 @@
-"""How training systems differ in what their code keeps in memory: facts about code, never about one measurement.
+"""Differences between training systems that show in memory or time: facts about their code, never fitted to a result.
 
-`OURS` is what this repository does; the others are for holding the forecast against published results.
+`OURS` is this repository; the others are for comparing the forecast with published results.
 """
 
 from dataclasses import dataclass, replace
@@ -9,86 +9,87 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class SystemTraits:
-    """What a system's code does where memory or time shows it."""
+    """Implementation traits of a training system that memory or time depend on."""
 
-    # RMSNorm written out in PyTorch keeps an fp32 copy of its input; one kernel, or a compiled block, does not.
-    written_out_norms: bool = True
-    # What goes from block to block is as wide as the weights that are trained, as autocast leaves it; or as computed.
-    wide_stream: bool = False
-    # What is called compiled are Liger's kernels, each with its own input and output.
+    # Eager RMSNorm saves an fp32 copy of its input; a fused kernel or a compiled block does not.
+    unfused_norms: bool = True
+    # The residual stream has the dtype of the master weights, as under autocast; else the compute dtype.
+    wide_residual_stream: bool = False
+    # `compiled` means Liger's kernels, each of which saves its own input and output.
     liger_kernels: bool = False
-    # Keys and values are repeated for every query head before attention, and kept so.
+    # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
-    # Queries, keys and values come out of one matrix product even where the family has three.
-    joins_queries: bool = False
-    # What a plain loss holds for each logit at its worst moment: log-softmax and two gradients, in fp32.
+    # Queries, keys and values are one matmul even in families with three.
+    fused_qkv: bool = False
+    # Peak bytes per logit of a plain loss: log-softmax and two gradients, in fp32.
     logit_bytes: float = 12.0
-    # The same where the vocabulary is cut over tensor-parallel ranks.
-    cut_logit_bytes: float = 12.0
-    # `pieces`: a chunked loss makes logits piece by piece, gradients with them. `upcast`: all logits are kept as they
-    # were computed, and only their fp32 copies are made piece by piece. `recomputed`: each piece is made again.
-    chunks: Literal["pieces", "upcast", "recomputed"] = "pieces"
-    # A plain loss that is one kernel holds its logits and their gradient once each, in the dtype they are computed in:
-    # where blocks are compiled it may be compiled too, and some systems have a kernel for it always.
+    # The same with a vocabulary sharded over tensor-parallel ranks.
+    sharded_logit_bytes: float = 12.0
+    # `chunked`: logits and their gradients are computed chunk by chunk. `upcast`: all logits are kept in the compute
+    # dtype, and only upcast to fp32 chunk by chunk. `recomputed`: each chunk is recomputed in the backward pass.
+    chunks: Literal["chunked", "upcast", "recomputed"] = "chunked"
+    # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
+    # never, if blocks are compiled, or always.
     loss_kernel: Literal["never", "compiled", "always"] = "never"
-    # With any recomputation, compiled blocks do not keep what they can make again element by element (compile.py).
-    forgets_cheap: bool = False
-    # Rows of logits that a fused loss has at a time (Liger's kernels); 0: it is a chunked loss.
+    # With any activation checkpointing, compiled blocks recompute elementwise results (parallel/compile.py).
+    recomputes_cheap: bool = False
+    # Tokens whose logits a fused loss holds at a time (Liger's kernels); 0: it is a chunked loss.
     fused_rows: int = 0
-    # What selective recomputation keeps besides attention: every second matrix product; or all products but every
-    # second of those that widen their input.
+    # Matmul outputs that selective checkpointing saves besides attention: every second; or all but every second of
+    # those that are wider than their input.
     keeps: Literal["every second", "all but widening"] = "every second"
-    # 8-bit products keep their inputs in 8 bits; others keep them as they were.
-    eight_bit_inputs: bool = False
-    # Before a block, what 8-bit products will read is gathered over tensor-parallel ranks in 8 bits already.
-    gathers_in_eight_bits: bool = False
-    # Weights and gradients are kept in 16 bits, and an fp32 copy of the weights with the optimizer's state (ZeRO).
+    # fp8 matmuls save their inputs in fp8; else in the compute dtype.
+    saves_fp8_inputs: bool = False
+    # Inputs of fp8 matmuls are all-gathered over tensor-parallel ranks in fp8.
+    gathers_in_fp8: bool = False
+    # Weights and gradients are in 16 bits, and fp32 master weights are part of the optimizer state (ZeRO).
     masters_with_optimizer: bool = False
-    # Embedding and head, unless they are one, are gathered each for itself, and not together for the whole pass.
-    ends_apart: bool = False
-    # fp32 weights are cast to half precision once a step (ours) or whenever they are used (autocast).
-    casts_each_use: bool = False
-    # A 4-bit matrix product keeps its input for the backward pass, as bitsandbytes did in 2023.
+    # Embedding and head, unless tied, are separate FSDP units; else one unit that stays unsharded between them.
+    separate_head_unit: bool = False
+    # Master weights are cast whenever they are used (autocast); else once per step.
+    casts_per_use: bool = False
+    # A 4-bit matmul saves its input for the backward pass, as bitsandbytes did in 2023.
     quantized_keep_inputs: bool = False
-    # Before 8-bit products, what several of them read is rounded once, into both layouts that are needed; or for each
-    # product and pass anew.
+    # An input of several fp8 matmuls is cast once, into both layouts; else once per matmul, in forward and backward.
     casts_once: bool = False
-    # The allocator's memory grows where it is (expandable segments), which leaves hardly a gap.
-    grows_in_place: bool = False
-    # Compiled, attention within packed documents skips what nobody looks at, and has no mask of every pair.
-    skips_tiles: bool = False
-    # Clipping, the update and the copies to compute with are one pass over memory, or each one of its own.
-    one_pass_step: bool = False
+    # The allocator uses expandable segments, which hardly fragment.
+    expandable_segments: bool = False
+    # Compiled attention over packed documents skips masked tiles (flex attention), and materialises no mask.
+    skips_masked_tiles: bool = False
+    # Clipping, the update and the cast to compute copies are one fused kernel.
+    fused_step: bool = False
 
 
 OURS = SystemTraits(
-    wide_stream=True,
-    one_pass_step=True,
-    forgets_cheap=True,
+    wide_residual_stream=True,
+    fused_step=True,
+    recomputes_cheap=True,
     keeps="all but widening",
-    eight_bit_inputs=True,
+    saves_fp8_inputs=True,
     casts_once=True,
-    grows_in_place=True,
-    skips_tiles=True,
-    ends_apart=True,
+    expandable_segments=True,
+    skips_masked_tiles=True,
+    separate_head_unit=True,
 )
 TORCHTITAN = SystemTraits(
     repeats_keys=True,
-    cut_logit_bytes=18.0,
-    gathers_in_eight_bits=True,
-    ends_apart=True,
+    sharded_logit_bytes=18.0,
+    gathers_in_fp8=True,
+    separate_head_unit=True,
 )
 # From 2025 on its loss is compiled with its blocks.
 TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled")
 TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast")
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
-LITGPT = SystemTraits(joins_queries=True, quantized_keep_inputs=True)
-HUGGING_FACE = SystemTraits(wide_stream=True, liger_kernels=True, logit_bytes=14.0, casts_each_use=True, fused_rows=512)
-# A loop written here for comparison: PyTorch, compiled blocks and Liger's loss.
+LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True)
+HUGGING_FACE = SystemTraits(
+    wide_residual_stream=True, liger_kernels=True, logit_bytes=14.0, casts_per_use=True, fused_rows=512
+)
+# The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
-BY_HAND_AUTOCAST = replace(BY_HAND, wide_stream=True, casts_each_use=True)
+BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
 DEEPSPEED = SystemTraits(logit_bytes=14.0, masters_with_optimizer=True)
-COMPOSER = SystemTraits(written_out_norms=False, loss_kernel="always")
+COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always")
 
 SYSTEMS: dict[str, SystemTraits] = {
     "shoal": OURS,

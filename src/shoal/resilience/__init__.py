@@ -1,1 +1,1 @@
-"""What watches a run: hangs, stragglers, stop requests, losses that are not finite."""
+"""Fault tolerance: watchdog, straggler detection, stop signals, non-finite losses and spikes."""

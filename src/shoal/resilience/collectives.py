@@ -1,4 +1,4 @@
-"""The last collectives of this process, from torch's flight recorder, and which rank is missing from which."""
+"""The last collectives of this process, from PyTorch's flight recorder, and which rank is missing from which."""
 
 import json
 import os
@@ -9,20 +9,20 @@ from typing import Any
 
 import torch._C._distributed_c10d as c10d
 
-# How many the recorder remembers. It is read when the first group is made.
-REMEMBERED = 200
+# Size of the flight recorder's buffer. It is read when the first process group is created.
+BUFFER_SIZE = 200
 LAST = 10
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One that this process has begun."""
+    """A collective that this process has started."""
 
     group: str
-    number: int  # the how-manieth of the group
+    number: int  # sequence number in the group
     name: str
     sizes: str
-    between_two: bool  # a send or a receive, which not all ranks of the group take part in
+    between_two: bool  # point-to-point: not all ranks of the group take part
 
     def __str__(self) -> str:
         return f"{self.name} number {self.number} of group {self.group}, {self.sizes}"
@@ -32,12 +32,12 @@ class Collective:
 
 
 def record_collectives() -> None:
-    """To be called before a process group is made."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(REMEMBERED))
+    """Enable the flight recorder. Call before a process group is created."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(BUFFER_SIZE))
 
 
 def last_collectives() -> list[Collective]:
-    """Newest last; none where torch does not record them."""
+    """Newest last; empty where PyTorch does not record them."""
     entries = []
     for recorder in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, and NCCL's own
         if dump := getattr(c10d, recorder, None):
@@ -57,13 +57,13 @@ def last_collectives() -> list[Collective]:
                 between_two=bool(entry.get("is_p2p")),
             )
         )
-    # The newest of every group, and the last few of all: a group that is seldom used may be the one that hangs.
+    # The newest of every group and the last few of all: a rarely used group may be the one that hangs.
     newest = {one.group: one for one in found}
     return [one for index, one in enumerate(found) if index >= len(found) - LAST or newest[one.group] is one]
 
 
-def who_is_missing(collectives: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[int, str] | None:
-    """(rank, the collective that it has not come to), for the rank that is farthest behind in any group."""
+def find_missing_rank(collectives: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[int, str] | None:
+    """(rank, the collective it has not reached), for the rank that is farthest behind in any group."""
     worst: tuple[int, int, str] | None = None
     together = {rank: [one for one in held if not one["between_two"]] for rank, held in collectives.items()}
     groups = {one["group"] for held in together.values() for one in held}

@@ -1,6 +1,6 @@
-"""When each rank on this machine was last seen, and what it was doing: a small file that all of them have mapped.
+"""The last heartbeat of each rank on this node, in a small file that all of them map into memory.
 
-A rank that is stopped or stuck cannot be asked; what it wrote here before is still there.
+A rank that is stopped or stuck does not answer, but its last heartbeat can still be read.
 """
 
 import mmap
@@ -11,35 +11,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SLOT = struct.Struct("<qqd40s")
-ENDED, GONE, STOPPED = "ended", "is gone", "is stopped"
+ENDED, DEAD, STOPPED = "ended", "is dead", "is stopped"
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The last sign of life of a rank."""
+    """The last heartbeat of a rank."""
 
-    process: int  # 0: it has not begun
+    process: int  # 0: not started yet
     step: int
-    when: float  # on the machine's monotonic clock, which all of its processes share
-    doing: str
+    when: float  # monotonic clock, which all processes of a node share
+    activity: str
 
     @property
     def died(self) -> bool:
-        """Whether the process is gone without having come to its end."""
-        return bool(self.process) and self.doing != ENDED and self.state == GONE
+        """Whether the process died before its end."""
+        return bool(self.process) and self.activity != ENDED and self.state == DEAD
 
     @property
     def state(self) -> str:
-        """What the system says the process is doing."""
+        """The state of the process, from /proc."""
         try:
             letter = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
-            return GONE if Path("/proc/self/stat").exists() else "gives no answer"
-        return {"T": STOPPED, "D": "waits for a disk", "Z": GONE}.get(letter, "gives no answer")
+            return DEAD if Path("/proc/self/stat").exists() else "does not respond"
+        return {"T": STOPPED, "D": "waits for disk I/O", "Z": DEAD}.get(letter, "does not respond")
 
 
 class Heartbeats:
-    """One slot a rank. `path` None: this process alone."""
+    """One slot per rank. `path` None: not shared with other processes."""
 
     def __init__(self, path: Path | None, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -53,10 +53,10 @@ class Heartbeats:
             self._memory = mmap.mmap(file, size)
             os.close(file)
 
-    def write(self, step: int, doing: str) -> None:
-        letters = doing.encode()[:40]
-        _SLOT.pack_into(self._memory, self.rank * _SLOT.size, os.getpid(), step, time.monotonic(), letters)
+    def write(self, step: int, activity: str) -> None:
+        text = activity.encode()[:40]
+        _SLOT.pack_into(self._memory, self.rank * _SLOT.size, os.getpid(), step, time.monotonic(), text)
 
     def read(self, rank: int) -> Heartbeat:
-        process, step, when, letters = _SLOT.unpack_from(self._memory, rank * _SLOT.size)
-        return Heartbeat(process, step, when, letters.rstrip(b"\0").decode(errors="replace"))
+        process, step, when, text = _SLOT.unpack_from(self._memory, rank * _SLOT.size)
+        return Heartbeat(process, step, when, text.rstrip(b"\0").decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop, and what is done at the second one."""
+"""The signals that ask a run to stop, and the immediate exit at the second one."""
 
 import ctypes
 import os
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-# What comes within this many seconds of the first is the same request: a Ctrl-C reaches every process of a terminal. A
-# rank is told by the launcher as well, which may be a while later, and ends with the launcher anyway.
+# Signals within this many seconds of the first are the same request: Ctrl-C reaches every process of a terminal. A rank
+# is also signalled by the launcher, possibly later, and ends with the launcher anyway.
 SAME_REQUEST, SAME_REQUEST_FOR_RANKS = 0.3, 2.0
 LAUNCHER = "SHOAL_LAUNCHER"  # the process that started this one as a rank
 _PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
@@ -20,10 +20,10 @@ _PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
 def second_signal_ends(
     same_request: float = SAME_REQUEST, before: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """The first request to stop is left to its handler; a second ends the process at once, after `before`.
+    """The first signal is left to its handler; a second ends the process at once, after calling `before`.
 
-    Python runs handlers between two of its own instructions, and a main thread that waits for a device or for another
-    process may never come to the next. A signal's number arrives in a pipe at once, and a thread reads it there.
+    Python runs handlers between bytecode instructions, and a main thread that waits for a device or for another process
+    may never reach the next one. The wakeup file descriptor gets a signal's number at once, and a thread reads it.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -31,14 +31,14 @@ def second_signal_ends(
     def count() -> None:
         first: float | None = None
         with os.fdopen(reading, "rb", buffering=0) as pipe:
-            while letter := pipe.read(1):
-                if letter[0] not in STOP_SIGNALS:
+            while received := pipe.read(1):
+                if received[0] not in STOP_SIGNALS:
                     continue
                 now = time.monotonic()
                 first = now if first is None else first
                 if now - first > same_request:
                     before()
-                    os._exit(128 + letter[0])
+                    os._exit(128 + received[0])
 
     threading.Thread(target=count, name="shoal-signals", daemon=True).start()
     earlier = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -46,13 +46,13 @@ def second_signal_ends(
         yield
     finally:
         signal.set_wakeup_fd(earlier)
-        os.close(writing)  # which ends the thread
+        os.close(writing)  # ends the thread
 
 
 def die_with_parent() -> None:
-    """Where the system can do it: a rank whose launcher is killed must not go on alone, with a device in its hands."""
+    """On Linux, kill this rank when its launcher dies, so that it does not keep its device."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PARENT_DEATH, signal.SIGKILL)
-        if str(os.getppid()) != os.environ.get(LAUNCHER):  # it died before it could be asked for
+        if str(os.getppid()) != os.environ.get(LAUNCHER):  # it died before prctl was called
             os._exit(128 + signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The model over its ranks and the optimizer over its parameters: what a run trains with, and what a trace looks at."""
+"""Build the parallelized model and its optimizer. Used by training and by `shoal bench trace`."""
 
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ def build(
     values: bool,
     emulated: frozenset[torch.dtype] = frozenset(),
 ) -> tuple[ParallelModel, NamedOptimizer]:
-    """Spread `built`, which is on meta, as was chosen. `folder` and `values` say where its weights come from, and
-    `emulated` which matmuls are computed in fp32: see `parallelize`."""
+    """Parallelize `built`, a model on the meta device, as `chosen` says. `folder` and `values` say where its weights
+    come from, `emulated` which dtypes have their matmuls computed in fp32: see `parallelize`."""
     model = parallelize(
         built,
         config,
@@ -54,8 +54,8 @@ def build(
     return model, optimizer
 
 
-def keep_small_gradients(model: ParallelModel, optimizer: NamedOptimizer, chosen: Chosen) -> None:
-    """Where nothing is added to gradients, by other passes or ranks, and the optimizer reads them as they are."""
+def keep_low_precision_gradients(model: ParallelModel, optimizer: NamedOptimizer, chosen: Chosen) -> None:
+    """Keep gradients in low precision where nothing accumulates into them: one rank, one micro-batch per step."""
     if optimizer.takes_factor and chosen.world_size == 1 and chosen.grad_accum_steps == 1:
         for copies in model.copies:
-            copies.keep_small_gradients()
+            copies.keep_low_precision_gradients()

@@ -1,4 +1,4 @@
-"""What other commands need to know of a run: how it is carried out, its model, its tokenizer."""
+"""Write what other commands read of a run: its plan, model config and tokenizer."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from shoal.train.inputs import Inputs
 def plan_values(
     inputs: Inputs, forecast: Forecast, *, parameters: int, machine: Mapping[str, str | int]
 ) -> dict[str, Any]:
-    """What `plan.json` holds before the first step."""
+    """The contents of `plan.json` before the first step."""
     return {
         "parameters": parameters,
         "steps": inputs.steps,
@@ -32,7 +32,7 @@ def write_plan(run: RunDirectory, plan: Mapping[str, Any]) -> None:
 
 
 def describe(run: RunDirectory, *, inputs: Inputs, plan: Mapping[str, Any], architecture: str) -> None:
-    """Write all of it into the run's folder."""
+    """Write plan, model config and tokenizer into the run's folder."""
     write_plan(run, plan)
     settings = inputs.blueprint.settings
     settings.architectures = [architecture]

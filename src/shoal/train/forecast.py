@@ -1,4 +1,4 @@
-"""The plan's choice for a run that is about to start: what `auto` means here, and what to expect of it."""
+"""Resolve `auto` settings for a run that is about to start, and forecast its memory and speed."""
 
 import json
 import os
@@ -21,19 +21,19 @@ from shoal.plan.from_model import Counted, shape_of_model
 from shoal.plan.machine import Machine, host_memory_gib, machine_at_hand
 from shoal.plan.report import memory_of, speed_of
 
-SHRUNK = "as before, with fewer rows a pass, since memory ran out"
+SHRUNK = "as before, with a smaller micro-batch after running out of memory"
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """How a run is carried out, and what it is expected to take."""
+    """How a run is carried out, and the memory and time it is expected to take."""
 
     choice: Choice
-    exact: bool  # false: of a model that only resembles this one
+    exact: bool  # False: the forecast is for a model that only resembles this one
 
     @property
     def config(self) -> Config:
-        """The run's config without an auto in what the plan chooses. What the run keeps is the user's."""
+        """The config with every `auto` that the plan resolves filled in. The run folder keeps the user's config."""
         return self.choice.config
 
     @property
@@ -46,11 +46,11 @@ class Forecast:
 
     @property
     def is_promise(self) -> bool:
-        """Whether measured numbers are to be held against it."""
+        """Whether measurements are compared with it."""
         return self.exact and not self.choice.machine.is_cpu
 
     def as_dict(self) -> dict[str, Any]:
-        """As `plan.json` holds it."""
+        """The `forecast` entry of `plan.json`."""
         memory, speed = memory_of(self.choice), speed_of(self.choice)
         return {
             "memory": {key: memory[key] for key in ("allocated_gib", "reserved_gib", "terms")},
@@ -60,23 +60,23 @@ class Forecast:
 
 
 def make_forecast(
-    config: Config, model: Any, machine: Machine, *, instead: Mapping[str, Any] | None = None
+    config: Config, model: Any, machine: Machine, *, overrides: Mapping[str, Any] | None = None
 ) -> Forecast:
-    """What `shoal plan` would choose for this model on this machine; `instead` are keys that are settled otherwise than
-    in the config, because memory ran out with what was chosen before."""
+    """What `shoal plan` would choose for this model on this machine. `overrides` replace keys of the config, after the
+    previous choice ran out of memory."""
     anatomy, parallel = read_anatomy(model), config.parallel
-    # Stages without a block cannot even be forecast. How many passes go through them is not known yet.
+    # A stage without a block cannot be forecast. The number of micro-batches is not known yet.
     if parallel.pp > 1:
         require_blocks(anatomy, model, "parallel.pp", SHARD_INSTEAD)
         check_pipeline(model, anatomy, parallel.pp, parallel.pp_schedule, grad_accum_steps=parallel.pp)
     shape, exact = shape_of_model(model.config.to_dict(), _count(model, anatomy))
-    wanted = dict(instead or {})
-    if config.train.recompute == "auto" and not anatomy.blocks:  # of a model without blocks nothing is recomputed
+    wanted = dict(overrides or {})
+    if config.train.recompute == "auto" and not anatomy.blocks:  # there is nothing to recompute without blocks
         wanted.setdefault("train.recompute", "none")
-    # A model that is only counted as a Llama is not one that can be cut like it.
-    may_cut = exact and model.config.model_type in PLANS
-    choice = choose(changed(config, wanted), shape, machine, checked=False, may_cut=may_cut)
-    return Forecast(replace(choice, reason=SHRUNK) if instead else choice, exact)
+    # A model that is only approximated by a known shape has no tensor-parallel or pipeline plan.
+    allow_model_parallel = exact and model.config.model_type in PLANS
+    choice = choose(changed(config, wanted), shape, machine, checked=False, allow_model_parallel=allow_model_parallel)
+    return Forecast(replace(choice, reason=SHRUNK) if overrides else choice, exact)
 
 
 def _count(model: Any, anatomy: Anatomy) -> Counted:
@@ -91,14 +91,14 @@ def _count(model: Any, anatomy: Anatomy) -> Counted:
 
 
 def machine_here(config: Config, device: Device, world_size: int) -> Machine:
-    """What this process would run on, as far as it sees by itself."""
+    """The hardware that this process sees, without asking other ranks."""
     return _machine(config, world_size, _nodes(config, world_size), device.name, device.memory_gib, host_memory_gib())
 
 
 def machine_of_all(config: Config, device: Device, ranks: Ranks) -> Machine:
-    """The same for every rank, since unlike ones would choose unlike batches: the first's kind of device, and the least
-    memory of any."""
-    seen = json.loads(ranks.told(json.dumps([device.name, _nodes(config, ranks.world_size)])))
+    """The same on every rank, so that all choose the same batch: rank 0's kind of device, and the smallest memory of
+    any rank."""
+    seen = json.loads(ranks.broadcast(json.dumps([device.name, _nodes(config, ranks.world_size)])))
     memory = device.memory_gib if device.memory_gib is None else ranks.smallest(device.memory_gib)
     host = ranks.smallest(host_memory_gib() or 0.0) or None
     return _machine(config, ranks.world_size, seen[1], seen[0], memory, host)
@@ -118,7 +118,7 @@ def _machine(
 
 
 def _nodes(config: Config, world_size: int) -> int:
-    """Machines of the run: as the launcher says, or else the config."""
+    """Number of nodes: from the launcher's environment, else from the config."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     nodes = max(1, world_size // local) if local else config.hardware.nodes
-    return nodes if world_size % nodes == 0 else 1  # machines that are not alike are counted as one
+    return nodes if world_size % nodes == 0 else 1  # uneven nodes are counted as one

@@ -1,4 +1,4 @@
-"""What is trained, and on what: model description, tokenizer, rows. Read before any process group exists."""
+"""The inputs of a run: model config, tokenizer and datasets. Read before any process group exists."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from shoal.plan.choose import count_steps
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything a run reads."""
+    """The inputs of a run."""
 
     blueprint: Blueprint
     tokenizer: Tokenizer
@@ -25,7 +25,7 @@ class Inputs:
 
 
 def read_inputs(config: Config, reporter: Reporter) -> Inputs:
-    """Model description, tokenizer and rows. Needs no accelerator and no other rank."""
+    """Read model config, tokenizer and datasets. Needs no accelerator and no other rank."""
     plan = blueprint(config.model)
     tokenizer = _tokenizer(config, plan.folder)
     if tokenizer.size > plan.vocabulary:
@@ -35,18 +35,18 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         )
     if plan.positions is not None and config.data.max_length > plan.positions:
         raise UserMistake(
-            f"data.max_length is {config.data.max_length}, but the model was made for {plan.positions} positions; "
-            "lower it, or choose a model with more."
+            f"data.max_length is {config.data.max_length}, but the model supports {plan.positions} positions; "
+            "lower it, or choose a model with a longer context."
         )
     if plan.folder is None:
-        # A model of explicit sizes has no special tokens of its own: generation with an export needs the tokenizer's.
+        # A model built from a shape has no special tokens; generation from an export needs the tokenizer's.
         plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end
     sets = prepare_sets(config.data, tokenizer, seed=config.seed, report=reporter.say)
     steps = count_steps(
         epochs=config.train.epochs,
         steps=config.train.steps,
         tokens=config.train.tokens,
-        rows=sets.order.training_count,
+        sequences=sets.order.training_count,
         loss_tokens=sets.training.summary.loss_tokens * sets.order.training_count // len(sets.training),
         global_batch=config.train.global_batch,
     )

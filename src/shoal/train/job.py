@@ -1,4 +1,4 @@
-"""One rank's share of a run: all that the loop uses."""
+"""The state of a run on one rank: everything the training loop uses."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -34,25 +34,25 @@ class Job:
     inputs: Inputs
     forecast: Forecast
     chosen: Chosen
-    plan: dict[str, Any]  # what plan.json holds
+    plan: dict[str, Any]  # the contents of plan.json
     model: ParallelModel
     optimizer: NamedOptimizer
     scaler: LossScaler
-    controls: Mapping[str, Stateful]  # the few numbers beside the optimizer that a run goes on with
+    controls: Mapping[str, Stateful]  # other state that a checkpoint holds: loss scale, spike statistics
     step: TrainStep
     log: StepLog
     flops: Callable[[int, int], float]
     progress: Progress
     saver: Saver
     saved: Path | None  # the newest checkpoint
-    cannot_save: bool = False  # the run's folder does not take it any more
-    rollbacks: Counter[str] = field(default_factory=Counter)  # how often the run went back to which checkpoint
-    beat: Callable[[str], None] = field(default=lambda doing: None)  # says that the run goes on
-    rest: Callable[[str], None] = field(default=lambda doing: None)  # says that the next beat may take long
+    cannot_save: bool = False  # the run folder is not writable any more
+    rollbacks: Counter[str] = field(default_factory=Counter)  # rollbacks per checkpoint
+    heartbeat: Callable[[str], None] = field(default=lambda activity: None)  # tells the watchdog of progress
+    pause_watchdog: Callable[[str], None] = field(default=lambda activity: None)  # until the next heartbeat
 
     def load(self, checkpoint: Path) -> None:
-        """Fill the model and all that belongs to it from a checkpoint."""
-        self.model.forget_gathered()
+        """Load model, optimizer and progress from a checkpoint."""
+        self.model.reshard()
         self.progress = state.load(
             checkpoint,
             tensors=self.model.saved,

@@ -1,4 +1,4 @@
-"""From device tensors to lines of `metrics.jsonl`, read one step late so that the device never waits for the host."""
+"""Log metrics. Device tensors are read one step late, so that the device never waits for the host."""
 
 import math
 import resource
@@ -18,58 +18,58 @@ from shoal.train.step import StepResult
 
 @dataclass
 class Window:
-    """Sums over the steps since the last line."""
+    """Sums over the steps since the last log line."""
 
     began: Mark
     steps: int = 0
     loss_tokens: int = 0
-    positions: int = 0  # tokens of this rank's rows: prompts and padding are computed on too
+    positions: int = 0  # tokens of this rank's sequences, with prompts and padding
     flops: float = 0.0  # of this rank
     data_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class StepNumbers:
-    """What became of one step: the same on every rank."""
+class StepMetrics:
+    """The metrics of one step. The same on every rank."""
 
     step: int
     loss: float
     norm: float
-    usable: bool  # false: it changed nothing
+    usable: bool  # False: the step was skipped
 
 
 @dataclass(frozen=True)
-class Pace:
-    """What a line tells of the steps since the one before it."""
+class LogInterval:
+    """The steps between two log lines."""
 
-    step: int  # the last
+    step: int  # the last step
     steps: int
-    seconds: float  # of all of them
-    positions: int  # tokens that this rank's rows had
+    seconds: float  # for all steps
+    positions: int  # tokens of this rank's sequences
     mfu: float | None
-    allocated_gib: float  # at the peak so far, the worst rank's
+    allocated_gib: float  # peak so far, maximum over ranks
     reserved_gib: float | None
 
 
 @dataclass(frozen=True)
 class Unread:
-    """Steps whose numbers are still with the device."""
+    """Steps whose metrics are still on the device."""
 
     steps: tuple[int, ...]
     loss_tokens: tuple[int, ...]
-    numbers: Tensor  # steps × (loss sum, norm, usable): on the host once the device has come so far
+    values: Tensor  # steps × (loss sum, norm, usable): valid on the host once the device has reached the copy
 
-    def read(self) -> list[StepNumbers]:
-        rows = zip(self.steps, self.loss_tokens, self.numbers.tolist(), strict=True)
+    def read(self) -> list[StepMetrics]:
+        rows = zip(self.steps, self.loss_tokens, self.values.tolist(), strict=True)
         return [
-            StepNumbers(step, loss / loss_tokens, norm, bool(usable))
+            StepMetrics(step, loss / loss_tokens, norm, bool(usable))
             for step, loss_tokens, (loss, norm, usable) in rows
         ]
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A line whose numbers are on their way from the device."""
+    """A log line whose metrics are being copied from the device."""
 
     lr: float
     tokens: int
@@ -79,7 +79,7 @@ class Pending:
 
 
 class StepLog:
-    """Told of every step; writes every `every`-th, and the last."""
+    """Records every step; writes a line every `every` steps and at the last step."""
 
     def __init__(
         self,
@@ -93,16 +93,18 @@ class StepLog:
     ) -> None:
         self.every = every
         self.total = total
-        self.sinks: list[Sink] = []  # where lines go
+        self.sinks: list[Sink] = []  # where log lines are written
         self.reporter = reporter
         self.ranks = ranks
         self.attempt = attempt
         self.peak = peak
         self.last: dict[str, float | int | None] = {}
-        self.skipped = 0  # steps that changed nothing
-        self.on_steps: Callable[[list[StepNumbers]], None] = lambda steps: None  # told of every step, if late
-        self.on_line: Callable[[Pace], None] = lambda pace: None  # told of every line
-        self.step_seconds = 0.0  # of the last line
+        self.skipped = 0  # skipped steps
+        self.on_steps: Callable[[list[StepMetrics]], None] = lambda steps: (
+            None
+        )  # called with every step, one log line late
+        self.on_line: Callable[[LogInterval], None] = lambda interval: None  # called at every log line
+        self.step_seconds = 0.0  # of the last log interval
         self._window = Window(mark(ranks.device))
         self._pending: Pending | None = None
         self._results: list[tuple[int, StepResult]] = []
@@ -119,7 +121,7 @@ class StepLog:
         flops: float,
         data_seconds: float,
     ) -> None:
-        """Take note of a step."""
+        """Record a step."""
         self.reporter.advance(step)
         self._results.append((step, result))
         window = self._window
@@ -128,16 +130,16 @@ class StepLog:
         window.positions += positions
         window.flops += flops
         window.data_seconds += data_seconds
-        # The step before this one is done by now, or nearly, and this one keeps the device busy meanwhile.
+        # The previous step is done by now, or nearly, and this one keeps the device busy.
         self.flush()
         if step % self.every == 0 or step == self.total:
-            unread = self._send_for_numbers()
+            unread = self._fetch_metrics()
             ended = mark(self.ranks.device)
             self._pending = Pending(lr, tokens, unread, window, ended)
             self._window = Window(ended)
 
-    def _send_for_numbers(self) -> Unread:
-        """One collective for all steps since the last time; the host does not wait for the answer."""
+    def _fetch_metrics(self) -> Unread:
+        """Start to copy the metrics of all unread steps to the host: one all-reduce, without waiting for the result."""
         steps, results = zip(*self._results, strict=True)
         self._results = []
         losses = self.ranks.sum(torch.stack([result.loss_sum for result in results]))
@@ -145,24 +147,24 @@ class StepLog:
             torch.stack([getattr(result, name).double() for result in results]).to(losses.device)
             for name in ("norm", "usable")
         )
-        numbers = torch.stack([losses, norms, usable], dim=1)
-        if numbers.is_cuda:  # copied behind the steps' work; the host goes on
-            there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            numbers = there.copy_(numbers, non_blocking=True)
-        return Unread(steps, tuple(result.loss_tokens for result in results), numbers)
+        values = torch.stack([losses, norms, usable], dim=1)
+        if values.is_cuda:  # copied after the steps' work; the host does not wait
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = pinned.copy_(values, non_blocking=True)
+        return Unread(steps, tuple(result.loss_tokens for result in results), values)
 
     def catch_up(self) -> None:
-        """Hear of every step so far, also of those that get no line: before a save, which is to be of a good run."""
+        """Read the metrics of every step so far, so that a checkpoint is not written after unnoticed bad steps."""
         self.flush()
         if self._results:
-            unread = self._send_for_numbers()
+            unread = self._fetch_metrics()
             mark(self.ranks.device).wait()
             steps = unread.read()
             self.skipped += sum(not one.usable for one in steps)
             self.on_steps(steps)
 
     def flush(self) -> None:
-        """Read what is pending, and write its line."""
+        """Read the pending metrics and write their log line."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -194,25 +196,27 @@ class StepLog:
         self.write(line)
         self.reporter.report(line, self.total)
         self.last = line
-        self.on_line(Pace(last.step, window.steps, seconds * window.steps, window.positions, mfu, allocated, reserved))
+        self.on_line(
+            LogInterval(last.step, window.steps, seconds * window.steps, window.positions, mfu, allocated, reserved)
+        )
         self.on_steps(steps)
 
     def write(self, line: Line) -> None:
         for sink in self.sinks:
             try:
                 sink.write(line)
-            except OSError as error:  # a full disk must not end a run that can go on without it
+            except OSError as error:  # a full disk must not end a run that does not depend on this file
                 if sink not in self._failed:
                     self._failed.append(sink)
-                    self.reporter.warn(f"{sink.name} cannot be written: {error.strerror}. Training goes on.")
+                    self.reporter.warn(f"{sink.name} cannot be written: {error.strerror}. Training continues.")
 
     def forget(self) -> None:
-        """Steps that are not to count: the run goes back to before them."""
+        """Discard unread steps, before a rollback."""
         self._pending, self._results = None, []
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """After work that is not training: an evaluation, a save."""
+        """Exclude an evaluation or a save from the step time."""
         self._window = Window(mark(self.ranks.device))
 
     def close(self) -> None:
@@ -220,17 +224,17 @@ class StepLog:
             try:
                 sink.close()
             except OSError as error:
-                self.reporter.warn(f"{sink.name} could not be written to the end: {error.strerror}.")
+                self.reporter.warn(f"{sink.name} could not be written completely: {error.strerror}.")
 
 
 def next_attempt(metrics: Path) -> int:
-    """0 for a first start, one more than the last line's after that."""
+    """0 at the first start, else one more than in the last line of `metrics.jsonl`."""
     found = last_line(metrics).get("attempt")
     return found + 1 if isinstance(found, int) else 0
 
 
 def _reserved_gib(ranks: Ranks) -> float | None:
-    """What the allocator holds, the worst rank's: what must be free on a GPU. A CPU has no such thing."""
+    """Peak memory reserved by the CUDA caching allocator, maximum over ranks. None on CPU."""
     if ranks.device.type != "cuda":
         return None
     return round(ranks.largest(torch.cuda.max_memory_reserved(ranks.device) / 2**30), 3)

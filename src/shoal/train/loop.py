@@ -1,4 +1,4 @@
-"""The training loop, top to bottom: step, log, evaluate, save, until it is done or asked to stop."""
+"""The training loop: step, log, evaluate and save, until the last step or a request to stop."""
 
 import math
 import sys
@@ -44,22 +44,22 @@ class Summary:
     eval_loss: float | None
     skipped: int
     seconds: float
-    save_seconds: float  # of these, that training stood still for saves; the last is always waited for
+    save_seconds: float  # part of `seconds` in which training waited for checkpoints; it always waits for the last
     checkpoint: str | None
-    stopped: str | None  # why it ended before its last step: "signal", "early_stop"; None: it did not
+    stopped: str | None  # why the run ended before its last step: "signal" or "early_stop"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def text(self) -> str:
-        """For reading, with the next command to try."""
+        """Human-readable summary with the next command to run."""
         loss = "–" if self.loss is None else f"{self.loss:.4f}"
-        held_out = "" if self.eval_loss is None else f", held out {self.eval_loss:.4f}"
+        eval_loss = "" if self.eval_loss is None else f", eval loss {self.eval_loss:.4f}"
         why = "" if self.stopped is None else f" ({self.stopped.replace('_', ' ')})"
         return "\n".join(
             [
-                f"step        {self.step} of {self.steps}{why}, {self.tokens:,} targets, {duration(self.seconds)}",
-                f"loss        {loss}{held_out}",
+                f"step        {self.step} of {self.steps}{why}, {self.tokens:,} loss tokens, {duration(self.seconds)}",
+                f"loss        {loss}{eval_loss}",
                 f"checkpoint  {self.checkpoint}",
                 f"next        shoal export {self.run} --to hf",
             ]
@@ -79,21 +79,21 @@ def train(
 ) -> Summary:
     """Train on this rank, together with the others.
 
-    `stop` is there if somebody listens for signals already. `heartbeats` is a file that the ranks of this machine share, in which
-    they can see that the others live; `tell` is for what a rank has to say when it ends a run that stands still.
+    `stop` is given if signal handlers are installed already. `heartbeats` is a file shared by the ranks of this node,
+    through which the watchdog of each sees the others. `tell` receives the watchdog's message when it ends a hung run.
     """
     began = time.perf_counter()
-    with StopRequest() if stop is None else nullcontext(stop) as asked:
+    with StopRequest() if stop is None else nullcontext(stop) as stop_request:
         job = set_up(config, inputs, run, ranks, start)
         job.reporter.begin(job.progress.step, job.inputs.steps)
         folder = run.logs / f"hang-{job.log.attempt}"
         try:
-            watched = Watchdog(folder, ranks, config.train.hang_timeout, heartbeats=heartbeats, tell=tell)
-            with watched as watch, explained(job.forecast, ranks, job):
-                job.beat = lambda doing: watch.beat(job.progress.step, doing)
-                job.rest = lambda doing: watch.rest(job.progress.step, doing)
-                stopped = fit(job, asked)
-                watch.ended()
+            watchdog = Watchdog(folder, ranks, config.train.hang_timeout, heartbeats=heartbeats, tell=tell)
+            with watchdog, explained(job.forecast, ranks, job):
+                job.heartbeat = lambda activity: watchdog.heartbeat(job.progress.step, activity)
+                job.pause_watchdog = lambda activity: watchdog.pause(job.progress.step, activity)
+                stopped = fit(job, stop_request)
+                watchdog.ended()
         finally:
             job.reporter.end()
             job.log.close()
@@ -114,23 +114,23 @@ def train(
 
 
 def fit(job: Job, stop: StopRequest) -> str | None:
-    """Run the steps that are left; returns why it stopped early, if it did."""
-    job.log.on_steps = Recovery(job).look_at
+    """Run the remaining steps, with rollbacks. Returns why the run stopped early, if it did."""
+    job.log.on_steps = Recovery(job).check
     comparison = Comparison(job)
-    job.log.on_line = comparison.look
-    slow = StragglerDetector(job.config.train.slow_rank, job.ranks.world_size, job.reporter.warn)
-    with Agreement(job.ranks, slow) as agreement:
+    job.log.on_line = comparison.update
+    stragglers = StragglerDetector(job.config.train.slow_rank, job.ranks.world_size, job.reporter.warn)
+    with Agreement(job.ranks, stragglers) as agreement:
         while True:
             try:
                 stopped = run_steps(job, stop, agreement)
                 comparison.end()
                 return stopped
-            except Rollback as bad:
-                roll_back(job, bad.steps)
+            except Rollback as rollback:
+                roll_back(job, rollback.steps)
 
 
 def run_steps(job: Job, stop: StopRequest, agreement: Agreement) -> str | None:
-    """From where the run is to where it ends, or stops early; says why."""
+    """Train from the current step to the last. Returns why the run stopped early, if it did."""
     config, progress, sets, ranks = job.config, job.progress, job.inputs.sets, job.ranks
     factor_at = make_schedule(config.train.schedule, job.inputs.steps)
     lr = peak_lr(config.train)
@@ -152,9 +152,9 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement) -> str | None:
     )
     with closing(stream):
         while progress.step < job.inputs.steps and stopped is None:
-            asked = time.perf_counter()
+            began = time.perf_counter()
             batch = next(stream)
-            waited = time.perf_counter() - asked
+            data_seconds = time.perf_counter() - began
 
             step_lr = lr * factor_at(progress.step)
             result = job.step(batch, step_lr)
@@ -168,9 +168,9 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement) -> str | None:
                 tokens=progress.tokens,
                 positions=sum(one.inputs.numel() for one in batch.micro_batches),
                 flops=sum(job.flops(*one.inputs.shape) for one in batch.micro_batches),
-                data_seconds=waited,
+                data_seconds=data_seconds,
             )
-            job.beat("training")
+            job.heartbeat("training")
 
             last = progress.step == job.inputs.steps
             if sets.validation is not None and (last or progress.step % config.eval.every == 0):
@@ -180,14 +180,14 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement) -> str | None:
             agreed = agreement.after_step(
                 stop=stop.wanted,
                 cannot_save=job.cannot_save,
-                data_seconds=waited,
+                data_seconds=data_seconds,
                 step_seconds=job.log.step_seconds,
             )
             if agreed.stop and not last and stopped is None:
                 stopped = "signal"
             final = last or stopped is not None or agreed.cannot_save
-            wanted = config.checkpoint.at_end if last else final
-            if wanted or progress.step % config.checkpoint.every == 0:
+            save_now = config.checkpoint.at_end if last else final
+            if save_now or progress.step % config.checkpoint.every == 0:
                 save(job, wait=final)
             else:
                 poll_save(job)
@@ -197,19 +197,19 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement) -> str | None:
 
 
 def evaluate(job: Job) -> None:
-    """Write the loss on held-out rows, and remember whether it is the best so far."""
+    """Log the loss on the validation set, and record whether it is the best so far."""
     progress, config = job.progress, job.config
     job.log.flush()
 
     def measure(some: Sequence[MicroBatch]) -> Tensor:
-        job.beat("evaluating")
+        job.heartbeat("evaluating")
         return job.model.measure(some)
 
     found = held_out_loss(
         measure,
         job.inputs.sets,
         micro_batch=job.chosen.micro_batch,
-        rows=config.eval.batches * job.chosen.global_batch,
+        sequences=config.eval.batches * job.chosen.global_batch,
         pad=job.inputs.tokenizer.pad,
         ranks=job.ranks,
         share=(job.model.parallel_dims.data_rank, job.chosen.data_parallel),
@@ -217,7 +217,7 @@ def evaluate(job: Job) -> None:
         multiple=job.model.sequence_multiple,
         at_once=job.chosen.grad_accum_steps,
     )
-    loss = found.loss if math.isfinite(found.loss) else None  # NaN is no JSON
+    loss = found.loss if math.isfinite(found.loss) else None  # JSON has no NaN
     perplexity = None if loss is None else found.perplexity
     line: Line = {"step": progress.step, "attempt": job.log.attempt, "eval_loss": loss, "eval_perplexity": perplexity}
     job.log.write(line)
@@ -231,6 +231,6 @@ def evaluate(job: Job) -> None:
 
 
 def no_longer_improves(job: Job) -> bool:
-    """Whether `train.early_stop` has seen enough evaluations without a better loss."""
+    """Whether `train.early_stop` ends the run: `patience` evaluations without a better loss."""
     stop = job.config.train.early_stop
     return stop is not None and job.progress.evaluations_without_gain >= stop.patience

@@ -1,4 +1,4 @@
-"""When a device has no memory left: what it holds beside what was expected, and what to change."""
+"""Explain an out-of-memory error: measured memory beside the forecast, and settings that need less."""
 
 import re
 import resource
@@ -20,16 +20,16 @@ from shoal.train.forecast import Forecast
 from shoal.train.job import Job
 
 FIXES = 3
-# What a term may be above its forecast before it is blamed.
+# A term is reported as larger than forecast above this relative difference.
 BLAMED = 0.05
-# Of a device's memory that is neither free nor ours, this much is the driver's and NCCL's.
+# Memory outside of PyTorch's allocator that is attributed to the driver and NCCL, not to other processes.
 DRIVERS_GIB = 2.0
 _TRIED = re.compile(r"Tried to allocate ([\d.]+) ([KMG]i?B)")
 _UNITS = {"K": 2**-20, "M": 2**-10, "G": 1.0}
 
 
 class OutOfMemory(RunFailed):
-    """The run failed: a device had no memory left. `sentence` says so, `report` what it held and what would help."""
+    """The run failed: a device ran out of memory. `report` says what it held and which settings need less."""
 
     def __init__(self, sentence: str, report: str, chosen: Mapping[str, Any]) -> None:
         super().__init__(sentence, report, chosen)
@@ -46,12 +46,12 @@ class OutOfMemory(RunFailed):
 
 @dataclass(frozen=True)
 class Held:
-    """What is on a device, in GiB; None where it cannot be told."""
+    """Memory of a device, in GiB. None where it is unknown."""
 
     allocated: float
     reserved: float | None
     device: float
-    others: float  # of other processes, as far as it is much
+    others: float  # of other processes; 0 if small
     weights: float | None = None
     gradients: float | None = None
     optimizer: float | None = None
@@ -65,39 +65,38 @@ class Held:
 
 @contextmanager
 def explained(forecast: Forecast, ranks: Ranks, job: Job | None = None) -> Iterator[None]:
-    """Turn an error of the allocator into `OutOfMemory`, after the save that is under way; `job` once there is one."""
+    """Turn `torch.OutOfMemoryError` into `OutOfMemory`, after a pending save. `job` is None during setup."""
     try:
         yield
         return
     except torch.OutOfMemoryError as error:
-        # As long as the error lives, so does what the step had computed: what is held now is what was held then.
-        held = look(error, ranks.device, forecast, job)
+        # The error's traceback keeps the tensors of the step alive: what is held now is what was held then.
+        held = measure(error, ranks.device, forecast, job)
         wanted = _TRIED.search(str(error))
     if job is not None:
-        with suppress(Exception):  # another rank may be gone already
+        with suppress(Exception):  # another rank may have died
             job.saver.settle()
-    when = "while it was set up" if job is None else f"in step {job.progress.step + 1}"
-    rows = forecast.choice.run.micro_batch
+    when = "during setup" if job is None else f"in step {job.progress.step + 1}"
     sentence = (
-        f"Rank {ranks.rank} ran out of memory {when}, with {rows} row{'s' if rows > 1 else ''} a pass: "
-        f"{held.allocated:.1f} GiB were allocated of the {held.device:.1f} GiB that the device has"
+        f"Rank {ranks.rank} ran out of memory {when}, with micro-batch {forecast.choice.run.micro_batch}: "
+        f"{held.allocated:.1f} of {held.device:.1f} GiB were allocated"
     )
     if wanted is not None:
-        sentence += f", and {float(wanted[1]) * _UNITS[wanted[2][0]]:.2f} more were wanted"
-    place = 0 if job is None else job.model.parallel_dims.place["pp"]
-    report = "\n".join([*_table(forecast, held, place), "", *_fixes(forecast)])
+        sentence += f", and {float(wanted[1]) * _UNITS[wanted[2][0]]:.2f} GiB more were requested"
+    stage = 0 if job is None else job.model.parallel_dims.coordinate["pp"]
+    report = "\n".join([*_table(forecast, held, stage), "", *_fixes(forecast)])
     raise OutOfMemory(f"{sentence}.", report, forecast.chosen.as_dict()) from None
 
 
-def look(error: Exception, device: torch.device, forecast: Forecast, job: Job | None) -> Held:
-    """What the device holds."""
+def measure(error: Exception, device: torch.device, forecast: Forecast, job: Job | None) -> Held:
+    """Measure what the device holds."""
     reserved, others = None, 0.0
     total = forecast.choice.machine.gpu.memory_gib
     if device.type == "cuda":
         free, whole = (size / GIB for size in torch.cuda.mem_get_info(device))
         reserved, total = torch.cuda.memory_reserved(device) / GIB, whole
         others = whole - free - reserved
-        # What the allocator says of the moment itself, if it does.
+        # The error's own figure, if it has one, is of the moment of the failure.
         said = re.search(r"([\d.]+) GiB is allocated by PyTorch", str(error))
         allocated = float(said[1]) if said else torch.cuda.memory_allocated(device) / GIB
     else:
@@ -112,20 +111,20 @@ def look(error: Exception, device: torch.device, forecast: Forecast, job: Job | 
 
 
 def _gib(tensors: Iterable[Tensor], device: torch.device) -> float:
-    """What these take on a device; views of one piece of memory are counted once."""
+    """Size of these tensors on a device. A storage that several views share is counted once."""
     found: dict[int, int] = {}
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if local.device.type == device.type:
-            with suppress(RuntimeError, NotImplementedError):  # a kind of tensor that is made of others
+            with suppress(RuntimeError, NotImplementedError):  # a tensor subclass without storage
                 storage = local.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values()) / GIB
 
 
-def _table(forecast: Forecast, held: Held, place: int) -> Iterator[str]:
-    """The forecast's terms beside what is there."""
-    memory = forecast.choice.memory.places[min(place, len(forecast.choice.memory.places) - 1)]
+def _table(forecast: Forecast, held: Held, stage: int) -> Iterator[str]:
+    """The forecast's terms beside the measured ones."""
+    memory = forecast.choice.memory.pipeline_ranks[min(stage, len(forecast.choice.memory.pipeline_ranks) - 1)]
     tree = memory.peak.tree
     known = {"weights": held.weights, "gradients": held.gradients, "optimizer state": held.optimizer}
     expected = {name: sum(term.amount for term in tree.parts if term.name == name) / GIB for name in known}
@@ -134,7 +133,7 @@ def _table(forecast: Forecast, held: Held, place: int) -> Iterator[str]:
     parts = ", ".join(f"{term.name} {term.amount / GIB:.2f}" for term in others)
     rows.append(("the rest", sum(term.amount for term in others) / GIB, held.rest, parts))
     like = "" if forecast.exact else ", for a model that resembles this one"
-    yield f"GiB             forecast   found   (forecast for its highest moment, {memory.peak.name}{like})"
+    yield f"GiB             forecast   found   (forecast at the peak, {memory.peak.name}{like})"
     for name, wanted, found, note in (*rows, ("allocated", memory.allocated / GIB, held.allocated, "")):
         seen = f"{found:8.2f}" if found is not None else f"{'–':>8}"
         yield f"{name:16}{wanted:8.2f}{seen}" + (f"   {note}" if note else "")
@@ -151,13 +150,13 @@ def _table(forecast: Forecast, held: Held, place: int) -> Iterator[str]:
         most, name = max(larger)
         yield f"Larger than forecast: {name}, by {most:.2f} GiB."
     elif not forecast.choice.fits:
-        yield "It was not expected to fit."
+        yield "The forecast was that it does not fit."
     else:
         yield "No term is larger than forecast."
 
 
 def _fixes(forecast: Forecast) -> Iterator[str]:
-    """The cheapest changes, as text to paste."""
+    """The cheapest changes, as settings to paste."""
     choice = forecast.choice
     found: list[Change] = []
     with suppress(UserMistake):
@@ -166,19 +165,19 @@ def _fixes(forecast: Forecast) -> Iterator[str]:
             if keys not in [[one.partition("=")[0] for one in each.settings] for each in found] and _works(change):
                 found.append(change)
     if not found:
-        yield "Nothing that shoal knows would take less memory, but smaller models, shorter rows or more devices."
+        yield "No setting would need less memory; use a smaller model, shorter sequences or more devices."
         return
-    found.sort(key=lambda change: not change.choice.fits)  # what would not be enough comes last
-    yield "What would take less, cheapest first:"
+    found.sort(key=lambda change: not change.choice.fits)  # changes that do not save enough come last
+    yield "Settings that need less memory, cheapest first:"
     width = max(len(" ".join(change.settings)) for change in found[:FIXES])
     for change in found[:FIXES]:
-        cost = "no time" if abs(change.slower) < 0.005 else f"{change.slower:+.0%} time a token"
-        touches = "" if change.touches == "how it runs" else f"; changes {change.touches}"
+        cost = "same speed" if abs(change.slower) < 0.005 else f"{change.slower:+.0%} time per token"
+        touches = "" if change.affects == "execution" else f"; changes {change.affects}"
         yield f"  {' '.join(change.settings):{width}}  saves {change.saves_gib:.1f} GiB, {cost}{touches}"
 
 
 def _works(change: Change) -> bool:
-    """Whether training would take it: the forecast knows more than is built."""
+    """Whether training supports it: the forecast covers more than is implemented."""
     try:
         config_from_mapping(config_values(change.choice.config))
     except UserMistake:
@@ -187,6 +186,6 @@ def _works(change: Change) -> bool:
 
 
 def smaller_batch(chosen: Chosen) -> int | None:
-    """The next smaller micro-batch with which the same global batch is a whole number of passes: half, if that is."""
-    rows = chosen.micro_batch * chosen.grad_accum_steps
-    return max((size for size in range(1, chosen.micro_batch // 2 + 1) if rows % size == 0), default=None)
+    """The next smaller micro-batch that divides the same global batch: half, if that divides it."""
+    sequences = chosen.micro_batch * chosen.grad_accum_steps
+    return max((size for size in range(1, chosen.micro_batch // 2 + 1) if sequences % size == 0), default=None)

@@ -1,4 +1,4 @@
-"""A dry run: everything about a run that can be known without an accelerator and without a step."""
+"""A dry run: what is known of a run without an accelerator and without a step."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,13 +16,13 @@ from shoal.train.schedule import make_schedule, peak_lr
 
 MOST_CHARACTERS = 700
 COLUMNS, LINES = 60, 8
-# Around the tokens that count in the loss.
+# Delimiters of loss tokens.
 OPEN, CLOSE = "⟦", "⟧"
 
 
 @dataclass(frozen=True)
 class Preview:
-    """What a dry run found out."""
+    """The result of a dry run."""
 
     parameters: int
     trained_parameters: int
@@ -37,31 +37,31 @@ class Preview:
     steps: int
     rows: int
     held_out_sequences: int
-    tokens: int  # targets of the whole run, about
+    tokens: int  # loss tokens of the complete run, about
     learning_rates: list[float]  # the learning rate at evenly spaced steps
-    sample: str  # the first row of the first batch, decoded, trained tokens marked
+    sample: str  # the first sequence of the first batch, decoded, with loss tokens marked
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def text(self) -> str:
-        """For reading in a terminal."""
+        """Human-readable form."""
         frozen = self.parameters - self.trained_parameters
-        grad_accum_steps = "1 pass" if self.grad_accum_steps == 1 else f"{self.grad_accum_steps} passes"
         return "\n".join(
             [
-                f"model      {self.parameters:,} parameters, {self.matmul_parameters:,} of them in matrix products"
+                f"model      {self.parameters:,} parameters, {self.matmul_parameters:,} of them in matmuls"
                 + (f", {frozen:,} frozen" if frozen else ""),
                 f"precision  {self.precision}",
                 f"strategy   {self.strategy} ({self.reason}) on {self.devices} device{'s' if self.devices > 1 else ''}",
-                f"batch      {self.global_batch} sequences per step = {self.micro_batch} × {self.devices} × {grad_accum_steps}",
-                f"length     {self.steps:,} steps, about {self.tokens:,} target tokens; "
-                f"{self.rows:,} rows to train on, {self.held_out_sequences:,} held out",
+                f"batch      {self.global_batch} sequences per step: micro-batch {self.micro_batch}, "
+                f"gradient accumulation steps {self.grad_accum_steps}",
+                f"length     {self.steps:,} steps, about {self.tokens:,} loss tokens; "
+                f"{self.rows:,} training sequences, {self.held_out_sequences:,} validation sequences",
                 "",
                 "learning rate",
                 *draw(self.learning_rates, self.steps),
                 "",
-                f"first row of the first step; what counts in the loss stands between {OPEN} and {CLOSE}",
+                f"first sequence of the first step; loss tokens are between {OPEN} and {CLOSE}",
                 "",
                 self.sample,
             ]
@@ -69,7 +69,7 @@ class Preview:
 
 
 def preview(config: Config, inputs: Inputs, processes: int, device: Device) -> Preview:
-    """Build the model on meta, count, and take the first row; needs no memory for weights."""
+    """Build the model on the meta device, without memory for weights, and read the first sequence."""
     model = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
     freeze(model, config.model.freeze)
     chosen = make_forecast(config, model, machine_here(config, device, processes)).chosen
@@ -79,7 +79,7 @@ def preview(config: Config, inputs: Inputs, processes: int, device: Device) -> P
     shown = min(COLUMNS, inputs.steps)
     steps = [index * (inputs.steps - 1) // max(1, shown - 1) for index in range(shown)]
     sets = inputs.sets
-    targets_per_row = sets.training.summary.loss_tokens / len(sets.training)
+    tokens_per_sequence = sets.training.summary.loss_tokens / len(sets.training)
     return Preview(
         parameters=sum(parameter.numel() for parameter in parameters.values()),
         trained_parameters=sum(one.numel() for one in parameters.values() if one.requires_grad),
@@ -94,33 +94,33 @@ def preview(config: Config, inputs: Inputs, processes: int, device: Device) -> P
         steps=inputs.steps,
         rows=sets.order.training_count,
         held_out_sequences=sets.order.validation_count,
-        tokens=round(inputs.steps * chosen.global_batch * targets_per_row),
+        tokens=round(inputs.steps * chosen.global_batch * tokens_per_sequence),
         learning_rates=[peak * factor_at(step) for step in steps],
         sample=mark_loss_tokens(inputs),
     )
 
 
 def mark_loss_tokens(inputs: Inputs) -> str:
-    """The first row that training will see, as text, with its targets marked."""
+    """The first training sequence as text, with its loss tokens marked."""
     first = inputs.sets.order.training_sequences(0, 1)
     batch = assemble(inputs.sets.training, first, pad=inputs.tokenizer.pad)
     tokens, labels = batch.inputs[0].tolist(), batch.labels[0].tolist()
-    # A label stands one place before the token it names.
+    # Labels are shifted by one: a label's index is that of the token before it.
     trained = [False, *(label != IGNORED for label in labels)]
     tokens = [*tokens, labels[-1] if labels[-1] != IGNORED else inputs.tokenizer.pad]
-    pieces: list[str] = []
+    spans: list[str] = []
     start = 0
     for index in range(1, len(tokens) + 1):
         if index == len(tokens) or trained[index] != trained[start]:
             text = inputs.tokenizer.decode(tokens[start:index])
-            pieces.append(f"{OPEN}{text}{CLOSE}" if trained[start] else text)
+            spans.append(f"{OPEN}{text}{CLOSE}" if trained[start] else text)
             start = index
-    whole = "".join(pieces)
+    whole = "".join(spans)
     return whole if len(whole) <= MOST_CHARACTERS else whole[:MOST_CHARACTERS] + " …"
 
 
 def draw(values: Sequence[float], steps: int) -> list[str]:
-    """A curve in text: one column a value, the highest at the top."""
+    """A text plot with one column per value."""
     highest = max(values)
     eighths = " ▁▂▃▄▅▆▇█"
     lines = []

@@ -1,4 +1,4 @@
-"""Saving while training: what goes into a checkpoint, and what to do when the disk does not take it."""
+"""Save checkpoints during training, and handle a disk that is full or not writable."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.checkpoint import state
 from shoal.checkpoint.retention import tidy
-from shoal.checkpoint.saver import Place, Saved, Saver
+from shoal.checkpoint.saver import Destination, Saved, Saver
 from shoal.config.load import config_values
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config, OffloadConfig
@@ -15,28 +15,28 @@ from shoal.mistakes import RunFailed
 from shoal.parallel.ranks import Ranks
 from shoal.train.job import Job
 
-SAVE_PATIENCE = 10  # times hang_timeout, for a rank that waits for what others write
+SAVE_PATIENCE = 10  # times hang_timeout, for a rank that waits for the others to write
 
 
 class CannotSave(RunFailed):
-    """The run failed: what it has learnt cannot be kept."""
+    """The run failed: no checkpoint can be written."""
 
 
 def fallback_of(config: Config) -> RunDirectory | None:
-    """Where a run saves when its own folder does not take it: a small run folder of its own, that can be exported."""
+    """Where a run saves when its own folder is not writable: a run folder of its own, which can be exported."""
     return None if config.checkpoint.fallback is None else RunDirectory(Path(config.checkpoint.fallback) / config.name)
 
 
 def checkpoint_folders(config: Config, run: RunDirectory) -> list[Path]:
-    """Where this run's checkpoints may be."""
+    """The folders that may hold checkpoints of this run."""
     fallback = fallback_of(config)
     return [run.checkpoints] if fallback is None else [run.checkpoints, fallback.checkpoints]
 
 
 def make_saver(config: Config, run: RunDirectory, ranks: Ranks, describe: Callable[[RunDirectory], None]) -> Saver:
-    """`describe` writes what belongs beside checkpoints, for a fallback that has none of it yet."""
+    """`describe` writes plan, model config and tokenizer into a fallback folder that is new."""
     keep, fallback = config.checkpoint, fallback_of(config)
-    places = [Place(run.checkpoints)]
+    destinations = [Destination(run.checkpoints)]
     if fallback is not None:
 
         def prepare() -> None:
@@ -44,9 +44,9 @@ def make_saver(config: Config, run: RunDirectory, ranks: Ranks, describe: Callab
                 fallback.make(config)
                 describe(fallback)
 
-        places.append(Place(fallback.checkpoints, prepare))
+        destinations.append(Destination(fallback.checkpoints, prepare))
     return Saver(
-        places,
+        destinations,
         ranks,
         in_background=keep.async_ and not too_large_to_copy(config),
         full=keep.format == "full",
@@ -63,15 +63,15 @@ def make_saver(config: Config, run: RunDirectory, ranks: Ranks, describe: Callab
 
 
 def too_large_to_copy(config: Config) -> bool:
-    """Whether the state is kept on disk because the host's memory cannot hold it: then it cannot hold a copy either."""
+    """Whether the state is offloaded to disk: host memory cannot hold it, and so cannot hold a copy either."""
     offload = config.parallel.offload
     return isinstance(offload, OffloadConfig) and offload.optimizer == "nvme"
 
 
 def save(job: Job, *, wait: bool) -> None:
-    """Begin a checkpoint; with `wait`, also end it. One that was under way is waited for first."""
+    """Start to write a checkpoint, after a pending one. With `wait`, return when it is written."""
     job.log.catch_up()
-    job.beat("saving")
+    job.heartbeat("saving")
     job.progress.metrics = metrics_of_this_step(job)
     job.progress.skipped = job.log.skipped
     parts = state.collect(
@@ -95,17 +95,17 @@ def save(job: Job, *, wait: bool) -> None:
             raise RuntimeError("another rank failed while it saved")
         if ended.folder is None or ended.unwritable:
             _give_up(job, ended)
-        job.cannot_save = False  # what was in the way is not any more
+        job.cannot_save = False  # the folder is writable again
     job.log.restart_clock()
 
 
 def poll_save(job: Job) -> None:
-    """Take note of how a save ended, if one has."""
+    """Record the result of a save that has finished, if any."""
     record_save(job, job.saver.poll())
 
 
 def finish_save(job: Job) -> None:
-    """Wait for the save that is under way, if one is, and take note of how it ended."""
+    """Wait for a pending save, if any, and record its result."""
     record_save(job, job.saver.settle())
 
 
@@ -118,23 +118,24 @@ def record_save(job: Job, ended: Saved | None) -> None:
         job.reporter.warn(f"step {ended.step} was saved in {ended.folder}, because of {ended.explain()}.")
     elif ended.problems:
         job.reporter.warn(
-            f"STEP {ended.step} COULD NOT BE SAVED ({ended.explain()}). Nothing of it was left behind; the next save "
-            "tries again."
+            f"STEP {ended.step} COULD NOT BE SAVED ({ended.explain()}). Its files were removed; the next save tries "
+            "again."
         )
-    # All ranks learn of this with the next pulse, and stop together.
+    # All ranks learn of this after the next step, and stop together.
     job.cannot_save = job.cannot_save or ended.unwritable
 
 
 def _give_up(job: Job, ended: Saved) -> None:
     if ended.folder is not None:
-        found = f"Step {ended.step} is in {ended.folder}: go on from there with --from {ended.folder}."
+        found = f"Step {ended.step} is in {ended.folder}: continue with --from {ended.folder}."
     else:
-        found = "Nothing of it could be saved" + (f"; the newest checkpoint is {job.saved}." if job.saved else ".")
+        newest = f"; the newest checkpoint is {job.saved}" if job.saved else ""
+        found = f"Step {ended.step} could not be saved{newest}."
     raise CannotSave(f"{job.run.path} cannot be written any more ({ended.explain()}). {found}")
 
 
 def metrics_of_this_step(job: Job) -> dict[str, float]:
-    """What the checkpoint may be chosen by. An older evaluation says nothing about these weights."""
+    """The metrics that `checkpoint.keep_best` compares. An earlier evaluation is not of these weights."""
     progress = job.progress
     found: dict[str, float] = {}
     if progress.eval_loss is not None and progress.evaluated_at == progress.step:

@@ -1,4 +1,4 @@
-"""The learning rate at each step, as a factor of `train.lr`. A function of the step alone: resuming needs no state."""
+"""Learning rate schedules, as a factor of `train.lr`. A function of the step alone: resuming needs no state."""
 
 import math
 from collections.abc import Callable
@@ -9,12 +9,12 @@ Factor = Callable[[int], float]
 
 
 def warmup_steps(warmup: int | float, total: int) -> int:
-    """A number of steps, or a share of all of them when below one."""
+    """A number of steps; a float below one is a fraction of the total."""
     return round(warmup * total) if isinstance(warmup, float) and warmup < 1 else int(warmup)
 
 
 def make_schedule(settings: ScheduleConfig, total: int) -> Factor:
-    """The factor for step 0, 1, … `total` - 1: up to 1 over the warmup, then down to `min_ratio` at the last step."""
+    """The factor for steps 0 to `total` - 1: linear warmup to 1, then decay to `min_ratio` at the last step."""
     warmup = min(warmup_steps(settings.warmup, total), total)
     floor = settings.min_ratio
     decay_from = max(warmup, total - max(1, round(settings.decay * total))) if settings.name == "wsd" else warmup
@@ -32,7 +32,7 @@ def make_schedule(settings: ScheduleConfig, total: int) -> Factor:
 
 
 def peak_lr(train: TrainConfig) -> float:
-    """`train.lr`, scaled with the batch where that was asked for."""
+    """`train.lr`, scaled with the global batch if `train.lr_scaling` says so."""
     if train.lr_scaling == "linear" and train.base_batch is not None:
         return train.lr * train.global_batch / train.base_batch
     return train.lr

@@ -1,4 +1,4 @@
-"""From a config to a job that is ready for its next step."""
+"""Set up a job from a config: model, optimizer, checkpoint to start from, logging."""
 
 import math
 import os
@@ -25,18 +25,18 @@ from shoal.observe.metrics import open_sinks
 from shoal.observe.progress import Reporter
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.offload import find_store
-from shoal.optim.optimizer import check_cuts, check_groups
+from shoal.optim.optimizer import check_groups, check_quantization_blocks
 from shoal.parallel.apply import freeze
 from shoal.parallel.check import check_parallel
 from shoal.parallel.device import Device, describe_machine, inspect_device
 from shoal.parallel.float8 import check_float8
 from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
-from shoal.parallel.stages import stages_each
+from shoal.parallel.stages import stages_per_rank
 from shoal.plan.choose import Chosen
 from shoal.plan.stages import bubble_share
 from shoal.resilience.health import SpikeGuard, spike_settings
-from shoal.train.build import build, keep_small_gradients
+from shoal.train.build import build, keep_low_precision_gradients
 from shoal.train.describe import describe, plan_values
 from shoal.train.forecast import Forecast, machine_here, machine_of_all, make_forecast
 from shoal.train.inputs import Inputs
@@ -51,20 +51,20 @@ from shoal.train.step import TrainStep
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: anew, unless one of these says otherwise."""
+    """Where a run starts. By default at step 0."""
 
-    resume: bool = False  # with its own newest checkpoint
-    checkpoint: Path | None = None  # with this one, of whatever run
-    again: bool = False  # these ranks were started before: with what they have saved since, if anything
-    instead: Mapping[str, Any] = field(default_factory=dict)  # keys settled otherwise, since memory ran out
+    resume: bool = False  # from the run's newest checkpoint
+    checkpoint: Path | None = None  # from this checkpoint, of any run
+    restarted: bool = False  # these ranks ran before: from a checkpoint that they have saved since, if any
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # config keys replaced after running out of memory
 
 
 def set_up(config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, start: Start) -> Job:
-    """Build the model over all ranks, and load the checkpoint there is to start from."""
+    """Build the parallelized model and its optimizer, and load the checkpoint to start from, if any."""
     seed_everything(config.seed, ranks.rank, config.train.deterministic)
     built = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
     device = inspect_device(ranks.device)
-    forecast = make_forecast(config, built, machine_of_all(config, device, ranks), instead=start.instead)
+    forecast = make_forecast(config, built, machine_of_all(config, device, ranks), overrides=start.overrides)
     with explained(forecast, ranks):
         return _assemble(config, inputs, run, ranks, start, built, device, forecast)
 
@@ -79,7 +79,7 @@ def _assemble(
     device: Device,
     forecast: Forecast,
 ) -> Job:
-    reporter = Reporter(speaks=ranks.first)
+    reporter = Reporter(enabled=ranks.first)
     settled, chosen, mesh = forecast.config, forecast.chosen, forecast.mesh
     checkpoint = starting_point(config, run, ranks, reporter, start)
     parameters = sum(parameter.numel() for parameter in built.parameters())
@@ -90,8 +90,8 @@ def _assemble(
     model, optimizer = build(
         built, settled, chosen, mesh, ranks, folder=folder, values=checkpoint is None, emulated=emulated
     )
-    keep_small_gradients(model, optimizer, chosen)
-    # With the gradients, wherever those are.
+    keep_low_precision_gradients(model, optimizer, chosen)
+    # On the device of the gradients.
     scaler = LossScaler(
         torch.device("cpu") if config.parallel.offload == "cpu" else ranks.device, enabled=model.precision.scaled
     )
@@ -127,22 +127,22 @@ def _assemble(
         saved=None,
     )
     if checkpoint is not None:
-        _go_on(job, checkpoint, same_run=checkpoint != start.checkpoint)
+        _resume(job, checkpoint, same_run=checkpoint != start.checkpoint)
     elif not start.resume:
-        set_aside(job)  # what another run of this name left in the fallback
+        set_aside(job)  # an earlier run of this name may have left checkpoints in the fallback
     job.progress.optimizer, job.progress.data = config.train.optimizer.name, fingerprint(inputs)
     job.log.skipped = job.progress.skipped
-    job.saver.while_waiting = lambda: job.beat("waiting for a save")
+    job.saver.while_waiting = lambda: job.heartbeat("waiting for a save")
     if ranks.first:
         describe_in(run)
         job.log.sinks = open_sinks(config.log.to, run.path)
         _announce(reporter, config, inputs, chosen, device.gpu.name if device.gpu else ranks.device.type, parameters)
         if model.precision.compute in emulated:
             reporter.warn(
-                f"train.precision {config.train.precision} is emulated: this CPU multiplies it slowly, so matmuls and "
-                "attention round their inputs and compute in fp32. train.precision 32-true is faster here, and exact."
+                f"train.precision {config.train.precision} is emulated: this CPU has no fast matmuls for it, so "
+                "matmuls and attention round their inputs and compute in fp32. train.precision 32-true is faster here."
             )
-        known = without_effect(config, ranks.world_size)  # said at the start
+        known = without_effect(config, ranks.world_size)  # reported at the start
         for note in (*model.notes, *without_effect(settled, ranks.world_size)):
             if note not in known:
                 reporter.warn(note)
@@ -150,53 +150,54 @@ def _assemble(
 
 
 def _emulated(config: Config, ranks: Ranks) -> frozenset[torch.dtype]:
-    """The dtypes whose matmuls are emulated: on all ranks if on any, or their results would differ in the last bits."""
+    """Dtypes whose matmuls are emulated. On all ranks if on any, or results would differ in the last bits."""
     if ranks.device.type != "cpu":
         return frozenset()
     computed = [read_precision(config.train.precision, config.train.reduce_dtype).compute]
-    if config.train.optimizer.name == "muon":  # orthogonalises in bf16, whatever the model computes in
+    if config.train.optimizer.name == "muon":  # orthogonalises in bf16, whatever the precision of the model
         computed.append(torch.bfloat16)
     found = emulated_dtypes(ranks.device, *computed)
     return frozenset(dtype for dtype in LOW_PRECISION if ranks.largest(float(dtype in found)))
 
 
-def _go_on(job: Job, checkpoint: Path, *, same_run: bool) -> None:
-    """From a checkpoint, of this run or of another."""
+def _resume(job: Job, checkpoint: Path, *, same_run: bool) -> None:
+    """Load a checkpoint of this run or of another."""
     job.load(checkpoint)
     before, now = job.progress.data, fingerprint(job.inputs)
     if same_run and before and before != now:
         raise UserMistake(
-            f"--resume: the data is not what the run began with ({before} then, {now} now), "
-            "so it would see other rows; put it back, or start another run with --from."
+            f"--resume: the data has changed since the run started ({before} then, {now} now); "
+            "restore it, or start another run with --from."
         )
     set_aside(job)
-    job.reporter.say(f"Going on after step {job.progress.step}, from {checkpoint}.")
+    job.reporter.say(f"Resuming after step {job.progress.step} from {checkpoint}.")
 
 
 def _announce(reporter: Reporter, config: Config, inputs: Inputs, chosen: Chosen, device: str, parameters: int) -> None:
-    """Say how the run will go, and what of it is probably not meant."""
+    """Print how the run is carried out, and warn of settings that are probably unintended."""
     reporter.say(
         f"{parameters:,} parameters, {chosen.describe()} on {chosen.world_size} × {device}; "
-        f"{inputs.steps} steps of {chosen.global_batch} rows, {chosen.micro_batch} a device in {chosen.rounds()}."
+        f"{inputs.steps} steps of {chosen.global_batch} sequences, micro-batch {chosen.micro_batch} × "
+        f"{chosen.describe_accumulation()}."
     )
     parallel, stages = config.parallel, chosen.mesh["pp"]
     if parallel.sharding == "hybrid_shard" and chosen.strategy == "fsdp" and chosen.mesh["dp_replicate"] == 1:
-        reporter.warn("hybrid_shard has one machine to shard over, and so is full_shard; see parallel.replicate.")
+        reporter.warn("hybrid_shard has one replica and is the same as full_shard; see parallel.replicate.")
     if stages > chosen.grad_accum_steps:
-        share = bubble_share(stages, chosen.grad_accum_steps, stages_each(parallel.pp_schedule))
+        share = bubble_share(stages, chosen.grad_accum_steps, stages_per_rank(parallel.pp_schedule))
         reporter.warn(
             f"parallel.pp {stages} with {chosen.grad_accum_steps} micro-batches per step leaves each device idle for "
-            f"{share:.0%} of it; a smaller train.micro_batch or a larger global_batch gives more of them."
+            f"{share:.0%} of the step; lower train.micro_batch or raise train.global_batch for more."
         )
     if config.train.lr_scaling == "linear":
         reporter.say(
             f"train.lr {config.train.lr:g} × global_batch {chosen.global_batch} / base_batch "
-            f"{config.train.base_batch} = {peak_lr(config.train):g} is the highest learning rate."
+            f"{config.train.base_batch} = {peak_lr(config.train):g} is the peak learning rate."
         )
 
 
 def preflight(config: Config, inputs: Inputs, world_size: int, device: Device, start_from: Path | None) -> Chosen:
-    """Find the mistakes that setting up would find, without memory, ranks or a run folder: before anything is lost."""
+    """Find the errors that setup would find, without device memory, other ranks or a run folder."""
     model = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
     read_anatomy(model)
     freeze(model, config.model.freeze)
@@ -207,7 +208,7 @@ def preflight(config: Config, inputs: Inputs, world_size: int, device: Device, s
     check_parallel(
         model, forecast.config, strategy=chosen.strategy, mesh=forecast.mesh, grad_accum_steps=chosen.grad_accum_steps
     )
-    check_cuts(model, config.train, forecast.mesh.tp)
+    check_quantization_blocks(model, config.train, forecast.mesh.tp)
     if config.train.precision == "fp8":
         check_float8(model, device)
     if inputs.blueprint.folder is not None:
@@ -215,19 +216,21 @@ def preflight(config: Config, inputs: Inputs, world_size: int, device: Device, s
     if start_from is not None:
         checkpoint = store.read_manifest(start_from)
         if checkpoint is None:
-            raise UserMistake(f"--from: {start_from} is not a whole checkpoint: its MANIFEST.json is missing or wrong.")
+            raise UserMistake(
+                f"--from: {start_from} is not a complete checkpoint: its MANIFEST.json is missing or invalid."
+            )
         if (file := store.damaged_file(checkpoint)) is not None:
-            raise UserMistake(f"--from: {start_from / file} is damaged: its contents are not what was saved.")
+            raise UserMistake(f"--from: {start_from / file} is damaged: it is not what was saved.")
         before, now = state.read_progress(start_from).optimizer, config.train.optimizer.name
         if before and before != now:
-            raise UserMistake(f"--from: {start_from} holds the state of {before}, which {now} cannot go on with.")
+            raise UserMistake(f"--from: {start_from} holds the optimizer state of {before}, which {now} cannot use.")
     return chosen
 
 
 def starting_point(config: Config, run: RunDirectory, ranks: Ranks, reporter: Reporter, start: Start) -> Path | None:
-    """The checkpoint to begin with, if any."""
+    """The checkpoint to start from, if any."""
     given = start.checkpoint
-    if given is not None and not start.again:
+    if given is not None and not start.restarted:
         return given
     own = state.newest(checkpoint_folders(config, run), ranks, reporter.warn) if start.resume else None
     if given is None or (own is not None and read_progress(own).step > read_progress(given).step):
@@ -236,37 +239,37 @@ def starting_point(config: Config, run: RunDirectory, ranks: Ranks, reporter: Re
 
 
 def count_flops(model: Any, mesh: Mesh) -> Callable[[int, int], float]:
-    """Operations of a device for a pass over rows of a length, as the published tables count them.
+    """FLOPs per device of a micro-batch of (sequences, length), by the usual model FLOPs formula.
 
-    Six for each entry of a matrix and token (four where it is frozen: no gradient of its own), and attention without
-    the causal half. Devices that share a pass share them. Mixtures of experts use an unknown share of their matrices:
-    not counted at all.
+    Six per matmul parameter and token (four where it is frozen and needs no weight gradient), plus attention without
+    the causal mask's savings. Devices that share a micro-batch share them. NaN for mixtures of experts, of which the
+    active share is not known.
     """
     settings = model.config.get_text_config()
     if any(getattr(settings, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        return lambda rows, length: math.nan
+        return lambda sequences, length: math.nan
     anatomy, parameters = read_anatomy(model), dict(model.named_parameters())
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
     whole, learning = (matmul_parameters(some, anatomy) for some in (parameters, trained))
     per_token = 4 * whole + 2 * learning
     attention: int = 12 * settings.num_hidden_layers * settings.hidden_size
     sharing = mesh.pp * mesh.cp * mesh.tp
-    return lambda rows, length: rows * length * (per_token + attention * length) / sharing
+    return lambda sequences, length: sequences * length * (per_token + attention * length) / sharing
 
 
 def fingerprint(inputs: Inputs) -> dict[str, int]:
-    """What tells one set of rows from another, well enough."""
+    """Figures that tell whether the training data has changed."""
     summary = inputs.sets.training.summary
     return {
         "documents": summary.documents,
         "tokens": summary.tokens,
-        "sequences": summary.rows,
+        "sequences": summary.sequences,
         "loss_tokens": summary.loss_tokens,
     }
 
 
 def seed_everything(seed: int, rank: int, deterministic: bool) -> None:
-    """Dropout differs between ranks, as it differs between the rows that they see."""
+    """Seed each rank differently, so that dropout differs between ranks."""
     torch.manual_seed(seed * 100_003 + rank)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,7 +1,7 @@
-"""One optimizer step: passes, one clip, one update.
+"""One optimizer step: forward and backward of all micro-batches, gradient clipping, update.
 
-The host does not wait for the device here, but for Lion and Muon, which have no kernel that could skip a bad step, and
-where the optimizer's state is brought from the host.
+The host does not wait for the device, except for Lion and Muon, whose kernels cannot skip a bad step, and for offloaded
+optimizer state.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from shoal.resilience.health import SpikeGuard
 
 @dataclass(frozen=True)
 class StepResult:
-    """Device tensors, to be read when the numbers are needed and not before."""
+    """Device tensors. Reading them waits for the device."""
 
-    loss_sum: Tensor  # over this rank's target tokens, in fp64: the step's loss is the sum over ranks by `loss_tokens`
+    loss_sum: Tensor  # over this rank's loss tokens, in fp64; the step's loss is the sum over ranks / `loss_tokens`
     loss_tokens: int  # of all ranks
     norm: Tensor
-    usable: Tensor  # false: a number was not finite, or the loss a spike, and the step changed nothing
+    usable: Tensor  # False: a non-finite gradient or a loss spike, and the step was skipped
 
 
 class TrainStep:
-    """Turns a batch into an update of the weights."""
+    """Updates the weights from the micro-batches of one step."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class TrainStep:
         self.optimizer = optimizer
         self.scaler = scaler
         self.clip = clip
-        self.guard = guard  # leaves out steps whose loss is a spike
+        self.guard = guard  # skips steps whose loss is a spike
         self.total = total  # the sum over all ranks, in place
 
     def __call__(self, batch: StepBatch, lr: float) -> StepResult:
-        # The loss is the sum over all target tokens of the step, on all ranks, divided by their number. Data-parallel
-        # strategies average gradients over ranks where a sum is wanted, hence `ranks`: in the loss, or afterwards where
-        # fp16 would overflow that much sooner than in one process.
+        # The loss is the mean over the loss tokens of all ranks. Data-parallel strategies average gradients over ranks
+        # where a sum is needed, hence the factor `ranks`: applied to the loss, or after the backward pass with fp16,
+        # which would overflow sooner.
         ranks = self.model.parallel_dims.gradient_ranks
         before, after = (1, ranks) if self.scaler.enabled else (ranks, 1)
         gradients, scale = self.model.gradients, self.scaler.scale
@@ -58,7 +58,7 @@ class TrainStep:
         norm = gradients.norm() * after / scale
         finite = usable = norm.isfinite()
         if self.guard is not None:
-            usable = usable & self.guard.fine(self.total(total.clone()) / batch.loss_tokens).to(usable.device)
+            usable = usable & self.guard.accepts(self.total(total.clone()) / batch.loss_tokens).to(usable.device)
         factor = None
         if self.clip is not None or self.scaler.enabled:
             factor = clip_factor(norm, self.clip) * after / scale
@@ -67,7 +67,7 @@ class TrainStep:
             factor = None
         self.optimizer.step(lr, usable, factor)
         gradients.clear()
-        self.scaler.update(finite)  # a spike says nothing about the scale
+        self.scaler.update(finite)  # a spike does not concern the loss scale
         if not self.optimizer.writes_copies:
             self.model.weights_changed()
         return StepResult(total, batch.loss_tokens, norm, usable)

@@ -1,4 +1,4 @@
-"""A conversation: lines in, answers out, with the tokenizer's chat template around them."""
+"""Chat with a model, one line per message, using the tokenizer's chat template."""
 
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
@@ -14,28 +14,32 @@ Message = dict[str, str]
 
 
 class Chat:
-    """Keeps what was said. Without a chat template, a run trained on instructions takes each line as one of its own."""
+    """Keeps the message history. Without a chat template, each line is an independent instruction."""
 
     def __init__(self, loaded: LoadedRun, sampling: Sampling, say: Callable[[str], None] = lambda _: None) -> None:
         self.history: list[Message] = []
-        self.cut_off = False  # the last answer, because the model had no positions left
+        self.cut_off = False  # whether the last answer reached the model's context length
         self._loaded = loaded
         self._sampling = sampling
         self._say = say
         self._template = bool(getattr(loaded.tokenizer.hugging_face, "chat_template", None))
         if self._template:
-            say(f"Ctrl-D ends, {RESET} forgets what was said.")
+            say(f"Ctrl-D exits, {RESET} clears the history.")
         elif trained_on_instructions(loaded):
-            say("Trained on instructions: each line is one of its own, and nothing is remembered. Ctrl-D ends.")
+            say("Trained on instructions: each line is an independent instruction, without history. Ctrl-D exits.")
         else:
-            known = "the run was not trained on instructions" if loaded.config else "its folder names no run's data"
+            reason = (
+                "the run was not trained on instructions"
+                if loaded.config
+                else "a Hugging Face folder does not record how it was trained"
+            )
             raise UserMistake(
-                f"The tokenizer of {loaded.path} has no chat template, and {known}, so there is no telling a question "
-                f"from an answer; let it go on with a text: shoal generate {loaded.path} TEXT"
+                f"The tokenizer of {loaded.path} has no chat template, and {reason}; "
+                f"use text completion instead: shoal generate {loaded.path} TEXT"
             )
 
     def ask(self, line: str) -> Generator[str, None, None]:
-        """The pieces of the answer, which is then part of the history, as far as it was heard."""
+        """Stream the answer in chunks. What was streamed is added to the history."""
         with Answer(self._loaded, self._prompt(line), self._sampling) as answer:
             try:
                 yield from answer
@@ -54,37 +58,37 @@ class Chat:
             while len(ids) + room > positions and len(kept) > 1:
                 kept = kept[2:]
                 ids = self._ids(kept)
-        room_for_answer(self._loaded, ids, 1)  # a line that is too long by itself is refused, and nothing forgotten
-        if forgotten := (len(self.history) + 1 - len(kept)) // 2:
-            self._say(f"(forgotten for want of positions: the oldest {forgotten} of your lines and their answers)")
+        room_for_answer(self._loaded, ids, 1)  # refuses a line that is too long by itself, before history is dropped
+        if dropped := (len(self.history) + 1 - len(kept)) // 2:
+            self._say(f"(context length reached: the oldest {dropped} messages and their answers were dropped)")
         self.history = kept
         return Prompt(ids, continues=False)
 
     def _ids(self, messages: list[Message]) -> list[int]:
         tokenizer: Any = self._loaded.tokenizer.hugging_face
         try:
-            made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # a template is a program, and may refuse or break in any way
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # a template is a program and can raise anything
             raise UserMistake(f"The chat template of {self._loaded.path} failed: {error}") from None
-        return [int(token) for token in made]
+        return [int(token) for token in ids]
 
 
 def converse(chat: Chat, lines: Iterable[str], write: Callable[[str], None], say: Callable[[str], None]) -> None:
-    """Answer each line until there are no more. Ctrl-C ends an answer, not the conversation."""
+    """Answer each line. Ctrl-C stops an answer, not the conversation."""
     for line in lines:
         text = line.strip()
         if text == RESET:
             chat.history.clear()
         elif text:
-            pieces = chat.ask(text)
+            chunks = chat.ask(text)
             try:
-                for piece in pieces:
-                    write(piece)
+                for chunk in chunks:
+                    write(chunk)
             except KeyboardInterrupt:
-                pieces.close()
-            except UserMistake as mistake:  # a line too long is no reason to hang up
+                chunks.close()
+            except UserMistake as mistake:  # such as a line that is too long: the conversation continues
                 say(str(mistake))
                 continue
             write("\n")
             if chat.cut_off:
-                say("(cut off: the model has no more positions)")
+                say("(truncated: the model's context length is reached)")

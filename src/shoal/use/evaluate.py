@@ -1,4 +1,4 @@
-"""Loss and perplexity of any checkpoint, as training would have measured them."""
+"""Evaluates loss and perplexity of a checkpoint exactly as training does."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -27,23 +27,23 @@ from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
 from shoal.use.load import LoadedRun, choose_device, load_run, no_run
 
-# What an override may change: which rows, and how they are computed. Everything else is as the run was trained.
+# Keys that overrides may change: the data, and how the loss is computed. Everything else is as in training.
 CHANGEABLE = ("data", "train.precision", "train.micro_batch", "train.loss", "model.attention")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured, of which weights, on how much."""
+    """The result of an evaluation."""
 
     run: str
     step: int
     eval_loss: float
     eval_perplexity: float
-    tokens: int  # that the loss counts
-    rows: int
+    tokens: int  # loss tokens
+    sequences: int
 
     def as_dict(self) -> dict[str, Any]:
-        """As `metrics.jsonl` has it: null where a number is none."""
+        """As in `metrics.jsonl`: null for NaN."""
         values = asdict(self)
         return {key: None if value != value else value for key, value in values.items()}
 
@@ -57,31 +57,31 @@ def evaluate_run(
     device: str = "auto",
     report: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
-    """The mean loss on the rows that the run held out: on all of them, or on the first `batches` global batches.
+    """Compute the mean loss on the run's held-out sequences: all, or those of the first `batches` global batches.
 
-    Another `data.path` among the overrides is evaluated whole, unless they also say what to hold out of it.
+    If the overrides set `data.path`, all of that data is evaluated, unless they also set `data.validation`.
     """
     config = read_config(run, overrides)
     config = with_precision(config, inspect_device(choose_device(device)).auto_precision)
     precision = read_precision(config.train.precision, config.train.reduce_dtype)
-    # Rounding the weights once to what training computes in is what training did in every step.
+    # Casting the weights once to the compute dtype gives what training computes with in every step.
     loaded = load_run(run, step=step, device=device, dtype=precision.compute, vectors=precision.weights)
     assert loaded.step is not None
     if loaded.positions is not None and config.data.max_length > loaded.positions:
         raise UserMistake(
-            f"data.max_length is {config.data.max_length}, but the model was made for {loaded.positions} positions; "
+            f"data.max_length is {config.data.max_length}, but the model has only {loaded.positions} positions; "
             "lower it."
         )
     sets = choose_sequences(config, loaded, overrides, report)
     micro_batch = _micro_batch(RunDirectory(run), config)
     module = _with_loss(loaded, config, micro_batch, precision.compute if precision.mixed else None).eval()
-    grad_accum_steps = MicroBatchRunner(module, lambda batch: batch.to(loaded.device), keeps_weights=False)
+    runner = MicroBatchRunner(module, lambda batch: batch.to(loaded.device), keeps_weights=False)
     with torch.no_grad(), emulated_matmuls(emulated_dtypes(loaded.device, precision.compute)):
         found = held_out_loss(
-            grad_accum_steps.measure,
+            runner.measure,
             sets,
             micro_batch=micro_batch,
-            rows=None if batches is None else batches * config.train.global_batch,
+            sequences=None if batches is None else batches * config.train.global_batch,
             pad=loaded.tokenizer.pad,
             ranks=Ranks(rank=0, world_size=1, local_rank=0, device=loaded.device),
             multiple=length_multiple(config.parallel, config.train.precision),
@@ -92,46 +92,44 @@ def evaluate_run(
         eval_loss=found.loss,
         eval_perplexity=found.perplexity,
         tokens=found.loss_tokens,
-        rows=found.rows,
+        sequences=found.sequences,
     )
 
 
 def read_config(run: Path, overrides: Sequence[str]) -> Config:
-    """The run's config with the overrides, which must be such that they change what is measured."""
+    """Return the run's config with the overrides. Overrides that have no effect on an evaluation are refused."""
     directory = RunDirectory(run)
     if not directory.exists:
         if (run / "config.json").is_file():
             raise UserMistake(
-                f"{run} is a Hugging Face folder, which does not say what was held out; give the run it came from."
+                f"{run} is a Hugging Face folder, which has no held-out data; give the run it was exported from."
             )
         raise no_run(run)
     trained, config = load_config(directory.config), load_config(directory.config, overrides)
     for key in differences(trained.model_dump(by_alias=True), config.model_dump(by_alias=True)):
         if not any(key == name or key.startswith(name + ".") for name in CHANGEABLE):
             hint = "; use --batches" if key == "eval.batches" else ""
-            raise UserMistake(
-                f"{key} changes nothing in an evaluation{hint}. What does: keys of {', '.join(CHANGEABLE)}."
-            )
+            raise UserMistake(f"{key} has no effect on an evaluation{hint}. Keys that have: {', '.join(CHANGEABLE)}.")
     return config
 
 
 def choose_sequences(
     config: Config, loaded: LoadedRun, overrides: Sequence[str], report: Callable[[str], None]
 ) -> Sets:
-    """The rows held out in training; or all rows of other data, of which the run has seen none."""
+    """Return the sequences held out in training, or all sequences of another dataset."""
     keys = {text.partition("=")[0].strip() for text in overrides}
     if "data.path" in keys and "data.validation" not in keys:
-        rows = prepare(config.data, loaded.tokenizer, report=report)
-        return Sets(rows, rows, Order(len(rows), config.seed, separate=len(rows)))
+        sequences = prepare(config.data, loaded.tokenizer, report=report)
+        return Sets(sequences, sequences, Order(len(sequences), config.seed, separate=len(sequences)))
     if not config.data.validation:
         raise UserMistake(
-            f"{loaded.path} held nothing out (data.validation is 0); give other data, as in data.path=FILE."
+            f"{loaded.path} has no held-out data (data.validation is 0); give other data, such as data.path=FILE."
         )
     return prepare_sets(config.data, loaded.tokenizer, seed=config.seed, report=report)
 
 
-def _with_loss(loaded: LoadedRun, config: Config, micro_batch: int, rounded: torch.dtype | None) -> LanguageModel:
-    """The module that training calls, with its attention: whole rows need no cache, and packed ones masks of ours."""
+def _with_loss(loaded: LoadedRun, config: Config, micro_batch: int, matmul_dtype: torch.dtype | None) -> LanguageModel:
+    """Return the module that training calls, with its attention: no KV cache, but masks for packed sequences."""
     model, length = loaded.model, config.data.max_length
     model.set_attn_implementation(choose_attention(model, config.model.attention, length))
     if config.train.precision == "fp8":
@@ -139,11 +137,11 @@ def _with_loss(loaded: LoadedRun, config: Config, micro_batch: int, rounded: tor
         use_float8(loaded.anatomy.block_modules(model))
     vocabulary = model.config.get_text_config().vocab_size
     loss = choose_loss(config.train.loss, loaded.anatomy, micro_batch * length, vocabulary)
-    return LanguageModel(model, loaded.anatomy, loss, rounded=rounded)
+    return LanguageModel(model, loaded.anatomy, loss, matmul_dtype=matmul_dtype)
 
 
 def _micro_batch(run: RunDirectory, config: Config) -> int:
-    """Rows at once: as in training, which had to find room for gradients as well."""
+    """Return the micro-batch size of training, which also had to fit the gradients in memory."""
     if config.train.micro_batch != "auto":
         return config.train.micro_batch
     try:

@@ -1,4 +1,4 @@
-"""Text from a model, piece by piece. Sampling is transformers' own; here is how it is asked and how text comes out."""
+"""Streams generated text from a model. Sampling is done by transformers' `generate`."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,13 @@ from shoal.models.emulate import emulated_dtypes, emulated_matmuls
 from shoal.use.load import LoadedRun
 from shoal.use.prompt import Prompt, make_prompt, room_for_answer
 
-# Enough of the prompt's end to know whether what follows begins with a space.
+# Tokens of the prompt that are decoded with the first new ones, to decide whether those begin with a space.
 CONTEXT = 4
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Temperature 0: always the likeliest one."""
+    """Sampling parameters. Temperature 0 is greedy decoding."""
 
     tokens: int = 100
     temperature: float = 1.0
@@ -32,20 +32,20 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise UserMistake(f"--tokens {self.tokens}: at least 1 token must be asked for.")
+            raise UserMistake(f"--tokens {self.tokens} must be at least 1.")
         if not 0 <= self.temperature < float("inf"):
-            raise UserMistake(f"--temperature {self.temperature:g} must be 0 (the likeliest token) or more.")
+            raise UserMistake(f"--temperature {self.temperature:g} must be 0 (greedy decoding) or more.")
         if not 0 < self.top_p <= 1:
-            raise UserMistake(f"--top-p {self.top_p:g} must be above 0 and at most 1 (1 leaves it out).")
+            raise UserMistake(f"--top-p {self.top_p:g} must be above 0 and at most 1 (1 disables it).")
         if self.top_k is not None and self.top_k < 1:
-            raise UserMistake(f"--top-k {self.top_k} must be at least 1; leave it out to choose among all tokens.")
+            raise UserMistake(f"--top-k {self.top_k} must be at least 1; omit it to sample from all tokens.")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise UserMistake(f"--seed {self.seed} must be from 0 up to 2^63.")
+            raise UserMistake(f"--seed {self.seed} must be at least 0 and less than 2^63.")
 
     def for_transformers(self) -> dict[str, Any]:
         if self.temperature == 0:
             return {"do_sample": False}
-        # Left unset, transformers would cut to the likeliest 50; 0 is its word for all.
+        # If unset, transformers would use top_k=50; 0 disables it.
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k or 0}
 
 
@@ -60,45 +60,45 @@ def generate(
     seed: int | None = None,
     raw: bool = False,
 ) -> str:
-    """The text after `prompt`, up to the end token or `tokens` tokens. `raw`: instructions are not wrapped."""
+    """Generate text after `prompt`, up to the end token or `tokens` tokens. `raw`: without the instruction template."""
     with stream(loaded, prompt, Sampling(tokens, temperature, top_p, top_k, seed), raw=raw) as answer:
         return "".join(answer)
 
 
 def stream(loaded: LoadedRun, prompt: str, sampling: Sampling, *, raw: bool = False) -> "Answer":
-    """As `generate`, piece by piece: `with stream(…) as answer: for piece in answer: …`."""
+    """Like `generate`, streamed: `with stream(…) as answer: for chunk in answer: …`."""
     return Answer(loaded, make_prompt(loaded, prompt, raw=raw), sampling)
 
 
 def refuse_unknown_tokens(loaded: LoadedRun, ids: list[int]) -> None:
-    """A tokenizer may have been given tokens that the model was not."""
+    """Tokens may have been added to the tokenizer but not to the model."""
     known = loaded.model.config.get_text_config().vocab_size
     if max(ids, default=0) >= known:
         raise UserMistake(
             f"The prompt has token {max(ids)}, but the vocabulary of {loaded.path} ends at {known - 1}: its tokenizer "
-            "is another model's, or was given tokens that the model was not."
+            "belongs to another model, or has added tokens that the model does not have."
         )
 
 
 @dataclass(frozen=True)
 class Generated:
-    """An answer that is complete, and what it took."""
+    """A completed answer."""
 
     prompt: str
     text: str
     tokens: int
     step: int | None
-    seed: int  # gives the same text again
-    cut_off: bool  # the model had no positions left
+    seed: int  # reproduces the text
+    cut_off: bool  # the model's context length was reached
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Answer(Iterator[str]):
-    """Pieces of text as the model makes them. `text` and `ids` hold what there is so far.
+    """An iterator over chunks of generated text. `text` and `ids` hold the answer so far.
 
-    transformers pushes tokens and a reader pulls text, so the model works in a thread of its own.
+    transformers pushes tokens to a streamer, and the reader pulls text, so the model runs in its own thread.
     """
 
     def __init__(self, loaded: LoadedRun, prompt: Prompt, sampling: Sampling) -> None:
@@ -110,22 +110,22 @@ class Answer(Iterator[str]):
         self._limit = room_for_answer(loaded, prompt.ids, sampling.tokens)
         self._short = self._limit < sampling.tokens
         self._prompt_seen = False
-        self._pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
+        self._chunks: SimpleQueue[str | BaseException | None] = SimpleQueue()
         self._stop = Event()
         self._ends = end_tokens(loaded)
-        self._decoder = PieceDecoder(loaded.tokenizer, prompt.ids[-CONTEXT:] if prompt.continues else [])
-        self._thread = Thread(target=self._work, args=(loaded, prompt, sampling), daemon=True)
+        self._decoder = StreamDecoder(loaded.tokenizer, prompt.ids[-CONTEXT:] if prompt.continues else [])
+        self._thread = Thread(target=self._generate, args=(loaded, prompt, sampling), daemon=True)
         self._thread.start()
 
     def __next__(self) -> str:
-        piece = self._pieces.get()
-        if isinstance(piece, BaseException):
-            raise piece
-        if piece is None:
-            self._pieces.put(None)  # whoever asks again hears the same
+        chunk = self._chunks.get()
+        if isinstance(chunk, BaseException):
+            raise chunk
+        if chunk is None:
+            self._chunks.put(None)  # further calls raise StopIteration too
             raise StopIteration
-        self.text += piece
-        return piece
+        self.text += chunk
+        return chunk
 
     def __enter__(self) -> "Answer":
         return self
@@ -135,19 +135,19 @@ class Answer(Iterator[str]):
 
     @property
     def cut_off(self) -> bool:
-        """Whether the answer ended because the model had no positions left."""
+        """Whether the answer ended because the model's context length was reached."""
         return self._short and len(self.ids) == self._limit
 
     def result(self, prompt: str) -> Generated:
         return Generated(prompt, self.text, len(self.ids), self.step, self.seed, self.cut_off)
 
     def close(self) -> None:
-        """Stop early; returns when the model does."""
+        """Stop generation and wait for the thread."""
         self._stop.set()
         self._thread.join()
 
     def put(self, tokens: Tensor) -> None:
-        """Called by transformers: first with the prompt, which is not text of ours, then with each token."""
+        """Called by transformers: first with the prompt, which is ignored, then with each new token."""
         if self._stop.is_set():
             raise _Stopped
         if not self._prompt_seen:
@@ -156,15 +156,15 @@ class Answer(Iterator[str]):
         for token in tokens.flatten().tolist():
             if token not in self._ends:
                 self.ids.append(token)
-                if piece := self._decoder.add(token):
-                    self._pieces.put(piece)
+                if chunk := self._decoder.add(token):
+                    self._chunks.put(chunk)
 
     def end(self) -> None:
         """Called by transformers after the last token."""
-        if piece := self._decoder.rest():
-            self._pieces.put(piece)
+        if chunk := self._decoder.rest():
+            self._chunks.put(chunk)
 
-    def _work(self, loaded: LoadedRun, prompt: Prompt, sampling: Sampling) -> None:
+    def _generate(self, loaded: LoadedRun, prompt: Prompt, sampling: Sampling) -> None:
         from transformers import GenerationConfig
 
         ids = torch.tensor([prompt.ids], device=loaded.device)
@@ -175,36 +175,36 @@ class Answer(Iterator[str]):
             **sampling.for_transformers(),
         )
         try:
-            # The seed is this answer's own: whoever called keeps the random numbers he had.
+            # The seed applies to this answer only: the caller's RNG state is unchanged.
             forked = torch.random.fork_rng(devices=[loaded.device] if loaded.device.type == "cuda" else [])
             with forked, emulated_matmuls(emulated_dtypes(loaded.device, loaded.model.dtype)):
                 torch.manual_seed(self.seed)
                 loaded.model.generate(
                     ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=self
                 )
-            self._pieces.put(None)
+            self._chunks.put(None)
         except _Stopped:
-            self._pieces.put(None)
+            self._chunks.put(None)
         except BaseException as error:
-            self._pieces.put(error)
+            self._chunks.put(error)
 
 
 class _Stopped(Exception):
-    """Raised in transformers' loop, which has no other way out between two tokens."""
+    """Raised from the streamer: the only way to stop transformers' loop between two tokens."""
 
 
 def end_tokens(loaded: LoadedRun) -> set[int]:
-    """The tokens after which the model has said what it had to say; instruct models have several."""
-    named = loaded.model.config.get_text_config().eos_token_id
-    several = named if isinstance(named, list | tuple) else [named]
-    return {loaded.tokenizer.end, *(int(token) for token in several if token is not None)}
+    """Return the tokens that end an answer; instruct models have several."""
+    configured = loaded.model.config.get_text_config().eos_token_id
+    tokens = configured if isinstance(configured, list | tuple) else [configured]
+    return {loaded.tokenizer.end, *(int(token) for token in tokens if token is not None)}
 
 
-class PieceDecoder:
-    """The text of tokens as they come, cut so that the pieces joined are the text of all tokens.
+class StreamDecoder:
+    """Decodes a stream of tokens into chunks whose concatenation is the text of all tokens.
 
-    A token may be part of a character, or have a space only after another token. So each is decoded together with the
-    piece before it, and what that adds is given out once it ends in a whole character.
+    A token may be a part of a character, or begin with a space only after another token. So each token is decoded
+    together with the previous chunk, and the new text is returned once it ends in a complete character.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
@@ -218,7 +218,7 @@ class PieceDecoder:
         return self._new(last=False)
 
     def rest(self) -> str:
-        """What was held back, at the end."""
+        """Return the text held back, at the end."""
         return self._new(last=True)
 
     def _new(self, last: bool) -> str:

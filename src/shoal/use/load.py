@@ -1,4 +1,4 @@
-"""A run's model on one device, from any checkpoint of any strategy; or the model of a Hugging Face folder."""
+"""Loads a model on one device, from a run's checkpoint of any parallel strategy or from a Hugging Face folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +25,16 @@ from shoal.parallel.precision import DTYPES, read_precision
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A model ready to be used: in evaluation mode, with an attention that understands a key-value cache."""
+    """A model ready for inference: in eval mode, with an attention implementation that supports a KV cache."""
 
     path: Path
     model: Any  # the transformers model
     anatomy: Anatomy
     tokenizer: Tokenizer
-    config: Config | None  # None: a Hugging Face folder, which does not know how it was trained
+    config: Config | None  # None: a Hugging Face folder, which does not record how it was trained
     step: int | None
     device: torch.device
-    positions: int | None  # the longest sequence the model was made for, where that is known
+    positions: int | None  # the model's maximum sequence length, if known
 
 
 def load_run(
@@ -45,29 +45,31 @@ def load_run(
     dtype: str | torch.dtype | None = None,
     vectors: torch.dtype | None = None,
 ) -> LoadedRun:
-    """The newest whole checkpoint of `run`, or that of `step`. `dtype` None: as the weights were saved; `vectors`: the
-    type of norms and biases, where that is another."""
-    place = choose_device(device)
+    """Load the newest complete checkpoint of `run`, or that of `step`.
+
+    `dtype` None keeps the dtype of the saved weights. `vectors` is the dtype of norms and biases, if it differs.
+    """
+    chosen_device = choose_device(device)
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise UserMistake(f"The dtype {dtype} is not one of {', '.join(DTYPES)}.")
     wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
     if RunDirectory(run).exists:
-        return _load_checkpoint(RunDirectory(run), step, place, wanted, vectors)
+        return _load_checkpoint(RunDirectory(run), step, chosen_device, wanted, vectors)
     if (run / "config.json").is_file() and not (run / MANIFEST).is_file():
         if step is not None:
-            raise UserMistake(f"{run} is a Hugging Face folder, which has no steps to choose from; leave --step out.")
-        return _load_folder(run, place, wanted)
+            raise UserMistake(f"{run} is a Hugging Face folder, which has no steps; omit --step.")
+        return _load_folder(run, chosen_device, wanted)
     raise no_run(run)
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one."""
+    """`auto` is the first CUDA device if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserMistake(f"--device {name} is not a device; give auto, cpu, cuda, or cuda:1 and so on.") from None
+        raise UserMistake(f"--device {name} is not a device; give auto, cpu, cuda or cuda:N.") from None
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= present:
         raise UserMistake(f"--device {name}: this machine has {present} CUDA devices; give one of those, or cpu.")
@@ -75,7 +77,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def no_run(run: Path) -> UserMistake:
-    """The sentence for a folder that is not a run, with what was probably meant."""
+    """Return the error for a folder that is not a run, with a suggestion."""
     if (run / MANIFEST).is_file():
         step = run.name.removeprefix("step-").lstrip("0")
         return UserMistake(f"{run} is a checkpoint; give its run: {run.parent.parent} --step {step}")
@@ -94,7 +96,7 @@ def _load_checkpoint(
     config = load_config(run.config)
     checkpoint = choose_checkpoint(run.path, step)
     plan = read_blueprint(run.model)
-    # The run's own copy, unless the name is of one that is built in.
+    # The run's own copy, unless the name is that of a built-in tokenizer.
     tokenizer = load_tokenizer(config.model.tokenizer or str(run.model), run.model)
     model = build_on_meta(plan, attention=config.model.attention, longest=config.data.max_length)
     anatomy = read_anatomy(model)
@@ -103,7 +105,7 @@ def _load_checkpoint(
     load_parameters(SliceReader(checkpoint.path), dict(model.named_parameters()) | kept_buffers(model))
     return LoadedRun(
         path=run.path,
-        model=_to_use(model),
+        model=_for_inference(model),
         anatomy=anatomy,
         tokenizer=tokenizer,
         config=config,
@@ -123,7 +125,7 @@ def _load_folder(folder: Path, device: torch.device, dtype: torch.dtype | None) 
     materialize(model, anatomy, device=device, dtype=dtype or as_saved, source=Weights(folder, seed=0))
     return LoadedRun(
         path=folder,
-        model=_to_use(model),
+        model=_for_inference(model),
         anatomy=anatomy,
         tokenizer=tokenizer,
         config=None,
@@ -133,8 +135,8 @@ def _load_folder(folder: Path, device: torch.device, dtype: torch.dtype | None) 
     )
 
 
-def _to_use(model: Any) -> Any:
-    """Training's attention makes no masks of its own, which a cache and a prompt need; the same sums through sdpa."""
+def _for_inference(model: Any) -> Any:
+    """Replace training's attention, which builds no masks, by sdpa: generation with a KV cache needs masks."""
     if model.config._attn_implementation == MASKLESS:
         model.set_attn_implementation("sdpa")
     return model.eval().requires_grad_(False)

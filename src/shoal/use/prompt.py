@@ -1,31 +1,31 @@
-"""What a person typed, as the tokens that the run was trained to answer to."""
+"""Builds the prompt tokens in the format the run was trained on."""
 
 import json
 from dataclasses import dataclass
 
 from shoal.config.run import RunDirectory
 from shoal.data.formats import alpaca_prompt, choose_format
-from shoal.data.sources import find_files, read_rows
+from shoal.data.sources import find_files, read_records
 from shoal.mistakes import UserMistake
 from shoal.use.load import LoadedRun
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`continues`: what follows goes on with the same text, and is not an answer that begins anew."""
+    """Prompt tokens. `continues`: the output continues the prompt's text, rather than starting a new answer."""
 
     ids: list[int]
     continues: bool
 
 
 def make_prompt(loaded: LoadedRun, text: str, *, raw: bool = False) -> Prompt:
-    """`text` as documents of the run's training data begin: wrapped as an instruction if they were, unless `raw`."""
+    """Tokenize `text` as in training: with the instruction template if the run was trained with it, unless `raw`."""
     wrapped = not raw and trained_on_instructions(loaded)
     tokenizer = loaded.tokenizer
     ids = tokenizer.encode(alpaca_prompt(text) if wrapped else text).tolist()
     if tokenizer.prepends_begin and tokenizer.begin is not None:
         ids.insert(0, tokenizer.begin)
-    # A model continues something. In training a document stands after the end of the one before.
+    # An empty prompt is not possible. In training, a document follows the end token of the previous one.
     return Prompt(ids or [tokenizer.end], continues=not wrapped)
 
 
@@ -34,20 +34,20 @@ def trained_on_instructions(loaded: LoadedRun) -> bool:
 
 
 def room_for_answer(loaded: LoadedRun, ids: list[int], tokens: int) -> int:
-    """How many of `tokens` more tokens the model has positions for."""
+    """Return how many of `tokens` new tokens fit in the model's context length."""
     if loaded.positions is None:
         return tokens
     room = loaded.positions - len(ids)
     if room < 1:
         raise UserMistake(
-            f"The prompt has {len(ids):,} tokens, but the model was made for {loaded.positions:,} positions, the "
-            "answer's among them; shorten the prompt."
+            f"The prompt has {len(ids):,} tokens, but the model has only {loaded.positions:,} positions for prompt and "
+            "answer; shorten the prompt."
         )
     return min(tokens, room)
 
 
 def _trained_format(loaded: LoadedRun) -> str | None:
-    """The format of the run's data; None where nobody can tell any more."""
+    """Return the format of the run's training data, or None if it cannot be determined."""
     if loaded.config is None:
         return None
     data = loaded.config.data
@@ -57,11 +57,11 @@ def _trained_format(loaded: LoadedRun) -> str | None:
         found = json.loads(RunDirectory(loaded.path).plan.read_text())["data"]["format"]
         return str(found)
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # an older run, which did not write it down: look at the data, if it is still there
+        pass  # an older run, which did not record it: inspect the data, if it still exists
     if not isinstance(data.source, str):
         return None
     try:
-        first = next(read_rows(data.source, find_files(data.source, data.path)), None)
+        first = next(read_records(data.source, find_files(data.source, data.path)), None)
         return None if first is None else choose_format("auto", first).name
     except UserMistake:
         return None

@@ -1,0 +1,85 @@
+"""`shoal train`, and the commands that come before it: `shoal init` and `shoal download`."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.common import STOPPED_EARLY, AsJson, File, Overrides, print_json
+
+
+def train(
+    file: File,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest complete checkpoint.")] = False,
+    start_from: Annotated[
+        Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Start from this checkpoint's folder.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the existing run of this name.")] = False,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, help="Restart all processes up to this many times if one dies.")
+    ] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Read everything and print what would happen, without training.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model. On Ctrl-C, TERM, USR1 or USR2, finish the step, save a checkpoint and exit with status 75."""
+    from shoal import api
+
+    config = api.load_config(file, overrides or [])
+    if dry_run:
+        preview = api.dry_run(config)
+        print_json(preview.as_dict()) if as_json else typer.echo(preview.text())
+        return
+    summary = api.train(
+        config,
+        resume=resume,
+        start_from=start_from,
+        overwrite=overwrite,
+        max_restarts=max_restarts,
+    )
+    if as_json:
+        print_json(summary.as_dict())
+    else:
+        typer.echo(summary.text())
+    if summary.stopped == "signal":
+        command = shlex.join(["shoal", "train", str(file), *(overrides or []), "--resume"])
+        typer.echo(f"Stopped early; a checkpoint was saved. Resume with: {command}", err=True)
+        raise typer.Exit(STOPPED_EARLY)
+
+
+def init(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="The recipe's name; without it, all recipes are listed.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write; default: RECIPE.yaml.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a commented config file to start from."""
+    from shoal import api
+
+    if recipe is None:
+        recipes = api.recipes()
+        listing = "\n".join(f"{name:16}{about}" for name, about in recipes.items())
+        print_json({"recipes": recipes}) if as_json else typer.echo(listing)
+        return
+    written = api.init(recipe, output)
+    print_json({"output": str(written)}) if as_json else typer.echo(
+        f"{written}: now edit it, then shoal train {written}"
+    )
+
+
+def download(
+    name: Annotated[str, typer.Argument(metavar="ID", help="The ID on the Hugging Face Hub: owner/name.")],
+    dataset: Annotated[bool, typer.Option("--dataset", help="Download a dataset, not a model.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Download a model or a dataset into the local cache. Run it on a node with network access."""
+    from shoal import api
+
+    folder = api.download(name, dataset=dataset)
+    print_json({"folder": str(folder)}) if as_json else typer.echo(str(folder))
