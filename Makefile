@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-# Tests run in two processes side by side: these folders take about as long as all the others together.
-ONE_HALF := tests/parity tests/train tests/parallel tests/models
-OTHER_HALF := $(filter-out $(ONE_HALF) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+# One worker per core takes tests from the others when it has none left. Temporary files are in memory where that is
+# possible: what a disk does is tested with disks of its own.
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+MEMORY := $(wildcard /dev/shm)
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(MEMORY),--basetemp=$(MEMORY)/shoal-tests-$$PPID)
 
-.PHONY: demo test test-slow one-half other-half check docs clean
+.PHONY: demo test test-slow check docs clean
 
 # torch first and pinned: anything else would bring whichever build is newest.
 $(VENV)/.installed: pyproject.toml
@@ -23,16 +25,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/chess_demo.py runs/chess-tiny
 
 test: check
-	$(MAKE) -j2 KIND='not slow' one-half other-half
+	$(PYTEST) -m 'not slow'
 
 test-slow: $(VENV)/.installed
-	$(MAKE) -j2 KIND=slow ONE_HALF='$(ONE_HALF) tests/launch tests/plan tests/use' one-half other-half
-
-one-half:
-	$(BIN)/python -m pytest -m '$(KIND)' $(ONE_HALF)
-
-other-half:
-	$(BIN)/python -m pytest -m '$(KIND)' $(OTHER_HALF)
+	$(PYTEST) -m slow
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check src tests examples benchmarks
