@@ -65,7 +65,7 @@ def test_an_unknown_key_names_its_line_and_the_key_that_was_meant(text: str, say
         (
             "train: {precision: bf16-mixd}",
             'run.yaml:2: train.precision is "bf16-mixd", but must be one of '
-            "bf16-mixed, bf16-true, 16-mixed, 32-true or fp8. Did you mean bf16-mixed?",
+            "auto, bf16-mixed, bf16-true, 16-mixed, 32-true or fp8. Did you mean bf16-mixed?",
         ),
         (
             "train: {optimizer: {betas: [0.9]}}",
@@ -281,7 +281,7 @@ def test_what_is_not_built_yet_is_refused_with_what_to_use_meanwhile(override: s
         "data.train_on=all",
         "train.precision=16-mixed",
         "train.compile=false",
-        "train.loss=chunked",
+        "train.loss_impl=chunked",
         "train.optimizer.name=muon",
         "train.optimizer.name=adamw8bit",
         "train.on_nan=stop",

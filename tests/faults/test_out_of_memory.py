@@ -141,7 +141,7 @@ def test_without_memory_to_begin_with_the_forecast_is_shown(
 
 def test_what_is_not_built_yet_is_no_fix() -> None:
     """With all that is built used already, the forecast would still know adapters and more."""
-    used = ["train.micro_batch=1", "train.recompute=full", "train.precision=bf16-true", "train.loss=chunked"]
+    used = ["train.micro_batch=1", "train.recompute=full", "train.precision=bf16-true", "train.loss_impl=chunked"]
     used += ["train.optimizer.name=adamw8bit", "parallel.strategy=fsdp", "parallel.offload=cpu", "data.max_length=512"]
     config = api.load_config(None, ["model.shape=gpt2", *used])
     choice = choose(config, read_shape(config.model), machine_at_hand("NVIDIA H200", 139.8, devices=8))

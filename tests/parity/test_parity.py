@@ -91,7 +91,7 @@ UNUSUAL = [
     Row("zero1_tp_cp", {"strategy": "zero1", "tp": 2, "cp": 2}, (8,)),
     Row("zero1_pp_interleaved", {"strategy": "zero1", "pp": 2, "pp_schedule": "interleaved"}, (4,)),
     Row("zero2_pp_zero_bubble", {"strategy": "zero2", "pp": 2, "pp_schedule": "zero-bubble"}, (4,)),
-    Row("zero_bubble_chunked", {"pp": 2, "pp_schedule": "zero-bubble"}, (2,), train={"loss": "chunked"}),
+    Row("zero_bubble_chunked", {"pp": 2, "pp_schedule": "zero-bubble"}, (2,), train={"loss_impl": "chunked"}),
     Row("pp_cp", {"pp": 2, "cp": 2, "cp_method": "ulysses"}, (4,)),
     Row("tp_recompute", {"tp": 2}, (2,), train={"recompute": "selective"}),
     Row("tp_compile", {"tp": 2}, (2,), train={"compile": "aot_eager"}),

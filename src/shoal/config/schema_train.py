@@ -167,10 +167,11 @@ class TrainConfig(Block):
         "auto",
         description="Whether the blocks are compiled; auto: each block, on CUDA; aot_eager traces without compiling.",
     )
-    loss: Literal["auto", "plain", "chunked", "fused"] = Field(
+    loss_impl: Literal["auto", "plain", "chunked", "fused"] = Field(
         "auto",
-        description="How logits are treated: whole, in pieces, or (fused) in pieces that become their gradients at "
-        "once, which pieces do anyway on CUDA.",
+        description="How cross-entropy is computed. plain: all logits of a micro-batch are stored; chunked: logits and "
+        "their gradient are computed a chunk of tokens at a time, and never stored whole; fused: chunked, with loss "
+        "and gradient in one kernel, as chunked has it on CUDA anyway; auto: chunked where the logits are large.",
     )
     deterministic: bool = Field(False, description="Only kernels that give the same bits each time; slower.")
     early_stop: EarlyStopConfig | None = Field(

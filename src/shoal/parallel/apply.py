@@ -159,7 +159,7 @@ def _choose_loss(
     model: Any, anatomy: Anatomy, config: Config, precision: Precision, micro_batch: int, mesh: Mesh
 ) -> str:
     # A chunked loss makes its gradients before they are scaled, and fp16 cannot hold the smallest of them.
-    wanted = "plain" if config.train.loss == "auto" and precision.scaled else config.train.loss
+    wanted = "plain" if config.train.loss_impl == "auto" and precision.scaled else config.train.loss_impl
     tokens = micro_batch * config.data.max_length // mesh.cp
     return choose_loss(wanted, anatomy, tokens, model.config.get_text_config().vocab_size)
 
@@ -175,8 +175,8 @@ def _notes(
                 f"train.precision fp8 concerns {share:.0%} of the matrices of {name}'s blocks: the others are not "
                 f"linear layers whose sides are multiples of {MULTIPLE}, and are multiplied in bf16."
             )
-    if config.train.loss in ("chunked", "fused") and loss == "plain":
-        yield f"train.loss {config.train.loss} has no effect: the head of {name} is more than one matrix."
+    if config.train.loss_impl in ("chunked", "fused") and loss == "plain":
+        yield f"train.loss_impl {config.train.loss_impl} has no effect: the head of {name} is more than one matrix."
     if config.train.recompute == "cheap" and not compiled:
         yield "train.recompute cheap has no effect: the compiler does it, and blocks are not compiled here."
     if config.model.attention == "flex" and not tiles:

@@ -28,7 +28,7 @@ from shoal.parallel.ranks import Ranks
 from shoal.use.load import LoadedRun, choose_device, load_run, no_run
 
 # What an override may change: which rows, and how they are computed. Everything else is as the run was trained.
-CHANGEABLE = ("data", "train.precision", "train.micro_batch", "train.loss", "model.attention")
+CHANGEABLE = ("data", "train.precision", "train.micro_batch", "train.loss_impl", "model.attention")
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _with_loss(loaded: LoadedRun, config: Config, micro_batch: int, rounded: tor
         check_float8(model, inspect_device(loaded.device))
         use_float8(loaded.anatomy.block_modules(model))
     vocabulary = model.config.get_text_config().vocab_size
-    loss = choose_loss(config.train.loss, loaded.anatomy, micro_batch * length, vocabulary)
+    loss = choose_loss(config.train.loss_impl, loaded.anatomy, micro_batch * length, vocabulary)
     return LanguageModel(model, loaded.anatomy, loss, rounded=rounded)
 
 
