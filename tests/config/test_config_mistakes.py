@@ -30,7 +30,6 @@ def mistake_in(text: str, *overrides: str) -> str:
         ("train:\n  lrr: 1", "run.yaml:3: train.lrr is not a key shoal knows. Did you mean lr?"),
         ("\nlr: 1", "run.yaml:3: lr is not a key shoal knows. Did you mean train.lr?"),
         ("train: {rank: 1}", "run.yaml:2: train.rank is not a key shoal knows. Did you mean adapter.rank?"),
-        ("learning_rate: 1", "run.yaml:2: learning_rate is not a key shoal knows. Did you mean train.lr?"),
         ("train.lr: 1", "run.yaml:2: train.lr is not a key shoal knows. Write lr inside the block train."),
         ("qqq: 1", "run.yaml:2: qqq is not a key shoal knows."),
         (
