@@ -4,15 +4,19 @@ import json
 from typing import Any
 
 from shoal.config.load import json_schema
+from shoal.config.shorthand import SHORTHANDS
 from shoal.config.unbuilt import LIMITS
 
 UNBUILT = {limit.key: limit.meanwhile for limit in LIMITS}
+SHORT = {".".join(map(str, (*block, key))): ".".join(map(str, block)) for block, key in SHORTHANDS.items()}
 
 INTRODUCTION = """# The config: every key
 
 One YAML file describes a run. `shoal train run.yaml train.lr=3e-4 data.path=null` changes keys from the command line;
 `include: [base.yaml]` lays a file over others; `${data.max_length}` and `${oc.env:HOME}` refer to other keys and to the
-environment. `shoal config show run.yaml` prints the resolved file, `shoal config schema` JSON Schema for an editor.
+environment. Text may stand in the place of some blocks: `train.optimizer: lion` is `train.optimizer: {name: lion}`, and
+`data: FILE` is its path, with the source that the suffix tells. `shoal config show run.yaml` prints the resolved file,
+`shoal config schema` JSON Schema for an editor.
 A key marked *not built yet* is refused with a sentence that says what to use meanwhile.
 
 This page is made by `make docs`; its source is `src/shoal/config/`.
@@ -50,7 +54,10 @@ def _rows(prefix: str, keys: dict[str, Any], defs: dict[str, Any]) -> list[str]:
 
 
 def _block(key: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any] | None:
-    """The block of keys that `key` refers to, if it does."""
+    """The block of keys that `key` refers to, if it does; also where text may stand in its place."""
+    options = key.get("anyOf", [])
+    if len(options) == 2 and options[0].get("type") == "string" and "default" not in key:
+        key = options[1]
     found: dict[str, Any] | None = defs.get(key.get("$ref", "").removeprefix("#/$defs/"))
     return found if found is not None and "properties" in found else None
 
@@ -61,6 +68,8 @@ def _row(name: str, key: dict[str, Any]) -> str:
     choices = _choices(key)
     if len(choices) > 1:
         sentences.append(f"One of {', '.join(choices)}.")
+    if name in SHORT:
+        sentences.append(f"Short: `{SHORT[name]}: {name.rpartition('.')[2].upper()}`.")
     if name in UNBUILT:
         sentences.append(f"*Not all of this is built yet. {UNBUILT[name]}*")
     elif name.startswith("slurm."):

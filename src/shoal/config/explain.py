@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from shoal.config.foreign_keys import our_key
 from shoal.config.locate import FileLine, KeyPath, Origin, Origins, Override
 from shoal.config.schema import Block, Config, blocks_in, every_key, key_name
+from shoal.config.shorthand import SHORTHANDS
 from shoal.mistakes import UserMistake, nearest
 
 MOST_SENTENCES = 50  # that anybody would read
@@ -162,6 +163,11 @@ def _members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
+def _text_in(annotation: Any) -> Any:
+    """Of the types a value may have, the one that is text: a few words, or any."""
+    return next((kind for kind in _members(annotation) if get_origin(kind) is Literal), str)
+
+
 def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any) -> str:
     first = errors[0]
     if first["type"] == "unfit":
@@ -173,6 +179,8 @@ def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any) -> str:
             return f"{relation} {_number(first['ctx'][limit])}."
 
     annotation = _type_at(path)
+    if path in SHORTHANDS:
+        annotation = _text_in(_type_at((*path, SHORTHANDS[path]))) | annotation
     # A lone wrong type needs no lecture on ranges; where several types are possible, the range tells them apart.
     choices = _descriptions(annotation, with_bounds=len(errors) > 1)
     words = [kind for kind in _members(annotation) if get_origin(kind) is Literal]

@@ -118,7 +118,9 @@ def read_config(run: Path, overrides: Sequence[str]) -> Config:
 def choose_rows(config: Config, loaded: LoadedRun, overrides: Sequence[str], report: Callable[[str], None]) -> Sets:
     """The rows held out in training; or all rows of other data, of which the run has seen none."""
     keys = {text.partition("=")[0].strip() for text in overrides}
-    if "data.path" in keys and "data.validation" not in keys:
+    # `data=FILE` gives a path too.
+    other = "data.path" in keys or (loaded.config is not None and config.data.path != loaded.config.data.path)
+    if other and "data.validation" not in keys:
         rows = prepare(config.data, loaded.tokenizer, report=report)
         return Sets(rows, rows, Order(len(rows), config.seed, separate=len(rows)))
     if not config.data.validation:
