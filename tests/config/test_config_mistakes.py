@@ -30,7 +30,6 @@ def mistake_in(text: str, *overrides: str) -> str:
         ("train:\n  lrr: 1", "run.yaml:3: train.lrr is not a key shoal knows. Did you mean lr?"),
         ("\nlr: 1", "run.yaml:3: lr is not a key shoal knows. Did you mean train.lr?"),
         ("train: {rank: 1}", "run.yaml:2: train.rank is not a key shoal knows. Did you mean adapter.rank?"),
-        ("learning_rate: 1", "run.yaml:2: learning_rate is not a key shoal knows. Did you mean train.lr?"),
         ("train.lr: 1", "run.yaml:2: train.lr is not a key shoal knows. Write lr inside the block train."),
         ("qqq: 1", "run.yaml:2: qqq is not a key shoal knows."),
         (
@@ -65,7 +64,7 @@ def test_an_unknown_key_names_its_line_and_the_key_that_was_meant(text: str, say
         (
             "train: {precision: bf16-mixd}",
             'run.yaml:2: train.precision is "bf16-mixd", but must be one of '
-            "bf16-mixed, bf16-true, 16-mixed, 32-true or fp8. Did you mean bf16-mixed?",
+            "auto, bf16-mixed, bf16-true, 16-mixed, 32-true or fp8. Did you mean bf16-mixed?",
         ),
         (
             "train: {optimizer: {betas: [0.9]}}",
@@ -281,7 +280,7 @@ def test_what_is_not_built_yet_is_refused_with_an_alternative(override: str, mea
         "data.train_on=all",
         "train.precision=16-mixed",
         "train.compile=false",
-        "train.loss=chunked",
+        "train.loss_impl=chunked",
         "train.optimizer.name=muon",
         "train.optimizer.name=adamw8bit",
         "train.on_nan=stop",

@@ -140,7 +140,7 @@ def test_out_of_memory_during_setup_shows_the_forecast(
 
 def test_a_setting_that_is_not_implemented_is_not_a_fix() -> None:
     """When everything implemented is in use, the forecast still knows adapters and more."""
-    used = ["train.micro_batch=1", "train.recompute=full", "train.precision=bf16-true", "train.loss=chunked"]
+    used = ["train.micro_batch=1", "train.recompute=full", "train.precision=bf16-true", "train.loss_impl=chunked"]
     used += ["train.optimizer.name=adamw8bit", "parallel.strategy=fsdp", "parallel.offload=cpu", "data.max_length=512"]
     config = api.load_config(None, ["model.shape=gpt2", *used])
     choice = choose(config, read_shape(config.model), machine_at_hand("NVIDIA H200", 139.8, devices=8))

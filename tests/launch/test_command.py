@@ -98,6 +98,11 @@ def test_python_dash_m_shoal_is_the_same_command(tmp_path: Path) -> None:
     ("text", "overrides", "sentence"),
     [
         (GOOD + "  lrr: 1\n", [], "run.yaml:7: train.lrr is not a key shoal knows. Did you mean lr?"),
+        (
+            GOOD + "  learning_rate: 1\n",
+            [],
+            "run.yaml:7: train.learning_rate is not a key shoal knows: train.lr sets the peak learning rate.",
+        ),
         (GOOD, ["train.stepz=3"], "override train.stepz=3: train.stepz is not a key shoal knows. Did you mean steps?"),
         (GOOD.replace("1e-4", "fast"), [], 'run.yaml:6: train.lr is "fast", but must be a number.'),
         (GOOD, ["train.steps=0"], "override train.steps=0: must be at least 1."),
@@ -113,7 +118,16 @@ def test_python_dash_m_shoal_is_the_same_command(tmp_path: Path) -> None:
             "run.yaml:7: parallel.engine deepspeed is not built yet. Use native.",
         ),
     ],
-    ids=["unknown key", "unknown override", "wrong type", "zero steps", "missing file", "broken YAML", "not built"],
+    ids=[
+        "unknown key",
+        "key of another tool",
+        "unknown override",
+        "wrong type",
+        "zero steps",
+        "missing file",
+        "broken YAML",
+        "not built",
+    ],
 )
 def test_a_mistake_in_the_config_is_one_sentence_at_once(
     text: str | None, overrides: list[str], sentence: str, importing_torch: float, tmp_path: Path
@@ -164,7 +178,7 @@ def test_a_mistyped_command_is_status_2_without_a_traceback(arguments: list[str]
 
 def test_config_show_prints_yaml_that_loads_as_the_same_config(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD)
-    overrides = ["train.lr=3e-4", "train.schedule.name=linear", "train.lr_groups[lm_head.*]=0.5"]
+    overrides = ["train.lr=3e-4", "train.schedule=linear", "train.lr_groups[lm_head.*]=0.5"]
     answer = shoal(tmp_path, "config", "show", "run.yaml", *overrides)
     assert (answer.status, answer.err) == (0, "")
     expected = load_config(tmp_path / "run.yaml", overrides)

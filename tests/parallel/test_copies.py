@@ -22,7 +22,7 @@ def test_gradients_do_not_wait_for_the_backward_pass_of_earlier_blocks(family, r
         {
             "model": {"shape": {**shape, "tied": False}, "tokenizer": "bytes"},
             "data": {"source": "text", "path": str(Path(__file__)), "max_length": 16},
-            "train": {"precision": "bf16-mixed", "recompute": recompute, "loss": "chunked"},
+            "train": {"precision": "bf16-mixed", "recompute": recompute, "loss_impl": "chunked"},
         }
     )
     model = parallelize(

@@ -93,7 +93,7 @@ UNUSUAL = [
     Strategy("zero1_tp_cp", {"strategy": "zero1", "tp": 2, "cp": 2}, (8,)),
     Strategy("zero1_pp_interleaved", {"strategy": "zero1", "pp": 2, "pp_schedule": "interleaved"}, (4,)),
     Strategy("zero2_pp_zero_bubble", {"strategy": "zero2", "pp": 2, "pp_schedule": "zero-bubble"}, (4,)),
-    Strategy("zero_bubble_chunked", {"pp": 2, "pp_schedule": "zero-bubble"}, (2,), train={"loss": "chunked"}),
+    Strategy("zero_bubble_chunked", {"pp": 2, "pp_schedule": "zero-bubble"}, (2,), train={"loss_impl": "chunked"}),
     Strategy("pp_cp", {"pp": 2, "cp": 2, "cp_method": "ulysses"}, (4,)),
     Strategy("tp_recompute", {"tp": 2}, (2,), train={"recompute": "selective"}),
     Strategy("tp_compile", {"tp": 2}, (2,), train={"compile": "aot_eager"}),

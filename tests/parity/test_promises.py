@@ -136,8 +136,8 @@ def test_a_pipeline_is_bitwise_equal_to_one_process(schedule, text, tmp_path):
 @pytest.mark.parametrize("loss", ["plain", "chunked"])
 def test_both_losses_are_the_same_over_a_sharded_vocabulary(loss, instructions, tmp_path, monkeypatch):
     monkeypatch.setattr("shoal.models.loss.CHUNK_LOGITS", 30 * 260)  # many chunks per micro-batch
-    one = train_on(1, small(instructions, "one", train__loss=loss), tmp_path)
-    two = train_on(2, small(instructions, "two", train__loss=loss, parallel={"tp": 2}), tmp_path)
+    one = train_on(1, small(instructions, "one", train__loss_impl=loss), tmp_path)
+    two = train_on(2, small(instructions, "two", train__loss_impl=loss, parallel={"tp": 2}), tmp_path)
     hold_equal(two, one, bitwise=False)
 
 

@@ -29,7 +29,7 @@ VALUES: dict[str, list[object]] = {
     "train.recompute": ["none", "cheap", "selective", "full", "auto", "{every: 3}"],
     "train.precision": ["bf16-mixed", "16-mixed", "32-true", "bf16-true", "fp8"],
     "train.optimizer.name": ["adamw", "adamw8bit", "sgd", "lion", "muon"],
-    "train.loss": ["auto", "plain", "chunked", "fused"],
+    "train.loss_impl": ["auto", "plain", "chunked", "fused"],
     "train.compile": ["auto", "false", "true"],
     "train.global_batch": [8, 64],
     "train.micro_batch": ["auto", 1, 4],

@@ -171,7 +171,13 @@ def test_hardware_can_be_described_in_the_config(monkeypatch, capsys):
 
 
 def test_another_systems_code_can_be_forecast(monkeypatch, capsys):
-    arguments = [*EIGHT, "train.loss=plain", "train.recompute=selective", "train.micro_batch=1", "train.global_batch=8"]
+    arguments = [
+        *EIGHT,
+        "train.loss_impl=plain",
+        "train.recompute=selective",
+        "train.micro_batch=1",
+        "train.global_batch=8",
+    ]
     _, ours = answered(monkeypatch, capsys, *arguments)
     _, theirs = answered(monkeypatch, capsys, *arguments, "--like", "torchtitan")
     assert ours["memory"]["allocated_gib"] != theirs["memory"]["allocated_gib"]

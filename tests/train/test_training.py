@@ -178,9 +178,9 @@ def test_compiled_blocks_train_what_plain_ones_train(precision, world_size, stra
 
 
 def test_a_chunked_loss_trains_what_a_plain_one_trains_also_when_sharded(instructions, tmp_path):
-    plain = train_on(1, settings(instructions, name="plain", train__loss="plain"), tmp_path)
+    plain = train_on(1, settings(instructions, name="plain", train__loss_impl="plain"), tmp_path)
     for world_size, strategy in ((1, "single"), (2, "fsdp")):
-        changes = {"train__loss": "chunked", "parallel__strategy": strategy, "name": f"chunked-{strategy}"}
+        changes = {"train__loss_impl": "chunked", "parallel__strategy": strategy, "name": f"chunked-{strategy}"}
         chunked = train_on(world_size, settings(instructions, **changes), tmp_path)
         assert losses(chunked) == pytest.approx(losses(plain), rel=2e-6)
 

@@ -8,32 +8,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from shoal.config.foreign_keys import our_key
 from shoal.config.locate import FileLine, KeyPath, Origin, Origins, Override
 from shoal.config.schema import Block, Config, blocks_in, every_key, key_name
+from shoal.config.shorthand import SHORTHANDS
 from shoal.mistakes import UserMistake, nearest
 
-# What other tools call our keys, where the spelling is not similar.
-_OTHER_NAMES = {
-    "batch_size": "train.global_batch",
-    "gradient_accumulation_steps": "train.global_batch",
-    "gradient_checkpointing": "train.recompute",
-    "activation_checkpointing": "train.recompute",
-    "gradient_clip_val": "train.clip",
-    "grad_clip": "train.clip",
-    "max_grad_norm": "train.clip",
-    "learning_rate": "train.lr",
-    "max_steps": "train.steps",
-    "num_train_epochs": "train.epochs",
-    "max_epochs": "train.epochs",
-    "per_device_train_batch_size": "train.micro_batch",
-    "max_seq_length": "data.max_length",
-    "warmup_steps": "train.schedule.warmup",
-    "weight_decay": "train.optimizer.weight_decay",
-    "num_nodes": "hardware.nodes",
-    "model_name_or_path": "model.from",
-    "lora_r": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-}
 MOST_SENTENCES = 50  # per error message
 # Attributes of the bounds in annotated_types, also used in the context of pydantic's errors.
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
@@ -74,11 +54,38 @@ def _sentences(error: ValidationError, given: Mapping[str, Any], origins: Origin
             by_path.setdefault(_path_in(given, details["loc"]), []).append(details)
     # When a key may be a word or a block, pydantic reports both as failed; the error inside the block says more.
     around = {path[:length] for path in by_path for length in range(len(path))}
-    innermost = [path for path in by_path if path not in around]
-    innermost.sort(key=lambda path: _reading_order(origins.find(path)))
-    sentences = [_sentence(path, by_path[path], given, origins) for path in innermost[:MOST_SENTENCES]]
+    innermost = [
+        (inner, errors)
+        for path, errors in by_path.items()
+        if path not in around
+        for inner in (_foreign_keys(path, _at(given, path)) if _is_unknown(errors) else [path])
+    ]
+    innermost.sort(key=lambda item: _reading_order(origins.find(item[0])))
+    sentences = [_sentence(path, errors, given, origins) for path, errors in innermost[:MOST_SENTENCES]]
     more = len(innermost) - len(sentences)
     return [*sentences, f"There are {more:,} more such mistakes."] if more else sentences
+
+
+def _is_unknown(errors: list[ErrorDetails]) -> bool:
+    return any(details["type"] == "extra_forbidden" for details in errors)
+
+
+def _foreign_keys(path: KeyPath, value: Any) -> list[KeyPath]:
+    """What to speak of when `path` is unknown: itself, or the keys in that block that other tools have.
+
+    So `training.seq_len` is answered with the key for seq_len, and not with a guess at what training may be.
+    """
+    if our_key(path) is not None or not isinstance(value, Mapping) or not value:
+        return [path]
+    inside = [_foreign_keys((*path, key), inner) for key, inner in value.items()]
+    answered = [key for keys in inside for key in keys if our_key(key) is not None]
+    return answered if all(any(our_key(key) is not None for key in keys) for keys in inside) else [path, *answered]
+
+
+def _at(given: Any, path: KeyPath) -> Any:
+    for part in path:
+        given = given[part]
+    return given
 
 
 def _reading_order(origin: Origin | None) -> tuple[bool, str, int]:
@@ -107,12 +114,10 @@ def _sentence(path: KeyPath, errors: list[ErrorDetails], given: Mapping[str, Any
         keys.sort(key=lambda key: not isinstance(origins.places.get(key), Override))
         blamed = next((key for key in keys if key in origins.places), path)
         return f"{origins.prefix(blamed)}{context['sentence']}"
-    if "extra_forbidden" in kinds:
-        return f"{origins.prefix(path)}{dotted(path)} is not a key shoal knows.{_meant(path)}"
+    if _is_unknown(errors):
+        return f"{origins.prefix(path)}{dotted(path)} is not a key shoal knows{_meant(path)}"
 
-    value: Any = given
-    for part in path:
-        value = value[part]
+    value = _at(given, path)
     must_be = _must_be(path, errors, value)
     origin = origins.find(path)
     if isinstance(origin, Override) and origin.path == path:
@@ -121,19 +126,19 @@ def _sentence(path: KeyPath, errors: list[ErrorDetails], given: Mapping[str, Any
 
 
 def _meant(path: KeyPath) -> str:
-    """What an unknown key was probably meant to be."""
+    """What an unknown key was probably meant to be: the end of the sentence that says it is unknown."""
     name = str(path[-1])
     known = [key for key, _ in every_key()]
-    if name in _OTHER_NAMES:
-        return f" Did you mean {_OTHER_NAMES[name]}?"
     if len(path) == 1 and name in known:
         block, _, key = name.rpartition(".")
-        return f" Write {key} inside the block {block}."
+        return f". Write {key} inside the block {block}."
+    if (ours := our_key(path)) is not None:
+        return f": {ours}."
     namesakes = [key for key in known if key.rpartition(".")[2] == name]
     if namesakes:
-        return f" Did you mean {' or '.join(namesakes[:3])}?"
+        return f". Did you mean {' or '.join(namesakes[:3])}?"
     block_type = next(blocks_in(_type_at(path[:-1])), Config)
-    return closest(name, [key_name(*item) for item in block_type.model_fields.items()])
+    return f".{closest(name, [key_name(*item) for item in block_type.model_fields.items()])}"
 
 
 def _type_at(path: KeyPath) -> Any:
@@ -158,6 +163,11 @@ def _members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
+def _text_in(annotation: Any) -> Any:
+    """Of the types a value may have, the one that is text: a few words, or any."""
+    return next((kind for kind in _members(annotation) if get_origin(kind) is Literal), str)
+
+
 def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any) -> str:
     first = errors[0]
     if first["type"] == "unfit":
@@ -169,6 +179,8 @@ def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any) -> str:
             return f"{relation} {_number(first['ctx'][limit])}."
 
     annotation = _type_at(path)
+    if path in SHORTHANDS:
+        annotation = _text_in(_type_at((*path, SHORTHANDS[path]))) | annotation
     # Bounds are shown only where several types are possible, to tell them apart.
     choices = _descriptions(annotation, with_bounds=len(errors) > 1)
     words = [kind for kind in _members(annotation) if get_origin(kind) is Literal]

@@ -12,6 +12,7 @@ from shoal.config.explain import closest, dotted, shown, validate
 from shoal.config.interpolate import escape, refuse_unsafe, resolve
 from shoal.config.locate import Document, KeyPath, Origins, Override, parse_document, read_document, write_yaml
 from shoal.config.schema import Config
+from shoal.config.shorthand import SHORTHANDS, expand, gives_data_as_text, show_shorthands, with_source
 from shoal.config.unbuilt import refuse_unbuilt
 from shoal.mistakes import UserMistake
 
@@ -29,30 +30,35 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, plann
     """
     origins = Origins(whole=str(path) if path is not None else "")
     tree: dict[str, Any] = {}
+    data_as_text = False
     if path is not None:
-        for file, document in _layers(Path(path), (), count(1)):
+        for file, written in _layers(Path(path), (), count(1)):
+            data_as_text = gives_data_as_text(written.value, data_as_text)
+            document = expand(written)
             origins.lay(document, str(file))
             refuse_unsafe(document.value, origins)
             tree = _merge(tree, document.value)
     for text in overrides:
         override, document = _read_override(text)
+        data_as_text = gives_data_as_text(_nested(override.path, document.value), data_as_text)
+        if override.path in SHORTHANDS and isinstance(document.value, str):
+            override = Override(text, (*override.path, SHORTHANDS[override.path]))
+        document = expand(document, override.path)
         _refuse_below_a_value(tree, override)
         origins.lay_override(document, override)
         refuse_unsafe(document.value, origins, override.path)
-        layer: Any = document.value
-        for key in reversed(override.path):
-            layer = {key: layer}
-        tree = _merge(tree, layer)
-    return _finish(tree, origins, planned=planned)
+        tree = _merge(tree, _nested(override.path, document.value))
+    return _finish(tree, origins, planned=planned, data_as_text=data_as_text)
 
 
 def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
     """The config that a mapping describes: the content of a YAML file, without `include`."""
     if mapping.get("include"):
         raise UserMistake("include works in a file only: read that file with load_config.")
-    tree, origins = _plain(mapping), Origins()
+    plain, origins = _plain(mapping), Origins()
+    tree = expand(Document(plain, {}, set())).value
     refuse_unsafe(tree, origins)
-    return _finish(tree, origins)
+    return _finish(tree, origins, data_as_text=gives_data_as_text(plain, False))
 
 
 def config_to_yaml(config: Config) -> str:
@@ -72,15 +78,24 @@ def config_values(config: Config) -> dict[str, Any]:
 
 def json_schema() -> dict[str, Any]:
     """The config as JSON Schema, for editors and other programs."""
-    return Config.model_json_schema()
+    return show_shorthands(Config.model_json_schema())
 
 
-def _finish(tree: dict[str, Any], origins: Origins, *, planned: bool = False) -> Config:
-    config = validate(resolve(tree, origins), origins)
+def _finish(tree: dict[str, Any], origins: Origins, *, planned: bool = False, data_as_text: bool = False) -> Config:
+    resolved = resolve(tree, origins)
+    config = validate(with_source(resolved) if data_as_text else resolved, origins)
     if not planned:
         refuse_unbuilt(config, origins)
     refuse_combinations(config, origins)
     return config
+
+
+def _nested(path: KeyPath, value: Any) -> dict[str, Any]:
+    """`value` inside the blocks that `path` leads through."""
+    for key in reversed(path):
+        value = {key: value}
+    nested: dict[str, Any] = value
+    return nested
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -166,10 +166,11 @@ class TrainConfig(Block):
         "auto",
         description="torch.compile of each transformer layer; auto: on CUDA; aot_eager: trace without compiling.",
     )
-    loss: Literal["auto", "plain", "chunked", "fused"] = Field(
+    loss_impl: Literal["auto", "plain", "chunked", "fused"] = Field(
         "auto",
-        description="How logits are computed: plain: all at once; chunked: in chunks; fused: in chunks whose gradients "
-        "are computed in the forward pass, as chunked does on CUDA.",
+        description="How cross-entropy is computed. plain: all logits of a micro-batch are stored; chunked: logits and "
+        "their gradient are computed one chunk of tokens at a time; fused: the same "
+        "as chunked; auto: chunked where the logits are large.",
     )
     deterministic: bool = Field(False, description="Use deterministic kernels only; slower.")
     early_stop: EarlyStopConfig | None = Field(None, description="Early stopping on the evaluation loss.")

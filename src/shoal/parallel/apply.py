@@ -170,7 +170,7 @@ def _choose_loss(
     model: Any, anatomy: Anatomy, config: Config, precision: Precision, micro_batch: int, mesh: Mesh
 ) -> str:
     # A chunked loss computes its gradients before loss scaling, and in fp16 the smallest of them would underflow.
-    wanted = "plain" if config.train.loss == "auto" and precision.scaled else config.train.loss
+    wanted = "plain" if config.train.loss_impl == "auto" and precision.scaled else config.train.loss_impl
     tokens = micro_batch * config.data.max_length // mesh.cp
     return choose_loss(wanted, anatomy, tokens, model.config.get_text_config().vocab_size)
 
@@ -186,8 +186,9 @@ def _notes(
                 f"train.precision fp8 applies to {fraction:.0%} of the weights in {name}'s blocks: the others are not "
                 f"linear layers whose dimensions are multiples of {MULTIPLE}, and stay in bf16."
             )
-    if config.train.loss in ("chunked", "fused") and loss == "plain":
-        yield f"train.loss {config.train.loss} has no effect: the lm_head of {name} is not a single linear layer."
+    if config.train.loss_impl in ("chunked", "fused") and loss == "plain":
+        chosen = config.train.loss_impl
+        yield f"train.loss_impl {chosen} has no effect: the lm_head of {name} is not a single linear layer."
     if config.train.recompute == "cheap" and not compiled:
         yield "train.recompute cheap has no effect: it is a choice of the compiler, and blocks are not compiled here."
     if config.model.attention == "flex" and not tiles:

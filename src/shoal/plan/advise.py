@@ -255,7 +255,7 @@ def _candidates(choice: Choice) -> Sequence[dict[str, Any]]:
     run, config, machine = choice.run, choice.config, choice.machine
     found: list[dict[str, Any]] = []
     if run.loss == "plain" and run.shape.family != "bert" and run.precision != "16-mixed":
-        found.append({"train.loss": "chunked"})
+        found.append({"train.loss_impl": "chunked"})
     if run.micro_batch > 1:
         half = run.micro_batch
         while half > 1 and half % 2 == 0:

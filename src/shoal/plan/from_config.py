@@ -125,7 +125,7 @@ def check_model(shape: ModelShape, config: Config, machine: Machine) -> None:
 
 def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
     """Same as `models.loss.choose_loss`, from sizes alone."""
-    wanted = config.train.loss
+    wanted = config.train.loss_impl
     if shape.family == "bert":  # its head is more than one matrix
         return "plain"
     if wanted != "auto":

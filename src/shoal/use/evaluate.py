@@ -28,7 +28,7 @@ from shoal.parallel.ranks import Ranks
 from shoal.use.load import LoadedRun, choose_device, load_run, no_run
 
 # Keys that overrides may change: the data, and how the loss is computed. Everything else is as in training.
-CHANGEABLE = ("data", "train.precision", "train.micro_batch", "train.loss", "model.attention")
+CHANGEABLE = ("data", "train.precision", "train.micro_batch", "train.loss_impl", "model.attention")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ def choose_sequences(
 ) -> Sets:
     """Return the sequences held out in training, or all sequences of another dataset."""
     keys = {text.partition("=")[0].strip() for text in overrides}
-    if "data.path" in keys and "data.validation" not in keys:
+    # `data=FILE` sets the path too.
+    other = "data.path" in keys or (loaded.config is not None and config.data.path != loaded.config.data.path)
+    if other and "data.validation" not in keys:
         sequences = prepare(config.data, loaded.tokenizer, report=report)
         return Sets(sequences, sequences, Order(len(sequences), config.seed, separate=len(sequences)))
     if not config.data.validation:
@@ -136,7 +138,7 @@ def _with_loss(loaded: LoadedRun, config: Config, micro_batch: int, matmul_dtype
         check_float8(model, inspect_device(loaded.device))
         use_float8(loaded.anatomy.block_modules(model))
     vocabulary = model.config.get_text_config().vocab_size
-    loss = choose_loss(config.train.loss, loaded.anatomy, micro_batch * length, vocabulary)
+    loss = choose_loss(config.train.loss_impl, loaded.anatomy, micro_batch * length, vocabulary)
     return LanguageModel(model, loaded.anatomy, loss, matmul_dtype=matmul_dtype)
 
 

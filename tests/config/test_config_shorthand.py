@@ -1,0 +1,155 @@
+"""Text in the place of a block is the block's one natural key."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.config import config_from_mapping, config_to_yaml, json_schema, load_config
+from shoal.config.locate import parse_document
+from shoal.mistakes import UserMistake
+
+BASE = "model: {shape: gpt2}\n"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def dumped(text: str, *overrides: str) -> dict[str, Any]:
+    """What the config says that a file with `text` is, adapters too."""
+    Path("run.yaml").write_text(text)
+    return load_config("run.yaml", overrides, planned=True).model_dump(mode="json")
+
+
+def mistake_in(text: str, *overrides: str) -> str:
+    Path("run.yaml").write_text(text)
+    with pytest.raises(UserMistake) as caught:
+        load_config("run.yaml", overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("short", "whole"),
+    [
+        ("train: {optimizer: adamw8bit}", "train: {optimizer: {name: adamw8bit}}"),
+        ("train: {optimizer: AdamW_BNB_8bit}", "train: {optimizer: {name: adamw8bit}}"),
+        ("train:\n  schedule: linear", "train: {schedule: {name: linear}}"),
+        ("adapter: lora", "adapter: {kind: lora}"),
+        ("data: rows.jsonl", "data: {path: rows.jsonl, source: json}"),
+        ("data: rows.JSON", "data: {path: rows.JSON, source: json}"),
+        ("data: book.txt", "data: {path: book.txt, source: text}"),
+        ("data: notes/*.md", "data: {path: notes/*.md, source: text}"),
+        ("data: src/*.py", "data: {path: src/*.py, source: text}"),
+        ("data: games.pgn", "data: {path: games.pgn, source: chess}"),
+        ("data: folder", "data: {path: folder}"),
+    ],
+)
+def test_text_in_a_file_and_in_an_override_is_the_block(short: str, whole: str) -> None:
+    expected = dumped(BASE + whole)
+    assert dumped(BASE + short) == expected
+    key, value = short.replace("train: {", "train.").replace("train:\n  ", "train.").rstrip("}").split(": ")
+    assert dumped(BASE, f"{key}={value}") == expected
+
+
+def test_a_model_may_be_a_folder_or_an_id() -> None:
+    assert dumped("model: some/model") == dumped("model: {from: some/model}") == dumped("", "model=some/model")
+
+
+def test_a_mapping_takes_text_too_and_paths() -> None:
+    short = {"model": Path("folder"), "data": Path("book.txt"), "train": {"optimizer": "lion", "schedule": "wsd"}}
+    config = config_from_mapping(short)
+    assert (config.model.from_, config.data.path, config.data.source) == ("folder", "book.txt", "text")
+    assert (config.train.optimizer.name, config.train.schedule.name) == ("lion", "wsd")
+
+
+def test_the_saved_config_holds_the_block() -> None:
+    config = config_from_mapping({"model": "folder", "data": "book.txt", "train": {"optimizer": "lion"}})
+    saved = parse_document(config_to_yaml(config), "saved").value
+    assert saved["train"]["optimizer"]["name"] == "lion"
+    assert saved["train"]["optimizer"]["weight_decay"] == 0.1
+    assert (saved["data"]["path"], saved["data"]["source"], saved["model"]["from"]) == ("book.txt", "text", "folder")
+
+
+def test_text_is_laid_over_a_block_and_a_key_over_text() -> None:
+    block = BASE + "train: {optimizer: {name: adamw, weight_decay: 0.3}}"
+    assert dumped(block, "train.optimizer=lion")["train"]["optimizer"]["weight_decay"] == 0.3
+    optimizer = dumped(BASE + "train: {optimizer: lion}", "train.optimizer.weight_decay=0.3")["train"]["optimizer"]
+    assert (optimizer["name"], optimizer["weight_decay"]) == ("lion", 0.3)
+    assert dumped(BASE, "train={optimizer: lion}")["train"]["optimizer"]["name"] == "lion"
+    Path("base.yaml").write_text(block)
+    assert dumped("include: [base.yaml]\ntrain: {optimizer: sgd}")["train"]["optimizer"]["weight_decay"] == 0.3
+    Path("base.yaml").write_text(BASE + "train:\n  optimizer:\n    eps: 0")
+    assert mistake_in("include: [base.yaml]\ntrain: {optimizer: sgd}") == (
+        "base.yaml:4: train.optimizer.eps is 0, but must be above 0."
+    )
+
+
+def test_the_suffix_tells_the_source_unless_somebody_gave_it() -> None:
+    def source(text: str, *overrides: str) -> str:
+        return str(dumped(BASE + text, *overrides)["data"]["source"])
+
+    assert source("data: {source: chess}", "data=games.txt") == "chess"
+    assert source("data: games.txt", "data.source=chess") == "chess"
+    assert source("data: book.txt", "data.max_length=64") == "text"
+    assert source("data: book.txt", "data=rows.jsonl") == "json"
+    assert source("data: book.txt", "data.path=rows.jsonl") == "json"
+    assert source("data: {path: rows.txt}") == "json"
+
+
+def test_text_may_refer_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOOK", "book.txt")
+    data = dumped(BASE + "data: ${oc.env:BOOK}")["data"]
+    assert (data["path"], data["source"]) == ("book.txt", "text")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "train:\n  optimizer: adamm",
+            'run.yaml:3: train.optimizer.name is "adamm", but must be one of adamw, adamw8bit, lion, sgd or muon. '
+            "Did you mean adamw?",
+        ),
+        (
+            "train: {schedule: cos}",
+            'run.yaml:2: train.schedule.name is "cos", but must be one of cosine, linear, constant or wsd. '
+            "Did you mean cosine?",
+        ),
+        ("adapter: lora", "run.yaml:2: adapter.kind lora is not built yet. Use none, which trains the model itself."),
+        (
+            "train: {optimizer: 3}",
+            "run.yaml:2: train.optimizer is 3, but must be adamw, adamw8bit, lion, sgd, muon or a block of keys.",
+        ),
+        ("data: [a, b]", 'run.yaml:2: data is ["a", "b"], but must be text or a block of keys.'),
+        ("eval: often", 'run.yaml:2: eval is "often", but must be a block of keys.'),
+    ],
+)
+def test_wrong_text_is_answered_as_the_key_would_be(text: str, says: str) -> None:
+    assert mistake_in(BASE + text) == says
+
+
+def test_a_wrong_override_is_quoted() -> None:
+    assert mistake_in(BASE, "train.optimizer=adamm") == (
+        "override train.optimizer=adamm: must be one of adamw, adamw8bit, lion, sgd or muon. Did you mean adamw?"
+    )
+    assert mistake_in(BASE, "train={optimizer: adamm}").startswith(
+        'override train={optimizer: adamm}: train.optimizer.name is "adamm", but must be one of adamw'
+    )
+    assert mistake_in(BASE, "model=folder").endswith(
+        "model.from and model.shape contradict each other: set one of them to null."
+    )
+
+
+def test_the_json_schema_shows_both_forms() -> None:
+    schema = json.loads(json.dumps(json_schema()))
+    train = schema["$defs"]["TrainConfig"]["properties"]
+    words, block = train["optimizer"]["anyOf"]
+    assert words == {"type": "string", "enum": ["adamw", "adamw8bit", "lion", "sgd", "muon"]}
+    assert block == {"$ref": "#/$defs/OptimizerConfig"}
+    for key in (*(schema["properties"][name] for name in ("model", "adapter", "data")), train["schedule"]):
+        text, block = key["anyOf"]
+        assert text["type"] == "string"
+        assert block["$ref"].removeprefix("#/$defs/") in schema["$defs"]
