@@ -65,7 +65,7 @@ def test_an_unknown_key_names_its_line_and_the_key_that_was_meant(text: str, say
         (
             "train: {precision: bf16-mixd}",
             'run.yaml:2: train.precision is "bf16-mixd", but must be one of '
-            "bf16-mixed, bf16-true, 16-mixed, 32-true or fp8. Did you mean bf16-mixed?",
+            "auto, bf16-mixed, bf16-true, 16-mixed, 32-true or fp8. Did you mean bf16-mixed?",
         ),
         (
             "train: {optimizer: {betas: [0.9]}}",

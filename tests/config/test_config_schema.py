@@ -51,7 +51,7 @@ train:
   schedule: {name: cosine, warmup: 100, min_ratio: 0.1, decay: 0.2}
   optimizer: {name: adamw, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1, momentum: 0.9}
   clip: 1.0
-  precision: bf16-mixed
+  precision: auto
   reduce_dtype: fp32
   recompute: none
   compile: auto

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import yaml
 
 SHOAL = Path(sys.executable).parent / "shoal"
-# Set for a whole test run by tests/conftest.py; a user has none of these.
 # Seconds. Only what hangs takes as long, on the slowest of machines: no test measures a time against the clock.
 PATIENCE = 300
+# Set for a whole test run by tests/conftest.py; a user has none of these.
 NOT_INHERITED = ("HF_HUB_OFFLINE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
