@@ -83,7 +83,7 @@ def _be_rank(rank: int, world_size: int, folder: str, function: Callable[[], Any
     # Here and not in the parent: after a fork the first threads that use the parent's pool replace it, and two at once
     # have been seen to find none.
     torch.set_num_threads(1)
-    faulthandler.enable()
+    faulthandler.enable(sys.__stderr__)  # a test may have put something without a file in its place
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ[LAUNCH_FOLDER] = folder
     try:

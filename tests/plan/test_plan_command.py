@@ -106,7 +106,7 @@ def test_changes_are_ordered_by_what_they_touch_and_then_by_time(monkeypatch, ca
         ([*EIGHT, "parallel.tp=3", "data.max_length=3072"], "groups of 3"),
         (["model.shape=smollm2-135m", "hardware.gpu=l4", "hardware.devices=2", "parallel.tp=2"], "9 attention heads"),
         ([*EIGHT[:2], "hardware.devices=8", "parallel.strategy=single"], "contradicts parallel.strategy single"),
-        (["model.shape=gpt2", "hardware.gpu=v100-16gb"], "use 16-mixed"),
+        (["model.shape=gpt2", "hardware.gpu=v100-16gb", "train.precision=bf16-mixed"], "use 16-mixed"),
         (["model.shape=gpt2", "hardware.gpu=a100-40gb", "train.precision=fp8"], "use bf16-mixed"),
         (["nowhere.yaml"], "does not exist"),
         (["model.shape=gpt2", "--like", "nothing"], "the names are shoal, torchtitan"),
