@@ -137,7 +137,7 @@ def test_the_design_pages_example_is_what_it_says() -> None:
         ("neox", {"kv_heads": 2}, "kv_heads .2. is not supported by the family neox"),
         ("bert", {"kv_heads": 2}, "kv_heads .2. is not supported by the family bert"),
         ("bert", {"tied": False}, "leave tied at true"),
-        ("qwen2", {"hidden": 60}, "Each head has 15 channels"),
+        ("qwen2", {"hidden": 60}, "The head dimension is 15"),
         ("neox", {"hidden": 8}, "dimension of 2 that is none"),
         ("llama", {"layers": 0}, "layers is 0"),
         ("llama", {"heads": 0}, "heads is 0"),
