@@ -14,6 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -134,6 +135,16 @@ def train_on(world_size: int, config: dict[str, Any], runs: Path, **options: Any
     """Train on forked ranks; returns the run's folder."""
     run_ranks(world_size, lambda: api.train(api.config_from_mapping(config), runs=runs, **options).as_dict())
     return runs / config["name"]
+
+
+def reference_run(config: dict[str, Any]) -> Path:
+    """The run of one process with this config, trained once in a test session; nothing may be patched meanwhile."""
+    return _trained(json.dumps(config, sort_keys=True))
+
+
+@cache
+def _trained(config: str) -> Path:
+    return train_on(1, json.loads(config), Path(tempfile.mkdtemp(prefix="reference-", dir=os.environ["SHOAL_CACHE"])))
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

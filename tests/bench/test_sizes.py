@@ -17,7 +17,7 @@ def test_a_size_is_read_with_or_without_a_unit(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "MiB", "64Q", "-1", "1e6", "inf", "64 MiB or so"])
 def test_what_is_not_a_size_is_a_mistake(text: str) -> None:
-    with pytest.raises(UserMistake, match="is not a size; write bytes"):
+    with pytest.raises(UserMistake, match="is not a size; give bytes"):
         read_size(text, "--largest")
 
 

@@ -153,7 +153,7 @@ def test_resume_under_another_strategy_continues_the_run(few, tmp_path):
     hold_near(resumed(run, config, tmp_path / "cut", world_size=2), run)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_run_can_be_resumed_on_a_sequence_of_meshes(family, few, tmp_path):
     shape = {"family": family, "hidden": 32, "layers": 4, "heads": 4, "vocab": 260, "positions": 64}
     config = config_of(few, model__shape=shape, train__steps=8, checkpoint__every=1, parallel={"strategy": "fsdp"})

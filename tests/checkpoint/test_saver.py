@@ -112,7 +112,7 @@ def config_of(data: Path, **changes: Any) -> dict[str, Any]:
     [
         (1, {"strategy": "single"}),
         (2, {"strategy": "fsdp"}),
-        (4, {"strategy": "fsdp", "tp": 2}),
+        pytest.param(4, {"strategy": "fsdp", "tp": 2}, marks=pytest.mark.slow),
         (4, {"strategy": "ddp", "pp": 2}),
     ],
     ids=str,

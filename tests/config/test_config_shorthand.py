@@ -123,7 +123,7 @@ def test_text_may_refer_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
             "train: {optimizer: 3}",
             "run.yaml:2: train.optimizer is 3, but must be adamw, adamw8bit, lion, sgd, muon or a block of keys.",
         ),
-        ("data: [a, b]", 'run.yaml:2: data is ["a", "b"], but must be text or a block of keys.'),
+        ("data: [a, b]", 'run.yaml:2: data is ["a", "b"], but must be a string or a block of keys.'),
         ("eval: often", 'run.yaml:2: eval is "often", but must be a block of keys.'),
     ],
 )

@@ -78,7 +78,10 @@ def steps_in(checkpoints: Path) -> list[int]:
     return whole
 
 
-@pytest.mark.parametrize(("world_size", "asynchronous"), [(1, True), (1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("world_size", "asynchronous"),
+    [(1, True), pytest.param(1, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow)],
+)
 def test_a_save_to_a_full_disk_is_abandoned_with_a_warning_and_the_next_with_space_is_complete(
     world_size, asynchronous, instructions, small_disk, tmp_path, capfd
 ):

@@ -200,7 +200,7 @@ def test_a_spike_is_reported_with_its_sequences_also_between_log_lines(
     assert lines(run)[-1]["skipped"] == 0
 
 
-@pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), (2, "fsdp")])
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), pytest.param(2, "fsdp", marks=pytest.mark.slow)])
 def test_a_spike_is_skipped_if_configured(world_size, parallel, spiking_data, tmp_path, capfd):
     data, step = spiking_data
     config = {**spiking(data, on_spike="skip"), "parallel": {"strategy": parallel}}

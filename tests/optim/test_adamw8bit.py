@@ -27,6 +27,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines(run)]
 
 
+@pytest.mark.slow
 def test_it_trains_close_to_adamw_with_a_quarter_of_the_state(instructions, tmp_path):
     """Over forty steps, in which a byte's loss falls to a third. Stated in docs/numbers.md."""
     longer = {"train__steps": 40, "train__global_batch": 8, "train__micro_batch": 8}
@@ -116,7 +117,9 @@ JOURNEYS = {
 }
 
 
-@pytest.mark.parametrize("family", JOURNEYS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "llama, tp" else pytest.mark.slow) for name in JOURNEYS]
+)
 def test_every_mesh_reads_and_writes_the_same_bits_and_a_skipped_step_changes_none(family, folders, tmp_path):
     journey = JOURNEYS[family]
     data = write_examples(tmp_path / "examples.jsonl", set(sequences_of_steps([4 + at for at in range(len(journey))])))

@@ -19,8 +19,8 @@ from transformers import (
 import shoal.train.setup
 from shoal.data.tokenizer import load_tokenizer
 from shoal.optim.loss_scaler import LossScaler
-from tests.harness import lines, settings, train_on
-from tests.parity.test_parity import FAMILIES, MICRO_BATCH, hold_equal
+from tests.harness import lines, reference_run, settings, train_on
+from tests.parity.test_parity import EXACT_STEPS, FAMILIES, MICRO_BATCH, hold_equal
 
 SPLITS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
@@ -38,7 +38,7 @@ def shape_of(family: str, **changes: Any) -> dict[str, Any]:
 
 
 def small(data: Path, name: str, **changes: Any) -> dict[str, Any]:
-    batch = {"train__micro_batch": MICRO_BATCH, "train__global_batch": 2 * MICRO_BATCH}
+    batch = {"train__micro_batch": MICRO_BATCH, "train__global_batch": 2 * MICRO_BATCH, "train__steps": EXACT_STEPS}
     return settings(data, name=name, **{**batch, **changes})
 
 
@@ -46,7 +46,7 @@ def small(data: Path, name: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("family", [*OTHERS, "bert"])
 def test_the_other_families_train_the_same_on_two_ranks_and_on_one(family, strategy, instructions, tmp_path):
     shape = shape_of(family)
-    one = train_on(1, small(instructions, "one", model__shape=shape), tmp_path)
+    one = reference_run(small(instructions, "one", model__shape=shape))
     two = train_on(2, small(instructions, "two", model__shape=shape, parallel__strategy=strategy), tmp_path)
     hold_equal(two, one, bitwise=True)
 
@@ -55,7 +55,7 @@ def test_the_other_families_train_the_same_on_two_ranks_and_on_one(family, strat
 def test_the_other_families_can_be_split(family, instructions, tmp_path):
     # 259 is odd: one rank has a larger shard of the vocabulary.
     shape = shape_of(family, vocab=259)
-    one = train_on(1, small(instructions, "one", model__shape=shape), tmp_path)
+    one = reference_run(small(instructions, "one", model__shape=shape))
     for name, split in SPLITS.items():
         two = train_on(2, small(instructions, name, model__shape=shape, parallel=split), tmp_path)
         hold_equal(two, one, bitwise=False)
@@ -110,7 +110,7 @@ def test_nvme_offload_and_wrapping_by_class_train_the_same_as_one_process(way, w
     if way == "classes":
         parallel = {"strategy": "fsdp", "wrap": {"classes": ["LlamaMLP", "LlamaAttention"]}}
     batch = {"train__global_batch": MICRO_BATCH * world_size, "model__shape": {**FAMILIES["llama"], "positions": 512}}
-    one = train_on(1, small(instructions, "one", **batch), tmp_path)
+    one = reference_run(small(instructions, "one", **batch))
     several = train_on(world_size, small(instructions, "several", parallel=parallel, **batch), tmp_path)
     hold_equal(several, one, bitwise=world_size == 2)
 
@@ -118,7 +118,7 @@ def test_nvme_offload_and_wrapping_by_class_train_the_same_as_one_process(way, w
 @pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, {"strategy": "fsdp"}, *SPLITS.values()], ids=str)
 def test_packed_documents_train_the_same_on_two_ranks_and_on_one(parallel, instructions, tmp_path):
     shape = {**FAMILIES["llama"], "positions": 512}
-    one = train_on(1, small(instructions, "one", model__shape=shape, data__pack=True), tmp_path)
+    one = reference_run(small(instructions, "one", model__shape=shape, data__pack=True))
     two = train_on(2, small(instructions, "two", model__shape=shape, data__pack=True, parallel=parallel), tmp_path)
     hold_equal(two, one, bitwise="strategy" in parallel)
 
@@ -128,7 +128,7 @@ def test_a_pipeline_is_bitwise_equal_to_one_process(schedule, text, tmp_path):
     """Sequences of text have one length, so nothing is padded. Untied: a tied embedding is summed in another order."""
     shape = {**FAMILIES["pythia"], "positions": 512}
     config = {"model__shape": shape, "data__pack": True, "train__global_batch": 8, "train__micro_batch": 2}
-    one = train_on(1, settings(text, name="one", **config), tmp_path)
+    one = reference_run(settings(text, name="one", **config))
     two = train_on(2, settings(text, name="two", parallel={"pp": 2, "pp_schedule": schedule}, **config), tmp_path)
     hold_equal(two, one, bitwise=True)
 
@@ -149,7 +149,7 @@ def test_the_loss_scale_of_16_mixed_is_one_for_all_ranks(parallel, instructions,
     """
     monkeypatch.setattr(shoal.train.setup, "LossScaler", partial(LossScaler, start=2.0**24))
     shape = {**FAMILIES["llama"], "positions": 512}
-    changes = {"model__shape": shape, "train__precision": "16-mixed", "train__lr": 1e-2}
+    changes = {"model__shape": shape, "train__precision": "16-mixed", "train__lr": 1e-2, "train__steps": 10}
     one = lines(train_on(1, small(instructions, "one", **changes), tmp_path))
     two = lines(train_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path))
     skipped = one[-1]["skipped"]
@@ -185,7 +185,7 @@ def test_recomputation_repeats_the_dropout_masks(parallel, recompute, instructio
 def test_dropout_trains_as_well_when_split(parallel, instructions, with_dropout, tmp_path):
     """Ranks draw different dropout masks, so only the training progress is comparable."""
     changes = {"model": {"from": str(with_dropout)}, "train__steps": 10}
-    one = train_on(1, small(instructions, "one", **changes), tmp_path)
+    one = reference_run(small(instructions, "one", **changes))
     two = train_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path)
     found, wanted = ([line["loss"] for line in lines(run)] for run in (two, one))
     assert found != wanted
@@ -218,7 +218,7 @@ def test_freezing_and_learning_rate_groups_do_not_depend_on_the_parallel_layout(
     """A pipeline stage may have nothing to train, and no parameter that matches a pattern."""
     shape = {**FAMILIES["llama"], "tied": False, "positions": 512}
     batch = {"model__shape": shape, "train__global_batch": 8, "train__micro_batch": 2}
-    one = train_on(1, small(instructions, "one", **batch, **changes), tmp_path)
+    one = reference_run(small(instructions, "one", **batch, **changes))
     several = train_on(world_size, small(instructions, "several", parallel=parallel, **batch, **changes), tmp_path)
     hold_equal(several, one, bitwise=False)
 
@@ -250,7 +250,7 @@ def test_the_same_sequences_are_evaluated_however_the_model_is_split(world_size,
         "train__steps": 4,
         "eval": {"every": 2, "batches": 3},
     }
-    one = train_on(1, settings(instructions, name="one", **changes), tmp_path)
+    one = reference_run(settings(instructions, name="one", **changes))
     several = train_on(world_size, settings(instructions, name="several", parallel=parallel, **changes), tmp_path)
     assert len(evaluations(one)) == 2
     assert evaluations(several) == pytest.approx(evaluations(one), rel=2e-6)

@@ -162,7 +162,7 @@ def test_every_optimizer_learns_with_the_same_losses_on_two_sharded_ranks(optimi
     ("precision", "world_size", "strategy"),
     [
         ("bf16-mixed", 1, "single"),
-        ("32-true", 2, "fsdp"),
+        pytest.param("32-true", 2, "fsdp", marks=pytest.mark.slow),
         pytest.param("32-true", 2, "ddp", marks=pytest.mark.slow),
         pytest.param("bf16-mixed", 2, "ddp", marks=pytest.mark.slow),
         pytest.param("bf16-mixed", 2, "fsdp", marks=pytest.mark.slow),

@@ -1,7 +1,8 @@
-"""Initialize this process as a rank: alone, or one of several started by our launcher or torchrun."""
+"""Initialize this process as a rank: alone, or one of several started by our launcher, torchrun or srun."""
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -22,16 +23,48 @@ LAUNCH_FOLDER = "SHOAL_LAUNCH"
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # To try out parallelism on CPU; more processes would only wait for each other.
 PROCESSES_PER_CORE = 4
+# Where tasks of srun meet.
+FIRST_PORT, PORTS = 15_000, 15_000
 
 
 def started_by_others() -> bool:
     """Whether this process was started as one rank of several."""
+    adopt_srun(os.environ)
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_first() -> bool:
     """Whether this process prints: a single process, the launcher, or rank 0."""
+    adopt_srun(os.environ)
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def adopt_srun(environment: MutableMapping[str, str]) -> None:
+    """Give a task of srun the variables that torchrun gives its processes. In a step of one task, and under torchrun
+    inside srun, nothing changes."""
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))  # only srun sets it, and not the batch script
+    if tasks == 1 or "RANK" in environment:
+        return
+    nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
+    # Steps of one job, and jobs of one node, must not meet at the same port.
+    step = 97 * int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
+    environment.update(
+        RANK=environment["SLURM_PROCID"],
+        WORLD_SIZE=str(tasks),
+        LOCAL_RANK=environment["SLURM_LOCALID"],
+        LOCAL_WORLD_SIZE=str(-(-tasks // nodes)),
+    )
+    environment.setdefault("MASTER_ADDR", first_node(environment["SLURM_STEP_NODELIST"]))
+    environment.setdefault("MASTER_PORT", str(FIRST_PORT + step % PORTS))
+
+
+def first_node(nodes: str) -> str:
+    """The first name in Slurm's compressed list of nodes: `gpu[03-05,07]` begins with gpu03."""
+    prefix, _, rest = nodes.partition("[")
+    if "," in prefix or not rest:
+        return nodes.partition(",")[0]
+    inside, _, suffix = rest.partition("]")
+    return prefix + re.split("[-,]", inside)[0] + suffix.partition(",")[0]
 
 
 def attempt() -> int:
