@@ -28,7 +28,7 @@ VARIABLE = "SHOAL_MATMULS"
 # A matmul is slow if it takes longer than this many times one in fp32. With instructions for the dtype it takes about
 # as long or less; where oneDNN converts the inputs first, 3 to 5 times as long.
 SLOW = 2.0
-ROWS, WIDTH, REPEATS = 256, 256, 5
+SIZE, REPEATS = 128, 7
 
 
 @cache
@@ -39,13 +39,20 @@ def slow_dtypes() -> frozenset[torch.dtype]:
         raise UserMistake(f"{VARIABLE} is {wanted!r} in the environment; set it to emulated or native, or unset it.")
     if wanted != "measured":
         return frozenset(LOW_PRECISION if wanted == "emulated" else ())
-    limit = SLOW * min(_matmul_seconds(torch.float32) for _ in range(REPEATS))
-    # The fastest of several runs: another process may have used the core in between.
-    return frozenset(one for one in LOW_PRECISION if all(_matmul_seconds(one) > limit for _ in range(REPEATS)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other on a busy machine, whatever the dtype
+    try:
+        # The fastest of several: another process may have had the core in between.
+        fastest = {
+            dtype: min(_matmul_seconds(dtype) for _ in range(REPEATS)) for dtype in (torch.float32, *LOW_PRECISION)
+        }
+    finally:
+        torch.set_num_threads(threads)
+    return frozenset(dtype for dtype in LOW_PRECISION if fastest[dtype] > SLOW * fastest[torch.float32])
 
 
 def _matmul_seconds(dtype: torch.dtype) -> float:
-    left, right = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(WIDTH, WIDTH, dtype=dtype)
+    left, right = torch.ones(SIZE, SIZE, dtype=dtype), torch.ones(SIZE, SIZE, dtype=dtype)
     began = time.perf_counter()
     torch.mm(left, right)
     return time.perf_counter() - began
