@@ -1,11 +1,14 @@
 """Which of several failed ranks the launcher reports: the one that caused the others to fail."""
 
+import json
 import signal
+from pathlib import Path
+from typing import TextIO
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shoal.launch.processes import cause_of
+from shoal.launch.processes import cause_of, record_errors
 
 
 def died(exitcode: int, at: int) -> ProcessFailure:
@@ -30,3 +33,27 @@ def died(exitcode: int, at: int) -> ProcessFailure:
 def test_the_rank_that_caused_the_failure_is_reported(deaths: dict[int, tuple[int, int]], named: int) -> None:
     rank, failure = cause_of({rank: died(*death) for rank, death in deaths.items()})
     assert (rank, failure.exitcode) == (named, deaths[named][0])
+
+
+def test_a_rank_killed_while_it_writes_its_error_leaves_no_half_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The agent reads the file of a dead rank, and half a file of JSON would end the agent too."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def killed_while_writing(value: object, file: TextIO) -> None:
+        file.write('{"message": ')
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(json, "dump", killed_while_writing)
+        with pytest.raises(KeyboardInterrupt):
+            _fail()
+    assert not (tmp_path / "error.json").exists()
+    with pytest.raises(ValueError, match="as planned"):
+        _fail()
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    assert "as planned" in str(failure.message)
+
+
+@record_errors
+def _fail() -> None:
+    raise ValueError("as planned")

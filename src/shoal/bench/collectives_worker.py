@@ -3,16 +3,14 @@
 import os
 import sys
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from shoal.bench.collectives import measure_as_rank
 from shoal.bench.collectives_request import Request
 from shoal.launch.join import is_first
-from shoal.launch.processes import MISTAKE, begin_rank, report_failure, report_result
+from shoal.launch.processes import MISTAKE, begin_rank, record_errors, report_failure, report_result
 from shoal.mistakes import UserMistake
 
 
-@record
+@record_errors
 def main() -> None:
     begin_rank()
     # Standard output belongs to the launcher: redirect what libraries print.

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.files import write_atomically
@@ -30,6 +30,27 @@ from shoal.resilience.signals import LAUNCHER, die_with_parent, second_signal_en
 
 RESULT, MISTAKE, FAILED, HUNG = "result.json", "mistake", "failed", "hung"
 OUT_OF_MEMORY = "out-of-memory"
+
+
+class _AtomicErrorFile(ErrorHandler):
+    """Writes the error of a rank for the agent, complete or not at all: a rank may be killed while it writes, and the
+    agent fails on a file that is not JSON."""
+
+    def record_exception(self, e: BaseException) -> None:
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file is None:
+            return
+        temporary = f"{file}.tmp"
+        os.environ["TORCHELASTIC_ERROR_FILE"] = temporary
+        try:
+            super().record_exception(e)
+        finally:
+            os.environ["TORCHELASTIC_ERROR_FILE"] = file
+        Path(temporary).replace(file)
+
+
+# For the main function of a rank: its exception reaches the launcher.
+record_errors = partial(record, error_handler=_AtomicErrorFile())
 
 
 class RanOut(RunFailed):

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
 from shoal.launch.join import heartbeat_file, joined, restarted
@@ -20,6 +18,7 @@ from shoal.launch.processes import (
     HUNG,
     MISTAKE,
     begin_rank,
+    record_errors,
     report_failure,
     report_out_of_memory,
     report_result,
@@ -35,7 +34,7 @@ from shoal.train.out_of_memory import OutOfMemory
 from shoal.train.setup import Start
 
 
-@record
+@record_errors
 def main() -> None:
     begin_rank()
     parser = argparse.ArgumentParser()
