@@ -86,6 +86,7 @@ def test_a_model_without_identical_blocks_trains_the_same_on_two_ranks_and_on_on
 @pytest.mark.skipif(
     "inkling_text" not in CONFIG_MAPPING, reason="this transformers has no embedding with a norm inside"
 )
+@pytest.mark.slow
 def test_an_embedding_with_a_norm_trains_the_same_on_two_ranks_and_on_one(instructions, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 4}

@@ -161,7 +161,7 @@ def test_every_optimizer_learns_with_the_same_losses_on_two_sharded_ranks(optimi
 @pytest.mark.parametrize(
     ("precision", "world_size", "strategy"),
     [
-        ("bf16-mixed", 1, "single"),
+        pytest.param("bf16-mixed", 1, "single", marks=pytest.mark.slow),
         pytest.param("32-true", 2, "fsdp", marks=pytest.mark.slow),
         pytest.param("32-true", 2, "ddp", marks=pytest.mark.slow),
         pytest.param("bf16-mixed", 2, "ddp", marks=pytest.mark.slow),
