@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import yaml
 
 SHOAL = Path(sys.executable).parent / "shoal"
-# Set for a whole test run by tests/conftest.py; a user has none of these.
+# Seconds. Only a hang takes this long, also on a slow machine: no test asserts a wall time.
 PATIENCE = 300
 # Set for a whole test run by tests/conftest.py; a user has none of these.
 NOT_INHERITED = ("HF_HUB_OFFLINE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
