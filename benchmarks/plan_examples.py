@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal import api
-from shoal.plan.decide import Choice
+from shoal.plan.resolved import ResolvedRun
 from shoal.plan.terms import GIB
 
 HERE = Path(__file__).parent
@@ -123,7 +123,7 @@ EXAMPLES = (
 SCALING = {1: (1.0, 1.0), 2: (1.95, 1.9), 4: (3.8, 3.7), 8: (7.5, 7.2), 16: (14.5, 13.8), 32: (28.0, 26.0)}
 
 
-def plan_of(settings: tuple[str, ...]) -> Choice:
+def plan_of(settings: tuple[str, ...]) -> ResolvedRun:
     return api.plan(api.load_config(None, settings, planned=True)).choice
 
 

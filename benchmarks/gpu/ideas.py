@@ -24,8 +24,9 @@ from shoal.config.run import RunDirectory
 from shoal.data.loader import batches
 from shoal.launch.join import joined
 from shoal.observe.progress import Reporter
+from shoal.parallel.device import inspect_device
 from shoal.train.inputs import read_inputs
-from shoal.train.setup import Start, set_up
+from shoal.train.setup import Start, preflight, set_up
 
 LARGE = ["model.shape=llama3-8b", "train.precision=bf16-true"]
 SHORT_OF_MEMORY = [*LARGE, "train.optimizer.name=adamw8bit"]
@@ -53,7 +54,7 @@ def measure(name: str, folder: Path, *, steps: int = 8, rounds: int = 3, profile
         inputs = read_inputs(config, Reporter(enabled=False))
         run = RunDirectory(folder / config.name)
         run.create(config, overwrite=True)
-        job = set_up(config, inputs, run, ranks, Start())
+        job = set_up(preflight(config, inputs, 1, inspect_device(ranks.device)), run, ranks, Start())
         stream = batches(
             inputs.sets.training,
             inputs.sets.order,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.inspect import Listed
     from shoal.convert.imports import Imported
     from shoal.plan.report import Plan
+    from shoal.train.hooks import Hook
     from shoal.train.loop import Summary
     from shoal.train.preview import Preview
     from shoal.use.evaluate import Evaluation
@@ -64,8 +65,12 @@ def train(
     start_from: Path | str | None = None,
     overwrite: bool = False,
     max_restarts: int = 0,
+    hooks: Sequence[Hook] = (),
 ) -> Summary:
-    """Train as `config` says, under `runs`/NAME; see `shoal train --help` for what the options mean."""
+    """Train as `config` says, under `runs`/NAME; see `shoal train --help` for what the options mean.
+
+    `hooks` see the events of the run: see `shoal.train.hooks`. With several devices, start the program with torchrun.
+    """
     from shoal.launch.run import start
 
     return start(
@@ -75,6 +80,7 @@ def train(
         start_from=None if start_from is None else Path(start_from),
         overwrite=overwrite,
         max_restarts=max_restarts,
+        hooks=hooks,
     )
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shoal.api import load_config
 from shoal.bench.forecast import uncompiled_choice
 from shoal.bench.trace import Traced, trace
-from shoal.plan.decide import Choice
+from shoal.plan.resolved import ResolvedRun
 
 # Large enough that nothing is decided by roundings, small enough for a second.
 SMALL = "{family: llama, hidden: 512, layers: 6, heads: 8, kv_heads: 4, ffn: 1376, vocab: 32000, tied: false}"
@@ -30,7 +30,7 @@ def one_of(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def trace_run(world_size: int, shape: str, *overrides: str) -> tuple[Choice, Traced]:
+def trace_run(world_size: int, shape: str, *overrides: str) -> tuple[ResolvedRun, Traced]:
     """The run of these overrides, with a row for each rank and pass unless they say otherwise."""
     rows = (
         [] if any(one.startswith("train.global_batch") for one in overrides) else [f"train.global_batch={world_size}"]

@@ -4,7 +4,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ from tests.launch.command import SHOAL, Command, losses, rank_process, training_
 HANG_TIMEOUT = 4.0
 
 
+@contextmanager
+def running(watchdog: Watchdog) -> Iterator[Watchdog]:
+    watchdog.start()
+    yield watchdog
+    watchdog.stop(failed=True)
+
+
 def hang(folder: Path, act: Callable[[int], None]) -> tuple[str, dict[int, str]]:
     """The watchdog's message and each rank's stacks when three ranks do `act` instead of their next step."""
     said = folder / "said"
@@ -33,7 +41,7 @@ def hang(folder: Path, act: Callable[[int], None]) -> tuple[str, dict[int, str]]
                 heartbeats=heartbeat_file(),
                 tell=lambda text: said.write_text(text) and None,
             )
-            with watchdog:
+            with running(watchdog):
                 dist.all_reduce(torch.ones(3))
                 watchdog.heartbeat(7, "training")
                 act(ranks.rank)
@@ -80,7 +88,7 @@ def test_the_rank_that_hung_first_waits_for_the_reports_of_the_others(tmp_path):
     def be() -> None:
         with joined_within(60) as ranks:
             told = lambda text: (tmp_path / "said").write_text(text) and None  # noqa: E731
-            with Watchdog(tmp_path / "hang", ranks, 3.0, heartbeats=heartbeat_file(), tell=told) as watchdog:
+            with running(Watchdog(tmp_path / "hang", ranks, 3.0, heartbeats=heartbeat_file(), tell=told)) as watchdog:
                 watchdog.heartbeat(7, "training")
                 if ranks.rank == 1:
                     time.sleep(60)
@@ -98,7 +106,9 @@ def test_survivors_of_a_dead_rank_do_not_wait_for_it(tmp_path):
     """Where no connection breaks: they see in /proc that its process is dead."""
 
     def be() -> None:
-        with joined_within(600) as ranks, Watchdog(tmp_path, ranks, 600, heartbeats=heartbeat_file()) as watchdog:
+        with joined_within(600) as ranks:
+            watchdog = Watchdog(tmp_path, ranks, 600, heartbeats=heartbeat_file())
+            watchdog.start()
             watchdog.heartbeat(1, "training")
             dist.barrier()
             if ranks.rank == 1:

@@ -15,13 +15,12 @@ import torch
 from shoal import api
 from shoal.checkpoint import store
 from shoal.checkpoint.store import list_complete
-from shoal.plan.choose import Chosen
 from shoal.plan.decide import choose
 from shoal.plan.machine import machine_at_hand
 from shoal.plan.models import read_shape
-from shoal.train import build, out_of_memory
-from shoal.train.forecast import Forecast
-from shoal.train.out_of_memory import OutOfMemory, smaller_batch
+from shoal.resilience import out_of_memory
+from shoal.resilience.out_of_memory import OutOfMemory, smaller_batch
+from shoal.train import build
 from shoal.train.step import TrainStep
 from tests.harness import settings, train_on
 from tests.launch.command import Ended, environment, forked_shoal, losses, shoal, training_lines, write_config
@@ -144,7 +143,7 @@ def test_a_setting_that_is_not_implemented_is_not_a_fix() -> None:
     used += ["train.optimizer.name=adamw8bit", "parallel.strategy=fsdp", "parallel.offload=cpu", "data.max_length=512"]
     config = api.load_config(None, ["model.shape=gpt2", *used])
     choice = choose(config, read_shape(config.model), machine_at_hand("NVIDIA H200", 139.8, devices=8))
-    said = list(out_of_memory._fixes(Forecast(choice, exact=True)))
+    said = list(out_of_memory._fixes(choice))
     fixes = [line.partition("  saves ")[0].strip() for line in said[1:]]
     assert fixes
     for fix in fixes:
@@ -157,7 +156,7 @@ def test_a_change_that_is_not_enough_is_not_a_fix_where_another_is() -> None:
     config = api.load_config(None, asked)
     choice = choose(config, read_shape(config.model), machine_at_hand("NVIDIA H200", 139.8, devices=1))
     assert not choice.fits
-    fixes = [line.partition("  saves ")[0].strip() for line in out_of_memory._fixes(Forecast(choice, exact=True))][1:]
+    fixes = [line.partition("  saves ")[0].strip() for line in out_of_memory._fixes(choice)][1:]
     assert len(fixes) == 3
     for fix in fixes:
         changed = api.load_config(None, [*asked, *fix.split()])
@@ -245,13 +244,8 @@ def test_two_ranks_report_it_once_and_are_not_restarted(rank: int, instructions:
 
 def test_the_next_smaller_micro_batch_divides_the_batch() -> None:
     """The largest divisor up to half is used where half does not divide the batch."""
-
-    def smaller(**changes: Any) -> Any:
-        base = {"strategy": "single", "reason": "", "world_size": 1, "data_parallel": 1, "global_batch": 0, "mesh": {}}
-        return smaller_batch(Chosen(**base, **changes))
-
-    assert smaller(micro_batch=8, grad_accum_steps=1) == 4
-    assert smaller(micro_batch=9, grad_accum_steps=1) == 3
-    assert smaller(micro_batch=5, grad_accum_steps=2) == 2
-    assert smaller(micro_batch=3, grad_accum_steps=1) == 1
-    assert smaller(micro_batch=1, grad_accum_steps=4) is None
+    assert smaller_batch(micro_batch=8, grad_accum_steps=1) == 4
+    assert smaller_batch(micro_batch=9, grad_accum_steps=1) == 3
+    assert smaller_batch(micro_batch=5, grad_accum_steps=2) == 2
+    assert smaller_batch(micro_batch=3, grad_accum_steps=1) == 1
+    assert smaller_batch(micro_batch=1, grad_accum_steps=4) is None

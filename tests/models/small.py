@@ -9,8 +9,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from shoal.catalogue.shapes import shape_from_sizes
 from shoal.config.schema import ModelConfig
 from shoal.models.anatomy import read_anatomy
-from shoal.models.build import Blueprint, blueprint, build_on_meta
 from shoal.models.families import transformers_config
+from shoal.models.prepare import Blueprint, blueprint, prepare_model
 from shoal.models.weights import Weights, materialize
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def mixture_config(family: str, **changes: Any) -> Any:
 
 
 def on_meta(settings: Any, *, attention: str = "auto", longest: int = POSITIONS) -> Any:
-    return build_on_meta(Blueprint(settings, None), attention=attention, longest=longest)
+    return prepare_model(Blueprint(settings, None), attention=attention, longest=longest).model
 
 
 def drawn(settings: Any, *, seed: int = 0, **options: Any) -> Any:
@@ -95,7 +95,7 @@ def drawn(settings: Any, *, seed: int = 0, **options: Any) -> Any:
 def loaded(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """The model of a Hugging Face folder, as a run with model.from loads it."""
     plan = blueprint(ModelConfig.model_validate({"from": str(folder)}))
-    model = build_on_meta(plan, attention="auto", longest=POSITIONS)
+    model = prepare_model(plan, longest=POSITIONS).model
     materialize(model, read_anatomy(model), device=CPU, dtype=dtype, source=Weights(plan.folder, 0))
     return model
 

@@ -18,7 +18,7 @@ from shoal.config.mesh import Mesh
 from shoal.launch.join import joined
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import read_anatomy
-from shoal.models.build import blueprint, build_on_meta
+from shoal.models.prepare import blueprint, prepare_model
 from shoal.models.tensor_slices import local_tensor
 from shoal.models.weights import Weights, materialize
 from shoal.parallel.apply import parallelize
@@ -167,7 +167,7 @@ def shards(model: dict[str, Any]) -> list[dict[str, tuple[Any, Any]]]:
     config = run_config(model)
     with joined(config) as ranks:
         plan = blueprint(config.model)
-        built = build_on_meta(plan, attention="auto", longest=32)
+        built = prepare_model(plan, longest=32).model
         parallel = parallelize(
             built,
             config,
@@ -197,7 +197,7 @@ def explicit(family: str, tied: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("neox", False), ("gpt2", True)])
 def test_random_weights_are_the_same_however_they_are_sharded(family, tied, world_size):
     config = run_config(explicit(family, tied))
-    alone = build_on_meta(blueprint(config.model), attention="auto", longest=32)
+    alone = prepare_model(blueprint(config.model), longest=32).model
     materialize(alone, read_anatomy(alone), device=CPU, dtype=torch.float32, source=Weights(None, config.seed))
     expected = {name: parameter.detach() for name, parameter in alone.named_parameters()}
     answers = run_ranks(world_size, lambda: shards(explicit(family, tied)))
@@ -227,7 +227,7 @@ def test_a_rank_has_memory_for_its_own_shard_and_no_more():
     def held_and_whole() -> tuple[int, int]:
         config = run_config(explicit("llama", True))
         with joined(config) as ranks:
-            built = build_on_meta(blueprint(config.model), attention="auto", longest=32)
+            built = prepare_model(blueprint(config.model), longest=32).model
             parallel = parallelize(
                 built,
                 config,

@@ -28,10 +28,11 @@ from shoal.config.run import RunDirectory
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.launch.join import joined_within
 from shoal.observe.progress import Reporter
+from shoal.parallel.device import inspect_device
 from shoal.parallel.ranks import Ranks
 from shoal.train.inputs import read_inputs
 from shoal.train.job import Job
-from shoal.train.setup import Start, set_up
+from shoal.train.setup import Preflight, Start, preflight, set_up
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -161,12 +162,12 @@ class Measured:
     def batch(self, job: Job) -> StepBatch:
         """A step of sequences of exactly `length` tokens."""
         generator = torch.Generator().manual_seed(job.progress.step)
-        micro_batch, vocabulary = job.chosen.micro_batch, self.inputs.blueprint.vocabulary
+        micro_batch, vocabulary = job.resolved.micro_batch, self.inputs.blueprint.vocabulary
         micro_batches = [
             MicroBatch(*torch.randint(0, vocabulary, (2, micro_batch, self.length), generator=generator))
-            for _ in range(job.chosen.grad_accum_steps)
+            for _ in range(job.resolved.grad_accum_steps)
         ]
-        return StepBatch(micro_batches, job.chosen.global_batch * self.length, np.zeros(0))
+        return StepBatch(micro_batches, job.resolved.global_batch * self.length, np.zeros(0))
 
     def traffic(self, make: Callable[[], Job]) -> tuple[dict[Collective, Amount], int]:
         """(collectives, scalar all-reduces) of one step."""
@@ -194,11 +195,14 @@ class Measured:
             make()
         return memory
 
+    def _preflight(self, ranks: Ranks) -> Preflight:
+        return preflight(self.config, self.inputs, ranks.world_size, inspect_device(ranks.device))
+
     @contextmanager
     def _set_up(self, ranks: Ranks) -> Iterator[Callable[[], Job]]:
         with tempfile.TemporaryDirectory() as folder:
             run = RunDirectory(Path(folder))
-            yield lambda: set_up(self.config, self.inputs, run, ranks, Start(checkpoint=self.start_from))
+            yield lambda: set_up(self._preflight(ranks), run, ranks, Start(checkpoint=self.start_from))
 
 
 @dataclass

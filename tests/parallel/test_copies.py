@@ -8,7 +8,7 @@ import torch
 
 from shoal.config import Mesh, config_from_mapping
 from shoal.data.loader import MicroBatch
-from shoal.models.build import blueprint, build_on_meta
+from shoal.models.prepare import blueprint, prepare_model
 from shoal.parallel.apply import parallelize
 from shoal.parallel.precision import ComputeCopies, read_precision
 from shoal.parallel.ranks import Ranks
@@ -26,7 +26,7 @@ def test_gradients_do_not_wait_for_the_backward_pass_of_earlier_blocks(family, r
         }
     )
     model = parallelize(
-        build_on_meta(blueprint(config.model), attention="auto", longest=16),
+        prepare_model(blueprint(config.model), longest=16).model,
         config,
         strategy="single",
         mesh=Mesh(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shoal.config import Mesh, config_from_mapping
 from shoal.data.loader import MicroBatch, StepBatch
-from shoal.models.build import blueprint, build_on_meta
+from shoal.models.prepare import blueprint, prepare_model
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import make_optimizer
 from shoal.parallel.apply import parallelize
@@ -62,7 +62,7 @@ def _losses(
         }
     )
     model = parallelize(
-        build_on_meta(blueprint(config.model), attention="auto", longest=256),
+        prepare_model(blueprint(config.model), longest=256).model,
         config,
         strategy=strategy,
         mesh=Mesh(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1),

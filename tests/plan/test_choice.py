@@ -95,7 +95,7 @@ def test_training_may_hand_in_the_machine_it_is_on():
     for printed, name in (("NVIDIA H200", "h200"), ("NVIDIA Nonesuch 9000", "a100-80gb")):
         machine = machine_at_hand(printed, 139.8, devices=4, nodes=2)
         assert (machine.gpu.name, machine.gpu.memory_gib) == (name, 139.8)
-        chosen = choose(config, read_shape(config.model), machine).chosen()
+        chosen = choose(config, read_shape(config.model), machine)
         assert (chosen.world_size, chosen.data_parallel) == (8, 8)
         assert chosen.micro_batch * chosen.grad_accum_steps * 8 == chosen.global_batch == 64
     assert machine_at_hand(None, None, devices=2).is_cpu

@@ -6,21 +6,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 
 from shoal import api
 from shoal.catalogue.shapes import parameters
+from shoal.config.run import RunDirectory
 from shoal.launch.join import joined
-from shoal.models.build import Blueprint, build_on_meta
+from shoal.models.prepare import Blueprint, prepare_model
 from shoal.parallel.device import Device
 from shoal.parallel.ranks import Ranks
 from shoal.plan.decide import choose
 from shoal.plan.machine import Machine, machine_at_hand
 from shoal.plan.models import read_shape
-from shoal.train import build, setup
+from shoal.train import build, resolve
 from shoal.train.compare import Comparison
-from shoal.train.forecast import Forecast, machine_of_all, make_forecast
-from shoal.train.log import LogInterval
+from shoal.train.hooks import LogInterval, RunStart
+from shoal.train.resolve import forecast_values, machine_of_all, resolve_run
 from tests.harness import lines, run_ranks, settings, train_on
 from tests.launch.command import forked_shoal, write_config
 from tests.models.small import MIXTURES, mixture_config
@@ -35,11 +37,11 @@ def plan_of(run: Path) -> dict[str, Any]:
 
 
 def forecast_of(model_type: str, machine: Machine = H200, overrides: tuple[str, ...] = (), **sizes: Any) -> Any:
-    """(forecast, parameter count) of a model that transformers builds from these sizes."""
+    """(resolved run, parameter count) of a model that transformers builds from these sizes."""
     given = mixture_config(model_type, **sizes) if model_type in MIXTURES else CONFIG_MAPPING[model_type](**sizes)
     config = api.load_config(None, ["model.shape=gpt2", "data.max_length=64", *overrides], planned=True)
-    model = build_on_meta(Blueprint(given, None), attention="auto", longest=64)
-    return make_forecast(config, model, machine), sum(one.numel() for one in model.parameters())
+    prepared = prepare_model(Blueprint(given, None), longest=64)
+    return resolve_run(config, prepared, machine), sum(one.numel() for one in prepared.model.parameters())
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -62,7 +64,7 @@ def test_what_is_chosen_is_what_the_model_is_built_with(instructions, tmp_path, 
     reference = train_on(1, settings(instructions, name="reference", train__steps=3), tmp_path)
     config = settings(instructions, **{**AUTO, "train__micro_batch": 4}, train__steps=3)
     tight = machine_at_hand("NVIDIA H200", 0.0, devices=1)
-    monkeypatch.setattr(setup, "machine_of_all", lambda *_: tight)
+    monkeypatch.setattr(resolve, "machine_of_all", lambda *_: tight)
     given: list[Any] = []
     built = build.parallelize
 
@@ -102,16 +104,15 @@ ODD = {
 @pytest.mark.parametrize("model_type", ODD)
 def test_any_model_has_a_forecast_with_its_exact_parameter_count(model_type):
     forecast, true = forecast_of(model_type, **ODD[model_type])
-    shape = forecast.choice.run.shape
+    shape = forecast.run.shape
     assert parameters(shape) == pytest.approx(true, rel=0.01)
-    assert forecast.as_dict()["memory"]["allocated_gib"] >= round(true * 12 / 2**30, 3)
+    assert forecast_values(forecast)["memory"]["allocated_gib"] >= round(true * 12 / 2**30, 3)
     assert forecast.exact == (model_type in ("gpt2", "gpt_neox")), "an approximated model is not exact"
 
 
 def test_inactive_experts_take_memory_and_no_time():
     few, _ = forecast_of("mixtral", num_local_experts=4)
     many, _ = forecast_of("mixtral", num_local_experts=64)
-    few, many = few.choice, many.choice
     assert few.memory.worst.peak.tree.find("activations") == many.memory.worst.peak.tree.find("activations")
     assert many.memory.allocated > few.memory.allocated
     assert many.speed.step.find("matmuls") == few.speed.step.find("matmuls")
@@ -173,19 +174,16 @@ def compared(tmp_path: Path, *, speed: float, memory: float, full: float = 1.0) 
     )
     choice = choose(config, read_shape(config.model), H200)
     said: list[str] = []
-    job: Any = SimpleNamespace(
-        forecast=Forecast(choice, exact=True),
-        progress=SimpleNamespace(step=0),
-        plan={"forecast": None},
-        ranks=SimpleNamespace(first=True),
-        run=SimpleNamespace(plan=tmp_path / "plan.json"),
-        reporter=SimpleNamespace(warn=said.append),
-    )
-    seen = Comparison(job)
+    run = RunDirectory(tmp_path)
+    run.plan.write_text("{}")
+    reporter: Any = SimpleNamespace(warn=said.append)
+    seen = Comparison(run, choice, reporter)
+    seen.on_run_start(RunStart(run.path, choice, Ranks(0, 1, 0, torch.device("cpu")), step=0, steps=15))
     positions = round(8 * config.data.max_length * full)
     for step in range(1, 16):
         seconds = choice.speed.step_seconds / speed * (100.0 if step == 1 else 1.0)
-        seen.update(LogInterval(step, 1, seconds, positions, 0.4, choice.memory.allocated / 2**30 * memory, 100.0))
+        allocated = choice.memory.allocated / 2**30 * memory
+        seen.on_metrics({}, LogInterval(step, 1, seconds, positions, 0.4, allocated, 100.0))
     return json.loads((tmp_path / "plan.json").read_text()), said
 
 
@@ -209,4 +207,4 @@ def test_memory_or_speed_far_from_the_forecast_is_a_warning_with_both_figures(tm
 
 def test_sequences_shorter_than_the_forecast_assumes_are_not_compared(tmp_path):
     found, said = compared(tmp_path, speed=0.5, memory=0.5, full=0.5)
-    assert (found["off"], found["measured"]["full_rows"], said) == (None, False, [])
+    assert (found["off"], found["measured"]["full_sequences"], said) == (None, False, [])

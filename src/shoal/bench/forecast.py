@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.config.schema import Config
-from shoal.plan.decide import Choice, choose
+from shoal.plan.decide import choose
 from shoal.plan.machine import Machine, read_machine
 from shoal.plan.models import read_shape
+from shoal.plan.resolved import ResolvedRun
 from shoal.plan.terms import GIB
 
 DEVICES_PER_NODE = 8
@@ -40,7 +41,7 @@ def machine_of(config: Config, world_size: int) -> Machine:
     return machine.of(devices, nodes) if devices * nodes == world_size else machine.of(world_size, 1)
 
 
-def uncompiled_choice(config: Config, world_size: int) -> Choice:
+def uncompiled_choice(config: Config, world_size: int) -> ResolvedRun:
     """The choice for a job of `world_size` ranks, with uncompiled blocks."""
     eager = config.model_copy(update={"train": config.train.model_copy(update={"compile": False})})
     return choose(eager, read_shape(config.model), machine_of(config, world_size))
@@ -53,7 +54,7 @@ def compared_terms(sizes: Mapping[str, float]) -> dict[str, float]:
     return {term: sum(sizes.get(name, 0.0) for name in names) / GIB for term, names in COMPARED.items()}
 
 
-def forecast_memory(choice: Choice, moment: str | None = None) -> dict[str, Any]:
+def forecast_memory(choice: ResolvedRun, moment: str | None = None) -> dict[str, Any]:
     """The memory forecast with the terms at `moment`; at the peak if None."""
     pipeline_rank = choice.memory.pipeline_ranks[0]
     wanted = next((one for one in pipeline_rank.moments if one.name == moment), pipeline_rank.peak)
@@ -66,7 +67,7 @@ def forecast_memory(choice: Choice, moment: str | None = None) -> dict[str, Any]
     }
 
 
-def forecast_compute(choice: Choice) -> dict[str, float]:
+def forecast_compute(choice: ResolvedRun) -> dict[str, float]:
     """The compute time of a device, without communication."""
     speed = choice.speed
     parts = {part.name: part.amount for part in speed.step.parts}

@@ -13,7 +13,7 @@ from shoal.bench.steps import MISTAKE, Steps
 from shoal.config.load import config_to_yaml
 from shoal.config.schema import Config
 from shoal.mistakes import RunFailed, UserMistake
-from shoal.plan.choose import Chosen
+from shoal.plan.resolved import describe_accumulation
 
 # Deviations above this are reported in a note; for a term only if they are also this share of the total.
 TOLERANCE = 0.10
@@ -91,9 +91,9 @@ class RankReport:
 
     def text(self) -> str:
         mesh = " × ".join(f"{name} {size}" for name, size in self.chosen["mesh"].items() if size > 1)
-        chosen = Chosen(**self.chosen)
-        batch = f"micro-batch {chosen.micro_batch} × {chosen.describe_accumulation()}"
-        how = f"{chosen.strategy}{f' ({mesh})' if mesh else ''}, {batch}"
+        accumulation = describe_accumulation(self.chosen["grad_accum_steps"])
+        batch = f"micro-batch {self.chosen['micro_batch']} × {accumulation}"
+        how = f"{self.chosen['strategy']}{f' ({mesh})' if mesh else ''}, {batch}"
         lines = [] if self.steps is None else [self.steps.text()]
         lines.append(f"rank 0 of {self.world_size} × {self.device}: {how}")
         lines.append("")

@@ -20,17 +20,16 @@ from shoal.bench.ledger import Ledger, Peak
 from shoal.config.schema import Config
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.mistakes import UserMistake
-from shoal.models.build import blueprint, build_on_meta
 from shoal.models.loss import KERNEL_CHUNK_LOGITS, HeadAndLoss
+from shoal.models.prepare import PreparedModel, blueprint, prepare_model
 from shoal.models.tensor_slices import local_tensor
 from shoal.optim.adamw import AdamW
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import NamedOptimizer, check_groups, check_quantization_blocks
-from shoal.parallel.apply import freeze
 from shoal.parallel.check import check_parallel
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
-from shoal.plan.decide import Choice
+from shoal.plan.resolved import ResolvedRun
 from shoal.plan.run import Run
 from shoal.train.build import build, keep_low_precision_gradients
 from shoal.train.step import TrainStep
@@ -69,20 +68,24 @@ def check_traceable(config: Config, run: Run) -> None:
         raise UserMistake("bench rank without a GPU cannot trace fp8 matmuls; use train.precision bf16-mixed.")
 
 
-def trace(choice: Choice, report: Callable[[str], None] = lambda _: None) -> Traced:
+def trace(choice: ResolvedRun, report: Callable[[str], None] = lambda _: None) -> Traced:
     """Trace one steady-state step of rank 0. With other ranks, there must be a fake process group."""
     config, run = choice.config, choice.run
     check_traceable(config, run)
-    built = build_on_meta(blueprint(config.model), attention=config.model.attention, longest=config.data.max_length)
-    parameters = sum(parameter.numel() for parameter in built.parameters())
-    freeze(built, config.model.freeze)
+    prepared = prepare_model(
+        blueprint(config.model),
+        attention=config.model.attention,
+        longest=config.data.max_length,
+        freeze=config.model.freeze,
+    )
+    built, parameters = prepared.model, prepared.parameters
     check_groups(dict(built.named_parameters()), config.train)
     check_parallel(built, config, strategy=run.strategy, mesh=run.mesh, grad_accum_steps=run.grad_accum_steps)
     check_quantization_blocks(built, config.train, run.mesh.tp)
     on_gpu = not choice.machine.is_cpu
     ledger = Ledger(_cpu_only_tensors(built) if on_gpu else lambda operation, purpose, tensor: False)
     with ledger:
-        step = _build(built, choice, ledger, on_gpu)
+        step = _build(prepared, choice, ledger, on_gpu)
         report(f"{parameters:,} parameters set up as rank 0 of {run.world_size}")
         _hook_blocks(step.model, built, ledger)
         for number in range(STEPS):
@@ -95,14 +98,13 @@ def trace(choice: Choice, report: Callable[[str], None] = lambda _: None) -> Tra
         return Traced(timeline.peaks(ledger.names), parameters)
 
 
-def _build(built: Any, choice: Choice, ledger: Ledger, on_gpu: bool) -> TrainStep:
-    run, chosen = choice.run, choice.chosen()
-    ranks = Ranks(0, run.world_size, 0, torch.device("cpu"))
-    model, optimizer = build(built, choice.config, chosen, run.mesh, ranks, folder=None, values=False)
+def _build(prepared: PreparedModel, choice: ResolvedRun, ledger: Ledger, on_gpu: bool) -> TrainStep:
+    ranks = Ranks(0, choice.world_size, 0, torch.device("cpu"))
+    model, optimizer = build(prepared, choice, ranks, values=False)
     if on_gpu:
         optimizer = _with_gpu_optimizer(optimizer, model)
         _use_gpu_loss(model)
-    keep_low_precision_gradients(model, optimizer, chosen)
+    keep_low_precision_gradients(model, optimizer, choice)
     scaler = LossScaler(ranks.device, enabled=model.precision.scaled)
     ledger.building = False
     weights = [*model.parameters.values(), *model.low_precision.values()]

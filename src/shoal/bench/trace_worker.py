@@ -53,7 +53,7 @@ def trace_rank(config: Config, world_size: int) -> dict[str, Any]:
     peak = traced.peak
     return {
         "parameters": traced.parameters,
-        "chosen": choice.chosen().as_dict(),
+        "chosen": choice.as_dict(),
         "device": choice.machine.gpu.name,
         "machine": describe_machine(torch.device("cpu")),
         "forecast": forecast_memory(choice, peak),

@@ -26,10 +26,10 @@ from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
 from shoal.parallel.ranks import Ranks
-from shoal.plan.choose import Chosen
 from shoal.plan.decide import choose
 from shoal.plan.machine import Machine, machine_at_hand
 from shoal.plan.models import read_shape
+from shoal.plan.resolved import ResolvedRun
 from shoal.plan.terms import GIB
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import train
@@ -65,29 +65,26 @@ def train_as_single_rank(config: Config, world_size: int, run: RunDirectory, for
     device = choose_device(0)
     config = with_precision(config, inspect_device(device).auto_precision)
     inputs = read_inputs(config, Reporter(enabled=False))
-    chosen = preflight(config, inputs, world_size, inspect_device(device), None)
-    if chosen.mesh["pp"] > 1 or (chosen.strategy in ("ddp", "zero1") and chosen.data_parallel > 1):
+    checked = preflight(config, inputs, world_size, inspect_device(device))
+    resolved = checked.resolved
+    if resolved.mesh.pp > 1 or (resolved.strategy in ("ddp", "zero1") and resolved.data_parallel > 1):
         raise UserMistake(
-            f"bench rank cannot replace the collectives of {'pp' if chosen.mesh['pp'] > 1 else chosen.strategy} by "
+            f"bench rank cannot replace the collectives of {'pp' if resolved.mesh.pp > 1 else resolved.strategy} by "
             "fake ones; it supports fsdp, zero2 and zero3, with tp and cp. A ddp rank computes the same as one device: "
             "use shoal bench train for its speed, and --traced for its memory."
         )
     dist.init_process_group("fake", rank=0, world_size=world_size)
     run.create(config, overwrite=False)
-    train(config, inputs, run, Ranks(0, world_size, 0, device), Start())
+    train(checked, run, Ranks(0, world_size, 0, device), Start())
     if forecast is not None and device.type == "cuda":
-        forecast.write_text(json.dumps(_forecast(config, chosen, device, here)))
+        forecast.write_text(json.dumps(_forecast(resolved, device, here)))
 
 
-def _forecast(config: Config, chosen: Chosen, device: torch.device, machines: Machine) -> dict[str, Any]:
-    """The forecast for the run that was measured."""
+def _forecast(resolved: ResolvedRun, device: torch.device, machines: Machine) -> dict[str, Any]:
+    """The forecast for the run that was measured, by the catalogue's shape of the model."""
     found = inspect_device(device)
     machine = machine_at_hand(torch.cuda.get_device_name(device), found.memory_gib, machines.devices, machines.nodes)
-    parallel = config.parallel.model_copy(update={"strategy": chosen.strategy, "sharding": chosen.sharding})
-    recompute = chosen.recompute if config.train.recompute == "auto" else config.train.recompute
-    settled = config.train.model_copy(update={"micro_batch": chosen.micro_batch, "recompute": recompute})
-    config = config.model_copy(update={"parallel": parallel, "train": settled})
-    choice = choose(config, read_shape(config.model), machine)
+    choice = choose(resolved.config, read_shape(resolved.config.model), machine)
     memory = forecast_memory(choice)
     return memory | forecast_compute(choice) | {"reserved_gib": choice.memory.pipeline_ranks[0].reserved / GIB}
 

@@ -10,7 +10,7 @@ from shoal.checkpoint.layout import SliceReader
 from shoal.checkpoint.state import MODEL
 from shoal.convert.shards import DTYPES, SHARD_BYTES, check_output, temporary_folder, write_shards
 from shoal.mistakes import UserMistake
-from shoal.models.build import build_on_meta, read_blueprint
+from shoal.models.prepare import prepare_model, read_blueprint
 
 
 def export_hf(
@@ -32,7 +32,7 @@ def export_hf(
     check_output(output)
     with temporary_folder(output, description.iterdir()) as part:
         reader = SliceReader(source)
-        model = build_on_meta(read_blueprint(description), attention="auto", longest=1)
+        model = prepare_model(read_blueprint(description)).model
         itemsize = 4 if dtype is None else DTYPES[dtype].itemsize
         sizes = {name: itemsize * torch.Size(shape).numel() for name, shape in reader.shapes(MODEL).items()}
         write_shards(

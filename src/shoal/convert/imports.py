@@ -14,10 +14,10 @@ from shoal.convert import litgpt
 from shoal.convert.shards import DTYPES, SHARD_BYTES, check_output, temporary_folder, write_shards
 from shoal.convert.state_dicts import LITGPT, Foreign, open_foreign
 from shoal.mistakes import UserMistake
-from shoal.models.build import Blueprint, build_on_meta, read_blueprint
 from shoal.models.conversion import Tensors, convert
 from shoal.models.hub import local_folder
 from shoal.models.names import sources_in_files
+from shoal.models.prepare import Blueprint, prepare_model, read_blueprint
 from shoal.models.stored import DTYPES as IN_FILES
 from shoal.models.stored import Stored
 from shoal.models.tensor_slices import TensorSlice, whole
@@ -86,7 +86,7 @@ def import_hf(
     plan = _blueprint(foreign, described)
     if foreign.note:
         report(foreign.note)
-    built = build_on_meta(plan, attention="auto", longest=1)
+    built = prepare_model(plan).model
     stored: dict[str, Stored] = {name: Held(tensor) for name, tensor in foreign.tensors.items()}
     if foreign.kind == LITGPT:
         stored = litgpt.renamed(foreign.path, stored, plan.settings)

@@ -1,81 +1,83 @@
-"""Run training in several processes on this node."""
+"""Run training in several processes on this node, and restart them with a smaller micro-batch if memory runs out."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from shoal.launch.join import first_device
 from shoal.launch.processes import RanOut, run_processes
-from shoal.mistakes import RunFailed
-from shoal.plan.choose import Chosen
+from shoal.launch.rank import Request, check_folder, settle_precision, warn_of_settings
+from shoal.mistakes import RunFailed, UserMistake
+from shoal.observe.progress import Reporter
+from shoal.parallel.device import inspect_device
+from shoal.train.inputs import read_inputs
 from shoal.train.loop import Summary
-from shoal.train.out_of_memory import smaller_batch
+from shoal.train.setup import preflight
 
 
 @dataclass(frozen=True)
-class Request:
-    """The arguments of the processes. The config is in the run directory."""
+class LocalProcesses:
+    """Starts `shoal.launch.worker` once per device."""
 
-    run: Path
-    resume: bool
-    start_from: Path | None
-    patience: float  # seconds for ranks to finish a step and save after a request to stop
-    shrinks: bool = False  # restart with a smaller micro-batch after running out of memory
-    overrides: Mapping[str, Any] | None = None  # config keys that were replaced after running out of memory
+    processes: int
 
-
-def launch(request: Request, processes: int, *, max_restarts: int, warn: Callable[[str], None]) -> Summary:
-    """Run `processes` ranks until they end. A run that was asked to stop returns a summary that says so."""
-    while True:
-        try:
-            summary = run_processes(
-                "shoal.launch.worker",
-                _arguments(request),
-                processes,
-                max_restarts=max_restarts,
-                patience=request.patience,
-                warn=warn,
+    def launch(self, request: Request) -> Summary:
+        """Run the ranks until they end. A run that was asked to stop returns a summary that says so."""
+        if request.hooks:
+            raise UserMistake(
+                f"Hooks are objects of this process, and this run starts {self.processes} others; start the program "
+                "with torchrun, so that every rank has its own hooks."
             )
-        except RanOut as failure:
-            # Ranks cannot decide this: all must have the same micro-batch.
-            chosen = Chosen(**failure.found["chosen"])
-            micro_batch = smaller_batch(chosen)
-            if not request.shrinks or micro_batch is None:
-                raise
-            max_restarts -= failure.restarts
-            request = replace(request, overrides=_overrides(chosen, micro_batch))
-            grad_accum_steps = chosen.micro_batch * chosen.grad_accum_steps // micro_batch
-            warn(
-                f"{failure.found['sentence']} Restarting all processes with train.micro_batch {micro_batch} and "
-                f"{grad_accum_steps} gradient accumulation steps, from the newest checkpoint if there is one. The "
-                f"global batch stays {chosen.global_batch}."
-            )
-            continue
-        if summary is None:
-            raise RunFailed("The run was stopped before it could save.")
-        return Summary(**summary)
+        run, begin, reporter = request.run, request.start, Reporter(enabled=True)
+        device = inspect_device(first_device())
+        config = settle_precision(request.config, run, device, resume=begin.resume)
+        warn_of_settings(config, self.processes, reporter)
+        # Done here first, so that errors are found and data is tokenized before several processes start.
+        check_folder(request, config, reporter, resume=begin.resume, overwrite=request.overwrite)
+        inputs = read_inputs(config, reporter)
+        preflight(config, inputs, self.processes, device, start_from=begin.checkpoint)
+        run.create(config, overwrite=request.overwrite)
+        reporter.say(f"Starting {self.processes} {'process' if self.processes == 1 else 'processes'} …")
+        with run.held():
+            return self._run(request, patience=config.train.hang_timeout, reporter=reporter)
+
+    def _run(self, request: Request, *, patience: float, reporter: Reporter) -> Summary:
+        """`patience`: seconds for ranks to finish a step and save after a request to stop."""
+        max_restarts, overrides = request.max_restarts, None
+        while True:
+            try:
+                summary = run_processes(
+                    "shoal.launch.worker",
+                    _arguments(request, overrides),
+                    self.processes,
+                    max_restarts=max_restarts,
+                    patience=patience,
+                    warn=reporter.warn,
+                )
+            except RanOut as failure:
+                # Ranks cannot decide this: all must have the same micro-batch.
+                smaller = failure.found["smaller"]
+                if request.config.train.on_oom != "shrink" or smaller is None:
+                    raise
+                max_restarts -= failure.restarts
+                overrides = smaller["overrides"]
+                reporter.warn(
+                    f"{failure.found['sentence']} Restarting all processes with train.micro_batch "
+                    f"{smaller['micro_batch']} and {smaller['grad_accum_steps']} gradient accumulation steps, from the "
+                    f"newest checkpoint if there is one. The global batch stays {smaller['global_batch']}."
+                )
+                continue
+            if summary is None:
+                raise RunFailed("The run was stopped before it could save.")
+            return Summary(**summary)
 
 
-def _overrides(chosen: Chosen, micro_batch: int) -> dict[str, Any]:
-    """Keep every choice except for the micro-batch. A new choice by the forecast, which was wrong, might use up the
-    memory that a smaller micro-batch frees."""
-    found: dict[str, Any] = {
-        "train.micro_batch": micro_batch,
-        "parallel.strategy": chosen.strategy,
-        "parallel.tp": chosen.mesh["tp"],
-        "parallel.pp": chosen.mesh["pp"],
-        "parallel.sharding": chosen.sharding,
-    }
-    if not chosen.recompute.startswith("every"):  # never an automatic choice: it is in the config
-        found["train.recompute"] = chosen.recompute
-    return found
-
-
-def _arguments(request: Request) -> list[str]:
-    flags = ["--resume"] if request.resume else []
-    if request.start_from is not None:
-        flags += ["--from", str(request.start_from)]
-    if request.overrides is not None:
-        flags += ["--overrides", json.dumps(dict(request.overrides))]
-    return [str(request.run), *flags]
+def _arguments(request: Request, overrides: Mapping[str, Any] | None) -> list[str]:
+    """The arguments of the worker. The config is in the run directory."""
+    flags = ["--resume"] if request.start.resume else []
+    if request.start.checkpoint is not None:
+        flags += ["--from", str(request.start.checkpoint)]
+    if overrides is not None:
+        flags += ["--overrides", json.dumps(dict(overrides))]
+    return [str(request.run.path), *flags]

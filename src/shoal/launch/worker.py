@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
-from shoal.launch.join import heartbeat_file, joined, restarted
 from shoal.launch.processes import (
     FAILED,
     HUNG,
@@ -23,15 +22,12 @@ from shoal.launch.processes import (
     report_out_of_memory,
     report_result,
 )
-from shoal.launch.run import send_output_to
+from shoal.launch.rank import Request, run_rank, send_output_to
 from shoal.mistakes import RunFailed, UserMistake
-from shoal.observe.progress import Reporter
-from shoal.resilience.health import StopRequest
-from shoal.resilience.signals import SAME_REQUEST_FOR_RANKS
-from shoal.train.inputs import read_inputs
-from shoal.train.loop import train
-from shoal.train.out_of_memory import OutOfMemory
+from shoal.resilience.out_of_memory import OutOfMemory
+from shoal.resilience.signals import SAME_REQUEST_FOR_RANKS, StopRequest
 from shoal.train.setup import Start
+from shoal.train.watchers import Surroundings
 
 
 @record_errors
@@ -44,36 +40,28 @@ def main() -> None:
     parser.add_argument("--overrides", type=json.loads, help="JSON: config keys replaced after running out of memory")
     given = parser.parse_args()
     run = RunDirectory(given.run)
-    config = load_config(run.config)
     # The launcher prints the traceback of the rank that failed first, once.
     sys.excepthook = lambda *_: None
     if os.environ["RANK"] != "0":
         send_output_to(run.logs / f"rank-{os.environ['RANK']}.log")
         sys.excepthook = sys.__excepthook__
-    again = restarted() or given.overrides is not None
-    start = Start(given.resume or again, given.start_from, again, given.overrides or {})
+    start = Start(given.resume, given.start_from, overrides=given.overrides or {})
+    request = Request(load_config(run.config), run, start, launched=True)
+    around = Surroundings(tell=lambda sentence: report_failure(HUNG, sentence))
     try:
-        with StopRequest(SAME_REQUEST_FOR_RANKS) as stop, joined(config) as ranks:
-            try:
-                summary = train(
-                    config,
-                    read_inputs(config, Reporter(enabled=False)),
-                    run,
-                    ranks,
-                    start,
-                    stop=stop,
-                    heartbeats=heartbeat_file(),
-                    tell=lambda sentence: report_failure(HUNG, sentence),
-                )
-            except OutOfMemory as failure:
-                report_out_of_memory(failure.as_dict())
-                _exit()  # at once: the others wait in a collective, so destroying the process group would hang
-            if ranks.first:
-                report_result(summary.as_dict())
+        with StopRequest(SAME_REQUEST_FOR_RANKS) as stop:
+            summary = run_rank(request, stop=stop, around=around, on_out_of_memory=_report_and_exit)
+        if os.environ["RANK"] == "0":
+            report_result(summary.as_dict())
     except (UserMistake, RunFailed) as failure:
         # A restart would not help, so the process exits with status 0: the agent restarts after any failure.
         report_failure(MISTAKE if isinstance(failure, UserMistake) else FAILED, str(failure))
     _exit()
+
+
+def _report_and_exit(failure: OutOfMemory) -> None:
+    report_out_of_memory(failure.as_dict())
+    _exit()  # at once: the others wait in a collective, so destroying the process group would hang
 
 
 def _exit() -> NoReturn:

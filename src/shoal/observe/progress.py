@@ -51,6 +51,12 @@ class Reporter:
         text = f"step {line['step']}/{total}  {format_metrics(line, total)}"
         self.tell(format_metrics(line, total) if self._bar is not None else text)
 
+    def report_evaluation(self, line: Line) -> None:
+        """Print the metrics of an evaluation."""
+        shown = {name.removeprefix("eval_"): value for name, value in line.items() if name.startswith("eval_")}
+        parts = (f"{name} {'non-finite' if value is None else f'{value:.4f}'}" for name, value in shown.items())
+        self.say(f"step {line['step']}  evaluation: {', '.join(parts)}")
+
     def tell(self, text: str) -> None:
         """Show `text` beside the progress bar, or on a line of its own."""
         if self._bar is not None:

@@ -6,9 +6,8 @@ allocates memory for its own shard only.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.config.mesh import Mesh, length_multiple
 from shoal.config.schema import Config
 from shoal.data.loader import MicroBatch
-from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, read_anatomy
 from shoal.models.attention import NARROWEST, skips_tiles
 from shoal.models.emulate import EmulatedForward
@@ -329,16 +327,3 @@ def _preparation(sequence: SequenceShard | None, device: torch.device, fill: boo
         return batch
 
     return prepare
-
-
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze the parameters whose names match one of `patterns`."""
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not any(fnmatch(name, pattern) for name in names):
-            raise UserMistake(f"model.freeze: {pattern!r} matches no parameter; one is named {names[0]}.")
-    for name, parameter in model.named_parameters():
-        if any(fnmatch(name, pattern) for pattern in patterns):
-            parameter.requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserMistake("model.freeze leaves no parameter to train.")

@@ -7,9 +7,10 @@ from typing import Any
 from shoal.catalogue.shapes import ModelShape
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
-from shoal.plan.decide import Choice, choose, fits
+from shoal.plan.decide import choose
 from shoal.plan.from_config import choose_loss
 from shoal.plan.machine import Machine
+from shoal.plan.resolved import ResolvedRun, fits
 from shoal.plan.systems import OURS, SystemTraits
 from shoal.plan.terms import GIB
 
@@ -30,7 +31,7 @@ class Change:
 
     settings: tuple[str, ...]  # key=value
     affects: str  # one of AFFECTS
-    choice: Choice
+    choice: ResolvedRun
     saves_gib: float
     slower: float  # relative change of the time per token; negative is faster
 
@@ -66,7 +67,7 @@ class Question:
     machine: Machine
     traits: SystemTraits = field(default=OURS)
 
-    def answer(self, changes: dict[str, Any] | None = None) -> Choice | None:
+    def answer(self, changes: dict[str, Any] | None = None) -> ResolvedRun | None:
         """The choice with some keys changed; None if the result is invalid."""
         try:
             config = changed(self.config, changes or {})
@@ -94,9 +95,9 @@ def changed(config: Config, changes: dict[str, Any]) -> Config:
     return config
 
 
-def alternatives(question: Question) -> list[Choice]:
+def alternatives(question: Question) -> list[ResolvedRun]:
     """One choice for each strategy that the devices allow, the fastest that fits first."""
-    found: dict[str, Choice] = {}
+    found: dict[str, ResolvedRun] = {}
     for changes in _strategies(question):
         choice = question.answer({"train.micro_batch": "auto", **changes})
         if choice is not None and choice.name not in found:
@@ -127,7 +128,7 @@ def _strategies(question: Question) -> Iterator[dict[str, Any]]:
         yield {**plain, "parallel.strategy": "fsdp", "parallel.cp": min(8, machine.devices)}
 
 
-def limits(choice: Choice, question: Question) -> Limits:
+def limits(choice: ResolvedRun, question: Question) -> Limits:
     """The largest micro-batch, the longest sequence at a micro-batch of one, and the fewest devices."""
     run, machine, config = choice.run, choice.machine, choice.config
     if machine.is_cpu:
@@ -179,18 +180,18 @@ def _fewest(question: Question) -> int | None:
     return None
 
 
-def changes(choice: Choice, question: Question) -> list[Change]:
+def changes(choice: ResolvedRun, question: Question) -> list[Change]:
     """Changes that make a run fit, cheapest first: single ones if that is enough, else several combined."""
     return [change for change in savings(choice, question) if change.choice.fits] or _combined(choice, question)
 
 
-def savings(choice: Choice, question: Question) -> list[Change]:
+def savings(choice: ResolvedRun, question: Question) -> list[Change]:
     """Every single change that saves memory, whether or not the run is forecast to fit: for runs that ran out."""
     found = [change for one in _candidates(choice) if (change := _try(choice, question, one)) is not None]
     return sorted(found, key=lambda change: (AFFECTS.index(change.affects), change.slower))
 
 
-def _combined(choice: Choice, question: Question) -> list[Change]:
+def _combined(choice: ResolvedRun, question: Question) -> list[Change]:
     """Add changes until the run fits, each time the one that costs least time per GiB saved."""
     taken: dict[str, Any] = {}
     found: list[Change] = []
@@ -230,13 +231,13 @@ def _affected(key: str, value: Any) -> str:
     return "execution"
 
 
-def _cost(change: Change, current: Choice) -> float:
+def _cost(change: Change, current: ResolvedRun) -> float:
     """Time per GiB saved, never negative: free changes are ordered by what they save."""
     saved = (current.memory.reserved - change.choice.memory.reserved) / GIB
     return (max(0.0, change.slower) + 0.01) / max(saved, 1e-9)
 
 
-def _try(choice: Choice, question: Question, one: dict[str, Any]) -> Change | None:
+def _try(choice: ResolvedRun, question: Question, one: dict[str, Any]) -> Change | None:
     answer = question.answer(one)
     if answer is None or answer.memory.reserved >= choice.memory.reserved * 0.995:
         return None
@@ -250,7 +251,7 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _candidates(choice: Choice) -> Sequence[dict[str, Any]]:
+def _candidates(choice: ResolvedRun) -> Sequence[dict[str, Any]]:
     """Single changes worth trying, whatever their cost."""
     run, config, machine = choice.run, choice.config, choice.machine
     found: list[dict[str, Any]] = []

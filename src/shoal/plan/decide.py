@@ -6,7 +6,8 @@ Training and `shoal plan` call the same function, so that the plan is what is tr
     choice.config     # the config with every auto of these keys resolved
     choice.reason     # a sentence
 
-`choice.chosen()` is what `plan.json` holds, and `choice.memory` and `choice.speed` are the forecast.
+`choice` is a `ResolvedRun`: `choice.as_dict()` is what `plan.json` holds, and `choice.memory` and `choice.speed` are
+the forecast.
 
 `shape` is the model's: `models.read_shape(config.model)`, or `from_model.shape_of_model(...)` of a transformers model.
 `machine` is the hardware: `machine.read_machine(config.hardware)` to plan for, `machine.machine_at_hand(...)` to train
@@ -14,8 +15,7 @@ on.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 from shoal.catalogue.shapes import ModelShape
@@ -23,12 +23,13 @@ from shoal.config.mesh import mesh_for
 from shoal.config.resolve import auto_precision, with_precision
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
-from shoal.plan.choose import Chosen, nearest_multiples
+from shoal.plan.batches import nearest_multiples
 from shoal.plan.from_config import Execution, check_model, effective_strategy, make_run, read_recompute
 from shoal.plan.machine import Machine
-from shoal.plan.memory import Memory, forecast_memory
+from shoal.plan.memory import forecast_memory
+from shoal.plan.resolved import ResolvedRun, fits
 from shoal.plan.run import Run
-from shoal.plan.speed import Speed, forecast_speed
+from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import OURS, SystemTraits
 from shoal.plan.terms import GIB
 
@@ -46,62 +47,6 @@ WORTH = 0.03
 ALIKE = 0.01
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One execution of a run, with its forecast."""
-
-    config: Config
-    run: Run
-    machine: Machine
-    reason: str
-
-    @cached_property
-    def memory(self) -> Memory:
-        return forecast_memory(self.run)
-
-    @cached_property
-    def speed(self) -> Speed:
-        return forecast_speed(self.run)
-
-    @cached_property
-    def fits(self) -> bool:
-        return fits(self.run, self.machine)
-
-    @property
-    def name(self) -> str:
-        """The strategy with its parallel degrees, for display."""
-        run = self.run
-        name = "hybrid" if run.strategy == "fsdp" and run.mesh.dp_replicate > 1 else run.strategy
-        degrees = "".join(
-            f" × {axis} {getattr(run.mesh, axis)}" for axis in ("tp", "pp", "cp") if getattr(run.mesh, axis) > 1
-        )
-        return name + degrees
-
-    def chosen(self) -> Chosen:
-        """As stored in `plan.json`."""
-        run = self.run
-        return Chosen(
-            strategy=run.strategy,
-            reason=self.reason,
-            world_size=run.world_size,
-            data_parallel=run.mesh.data_parallel,
-            micro_batch=run.micro_batch,
-            grad_accum_steps=run.grad_accum_steps,
-            global_batch=run.global_batch,
-            mesh=asdict(run.mesh),
-            sharding=self.config.parallel.sharding,
-            recompute=shown_recompute(run.recompute),
-        )
-
-
-def fits(run: Run, machine: Machine, share: float = 1.0) -> bool:
-    """Whether a run fits into `share` of the device memory, and its offloaded state into host memory."""
-    memory = forecast_memory(run)
-    if not memory.fits(machine.gpu.memory_gib * share):
-        return False
-    return machine.host_gib is None or memory.host.amount * machine.devices / GIB <= machine.host_gib
-
-
 def choose(
     config: Config,
     shape: ModelShape,
@@ -110,7 +55,7 @@ def choose(
     traits: SystemTraits = OURS,
     checked: bool = True,
     allow_model_parallel: bool = True,
-) -> Choice:
+) -> ResolvedRun:
     """Resolve every auto of `config` to the fastest option that fits.
 
     Raises a UserMistake if the batch or the mesh does not match the devices; with `checked` also if the model does not
@@ -164,7 +109,9 @@ def _options(config: Config, shape: ModelShape, machine: Machine, traits: System
         yield (best, True, sharding) if best is not None else (least, fits(least, machine), sharding)
 
 
-def _with_model_parallel(config: Config, shape: ModelShape, machine: Machine, traits: SystemTraits) -> Choice | None:
+def _with_model_parallel(
+    config: Config, shape: ModelShape, machine: Machine, traits: SystemTraits
+) -> ResolvedRun | None:
     """The fastest run that fits with tensor parallelism within each node and pipeline parallelism across nodes; only if
     the strategy is auto and the family supports both."""
     parallel = config.parallel
@@ -185,7 +132,9 @@ def _with_model_parallel(config: Config, shape: ModelShape, machine: Machine, tr
     if best is None:
         return None
     return replace(
-        best, reason="data parallelism alone does not fit, even sharded, so the model is split over devices too"
+        best,
+        requested=config,
+        reason="data parallelism alone does not fit, even sharded, so the model is split over devices too",
     )
 
 
@@ -264,12 +213,7 @@ def micro_batches(config: Config, machine: Machine, strategy: str, sharding: str
     return found if len(found) <= 24 else found[:: len(found) // 24 + 1] + found[-1:]
 
 
-def shown_recompute(recompute: str | int) -> str:
-    """`recompute` for display."""
-    return f"every {recompute}" if isinstance(recompute, int) else recompute
-
-
-def _make_choice(config: Config, machine: Machine, run: Run, sharding: str, reason: str = "") -> Choice:
+def _make_choice(config: Config, machine: Machine, run: Run, sharding: str, reason: str = "") -> ResolvedRun:
     """The choice, with the chosen values in its config."""
     recompute: Any = run.recompute
     if isinstance(recompute, int):
@@ -286,7 +230,7 @@ def _make_choice(config: Config, machine: Machine, run: Run, sharding: str, reas
             "set in the config" if config.parallel.strategy != "auto" else "needs the least memory of all strategies"
         )
         reason = f"{asked}; needs {needed:.0f} GiB per device, which has {machine.gpu.memory_gib:.0f} GiB"
-    return Choice(chosen, run, machine, reason)
+    return ResolvedRun(config, chosen, run, machine, reason)
 
 
 def _reason(config: Config, machine: Machine, run: Run, options: list[_Option]) -> str:

@@ -6,8 +6,8 @@ from shoal.catalogue.shapes import ModelShape
 from shoal.config.mesh import mesh_for
 from shoal.config.schema import Config, OffloadConfig, RecomputeConfig
 from shoal.mistakes import UserMistake, suggestion
+from shoal.plan.batches import nearest_multiples
 from shoal.plan.blocks import linears
-from shoal.plan.choose import nearest_multiples
 from shoal.plan.frozen import trained_shares
 from shoal.plan.head import CHUNK_LOGITS
 from shoal.plan.machine import Machine

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from shoal.mistakes import UserMistake
-from shoal.plan.decide import Choice
 from shoal.plan.report import Plan
+from shoal.plan.resolved import ResolvedRun
 from shoal.plan.terms import GIB
 
 COLOURS = {
@@ -63,7 +63,7 @@ def plot_plan(plan: Plan, path: Path) -> None:
         pyplot.close(figure)
 
 
-def _bars(choice: Choice) -> list[tuple[str, float]]:
+def _bars(choice: ResolvedRun) -> list[tuple[str, float]]:
     worst = choice.memory.worst
     found = [(term.name, term.amount / GIB) for term in worst.peak.tree.parts]
     return [*found, ("allocator overhead", worst.reserve / GIB)]

@@ -1,8 +1,8 @@
 """A plan as text for a terminal: summary, memory bar, speed, table of strategies, suggested changes."""
 
 from shoal.plan.advise import Change
-from shoal.plan.decide import Choice, shown_recompute
 from shoal.plan.report import Plan
+from shoal.plan.resolved import ResolvedRun, shown_recompute
 from shoal.plan.terms import GIB, Term
 
 WIDTH = 44
@@ -50,7 +50,7 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _memory_lines(choice: Choice) -> list[str]:
+def _memory_lines(choice: ResolvedRun) -> list[str]:
     worst, memory = choice.memory.worst, choice.memory
     device = choice.machine.gpu.memory_gib
     rank = f" on pipeline rank {worst.pipeline_rank}" if len(memory.pipeline_ranks) > 1 else ""
@@ -75,7 +75,7 @@ def _largest(term: Term) -> list[Term]:
     return sorted(term.parts, key=lambda part: -part.amount)[:5]
 
 
-def bar(choice: Choice, width: int = WIDTH) -> str:
+def bar(choice: ResolvedRun, width: int = WIDTH) -> str:
     """The device's memory as a bar, one letter per kind; ends in ! if it does not fit."""
     device = choice.machine.gpu.memory_gib * GIB
     worst = choice.memory.worst

@@ -7,10 +7,11 @@ from shoal.catalogue.shapes import parameters
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.advise import Change, Limits, Question, alternatives, changes, limits
-from shoal.plan.decide import Choice, choose, shown_recompute
+from shoal.plan.decide import choose
 from shoal.plan.layout import ranks
 from shoal.plan.machine import Machine, read_machine
 from shoal.plan.models import read_shape
+from shoal.plan.resolved import ResolvedRun, shown_recompute
 from shoal.plan.states import trained_parameters
 from shoal.plan.systems import SYSTEMS
 from shoal.plan.terms import GIB
@@ -23,8 +24,8 @@ class Plan:
     """The forecast of a run: whether it fits, how fast it is, alternatives, limits and suggested changes."""
 
     name: str
-    choice: Choice
-    alternatives: tuple[Choice, ...]
+    choice: ResolvedRun
+    alternatives: tuple[ResolvedRun, ...]
     limits: Limits
     changes: tuple[Change, ...]
     steps: int | None
@@ -98,7 +99,7 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     )
 
 
-def count_steps(config: Config, choice: Choice) -> int | None:
+def count_steps(config: Config, choice: ResolvedRun) -> int | None:
     """Optimizer steps of the run, if the config states them: epochs need the size of the data."""
     train = config.train
     if train.steps is not None:
@@ -108,7 +109,7 @@ def count_steps(config: Config, choice: Choice) -> int | None:
     return None
 
 
-def memory_of(choice: Choice) -> dict[str, Any]:
+def memory_of(choice: ResolvedRun) -> dict[str, Any]:
     """The memory forecast, in GiB."""
     memory, worst = choice.memory, choice.memory.worst
     return {
@@ -132,7 +133,7 @@ def memory_of(choice: Choice) -> dict[str, Any]:
     }
 
 
-def speed_of(choice: Choice) -> dict[str, Any]:
+def speed_of(choice: ResolvedRun) -> dict[str, Any]:
     """The speed forecast."""
     speed = choice.speed
     each = speed.tokens_per_second_per_gpu
@@ -145,7 +146,7 @@ def speed_of(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _chosen(choice: Choice) -> dict[str, Any]:
+def _chosen(choice: ResolvedRun) -> dict[str, Any]:
     run = choice.run
     return {
         "name": choice.name,
@@ -164,7 +165,7 @@ def _chosen(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _alternative(choice: Choice, steps: int | None) -> dict[str, Any]:
+def _alternative(choice: ResolvedRun, steps: int | None) -> dict[str, Any]:
     speed = speed_of(choice)
     return {
         **_chosen(choice),
@@ -178,7 +179,7 @@ def _alternative(choice: Choice, steps: int | None) -> dict[str, Any]:
     }
 
 
-def _model(choice: Choice) -> dict[str, Any]:
+def _model(choice: ResolvedRun) -> dict[str, Any]:
     run = choice.run
     whole = run.with_(mesh=type(run.mesh)())
     return {

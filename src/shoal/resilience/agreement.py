@@ -1,6 +1,8 @@
 """An all-gather of a few host values after every step, on the host, while the device runs the next step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -8,7 +10,6 @@ import torch.distributed as dist
 from shoal.mistakes import RunFailed
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.renamed import all_gather
-from shoal.resilience.stragglers import RankTimer, StragglerDetector
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,20 @@ class Agreed:
     cannot_save: bool
 
 
+class Sharing(Protocol):
+    """What else is shared: `train.hooks.Hooks`."""
+
+    def share(self) -> Sequence[float]: ...
+
+    def on_shared(self, values: Sequence[Sequence[float]]) -> None: ...
+
+
 class Agreement:
     """Shares values between ranks, one step late, so that no rank waits for them."""
 
-    def __init__(self, ranks: Ranks, stragglers: StragglerDetector) -> None:
+    def __init__(self, ranks: Ranks, others: Sharing) -> None:
         self.ranks = ranks
-        self.stragglers = stragglers
-        self.timer = RankTimer(ranks)
+        self.others = others
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def __enter__(self) -> "Agreement":
@@ -36,11 +44,10 @@ class Agreement:
         if kind is None or issubclass(kind, RunFailed):
             self._wait()
 
-    def after_step(self, *, stop: bool, cannot_save: bool, data_seconds: float, step_seconds: float) -> Agreed:
+    def after_step(self, *, stop: bool, cannot_save: bool) -> Agreed:
         """Share this rank's values; returns what all ranks shared at the previous call (with one rank: at this one)."""
-        shared = self._all_gather([stop, cannot_save, *self.timer.after_step(data_seconds)])
-        if self.ranks.first:  # the rank that prints warnings
-            self.stragglers.update([(matmul, data) for _, _, matmul, data in shared], step_seconds)
+        shared = self._all_gather([stop, cannot_save, *self.others.share()])
+        self.others.on_shared([one[2:] for one in shared])
         return Agreed(stop=any(one[0] for one in shared), cannot_save=any(one[1] for one in shared))
 
     def _all_gather(self, values: list[float]) -> list[list[float]]:

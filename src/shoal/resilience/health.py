@@ -1,60 +1,108 @@
-"""Stop requests by signal, non-finite losses and loss spikes."""
+"""Whether a run is healthy: non-finite losses and loss spikes, and the decision what to do about them."""
 
 import math
-import signal
-import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
-from types import FrameType
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
-from shoal.config.schema_train import SpikeConfig
+from shoal.config.schema_train import NanConfig, SpikeConfig, TrainConfig
 from shoal.mistakes import RunFailed
-from shoal.resilience.signals import SAME_REQUEST, STOP_SIGNALS, second_signal_ends
 
 
 class Diverged(RunFailed):
     """The run failed: losses or gradients are non-finite, and `train.on_nan` says to stop or rollbacks do not help."""
 
 
-class Rollback(Exception):
-    """Consecutive steps were non-finite: resume from a checkpoint before them and skip their sequences."""
+@dataclass(frozen=True)
+class StepMetrics:
+    """The metrics of one step. The same on every rank."""
 
-    def __init__(self, steps: Sequence[int]) -> None:
-        super().__init__(f"steps {steps[0]} to {steps[-1]}")
-        self.steps = steps
+    step: int
+    loss: float
+    norm: float
+    usable: bool  # False: the step was skipped
 
 
-class StopRequest:
-    """The first signal asks to finish the step, save and stop. A second one ends the process at once.
+class Action(Enum):
+    CONTINUE = "continue"
+    SKIP = "skip"  # continue: the device has skipped the update of these steps already
+    ROLL_BACK = "roll back"
+    STOP = "stop"
 
-    Ranks must stop after the same step, or one would wait for the others forever: `wanted` is this rank's vote.
-    """
 
-    def __init__(self, same_request: float = SAME_REQUEST) -> None:
-        self.signal: int | None = None
-        self.same_request = same_request
-        self._cleanup = ExitStack()
+@dataclass(frozen=True)
+class Decision:
+    """How the run goes on, and the steps that are the reason."""
+
+    action: Action
+    steps: tuple[int, ...] = ()
 
     @property
-    def wanted(self) -> bool:
-        return self.signal is not None
+    def goes_on(self) -> bool:
+        """Whether the next step follows."""
+        return self.action in (Action.CONTINUE, Action.SKIP)
 
-    def __enter__(self) -> "StopRequest":
-        if threading.current_thread() is threading.main_thread():  # only the main thread can install handlers
-            for number in STOP_SIGNALS:
-                self._cleanup.callback(signal.signal, number, signal.signal(number, self._receive))
-            self._cleanup.enter_context(second_signal_ends(self.same_request))
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._cleanup.close()
+class Health:
+    """Decides from the metrics of every step. They are the same on every rank, so all ranks decide the same.
 
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        if self.signal is None:
-            self.signal = number
+    `sequences_of` names the sequences of a step, for warnings. With `scaled`, an overflowing gradient is left to the
+    loss scaler and is no sign of divergence.
+    """
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        *,
+        scaled: bool,
+        sequences_of: Callable[[int], str],
+        warn: Callable[[str], None],
+    ) -> None:
+        self.limit = train.on_nan if isinstance(train.on_nan, NanConfig) else NanConfig(action=train.on_nan)
+        spikes = spike_settings(train.on_spike)
+        self.spikes, self.skips_spikes = SpikeDetector(spikes.sigma), spikes.action == "skip"
+        self.scaled = scaled
+        self.sequences_of = sequences_of
+        self.warn = warn
+
+    def decide(self, steps: Sequence[StepMetrics], bad: list[int]) -> Decision:
+        """How to go on after `steps`, as `train.on_nan` says. `bad` are the latest consecutive non-finite steps; it is
+        updated."""
+        bad_now: list[StepMetrics] = []
+        for one in steps:
+            if not self._is_bad(one):
+                bad.clear()
+                self._check_spike(one)
+                continue
+            bad_now.append(one)
+            bad.append(one.step)
+            if len(bad) >= self.limit.after and self.limit.action != "skip":
+                return Decision(Action.ROLL_BACK if self.limit.action == "rollback" else Action.STOP, tuple(bad))
+        if not bad_now:
+            return Decision(Action.CONTINUE)
+        # An infinite loss may have finite gradients.
+        skipped = "" if any(one.usable for one in bad_now) else "; no weights were updated"
+        self.warn(
+            f"non-finite loss or gradient in {len(bad_now)} {'step' if len(bad_now) == 1 else 'steps'} up to step "
+            f"{steps[-1].step}, the last with {self.sequences_of(bad_now[-1].step)}{skipped}."
+        )
+        return Decision(Action.SKIP, tuple(one.step for one in bad_now))
+
+    def _is_bad(self, one: StepMetrics) -> bool:
+        overflow = not math.isfinite(one.norm) and not self.scaled
+        return overflow or not math.isfinite(one.loss)
+
+    def _check_spike(self, one: StepMetrics) -> None:
+        height = self.spikes.update(one.loss)
+        if height is not None:
+            skipped = self.skips_spikes and not one.usable
+            self.warn(
+                f"loss spike at step {one.step}: {one.loss:.4f} is {height:.1f} sigma above the recent mean. The step "
+                f"had {self.sequences_of(one.step)}{' and was skipped' if skipped else ''}."
+            )
 
 
 def spike_settings(setting: str | SpikeConfig) -> SpikeConfig:

@@ -6,7 +6,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # Signals within this many seconds of the first are the same request: Ctrl-C reaches every process of a terminal. A rank
@@ -56,3 +57,33 @@ def die_with_parent() -> None:
         prctl(_PARENT_DEATH, signal.SIGKILL)
         if str(os.getppid()) != os.environ.get(LAUNCHER):  # it died before prctl was called
             os._exit(128 + signal.SIGKILL)
+
+
+class StopRequest:
+    """The first signal asks to finish the step, save and stop. A second one ends the process at once.
+
+    Ranks must stop after the same step, or one would wait for the others forever: `wanted` is this rank's vote.
+    """
+
+    def __init__(self, same_request: float = SAME_REQUEST) -> None:
+        self.signal: int | None = None
+        self.same_request = same_request
+        self._cleanup = ExitStack()
+
+    @property
+    def wanted(self) -> bool:
+        return self.signal is not None
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # only the main thread can install handlers
+            for number in STOP_SIGNALS:
+                self._cleanup.callback(signal.signal, number, signal.signal(number, self._receive))
+            self._cleanup.enter_context(second_signal_ends(self.same_request))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self.signal is None:
+            self.signal = number

@@ -48,20 +48,18 @@ class Watchdog:
         self._longest = 0.0  # between two heartbeats
         self._over = threading.Event()
 
-    def __enter__(self) -> "Watchdog":
+    def start(self) -> None:
         self.heartbeats.write(0, "starting")
         with suppress(OSError):  # left by an earlier attempt that hung
             (self.folder / VERDICT).unlink(missing_ok=True)
             self._report(self.ranks.rank).unlink()
         threading.Thread(target=self._run, name="shoal-watchdog", daemon=True).start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self, *, failed: bool) -> None:
+        """Unless it `failed`, this rank is done, and its exit is not a failure."""
         self._over.set()
-
-    def ended(self) -> None:
-        """This rank is done; its exit is not a failure."""
-        self.heartbeats.write(self.heartbeats.read(self.ranks.rank).step, ENDED)
+        if not failed:
+            self.heartbeats.write(self.heartbeats.read(self.ranks.rank).step, ENDED)
 
     def heartbeat(self, step: int, activity: str) -> None:
         """The run makes progress."""

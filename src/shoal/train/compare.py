@@ -2,9 +2,12 @@
 
 from typing import Any
 
-from shoal.train.describe import write_plan
-from shoal.train.job import Job
-from shoal.train.log import LogInterval
+from shoal.config.run import RunDirectory
+from shoal.observe.metrics import Line
+from shoal.observe.progress import Reporter
+from shoal.plan.resolved import ResolvedRun
+from shoal.train.describe import read_plan, write_plan
+from shoal.train.hooks import Hook, LogInterval, RunStart
 
 # Steps after a start that are not measured: they compile and allocate the optimizer state.
 WARM_UP = 5
@@ -16,42 +19,51 @@ FAR_OFF = 0.10
 FULL = 0.98
 
 
-class Comparison:
+class Comparison(Hook):
     """Collects log intervals until enough steps are measured. Every rank has one; rank 0 writes."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.first_step = job.progress.step
+    def __init__(self, run: RunDirectory, resolved: ResolvedRun, reporter: Reporter) -> None:
+        self.run = run
+        self.resolved = resolved
+        self.reporter = reporter
+        self.first_step = 0
+        self.writes = False
         self.seen: list[LogInterval] = []
         self.done = False
 
-    def update(self, interval: LogInterval) -> None:
+    def on_run_start(self, start: RunStart) -> None:
+        self.first_step, self.writes = start.step, start.ranks.first
+
+    def on_metrics(self, line: Line, interval: LogInterval) -> None:
         """Record the steps of a log interval, unless one of them is a warm-up step."""
         if self.done or interval.step - interval.steps < self.first_step + WARM_UP:
             return
         self.seen.append(interval)
         if sum(one.steps for one in self.seen) >= ENOUGH:
-            self.end()
+            self._write()
 
-    def end(self) -> None:
+    def on_run_end(self, error: BaseException | None) -> None:
+        if error is None:
+            self._write()
+
+    def _write(self) -> None:
         """Write what was measured, if any steps were."""
         if self.done or not self.seen:
             return
         self.done = True
-        measured, off = self._measure()
-        self.job.plan |= {"measured": measured, "off": off}
-        if not self.job.ranks.first:
+        if not self.writes:
             return
+        measured, off = self._measure()
         try:
-            write_plan(self.job.run, self.job.plan)
+            write_plan(self.run, {**read_plan(self.run), "measured": measured, "off": off})
         except OSError as error:  # a full disk must not end a run that does not depend on this file
-            self.job.reporter.warn(f"{self.job.run.plan} cannot be written: {error.strerror}. Training continues.")
+            self.reporter.warn(f"{self.run.plan} cannot be written: {error.strerror}. Training continues.")
         for sentence in self._warnings(measured, off):
-            self.job.reporter.warn(sentence)
+            self.reporter.warn(sentence)
 
     def _measure(self) -> tuple[dict[str, Any], dict[str, float] | None]:
         """The measurement, and its relative difference from the forecast if the two can be compared."""
-        run, last = self.job.forecast.choice.run, self.seen[-1]
+        run, last = self.resolved.run, self.seen[-1]
         steps = sum(one.steps for one in self.seen)
         seconds = sum(one.seconds for one in self.seen)
         positions = sum(one.positions for one in self.seen)
@@ -60,7 +72,7 @@ class Comparison:
         speed = positions / seconds / (run.mesh.tp * run.mesh.cp * run.mesh.pp)
         measured = {
             "steps": [last.step - steps + 1, last.step],
-            "full_rows": positions >= FULL * steps * run.micro_batch * run.grad_accum_steps * run.length,
+            "full_sequences": positions >= FULL * steps * run.micro_batch * run.grad_accum_steps * run.length,
             "memory": {
                 "allocated_gib": round(last.allocated_gib, 3) if on_device else None,
                 "reserved_gib": last.reserved_gib,
@@ -71,9 +83,9 @@ class Comparison:
                 "mfu": round(sum(flops_share) / seconds, 4) if len(flops_share) == len(self.seen) else None,
             },
         }
-        if not (self.job.forecast.is_promise and on_device and measured["full_rows"]):
+        if not (self.resolved.is_promise and on_device and measured["full_sequences"]):
             return measured, None
-        memory, forecast = self.job.forecast.choice.memory, self.job.forecast.choice.speed
+        memory, forecast = self.resolved.memory, self.resolved.speed
         return measured, {
             "memory": round(last.allocated_gib / (memory.allocated / 2**30) - 1, 4),
             "speed": round(speed / forecast.tokens_per_second_per_gpu - 1, 4),
@@ -81,7 +93,7 @@ class Comparison:
 
     def _warnings(self, measured: dict[str, Any], off: dict[str, float] | None) -> list[str]:
         found = []
-        choice = self.job.forecast.choice
+        choice = self.resolved
         if off is not None and abs(off["memory"]) > FAR_OFF:
             largest = max(choice.memory.worst.peak.tree.parts, key=lambda term: term.amount)
             found.append(

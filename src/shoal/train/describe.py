@@ -7,24 +7,30 @@ from typing import Any
 
 from shoal.config.run import RunDirectory
 from shoal.files import write_atomically
-from shoal.train.forecast import Forecast
+from shoal.plan.resolved import ResolvedRun
 from shoal.train.inputs import Inputs
+from shoal.train.resolve import forecast_values
 
 
 def plan_values(
-    inputs: Inputs, forecast: Forecast, *, parameters: int, machine: Mapping[str, str | int]
+    inputs: Inputs, resolved: ResolvedRun, *, parameters: int, machine: Mapping[str, str | int]
 ) -> dict[str, Any]:
     """The contents of `plan.json` before the first step."""
     return {
         "parameters": parameters,
         "steps": inputs.steps,
-        "chosen": forecast.chosen.as_dict(),
-        "forecast": forecast.as_dict(),
+        "chosen": resolved.as_dict(),
+        "forecast": forecast_values(resolved),
         "measured": None,
         "off": None,
         "data": asdict(inputs.sets.training.summary),
         "machine": dict(machine),
     }
+
+
+def read_plan(run: RunDirectory) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run.plan.read_text())
+    return found
 
 
 def write_plan(run: RunDirectory, plan: Mapping[str, Any]) -> None:

@@ -8,10 +8,10 @@ from shoal.data.prepare import Sets, prepare_sets
 from shoal.data.tokenizer import BUILT_IN, load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
-from shoal.models.build import Blueprint, blueprint
 from shoal.models.hub import local_folder
+from shoal.models.prepare import Blueprint, blueprint
 from shoal.observe.progress import Reporter
-from shoal.plan.choose import count_steps
+from shoal.plan.batches import count_steps
 
 
 @dataclass(frozen=True)

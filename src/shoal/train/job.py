@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from shoal.checkpoint import state
 from shoal.checkpoint.saver import Saver
@@ -16,8 +15,8 @@ from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import NamedOptimizer
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
-from shoal.plan.choose import Chosen
-from shoal.train.forecast import Forecast
+from shoal.plan.resolved import ResolvedRun
+from shoal.train.hooks import Hooks
 from shoal.train.inputs import Inputs
 from shoal.train.log import StepLog
 from shoal.train.step import TrainStep
@@ -27,19 +26,17 @@ from shoal.train.step import TrainStep
 class Job:
     """Made by `train.setup`, used by `train.loop`."""
 
-    config: Config
+    resolved: ResolvedRun
     run: RunDirectory
     ranks: Ranks
     reporter: Reporter
     inputs: Inputs
-    forecast: Forecast
-    chosen: Chosen
-    plan: dict[str, Any]  # the contents of plan.json
     model: ParallelModel
     optimizer: NamedOptimizer
     scaler: LossScaler
     controls: Mapping[str, Stateful]  # other state that a checkpoint holds: loss scale, spike statistics
     step: TrainStep
+    hooks: Hooks
     log: StepLog
     flops: Callable[[int, int], float]
     progress: Progress
@@ -47,8 +44,11 @@ class Job:
     saved: Path | None  # the newest checkpoint
     cannot_save: bool = False  # the run folder is not writable any more
     rollbacks: Counter[str] = field(default_factory=Counter)  # rollbacks per checkpoint
-    heartbeat: Callable[[str], None] = field(default=lambda activity: None)  # tells the watchdog of progress
-    pause_watchdog: Callable[[str], None] = field(default=lambda activity: None)  # until the next heartbeat
+
+    @property
+    def config(self) -> Config:
+        """The config of this run, without `auto`."""
+        return self.resolved.config
 
     def load(self, checkpoint: Path) -> None:
         """Load model, optimizer and progress from a checkpoint."""

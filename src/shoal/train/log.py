@@ -1,8 +1,7 @@
-"""Log metrics. Device tensors are read one step late, so that the device never waits for the host."""
+"""The metrics of every step. They are read from the device one step late, so that it never waits for the host."""
 
 import math
 import resource
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +9,10 @@ import torch
 from torch import Tensor
 
 from shoal.observe.device_clock import Mark, mark, seconds_between
-from shoal.observe.metrics import Line, Sink, last_line
-from shoal.observe.progress import Reporter
+from shoal.observe.metrics import last_line
 from shoal.parallel.ranks import Ranks
+from shoal.resilience.health import StepMetrics
+from shoal.train.hooks import Hook, LogInterval
 from shoal.train.step import StepResult
 
 
@@ -26,29 +26,6 @@ class Window:
     positions: int = 0  # tokens of this rank's sequences, with prompts and padding
     flops: float = 0.0  # of this rank
     data_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """The metrics of one step. The same on every rank."""
-
-    step: int
-    loss: float
-    norm: float
-    usable: bool  # False: the step was skipped
-
-
-@dataclass(frozen=True)
-class LogInterval:
-    """The steps between two log lines."""
-
-    step: int  # the last step
-    steps: int
-    seconds: float  # for all steps
-    positions: int  # tokens of this rank's sequences
-    mfu: float | None
-    allocated_gib: float  # peak so far, maximum over ranks
-    reserved_gib: float | None
 
 
 @dataclass(frozen=True)
@@ -79,36 +56,20 @@ class Pending:
 
 
 class StepLog:
-    """Records every step; writes a line every `every` steps and at the last step."""
+    """Records every step, and makes a log line every `every` steps and at the last step, which goes to `hooks`."""
 
-    def __init__(
-        self,
-        *,
-        every: int,
-        total: int,
-        reporter: Reporter,
-        ranks: Ranks,
-        attempt: int,
-        peak: float | None,
-    ) -> None:
+    def __init__(self, *, every: int, total: int, ranks: Ranks, attempt: int, peak: float | None, hooks: Hook) -> None:
         self.every = every
         self.total = total
-        self.sinks: list[Sink] = []  # where log lines are written
-        self.reporter = reporter
         self.ranks = ranks
         self.attempt = attempt
         self.peak = peak
-        self.last: dict[str, float | int | None] = {}
+        self.hooks = hooks
         self.skipped = 0  # skipped steps
-        self.on_steps: Callable[[list[StepMetrics]], None] = lambda steps: (
-            None
-        )  # called with every step, one log line late
-        self.on_line: Callable[[LogInterval], None] = lambda interval: None  # called at every log line
         self.step_seconds = 0.0  # of the last log interval
         self._window = Window(mark(ranks.device))
         self._pending: Pending | None = None
         self._results: list[tuple[int, StepResult]] = []
-        self._failed: list[Sink] = []
 
     def after_step(
         self,
@@ -120,9 +81,8 @@ class StepLog:
         positions: int,
         flops: float,
         data_seconds: float,
-    ) -> None:
-        """Record a step."""
-        self.reporter.advance(step)
+    ) -> list[StepMetrics]:
+        """Record a step. Returns the metrics of earlier steps that have arrived."""
         self._results.append((step, result))
         window = self._window
         window.steps += 1
@@ -131,12 +91,13 @@ class StepLog:
         window.flops += flops
         window.data_seconds += data_seconds
         # The previous step is done by now, or nearly, and this one keeps the device busy.
-        self.flush()
+        arrived = self._read_pending()
         if step % self.every == 0 or step == self.total:
             unread = self._fetch_metrics()
             ended = mark(self.ranks.device)
             self._pending = Pending(lr, tokens, unread, window, ended)
             self._window = Window(ended)
+        return arrived
 
     def _fetch_metrics(self) -> Unread:
         """Start to copy the metrics of all unread steps to the host: one all-reduce, without waiting for the result."""
@@ -153,24 +114,26 @@ class StepLog:
             values = pinned.copy_(values, non_blocking=True)
         return Unread(steps, tuple(result.loss_tokens for result in results), values)
 
-    def catch_up(self) -> None:
-        """Read the metrics of every step so far, so that a checkpoint is not written after unnoticed bad steps."""
-        self.flush()
+    def catch_up(self) -> list[StepMetrics]:
+        """The metrics of every step so far that were not returned yet. Waits for the device."""
+        arrived = self._read_pending()
         if self._results:
             unread = self._fetch_metrics()
             mark(self.ranks.device).wait()
-            steps = unread.read()
-            self.skipped += sum(not one.usable for one in steps)
-            self.on_steps(steps)
+            arrived += self._count(unread.read())
+        return arrived
 
-    def flush(self) -> None:
-        """Read the pending metrics and write their log line."""
+    def _count(self, steps: list[StepMetrics]) -> list[StepMetrics]:
+        self.skipped += sum(not one.usable for one in steps)
+        return steps
+
+    def _read_pending(self) -> list[StepMetrics]:
+        """Read the metrics of the pending log line and give it to the hooks."""
         pending, self._pending = self._pending, None
         if pending is None:
-            return
+            return []
         pending.ended.wait()
-        steps = pending.unread.read()
-        self.skipped += sum(not one.usable for one in steps)
+        steps = self._count(pending.unread.read())
         last, window = steps[-1], pending.window
         seconds = seconds_between(window.began, pending.ended) / window.steps
         self.step_seconds = seconds
@@ -193,22 +156,11 @@ class StepLog:
             "seconds": round(seconds, 6),
             "skipped": self.skipped,
         }
-        self.write(line)
-        self.reporter.report(line, self.total)
-        self.last = line
-        self.on_line(
-            LogInterval(last.step, window.steps, seconds * window.steps, window.positions, mfu, allocated, reserved)
+        interval = LogInterval(
+            last.step, window.steps, seconds * window.steps, window.positions, mfu, allocated, reserved
         )
-        self.on_steps(steps)
-
-    def write(self, line: Line) -> None:
-        for sink in self.sinks:
-            try:
-                sink.write(line)
-            except OSError as error:  # a full disk must not end a run that does not depend on this file
-                if sink not in self._failed:
-                    self._failed.append(sink)
-                    self.reporter.warn(f"{sink.name} cannot be written: {error.strerror}. Training continues.")
+        self.hooks.on_metrics(line, interval)
+        return steps
 
     def forget(self) -> None:
         """Discard unread steps, before a rollback."""
@@ -218,13 +170,6 @@ class StepLog:
     def restart_clock(self) -> None:
         """Exclude an evaluation or a save from the step time."""
         self._window = Window(mark(self.ranks.device))
-
-    def close(self) -> None:
-        for sink in self.sinks:
-            try:
-                sink.close()
-            except OSError as error:
-                self.reporter.warn(f"{sink.name} could not be written completely: {error.strerror}.")
 
 
 def next_attempt(metrics: Path) -> int:

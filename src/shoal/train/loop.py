@@ -1,35 +1,31 @@
 """The training loop: step, log, evaluate and save, until the last step or a request to stop."""
 
 import math
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from shoal.config.run import RunDirectory
-from shoal.config.schema import Config
-from shoal.data.loader import MicroBatch, batches
+from shoal.data.loader import MicroBatch, StepBatch, batches
 from shoal.observe.metrics import Line
 from shoal.observe.progress import duration
 from shoal.parallel.evaluate import held_out_loss
 from shoal.parallel.ranks import Ranks
 from shoal.resilience.agreement import Agreement
-from shoal.resilience.health import Rollback, StopRequest
-from shoal.resilience.stragglers import StragglerDetector
-from shoal.resilience.watchdog import Watchdog
-from shoal.train.compare import Comparison
-from shoal.train.inputs import Inputs
+from shoal.resilience.health import Action, Decision, Health, StepMetrics
+from shoal.resilience.out_of_memory import InUse, explained
+from shoal.resilience.signals import StopRequest
+from shoal.train.hooks import Fault, Hook, RunStart, StepEnd
 from shoal.train.job import Job
-from shoal.train.out_of_memory import explained
-from shoal.train.recovery import Recovery, roll_back
+from shoal.train.rollback import give_up, roll_back, sequences_of
 from shoal.train.save import finish_save, poll_save, save
 from shoal.train.schedule import make_schedule, peak_lr
-from shoal.train.setup import Start, set_up
+from shoal.train.setup import Preflight, Start, set_up
+from shoal.train.watchers import ALONE, Surroundings, standard_hooks
 
 
 @dataclass(frozen=True)
@@ -67,36 +63,37 @@ class Summary:
 
 
 def train(
-    config: Config,
-    inputs: Inputs,
+    checked: Preflight,
     run: RunDirectory,
     ranks: Ranks,
     start: Start,
     *,
     stop: StopRequest | None = None,
-    heartbeats: Path | None = None,
-    tell: Callable[[str], None] = lambda sentence: print(f"shoal: {sentence}", file=sys.stderr),
+    around: Surroundings = ALONE,
+    hooks: Sequence[Hook] = (),
 ) -> Summary:
-    """Train on this rank, together with the others.
-
-    `stop` is given if signal handlers are installed already. `heartbeats` is a file shared by the ranks of this node,
-    through which the watchdog of each sees the others. `tell` receives the watchdog's message when it ends a hung run.
-    """
+    """Train on this rank, together with the others. `stop` is given if signal handlers are installed already."""
     began = time.perf_counter()
     with StopRequest() if stop is None else nullcontext(stop) as stop_request:
-        job = set_up(config, inputs, run, ranks, start)
-        job.reporter.begin(job.progress.step, job.inputs.steps)
-        folder = run.logs / f"hang-{job.log.attempt}"
+        job = set_up(checked, run, ranks, start)
+        job.hooks.add(*standard_hooks(job, around), *hooks)
+        failure: BaseException | None = None
         try:
-            watchdog = Watchdog(folder, ranks, config.train.hang_timeout, heartbeats=heartbeats, tell=tell)
-            with watchdog, explained(job.forecast, ranks, job):
-                job.heartbeat = lambda activity: watchdog.heartbeat(job.progress.step, activity)
-                job.pause_watchdog = lambda activity: watchdog.pause(job.progress.step, activity)
+            job.hooks.on_run_start(RunStart(run.path, job.resolved, ranks, job.progress.step, job.inputs.steps))
+            with explained(
+                job.resolved,
+                ranks,
+                when=lambda: _current_step(job),
+                in_use=lambda: _in_use(job),
+                before=job.saver.settle,
+            ):
                 stopped = fit(job, stop_request)
-                watchdog.ended()
+        except BaseException as error:
+            failure = error
+            job.hooks.on_fault(Fault(job.progress.step, error, str(error)))
+            raise
         finally:
-            job.reporter.end()
-            job.log.close()
+            job.hooks.on_run_end(failure)
     progress = job.progress
     return Summary(
         run=str(run.path),
@@ -115,42 +112,30 @@ def train(
 
 def fit(job: Job, stop: StopRequest) -> str | None:
     """Run the remaining steps, with rollbacks. Returns why the run stopped early, if it did."""
-    job.log.on_steps = Recovery(job).check
-    comparison = Comparison(job)
-    job.log.on_line = comparison.update
-    stragglers = StragglerDetector(job.config.train.slow_rank, job.ranks.world_size, job.reporter.warn)
-    with Agreement(job.ranks, stragglers) as agreement:
+    health = Health(
+        job.config.train,
+        scaled=job.scaler.enabled,
+        sequences_of=lambda step: sequences_of(job, step),
+        warn=job.reporter.warn,
+    )
+    with Agreement(job.ranks, job.hooks) as agreement:
         while True:
-            try:
-                stopped = run_steps(job, stop, agreement)
-                comparison.end()
+            decision, stopped = run_steps(job, stop, agreement, health)
+            if decision.action is Action.STOP:
+                give_up(job, decision.steps)
+            if decision.action is not Action.ROLL_BACK:
                 return stopped
-            except Rollback as rollback:
-                roll_back(job, rollback.steps)
+            roll_back(job, decision.steps)
 
 
-def run_steps(job: Job, stop: StopRequest, agreement: Agreement) -> str | None:
-    """Train from the current step to the last. Returns why the run stopped early, if it did."""
-    config, progress, sets, ranks = job.config, job.progress, job.inputs.sets, job.ranks
+def run_steps(job: Job, stop: StopRequest, agreement: Agreement, health: Health) -> tuple[Decision, str | None]:
+    """Train from the current step to the last one, or to one after which health decides otherwise. Also returns why
+    the run stopped early, if it did."""
+    config, progress = job.config, job.progress
     factor_at = make_schedule(config.train.schedule, job.inputs.steps)
     lr = peak_lr(config.train)
-    stopped = None
-    stream = batches(
-        sets.training,
-        sets.order,
-        first_step=progress.step,
-        global_batch=job.chosen.global_batch,
-        micro_batch=job.chosen.micro_batch,
-        rank=job.model.parallel_dims.data_rank,
-        ranks=job.chosen.data_parallel,
-        pad=job.inputs.tokenizer.pad,
-        length=job.model.sequence_length,
-        multiple=job.model.sequence_multiple,
-        workers=config.data.workers,
-        pin=ranks.device.type == "cuda",
-        left_out=progress.left_out,
-    )
-    with closing(stream):
+    stopped: str | None = None
+    with closing(step_batches(job)) as stream:
         while progress.step < job.inputs.steps and stopped is None:
             began = time.perf_counter()
             batch = next(stream)
@@ -161,7 +146,7 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement) -> str | None:
             progress.step += 1
             progress.tokens += batch.loss_tokens
 
-            job.log.after_step(
+            arrived = job.log.after_step(
                 progress.step,
                 result,
                 lr=step_lr,
@@ -170,58 +155,91 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement) -> str | None:
                 flops=sum(job.flops(*one.inputs.shape) for one in batch.micro_batches),
                 data_seconds=data_seconds,
             )
-            job.heartbeat("training")
+            job.hooks.on_step_end(StepEnd(progress.step, data_seconds, job.log.step_seconds))
+            agreed = agreement.after_step(stop=stop.wanted, cannot_save=job.cannot_save)
 
             last = progress.step == job.inputs.steps
-            if sets.validation is not None and (last or progress.step % config.eval.every == 0):
-                evaluate(job)
-                if no_longer_improves(job):
-                    stopped = "early_stop"
-            agreed = agreement.after_step(
-                stop=stop.wanted,
-                cannot_save=job.cannot_save,
-                data_seconds=data_seconds,
-                step_seconds=job.log.step_seconds,
+            evaluates = job.inputs.sets.validation is not None and (last or progress.step % config.eval.every == 0)
+            ends = last or agreed.stop or agreed.cannot_save
+            saves = (
+                (last and config.checkpoint.at_end)
+                or (ends and not last)
+                or progress.step % config.checkpoint.every == 0
             )
-            if agreed.stop and not last and stopped is None:
-                stopped = "signal"
-            final = last or stopped is not None or agreed.cannot_save
-            save_now = config.checkpoint.at_end if last else final
-            if save_now or progress.step % config.checkpoint.every == 0:
-                save(job, wait=final)
+            if evaluates or ends or saves:
+                arrived += job.log.catch_up()
+            decision = decide(job, health, arrived)
+            if not decision.goes_on:
+                return decision, None
+
+            if evaluates:
+                evaluate(job)
+            if not last:
+                stopped = "early_stop" if evaluates and no_longer_improves(job) else "signal" if agreed.stop else None
+            if saves or stopped:
+                save(job, wait=ends or stopped is not None)
             else:
                 poll_save(job)
-    job.log.flush()
     finish_save(job)
-    return stopped
+    if stopped is not None:
+        job.hooks.on_stop(progress.step, stopped)
+    return Decision(Action.CONTINUE), stopped
+
+
+def step_batches(job: Job) -> Generator[StepBatch, None, None]:
+    """This rank's micro-batches, from the current step on."""
+    config, sets = job.config, job.inputs.sets
+    return batches(
+        sets.training,
+        sets.order,
+        first_step=job.progress.step,
+        global_batch=job.resolved.global_batch,
+        micro_batch=job.resolved.micro_batch,
+        rank=job.model.parallel_dims.data_rank,
+        ranks=job.resolved.data_parallel,
+        pad=job.inputs.tokenizer.pad,
+        length=job.model.sequence_length,
+        multiple=job.model.sequence_multiple,
+        workers=config.data.workers,
+        pin=job.ranks.device.type == "cuda",
+        left_out=job.progress.left_out,
+    )
+
+
+def decide(job: Job, health: Health, arrived: Sequence[StepMetrics]) -> Decision:
+    """Record the metrics that have arrived from the device, and judge them."""
+    if not arrived:
+        return Decision(Action.CONTINUE)
+    progress, last = job.progress, arrived[-1]
+    progress.skipped = job.log.skipped
+    progress.loss = last.loss if math.isfinite(last.loss) else None
+    return health.decide(arrived, progress.bad_steps)
 
 
 def evaluate(job: Job) -> None:
-    """Log the loss on the validation set, and record whether it is the best so far."""
+    """Measure the loss on the validation set, and record whether it is the best so far."""
     progress, config = job.progress, job.config
-    job.log.flush()
 
     def measure(some: Sequence[MicroBatch]) -> Tensor:
-        job.heartbeat("evaluating")
+        job.hooks.on_activity(progress.step, "evaluating")
         return job.model.measure(some)
 
     found = held_out_loss(
         measure,
         job.inputs.sets,
-        micro_batch=job.chosen.micro_batch,
-        sequences=config.eval.batches * job.chosen.global_batch,
+        micro_batch=job.resolved.micro_batch,
+        sequences=config.eval.batches * job.resolved.global_batch,
         pad=job.inputs.tokenizer.pad,
         ranks=job.ranks,
-        share=(job.model.parallel_dims.data_rank, job.chosen.data_parallel),
+        share=(job.model.parallel_dims.data_rank, job.resolved.data_parallel),
         length=job.model.sequence_length,
         multiple=job.model.sequence_multiple,
-        at_once=job.chosen.grad_accum_steps,
+        at_once=job.resolved.grad_accum_steps,
     )
     loss = found.loss if math.isfinite(found.loss) else None  # JSON has no NaN
     perplexity = None if loss is None else found.perplexity
     line: Line = {"step": progress.step, "attempt": job.log.attempt, "eval_loss": loss, "eval_perplexity": perplexity}
-    job.log.write(line)
-    job.reporter.say(f"step {progress.step}  evaluation: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}")
+    job.hooks.on_evaluation(line)
     progress.evaluated_at, progress.eval_loss = progress.step, loss
     if loss is not None and (progress.best is None or loss < progress.best):
         progress.best, progress.evaluations_without_gain = loss, 0
@@ -234,3 +252,12 @@ def no_longer_improves(job: Job) -> bool:
     """Whether `train.early_stop` ends the run: `patience` evaluations without a better loss."""
     stop = job.config.train.early_stop
     return stop is not None and job.progress.evaluations_without_gain >= stop.patience
+
+
+def _current_step(job: Job) -> str:
+    return f"in step {job.progress.step + 1}"
+
+
+def _in_use(job: Job) -> InUse:
+    weights = [*job.model.saved.values(), *job.model.low_precision.values()]
+    return InUse(weights, job.optimizer.state().values(), job.model.parallel_dims.coordinate["pp"])

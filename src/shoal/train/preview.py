@@ -4,15 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.config.schema import Config
 from shoal.data.loader import IGNORED, assemble
-from shoal.models.anatomy import matmul_parameters, read_anatomy
-from shoal.models.build import build_on_meta
-from shoal.parallel.apply import freeze
-from shoal.parallel.device import Device
-from shoal.train.forecast import machine_here, make_forecast
 from shoal.train.inputs import Inputs
 from shoal.train.schedule import make_schedule, peak_lr
+from shoal.train.setup import Preflight
 
 MOST_CHARACTERS = 700
 COLUMNS, LINES = 60, 8
@@ -35,8 +30,8 @@ class Preview:
     grad_accum_steps: int
     global_batch: int
     steps: int
-    rows: int
-    held_out_sequences: int
+    training_sequences: int
+    validation_sequences: int
     tokens: int  # loss tokens of the complete run, about
     learning_rates: list[float]  # the learning rate at evenly spaced steps
     sample: str  # the first sequence of the first batch, decoded, with loss tokens marked
@@ -56,7 +51,7 @@ class Preview:
                 f"batch      {self.global_batch} sequences per step: micro-batch {self.micro_batch}, "
                 f"gradient accumulation steps {self.grad_accum_steps}",
                 f"length     {self.steps:,} steps, about {self.tokens:,} loss tokens; "
-                f"{self.rows:,} training sequences, {self.held_out_sequences:,} validation sequences",
+                f"{self.training_sequences:,} training sequences, {self.validation_sequences:,} validation sequences",
                 "",
                 "learning rate",
                 *draw(self.learning_rates, self.steps),
@@ -68,12 +63,10 @@ class Preview:
         )
 
 
-def preview(config: Config, inputs: Inputs, processes: int, device: Device) -> Preview:
-    """Build the model on the meta device, without memory for weights, and read the first sequence."""
-    model = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
-    freeze(model, config.model.freeze)
-    chosen = make_forecast(config, model, machine_here(config, device, processes)).chosen
-    parameters = dict(model.named_parameters())
+def preview(checked: Preflight) -> Preview:
+    """What a run that passed its preflight would do, and its first sequence."""
+    inputs, prepared, resolved = checked.inputs, checked.prepared, checked.resolved
+    config = resolved.config
     factor_at = make_schedule(config.train.schedule, inputs.steps)
     peak = peak_lr(config.train)
     shown = min(COLUMNS, inputs.steps)
@@ -81,20 +74,20 @@ def preview(config: Config, inputs: Inputs, processes: int, device: Device) -> P
     sets = inputs.sets
     tokens_per_sequence = sets.training.summary.loss_tokens / len(sets.training)
     return Preview(
-        parameters=sum(parameter.numel() for parameter in parameters.values()),
-        trained_parameters=sum(one.numel() for one in parameters.values() if one.requires_grad),
-        matmul_parameters=matmul_parameters(parameters, read_anatomy(model)),
+        parameters=prepared.parameters,
+        trained_parameters=prepared.trained_parameters,
+        matmul_parameters=prepared.matmul_parameters,
         precision=config.train.precision,
-        strategy=chosen.strategy,
-        reason=chosen.reason,
-        devices=processes,
-        micro_batch=chosen.micro_batch,
-        grad_accum_steps=chosen.grad_accum_steps,
-        global_batch=chosen.global_batch,
+        strategy=resolved.strategy,
+        reason=resolved.reason,
+        devices=resolved.world_size,
+        micro_batch=resolved.micro_batch,
+        grad_accum_steps=resolved.grad_accum_steps,
+        global_batch=resolved.global_batch,
         steps=inputs.steps,
-        rows=sets.order.training_count,
-        held_out_sequences=sets.order.validation_count,
-        tokens=round(inputs.steps * chosen.global_batch * tokens_per_sequence),
+        training_sequences=sets.order.training_count,
+        validation_sequences=sets.order.validation_count,
+        tokens=round(inputs.steps * resolved.global_batch * tokens_per_sequence),
         learning_rates=[peak * factor_at(step) for step in steps],
         sample=mark_loss_tokens(inputs),
     )

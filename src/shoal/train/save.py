@@ -33,8 +33,16 @@ def checkpoint_folders(config: Config, run: RunDirectory) -> list[Path]:
     return [run.checkpoints] if fallback is None else [run.checkpoints, fallback.checkpoints]
 
 
-def make_saver(config: Config, run: RunDirectory, ranks: Ranks, describe: Callable[[RunDirectory], None]) -> Saver:
-    """`describe` writes plan, model config and tokenizer into a fallback folder that is new."""
+def make_saver(
+    config: Config,
+    run: RunDirectory,
+    ranks: Ranks,
+    *,
+    describe: Callable[[RunDirectory], None],
+    while_waiting: Callable[[], None],
+) -> Saver:
+    """`describe` writes plan, model config and tokenizer into a fallback folder that is new. `while_waiting` is called
+    regularly while training waits for a save."""
     keep, fallback = config.checkpoint, fallback_of(config)
     destinations = [Destination(run.checkpoints)]
     if fallback is not None:
@@ -50,6 +58,7 @@ def make_saver(config: Config, run: RunDirectory, ranks: Ranks, describe: Callab
         ranks,
         in_background=keep.async_ and not too_large_to_copy(config),
         full=keep.format == "full",
+        while_waiting=while_waiting,
         patience=SAVE_PATIENCE * config.train.hang_timeout,
         tidy=lambda checkpoints, step: tidy(
             checkpoints,
@@ -69,9 +78,9 @@ def too_large_to_copy(config: Config) -> bool:
 
 
 def save(job: Job, *, wait: bool) -> None:
-    """Start to write a checkpoint, after a pending one. With `wait`, return when it is written."""
-    job.log.catch_up()
-    job.heartbeat("saving")
+    """Start to write a checkpoint, after a pending one. With `wait`, return when it is written. The metrics of every
+    step so far are known, so that no checkpoint is written after unnoticed bad steps."""
+    job.hooks.on_activity(job.progress.step, "saving")
     job.progress.metrics = metrics_of_this_step(job)
     job.progress.skipped = job.log.skipped
     parts = state.collect(
@@ -85,7 +94,7 @@ def save(job: Job, *, wait: bool) -> None:
     if job.ranks.first:
         texts = {
             state.PROGRESS: json.dumps(asdict(job.progress)),
-            state.CONFIG: json.dumps(config_values(job.config), indent=1),
+            state.CONFIG: json.dumps(config_values(job.resolved.requested), indent=1),
         }
     record_save(job, job.saver.save(job.progress.step, parts, texts, job.progress.metrics))
     if wait:
@@ -121,6 +130,7 @@ def record_save(job: Job, ended: Saved | None) -> None:
             f"STEP {ended.step} COULD NOT BE SAVED ({ended.explain()}). Its files were removed; the next save tries "
             "again."
         )
+    job.hooks.on_save(ended)
     # All ranks learn of this after the next step, and stop together.
     job.cannot_save = job.cannot_save or ended.unwritable
 

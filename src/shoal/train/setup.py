@@ -1,9 +1,9 @@
-"""Set up a job from a config: model, optimizer, checkpoint to start from, logging."""
+"""From a config to a job: preflight finds errors early, setup builds model and optimizer and loads a checkpoint."""
 
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,33 +17,32 @@ from shoal.config.mesh import Mesh
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
-from shoal.models.anatomy import matmul_parameters, read_anatomy
-from shoal.models.build import build_on_meta
+from shoal.models.anatomy import matmul_parameters
 from shoal.models.emulate import LOW_PRECISION, emulated_dtypes
+from shoal.models.prepare import PreparedModel, prepare_model
 from shoal.models.weights import locate_weights
-from shoal.observe.metrics import open_sinks
 from shoal.observe.progress import Reporter
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.offload import find_store
 from shoal.optim.optimizer import check_groups, check_quantization_blocks
-from shoal.parallel.apply import freeze
 from shoal.parallel.check import check_parallel
-from shoal.parallel.device import Device, describe_machine, inspect_device
+from shoal.parallel.device import Device, describe_machine
 from shoal.parallel.float8 import check_float8
 from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.stages import stages_per_rank
-from shoal.plan.choose import Chosen
+from shoal.plan.resolved import ResolvedRun, describe_accumulation
 from shoal.plan.stages import bubble_share
 from shoal.resilience.health import SpikeGuard, spike_settings
+from shoal.resilience.out_of_memory import explained
 from shoal.train.build import build, keep_low_precision_gradients
 from shoal.train.describe import describe, plan_values
-from shoal.train.forecast import Forecast, machine_here, machine_of_all, make_forecast
+from shoal.train.hooks import Hooks
 from shoal.train.inputs import Inputs
 from shoal.train.job import Job
 from shoal.train.log import StepLog, next_attempt
-from shoal.train.out_of_memory import explained
-from shoal.train.recovery import set_aside
+from shoal.train.resolve import machine_here, resolve_for_all, resolve_run
+from shoal.train.rollback import set_aside
 from shoal.train.save import checkpoint_folders, make_saver
 from shoal.train.schedule import peak_lr
 from shoal.train.step import TrainStep
@@ -59,71 +58,125 @@ class Start:
     overrides: Mapping[str, Any] = field(default_factory=dict)  # config keys replaced after running out of memory
 
 
-def set_up(config: Config, inputs: Inputs, run: RunDirectory, ranks: Ranks, start: Start) -> Job:
-    """Build the parallelized model and its optimizer, and load the checkpoint to start from, if any."""
-    seed_everything(config.seed, ranks.rank, config.train.deterministic)
-    built = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
-    device = inspect_device(ranks.device)
-    forecast = make_forecast(config, built, machine_of_all(config, device, ranks), overrides=start.overrides)
-    with explained(forecast, ranks):
-        return _assemble(config, inputs, run, ranks, start, built, device, forecast)
+@dataclass(frozen=True)
+class Preflight:
+    """A run whose errors were looked for without device memory, other ranks or a run folder."""
+
+    inputs: Inputs
+    prepared: PreparedModel
+    resolved: ResolvedRun
+    device: Device
+
+    def agree(self, config: Config, ranks: Ranks, overrides: Mapping[str, Any]) -> "Preflight":
+        """The same run on every rank, where the devices differ."""
+        resolved = resolve_for_all(self.resolved, config, self.prepared, self.device, ranks, overrides)
+        return replace(self, resolved=resolved)
 
 
-def _assemble(
+def preflight(
     config: Config,
     inputs: Inputs,
-    run: RunDirectory,
-    ranks: Ranks,
-    start: Start,
-    built: Any,
+    world_size: int,
     device: Device,
-    forecast: Forecast,
-) -> Job:
-    reporter = Reporter(enabled=ranks.first)
-    settled, chosen, mesh = forecast.config, forecast.chosen, forecast.mesh
-    checkpoint = starting_point(config, run, ranks, reporter, start)
-    parameters = sum(parameter.numel() for parameter in built.parameters())
-    freeze(built, config.model.freeze)
-    flops = count_flops(built, mesh)
-
-    folder, emulated = inputs.blueprint.folder, _emulated(config, ranks)
-    model, optimizer = build(
-        built, settled, chosen, mesh, ranks, folder=folder, values=checkpoint is None, emulated=emulated
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    start_from: Path | None = None,
+) -> Preflight:
+    """Build the model on the meta device, resolve every auto, and find the errors that setup would find."""
+    prepared = prepare_model(
+        inputs.blueprint,
+        attention=config.model.attention,
+        longest=config.data.max_length,
+        freeze=config.model.freeze,
     )
-    keep_low_precision_gradients(model, optimizer, chosen)
+    model = prepared.model
+    check_groups(dict(model.named_parameters()), config.train)
+    find_store(config.parallel.offload)
+    resolved = resolve_run(config, prepared, machine_here(config, device, world_size), overrides=overrides)
+    check_parallel(
+        model,
+        resolved.config,
+        strategy=resolved.strategy,
+        mesh=resolved.mesh,
+        grad_accum_steps=resolved.grad_accum_steps,
+    )
+    check_quantization_blocks(model, config.train, resolved.mesh.tp)
+    if config.train.precision == "fp8":
+        check_float8(model, device)
+    if inputs.blueprint.folder is not None:
+        locate_weights(model, inputs.blueprint.folder)
+    if start_from is not None:
+        check_checkpoint(start_from, config)
+    return Preflight(inputs, prepared, resolved, device)
+
+
+def check_checkpoint(start_from: Path, config: Config) -> None:
+    """A UserMistake if `--from` names a checkpoint that is incomplete, damaged or of another optimizer."""
+    checkpoint = store.read_manifest(start_from)
+    if checkpoint is None:
+        raise UserMistake(
+            f"--from: {start_from} is not a complete checkpoint: its MANIFEST.json is missing or invalid."
+        )
+    if (file := store.damaged_file(checkpoint)) is not None:
+        raise UserMistake(f"--from: {start_from / file} is damaged: it is not what was saved.")
+    before, now = state.read_progress(start_from).optimizer, config.train.optimizer.name
+    if before and before != now:
+        raise UserMistake(f"--from: {start_from} holds the optimizer state of {before}, which {now} cannot use.")
+
+
+def set_up(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start) -> Job:
+    """Build the parallelized model and its optimizer, and load the checkpoint to start from, if any."""
+    with explained(checked.resolved, ranks):
+        return _assemble(checked, run, ranks, start)
+
+
+def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start) -> Job:
+    inputs, prepared, resolved, device = checked.inputs, checked.prepared, checked.resolved, checked.device
+    config, reporter, hooks = resolved.config, Reporter(enabled=ranks.first), Hooks([])
+    seed_everything(config.seed, ranks.rank, config.train.deterministic)
+    checkpoint = starting_point(config, run, ranks, reporter, start)
+    flops = count_flops(prepared, resolved.mesh)
+
+    emulated = _emulated(config, ranks)
+    model, optimizer = build(prepared, resolved, ranks, values=checkpoint is None, emulated=emulated)
+    keep_low_precision_gradients(model, optimizer, resolved)
     # On the device of the gradients.
     scaler = LossScaler(
         torch.device("cpu") if config.parallel.offload == "cpu" else ranks.device, enabled=model.precision.scaled
     )
     spikes = spike_settings(config.train.on_spike)
     guard = SpikeGuard(spikes.sigma, ranks.device) if spikes.action == "skip" else None
-    plan = plan_values(inputs, forecast, parameters=parameters, machine=describe_machine(ranks.device))
-    describe_in = partial(describe, inputs=inputs, plan=plan, architecture=type(built).__name__)
+    plan = plan_values(inputs, resolved, parameters=prepared.parameters, machine=describe_machine(ranks.device))
+    describe_in = partial(describe, inputs=inputs, plan=plan, architecture=prepared.architecture)
     job = Job(
-        config=config,
+        resolved=resolved,
         run=run,
         ranks=ranks,
         reporter=reporter,
         inputs=inputs,
-        forecast=forecast,
-        chosen=chosen,
-        plan=plan,
         model=model,
         optimizer=optimizer,
         scaler=scaler,
         controls={"scaler": scaler} | ({} if guard is None else {"spikes": guard}),
         step=TrainStep(model, optimizer, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
+        hooks=hooks,
         log=StepLog(
             every=config.log.every,
             total=inputs.steps,
-            reporter=reporter,
             ranks=ranks,
             attempt=next_attempt(run.metrics),
             peak=device.peak(config.train.precision),
+            hooks=hooks,
         ),
         flops=flops,
         progress=Progress(world_size=ranks.world_size),
-        saver=make_saver(config, run, ranks, describe_in),
+        saver=make_saver(
+            resolved.requested,
+            run,
+            ranks,
+            describe=describe_in,
+            while_waiting=lambda: hooks.on_activity(job.progress.step, "waiting for a save"),
+        ),
         saved=None,
     )
     if checkpoint is not None:
@@ -132,18 +185,16 @@ def _assemble(
         set_aside(job)  # an earlier run of this name may have left checkpoints in the fallback
     job.progress.optimizer, job.progress.data = config.train.optimizer.name, fingerprint(inputs)
     job.log.skipped = job.progress.skipped
-    job.saver.while_waiting = lambda: job.heartbeat("waiting for a save")
     if ranks.first:
         describe_in(run)
-        job.log.sinks = open_sinks(config.log.to, run.path)
-        _announce(reporter, config, inputs, chosen, device.gpu.name if device.gpu else ranks.device.type, parameters)
+        _announce(job, device.gpu.name if device.gpu else ranks.device.type, prepared.parameters)
         if model.precision.compute in emulated:
             reporter.warn(
                 f"train.precision {config.train.precision} is emulated: this CPU has no fast matmuls for it, so "
                 "matmuls and attention round their inputs and compute in fp32. train.precision 32-true is faster here."
             )
-        known = without_effect(config, ranks.world_size)  # reported at the start
-        for note in (*model.notes, *without_effect(settled, ranks.world_size)):
+        known = without_effect(resolved.requested, ranks.world_size)  # reported at the start
+        for note in (*model.notes, *without_effect(config, ranks.world_size)):
             if note not in known:
                 reporter.warn(note)
     return job
@@ -173,58 +224,28 @@ def _resume(job: Job, checkpoint: Path, *, same_run: bool) -> None:
     job.reporter.say(f"Resuming after step {job.progress.step} from {checkpoint}.")
 
 
-def _announce(reporter: Reporter, config: Config, inputs: Inputs, chosen: Chosen, device: str, parameters: int) -> None:
+def _announce(job: Job, device: str, parameters: int) -> None:
     """Print how the run is carried out, and warn of settings that are probably unintended."""
+    reporter, resolved, config = job.reporter, job.resolved, job.config
     reporter.say(
-        f"{parameters:,} parameters, {chosen.describe()} on {chosen.world_size} × {device}; "
-        f"{inputs.steps} steps of {chosen.global_batch} sequences, micro-batch {chosen.micro_batch} × "
-        f"{chosen.describe_accumulation()}."
+        f"{parameters:,} parameters, {resolved.describe()} on {resolved.world_size} × {device}; "
+        f"{job.inputs.steps} steps of {resolved.global_batch} sequences, micro-batch {resolved.micro_batch} × "
+        f"{describe_accumulation(resolved.grad_accum_steps)}."
     )
-    parallel, stages = config.parallel, chosen.mesh["pp"]
-    if parallel.sharding == "hybrid_shard" and chosen.strategy == "fsdp" and chosen.mesh["dp_replicate"] == 1:
+    parallel, stages = config.parallel, resolved.mesh.pp
+    if parallel.sharding == "hybrid_shard" and resolved.strategy == "fsdp" and resolved.mesh.dp_replicate == 1:
         reporter.warn("hybrid_shard has one replica and is the same as full_shard; see parallel.replicate.")
-    if stages > chosen.grad_accum_steps:
-        share = bubble_share(stages, chosen.grad_accum_steps, stages_per_rank(parallel.pp_schedule))
+    if stages > resolved.grad_accum_steps:
+        share = bubble_share(stages, resolved.grad_accum_steps, stages_per_rank(parallel.pp_schedule))
         reporter.warn(
-            f"parallel.pp {stages} with {chosen.grad_accum_steps} micro-batches per step leaves each device idle for "
+            f"parallel.pp {stages} with {resolved.grad_accum_steps} micro-batches per step leaves each device idle for "
             f"{share:.0%} of the step; lower train.micro_batch or raise train.global_batch for more."
         )
     if config.train.lr_scaling == "linear":
         reporter.say(
-            f"train.lr {config.train.lr:g} × global_batch {chosen.global_batch} / base_batch "
+            f"train.lr {config.train.lr:g} × global_batch {resolved.global_batch} / base_batch "
             f"{config.train.base_batch} = {peak_lr(config.train):g} is the peak learning rate."
         )
-
-
-def preflight(config: Config, inputs: Inputs, world_size: int, device: Device, start_from: Path | None) -> Chosen:
-    """Find the errors that setup would find, without device memory, other ranks or a run folder."""
-    model = build_on_meta(inputs.blueprint, attention=config.model.attention, longest=config.data.max_length)
-    read_anatomy(model)
-    freeze(model, config.model.freeze)
-    check_groups(dict(model.named_parameters()), config.train)
-    find_store(config.parallel.offload)
-    forecast = make_forecast(config, model, machine_here(config, device, world_size))
-    chosen = forecast.chosen
-    check_parallel(
-        model, forecast.config, strategy=chosen.strategy, mesh=forecast.mesh, grad_accum_steps=chosen.grad_accum_steps
-    )
-    check_quantization_blocks(model, config.train, forecast.mesh.tp)
-    if config.train.precision == "fp8":
-        check_float8(model, device)
-    if inputs.blueprint.folder is not None:
-        locate_weights(model, inputs.blueprint.folder)
-    if start_from is not None:
-        checkpoint = store.read_manifest(start_from)
-        if checkpoint is None:
-            raise UserMistake(
-                f"--from: {start_from} is not a complete checkpoint: its MANIFEST.json is missing or invalid."
-            )
-        if (file := store.damaged_file(checkpoint)) is not None:
-            raise UserMistake(f"--from: {start_from / file} is damaged: it is not what was saved.")
-        before, now = state.read_progress(start_from).optimizer, config.train.optimizer.name
-        if before and before != now:
-            raise UserMistake(f"--from: {start_from} holds the optimizer state of {before}, which {now} cannot use.")
-    return chosen
 
 
 def starting_point(config: Config, run: RunDirectory, ranks: Ranks, reporter: Reporter, start: Start) -> Path | None:
@@ -238,20 +259,19 @@ def starting_point(config: Config, run: RunDirectory, ranks: Ranks, reporter: Re
     return given
 
 
-def count_flops(model: Any, mesh: Mesh) -> Callable[[int, int], float]:
+def count_flops(prepared: PreparedModel, mesh: Mesh) -> Callable[[int, int], float]:
     """FLOPs per device of a micro-batch of (sequences, length), by the usual model FLOPs formula.
 
     Six per matmul parameter and token (four where it is frozen and needs no weight gradient), plus attention without
     the causal mask's savings. Devices that share a micro-batch share them. NaN for mixtures of experts, of which the
     active share is not known.
     """
+    model, anatomy = prepared.model, prepared.anatomy
     settings = model.config.get_text_config()
     if any(getattr(settings, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return lambda sequences, length: math.nan
-    anatomy, parameters = read_anatomy(model), dict(model.named_parameters())
-    trained = {name: one for name, one in parameters.items() if one.requires_grad}
-    whole, learning = (matmul_parameters(some, anatomy) for some in (parameters, trained))
-    per_token = 4 * whole + 2 * learning
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    per_token = 4 * prepared.matmul_parameters + 2 * matmul_parameters(trained, anatomy)
     attention: int = 12 * settings.num_hidden_layers * settings.hidden_size
     sharing = mesh.pp * mesh.cp * mesh.tp
     return lambda sequences, length: sequences * length * (per_token + attention * length) / sharing

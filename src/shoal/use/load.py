@@ -16,9 +16,9 @@ from shoal.config.schema import Config
 from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake, nearest
-from shoal.models.anatomy import Anatomy, read_anatomy
+from shoal.models.anatomy import Anatomy
 from shoal.models.attention import MASKLESS
-from shoal.models.build import build_on_meta, read_blueprint
+from shoal.models.prepare import prepare_model, read_blueprint
 from shoal.models.weights import Weights, kept_buffers, materialize
 from shoal.parallel.precision import DTYPES, read_precision
 
@@ -98,8 +98,8 @@ def _load_checkpoint(
     plan = read_blueprint(run.model)
     # The run's own copy, unless the name is that of a built-in tokenizer.
     tokenizer = load_tokenizer(config.model.tokenizer or str(run.model), run.model)
-    model = build_on_meta(plan, attention=config.model.attention, longest=config.data.max_length)
-    anatomy = read_anatomy(model)
+    prepared = prepare_model(plan, attention=config.model.attention, longest=config.data.max_length)
+    model, anatomy = prepared.model, prepared.anatomy
     saved = read_precision(config.train.precision, config.train.reduce_dtype).weights
     materialize(model, anatomy, device=device, dtype=dtype or saved, source=None, vectors=vectors)
     load_parameters(SliceReader(checkpoint.path), dict(model.named_parameters()) | kept_buffers(model))
@@ -119,8 +119,8 @@ def _load_folder(folder: Path, device: torch.device, dtype: torch.dtype | None) 
     plan = read_blueprint(folder)
     saved = getattr(plan.settings, "dtype", None)
     tokenizer = load_tokenizer(str(folder), folder)
-    model = build_on_meta(plan, attention="auto", longest=plan.positions or 0)
-    anatomy = read_anatomy(model)
+    prepared = prepare_model(plan, longest=plan.positions or 0)
+    model, anatomy = prepared.model, prepared.anatomy
     as_saved = saved if isinstance(saved, torch.dtype) else torch.float32
     materialize(model, anatomy, device=device, dtype=dtype or as_saved, source=Weights(folder, seed=0))
     return LoadedRun(

@@ -1,88 +1,79 @@
-"""Resolve `auto` settings for a run that is about to start, and forecast its memory and speed."""
+"""Resolve every `auto` of a run that is about to start, for its model and for the devices of all ranks."""
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from shoal.config.mesh import Mesh
 from shoal.config.schema import Config
-from shoal.models.anatomy import Anatomy, read_anatomy, require_blocks
+from shoal.models.anatomy import require_blocks
+from shoal.models.prepare import PreparedModel
 from shoal.parallel.check import SHARD_INSTEAD
 from shoal.parallel.device import Device
 from shoal.parallel.plans import PLANS
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.stages import check_pipeline
 from shoal.plan.advise import changed
-from shoal.plan.choose import Chosen
-from shoal.plan.decide import Choice, choose
+from shoal.plan.decide import choose
 from shoal.plan.from_model import Counted, shape_of_model
 from shoal.plan.machine import Machine, host_memory_gib, machine_at_hand
 from shoal.plan.report import memory_of, speed_of
+from shoal.plan.resolved import ResolvedRun
 
 SHRUNK = "as before, with a smaller micro-batch after running out of memory"
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """How a run is carried out, and the memory and time it is expected to take."""
-
-    choice: Choice
-    exact: bool  # False: the forecast is for a model that only resembles this one
-
-    @property
-    def config(self) -> Config:
-        """The config with every `auto` that the plan resolves filled in. The run folder keeps the user's config."""
-        return self.choice.config
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.choice.run.mesh
-
-    @property
-    def chosen(self) -> Chosen:
-        return self.choice.chosen()
-
-    @property
-    def is_promise(self) -> bool:
-        """Whether measurements are compared with it."""
-        return self.exact and not self.choice.machine.is_cpu
-
-    def as_dict(self) -> dict[str, Any]:
-        """The `forecast` entry of `plan.json`."""
-        memory, speed = memory_of(self.choice), speed_of(self.choice)
-        return {
-            "memory": {key: memory[key] for key in ("allocated_gib", "reserved_gib", "terms")},
-            "speed": {key: speed[key] for key in ("tokens_per_second_per_gpu", "step_seconds", "mfu")},
-            "exact": self.exact,
-        }
-
-
-def make_forecast(
-    config: Config, model: Any, machine: Machine, *, overrides: Mapping[str, Any] | None = None
-) -> Forecast:
+def resolve_run(
+    config: Config, prepared: PreparedModel, machine: Machine, *, overrides: Mapping[str, Any] | None = None
+) -> ResolvedRun:
     """What `shoal plan` would choose for this model on this machine. `overrides` replace keys of the config, after the
     previous choice ran out of memory."""
-    anatomy, parallel = read_anatomy(model), config.parallel
+    model, anatomy, parallel = prepared.model, prepared.anatomy, config.parallel
     # A stage without a block cannot be forecast. The number of micro-batches is not known yet.
     if parallel.pp > 1:
         require_blocks(anatomy, model, "parallel.pp", SHARD_INSTEAD)
         check_pipeline(model, anatomy, parallel.pp, parallel.pp_schedule, grad_accum_steps=parallel.pp)
-    shape, exact = shape_of_model(model.config.to_dict(), _count(model, anatomy))
+    shape, exact = shape_of_model(model.config.to_dict(), _count(prepared))
     wanted = dict(overrides or {})
     if config.train.recompute == "auto" and not anatomy.blocks:  # there is nothing to recompute without blocks
         wanted.setdefault("train.recompute", "none")
     # A model that is only approximated by a known shape has no tensor-parallel or pipeline plan.
     allow_model_parallel = exact and model.config.model_type in PLANS
     choice = choose(changed(config, wanted), shape, machine, checked=False, allow_model_parallel=allow_model_parallel)
-    return Forecast(replace(choice, reason=SHRUNK) if overrides else choice, exact)
+    return replace(choice, requested=config, exact=exact, reason=SHRUNK if overrides else choice.reason)
 
 
-def _count(model: Any, anatomy: Anatomy) -> Counted:
+def resolve_for_all(
+    resolved: ResolvedRun,
+    config: Config,
+    prepared: PreparedModel,
+    device: Device,
+    ranks: Ranks,
+    overrides: Mapping[str, Any],
+) -> ResolvedRun:
+    """The same run on every rank. Resolved anew only where the ranks' devices differ."""
+    machine = machine_of_all(config, device, ranks)
+    if config == resolved.requested and machine == resolved.machine:
+        return resolved
+    return resolve_run(config, prepared, machine, overrides=overrides)
+
+
+def forecast_values(resolved: ResolvedRun) -> dict[str, Any]:
+    """The `forecast` entry of `plan.json`."""
+    memory, speed = memory_of(resolved), speed_of(resolved)
+    return {
+        "memory": {key: memory[key] for key in ("allocated_gib", "reserved_gib", "terms")},
+        "speed": {key: speed[key] for key in ("tokens_per_second_per_gpu", "step_seconds", "mfu")},
+        "exact": resolved.exact,
+    }
+
+
+def _count(prepared: PreparedModel) -> Counted:
+    model, anatomy = prepared.model, prepared.anatomy
     table = model.get_input_embeddings().weight
     return Counted(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=prepared.parameters,
         layers=len(anatomy.blocks) or int(getattr(model.config.get_text_config(), "num_hidden_layers", 1)),
         hidden=int(table.shape[-1]),
         vocabulary=int(table.shape[0]),

@@ -1,36 +1,6 @@
-"""The chosen execution of a run, and its number of steps."""
-
-from dataclasses import asdict, dataclass
-from typing import Any
+"""Arithmetic of batches: the number of steps of a run, and batch sizes that divide."""
 
 from shoal.mistakes import UserMistake
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The chosen execution of a run, as stored in `plan.json`."""
-
-    strategy: str
-    reason: str
-    world_size: int
-    data_parallel: int
-    micro_batch: int
-    grad_accum_steps: int
-    global_batch: int
-    mesh: dict[str, int]  # degrees by name
-    sharding: str = "full_shard"  # what fsdp shards
-    recompute: str = "none"
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def describe(self) -> str:
-        """The strategy with its parallel degrees, and why it was chosen."""
-        degrees = "".join(f" × {name} {self.mesh[name]}" for name in ("tp", "pp", "cp") if self.mesh[name] > 1)
-        return f"{self.strategy}{degrees} ({self.reason})"
-
-    def describe_accumulation(self) -> str:
-        return "1 accumulation step" if self.grad_accum_steps == 1 else f"{self.grad_accum_steps} accumulation steps"
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -2,9 +2,9 @@
 
 import re
 import resource
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,10 +14,8 @@ from shoal.config.load import config_from_mapping, config_values
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.parallel.ranks import Ranks
 from shoal.plan.advise import Change, Question, savings
-from shoal.plan.choose import Chosen
+from shoal.plan.resolved import ResolvedRun
 from shoal.plan.terms import GIB
-from shoal.train.forecast import Forecast
-from shoal.train.job import Job
 
 FIXES = 3
 # A term is reported as larger than forecast above this relative difference.
@@ -28,20 +26,31 @@ _TRIED = re.compile(r"Tried to allocate ([\d.]+) ([KMG]i?B)")
 _UNITS = {"K": 2**-20, "M": 2**-10, "G": 1.0}
 
 
+@dataclass(frozen=True)
+class Smaller:
+    """A run that needs less memory: the config keys to replace, and what comes of them."""
+
+    overrides: dict[str, Any]
+    micro_batch: int
+    grad_accum_steps: int
+    global_batch: int
+
+
 class OutOfMemory(RunFailed):
     """The run failed: a device ran out of memory. `report` says what it held and which settings need less."""
 
-    def __init__(self, sentence: str, report: str, chosen: Mapping[str, Any]) -> None:
-        super().__init__(sentence, report, chosen)
+    def __init__(self, sentence: str, report: str, smaller: Smaller | None) -> None:
+        super().__init__(sentence, report, smaller)
         self.sentence = sentence
         self.report = report
-        self.chosen = chosen  # how the run was carried out
+        self.smaller = smaller  # the run to start instead; None: the micro-batch is 1
 
     def __str__(self) -> str:
         return f"{self.sentence}\n{self.report}"
 
     def as_dict(self) -> dict[str, Any]:
-        return {"sentence": self.sentence, "report": self.report, "chosen": dict(self.chosen)}
+        smaller = None if self.smaller is None else asdict(self.smaller)
+        return {"sentence": self.sentence, "report": self.report, "smaller": smaller}
 
 
 @dataclass(frozen=True)
@@ -63,35 +72,49 @@ class Held:
         return max(0.0, self.allocated - self.weights - self.gradients - self.optimizer)
 
 
+@dataclass(frozen=True)
+class InUse:
+    """The tensors of a run that is set up, for the explanation."""
+
+    weights: Iterable[Tensor]
+    optimizer: Iterable[Tensor]
+    stage: int  # of the pipeline
+
+
 @contextmanager
-def explained(forecast: Forecast, ranks: Ranks, job: Job | None = None) -> Iterator[None]:
-    """Turn `torch.OutOfMemoryError` into `OutOfMemory`, after a pending save. `job` is None during setup."""
+def explained(
+    resolved: ResolvedRun,
+    ranks: Ranks,
+    *,
+    when: Callable[[], str] = lambda: "during setup",
+    in_use: Callable[[], InUse] | None = None,
+    before: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
+    """Turn `torch.OutOfMemoryError` into `OutOfMemory`, after calling `before`. `when` says what was running."""
     try:
         yield
         return
     except torch.OutOfMemoryError as error:
         # The error's traceback keeps the tensors of the step alive: what is held now is what was held then.
-        held = measure(error, ranks.device, forecast, job)
+        tensors = None if in_use is None else in_use()
+        held = measure(error, ranks.device, resolved, tensors)
         wanted = _TRIED.search(str(error))
-    if job is not None:
-        with suppress(Exception):  # another rank may have died
-            job.saver.settle()
-    when = "during setup" if job is None else f"in step {job.progress.step + 1}"
+    with suppress(Exception):  # another rank may have died
+        before()
     sentence = (
-        f"Rank {ranks.rank} ran out of memory {when}, with micro-batch {forecast.choice.run.micro_batch}: "
+        f"Rank {ranks.rank} ran out of memory {when()}, with micro-batch {resolved.micro_batch}: "
         f"{held.allocated:.1f} of {held.device:.1f} GiB were allocated"
     )
     if wanted is not None:
         sentence += f", and {float(wanted[1]) * _UNITS[wanted[2][0]]:.2f} GiB more were requested"
-    stage = 0 if job is None else job.model.parallel_dims.coordinate["pp"]
-    report = "\n".join([*_table(forecast, held, stage), "", *_fixes(forecast)])
-    raise OutOfMemory(f"{sentence}.", report, forecast.chosen.as_dict()) from None
+    report = "\n".join([*_table(resolved, held, 0 if tensors is None else tensors.stage), "", *_fixes(resolved)])
+    raise OutOfMemory(f"{sentence}.", report, smaller_run(resolved)) from None
 
 
-def measure(error: Exception, device: torch.device, forecast: Forecast, job: Job | None) -> Held:
+def measure(error: Exception, device: torch.device, resolved: ResolvedRun, in_use: InUse | None) -> Held:
     """Measure what the device holds."""
     reserved, others = None, 0.0
-    total = forecast.choice.machine.gpu.memory_gib
+    total = resolved.machine.gpu.memory_gib
     if device.type == "cuda":
         free, whole = (size / GIB for size in torch.cuda.mem_get_info(device))
         reserved, total = torch.cuda.memory_reserved(device) / GIB, whole
@@ -102,11 +125,11 @@ def measure(error: Exception, device: torch.device, forecast: Forecast, job: Job
     else:
         allocated = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     held = Held(allocated, reserved, total, others if others > DRIVERS_GIB else 0.0)
-    if job is None:
+    if in_use is None:
         return held
-    weights = [*job.model.saved.values(), *job.model.low_precision.values()]
+    weights = list(in_use.weights)
     gradients = [one.grad for one in weights if one.grad is not None]
-    sizes = [_gib(some, device) for some in (weights, gradients, job.optimizer.state().values())]
+    sizes = [_gib(some, device) for some in (weights, gradients, in_use.optimizer)]
     return Held(held.allocated, held.reserved, held.device, held.others, *sizes)
 
 
@@ -122,9 +145,9 @@ def _gib(tensors: Iterable[Tensor], device: torch.device) -> float:
     return sum(found.values()) / GIB
 
 
-def _table(forecast: Forecast, held: Held, stage: int) -> Iterator[str]:
+def _table(resolved: ResolvedRun, held: Held, stage: int) -> Iterator[str]:
     """The forecast's terms beside the measured ones."""
-    memory = forecast.choice.memory.pipeline_ranks[min(stage, len(forecast.choice.memory.pipeline_ranks) - 1)]
+    memory = resolved.memory.pipeline_ranks[min(stage, len(resolved.memory.pipeline_ranks) - 1)]
     tree = memory.peak.tree
     known = {"weights": held.weights, "gradients": held.gradients, "optimizer state": held.optimizer}
     expected = {name: sum(term.amount for term in tree.parts if term.name == name) / GIB for name in known}
@@ -132,7 +155,7 @@ def _table(forecast: Forecast, held: Held, stage: int) -> Iterator[str]:
     rows = [(name, expected[name], known[name], "") for name in known]
     parts = ", ".join(f"{term.name} {term.amount / GIB:.2f}" for term in others)
     rows.append(("the rest", sum(term.amount for term in others) / GIB, held.rest, parts))
-    like = "" if forecast.exact else ", for a model that resembles this one"
+    like = "" if resolved.exact else ", for a model that resembles this one"
     yield f"GiB             forecast   found   (forecast at the peak, {memory.peak.name}{like})"
     for name, wanted, found, note in (*rows, ("allocated", memory.allocated / GIB, held.allocated, "")):
         seen = f"{found:8.2f}" if found is not None else f"{'–':>8}"
@@ -149,15 +172,14 @@ def _table(forecast: Forecast, held: Held, stage: int) -> Iterator[str]:
     elif larger:
         most, name = max(larger)
         yield f"Larger than forecast: {name}, by {most:.2f} GiB."
-    elif not forecast.choice.fits:
+    elif not resolved.fits:
         yield "The forecast was that it does not fit."
     else:
         yield "No term is larger than forecast."
 
 
-def _fixes(forecast: Forecast) -> Iterator[str]:
+def _fixes(choice: ResolvedRun) -> Iterator[str]:
     """The cheapest changes, as settings to paste."""
-    choice = forecast.choice
     found: list[Change] = []
     with suppress(UserMistake):
         for change in savings(choice, Question(choice.config, choice.run.shape, choice.machine)):
@@ -185,7 +207,30 @@ def _works(change: Change) -> bool:
     return True
 
 
-def smaller_batch(chosen: Chosen) -> int | None:
+def smaller_batch(micro_batch: int, grad_accum_steps: int) -> int | None:
     """The next smaller micro-batch that divides the same global batch: half, if that divides it."""
-    sequences = chosen.micro_batch * chosen.grad_accum_steps
-    return max((size for size in range(1, chosen.micro_batch // 2 + 1) if sequences % size == 0), default=None)
+    sequences = micro_batch * grad_accum_steps
+    return max((size for size in range(1, micro_batch // 2 + 1) if sequences % size == 0), default=None)
+
+
+def smaller_run(resolved: ResolvedRun) -> Smaller | None:
+    """The same run with a smaller micro-batch, if there is one.
+
+    Every other choice is kept. A new choice by the forecast, which was wrong, might use up the memory that a smaller
+    micro-batch frees.
+    """
+    micro_batch = smaller_batch(resolved.micro_batch, resolved.grad_accum_steps)
+    if micro_batch is None:
+        return None
+    config = resolved.config
+    overrides: dict[str, Any] = {
+        "train.micro_batch": micro_batch,
+        "parallel.strategy": resolved.strategy,
+        "parallel.tp": resolved.mesh.tp,
+        "parallel.pp": resolved.mesh.pp,
+        "parallel.sharding": config.parallel.sharding,
+    }
+    if isinstance(config.train.recompute, str):  # else it is in the config
+        overrides["train.recompute"] = config.train.recompute
+    grad_accum_steps = resolved.micro_batch * resolved.grad_accum_steps // micro_batch
+    return Smaller(overrides, micro_batch, grad_accum_steps, resolved.global_batch)

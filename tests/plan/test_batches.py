@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.mistakes import UserMistake
-from shoal.plan.choose import count_steps
+from shoal.plan.batches import count_steps
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,21 @@
-"""Build a transformers model on the meta device from the config."""
+"""The one way to a model: built on the meta device, its parts found, its frozen parameters frozen.
 
+Training, preflight, benchmarks, loading and conversion all begin here; `models.weights` then gives it memory.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from shoal.catalogue.shapes import find_shape
 from shoal.config.schema import ModelConfig
 from shoal.mistakes import UserMistake
+from shoal.models.anatomy import Anatomy, matmul_parameters, read_anatomy
 from shoal.models.attention import choose_attention
 from shoal.models.families import transformers_config
 from shoal.models.hub import local_folder
@@ -55,8 +62,43 @@ def read_blueprint(folder: Path) -> Blueprint:
     return Blueprint(settings, folder)
 
 
-def build_on_meta(plan: Blueprint, *, attention: str, longest: int) -> Any:
-    """The causal language model with all tensors on meta; `longest` is the length of the longest sequence."""
+@dataclass(frozen=True)
+class PreparedModel:
+    """A transformers model without memory for its weights, ready to be parallelized or loaded."""
+
+    model: Any  # on the meta device, in training mode
+    anatomy: Anatomy
+    folder: Path | None  # of the weights; None: they are initialized from the seed
+    parameters: int
+    trained_parameters: int
+    matmul_parameters: int  # as the MFU formula counts them
+
+    @property
+    def architecture(self) -> str:
+        """The name of the transformers class."""
+        return type(self.model).__name__
+
+
+def prepare_model(
+    plan: Blueprint, *, attention: str = "auto", longest: int = 1, freeze: Sequence[str] = ()
+) -> PreparedModel:
+    """The causal language model of `plan`. `longest` is the length of the longest sequence, on which the attention
+    implementation depends. Parameters whose names match a pattern of `freeze` are not trained."""
+    model = _build_on_meta(plan, attention=attention, longest=longest)
+    anatomy = read_anatomy(model)
+    _freeze(model, freeze)
+    parameters = dict(model.named_parameters())
+    return PreparedModel(
+        model=model,
+        anatomy=anatomy,
+        folder=plan.folder,
+        parameters=sum(one.numel() for one in parameters.values()),
+        trained_parameters=sum(one.numel() for one in parameters.values() if one.requires_grad),
+        matmul_parameters=matmul_parameters(parameters, anatomy),
+    )
+
+
+def _build_on_meta(plan: Blueprint, *, attention: str, longest: int) -> Any:
     from transformers import AutoModelForCausalLM
 
     settings = plan.settings
@@ -74,3 +116,16 @@ def build_on_meta(plan: Blueprint, *, attention: str, longest: int) -> Any:
         ) from None
     model.set_attn_implementation(choose_attention(model, attention, longest))
     return model.train()
+
+
+def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose names match one of `patterns`."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in names):
+            raise UserMistake(f"model.freeze: {pattern!r} matches no parameter; one is named {names[0]}.")
+    for name, parameter in model.named_parameters():
+        if any(fnmatch(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserMistake("model.freeze leaves no parameter to train.")

@@ -1,0 +1,116 @@
+"""The entry point of a rank, whoever started it: alone, by our launcher, by torchrun or by srun."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.config.effect import without_effect
+from shoal.config.load import load_config
+from shoal.config.resolve import with_precision
+from shoal.config.run import RunDirectory
+from shoal.config.schema import Config
+from shoal.launch.join import choose_device, heartbeat_file, joined, local_rank, restarted
+from shoal.observe.progress import Reporter
+from shoal.parallel.device import Device, inspect_device
+from shoal.resilience.out_of_memory import OutOfMemory
+from shoal.resilience.signals import StopRequest
+from shoal.train.hooks import Hook
+from shoal.train.inputs import read_inputs
+from shoal.train.loop import Summary, train
+from shoal.train.setup import Start, preflight
+from shoal.train.watchers import ALONE, Surroundings
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run to start."""
+
+    config: Config
+    run: RunDirectory
+    start: Start
+    overwrite: bool = False  # delete an existing run of this name
+    max_restarts: int = 0
+    hooks: Sequence[Hook] = ()
+    launched: bool = False  # a launcher of ours has checked the run already, and created and locked its folder
+
+
+def run_rank(
+    request: Request,
+    *,
+    stop: StopRequest | None = None,
+    around: Surroundings = ALONE,
+    on_out_of_memory: Callable[[OutOfMemory], None] = lambda failure: None,
+) -> Summary:
+    """Train as one rank: find errors, join the other ranks, if there are any, and run the training loop.
+
+    `on_out_of_memory` is called while the process group still exists.
+    """
+    run, start, overwrite = request.run, request.start, request.overwrite
+    first, world_size = int(os.environ.get("RANK", "0")) == 0, int(os.environ.get("WORLD_SIZE", "1"))
+    if restarted() or start.overrides:  # the run folder exists, unless the first attempt died before
+        start, overwrite = replace(start, resume=run.exists, restarted=True), False
+    leads = first and not request.launched
+    reporter = Reporter(enabled=leads)
+    device = inspect_device(choose_device(local_rank()))
+    config = settle_precision(request.config, run, device, resume=start.resume)
+    if leads:
+        warn_of_settings(config, world_size, reporter)
+        if config.train.on_oom == "shrink":
+            reporter.warn(
+                "train.on_oom shrink needs shoal's own launcher, but these processes were started by another, "
+                "as by torchrun. If memory runs out, halve the micro-batch of plan.json: train.micro_batch=N --resume."
+            )
+        check_folder(request, config, reporter, resume=start.resume, overwrite=overwrite)
+    inputs = read_inputs(config, reporter)
+    # Only rank 0 verifies the checkpoint, because that hashes every file.
+    checkpoint = start.checkpoint if leads else None
+    checked = preflight(config, inputs, world_size, device, overrides=start.overrides, start_from=checkpoint)
+    with joined(config) as ranks:
+        config = with_precision(request.config, ranks.broadcast(config.train.precision))  # GPUs may differ
+        checked = checked.agree(config, ranks, start.overrides)
+        if not request.launched:
+            if first:
+                run.create(config, overwrite=overwrite)
+            ranks.barrier()
+            if not first:
+                send_output_to(run.logs / f"rank-{ranks.rank}.log")
+        with run.held() if leads else nullcontext():
+            around = replace(around, heartbeats=heartbeat_file())
+            try:
+                return train(checked, run, ranks, start, stop=stop, around=around, hooks=request.hooks)
+            except OutOfMemory as failure:
+                on_out_of_memory(failure)
+                raise
+
+
+def settle_precision(config: Config, run: RunDirectory, device: Device, *, resume: bool) -> Config:
+    """Resolve `train.precision: auto`. A resumed run keeps its precision, also on another device."""
+    if resume and run.exists:
+        config = with_precision(config, load_config(run.config).train.precision)
+    return with_precision(config, device.auto_precision)
+
+
+def warn_of_settings(config: Config, processes: int, reporter: Reporter) -> None:
+    """Report the options that have no effect with this many processes."""
+    for note in without_effect(config, processes):
+        reporter.warn(note)
+
+
+def check_folder(request: Request, config: Config, reporter: Reporter, *, resume: bool, overwrite: bool) -> None:
+    """A UserMistake if the run may not start in its folder; says what has changed since it was started."""
+    changes = request.run.check(config, resume=resume, overwrite=overwrite, start_from=request.start.checkpoint)
+    for note in changes:
+        reporter.say(f"Changed since the run started: {note}.")
+
+
+def send_output_to(path: Path) -> None:
+    """Redirect the output of ranks other than 0 to a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)

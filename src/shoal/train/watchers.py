@@ -1,0 +1,148 @@
+"""The hooks of every run: metric sinks, progress, the watchdog and straggler detection."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.config.schema_train import SlowRankConfig
+from shoal.observe.metrics import Line, Sink, open_sinks
+from shoal.observe.progress import Reporter
+from shoal.parallel.ranks import Ranks
+from shoal.resilience.stragglers import RankTimer, StragglerDetector
+from shoal.resilience.watchdog import Watchdog
+from shoal.train.compare import Comparison
+from shoal.train.hooks import Fault, Hook, LogInterval, RunStart, StepEnd, Values
+from shoal.train.job import Job
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the launcher provides to a rank."""
+
+    heartbeats: Path | None = None  # a file of this node, through which each rank's watchdog sees the others
+    tell: Callable[[str], None] = lambda sentence: print(f"shoal: {sentence}", file=sys.stderr)  # why a hung run ended
+
+
+ALONE = Surroundings()
+
+
+def standard_hooks(job: Job, around: Surroundings) -> list[Hook]:
+    """The hooks of every run, in the order in which they see its events."""
+    config, ranks, reporter = job.config, job.ranks, job.reporter
+    folder = job.run.logs / f"hang-{job.log.attempt}"
+    watchdog = Watchdog(folder, ranks, config.train.hang_timeout, heartbeats=around.heartbeats, tell=around.tell)
+    return [
+        MetricSinks(config.log.to, job.run.path, reporter),
+        ProgressLines(reporter),
+        Comparison(job.run, job.resolved, reporter),
+        StragglerDetection(config.train.slow_rank, ranks, reporter.warn),
+        HangDetection(watchdog),
+    ]
+
+
+class MetricSinks(Hook):
+    """Writes log lines and evaluations to `metrics.jsonl` and to the sinks of `log.to`, on rank 0."""
+
+    def __init__(self, names: Sequence[str], folder: Path, reporter: Reporter) -> None:
+        self.names = names
+        self.folder = folder
+        self.reporter = reporter
+        self._sinks: list[Sink] = []
+        self._failed: list[Sink] = []
+
+    def on_run_start(self, start: RunStart) -> None:
+        if start.ranks.first:
+            self._sinks = open_sinks(self.names, self.folder)
+
+    def on_metrics(self, line: Line, interval: LogInterval) -> None:
+        self._write(line)
+
+    def on_evaluation(self, line: Line) -> None:
+        self._write(line)
+
+    def on_run_end(self, error: BaseException | None) -> None:
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except OSError as failure:
+                self.reporter.warn(f"{sink.name} could not be written completely: {failure.strerror}.")
+
+    def _write(self, line: Line) -> None:
+        for sink in self._sinks:
+            try:
+                sink.write(line)
+            except OSError as failure:  # a full disk must not end a run that does not depend on this file
+                if sink not in self._failed:
+                    self._failed.append(sink)
+                    self.reporter.warn(f"{sink.name} cannot be written: {failure.strerror}. Training continues.")
+
+
+class ProgressLines(Hook):
+    """Prints progress on standard error."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.reporter = reporter
+        self.steps = 0
+
+    def on_run_start(self, start: RunStart) -> None:
+        self.steps = start.steps
+        self.reporter.begin(start.step, start.steps)
+
+    def on_step_end(self, end: StepEnd) -> None:
+        self.reporter.advance(end.step)
+
+    def on_metrics(self, line: Line, interval: LogInterval) -> None:
+        self.reporter.report(line, self.steps)
+
+    def on_evaluation(self, line: Line) -> None:
+        self.reporter.report_evaluation(line)
+
+    def on_run_end(self, error: BaseException | None) -> None:
+        self.reporter.end()
+
+
+class HangDetection(Hook):
+    """Every event is a heartbeat for the watchdog. It is paused until the first step, which compiles, and during a
+    rollback, which reads a checkpoint."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.watchdog = watchdog
+
+    def on_run_start(self, start: RunStart) -> None:
+        self.watchdog.start()
+
+    def on_step_end(self, end: StepEnd) -> None:
+        self.watchdog.heartbeat(end.step, "training")
+
+    def on_activity(self, step: int, activity: str) -> None:
+        self.watchdog.heartbeat(step, activity)
+
+    def on_fault(self, fault: Fault) -> None:
+        if fault.error is None:
+            self.watchdog.pause(fault.step, "rolling back")
+
+    def on_run_end(self, error: BaseException | None) -> None:
+        self.watchdog.stop(failed=error is not None)
+
+
+class StragglerDetection(Hook):
+    """Shares the times of this rank alone; rank 0 compares those of all ranks."""
+
+    def __init__(self, limit: SlowRankConfig, ranks: Ranks, warn: Callable[[str], None]) -> None:
+        self.ranks = ranks
+        self.timer = RankTimer(ranks)
+        self.detector = StragglerDetector(limit, ranks.world_size, warn)
+        self._times = (0.0, 0.0)
+        self._step_seconds = 0.0
+
+    def on_step_end(self, end: StepEnd) -> None:
+        self._times = self.timer.after_step(end.data_seconds)
+        self._step_seconds = end.step_seconds
+
+    def share(self) -> Values:
+        return self._times
+
+    def on_shared(self, values: Sequence[Values]) -> None:
+        if self.ranks.first:  # the rank that prints warnings
+            self.detector.update([(matmul, data) for matmul, data in values], self._step_seconds)
