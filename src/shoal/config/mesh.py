@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from math import lcm, prod
 
+from shoal.catalogue.strategies import find_strategy
 from shoal.config.schema import ParallelConfig
 from shoal.mistakes import UserMistake
 
@@ -48,7 +49,8 @@ def mesh_for(parallel: ParallelConfig, strategy: str, world_size: int, nodes: in
         pp=parallel.pp, dp_replicate=replicate, dp_shard=data_parallel // replicate, cp=parallel.cp, tp=parallel.tp
     )
     shards = mesh.dp_shard * mesh.cp
-    if strategy in ("fsdp", "zero3") and not isinstance(parallel.reshard, bool | str) and shards % parallel.reshard:
+    reshards = (found := find_strategy(strategy)).fully_shard and not found.keeps_weights
+    if reshards and not isinstance(parallel.reshard, bool | str) and shards % parallel.reshard:
         raise UserMistake(
             f"parallel.reshard {parallel.reshard} does not divide the {shards} processes over which the model is "
             "sharded; use true, false or a number that does."
@@ -82,10 +84,9 @@ def length_multiple(parallel: ParallelConfig, precision: str) -> int:
 
 def _replicas(parallel: ParallelConfig, strategy: str, data_parallel: int, nodes: int) -> int:
     """The number of replicas of the sharded model."""
-    if strategy in ("single", "ddp", "zero1") or (strategy == "fsdp" and parallel.sharding == "no_shard"):
+    if not find_strategy(strategy, parallel.sharding).fully_shard:
         return data_parallel
-    assert strategy in ("fsdp", "zero2", "zero3"), f"no mesh for the strategy {strategy}"
-    if strategy != "fsdp" or parallel.sharding != "hybrid_shard":
+    if not find_strategy(strategy).takes_sharding or parallel.sharding != "hybrid_shard":
         return 1
     # A pipeline is split across nodes first: each stage has some of them.
     stage_nodes = max(1, nodes // parallel.pp)

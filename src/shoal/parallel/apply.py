@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.catalogue.strategies import find_strategy
 from shoal.config.mesh import Mesh, length_multiple
 from shoal.config.schema import Config
 from shoal.data.loader import MicroBatch
@@ -41,7 +42,7 @@ from shoal.parallel.placement import Placement
 from shoal.parallel.precision import ComputeCopies, Precision, cast_norm_outputs, read_precision
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.recompute import recompute_blocks
-from shoal.parallel.shard import SHARDED, replicate, shard_fully
+from shoal.parallel.shard import replicate, shard_fully
 from shoal.parallel.stages import StageModel, split_stages, stages_per_rank
 from shoal.parallel.tensor import split_tensors
 from shoal.parallel.units import choose_units
@@ -73,6 +74,7 @@ def parallelize(
     fp32: see `models.emulate`.
     """
     parallel_dims = ParallelDims(mesh, ranks)
+    sharded = find_strategy(strategy).fully_shard
     precision = read_precision(config.train.precision, config.train.reduce_dtype)
     if parallel_dims.gradient_ranks > 1:
         _ = parallel_dims.replicas  # creating a group is collective: also for ranks that never reduce over it
@@ -113,7 +115,7 @@ def parallelize(
         if backend is not None:
             compile_blocks([*blocks, *_final_norm(stage)], backend, keeps_all=config.train.recompute == "none")
         # FSDP before materialization: memory is then allocated for this rank's shard only.
-        if strategy in SHARDED:
+        if sharded:
             _shard(module, stage, config, strategy, parallel_dims, precision)
         materialize(
             stage.model,
@@ -126,7 +128,7 @@ def parallelize(
         )
         parameters |= dict(stage.model.named_parameters())
         # DDP after materialization: it cannot wrap a module on meta.
-        if strategy not in SHARDED:
+        if not sharded:
             module = _replicate(module, stage, config, parallel_dims, precision)
         modules.append(module)
 
@@ -141,7 +143,7 @@ def parallelize(
         )
     # DDP reduces all gradients over the replicas, FSDP those of the parameters it shards. Neither reduces the gradients
     # of replicated pipeline stages: `Gradients` does.
-    wrapped = mesh.pp == 1 and strategy not in SHARDED
+    wrapped = mesh.pp == 1 and not sharded
     tied = {f"{anatomy.embedding}.weight"} if mesh.pp > 1 and anatomy.tied else set()
     placement = Placement(parallel_dims, shapes, splits, tied_across_stages=frozenset(tied & parameters.keys()))
     return ParallelModel(
@@ -303,7 +305,7 @@ def _reshards(config: Config, strategy: str) -> bool | int:
     parallel = config.parallel
     if parallel.pp > 1:  # a stage would all-gather its weights again for every micro-batch of the schedule
         return False
-    if strategy == "zero2" or (strategy == "fsdp" and parallel.sharding == "shard_grad_op"):
+    if find_strategy(strategy, parallel.sharding).keeps_weights:
         return False
     return True if parallel.reshard == "auto" else parallel.reshard
 

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from shoal.catalogue.optimizers import find_optimizer
+from shoal.catalogue.strategies import find_strategy
 from shoal.config.mesh import Mesh
 from shoal.config.schema import Config
 from shoal.models.anatomy import read_anatomy, require_blocks
 from shoal.parallel.context import check_context_parallel
-from shoal.parallel.shard import SHARDED
 from shoal.parallel.stages import check_pipeline
 from shoal.parallel.tensor import check_tensor_parallel
 from shoal.parallel.units import choose_blocks
@@ -17,11 +18,12 @@ SHARD_INSTEAD = "use parallel.strategy fsdp with parallel.wrap {min_params: 10_0
 def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, grad_accum_steps: int) -> None:
     """Raise a UserMistake unless `model` can be trained with this parallel configuration."""
     anatomy, parallel, train = read_anatomy(model), config.parallel, config.train
+    optimizer = find_optimizer(train.optimizer.name)
     needs_blocks = {
         "parallel.tp": (mesh.tp > 1, SHARD_INSTEAD),
         "parallel.pp": (mesh.pp > 1, SHARD_INSTEAD),
         "train.recompute": (train.recompute != "none", "use none"),
-        "muon": (train.optimizer.name == "muon", "use adamw"),
+        optimizer.name: (optimizer.elsewhere is not None, f"use {optimizer.elsewhere}"),
     }
     for key, (asked, instead) in needs_blocks.items():
         if asked:
@@ -29,5 +31,5 @@ def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, gra
     check_pipeline(model, anatomy, mesh.pp, parallel.pp_schedule, grad_accum_steps)
     check_tensor_parallel(model, mesh.tp)
     check_context_parallel(model, mesh, parallel.cp_method)
-    if strategy in SHARDED:
+    if find_strategy(strategy).fully_shard:
         choose_blocks(model, anatomy, parallel.wrap)

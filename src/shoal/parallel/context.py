@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from shoal.catalogue.families import find_plan
 from shoal.config.mesh import Mesh
 from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.models.attention import MASKLESS, document_mask
 from shoal.parallel.collectives import all_gather, all_to_all
-from shoal.parallel.plans import find_plan
 
 HEADS, SEQUENCE = 1, 2  # of queries, keys and values
 
@@ -30,7 +30,7 @@ def check_context_parallel(model: Any, mesh: Mesh, method: str) -> None:
     if mesh.cp == 1 and mesh.tp == 1:
         return
     key = "parallel.cp" if mesh.cp > 1 else "parallel.tp"
-    find_plan(model, key)
+    find_plan(model.config.model_type, key)
     settings = model.config.get_text_config()
     if settings._attn_implementation == "sdpa":
         raise UserMistake(

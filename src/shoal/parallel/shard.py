@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.parallel.precision import DTYPES, Precision
 from shoal.parallel.units import Units
 
-SHARDED = ("fsdp", "zero2", "zero3")  # the strategies that FSDP2 implements
 # PowerSGD all-reduces two matrices of this rank instead of a gradient, after some steps without compression.
 POWER_RANK, POWER_START = 4, 10
 # Buffers are constants and need no synchronization. torch 2.13 renames the option that disables it.

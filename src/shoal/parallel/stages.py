@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.catalogue.families import find_plan
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, matmul_parameters
-from shoal.parallel.plans import find_plan
 from shoal.plan.stages import divide_blocks
 
 
@@ -57,7 +57,7 @@ def check_pipeline(model: Any, anatomy: Anatomy, devices: int, schedule: str, gr
     fit the schedule."""
     if devices == 1:
         return
-    find_plan(model, "parallel.pp")
+    find_plan(model.config.model_type, "parallel.pp")
     blocks, stages = len(anatomy.blocks), devices * stages_per_rank(schedule)
     if blocks < stages:
         other = "" if schedule == "1f1b" else ", or use parallel.pp_schedule 1f1b, which has one stage per device"
@@ -77,7 +77,7 @@ def check_pipeline(model: Any, anatomy: Anatomy, devices: int, schedule: str, gr
 
 def split_stages(model: Any, anatomy: Anatomy, indices: list[int], count: int) -> list[StageModel]:
     """Split `model`, which is on meta, into `count` stages; returns those in `indices`, each a model of its own."""
-    plan = find_plan(model, "parallel.pp")
+    plan = find_plan(model.config.model_type, "parallel.pp")
     parameters = dict(model.named_parameters())
     head = parameters[f"{anatomy.embedding if anatomy.tied else anatomy.head}.weight"].numel()
     block = (matmul_parameters(parameters, anatomy) - head) / len(anatomy.blocks)

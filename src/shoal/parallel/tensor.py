@@ -13,12 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.catalogue.families import Plan, find_plan
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.tensor_slices import Split
 from shoal.parallel.collectives import all_gather, local_chunk, reduce_scatter
 from shoal.parallel.patch import patch
-from shoal.parallel.plans import Plan, find_plan
 
 SEQUENCE = 1  # activations are [batch, sequence, hidden]
 
@@ -27,7 +27,7 @@ def check_tensor_parallel(model: Any, degree: int) -> None:
     """Raise a UserMistake unless `model` supports tensor parallelism of `degree`."""
     if degree == 1:
         return
-    find_plan(model, "parallel.tp")
+    find_plan(model.config.model_type, "parallel.tp")
     settings = model.config.get_text_config()
     heads = settings.num_attention_heads
     counts = {
@@ -46,7 +46,7 @@ def check_tensor_parallel(model: Any, degree: int) -> None:
 
 def row_parallel_widths(model: Any, anatomy: Anatomy) -> dict[str, int]:
     """The weights that would be split along their last dimension, and the size of that dimension."""
-    plan = find_plan(model, "parallel.tp")
+    plan = find_plan(model.config.model_type, "parallel.tp")
     found = {}
     for name in anatomy.blocks:
         for matrix in (*plan.column, *plan.row):
@@ -58,7 +58,7 @@ def row_parallel_widths(model: Any, anatomy: Anatomy) -> dict[str, int]:
 
 def split_tensors(model: Any, anatomy: Anatomy, group: dist.ProcessGroup) -> dict[str, Split]:
     """Split `model`, which is on meta, in place; returns the split of each parameter that is not replicated."""
-    plan = find_plan(model, "parallel.tp")
+    plan = find_plan(model.config.model_type, "parallel.tp")
     splits: dict[str, Split] = {}
     for name in anatomy.blocks:
         _split_block(model.get_submodule(name), name, plan, group, splits)

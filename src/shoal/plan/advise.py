@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
+from shoal.catalogue.strategies import COMPARED, find_strategy
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.decide import Choice, choose, fits
@@ -111,7 +113,7 @@ def _strategies(question: Question) -> Iterator[dict[str, Any]]:
     if world == 1:
         yield {**plain, "parallel.strategy": "single"}
         return
-    for strategy in ("ddp", "zero1", "zero2", "fsdp"):
+    for strategy in COMPARED:
         yield {**plain, "parallel.strategy": strategy}
     if machine.nodes > 1:
         yield {**plain, "parallel.strategy": "fsdp", "parallel.sharding": "hybrid_shard"}
@@ -254,7 +256,7 @@ def _candidates(choice: Choice) -> Sequence[dict[str, Any]]:
     """Single changes worth trying, whatever their cost."""
     run, config, machine = choice.run, choice.config, choice.machine
     found: list[dict[str, Any]] = []
-    if run.loss == "plain" and run.shape.family != "bert" and run.precision != "16-mixed":
+    if run.loss == "plain" and not run.shape.traits.head_transform and run.precision != "16-mixed":
         found.append({"train.loss_impl": "chunked"})
     if run.micro_batch > 1:
         half = run.micro_batch
@@ -269,7 +271,7 @@ def _candidates(choice: Choice) -> Sequence[dict[str, Any]]:
     if run.recompute != "full":
         found.append({"train.recompute": "full"})
     if machine.world_size > 1 and not run.sharded and machine.world_size > run.mesh.tp * run.mesh.pp:
-        found += [{"parallel.strategy": name} for name in ("zero1", "zero2", "fsdp")]
+        found += [{"parallel.strategy": name} for name in COMPARED if find_strategy(name).shards_optimizer]
     elif run.keeps_weights and run.sharded and run.mesh.pp == 1:
         found.append({"parallel.strategy": "zero3", "parallel.sharding": "full_shard"})
     if run.sharded and run.mesh.dp_replicate > 1:
@@ -279,10 +281,10 @@ def _candidates(choice: Choice) -> Sequence[dict[str, Any]]:
             found.append({"parallel.tp": tp})
     if run.offload == "none":
         found.append({"parallel.offload": "optimizer"})
-        if run.mesh.pp == 1 and run.strategy != "zero1":
+        if run.mesh.pp == 1 and not run.data_parallelism.partitions_update:
             found.append({"parallel.strategy": "fsdp", "parallel.offload": "cpu"})
-    if run.optimizer == "adamw" and run.adapter is None:
-        found.append({"train.optimizer.name": "adamw8bit"})
+    if (smaller := find_optimizer(run.optimizer).smaller) is not None and run.adapter is None:
+        found.append({"train.optimizer.name": smaller})
     if run.mixed and run.gpu.bf16:
         found.append({"train.precision": "bf16-true"})
     if run.adapter is None:
