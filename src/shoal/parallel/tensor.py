@@ -6,6 +6,7 @@ direction. A replicated parameter (a norm, or a bias after a reduce-scatter) see
 its gradient is partial and must be summed over the group at the end of a step.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from shoal.catalogue.families import Plan, find_plan
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
+from shoal.models.loss import IGNORED
 from shoal.models.tensor_slices import Split
 from shoal.parallel.collectives import all_gather, local_chunk, reduce_scatter
 from shoal.parallel.patch import patch
@@ -194,3 +196,30 @@ class _ShardOutput:
 
     def forward(self, positions: Tensor) -> Tensor:
         return local_chunk(super().forward(positions), SEQUENCE, self.tensor_group)  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Cross-entropy of logits that are split along the vocabulary: this rank's shard begins at `start`. Implements
+    `models.loss.Measure`."""
+
+    start: int
+    group: dist.ProcessGroup
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, logits = logits.dtype, logits.to(torch.float32, copy=True)
+        highest = logits.max(dim=-1).values
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.group)
+        local = labels - self.start
+        here = (local >= 0) & (local < logits.shape[1])
+        index = torch.where(here, local, 0)[:, None]
+        label_logits = torch.where(here, logits.gather(1, index).squeeze(1), 0.0)
+        probabilities = logits.sub_(highest[:, None]).exp_()
+        # Two sums in one all-reduce: of the exponentials, and of the label's logit, which is on one rank only.
+        sums = torch.stack([probabilities.sum(dim=-1), label_logits])
+        dist.all_reduce(sums, group=self.group)
+        counted = labels != IGNORED
+        loss = torch.where(counted, sums[0].log() + highest - sums[1], 0.0).sum()
+        probabilities.div_(sums[0][:, None])
+        probabilities.scatter_add_(1, index, -here.to(probabilities.dtype)[:, None])
+        return loss, probabilities.mul_(counted[:, None]).to(dtype)

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.mistakes import RunFailed
+from shoal.parallel.collectives import all_gather_single as all_gather
 from shoal.parallel.ranks import Ranks
-from shoal.parallel.renamed import all_gather
 from shoal.resilience.stragglers import RankTimer, StragglerDetector
 
 
