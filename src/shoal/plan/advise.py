@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
 from shoal.catalogue.strategies import COMPARED, find_strategy
+from shoal.config.mesh import CONFIGURED_AXES, configured_degrees
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.decide import Choice, choose, fits
@@ -109,7 +111,7 @@ def alternatives(question: Question) -> list[Choice]:
 def _strategies(question: Question) -> Iterator[dict[str, Any]]:
     config, machine, shape = question.config, question.machine, question.shape
     world = machine.world_size
-    plain = {"parallel.tp": 1, "parallel.pp": 1, "parallel.cp": 1, "parallel.sharding": "full_shard"}
+    plain = {**{f"parallel.{axis}": 1 for axis in CONFIGURED_AXES}, "parallel.sharding": "full_shard"}
     if world == 1:
         yield {**plain, "parallel.strategy": "single"}
         return
@@ -164,7 +166,7 @@ def _largest(works: Callable[[int], bool], most: int) -> int:
 
 def _fewest(question: Question) -> int | None:
     """The smallest power of two of these devices on which some data-parallel strategy fits."""
-    within = question.config.parallel.tp * question.config.parallel.pp * question.config.parallel.cp
+    within = prod(configured_degrees(question.config.parallel).values())
     free = {"parallel.strategy": "auto", "train.micro_batch": 1}
     count = within
     while count <= MAX_DEVICES:

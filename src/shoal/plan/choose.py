@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shoal.config.mesh import CONFIGURED_AXES
 from shoal.mistakes import UserMistake
 
 
@@ -26,7 +27,7 @@ class Chosen:
 
     def describe(self) -> str:
         """The strategy with its parallel degrees, and why it was chosen."""
-        degrees = "".join(f" × {name} {self.mesh[name]}" for name in ("tp", "pp", "cp") if self.mesh[name] > 1)
+        degrees = "".join(f" × {name} {self.mesh[name]}" for name in CONFIGURED_AXES if self.mesh[name] > 1)
         return f"{self.strategy}{degrees} ({self.reason})"
 
     def describe_accumulation(self) -> str:

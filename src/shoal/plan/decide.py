@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any
 
 from shoal.catalogue.shapes import ModelShape
-from shoal.config.mesh import mesh_for
+from shoal.config.mesh import CONFIGURED_AXES, mesh_for
 from shoal.config.resolve import auto_precision, with_precision
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
@@ -71,7 +71,7 @@ class Choice:
         run = self.run
         name = "hybrid" if run.strategy == "fsdp" and run.mesh.dp_replicate > 1 else run.strategy
         degrees = "".join(
-            f" × {axis} {getattr(run.mesh, axis)}" for axis in ("tp", "pp", "cp") if getattr(run.mesh, axis) > 1
+            f" × {axis} {getattr(run.mesh, axis)}" for axis in CONFIGURED_AXES if getattr(run.mesh, axis) > 1
         )
         return name + degrees
 

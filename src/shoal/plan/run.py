@@ -127,7 +127,7 @@ class Run:
     @property
     def replicas(self) -> int:
         """Ranks that all-reduce the gradients of the same weights or shards."""
-        return self.mesh.dp_replicate if self.sharded else self.mesh.dp_replicate * self.mesh.dp_shard * self.mesh.cp
+        return self.mesh.dp_replicate if self.sharded else self.mesh.gradient_ranks
 
     @property
     def optimizer_shards(self) -> int:
