@@ -4,12 +4,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shoal.catalogue.shapes import FAMILIES, FORECAST_ONLY, NAMED, ModelShape, parameters, shape_from_sizes
+from shoal.catalogue.families import BUILDABLE
+from shoal.catalogue.shapes import NAMED, ModelShape, parameters, shape_from_sizes
 from shoal.mistakes import UserMistake
 from shoal.models.families import transformers_config
 
-TRAINABLE = [name for name, shape in NAMED.items() if shape.family not in FORECAST_ONLY]
-FAMILY_NAMES = [name for name in FAMILIES if name not in FORECAST_ONLY]
+TRAINABLE = [name for name, shape in NAMED.items() if shape.traits.buildable]
+FAMILY_NAMES = list(BUILDABLE)
 
 
 def tiny(family: str, tied: bool = True) -> ModelShape:

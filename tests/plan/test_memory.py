@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.catalogue.shapes import FORECAST_ONLY, NAMED, ModelShape, parameters
+from shoal.catalogue.shapes import NAMED, ModelShape, parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.head import head
 from shoal.plan.layout import count, ranks
@@ -217,5 +217,5 @@ def test_frozen_parts_have_no_gradients_and_no_state():
         reserved(*arguments, 'model.freeze=["model.layers.[0-9].*", "model.layers.1?.*"]'),
     )
     assert whole - half > 0.5 * 6.5 * 12 * 0.9  # more than half of the blocks, twelve bytes each
-    assert FORECAST_ONLY  # mpt is for the forecast alone, and is forecast
+    assert not NAMED["mpt-7b"].traits.buildable  # it is for the forecast alone, and is forecast
     assert reserved("model.shape=mpt-7b", "hardware.gpu=h200") > 0

@@ -12,9 +12,10 @@ from shoal.bench.collectives_report import Measured, Timing
 from shoal.bench.collectives_request import Request, sizes_up_to
 from shoal.bench.sizes import show_seconds, show_size
 from shoal.observe.progress import Reporter
+from shoal.parallel.collectives import all_gather_single as all_gather
+from shoal.parallel.collectives import reduce_scatter_single as reduce_scatter
 from shoal.parallel.device import describe_machine
 from shoal.parallel.ranks import Ranks
-from shoal.parallel.renamed import all_gather, reduce_scatter
 from shoal.plan.ring import OPERATIONS, Operation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

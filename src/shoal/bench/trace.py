@@ -26,7 +26,7 @@ from shoal.models.tensor_slices import local_tensor
 from shoal.optim.adamw import AdamW
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import NamedOptimizer, check_groups, check_quantization_blocks
-from shoal.parallel.check import check_parallel
+from shoal.parallel.apply import check_parallel
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.resolved import ResolvedRun

@@ -1,44 +1,8 @@
-"""Model shapes and architecture families, with the shapes of published models. Data only; functions are in `shapes`."""
+"""Model shapes, with those of published models. Data only; functions are in `shapes`, families in `families`."""
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Family:
-    """Properties that all models of an architecture share."""
-
-    gated: bool = False  # gated MLP: three matrices instead of two
-    rotary: bool = False
-    learned_positions: bool = False
-    linear_bias: bool = False  # on every linear layer of a block
-    qkv_bias: bool = False  # on query, key and value, where the other linear layers have none
-    norm_bias: bool = False  # LayerNorm with an offset; elsewhere a norm is one scale per channel
-    head_norms: bool = False  # per-head norms of queries and keys
-    grouped: bool = False  # may have fewer key-value heads than heads
-    final_norm: bool = True  # between the last block and the head
-    segments: int = 0  # rows of BERT's token-type table
-    # Defaults for explicit sizes.
-    norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    rotary_share: float = 1.0
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(gated=True, rotary=True, grouped=True),
-    "mistral": Family(gated=True, rotary=True, grouped=True),
-    "qwen2": Family(gated=True, rotary=True, grouped=True, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6),
-    "qwen3": Family(gated=True, rotary=True, grouped=True, head_norms=True, norm_eps=1e-6, rope_theta=1e6),
-    "neox": Family(rotary=True, linear_bias=True, norm_bias=True, rotary_share=0.25),
-    "gpt2": Family(learned_positions=True, linear_bias=True, norm_bias=True),
-    # BERT norms after the residual sum, so that its last block's own norm is the final one.
-    "bert": Family(
-        learned_positions=True, linear_bias=True, norm_bias=True, final_norm=False, segments=2, norm_eps=1e-12
-    ),
-    "mpt": Family(),
-}
-
-# Only for comparing the forecast with published results; these models cannot be built.
-FORECAST_ONLY = frozenset({"mpt"})
+from shoal.catalogue.families import FAMILIES, Family
 
 
 @dataclass(frozen=True)
@@ -69,7 +33,7 @@ class ModelShape:
     rope_theta: float = 10_000.0
     rotary_share: float = 1.0  # of each head's channels, the first ones
     rope_scaling: RopeScaling | None = None
-    parallel_residual: bool = True  # neox only: attention and MLP read the same input
+    parallel_residual: bool = True  # attention and MLP read the same input, in families that can
     sliding_window: int | None = None
     initializer_range: float = 0.02
     others: int = 0  # further parameters per block, such as inactive experts

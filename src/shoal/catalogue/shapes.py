@@ -4,14 +4,12 @@ Does not import torch, so that the forecast stays fast. `shoal.models.families` 
 config.
 """
 
-from shoal.catalogue.named_shapes import FAMILIES, FORECAST_ONLY, NAMED, Family, ModelShape, RopeScaling
+from shoal.catalogue.families import BUILDABLE, FAMILIES, listed
+from shoal.catalogue.named_shapes import NAMED, ModelShape, RopeScaling
 from shoal.mistakes import UserMistake, suggestion
 
 __all__ = [
-    "FAMILIES",
-    "FORECAST_ONLY",
     "NAMED",
-    "Family",
     "ModelShape",
     "RopeScaling",
     "block_matrices",
@@ -49,7 +47,7 @@ def embedding_parameters(shape: ModelShape) -> int:
     """Parameters before the first block: token embedding, and positions, segments and a norm if the family has them."""
     traits = shape.traits
     rows = shape.vocab + traits.segments + (shape.positions if traits.learned_positions else 0)
-    return rows * shape.hidden + (_norm(shape) if shape.family == "bert" else 0)
+    return rows * shape.hidden + (_norm(shape) if traits.embedding_norm else 0)
 
 
 def head_parameters(shape: ModelShape) -> int:
@@ -57,8 +55,8 @@ def head_parameters(shape: ModelShape) -> int:
     count = 0 if shape.tied else shape.vocab * shape.hidden
     if shape.traits.final_norm:
         count += _norm(shape)
-    if shape.family == "bert":
-        # BERT's head has a linear layer and a norm of its own, and a bias per token.
+    if shape.traits.head_transform:
+        # A linear layer, a norm, and a bias per token.
         count += shape.hidden * shape.hidden + shape.hidden + _norm(shape) + shape.vocab
     return count
 
@@ -97,11 +95,10 @@ def shape_from_sizes(
     tied: bool,
 ) -> ModelShape:
     """The shape with these sizes and the family's defaults for the rest; a UserMistake if they are inconsistent."""
-    buildable = [name for name in FAMILIES if name not in FORECAST_ONLY]
-    if family not in buildable:
-        reason = "can only be forecast, in its named sizes" if family in FORECAST_ONLY else "is unknown"
+    if family not in BUILDABLE:
+        reason = "can only be forecast, in its named sizes" if family in FAMILIES else "is unknown"
         raise UserMistake(
-            f"The model family '{family}' {reason}; use one of {', '.join(buildable)}.{suggestion(family, buildable)}"
+            f"The model family '{family}' {reason}; use one of {', '.join(BUILDABLE)}.{suggestion(family, BUILDABLE)}"
         )
     sizes = {"hidden": hidden, "layers": layers, "heads": heads, "vocab": vocab, "positions": positions}
     optional = {"kv_heads": kv_heads, "ffn": ffn}
@@ -135,14 +132,16 @@ def _refuse_contradictions(shape: ModelShape) -> None:
     if not shape.traits.grouped and shape.kv_heads != shape.heads:
         raise UserMistake(
             f"kv_heads ({shape.kv_heads}) is not supported by the family {shape.family}, which has no grouped-query "
-            f"attention: omit kv_heads, or use llama, mistral, qwen2 or qwen3."
+            f"attention: omit kv_heads, or use {listed([name for name, one in FAMILIES.items() if one.grouped])}."
         )
     if shape.heads % shape.kv_heads:
         raise UserMistake(
             f"{shape.heads} heads are not divisible by {shape.kv_heads} kv_heads: make heads a multiple of kv_heads."
         )
-    if shape.family == "bert" and not shape.tied:
-        raise UserMistake("bert with tied: false has an unused bias that gets no gradient: leave tied at true.")
+    if shape.traits.head_transform and not shape.tied:
+        raise UserMistake(
+            f"{shape.family} with tied: false has an unused bias that gets no gradient: leave tied at true."
+        )
     if not shape.traits.rotary:
         return
     if shape.head_size % 2:

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from shoal.catalogue.optimizers import find_optimizer
+from shoal.catalogue.strategies import SHARDINGS, STRATEGIES, Strategy, find_strategy
 from shoal.config.locate import KeyPath, Origins
 from shoal.config.mesh import divide_processes, length_multiple
-from shoal.config.schema import Config
+from shoal.config.schema import Config, ParallelConfig
 from shoal.mistakes import UserMistake
 
 Finding = tuple[str, str]  # the key to point at, and the sentence
@@ -22,26 +24,9 @@ def refuse_combinations(config: Config, origins: Origins) -> None:
 
 def _sharding(config: Config) -> Iterator[Finding]:
     parallel = config.parallel
-    strategy, sharding = parallel.strategy, parallel.sharding
-    if strategy in ("zero1", "zero2", "zero3") and sharding != "full_shard":
-        nearest = {"shard_grad_op": "zero2", "no_shard": "ddp"}.get(sharding, f"fsdp with sharding {sharding}")
-        yield (
-            "parallel.sharding",
-            f"parallel.sharding {sharding} is for fsdp, and {strategy} has its own; use strategy {nearest}.",
-        )
-    keeps = strategy == "zero2" or (strategy == "fsdp" and sharding == "shard_grad_op")
-    if keeps and parallel.reshard not in ("auto", False):
-        yield (
-            "parallel.reshard",
-            f"parallel.reshard {str(parallel.reshard).lower()} frees weights after the forward pass, and "
-            f"{'zero2' if strategy == 'zero2' else 'shard_grad_op'} keeps them; use fsdp with full_shard.",
-        )
-    if parallel.offload == "cpu" and strategy in ("single", "ddp", "zero1"):
-        yield (
-            "parallel.offload",
-            f"parallel.offload cpu offloads sharded state, and {strategy} shards no weights; use strategy fsdp, or "
-            "offload optimizer.",
-        )
+    strategy, sharding = STRATEGIES.get(parallel.strategy), parallel.sharding  # None: auto
+    if strategy is not None:
+        yield from _strategy(strategy, sharding, parallel)
     if parallel.offload == "cpu" and parallel.pp > 1:
         yield (
             "parallel.offload",
@@ -50,12 +35,34 @@ def _sharding(config: Config) -> Iterator[Finding]:
         )
 
 
+def _strategy(strategy: Strategy, sharding: str, parallel: ParallelConfig) -> Iterator[Finding]:
+    if strategy.shards_optimizer and not strategy.takes_sharding and sharding != "full_shard":
+        nearest = SHARDINGS[sharding] if SHARDINGS[sharding] != "fsdp" else f"fsdp with sharding {sharding}"
+        yield (
+            "parallel.sharding",
+            f"parallel.sharding {sharding} is for fsdp, and {strategy.name} has its own; use strategy {nearest}.",
+        )
+    if find_strategy(strategy.name, sharding).keeps_weights and parallel.reshard not in ("auto", False):
+        yield (
+            "parallel.reshard",
+            f"parallel.reshard {str(parallel.reshard).lower()} frees weights after the forward pass, and "
+            f"{sharding if strategy.takes_sharding else strategy.name} keeps them; use fsdp with full_shard.",
+        )
+    if parallel.offload == "cpu" and not strategy.fully_shard:
+        yield (
+            "parallel.offload",
+            f"parallel.offload cpu offloads sharded state, and {strategy.name} shards no weights; use strategy fsdp, "
+            "or offload optimizer.",
+        )
+
+
 def _parallelism(config: Config) -> Iterator[Finding]:
     parallel, train = config.parallel, config.train
-    if parallel.tp > 1 and train.optimizer.name == "muon":
+    if parallel.tp > 1 and find_optimizer(train.optimizer.name).needs_whole_matrices:
         yield (
             "parallel.tp",
-            "parallel.tp shards matrices that muon needs whole; use tp 1 with strategy fsdp, or optimizer adamw.",
+            f"parallel.tp shards matrices that {train.optimizer.name} needs whole; use tp 1 with strategy fsdp, or "
+            "optimizer adamw.",
         )
     if parallel.pp > 1 and parallel.compress != "none":
         yield (

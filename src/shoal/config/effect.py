@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shoal.catalogue.optimizers import find_optimizer
+from shoal.catalogue.strategies import Strategy, find_strategy
 from shoal.config.explain import shown
 from shoal.config.schema import Config
 
@@ -21,18 +23,25 @@ class _Run:
         return "single" if strategy == "auto" and self.world_size == 1 else strategy
 
     @property
+    def data_parallelism(self) -> Strategy | None:
+        """What the strategy amounts to with `parallel.sharding`; None: not known yet."""
+        return None if self.strategy == "auto" else find_strategy(self.strategy, self.config.parallel.sharding)
+
+    @property
     def averages(self) -> bool:
         """Whether gradients are all-reduced unsharded (DDP), as far as it is known."""
-        unsharded = self.config.parallel.sharding == "no_shard"
-        return self.strategy in ("auto", "ddp", "zero1") or (self.strategy == "fsdp" and unsharded)
+        return self.data_parallelism is None or self.data_parallelism.ddp
 
 
 def _unsharded(run: _Run) -> str | None:
-    if run.strategy in ("single", "ddp"):
-        return f"parallel.strategy is {run.strategy}, which shards nothing"
-    if run.strategy == "zero1":
-        return "parallel.strategy zero1 shards the optimizer state and no weights"
-    return "sharding is no_shard" if run.strategy == "fsdp" and run.config.parallel.sharding == "no_shard" else None
+    strategy = run.data_parallelism
+    if strategy is None or strategy.fully_shard:
+        return None
+    if strategy.name != run.strategy:
+        return f"sharding is {run.config.parallel.sharding}"
+    if strategy.partitions_update:
+        return f"parallel.strategy {strategy.name} shards the optimizer state and no weights"
+    return f"parallel.strategy is {strategy.name}, which shards nothing"
 
 
 def _in_a_pipeline(run: _Run) -> str | None:
@@ -75,10 +84,10 @@ def _nothing_played(run: _Run) -> str | None:
     return "games are read from data.path, not generated" if data.path is not None else None
 
 
-def _optimizer_not(*names: str) -> Callable[[_Run], str | None]:
+def _optimizer_without(option: str) -> Callable[[_Run], str | None]:
     def reason(run: _Run) -> str | None:
         name = run.config.train.optimizer.name
-        return f"{name} does not use it" if name not in names else None
+        return f"{name} does not use it" if option not in find_optimizer(name).options else None
 
     return reason
 
@@ -126,9 +135,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         "train.schedule.decay",
         lambda run: "only wsd has it" if run.config.train.schedule.name != "wsd" else None,
     ),
-    ("train.optimizer.betas", _optimizer_not("adamw", "adamw8bit", "lion", "muon")),
-    ("train.optimizer.eps", _optimizer_not("adamw", "adamw8bit", "muon")),
-    ("train.optimizer.momentum", _optimizer_not("sgd", "muon")),
+    *((f"train.optimizer.{option}", _optimizer_without(option)) for option in ("betas", "eps", "momentum")),
     ("train.reduce_dtype", _no_reduction),
     ("train.slow_rank.behind", _nobody_to_wait),
     ("train.slow_rank.steps", _nobody_to_wait),

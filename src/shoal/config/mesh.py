@@ -1,38 +1,82 @@
-"""The device mesh of a run: degrees of parallelism in five dimensions. Arithmetic only."""
+"""The device mesh of a run: its axes, and a degree of parallelism along each. Arithmetic only."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from math import lcm, prod
+from typing import Any, Literal
 
+from shoal.catalogue.strategies import find_strategy
 from shoal.config.schema import ParallelConfig
 from shoal.mistakes import UserMistake
+
+# What the ranks along an axis divide among them. Those that divide the batch or its sequences compute gradients of the
+# same weights from different tokens; those that divide the matrices of a layer compute the same loss.
+Divides = Literal["layers", "batch", "sequences", "matrices"]
+
+
+def _axis(divides: Divides) -> Any:
+    return field(default=1, metadata={"divides": divides})
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees of parallelism, outermost first; their product is the number of processes."""
+    """Degrees of parallelism; their product is the number of processes.
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
+    The fields are the table of axes: a new axis is one line here. Slowest links outermost: pipeline stages communicate
+    least, tensor-parallel ranks most.
+    """
+
+    pp: int = _axis("layers")
+    dp_replicate: int = _axis("batch")
+    dp_shard: int = _axis("batch")
+    cp: int = _axis("sequences")
+    tp: int = _axis("matrices")
 
     def __post_init__(self) -> None:
-        assert all(isinstance(degree, int) and degree >= 1 for degree in self.degrees), self
+        assert all(isinstance(degree, int) and degree >= 1 for degree in self.degrees.values()), self
 
     @property
-    def degrees(self) -> tuple[int, int, int, int, int]:
-        return (self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp)
+    def degrees(self) -> dict[str, int]:
+        """By axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return prod(self.degrees)
+        return self.size(AXES)
 
     @property
     def data_parallel(self) -> int:
         """Data-parallel ranks: processes, or groups of them, with different sequences."""
-        return self.dp_replicate * self.dp_shard
+        return self.size(BATCH_AXES)
+
+    @property
+    def gradient_ranks(self) -> int:
+        """The number of ranks that compute gradients of the same weights from different tokens."""
+        return self.size(TOKEN_AXES)
+
+    def size(self, axes: Iterable[str]) -> int:
+        """The number of ranks that differ only along `axes`."""
+        return prod(getattr(self, axis) for axis in axes)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The index of `rank` along each axis."""
+        found = {}
+        for axis, degree in reversed(self.degrees.items()):
+            rank, found[axis] = divmod(rank, degree)
+        return {axis: found[axis] for axis in self.degrees}
+
+
+def _axes(*divides: Divides) -> tuple[str, ...]:
+    return tuple(axis.name for axis in fields(Mesh) if axis.metadata["divides"] in divides)
+
+
+AXES = tuple(axis.name for axis in fields(Mesh))
+BATCH_AXES = _axes("batch")
+TOKEN_AXES = _axes("batch", "sequences")
+SAME_LOSS_AXES = _axes("matrices")
+# Axes whose degree is a key of `parallel`, in the order in which they are shown; the others share what these leave.
+CONFIGURED_AXES = tuple(key for key in ParallelConfig.model_fields if key in AXES)
 
 
 def mesh_for(parallel: ParallelConfig, strategy: str, world_size: int, nodes: int = 1) -> Mesh:
@@ -44,11 +88,10 @@ def mesh_for(parallel: ParallelConfig, strategy: str, world_size: int, nodes: in
         )
     data_parallel = divide_processes(parallel, world_size)
     replicate = _replicas(parallel, strategy, data_parallel, nodes)
-    mesh = Mesh(
-        pp=parallel.pp, dp_replicate=replicate, dp_shard=data_parallel // replicate, cp=parallel.cp, tp=parallel.tp
-    )
+    mesh = Mesh(dp_replicate=replicate, dp_shard=data_parallel // replicate, **configured_degrees(parallel))
     shards = mesh.dp_shard * mesh.cp
-    if strategy in ("fsdp", "zero3") and not isinstance(parallel.reshard, bool | str) and shards % parallel.reshard:
+    reshards = (found := find_strategy(strategy)).fully_shard and not found.keeps_weights
+    if reshards and not isinstance(parallel.reshard, bool | str) and shards % parallel.reshard:
         raise UserMistake(
             f"parallel.reshard {parallel.reshard} does not divide the {shards} processes over which the model is "
             "sharded; use true, false or a number that does."
@@ -58,15 +101,21 @@ def mesh_for(parallel: ParallelConfig, strategy: str, world_size: int, nodes: in
 
 def divide_processes(parallel: ParallelConfig, world_size: int) -> int:
     """The data-parallel degree that `tp`, `pp` and `cp` leave of `world_size` processes."""
-    within = parallel.tp * parallel.pp * parallel.cp
+    degrees = configured_degrees(parallel)
+    within = prod(degrees.values())
     if world_size % within:
         near = [count for count in (world_size // within * within, -(-world_size // within) * within) if count]
         raise UserMistake(
             f"{_processes(world_size)} cannot be split into groups of {within} "
-            f"(parallel.tp {parallel.tp} × pp {parallel.pp} × cp {parallel.cp}): use "
+            f"(parallel.{' × '.join(f'{axis} {degree}' for axis, degree in degrees.items())}): use "
             f"{' or '.join(_processes(count) for count in near)}, or smaller degrees."
         )
     return world_size // within
+
+
+def configured_degrees(parallel: ParallelConfig) -> dict[str, int]:
+    """The degrees of the axes that are keys of `parallel`."""
+    return {axis: getattr(parallel, axis) for axis in CONFIGURED_AXES}
 
 
 def length_multiple(parallel: ParallelConfig, precision: str) -> int:
@@ -82,10 +131,9 @@ def length_multiple(parallel: ParallelConfig, precision: str) -> int:
 
 def _replicas(parallel: ParallelConfig, strategy: str, data_parallel: int, nodes: int) -> int:
     """The number of replicas of the sharded model."""
-    if strategy in ("single", "ddp", "zero1") or (strategy == "fsdp" and parallel.sharding == "no_shard"):
+    if not find_strategy(strategy, parallel.sharding).fully_shard:
         return data_parallel
-    assert strategy in ("fsdp", "zero2", "zero3"), f"no mesh for the strategy {strategy}"
-    if strategy != "fsdp" or parallel.sharding != "hybrid_shard":
+    if not find_strategy(strategy).takes_sharding or parallel.sharding != "hybrid_shard":
         return 1
     # A pipeline is split across nodes first: each stage has some of them.
     stage_nodes = max(1, nodes // parallel.pp)

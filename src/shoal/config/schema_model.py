@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from pydantic import Field, Strict, model_validator
 
+from shoal.catalogue.families import BUILDABLE, FAMILIES, listed
 from shoal.catalogue.shapes import ModelShape, find_shape, shape_from_sizes
 from shoal.config.schema_base import (
     Block,
@@ -40,10 +41,13 @@ SourceName = Annotated[
 RecordFormat = Literal["auto", "alpaca", "chat", "completion", "text"]
 
 
+_DESCRIBED = [f"{name} ({models})" if (models := FAMILIES[name].models) else name for name in BUILDABLE]
+
+
 class ShapeConfig(Block):
     """Explicit dimensions of a randomly initialized model."""
 
-    family: str = Field("llama", description="Architecture: llama, mistral, qwen2, qwen3, neox (Pythia), gpt2 or bert.")
+    family: str = Field("llama", description=f"Architecture: {listed(_DESCRIBED)}.")
     hidden: Count = Field(256, description="Hidden size.")
     layers: Count = Field(4, description="Number of transformer layers.")
     heads: Count = Field(8, description="Number of attention heads; must divide hidden.")

@@ -6,19 +6,18 @@ from annotated_types import Ge
 from pydantic import Field, Strict, model_validator
 
 from shoal.catalogue.gpus import find_gpu, find_link
+from shoal.catalogue.strategies import ALIASES, SHARDINGS, STRATEGIES
 from shoal.config.schema_base import Block, Count, CountOrZero, Positive, Texts, contradiction, spelled
 from shoal.mistakes import UserMistake
 
+# A type checker needs the literals; a test compares them with the table.
 Strategy = Annotated[
     Literal["auto", "single", "ddp", "fsdp", "zero1", "zero2", "zero3"],
-    spelled(
-        ("auto", "single", "ddp", "fsdp", "zero1", "zero2", "zero3"),
-        {"fsdp2": "fsdp", "zero_1": "zero1", "zero_2": "zero2", "zero_3": "zero3"},
-    ),
+    spelled(("auto", *STRATEGIES), ALIASES),
 ]
 Sharding = Annotated[
     Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"],
-    spelled(("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")),
+    spelled(tuple(SHARDINGS)),
 ]
 PipelineSchedule = Annotated[
     Literal["1f1b", "interleaved", "zero-bubble"],

@@ -9,25 +9,25 @@ from collections.abc import Callable
 from typing import Any
 
 import shoal.offline  # noqa: F401
-from shoal.catalogue.shapes import FORECAST_ONLY, ModelShape
+from shoal.catalogue.named_shapes import ModelShape
 from shoal.mistakes import UserMistake
 
 
 def transformers_config(shape: ModelShape) -> Any:
     """The config from which transformers builds exactly this shape as a causal language model."""
-    if shape.family in FORECAST_ONLY:
+    if not shape.traits.buildable:
         raise UserMistake(
             f"Shapes of the family {shape.family} are for the forecast only: `shoal plan` supports them, training does "
             f"not. Choose a gpt2, neox or llama shape of a similar size."
         )
-    return _BUILDERS[shape.family](shape)
+    return BUILDERS[shape.family](shape)
 
 
-def _settings(model_type: str, **values: Any) -> Any:
+def _settings(shape: ModelShape, **values: Any) -> Any:
     # Imported here: it takes seconds, and `offline` must come first.
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(model_type, **values)
+    return AutoConfig.for_model(shape.traits.model_type, **values)
 
 
 def _common(shape: ModelShape) -> dict[str, Any]:
@@ -81,19 +81,19 @@ def _rope_parameters(shape: ModelShape) -> dict[str, Any]:
 
 
 def _llama(shape: ModelShape) -> Any:
-    return _settings("llama", **_gated(shape), head_dim=shape.head_size)
+    return _settings(shape, **_gated(shape), head_dim=shape.head_size)
 
 
 def _mistral(shape: ModelShape) -> Any:
-    return _settings("mistral", **_gated(shape), head_dim=shape.head_size, sliding_window=shape.sliding_window)
+    return _settings(shape, **_gated(shape), head_dim=shape.head_size, sliding_window=shape.sliding_window)
 
 
 def _qwen2(shape: ModelShape) -> Any:
-    return _settings("qwen2", **_gated(shape), **_window(shape))
+    return _settings(shape, **_gated(shape), **_window(shape))
 
 
 def _qwen3(shape: ModelShape) -> Any:
-    return _settings("qwen3", **_gated(shape), **_window(shape), head_dim=shape.head_size)
+    return _settings(shape, **_gated(shape), **_window(shape), head_dim=shape.head_size)
 
 
 def _window(shape: ModelShape) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _window(shape: ModelShape) -> dict[str, Any]:
 
 def _neox(shape: ModelShape) -> Any:
     return _settings(
-        "gpt_neox",
+        shape,
         **_common(shape),
         **_sizes(shape),
         layer_norm_eps=shape.norm_eps,
@@ -118,7 +118,7 @@ def _neox(shape: ModelShape) -> Any:
 
 def _gpt2(shape: ModelShape) -> Any:
     return _settings(
-        "gpt2",
+        shape,
         **_common(shape),
         n_embd=shape.hidden,
         n_layer=shape.layers,
@@ -134,7 +134,7 @@ def _gpt2(shape: ModelShape) -> Any:
 
 def _bert(shape: ModelShape) -> Any:
     return _settings(
-        "bert",
+        shape,
         **_common(shape),
         **_sizes(shape),
         type_vocab_size=shape.traits.segments,
@@ -145,7 +145,7 @@ def _bert(shape: ModelShape) -> Any:
     )
 
 
-_BUILDERS: dict[str, Callable[[ModelShape], Any]] = {
+BUILDERS: dict[str, Callable[[ModelShape], Any]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shoal.config.schema import OffloadConfig
 from shoal.mistakes import UserMistake
 from shoal.models.tensor_slices import local_tensor, placed_like
-from shoal.parallel.buckets import in_buckets
+from shoal.parallel.collectives import in_buckets
 
 # Elements of the parameters whose state is on the device at the same time.
 BUCKET = 1 << 26

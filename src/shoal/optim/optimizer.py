@@ -1,7 +1,8 @@
 """The optimizer: parameter groups with weight decay and learning rate factors, and state by parameter name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.catalogue.optimizers import find_optimizer
 from shoal.config.schema import OptimizerConfig, TrainConfig
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, read_anatomy
@@ -138,7 +140,8 @@ def check_groups(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> 
 
 def check_quantization_blocks(model: nn.Module, train: TrainConfig, degree: int) -> None:
     """Tensor parallelism must not split a quantization block of adamw8bit."""
-    if train.optimizer.name != "adamw8bit" or degree == 1:
+    optimizer = find_optimizer(train.optimizer.name)
+    if not optimizer.is_quantized or degree == 1:
         return
     parameters = dict(model.named_parameters())
     widths = {
@@ -155,7 +158,7 @@ def check_quantization_blocks(model: nn.Module, train: TrainConfig, degree: int)
         name = next(name for name, width in widths.items() if width % (degree * BLOCK))
         raise UserMistake(
             f"parallel.tp {degree} shards rows of {name} into {widths[name] // degree} elements, not a multiple of the "
-            f"adamw8bit block of {BLOCK}; use parallel.tp {fitting[-1]}, or train.optimizer.name adamw."
+            f"{optimizer.name} block of {BLOCK}; use parallel.tp {fitting[-1]}, or train.optimizer.name adamw."
         )
 
 
@@ -178,17 +181,18 @@ def make_optimizer(
     """
     held = parameters if partition is None else partition.parameters
     trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
-    kinds = {train.optimizer.name: trained}
-    if train.optimizer.name == "muon":
+    optimizer = find_optimizer(train.optimizer.name)
+    kinds = {optimizer.name: trained}
+    if optimizer.elsewhere is not None:
         # Muon is for matrices inside blocks; AdamW updates embedding, head, norms and biases.
         inside = anatomy.inside_blocks
-        assert inside is not None, "checked before: Muon needs blocks"
+        assert inside is not None, "checked before: it needs blocks"
         matrices = {name: one for name, one in trained.items() if one.dim() == 2 and name.startswith(inside)}
         others = {name: one for name, one in trained.items() if name not in matrices}
-        kinds = {"muon": matrices, "adamw": others}
+        kinds = {optimizer.name: matrices, optimizer.elsewhere: others}
     whole = {} if placement is None else placement.shapes
     parts = [
-        _make(name, some, train, store, whole)
+        MAKERS[name](_Request(some, train, store, whole))
         for name, members in kinds.items()
         for alike in _alike(members)
         for some in ([alike] if store is None else buckets(alike))
@@ -206,44 +210,71 @@ def _alike(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Paramete
     return list(found.values())
 
 
-def _make(
-    name: str,
-    parameters: Mapping[str, nn.Parameter],
-    train: TrainConfig,
-    store: Store | None,
-    whole: Mapping[str, tuple[int, ...]],
-) -> torch.optim.Optimizer:
-    settings = train.optimizer
-    groups = _groups(parameters, settings, train.lr_groups)
-    # The fused CPU kernel rounds the tail of a tensor differently, so shards would differ in the last bit.
-    fused = all(parameter.is_cuda for parameter in parameters.values())
-    if name == "adamw8bit":
-        small = {key: one for key, one in parameters.items() if is_quantized(whole.get(key, tuple(one.shape)))}
-        large = {key: one for key, one in parameters.items() if key not in small}
-        groups = [
-            {**group, "eight_bits": some is small}
-            for some in (small, large)
-            for group in _groups(some, settings, train.lr_groups)
-        ]
-        return AdamW(groups, lr=train.lr, betas=settings.betas, eps=settings.eps, dtype=torch.float32)
-    if name == "adamw" and fused and find_kernel() is not None:
-        return AdamW(groups, lr=train.lr, betas=settings.betas, eps=settings.eps)
-    if name == "adamw":
-        return torch.optim.AdamW(
-            groups, lr=train.lr, betas=settings.betas, eps=settings.eps, fused=fused, foreach=not fused
-        )
-    if name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=train.lr, momentum=settings.momentum, fused=fused, foreach=not fused)
-        for parameter in parameters.values() if settings.momentum else ():
-            # PyTorch creates it uninitialized in the first step, and a skipped first step would leave it so. Starting
-            # from zero gives the same first step.
-            kept = torch.empty_like(parameter, requires_grad=False) if store is None else store.empty_like(parameter)
-            optimizer.state[parameter]["momentum_buffer"] = kept.zero_()
-        return optimizer
-    if name == "lion":
-        return Lion(groups, lr=train.lr, betas=settings.betas)
-    assert name == "muon", name
-    return torch.optim.Muon(groups, lr=train.lr, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw")
+@dataclass(frozen=True)
+class _Request:
+    """The parameters that one torch optimizer updates, and its settings."""
+
+    parameters: Mapping[str, nn.Parameter]
+    train: TrainConfig
+    store: Store | None
+    whole: Mapping[str, tuple[int, ...]]  # unsharded shapes
+
+    @property
+    def settings(self) -> OptimizerConfig:
+        return self.train.optimizer
+
+    @property
+    def fused(self) -> bool:
+        """The fused CPU kernel rounds the tail of a tensor differently, so shards would differ in the last bit."""
+        return all(parameter.is_cuda for parameter in self.parameters.values())
+
+    def groups(self, some: Mapping[str, nn.Parameter] | None = None) -> list[dict[str, Any]]:
+        return _groups(self.parameters if some is None else some, self.settings, self.train.lr_groups)
+
+
+def _adamw(given: _Request) -> torch.optim.Optimizer:
+    lr, betas, eps, fused = given.train.lr, given.settings.betas, given.settings.eps, given.fused
+    if fused and find_kernel() is not None:
+        return AdamW(given.groups(), lr=lr, betas=betas, eps=eps)
+    return torch.optim.AdamW(given.groups(), lr=lr, betas=betas, eps=eps, fused=fused, foreach=not fused)
+
+
+def _adamw8bit(given: _Request) -> torch.optim.Optimizer:
+    shapes = {name: given.whole.get(name, tuple(one.shape)) for name, one in given.parameters.items()}
+    small = {name: one for name, one in given.parameters.items() if is_quantized(shapes[name])}
+    large = {name: one for name, one in given.parameters.items() if name not in small}
+    groups = [{**group, "eight_bits": some is small} for some in (small, large) for group in given.groups(some)]
+    return AdamW(groups, lr=given.train.lr, betas=given.settings.betas, eps=given.settings.eps, dtype=torch.float32)
+
+
+def _sgd(given: _Request) -> torch.optim.Optimizer:
+    momentum, fused, store = given.settings.momentum, given.fused, given.store
+    optimizer = torch.optim.SGD(given.groups(), lr=given.train.lr, momentum=momentum, fused=fused, foreach=not fused)
+    for parameter in given.parameters.values() if momentum else ():
+        # PyTorch creates it uninitialized in the first step, and a skipped first step would leave it so. Starting
+        # from zero gives the same first step.
+        kept = torch.empty_like(parameter, requires_grad=False) if store is None else store.empty_like(parameter)
+        optimizer.state[parameter]["momentum_buffer"] = kept.zero_()
+    return optimizer
+
+
+def _lion(given: _Request) -> torch.optim.Optimizer:
+    return Lion(given.groups(), lr=given.train.lr, betas=given.settings.betas)
+
+
+def _muon(given: _Request) -> torch.optim.Optimizer:
+    momentum = given.settings.momentum
+    return torch.optim.Muon(given.groups(), lr=given.train.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+
+
+# By the names of `catalogue.optimizers`.
+MAKERS: dict[str, Callable[[_Request], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "adamw8bit": _adamw8bit,
+    "lion": _lion,
+    "sgd": _sgd,
+    "muon": _muon,
+}
 
 
 def _groups(

@@ -8,8 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal.models.tensor_slices import local_tensor
-from shoal.parallel.buckets import in_buckets
-from shoal.parallel.renamed import all_gather
+from shoal.parallel.collectives import all_gather_single, in_buckets
 
 # Elements per all-gather of updated shards, which bounds the memory of its buffers.
 BUCKET = 1 << 24
@@ -56,7 +55,7 @@ class Partition:
             local = local_tensor(self.shards[name])
             part[: local.numel()].copy_(local.reshape(-1))
         everyone = torch.empty(replicas * mine.numel(), dtype=mine.dtype, device=mine.device)
-        all_gather(everyone, mine, group=self.mesh.get_group())
+        all_gather_single(everyone, mine, group=self.mesh.get_group())
         for part, name in zip(torch.split(everyone.view(replicas, -1), sizes, dim=1), names, strict=True):
             whole = self.whole[name].detach()
             whole.copy_(part.reshape(-1)[: whole.numel()].view_as(whole))

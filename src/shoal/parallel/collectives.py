@@ -1,18 +1,40 @@
-"""Collectives with autograd: the backward of each is its opposite.
+"""Collectives with autograd, of which the backward of each is its opposite; and how one collective communicates many
+tensors.
 
-They use functional collectives, which torch.compile traces without a graph break.
+Those with autograd use functional collectives, which torch.compile traces without a graph break.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from shoal.parallel.renamed import functional_all_gather, functional_reduce_scatter
-
 Group = dist.ProcessGroup
+Item = TypeVar("Item")
+
+# torch 2.13 renames these and deprecates their old names: the new name where it exists.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_functional_all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_functional_reduce_scatter: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def in_buckets(items: Iterable[Item], size: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Consecutive items whose sizes sum to at most `most`, so that one collective communicates many; a larger item gets
+    a bucket of its own."""
+    bucket: list[Item] = []
+    filled = 0
+    for item in items:
+        if bucket and filled + size(item) > most:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(item)
+        filled += size(item)
+    if bucket:
+        yield bucket
 
 
 def all_gather(tensor: Tensor, dimension: int, group: Group) -> Tensor:
@@ -41,12 +63,12 @@ def local_chunk(tensor: Tensor, dimension: int, group: Group) -> Tensor:
 
 def _all_gather(tensor: Tensor, dimension: int, group: Group) -> Tensor:
     # Collectives concatenate along dimension 0, where the chunks are contiguous in memory.
-    gathered = functional_all_gather(tensor.transpose(0, dimension).contiguous(), 0, group)
+    gathered = _functional_all_gather(tensor.transpose(0, dimension).contiguous(), 0, group)
     return _wait(gathered).transpose(0, dimension).contiguous()
 
 
 def _reduce_scatter(tensor: Tensor, dimension: int, group: Group) -> Tensor:
-    summed = functional_reduce_scatter(tensor.transpose(0, dimension).contiguous(), "sum", 0, group)
+    summed = _functional_reduce_scatter(tensor.transpose(0, dimension).contiguous(), "sum", 0, group)
     return _wait(summed).transpose(0, dimension).contiguous()
 
 

@@ -1,9 +1,17 @@
 """Compile each block and the final norm. Blocks are identical, so one compilation serves them all; the code between
 them stays eager."""
 
+import math
+
 import torch
 import torch._functorch.config
 from torch import nn
+
+from shoal.config.mesh import length_multiple
+from shoal.config.schema import Config
+
+# Few enough distinct sequence lengths for the compiler, at little padding.
+ROUND_LENGTHS_TO = 64
 
 
 def compile_backend(wanted: bool | str, device: torch.device) -> str | None:
@@ -39,3 +47,10 @@ def compile_blocks(blocks: list[nn.Module], backend: str, *, keeps_all: bool) ->
     torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 32)
     for block in blocks:
         block.compile(backend=backend)
+
+
+def sequence_multiple(config: Config, *, compiled: bool) -> int:
+    """Sequence lengths are rounded up to a multiple of this: the compiler specializes kernels to each length."""
+    multiple = length_multiple(config.parallel, config.train.precision)
+    rounded = math.lcm(multiple, ROUND_LENGTHS_TO)
+    return rounded if compiled and config.data.max_length % rounded == 0 else multiple

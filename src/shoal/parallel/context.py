@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from shoal.catalogue.families import find_plan
 from shoal.config.mesh import Mesh
 from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.models.attention import MASKLESS, document_mask
 from shoal.parallel.collectives import all_gather, all_to_all
-from shoal.parallel.plans import find_plan
+from shoal.parallel.micro_batches import Prepare
 
 HEADS, SEQUENCE = 1, 2  # of queries, keys and values
 
@@ -30,7 +31,7 @@ def check_context_parallel(model: Any, mesh: Mesh, method: str) -> None:
     if mesh.cp == 1 and mesh.tp == 1:
         return
     key = "parallel.cp" if mesh.cp > 1 else "parallel.tp"
-    find_plan(model, key)
+    find_plan(model.config.model_type, key)
     settings = model.config.get_text_config()
     if settings._attn_implementation == "sdpa":
         raise UserMistake(
@@ -169,3 +170,19 @@ def attend(
         scale=scaling,
         enable_gqa=query.shape[HEADS] != keys.shape[HEADS],
     )
+
+
+def preparation(sequence: SequenceShard | None, device: torch.device, *, fill: bool) -> Prepare:
+    """Move a micro-batch to the device, and shard its sequences or add position ids where the model needs that."""
+
+    def prepare(batch: MicroBatch) -> MicroBatch:
+        batch = batch.to(device)
+        if sequence is not None:
+            return sequence.shard(batch)
+        if fill and batch.positions is None:
+            # transformers would number the tokens of its input, which may be a shard of the sequence.
+            positions = torch.arange(batch.inputs.shape[1], device=device).expand(batch.inputs.shape)
+            return replace(batch, positions=positions)
+        return batch
+
+    return prepare

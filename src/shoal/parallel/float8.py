@@ -1,5 +1,6 @@
 """`train.precision: fp8`: float8 matmuls in the linear layers of the blocks, not in lm_head, embedding and norms."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from shoal.parallel.tensor import RowParallel
 
 # The first GPUs whose tensor cores support float8: Ada and Hopper.
 CAPABILITY = (8, 9)
+# The user is told when float8 applies to a smaller fraction of the blocks' weights.
+MOSTLY = 0.9
 
 
 def check_float8(model: Any, device: Device) -> None:
@@ -36,10 +39,15 @@ def use_float8(blocks: list[nn.Module]) -> None:
             patch(linear, _Float8RowParallel if isinstance(linear, RowParallel) else _Float8Linear)
 
 
-def float8_fraction(blocks: list[nn.Module]) -> float:
-    """The fraction of the elements of the blocks' matrices whose matmuls are in float8."""
+def float8_notes(name: str, blocks: list[nn.Module]) -> Iterator[str]:
+    """For the user, if a model called `name` has other matrices in its blocks too."""
     matrices = sum(one.numel() for block in blocks for one in block.parameters() if one.dim() >= 2)
-    return sum(one.weight.numel() for block in blocks for one in _eligible(block)) / matrices if matrices else 1.0
+    fraction = sum(one.weight.numel() for block in blocks for one in _eligible(block)) / matrices if matrices else 1.0
+    if fraction < MOSTLY:
+        yield (
+            f"train.precision fp8 applies to {fraction:.0%} of the weights in {name}'s blocks: the others are not "
+            f"linear layers whose dimensions are multiples of {MULTIPLE}, and stay in bf16."
+        )
 
 
 def _eligible(block: nn.Module) -> list[nn.Linear]:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal.models.tensor_slices import local_tensor
-from shoal.parallel.buckets import in_buckets
+from shoal.parallel.collectives import in_buckets
 from shoal.parallel.placement import Placement
 
 ShardedOver = tuple[DeviceMesh, tuple[int, ...]] | None

@@ -1,16 +1,15 @@
 """The device mesh of a run: this rank's mesh coordinate and its process groups."""
 
 from functools import cached_property
-from math import prod
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal.config.mesh import Mesh
+from shoal.config.mesh import AXES, BATCH_AXES, SAME_LOSS_AXES, TOKEN_AXES, Mesh
 from shoal.parallel.ranks import Ranks
 
-# Slowest links outermost: pipeline stages communicate least, tensor-parallel ranks most.
-DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+# Consecutive axes that are one dimension of a DeviceMesh.
+FLATTENED = {"dp_shard_cp": ("dp_shard", "cp"), "replicas": TOKEN_AXES}
 
 
 class ParallelDims:
@@ -20,68 +19,76 @@ class ParallelDims:
         assert mesh.world_size == ranks.world_size, (mesh, ranks.world_size)
         self.mesh = mesh
         self.device = ranks.device
-        rest, coordinate = ranks.rank, {}
-        for name, size in reversed(list(zip(DIMENSIONS, mesh.degrees, strict=True))):
-            rest, coordinate[name] = divmod(rest, size)
-        self.coordinate = coordinate
+        self.coordinate = mesh.coordinate(ranks.rank)
 
     @property
     def data_rank(self) -> int:
         """This rank's index among the data-parallel ranks; the ranks of one pp, cp or tp group share it."""
-        return self.coordinate["dp_replicate"] * self.mesh.dp_shard + self.coordinate["dp_shard"]
+        return self.replica(BATCH_AXES)[0]
 
     @property
     def gradient_ranks(self) -> int:
         """The number of ranks that compute gradients of the same weights from different tokens."""
-        return self.mesh.data_parallel * self.mesh.cp
+        return self.mesh.gradient_ranks
 
     @property
     def reports_loss(self) -> bool:
         """Whether this rank's loss counts: tensor-parallel ranks all have the same one."""
-        return self.coordinate["tp"] == 0
+        return self.replica(SAME_LOSS_AXES)[0] == 0
 
     def replica(self, over: tuple[str, ...]) -> tuple[int, int]:
-        """(index, size) of this rank among the ranks that differ only in the mesh dimensions `over`."""
+        """(index, size) of this rank among the ranks that differ only along the axes `over`."""
         index = 0
-        for name in over:
-            index = index * getattr(self.mesh, name) + self.coordinate[name]
-        return index, prod(getattr(self.mesh, name) for name in over)
+        for axis in over:
+            index = index * self.mesh.degrees[axis] + self.coordinate[axis]
+        return index, self.mesh.size(over)
 
     @cached_property
     def sharding(self) -> DeviceMesh:
         """The mesh that FSDP shards over, including context-parallel ranks. HSDP replicas are its outer dimension."""
-        sizes = (self.mesh.pp, self.mesh.dp_replicate, self.mesh.dp_shard * self.mesh.cp, self.mesh.tp)
-        names = ("pp", "dp_replicate", "dp_shard_cp", "tp")
-        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        mesh = self._make_device_mesh("dp_shard_cp")
         return mesh["dp_replicate", "dp_shard_cp"] if self.mesh.dp_replicate > 1 else mesh["dp_shard_cp"]
 
     @cached_property
     def replicas(self) -> DeviceMesh:
         """All ranks that hold the same weights: DDP averages over them, and ZeRO-1 shards optimizer state over them."""
-        sizes = (self.mesh.pp, self.gradient_ranks, self.mesh.tp)
-        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("pp", "replicas", "tp"))["replicas"]
+        return self._make_device_mesh("replicas")["replicas"]
 
     @cached_property
-    def _device_mesh(self) -> DeviceMesh:
-        return init_device_mesh(self.device.type, self.mesh.degrees, mesh_dim_names=DIMENSIONS)
+    def device_mesh(self) -> DeviceMesh:
+        """All axes, each a dimension of its own."""
+        return self._make_device_mesh()
+
+    def _make_device_mesh(self, flattened: str | None = None) -> DeviceMesh:
+        """The axes in their order, with those that `flattened` stands for as one dimension."""
+        sizes: dict[str, int] = {}
+        for axis in AXES:
+            name = flattened if flattened is not None and axis in FLATTENED[flattened] else axis
+            sizes[name] = sizes.get(name, 1) * self.mesh.degrees[axis]
+        return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one only along `axis`; None: there is no other."""
+        return self.device_mesh[axis].get_group() if self.mesh.degrees[axis] > 1 else None
 
     @cached_property
     def tp(self) -> dist.ProcessGroup | None:
-        return self._device_mesh["tp"].get_group() if self.mesh.tp > 1 else None
+        return self.group("tp")
 
     @cached_property
     def cp(self) -> dist.ProcessGroup | None:
-        return self._device_mesh["cp"].get_group() if self.mesh.cp > 1 else None
+        return self.group("cp")
 
     @cached_property
     def pp(self) -> dist.ProcessGroup | None:
-        return self._device_mesh["pp"].get_group() if self.mesh.pp > 1 else None
+        return self.group("pp")
 
     @cached_property
     def embedding_group(self) -> dist.ProcessGroup | None:
         """The first and the last stage of this rank's pipeline, which both hold a tied embedding."""
         if self.mesh.pp == 1:
             return None
+        assert AXES[0] == "pp", "the ranks of a stage are consecutive"
         stride = self.mesh.world_size // self.mesh.pp
         mine = None
         for first in range(stride):  # creating a group is collective

@@ -14,9 +14,12 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
+from shoal.config.schema import Config
 from shoal.data.loader import IGNORED, MicroBatch
 from shoal.models.loss import LanguageModel
 from shoal.parallel.micro_batches import Prepare
+from shoal.parallel.parallel_dims import ParallelDims
+from shoal.parallel.stages import stages_per_rank
 
 SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,
@@ -137,6 +140,34 @@ class Pipeline:
     def _take_loss(self, loss: Tensor, _: Tensor) -> Tensor:
         self._total = self._total + loss.detach().double().sum()
         return loss.sum() * self._factor
+
+
+def make_pipeline(
+    stages: Sequence[tuple[int, nn.Module]],
+    config: Config,
+    parallel_dims: ParallelDims,
+    *,
+    prepare: Prepare,
+    micro_batch: int,
+    grad_accum_steps: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+) -> Pipeline:
+    """The runner of this rank's `stages`; `dtype` is that of the hidden states between them."""
+    assert parallel_dims.pp is not None
+    length = config.data.max_length // parallel_dims.mesh.cp
+    return Pipeline(
+        stages,
+        count=parallel_dims.mesh.pp * stages_per_rank(config.parallel.pp_schedule),
+        group=parallel_dims.pp,
+        schedule=config.parallel.pp_schedule,
+        grad_accum_steps=grad_accum_steps,
+        prepare=prepare,
+        tokens=(micro_batch, length),
+        hidden=(micro_batch, length // parallel_dims.mesh.tp, hidden_size),
+        dtype=dtype,
+        device=parallel_dims.device,
+    )
 
 
 def _without_loss_tokens(batch: MicroBatch) -> MicroBatch:

@@ -6,15 +6,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from shoal.config.mesh import AXES
 from shoal.models.tensor_slices import BLOCK, SliceMapping, Split, Splits, slice_mappings, whole_shape
-from shoal.parallel.parallel_dims import ParallelDims
-
-# The dimensions of a DTensor's mesh in terms of the run's mesh dimensions.
-FLATTENED = {
-    "dp_replicate": ("dp_replicate",),
-    "dp_shard_cp": ("dp_shard", "cp"),
-    "replicas": ("dp_replicate", "dp_shard", "cp"),
-}
+from shoal.parallel.parallel_dims import FLATTENED, ParallelDims
 
 
 @dataclass(frozen=True)
@@ -40,18 +34,18 @@ class Placement:
         return whole_shape(tensor, self._split(name, tensor))
 
     def replicated_over(self, name: str | None, tensor: Tensor) -> tuple[str, ...] | None:
-        """The mesh dimensions over which this tensor is replicated; None: another stage owns it."""
+        """The mesh axes over which this tensor is replicated; None: another stage owns it."""
         if name in self.owned_by_another_stage:
             return None
-        over = ["dp_replicate", "dp_shard", "cp", "tp"]
+        over = list(AXES)
+        if name is not None:  # state of the run itself is the same on every rank
+            over.remove("pp")
         if self._split(name, tensor) is not None:
             over.remove("tp")
         if isinstance(tensor, DTensor):
             for label, placed in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
                 if isinstance(placed, Shard):
-                    over = [one for one in over if one not in FLATTENED[label]]
-        if name is None:
-            over.insert(0, "pp")  # state of the run itself is the same on every rank
+                    over = [axis for axis in over if axis not in FLATTENED.get(label, (label,))]
         return tuple(over)
 
     def _split(self, name: str | None, tensor: Tensor) -> Split | None:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.catalogue.families import PLANS
 from shoal.models.anatomy import Anatomy
 from shoal.models.weights import parameter_slots
 from shoal.parallel.patch import patch
-from shoal.parallel.plans import PLANS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -13,10 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.parallel.precision import DTYPES, Precision
-from shoal.parallel.units import Units
+from shoal.catalogue.strategies import find_strategy
+from shoal.config.schema import ParallelConfig
+from shoal.models.loss import LanguageModel
+from shoal.parallel.parallel_dims import ParallelDims
+from shoal.parallel.pipeline import Stage
+from shoal.parallel.precision import DTYPES, ComputeCopies, Precision
+from shoal.parallel.stages import StageModel
+from shoal.parallel.units import Units, choose_units
 
-SHARDED = ("fsdp", "zero2", "zero3")  # the strategies that FSDP2 implements
 # PowerSGD all-reduces two matrices of this rank instead of a gradient, after some steps without compression.
 POWER_RANK, POWER_START = 4, 10
 # Buffers are constants and need no synchronization. torch 2.13 renames the option that disables it.
@@ -25,6 +30,53 @@ BUFFERS = next(
     for name in ("forward_sync_buffers", "broadcast_buffers")
     if name in signature(DistributedDataParallel.__init__).parameters
 )
+
+
+def shard_stage(
+    module: nn.Module,
+    stage: StageModel,
+    parallel: ParallelConfig,
+    strategy: str,
+    parallel_dims: ParallelDims,
+    precision: Precision,
+) -> None:
+    """Shard the module of a stage, which is on meta, in place."""
+    language = module.inner if isinstance(module, Stage) else module
+    assert isinstance(language, LanguageModel)
+    shard_fully(
+        module,
+        choose_units(language, parallel.wrap, part=stage.count > 1),
+        parallel_dims.sharding,
+        precision,
+        reshard=reshards_after_forward(parallel, strategy),
+        prefetch=parallel.prefetch,
+        offload=parallel.offload == "cpu",
+    )
+
+
+def replicate_stage(
+    module: nn.Module, stage: StageModel, parallel: ParallelConfig, parallel_dims: ParallelDims, precision: Precision
+) -> nn.Module:
+    """Wrap the module of a stage, which is materialized, in what its precision and its replicas need."""
+    if precision.mixed:
+        units = [[block] for block in stage.blocks]
+        if last := stage.final_norm:
+            # A chunked loss uses the head's weight without calling the head, but always after the final norm.
+            units.append([*last, stage.model.get_submodule(stage.anatomy.head)])
+        module = ComputeCopies(module, precision, units)
+    # DDP would reduce a stage's gradients in every micro-batch of the schedule: `Gradients` does it once, at the end.
+    if parallel_dims.mesh.pp == 1 and parallel_dims.gradient_ranks > 1:
+        module = replicate(module, parallel_dims.replicas, precision, parallel_dims.device, parallel.compress)
+    return module
+
+
+def reshards_after_forward(parallel: ParallelConfig, strategy: str) -> bool | int:
+    """FSDP's `reshard_after_forward`: whether weights are freed after the forward pass, or the size to reshard to."""
+    if parallel.pp > 1:  # a stage would all-gather its weights again for every micro-batch of the schedule
+        return False
+    if find_strategy(strategy, parallel.sharding).keeps_weights:
+        return False
+    return True if parallel.reshard == "auto" else parallel.reshard
 
 
 def replicate(

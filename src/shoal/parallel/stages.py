@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.catalogue.families import find_plan
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, matmul_parameters
-from shoal.parallel.plans import find_plan
+from shoal.parallel.parallel_dims import ParallelDims
 from shoal.plan.stages import divide_blocks
 
 
@@ -46,6 +47,16 @@ class StageModel:
     def is_last(self) -> bool:
         return self.index == self.count - 1
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return self.anatomy.block_modules(self.model)
+
+    @property
+    def final_norm(self) -> list[nn.Module]:
+        """Empty if the model has no final norm, or if another stage holds it."""
+        name = self.anatomy.final_norm
+        return [self.model.get_submodule(name)] if name is not None and self.is_last else []
+
 
 def stages_per_rank(schedule: str) -> int:
     """Pipeline stages on each pipeline rank."""
@@ -57,7 +68,7 @@ def check_pipeline(model: Any, anatomy: Anatomy, devices: int, schedule: str, gr
     fit the schedule."""
     if devices == 1:
         return
-    find_plan(model, "parallel.pp")
+    find_plan(model.config.model_type, "parallel.pp")
     blocks, stages = len(anatomy.blocks), devices * stages_per_rank(schedule)
     if blocks < stages:
         other = "" if schedule == "1f1b" else ", or use parallel.pp_schedule 1f1b, which has one stage per device"
@@ -75,9 +86,21 @@ def check_pipeline(model: Any, anatomy: Anatomy, devices: int, schedule: str, gr
         )
 
 
+def stages_of_rank(model: Any, anatomy: Anatomy, schedule: str, parallel_dims: ParallelDims) -> list[StageModel]:
+    """The part of `model` that runs on this rank: all of it, or this rank's pipeline stages."""
+    devices = parallel_dims.mesh.pp
+    if devices == 1:
+        return [StageModel(0, 1, model, anatomy)]
+    if anatomy.tied:
+        _ = parallel_dims.embedding_group  # creating a group is collective: also for the stages between
+    per_rank = stages_per_rank(schedule)
+    indices = [parallel_dims.coordinate["pp"] + devices * turn for turn in range(per_rank)]
+    return split_stages(model, anatomy, indices, devices * per_rank)
+
+
 def split_stages(model: Any, anatomy: Anatomy, indices: list[int], count: int) -> list[StageModel]:
     """Split `model`, which is on meta, into `count` stages; returns those in `indices`, each a model of its own."""
-    plan = find_plan(model, "parallel.pp")
+    plan = find_plan(model.config.model_type, "parallel.pp")
     parameters = dict(model.named_parameters())
     head = parameters[f"{anatomy.embedding if anatomy.tied else anatomy.head}.weight"].numel()
     block = (matmul_parameters(parameters, anatomy) - head) / len(anatomy.blocks)

@@ -6,6 +6,7 @@ direction. A replicated parameter (a norm, or a bias after a reduce-scatter) see
 its gradient is partial and must be summed over the group at the end of a step.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +14,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.catalogue.families import Plan, find_plan
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
+from shoal.models.loss import IGNORED
 from shoal.models.tensor_slices import Split
 from shoal.parallel.collectives import all_gather, local_chunk, reduce_scatter
 from shoal.parallel.patch import patch
-from shoal.parallel.plans import Plan, find_plan
 
 SEQUENCE = 1  # activations are [batch, sequence, hidden]
 
@@ -27,7 +29,7 @@ def check_tensor_parallel(model: Any, degree: int) -> None:
     """Raise a UserMistake unless `model` supports tensor parallelism of `degree`."""
     if degree == 1:
         return
-    find_plan(model, "parallel.tp")
+    find_plan(model.config.model_type, "parallel.tp")
     settings = model.config.get_text_config()
     heads = settings.num_attention_heads
     counts = {
@@ -46,7 +48,7 @@ def check_tensor_parallel(model: Any, degree: int) -> None:
 
 def row_parallel_widths(model: Any, anatomy: Anatomy) -> dict[str, int]:
     """The weights that would be split along their last dimension, and the size of that dimension."""
-    plan = find_plan(model, "parallel.tp")
+    plan = find_plan(model.config.model_type, "parallel.tp")
     found = {}
     for name in anatomy.blocks:
         for matrix in (*plan.column, *plan.row):
@@ -58,7 +60,7 @@ def row_parallel_widths(model: Any, anatomy: Anatomy) -> dict[str, int]:
 
 def split_tensors(model: Any, anatomy: Anatomy, group: dist.ProcessGroup) -> dict[str, Split]:
     """Split `model`, which is on meta, in place; returns the split of each parameter that is not replicated."""
-    plan = find_plan(model, "parallel.tp")
+    plan = find_plan(model.config.model_type, "parallel.tp")
     splits: dict[str, Split] = {}
     for name in anatomy.blocks:
         _split_block(model.get_submodule(name), name, plan, group, splits)
@@ -194,3 +196,30 @@ class _ShardOutput:
 
     def forward(self, positions: Tensor) -> Tensor:
         return local_chunk(super().forward(positions), SEQUENCE, self.tensor_group)  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Cross-entropy of logits that are split along the vocabulary: this rank's shard begins at `start`. Implements
+    `models.loss.Measure`."""
+
+    start: int
+    group: dist.ProcessGroup
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, logits = logits.dtype, logits.to(torch.float32, copy=True)
+        highest = logits.max(dim=-1).values
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.group)
+        local = labels - self.start
+        here = (local >= 0) & (local < logits.shape[1])
+        index = torch.where(here, local, 0)[:, None]
+        label_logits = torch.where(here, logits.gather(1, index).squeeze(1), 0.0)
+        probabilities = logits.sub_(highest[:, None]).exp_()
+        # Two sums in one all-reduce: of the exponentials, and of the label's logit, which is on one rank only.
+        sums = torch.stack([probabilities.sum(dim=-1), label_logits])
+        dist.all_reduce(sums, group=self.group)
+        counted = labels != IGNORED
+        loss = torch.where(counted, sums[0].log() + highest - sums[1], 0.0).sum()
+        probabilities.div_(sums[0][:, None])
+        probabilities.scatter_add_(1, index, -here.to(probabilities.dtype)[:, None])
+        return loss, probabilities.mul_(counted[:, None]).to(dtype)

@@ -6,7 +6,7 @@ both factors. A compiled block recomputes cheap elementwise results from what it
 reads in the backward pass.
 """
 
-from shoal.plan.blocks import Linear, has_fused_qkv, has_rms_norm, linears
+from shoal.plan.blocks import Linear, linears
 from shoal.plan.run import Run
 from shoal.plan.terms import Term, group, leaf
 
@@ -33,7 +33,7 @@ def block_selected(run: Run) -> Term:
     if run.compiled:
         # The compiler drops saved outputs that nothing reads: the block's last matmul, partial sums before they are
         # reduced over ranks, and the attention projection where the MLP does not read it.
-        parallel_mlp = shape.family == "neox" and shape.parallel_residual
+        parallel_mlp = shape.traits.parallel_residual and shape.parallel_residual
         kept = [
             index
             for index in kept
@@ -79,7 +79,7 @@ def _norms(run: Run, tokens: float) -> list[Term]:
         # Instead of the second norm's input, the compiler saves what attention added to the first one's, which is in
         # the compute dtype.
         each = stream if run.traits.liger_kernels else (stream + itemsize) / 2
-    elif run.traits.unfused_norms and has_rms_norm(shape):
+    elif run.traits.unfused_norms and shape.traits.rms_norm:
         # Eager RMSNorm saves an fp32 copy of its input and, if its scale is trained, the normalised input too.
         each = 4.0 + (stream if run.trained.blocks else 0)
     found = [leaf("norm inputs", tokens * 2 * shape.hidden * each)]
@@ -114,7 +114,7 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     # Context parallelism by all-gather holds the keys and values of all ranks.
     across = run.mesh.cp if run.cp_method == "gather" else 1
     width = float(query + 2 * held * across)
-    if (has_fused_qkv(shape) or run.traits.fused_qkv) and shape.traits.rotary:
+    if (shape.traits.fused_qkv or run.traits.fused_qkv) and shape.traits.rotary:
         # Values are a view of the fused QKV output, which stays allocated beside the rotated queries and keys.
         width += query + keys
     found = [
@@ -137,8 +137,8 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
         inner = 0
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
     factors = (2 if run.compiled else 3) if shape.traits.gated else 1
-    if shape.family == "gpt2" and not run.compiled:
-        factors += 3  # its GELU is several elementwise kernels
+    if shape.traits.unfused_gelu and not run.compiled:
+        factors += 3
     return [leaf("MLP intermediates", tokens * shape.ffn * (factors * itemsize + inner))]
 
 

@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
+from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
+from shoal.catalogue.strategies import COMPARED, find_strategy
+from shoal.config.mesh import CONFIGURED_AXES, configured_degrees
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.decide import choose
@@ -108,11 +112,11 @@ def alternatives(question: Question) -> list[ResolvedRun]:
 def _strategies(question: Question) -> Iterator[dict[str, Any]]:
     config, machine, shape = question.config, question.machine, question.shape
     world = machine.world_size
-    plain = {"parallel.tp": 1, "parallel.pp": 1, "parallel.cp": 1, "parallel.sharding": "full_shard"}
+    plain = {**{f"parallel.{axis}": 1 for axis in CONFIGURED_AXES}, "parallel.sharding": "full_shard"}
     if world == 1:
         yield {**plain, "parallel.strategy": "single"}
         return
-    for strategy in ("ddp", "zero1", "zero2", "fsdp"):
+    for strategy in COMPARED:
         yield {**plain, "parallel.strategy": strategy}
     if machine.nodes > 1:
         yield {**plain, "parallel.strategy": "fsdp", "parallel.sharding": "hybrid_shard"}
@@ -163,7 +167,7 @@ def _largest(works: Callable[[int], bool], most: int) -> int:
 
 def _fewest(question: Question) -> int | None:
     """The smallest power of two of these devices on which some data-parallel strategy fits."""
-    within = question.config.parallel.tp * question.config.parallel.pp * question.config.parallel.cp
+    within = prod(configured_degrees(question.config.parallel).values())
     free = {"parallel.strategy": "auto", "train.micro_batch": 1}
     count = within
     while count <= MAX_DEVICES:
@@ -255,7 +259,7 @@ def _candidates(choice: ResolvedRun) -> Sequence[dict[str, Any]]:
     """Single changes worth trying, whatever their cost."""
     run, config, machine = choice.run, choice.config, choice.machine
     found: list[dict[str, Any]] = []
-    if run.loss == "plain" and run.shape.family != "bert" and run.precision != "16-mixed":
+    if run.loss == "plain" and not run.shape.traits.head_transform and run.precision != "16-mixed":
         found.append({"train.loss_impl": "chunked"})
     if run.micro_batch > 1:
         half = run.micro_batch
@@ -270,7 +274,7 @@ def _candidates(choice: ResolvedRun) -> Sequence[dict[str, Any]]:
     if run.recompute != "full":
         found.append({"train.recompute": "full"})
     if machine.world_size > 1 and not run.sharded and machine.world_size > run.mesh.tp * run.mesh.pp:
-        found += [{"parallel.strategy": name} for name in ("zero1", "zero2", "fsdp")]
+        found += [{"parallel.strategy": name} for name in COMPARED if find_strategy(name).shards_optimizer]
     elif run.keeps_weights and run.sharded and run.mesh.pp == 1:
         found.append({"parallel.strategy": "zero3", "parallel.sharding": "full_shard"})
     if run.sharded and run.mesh.dp_replicate > 1:
@@ -280,10 +284,10 @@ def _candidates(choice: ResolvedRun) -> Sequence[dict[str, Any]]:
             found.append({"parallel.tp": tp})
     if run.offload == "none":
         found.append({"parallel.offload": "optimizer"})
-        if run.mesh.pp == 1 and run.strategy != "zero1":
+        if run.mesh.pp == 1 and not run.data_parallelism.partitions_update:
             found.append({"parallel.strategy": "fsdp", "parallel.offload": "cpu"})
-    if run.optimizer == "adamw" and run.adapter is None:
-        found.append({"train.optimizer.name": "adamw8bit"})
+    if (smaller := find_optimizer(run.optimizer).smaller) is not None and run.adapter is None:
+        found.append({"train.optimizer.name": smaller})
     if run.mixed and run.gpu.bf16:
         found.append({"train.precision": "bf16-true"})
     if run.adapter is None:

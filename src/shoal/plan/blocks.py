@@ -26,56 +26,23 @@ class Linear:
         return (self.inputs / degree, self.outputs) if self.row else (self.inputs, self.outputs / degree)
 
 
-_FUSED = {
-    "neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
-    "gpt2": ("c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"),
-    "mpt": ("Wqkv", "out_proj", "up_proj", "down_proj"),
-}
-
-
-def has_fused_qkv(shape: ModelShape) -> bool:
-    """Whether one linear layer computes queries, keys and values."""
-    return shape.family in _FUSED
-
-
-def has_rms_norm(shape: ModelShape) -> bool:
-    """Whether the norm is RMSNorm, several kernels in transformers; LayerNorm is one kernel in PyTorch."""
-    return not shape.traits.norm_bias and shape.family != "mpt"
-
-
 @lru_cache(maxsize=256)
 def linears(shape: ModelShape, *, joined: bool = False) -> tuple[Linear, ...]:
     """The linear layers in forward order; `joined`: query, key and value as one."""
     hidden, query, keys, ffn = shape.hidden, shape.query_width, shape.kv_width, shape.ffn
-    if shape.family in _FUSED:
-        first, second, third, fourth = _FUSED[shape.family]
-        return (
-            Linear(first, hidden, query + 2 * keys, reads="norm"),
-            Linear(second, query, hidden, row=True, reads="attention"),
-            Linear(third, hidden, ffn, reads="second norm"),
-            Linear(fourth, ffn, hidden, row=True, reads="inner"),
-        )
-    bert = shape.family == "bert"
-    names = ("query", "key", "value", "attention.output.dense") if bert else ("q_proj", "k_proj", "v_proj", "o_proj")
-    attention: tuple[Linear, ...] = (
-        Linear(names[0], hidden, query, reads="norm"),
-        Linear(names[1], hidden, keys, reads="norm"),
-        Linear(names[2], hidden, keys, reads="norm"),
-        Linear(names[3], query, hidden, row=True, reads="attention"),
-    )
-    if joined:
-        attention = (Linear("attn", hidden, query + 2 * keys, reads="norm"), attention[-1])
-    if not shape.traits.gated:
-        return (
-            *attention,
-            Linear("intermediate.dense", hidden, ffn, reads="second norm"),
-            Linear("output.dense", ffn, hidden, row=True, reads="inner"),
-        )
+    names = shape.traits.names
+    if shape.traits.fused_qkv:
+        attention = [Linear(names.attention[0], hidden, query + 2 * keys, reads="norm")]
+    elif joined:
+        attention = [Linear("attn", hidden, query + 2 * keys, reads="norm")]
+    else:
+        widths = zip(names.attention[:-1], (query, keys, keys), strict=True)
+        attention = [Linear(name, hidden, width, reads="norm") for name, width in widths]
     return (
         *attention,
-        Linear("gate_proj", hidden, ffn, reads="second norm"),
-        Linear("up_proj", hidden, ffn, reads="second norm"),
-        Linear("down_proj", ffn, hidden, row=True, reads="inner"),
+        Linear(names.attention[-1], query, hidden, row=True, reads="attention"),
+        *(Linear(name, hidden, ffn, reads="second norm") for name in names.mlp[:-1]),
+        Linear(names.mlp[-1], ffn, hidden, row=True, reads="inner"),
     )
 
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.efficiency import Efficiency, efficiency
+from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import selected_matmuls
-from shoal.plan.blocks import has_rms_norm, linears
+from shoal.plan.blocks import linears
 from shoal.plan.head import is_fused_loss, overwrites_logits
 from shoal.plan.run import Run
 from shoal.plan.states import adapted, stored_bytes
@@ -145,7 +146,7 @@ def _attention(run: Run) -> Seconds:
     seen = run.length / 2
     if shape.sliding_window and shape.sliding_window < run.length:
         seen = shape.sliding_window * (1 - shape.sliding_window / (2 * run.length))
-    if shape.family == "bert":
+    if not shape.traits.causal:
         seen = run.length
     work = 4 * run.tokens * seen * shape.query_width / run.mesh.tp
     reached = efficiency(run.gpu)
@@ -155,7 +156,8 @@ def _attention(run: Run) -> Seconds:
         ahead = 2 * work / (run.peak * reached.matmuls) + scores * 30 / _bandwidth(run)
         return Seconds(ahead, 2 * ahead)
     long_heads = (128 + HEAD_HALF) / 128 * shape.head_size / (shape.head_size + HEAD_HALF)
-    reached_here = reached.attention * min(1.0, long_heads) * (BIASED_ATTENTION if shape.family == "mpt" else 1.0)
+    biased = BIASED_ATTENTION if shape.traits.biased_attention else 1.0
+    reached_here = reached.attention * min(1.0, long_heads) * biased
     ahead = work / (run.peak * reached_here)
     return Seconds(ahead, ATTENTION_BACKWARD * ahead)
 
@@ -173,7 +175,7 @@ def _elementwise(run: Run) -> Seconds:
         narrow = hidden if run.traits.liger_kernels else shape.hidden
         per_token = 4 * (hidden + narrow) / tp + 2 * rotated + (3 if gated else 2) * inner
     else:
-        written_out = run.traits.unfused_norms and has_rms_norm(shape)
+        written_out = run.traits.unfused_norms and shape.traits.rms_norm
         norm = (15 if written_out else 2) * hidden / tp
         per_token = 2 * (norm + 3 * hidden / tp) + (8 * rotated) + (5 if gated else 2) * inner
         # Biases are added in the matmul's epilogue; heads are transposed for attention and back.
@@ -209,7 +211,8 @@ def head_seconds(run: Run) -> Seconds:
 def optimizer_seconds(run: Run, parameters: float) -> float:
     """Optimizer step over `parameters` on a rank: reads and writes weights, gradients and state; norm and clipping."""
     weight = run.weight_bytes
-    state = {"adamw": 2 * weight, "adamw8bit": 2, "sgd": weight, "lion": weight, "muon": weight}[run.optimizer]
+    optimizer = find_optimizer(run.optimizer)
+    state = optimizer.streamed_bytes(weight)
     gradient = run.gradient_bytes or weight
     moved = 2 * weight + gradient + 2 * state
     if run.clips:
@@ -217,9 +220,9 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
         moved += gradient if run.traits.fused_step else 3 * gradient
     if run.mixed and not run.sharded:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
-    streamed = run.traits.fused_step and run.optimizer == "adamw"
+    streamed = run.traits.fused_step and optimizer.streams
     seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else _bandwidth(run))
-    if run.optimizer == "muon":
+    if optimizer.needs_whole_matrices:
         # Five Newton-Schulz iterations of three matmuls of the matrix's shorter side.
         short = min(run.shape.hidden, run.shape.ffn)
         seconds += 5 * 3 * 2 * parameters * short / (run.peak * efficiency(run.gpu).matmuls)

@@ -33,8 +33,6 @@ from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import OURS, SystemTraits
 from shoal.plan.terms import GIB
 
-# Families with a tensor- and pipeline-parallel plan: see parallel/plans.py.
-MODEL_PARALLEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "neox", "gpt2")
 # On a CPU nothing overlaps, so micro-batches beyond a few sequences only take memory.
 MAX_CPU_MICRO_BATCH = 8
 # With fewer, the pipeline bubble is too large.
@@ -116,7 +114,7 @@ def _with_model_parallel(
     the strategy is auto and the family supports both."""
     parallel = config.parallel
     is_open = parallel.strategy == "auto" and parallel.tp * parallel.pp * parallel.cp == 1
-    if not is_open or machine.is_cpu or machine.world_size == 1 or shape.family not in MODEL_PARALLEL_FAMILIES:
+    if not is_open or machine.is_cpu or machine.world_size == 1 or shape.traits.plan is None:
         return None
     found = []
     for tensors in (1, 2, 4, 8):

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
+from shoal.catalogue.strategies import find_strategy
 from shoal.config.mesh import mesh_for
 from shoal.config.schema import Config, OffloadConfig, RecomputeConfig
 from shoal.mistakes import UserMistake, suggestion
@@ -12,7 +14,7 @@ from shoal.plan.frozen import trained_shares
 from shoal.plan.head import CHUNK_LOGITS
 from shoal.plan.machine import Machine
 from shoal.plan.models import has_dropout
-from shoal.plan.run import FROZEN, SHARDED, Adapter, Run, Trained
+from shoal.plan.run import FROZEN, Adapter, Run, Trained
 from shoal.plan.systems import OURS, SystemTraits
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -41,8 +43,8 @@ def make_run(
     mixed = train.precision in ("bf16-mixed", "16-mixed", "fp8")
     # One micro-batch on one device: gradients are not accumulated, so they stay in the compute dtype.
     small = mixed and not machine.is_cpu and execution.strategy == "single" and grad_accum_steps == 1
-    small = small and train.optimizer.name in ("adamw", "adamw8bit")  # their kernels read either dtype
-    keeps = execution.strategy == "zero2" or (execution.strategy == "fsdp" and execution.sharding == "shard_grad_op")
+    small = small and find_optimizer(train.optimizer.name).own_kernel
+    keeps = find_strategy(execution.strategy, execution.sharding).keeps_weights
     adapter = read_adapter(config, shape)
     return Run(
         shape=shape,
@@ -126,7 +128,7 @@ def check_model(shape: ModelShape, config: Config, machine: Machine) -> None:
 def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
     """Same as `models.loss.choose_loss`, from sizes alone."""
     wanted = config.train.loss_impl
-    if shape.family == "bert":  # its head is more than one matrix
+    if shape.traits.head_transform:
         return "plain"
     if wanted != "auto":
         return wanted
@@ -156,11 +158,11 @@ def effective_strategy(config: Config, machine: Machine, strategy: str) -> str:
     if strategy == "single" and world > 1:
         raise UserMistake(f"parallel.strategy is single, but there are {world} processes; use ddp or fsdp.")
     if parallel.offload == "cpu":
-        return strategy if strategy in SHARDED else "fsdp"
+        return strategy if find_strategy(strategy).fully_shard else "fsdp"
     if world == 1:
         return "single"
-    if strategy == "fsdp" and parallel.sharding == "no_shard":
-        return "ddp"
+    if (same := find_strategy(strategy, parallel.sharding)).ddp and same.name != strategy:
+        return same.name
     if strategy != "ddp" and world == parallel.tp * parallel.pp:
         return "ddp"
     return strategy

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
+from shoal.catalogue.families import BY_MODEL_TYPE
 from shoal.catalogue.shapes import ModelShape, parameters
 from shoal.mistakes import UserMistake
-from shoal.plan.models import EXPERTS, FAMILY, shape_from_settings, text_settings
+from shoal.plan.models import EXPERTS, shape_from_settings, text_settings
 
 # Head dimension where the config does not state the number of heads.
 USUAL_HEAD = 64
@@ -39,7 +40,7 @@ def shape_of_model(settings: Mapping[str, Any], counted: Counted) -> tuple[Model
     except UserMistake:
         return _of_size(_resembling(counted), counted.parameters), False
     if not experts and abs(parameters(shape) / counted.parameters - 1) < ALIKE:
-        return shape, settings.get("model_type") in FAMILY
+        return shape, settings.get("model_type") in BY_MODEL_TYPE
     return _of_size(shape, counted.parameters), False
 
 

@@ -11,21 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shoal.catalogue.families import BY_MODEL_TYPE, FAMILIES
 from shoal.catalogue.shapes import NAMED, ModelShape, find_shape
 from shoal.config.schema import ModelConfig
 from shoal.mistakes import UserMistake, suggestion
 
-# transformers' model_type → our family.
-FAMILY = {
-    "llama": "llama",
-    "mistral": "mistral",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gpt_neox": "neox",
-    "gpt2": "gpt2",
-    "bert": "bert",
-    "mpt": "mpt",
-}
 # Names of the same size in different configs.
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -71,7 +61,7 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     hidden, heads = sizes["hidden"], sizes["heads"]
     # Other architectures are counted as Llama if their MLP is gated, as nearly all are, else as neox.
     gated = "intermediate_size" in settings and "silu" in str(settings.get("hidden_act", "silu"))
-    family = FAMILY.get(kind, "llama" if gated else "neox")
+    family = BY_MODEL_TYPE.get(kind, "llama" if gated else "neox")
     ffn = next((settings[one] for one in ("intermediate_size", "n_inner", "ffn_dim") if settings.get(one)), 4 * hidden)
     positions = next(
         (settings[one] for one in ("max_position_embeddings", "n_positions", "max_seq_len") if settings.get(one)), 2048
@@ -96,7 +86,7 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         ffn=int(ffn),
         vocab=sizes["vocab"],
         positions=int(positions),
-        tied=bool(settings.get("tie_word_embeddings", kind in ("gpt2", "bert", "mpt"))),
+        tied=bool(settings.get("tie_word_embeddings", kind in BY_MODEL_TYPE and FAMILIES[family].tied)),
         head_size=int(settings.get("head_dim") or hidden // heads),
         sliding_window=int(window) if window else None,
     )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import block_input, block_kept, block_selected
 from shoal.plan.blocks import linears
 from shoal.plan.head import head
@@ -29,7 +30,7 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     none = leaf("", 0.0)
     # Gradients accumulated so far. They are freed after a step, so the first micro-batch starts without any; but DDP
     # keeps its buckets.
-    accumulating = run.grad_accum_steps > 1 or run.strategy in ("ddp", "zero1")
+    accumulating = run.grad_accum_steps > 1 or run.data_parallelism.ddp
     before = held.gradients if accumulating else none
     if run.sharded and run.mesh.pp > 1:
         before = none  # unsharded ones are accumulated instead, and reduce-scattered at the end of the step
@@ -171,7 +172,7 @@ def _embedding_gradient(run: Run, counts: Counts) -> float:
 
 
 def _gathered_embedding_and_head(run: Run, counts: Counts) -> float:
-    if not run.sharded or (run.traits.masters_with_optimizer and run.strategy == "zero2"):
+    if not run.sharded or (run.traits.masters_with_optimizer and not run.data_parallelism.shards_weights):
         return 0.0
     return counts.embedding_and_head * run.compute_bytes
 
@@ -209,8 +210,8 @@ def _gathered_blocks(run: Run, counts: Counts) -> float:
         if run.adapter is not None and run.adapter.quantize is not None:
             return max(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
         return 0.0
-    if run.traits.masters_with_optimizer and run.strategy == "zero2":
-        return 0.0  # its weights are not sharded
+    if run.traits.masters_with_optimizer and not run.data_parallelism.shards_weights:
+        return 0.0
     itemsize = float(run.compute_bytes)
     if run.adapter is not None:
         itemsize = stored_bytes(run, run.adapter)
@@ -262,9 +263,9 @@ def _communication_buffers(run: Run, rank: Rank) -> Term:
 def _optimizer_temporaries(run: Run, rank: Rank) -> Term:
     """Temporary memory of the optimizer step."""
     amount = 0.0
-    if run.strategy == "zero1":
+    if run.data_parallelism.partitions_update:
         amount += 2 * ZERO1_BUCKET * run.weight_bytes
-    if run.optimizer == "muon":
+    if find_optimizer(run.optimizer).needs_whole_matrices:
         # Newton-Schulz needs a few copies of one matrix in bf16.
         amount += 4 * 2 * max(one.parameters for one in linears(run.shape))
     return leaf("optimizer temporaries", min(amount, 8 * trained_parameters(run, rank)))

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from shoal.config.mesh import Mesh
+from shoal.config.mesh import CONFIGURED_AXES, Mesh
 from shoal.config.schema import Config
 from shoal.plan.machine import Machine
 from shoal.plan.memory import Memory, forecast_memory
@@ -85,7 +85,7 @@ class ResolvedRun:
 
     def _degrees(self) -> str:
         degrees = asdict(self.mesh)
-        return "".join(f" × {axis} {degrees[axis]}" for axis in ("tp", "pp", "cp") if degrees[axis] > 1)
+        return "".join(f" × {axis} {degrees[axis]}" for axis in CONFIGURED_AXES if degrees[axis] > 1)
 
     def as_dict(self) -> dict[str, Any]:
         """The `chosen` entry of `plan.json`."""

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 from shoal.catalogue.gpus import Gpu, Link
 from shoal.catalogue.shapes import ModelShape
+from shoal.catalogue.strategies import Strategy, find_strategy
 from shoal.config.mesh import Mesh
 from shoal.plan.systems import OURS, SystemTraits
 
 ONE = Mesh()
-SHARDED = ("fsdp", "zero2", "zero3")  # the strategies implemented with FSDP2
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,14 @@ class Run:
         return self.recompute == "full" or isinstance(self.recompute, int)
 
     @property
+    def data_parallelism(self) -> Strategy:
+        """What `strategy` shards and how it is implemented. `sharding` is in `mesh` and `reshard`."""
+        return find_strategy(self.strategy)
+
+    @property
     def sharded(self) -> bool:
-        return self.strategy in SHARDED
+        """Whether FSDP shards the weights."""
+        return self.data_parallelism.fully_shard
 
     @property
     def shards(self) -> int:
@@ -121,18 +127,23 @@ class Run:
     @property
     def replicas(self) -> int:
         """Ranks that all-reduce the gradients of the same weights or shards."""
-        return self.mesh.dp_replicate if self.sharded else self.mesh.dp_replicate * self.mesh.dp_shard * self.mesh.cp
+        return self.mesh.dp_replicate if self.sharded else self.mesh.gradient_ranks
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Number of ranks that the optimizer state is sharded over."""
+        return self.replicas if self.data_parallelism.partitions_update else self.shards
 
     @property
     def keeps_weights(self) -> bool:
         """Whether all-gathered weights stay unsharded between forward and backward pass."""
-        return self.reshard is False or self.mesh.pp > 1 or self.strategy == "zero2"
+        return self.reshard is False or self.mesh.pp > 1 or self.data_parallelism.keeps_weights
 
     @property
     def separate_head_unit(self) -> bool:
         """Whether embedding and head are separate FSDP units. Tied weights are one unit, and so is a head with
         more than one matrix."""
-        return self.traits.separate_head_unit and not self.shape.tied and self.shape.family != "bert"
+        return self.traits.separate_head_unit and not self.shape.tied and not self.shape.traits.head_transform
 
     @property
     def tokens(self) -> int:

@@ -157,14 +157,12 @@ def _model_parallel(run: Run, rank: Rank) -> Term:
 def _per_step(run: Run, rank: Rank) -> list[Term]:
     """The optimizer, and communication once per step."""
     trained = trained_parameters(run, rank)
-    own = trained / run.shards
-    if run.strategy == "zero1":
-        own = trained / run.replicas
+    own = trained / run.optimizer_shards
     found = [leaf("optimizer", optimizer_seconds(run, own))]
     all_reduce = _gradient_all_reduce(run, rank, trained)
     found.append(group("communication per step", *all_reduce))
     if run.offload in ("optimizer", "nvme"):
-        moved = 2 * optimizer_bytes(run, rank) / (run.shards if run.strategy != "zero1" else run.replicas)
+        moved = 2 * optimizer_bytes(run, rank) / run.optimizer_shards
         found.append(leaf("optimizer state transfer", moved / (HOST_LINK if run.offload != "nvme" else 3e9)))
     if run.offload == "cpu":
         # Gradients move to the host and weights to the device for every micro-batch; the host runs the optimizer.
@@ -191,7 +189,7 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
         leaf("gradient all-reduce", max(last, seconds - overlap)),
         leaf("slowdown by overlapped all-reduce", CONTENTION * min(seconds, overlap)),
     ]
-    if run.strategy == "zero1":
+    if run.data_parallelism.partitions_update:
         gather = collective_seconds(run, "all-gather", over, trained * run.weight_bytes)
         found.append(leaf("all-gather of updated weights", gather))
     return found

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.blocks import Linear, linears
 from shoal.plan.layout import Counts, Rank, count
 from shoal.plan.run import Adapter, Run
@@ -11,8 +12,6 @@ from shoal.plan.terms import Term, group, leaf
 # them (double quantization, the QLoRA paper); 8 bits with a negligible scale per row.
 QUANTIZED_BYTES = {"nf4": 0.5 + 4 / 64, "fp4": 0.5 + 4 / 64, "int8": 1.0}
 DOUBLE_QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-# 8-bit optimizer state has an fp32 scale per block of 256 elements.
-EIGHT_BIT_STATE_BYTES = 1 + 4 / 256
 # Elements whose offloaded state is on the device at a time (optim/offload.py).
 OFFLOAD_BUCKET = 1 << 26
 # DDP's gradients are views of its buckets. Compression needs one more bucket of 25 MiB.
@@ -64,19 +63,15 @@ def trained_parameters(run: Run, rank: Rank) -> float:
 def optimizer_bytes(run: Run, rank: Rank) -> float:
     """Optimizer state on a rank before sharding."""
     trained = trained_parameters(run, rank)
-    itemsize = run.weight_bytes
-    if run.optimizer == "adamw":
-        return trained * 2 * itemsize
-    if run.optimizer == "adamw8bit":
-        return trained * 2 * EIGHT_BIT_STATE_BYTES
-    if run.optimizer == "sgd":
-        return trained * itemsize if run.momentum else 0.0
-    if run.optimizer == "lion":
-        return trained * itemsize
-    assert run.optimizer == "muon", run.optimizer
-    # Muon keeps one momentum buffer for matrices of blocks; all other parameters use AdamW.
+    optimizer = find_optimizer(run.optimizer)
+    if optimizer.state_option == "momentum" and not run.momentum:
+        return 0.0
+    each = optimizer.bytes_per_parameter(run.weight_bytes)
+    if optimizer.elsewhere is None:
+        return trained * each
     matrices = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * rank.blocks * run.trained.blocks
-    return (2 * trained - matrices) * itemsize
+    other = find_optimizer(optimizer.elsewhere).bytes_per_parameter(run.weight_bytes)
+    return trained * other - matrices * (other - each)
 
 
 def states(run: Run, rank: Rank) -> States:
@@ -88,7 +83,7 @@ def states(run: Run, rank: Rank) -> States:
     kept = 0.0 if away else 1.0
     weights = _weights(run, counts, rank)
     gradient = run.weight_bytes if run.sharded else run.gradient_bytes or run.weight_bytes
-    state = optimizer_bytes(run, rank) / (shards if run.strategy != "zero1" else run.replicas)
+    state = optimizer_bytes(run, rank) / run.optimizer_shards
     on_device = state * kept
     if run.offload in ("optimizer", "nvme"):
         on_device = min(state, OFFLOAD_BUCKET * state / max(1.0, trained / shards))
@@ -106,11 +101,11 @@ def _zero(run: Run, rank: Rank) -> States:
     """ZeRO's layout: 2 bytes per weight and gradient, and fp32 master weights with the optimizer state."""
     everything, trained = count(run, rank).all, trained_parameters(run, rank)
     over = run.shards * run.replicas
-    state = (optimizer_bytes(run, rank) + 4 * trained) / (1 if run.strategy in ("single", "ddp") else over)
-    sharded = ("zero3", "fsdp")
+    sharded = run.data_parallelism
+    state = (optimizer_bytes(run, rank) + 4 * trained) / (over if sharded.shards_optimizer else 1)
     return States(
-        weights=group("weights", leaf("parameters", everything * 2 / (over if run.strategy in sharded else 1))),
-        gradients=leaf("gradients", trained * 2 / (over if run.strategy in (*sharded, "zero2") else 1)),
+        weights=group("weights", leaf("parameters", everything * 2 / (over if sharded.shards_weights else 1))),
+        gradients=leaf("gradients", trained * 2 / (over if sharded.shards_gradients else 1)),
         optimizer=leaf("optimizer state", 0.0 if run.offload != "none" else state),
         unreduced=leaf("unreduced gradients", 0.0),
         host=state if run.offload != "none" else 0.0,

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.mistakes import RunFailed
+from shoal.parallel.collectives import all_gather_single as all_gather
 from shoal.parallel.ranks import Ranks
-from shoal.parallel.renamed import all_gather
 
 
 @dataclass(frozen=True)

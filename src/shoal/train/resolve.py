@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from shoal.catalogue.families import PLANS
 from shoal.config.schema import Config
 from shoal.models.anatomy import require_blocks
 from shoal.models.prepare import PreparedModel
-from shoal.parallel.check import SHARD_INSTEAD
+from shoal.parallel.apply import SHARD_INSTEAD
 from shoal.parallel.device import Device
-from shoal.parallel.plans import PLANS
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.stages import check_pipeline
 from shoal.plan.advise import changed

@@ -25,7 +25,7 @@ from shoal.observe.progress import Reporter
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.offload import find_store
 from shoal.optim.optimizer import check_groups, check_quantization_blocks
-from shoal.parallel.check import check_parallel
+from shoal.parallel.apply import check_parallel
 from shoal.parallel.device import Device, describe_machine
 from shoal.parallel.float8 import check_float8
 from shoal.parallel.precision import read_precision
