@@ -1,4 +1,4 @@
-"""Shared by all tests: a cache of their own, one thread per process, and small datasets."""
+"""Shared by all tests: a separate cache, one thread per process, and small datasets."""
 
 import json
 import os

@@ -27,7 +27,7 @@ ROOM = 4 * 2**20  # of the small disk; a checkpoint here takes about 400 KiB
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of a few megabytes."""
+    """A separate file system of a few megabytes."""
     mount_point = tmp_path / "disk"
     mount_point.mkdir()
     mounting = ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", str(mount_point)]
