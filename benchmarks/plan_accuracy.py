@@ -118,8 +118,8 @@ def _llama(file: str, line: dict[str, str]) -> Row:
         dp_shard=degrees.get("fsdp", 1), tp=degrees.get("tp", 1), pp=degrees.get("pp", 1), cp=degrees.get("cp", 1)
     )
     batch, grad_accum_steps = int(line["micro_batch"]), int(line["accum"])
-    if line["passes_in_pipeline"]:
-        grad_accum_steps = int(line["passes_in_pipeline"])
+    if line["pipeline_micro_batches"]:
+        grad_accum_steps = int(line["pipeline_micro_batches"])
         batch //= grad_accum_steps
     adapter = _adapter(words, line["system"])
     precision = {"bf16": "bf16-mixed", "bf16-true base": "bf16-true"}.get(line["precision"], line["precision"])

@@ -1,4 +1,4 @@
-"""Shared by all tests: a cache of their own, one thread per process, and small datasets."""
+"""Shared by all tests: a separate cache, one thread per process, and small datasets."""
 
 import json
 import os
@@ -10,8 +10,8 @@ import pytest
 # Before torch: a process that has started OpenMP threads cannot fork ranks that use them, and one thread per rank makes
 # sums the same in one process and in many.
 os.environ["OMP_NUM_THREADS"] = "1"
-# MKL keeps its buffers in lists by thread, and a fork of a process in which several threads have multiplied matrices
-# has been seen to loop over such a list forever.
+# MKL keeps lists of buffers per thread. A fork of a process whose threads had run matmuls looped over such a list
+# forever.
 os.environ["MKL_DISABLE_FAST_MM"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # A tokenizer that has started its threads in this process would hang ranks forked from it.

@@ -81,10 +81,10 @@ def _receive(receiver: Connection, process: BaseProcess) -> tuple[str, Any]:
 
 
 def _be_rank(rank: int, world_size: int, folder: str, function: Callable[[], Any], sender: Connection) -> None:
-    # Here and not in the parent: after a fork the first threads that use the parent's pool replace it, and two at once
-    # have been seen to find none.
+    # Here and not in the parent: after a fork the first threads that use the parent's pool replace it, and with two at
+    # once there was sometimes none.
     torch.set_num_threads(1)
-    faulthandler.enable(sys.__stderr__)  # a test may have put something without a file in its place
+    faulthandler.enable(sys.__stderr__)  # a test may have replaced sys.stderr with an object without a file descriptor
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ[LAUNCH_FOLDER] = folder
     try:

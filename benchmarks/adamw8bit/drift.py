@@ -1,10 +1,10 @@
-"""How far AdamW with 8-bit moments strays from AdamW: `python benchmarks/adamw8bit/drift.py > drift.json`, no GPU.
+"""Deviation of AdamW with 8-bit moments from AdamW: `python benchmarks/adamw8bit/drift.py > drift.json`, no GPU.
 
-A small transformer learns bytes of Python's standard library. Beside it, optimizers with 8-bit moments are given the
-very gradients of the run with whole ones, so that what differs is theirs alone: `update_error` is the distance of their
-step from AdamW's as a share of its length, `weights_apart` that of their weights at the end as a share of the way that
-AdamW went. Then each trains by itself, and is asked for its loss on text that it has not seen. bitsandbytes and torchao
-are measured where they are installed.
+A small transformer is trained on bytes of Python's standard library with AdamW. Optimizers with 8-bit moments get the
+same gradients, so that only their updates differ. `update_error` is the norm of the difference of their update from
+AdamW's, relative to the norm of AdamW's update. `weight_error` is the same for the final weights, relative to the norm
+of what AdamW changed. Then each optimizer trains on its own, and its validation loss is measured. bitsandbytes and
+torchao are included if they are installed.
 """
 
 import json
@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from shoal.optim.adamw import AdamW
 from shoal.optim.eight_bit import is_quantized
 
-WIDTH, HEADS, LAYERS, LENGTH, ROWS, STEPS, WARMUP, RATE, DECAY = 128, 4, 3, 128, 8, 300, 20, 3e-3, 0.1
-UNSEEN = 20_000  # bytes at the end
-BEGINNINGS = 4
+WIDTH, HEADS, LAYERS, LENGTH, BATCH, STEPS, WARMUP, LEARNING_RATE, DECAY = 128, 4, 3, 128, 8, 300, 20, 3e-3, 0.1
+VALIDATION = 20_000  # bytes at the end of the text
+SEEDS = 4
 
 
 class Block(nn.Module):
@@ -52,9 +52,9 @@ class Model(nn.Module):
             if parameter.dim() >= 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, rows: Tensor) -> Tensor:
-        scores = self.head(self.norm(self.blocks(self.tokens(rows[:, :-1]) + self.positions.weight)))
-        return F.cross_entropy(scores.flatten(0, 1), rows[:, 1:].flatten())
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.blocks(self.tokens(tokens[:, :-1]) + self.positions.weight)))
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def read_text() -> Tensor:
@@ -65,7 +65,7 @@ def read_text() -> Tensor:
 def batches(text: Tensor) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
-        starts = torch.randint(0, len(text) - UNSEEN - LENGTH - 1, (ROWS,), generator=generator)
+        starts = torch.randint(0, len(text) - VALIDATION - LENGTH - 1, (BATCH,), generator=generator)
         yield torch.stack([text[start : start + LENGTH + 1] for start in starts])
 
 
@@ -94,76 +94,76 @@ def of_torchao(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
 
 
 def take_step(optimizer: Optimizer, step: int) -> float:
-    rate = RATE * min(1.0, (step + 1) / WARMUP) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / STEPS)))
+    lr = LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * (0.1 + 0.45 * (1 + math.cos(math.pi * step / STEPS)))
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
+            group["lr"].fill_(lr)
         else:
-            group["lr"] = rate
+            group["lr"] = lr
     if isinstance(optimizer, AdamW):
         optimizer.step(torch.tensor(True))
     else:
         optimizer.step()
-    return rate
+    return lr
 
 
-def size(tensors: list[Tensor]) -> float:
+def norm(tensors: list[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
 
 
 def follow(text: Tensor, make: Callable[..., Optimizer], betas: tuple[float, float]) -> dict[str, float]:
-    """The optimizer of `make` beside AdamW, on AdamW's gradients."""
+    """Compare the optimizer of `make` with AdamW, on AdamW's gradients."""
     torch.manual_seed(0)
     model = Model()
     weights = list(model.parameters())
-    beside = [nn.Parameter(one.detach().clone()) for one in weights]
+    followers = [nn.Parameter(one.detach().clone()) for one in weights]
     start = [one.detach().clone() for one in weights]
-    exact = torch.optim.AdamW(groups_of(weights), lr=RATE, betas=betas)
-    rounded = make(groups_of(beside), lr=RATE, betas=betas)
+    exact = torch.optim.AdamW(groups_of(weights), lr=LEARNING_RATE, betas=betas)
+    rounded = make(groups_of(followers), lr=LEARNING_RATE, betas=betas)
     big = [index for index, one in enumerate(weights) if one.dim() >= 2]
     errors, largest = [], 0.0
-    for step, rows in enumerate(batches(text)):
+    for step, tokens in enumerate(batches(text)):
         exact.zero_grad()
-        model(rows).backward()
+        model(tokens).backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
-        for one, other in zip(weights, beside, strict=True):
+        for one, other in zip(weights, followers, strict=True):
             other.grad = one.grad.clone()
-        kept = [[one.detach().clone() for one in some] for some in (weights, beside)]
-        rate = take_step(exact, step)
+        before_step = [[one.detach().clone() for one in some] for some in (weights, followers)]
+        lr = take_step(exact, step)
         take_step(rounded, step)
         moves = [
-            [some[index].detach() - before[index] * (1 - rate * DECAY) for index in big]
-            for some, before in zip((weights, beside), kept, strict=True)
+            [some[index].detach() - before[index] * (1 - lr * DECAY) for index in big]
+            for some, before in zip((weights, followers), before_step, strict=True)
         ]
-        errors.append(size([one - other for one, other in zip(*moves, strict=True)]) / size(moves[0]))
-        largest = max(largest, *(float(one.abs().max()) / rate for one in moves[1]))
-    apart = size([weights[index].detach() - beside[index].detach() for index in big])
+        errors.append(norm([one - other for one, other in zip(*moves, strict=True)]) / norm(moves[0]))
+        largest = max(largest, *(float(one.abs().max()) / lr for one in moves[1]))
+    difference = norm([weights[index].detach() - followers[index].detach() for index in big])
     return {
         "update_error": round(sum(errors) / STEPS, 4),
-        "weights_apart": round(apart / size([weights[index].detach() - start[index] for index in big]), 4),
-        "largest_step_in_rates": round(largest, 1),
+        "weight_error": round(difference / norm([weights[index].detach() - start[index] for index in big]), 4),
+        "largest_update_per_lr": round(largest, 1),
     }
 
 
-def train_some(text: Tensor, make: Callable[..., Optimizer], betas: tuple[float, float]) -> dict[str, Any]:
-    """Losses on unseen text, from several beginnings: chance has more part in one than the optimizer has."""
-    losses = [train(text, make, betas, seed) for seed in range(BEGINNINGS)]
-    return {"unseen_loss": round(sum(losses) / BEGINNINGS, 4), "of_each_beginning": losses}
+def train_seeds(text: Tensor, make: Callable[..., Optimizer], betas: tuple[float, float]) -> dict[str, Any]:
+    """Validation losses of several seeds, which differ by more than optimizers do."""
+    losses = [train(text, make, betas, seed) for seed in range(SEEDS)]
+    return {"validation_loss": round(sum(losses) / SEEDS, 4), "validation_loss_per_seed": losses}
 
 
 def train(text: Tensor, make: Callable[..., Optimizer], betas: tuple[float, float], seed: int) -> float:
-    """The loss on unseen text after training by itself."""
+    """The validation loss after training with the optimizer alone."""
     torch.manual_seed(seed)
     model = Model()
-    optimizer = make(groups_of(list(model.parameters())), lr=RATE, betas=betas)
-    for step, rows in enumerate(batches(text)):
+    optimizer = make(groups_of(list(model.parameters())), lr=LEARNING_RATE, betas=betas)
+    for step, tokens in enumerate(batches(text)):
         optimizer.zero_grad()
-        model(rows).backward()
+        model(tokens).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         take_step(optimizer, step)
     with torch.no_grad():
-        unseen = text[-UNSEEN:].unfold(0, LENGTH + 1, LENGTH)
-        return round(float(model(unseen)), 4)
+        validation = text[-VALIDATION:].unfold(0, LENGTH + 1, LENGTH)
+        return round(float(model(validation)), 4)
 
 
 def main() -> None:
@@ -174,8 +174,8 @@ def main() -> None:
     makers |= {"torchao": of_torchao} if find_spec("torchao") else {}
     report: dict[str, Any] = {"torch": torch.__version__, "steps": STEPS}
     for betas in ((0.9, 0.95), (0.9, 0.999)):
-        report[f"betas {betas}"] = {"AdamW": train_some(text, torch.optim.AdamW, betas)} | {
-            name: follow(text, make, betas) | train_some(text, make, betas) for name, make in makers.items()
+        report[f"betas {betas}"] = {"AdamW": train_seeds(text, torch.optim.AdamW, betas)} | {
+            name: follow(text, make, betas) | train_seeds(text, make, betas) for name, make in makers.items()
         }
     print(json.dumps(report, indent=1))
 

@@ -1,9 +1,9 @@
-"""What a checkpoint costs: how long training waits for it, how fast it is written, and how soon a killed run trains.
+"""Cost of a checkpoint: how long training is blocked, write throughput, and time to restart after a kill.
 
     python benchmarks/checkpoints/cost.py OUTPUT.json [--folder FOLDER_ON_THE_DISK]
 
-Everything is measured through `shoal train` and its files, on the disk of FOLDER (default: here), but for the bandwidth
-of writing, which is that of the class that writes checkpoints, against `dd` with the same amount and a sync.
+Measured with `shoal train` and its files, on the disk of FOLDER (default: the current one). Only the write throughput
+is measured on the class that writes checkpoints, and compared with `dd` of the same size with a sync.
 """
 
 import argparse
@@ -44,10 +44,10 @@ def config(folder: Path, name: str, *, steps: int, every: int, **more: Any) -> d
 
 
 def waiting(folder: Path, steps: int = 61, every: int = 20, counted: int = 100) -> dict[str, Any]:
-    """The share of a run that goes into waiting for saves, if there is one in `counted` steps: with and without a
-    thread that writes them."""
+    """The share of the training time that is blocked by saves, with one save per `counted` steps; asynchronous and
+    synchronous."""
     found: dict[str, Any] = {"steps": steps, "every": every, "counted": counted}
-    # The last save is waited for in any run, so that a run with no other is what is subtracted.
+    # Every run waits for its last save, so the time of a run with only that save is subtracted.
     only_last = api.train(api.config_from_mapping(config(folder, "last", steps=steps, every=10**6)), runs=folder / "r")
     for kind, more in (("async", {"async": True}), ("sync", {"async": False})):
         summary = api.train(
@@ -60,7 +60,7 @@ def waiting(folder: Path, steps: int = 61, every: int = 20, counted: int = 100) 
         found[kind] = {
             "saves": saves,
             "step_seconds": step,
-            "waited_seconds_a_save": waited / saves,
+            "waited_seconds_per_save": waited / saves,
             "share_of_training": waited / saves / (counted * step),
         }
     found["checkpoint_bytes"] = sum(path.stat().st_size for path in (folder / "r" / "async" / "checkpoints").rglob("*"))
@@ -68,13 +68,13 @@ def waiting(folder: Path, steps: int = 61, every: int = 20, counted: int = 100) 
 
 
 def bandwidth(folder: Path, size: int = GIB, times: int = 5) -> dict[str, Any]:
-    """Bytes a second of a save, hashes and syncs included, as a share of what `dd` with a sync gets; in turns."""
+    """Throughput of a save, including hashes and syncs, relative to `dd` with a sync; alternating."""
     ranks = Ranks(0, 1, 0, torch.device("cpu"))
     tensors = {f"t{index}": torch.randn(size // 16 // 4) for index in range(16)}
     parts = {name: Part(tensor, slice_mappings(tensor, None), tuple(tensor.shape)) for name, tensor in tensors.items()}
     (folder / "checkpoints").mkdir()
-    saver = Saver([Destination(folder / "checkpoints")], ranks, tidy=lambda place, step: None)
-    rates: dict[str, list[float]] = {"dd": [], "save": []}
+    saver = Saver([Destination(folder / "checkpoints")], ranks, tidy=lambda folder, step: None)
+    throughput: dict[str, list[float]] = {"dd": [], "save": []}
     for step in range(times + 1):
         target = folder / "dd"
         began = time.perf_counter()
@@ -86,23 +86,23 @@ def bandwidth(folder: Path, size: int = GIB, times: int = 5) -> dict[str, Any]:
         saved = saver.settle()
         assert saved is not None
         assert saved.folder is not None
-        if step:  # the first of each warms up
-            rates["dd"].append(size / plain)
-            rates["save"].append(size / saved.seconds)
+        if step:  # the first of each is warmup
+            throughput["dd"].append(size / plain)
+            throughput["save"].append(size / saved.seconds)
         for path in saved.folder.iterdir():
             path.unlink()
-    shares = [ours / theirs for ours, theirs in zip(rates["save"], rates["dd"], strict=True)]
+    shares = [ours / theirs for ours, theirs in zip(throughput["save"], throughput["dd"], strict=True)]
     return {
         "bytes": size,
-        "dd_bytes_per_second": statistics.median(rates["dd"]),
-        "save_bytes_per_second": statistics.median(rates["save"]),
+        "dd_bytes_per_second": statistics.median(throughput["dd"]),
+        "save_bytes_per_second": statistics.median(throughput["save"]),
         "share": statistics.median(shares),
         "shares": shares,
     }
 
 
 def restart(folder: Path) -> dict[str, Any]:
-    """From the death of a rank to the next line of training, and how much of that is importing."""
+    """Seconds from the kill of a rank to the next logged step, and how much of it is imports."""
     settings = config(folder, "killed", steps=100_000, every=20)
     settings["model"]["shape"] |= {"hidden": 64, "layers": 2, "ffn": 128}
     settings["log"]["every"], settings["hardware"], settings["train"]["micro_batch"] = 1, {"devices": 2}, 4
@@ -110,10 +110,10 @@ def restart(folder: Path) -> dict[str, Any]:
     run = folder / "runs" / "killed"
     with Command(folder, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1"]) as command:
         command.wait_until(lambda: max(training_lines(run), default=0) > 50)
-        died = time.perf_counter()
+        killed = time.perf_counter()
         os.kill(rank_process(command.process.pid, 1), signal.SIGKILL)
         command.wait_until(lambda: any(line["attempt"] == 1 for line in training_lines(run).values()))
-        seconds = time.perf_counter() - died
+        seconds = time.perf_counter() - killed
         os.kill(command.process.pid, signal.SIGTERM)
         command.wait(30)
     began = time.perf_counter()
@@ -131,9 +131,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--folder", type=Path, default=Path.cwd())
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.folder) as place:
-        folder = Path(place)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        folder = Path(temporary)
         (folder / "text.txt").write_text(Path(argparse.__file__).read_text() * 4)
         found = {
             "machine": {"cores": os.cpu_count(), "system": platform.platform(), "torch": torch.__version__},
@@ -141,7 +141,7 @@ def main() -> None:
             "waiting": waiting(folder),
             "restart": restart(folder),
         }
-    given.output.write_text(json.dumps(found, indent=2) + "\n")
+    args.output.write_text(json.dumps(found, indent=2) + "\n")
     print(json.dumps(found, indent=2))
 
 

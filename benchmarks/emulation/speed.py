@@ -1,10 +1,10 @@
-"""What low precision costs on a CPU: the README's first example in every precision, emulated and by torch's matmuls.
+"""Cost of low precision on a CPU: the README's first example in every precision, with emulated and torch's matmuls.
 
-usage: python benchmarks/emulation/speed.py OUTPUT.json [ROUNDS]
+usage: python benchmarks/emulation/speed.py OUTPUT.json [REPEATS]
 
 Cases alternate, and the fastest median step of each counts: on a shared machine only ratios within one run are
-comparable. `native` on a CPU without the instructions is what was there before matmuls were emulated. `capped` allows
-oneDNN the instruction set of an older processor.
+comparable. `native` is without emulation, also on a CPU without the instructions. `capped`
+limits oneDNN to the instruction set of an older processor.
 """
 
 import argparse
@@ -53,16 +53,16 @@ def measure(case: str, shape: dict[str, Any], text: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
-    parser.add_argument("rounds", type=int, nargs="?", default=2)
-    given = parser.parse_args()
+    parser.add_argument("repeats", type=int, nargs="?", default=2)
+    args = parser.parse_args()
     text = Path(tempfile.mkdtemp()) / "argparse.txt"
     text.write_text(Path(argparse.__file__).read_text())
     report: dict[str, Any] = {}
     for name, shape in SHAPES.items():
         fastest: dict[str, dict[str, Any]] = {}
-        for number in range(given.rounds):
+        for repeat in range(args.repeats):
             for case in CASES:
-                if "native" in case and number:
+                if "native" in case and repeat:
                     continue
                 found = measure(case, shape, text)
                 report["machine"] = found.pop("machine")
@@ -73,7 +73,7 @@ def main() -> None:
         report[name] = {
             case: {**found, "times_32_true": round(found["step_seconds"] / exact, 2)} for case, found in fastest.items()
         }
-    given.output.write_text(json.dumps(report, indent=2) + "\n")
+    args.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Our AdamW on a CUDA device: held to torch's fused one and to its own CPU form, then timed. Prints JSON.
+"""Compare our AdamW on a CUDA device with torch's fused one and with its own CPU implementation, then time it.
 
-`PYTHONPATH=src python benchmarks/gpu/adamw_check.py` needs torch, triton and shoal, a GPU, and less than a minute. It
-fails where a number is out of bounds; without a GPU, `--tiny` goes through the comparisons on the CPU.
+`PYTHONPATH=src python benchmarks/gpu/adamw_check.py` prints JSON. It needs torch, triton, shoal and a GPU, and takes
+less than a minute. It fails if a difference is out of bounds. `--tiny` runs the comparisons on the CPU.
 """
 
 import json
@@ -21,15 +21,15 @@ DEVICE = torch.device("cpu" if TINY else "cuda")
 STEPS = 20
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-# Weight's type, gradient's, copy's.
+# dtypes of the weights, the gradients and the low-precision weights.
 KINDS = {
     "fp32": (FP32, FP32, BF16),
     "fp32, gradients bf16": (FP32, BF16, BF16),
-    "fp32, copies fp16": (FP32, FP32, FP16),
+    "fp32, low-precision weights fp16": (FP32, FP32, FP16),
     "bf16": (BF16, BF16, None),
 }
 SHAPES = [(1,), (7,), (4097,), (3, 5), (513, 257), (1000, 300), (64, 4096), (33, 7, 19), (2048, 2048)]
-# Where the arithmetic is that of fp32, weights of about 0.02 after twenty steps of 1e-3 at most.
+# For fp32 arithmetic: weights of about 0.02 after twenty steps with a learning rate of at most 1e-3.
 FP32_BOUND = 1e-6
 # Llama-1.24B.
 LAYER = [
@@ -46,41 +46,41 @@ LAYER = [
 BILLION = [(128256, 2048), *(16 * LAYER), (2048,)]
 
 
-def rate_of(step: int) -> float:
+def learning_rate(step: int) -> float:
     return 1e-3 * (step + 1) / STEPS
 
 
-def give(weight: nn.Parameter, gradient: Tensor) -> None:
-    """Set a gradient, also one of another type than the weight's."""
+def set_grad(weight: nn.Parameter, gradient: Tensor) -> None:
+    """Set a gradient, also one of another dtype than the weight's."""
     if gradient.dtype != weight.dtype:
         weight.grad_dtype = None
     weight.grad = gradient
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
-def compare_with_torch(weight_type: torch.dtype, gradient_type: torch.dtype, copy_type: torch.dtype | None) -> dict:
-    """Twenty steps of both on the same gradients, one of them unusable."""
+def compare_with_torch(weight_dtype: torch.dtype, grad_dtype: torch.dtype, low_dtype: torch.dtype | None) -> dict:
+    """Twenty steps of both on the same gradients, one of which is non-finite."""
     generator = torch.Generator(DEVICE).manual_seed(0)
-    starts = [torch.randn(shape, generator=generator, device=DEVICE).mul_(0.02).to(weight_type) for shape in SHAPES]
+    starts = [torch.randn(shape, generator=generator, device=DEVICE).mul_(0.02).to(weight_dtype) for shape in SHAPES]
     ours, theirs = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
-    copies = {} if copy_type is None else {one: torch.zeros_like(one, dtype=copy_type) for one in ours}
+    copies = {} if low_dtype is None else {one: torch.zeros_like(one, dtype=low_dtype) for one in ours}
     our = AdamW(ours, lr=1.0, betas=BETAS, eps=EPS, weight_decay=DECAY)
     their = torch.optim.AdamW(theirs, lr=1.0, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
-    # A bf16 gradient that is multiplied first is rounded once more than ours.
-    factor = None if weight_type == BF16 else torch.tensor(0.37, device=DEVICE)
+    # A bf16 gradient that is scaled first is rounded once more than ours.
+    factor = None if weight_dtype == BF16 else torch.tensor(0.37, device=DEVICE)
     began = 0.0
     for step in range(STEPS):
         bad = step == 11
         for one, other in zip(ours, theirs, strict=True):
             gradient = torch.randn(one.shape, generator=generator, device=DEVICE) * 0.1
-            gradient = (torch.full_like(gradient, torch.nan) if bad else gradient).to(gradient_type)
-            give(one, gradient)
-            other.grad = gradient.to(weight_type) if factor is None else gradient.float() * factor
-        set_rate(our, rate_of(step))
+            gradient = (torch.full_like(gradient, torch.nan) if bad else gradient).to(grad_dtype)
+            set_grad(one, gradient)
+            other.grad = gradient.to(weight_dtype) if factor is None else gradient.float() * factor
+        set_learning_rate(our, learning_rate(step))
         usable = torch.tensor(not bad, device=DEVICE)
         if began:
             torch.cuda.set_sync_debug_mode("error")
@@ -88,15 +88,15 @@ def compare_with_torch(weight_type: torch.dtype, gradient_type: torch.dtype, cop
         if began:
             torch.cuda.set_sync_debug_mode("default")
         if not bad:
-            set_rate(their, rate_of(step))
+            set_learning_rate(their, learning_rate(step))
             their.step()
-        if step == 1 and not TINY:  # all is compiled: what comes must neither compile nor wait
+        if step == 1 and not TINY:  # everything is compiled: from here on, no compilation and no synchronization
             torch.cuda.synchronize()
             began = time.perf_counter()
     if not TINY:
         torch.cuda.synchronize()
     result = {"seconds_of_18_steps": round(time.perf_counter() - began, 3)} if began else {}
-    assert not began or result["seconds_of_18_steps"] < 1, "a change of the rate must not compile anything"
+    assert not began or result["seconds_of_18_steps"] < 1, "a new learning rate must not compile anything"
     for name, pairs in (
         ("weights", zip(ours, theirs, strict=True)),
         *((field, [(our.state[one][field], their.state[other][field]) for one, other in zip(ours, theirs, strict=True)])
@@ -104,27 +104,27 @@ def compare_with_torch(weight_type: torch.dtype, gradient_type: torch.dtype, cop
     ):  # fmt: skip
         pairs = [(one.detach().float(), other.detach().float()) for one, other in pairs]
         result[name] = max(float((one - other).abs().max()) for one, other in pairs)
-        if weight_type == FP32:
+        if weight_dtype == FP32:
             assert result[name] <= FP32_BOUND, (name, result[name])
         elif name != "step":
-            # Both round to bf16 in each step, and what is nearly a tie falls either way now and then: on an H200 2.6%
-            # of the weights differed after these steps, by one rounding.
+            # Both round to bf16 in each step, and near ties are sometimes rounded differently: on an H200 2.6% of the
+            # weights differed by one rounding after these steps.
             differing = sum(int((one != other).sum()) for one, other in pairs) / sum(one.numel() for one, _ in pairs)
             result[f"{name}, share that differs"] = differing
             largest = max(float(other.abs().max()) for _, other in pairs)
             assert differing < 0.05, (name, differing)
             assert result[name] <= largest / 32, (name, result[name])
     for one, copy in copies.items():
-        assert torch.equal(copy, one.detach().to(copy.dtype)), "a copy is its weight, rounded"
+        assert torch.equal(copy, one.detach().to(copy.dtype)), "a low-precision weight is its master weight, rounded"
     return result
 
 
 def compare_huge() -> dict:
-    """A tensor that 32 bits cannot count: its ends are what a small tensor of the same numbers becomes."""
+    """A tensor with more than 2**31 elements: both ends are updated as in a small tensor of the same values."""
     size, end = 2**31 + 4096 + 3, 100_000
     free = torch.cuda.mem_get_info()[0]
     if free < 18 * size:
-        return {"left out": f"{free / 2**30:.0f} GiB are free"}
+        return {"skipped": f"only {free / 2**30:.0f} GiB are free"}
     worst = 0.0
     for in_eight_bits in (False, True):
         shape = (size // 4099, 4099) if in_eight_bits else (size,)
@@ -132,14 +132,14 @@ def compare_huge() -> dict:
         ends = [slice(0, 30), slice(-30, None)] if in_eight_bits else [slice(0, end), slice(-end, None)]
         parts = [nn.Parameter(weight.detach()[one].clone()) for one in ends]
         gradient = torch.randn(shape, device=DEVICE, dtype=BF16)
-        give(weight, gradient)
+        set_grad(weight, gradient)
         options = {"lr": 1e-3, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "eight_bits": in_eight_bits}
         usable = torch.tensor(True, device=DEVICE)
         whole = AdamW([weight], **options)
         whole.step(usable)
         whole.step(usable)
         for part, one in zip(parts, ends, strict=True):
-            give(part, gradient[one].clone())
+            set_grad(part, gradient[one].clone())
             alone = AdamW([part], **options)
             alone.step(usable)
             alone.step(usable)
@@ -147,25 +147,25 @@ def compare_huge() -> dict:
         del weight, gradient, parts, part, whole, alone
         torch.cuda.empty_cache()
     assert worst <= FP32_BOUND, worst
-    return {"numbers": size, "difference": worst}
+    return {"elements": size, "difference": worst}
 
 
-def compare_eight_bits(weight_type: torch.dtype, gradient_type: torch.dtype) -> dict:
-    """The kernel against the plain operations on the CPU. A root that is approximate may fall on the next code."""
+def compare_eight_bits(weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> dict:
+    """Compare the kernel with plain operations on the CPU. An approximate square root may give the adjacent code."""
     shapes = [(513, 257), (1000, 300), (64, 4096), (33, 7, 19), (5, 1000), (300, 4)]
     generator = torch.Generator().manual_seed(0)
-    starts = [torch.randn(shape, generator=generator).mul_(0.02).to(weight_type) for shape in shapes]
+    starts = [torch.randn(shape, generator=generator).mul_(0.02).to(weight_dtype) for shape in shapes]
     here = [nn.Parameter(start.clone()) for start in starts]
     there = [nn.Parameter(start.to(DEVICE)) for start in starts]
     optimizers = [AdamW(some, lr=1e-3, betas=BETAS, eps=EPS, eight_bits=True) for some in (here, there)]
     for step in range(STEPS):
         for one, other in zip(here, there, strict=True):
-            spread = torch.rand(one.shape, generator=generator) ** 8  # of many magnitudes
-            gradient = (torch.randn(one.shape, generator=generator) * spread).to(gradient_type)
-            give(one, gradient)
-            give(other, gradient.to(DEVICE))
+            spread = torch.rand(one.shape, generator=generator) ** 8  # many magnitudes
+            gradient = (torch.randn(one.shape, generator=generator) * spread).to(grad_dtype)
+            set_grad(one, gradient)
+            set_grad(other, gradient.to(DEVICE))
         for optimizer, device in zip(optimizers, ("cpu", DEVICE), strict=True):
-            set_rate(optimizer, rate_of(step))
+            set_learning_rate(optimizer, learning_rate(step))
             optimizer.step(torch.tensor(step != 11, device=device), torch.tensor(0.37, device=device))
     states = [[optimizer.state[one] for one in some] for optimizer, some in zip(optimizers, (here, there), strict=True)]
     result: dict[str, float] = {}
@@ -184,12 +184,12 @@ def compare_eight_bits(weight_type: torch.dtype, gradient_type: torch.dtype) -> 
     ]
     result["weights, at most"] = max(float(one.max()) for one in apart_by)
     result["weights, mean"] = sum(float(one.sum()) for one in apart_by) / sum(one.numel() for one in apart_by)
-    assert result["weights, mean"] < (1e-6 if weight_type == FP32 else 1e-4), result
+    assert result["weights, mean"] < (1e-6 if weight_dtype == FP32 else 1e-4), result
     return result
 
 
 def timed(step: Callable[[], object], bytes_moved: float) -> dict:
-    """Milliseconds on the device and on the host, by the median of ten."""
+    """Median milliseconds of ten calls, on the device and on the host."""
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -205,11 +205,11 @@ def timed(step: Callable[[], object], bytes_moved: float) -> dict:
     return {
         "milliseconds": round(device, 3),
         "host_milliseconds": round(1e3 * host, 3),
-        "terabytes_a_second": round(bytes_moved / device / 1e9, 2),
+        "terabytes_per_second": round(bytes_moved / device / 1e9, 2),
     }
 
 
-def time_them(shapes: list[tuple[int, ...]], tune: bool) -> dict:
+def time_steps(shapes: list[tuple[int, ...]], tune: bool) -> dict:
     weights = [nn.Parameter(torch.randn(shape, device=DEVICE) * 0.02) for shape in shapes]
     copies = {one: one.detach().to(BF16) for one in weights}
     wide = [torch.randn_like(one) * 1e-3 for one in weights]
@@ -228,12 +228,12 @@ def time_them(shapes: list[tuple[int, ...]], tune: bool) -> dict:
         theirs.step()
         torch._foreach_copy_(list(copies.values()), [one.detach() for one in weights])
 
-    result["torch: multiply, fused, copy"] = timed(step_of_torch, (4 + 4 + 28 + 6) * count)
+    result["torch: scale, fused AdamW, cast"] = timed(step_of_torch, (4 + 4 + 28 + 6) * count)
     theirs.state.clear()
-    for gradient_type, size in ((FP32, 4), (BF16, 2)):
-        gradients = wide if gradient_type == FP32 else [one.to(BF16) for one in wide]
+    for grad_dtype, size in ((FP32, 4), (BF16, 2)):
+        gradients = wide if grad_dtype == FP32 else [one.to(BF16) for one in wide]
         for weight, gradient in zip(weights, gradients, strict=True):
-            give(weight, gradient)
+            set_grad(weight, gradient)
         for in_eight_bits, state in ((False, 16), (True, 4 + 16 / 256)):
             groups = [
                 {"params": [one for one in weights if one.dim() >= 2], "eight_bits": in_eight_bits},
@@ -244,14 +244,16 @@ def time_them(shapes: list[tuple[int, ...]], tune: bool) -> dict:
             moved = (8 + size + state + 2) * count
             result[name] = timed(lambda ours=ours: ours.step(usable, factor, copies), moved)
             if tune and size == 2:
-                result[f"{name}, rows × warps"] = tried(lambda ours=ours: ours.step(usable, factor, copies), moved)
+                result[f"{name}, rows × warps"] = time_block_sizes(
+                    lambda ours=ours: ours.step(usable, factor, copies), moved
+                )
             ours.state.clear()
     return result
 
 
-def tried(step: Callable[[], object], bytes_moved: float) -> dict:
-    """Milliseconds with other sizes of a program than the ones chosen."""
-    from shoal.train import adamw_kernel
+def time_block_sizes(step: Callable[[], object], bytes_moved: float) -> dict:
+    """Milliseconds with other block sizes than the chosen ones."""
+    from shoal.optim import adamw_kernel
 
     chosen = adamw_kernel.ROWS, adamw_kernel.WARPS, adamw_kernel.WARPS_IN_BLOCKS
     found = {}
@@ -266,18 +268,18 @@ def tried(step: Callable[[], object], bytes_moved: float) -> dict:
 def main() -> None:
     began = time.perf_counter()
     report: dict[str, object] = {"torch": torch.__version__}
-    report["against torch's fused"] = {name: compare_with_torch(*kind) for name, kind in KINDS.items()}
-    report["8 bits against the CPU"] = {
+    report["compared with torch's fused AdamW"] = {name: compare_with_torch(*kind) for name, kind in KINDS.items()}
+    report["8 bits, compared with the CPU"] = {
         name: compare_eight_bits(weight, gradient)
         for name, (weight, gradient, _) in KINDS.items()
-        if "copies" not in name
+        if "low-precision" not in name
     }
     if not TINY:
         assert find_kernel() is not None, "triton is missing"
         report["gpu"] = torch.cuda.get_device_name()
-        report["more than 2**31 numbers"] = compare_huge()
-        report["speed"] = time_them(BILLION, tune=True)
-        report["speed of small tensors"] = time_them([(512, 512), (512,)] * 75, tune=False)
+        report["more than 2**31 elements"] = compare_huge()
+        report["speed"] = time_steps(BILLION, tune=True)
+        report["speed of small tensors"] = time_steps([(512, 512), (512,)] * 75, tune=False)
     report["seconds"] = round(time.perf_counter() - began, 1)
     print(json.dumps(report, indent=1))
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Does shoal run on this CUDA device? Trains the pythia-160m shape in every precision, resumes, and prints the metrics.
+# Checks that shoal runs on this CUDA device: trains the pythia-160m shape in every precision, resumes, and prints the metrics.
 #   usage: benchmarks/gpu/first_light.sh OUTPUT_FOLDER     (python3 with shoal's dependencies; run from the repository)
 set -u
 out=$1
@@ -48,12 +48,12 @@ try fp16-mixed train.precision=16-mixed train.steps=30
 try fp32 train.precision=32-true train.steps=20
 for optimizer in sgd lion muon; do try "$optimizer" "train.optimizer.name=$optimizer" train.steps=20 train.lr=1e-4; done
 try whole train.deterministic=true train.compile=false train.steps=20 checkpoint.every=10 checkpoint.keep=5
-cp -r runs/whole runs/cut && rm -r runs/cut/checkpoints/step-00000020 && : > runs/cut/metrics.jsonl
-python3 -m shoal train run.yaml name=cut train.deterministic=true train.compile=false train.steps=20 checkpoint.every=10 checkpoint.keep=5 --resume 2>&1 | tail -n 3
+cp -r runs/whole runs/resumed && rm -r runs/resumed/checkpoints/step-00000020 && : > runs/resumed/metrics.jsonl
+python3 -m shoal train run.yaml name=resumed train.deterministic=true train.compile=false train.steps=20 checkpoint.every=10 checkpoint.keep=5 --resume 2>&1 | tail -n 3
 python3 - <<'PY'
 import json
 last = lambda run: json.loads(open(f"runs/{run}/metrics.jsonl").read().splitlines()[-2])
-one, other = last("whole"), last("cut")
-print("resumed run equals the whole one:", one["step"], (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"]))
+one, other = last("whole"), last("resumed")
+print("the resumed run equals the uninterrupted one:", one["step"], (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"]))
 PY
 try llama-1b model.shape=llama3.2-1b data.max_length=4096 train.global_batch=4 train.micro_batch=4 train.steps=30 data.validation=0

@@ -1,9 +1,9 @@
-"""What single ideas give on this GPU: steps of the real model and optimizer, one config after another, in one process.
+"""Measure the effect of single optimizations on this GPU: steps of the real model and optimizer, in one process.
 
     python benchmarks/gpu/ideas.py OUTPUT.jsonl [NAME…] [--profile]
 
-For finding out, where `speed.py` is for comparing: steps are called directly, nothing is logged between them, and each
-line is the best of three rounds of eight steps. With --profile the kernels of two steps follow each line.
+For development; `speed.py` is for comparisons. Steps are called directly, nothing is logged between them, and each line
+is the fastest of three repetitions of eight steps. --profile adds the kernels of two steps to each line.
 """
 
 import gc
@@ -29,8 +29,8 @@ from shoal.train.inputs import read_inputs
 from shoal.train.setup import Start, preflight, set_up
 
 LARGE = ["model.shape=llama3-8b", "train.precision=bf16-true"]
-SHORT_OF_MEMORY = [*LARGE, "train.optimizer.name=adamw8bit"]
-# Rows of a micro-batch, and what the config says besides.
+LOW_MEMORY = [*LARGE, "train.optimizer.name=adamw8bit"]
+# name: (micro-batch, overrides)
 IDEAS: dict[str, tuple[int, list[str]]] = {
     "default 4": (4, []),
     "default 8": (8, []),
@@ -39,17 +39,17 @@ IDEAS: dict[str, tuple[int, list[str]]] = {
     "fp8 4": (4, ["train.precision=fp8"]),
     "fp8 8": (8, ["train.precision=fp8"]),
     "8b cheap": (2, [*LARGE, "train.recompute=cheap"]),
-    "8b 8-bit AdamW, every 2": (2, [*SHORT_OF_MEMORY, "train.recompute={every: 2}"]),
-    "8b 8-bit AdamW, selective": (2, [*SHORT_OF_MEMORY, "train.recompute=selective"]),
-    "8b 8-bit AdamW, full": (2, [*SHORT_OF_MEMORY, "train.recompute=full"]),
+    "8b 8-bit AdamW, every 2": (2, [*LOW_MEMORY, "train.recompute={every: 2}"]),
+    "8b 8-bit AdamW, selective": (2, [*LOW_MEMORY, "train.recompute=selective"]),
+    "8b 8-bit AdamW, full": (2, [*LOW_MEMORY, "train.recompute=full"]),
 }
 TINY = "{family: llama, hidden: 64, layers: 2, heads: 4, kv_heads: 2, ffn: 128, vocab: 512, positions: 4096}"
 
 
-def measure(name: str, folder: Path, *, steps: int = 8, rounds: int = 3, profiled: bool = False) -> dict[str, Any]:
-    rows, more = IDEAS[name]
+def measure(name: str, folder: Path, *, steps: int = 8, repeats: int = 3, profiled: bool = False) -> dict[str, Any]:
+    micro_batch, more = IDEAS[name]
     on_cuda = torch.cuda.is_available()
-    config = load_config(None, [*_job(name, rows, on_cuda), *(more if on_cuda else more[1:])])
+    config = load_config(None, [*_job(name, micro_batch, on_cuda), *(more if on_cuda else more[1:])])
     with joined(config) as ranks:
         inputs = read_inputs(config, Reporter(enabled=False))
         run = RunDirectory(folder / config.name)
@@ -59,8 +59,8 @@ def measure(name: str, folder: Path, *, steps: int = 8, rounds: int = 3, profile
             inputs.sets.training,
             inputs.sets.order,
             first_step=0,
-            global_batch=rows,
-            micro_batch=rows,
+            global_batch=micro_batch,
+            micro_batch=micro_batch,
             rank=0,
             ranks=1,
             pad=inputs.tokenizer.pad,
@@ -73,12 +73,12 @@ def measure(name: str, folder: Path, *, steps: int = 8, rounds: int = 3, profile
             job.step(next(stream), 1e-4)
         if on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        best = min(_round(job, stream, steps) for _ in range(rounds))
+        best = min(_seconds_per_step(job, stream, steps) for _ in range(repeats))
         line = {
             "title": name,
-            "rows": rows,
+            "micro_batch": micro_batch,
             "milliseconds": round(1e3 * best, 2),
-            "tokens_per_second": round(rows * config.data.max_length / best),
+            "tokens_per_second": round(micro_batch * config.data.max_length / best),
             "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_cuda else None,
             "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2) if on_cuda else None,
         }
@@ -92,7 +92,7 @@ def measure(name: str, folder: Path, *, steps: int = 8, rounds: int = 3, profile
     return line
 
 
-def _job(name: str, rows: int, on_cuda: bool) -> list[str]:
+def _job(name: str, micro_batch: int, on_cuda: bool) -> list[str]:
     library = sysconfig.get_paths()["stdlib"]
     return [
         f"name={name.replace(' ', '-').replace(',', '')}",
@@ -105,30 +105,30 @@ def _job(name: str, rows: int, on_cuda: bool) -> list[str]:
         "train.steps=1000",
         "train.lr=1e-4",
         "log.to=[]",
-        f"train.global_batch={rows}",
-        f"train.micro_batch={rows}",
+        f"train.global_batch={micro_batch}",
+        f"train.micro_batch={micro_batch}",
     ]
 
 
-def _round(job: Any, stream: Any, steps: int) -> float:
+def _seconds_per_step(job: Any, stream: Any, steps: int) -> float:
     began = time.perf_counter()
     for _ in range(steps):
         job.step(next(stream), 1e-4)
-    _wait()
+    _synchronize()
     return (time.perf_counter() - began) / steps
 
 
-def _wait() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def _kernels(job: Any, stream: Any, steps: int = 2, most: int = 40) -> dict[str, float]:
-    """Milliseconds a step of each kernel, the longest first."""
+    """Milliseconds per step of each kernel, the longest first."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         for _ in range(steps):
             job.step(next(stream), 1e-4)
-        _wait()
+        _synchronize()
     total: dict[str, float] = {}
     for event in seen.events():
         if str(event.device_type).endswith("CUDA"):
@@ -138,15 +138,15 @@ def _kernels(job: Any, stream: Any, steps: int = 2, most: int = 40) -> dict[str,
 
 
 def main() -> None:
-    parser = ArgumentParser(description="Measure single ideas on this GPU.")
+    parser = ArgumentParser(description="Measure single optimizations on this GPU.")
     parser.add_argument("output", type=Path)
-    parser.add_argument("names", nargs="*", default=list(IDEAS), metavar="NAME", help=f"of {', '.join(IDEAS)}")
+    parser.add_argument("names", nargs="*", default=list(IDEAS), metavar="NAME", help=f"one of {', '.join(IDEAS)}")
     parser.add_argument("--profile", action="store_true")
-    told = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, told.output.open("a") as output:
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, args.output.open("a") as output:
         os.environ.setdefault("SHOAL_CACHE", f"{folder}/cache")
-        for name in told.names:
-            line = json.dumps(measure(name, Path(folder), profiled=told.profile))
+        for name in args.names:
+            line = json.dumps(measure(name, Path(folder), profiled=args.profile))
             print(line, flush=True)
             output.write(line + "\n")
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How fast does the default path train the llama3.2-1b shape? bf16-mixed, rows of 4096, micro-batch 4 and 8, no tuning flags.
+# Speed of the default path on the llama3.2-1b shape: bf16-mixed, sequences of 4096, micro-batch 4 and 8, no tuning flags.
 #   usage: benchmarks/gpu/llama_1b.sh OUTPUT_FOLDER     (python3 with shoal's dependencies; run from the repository)
 set -u
 mkdir -p "$1"
@@ -15,9 +15,9 @@ checkpoint: {every: 100000}
 log: {every: 10, to: []}
 YAML
 cd "$work" || exit 1
-for rows in 4 8; do
-  name="micro_batch_$rows"
-  python3 -m shoal train run.yaml "name=$name" "train.global_batch=$rows" "train.micro_batch=$rows" 2>&1 | tail -n 2
+for size in 4 8; do
+  name="micro_batch_$size"
+  python3 -m shoal train run.yaml "name=$name" "train.global_batch=$size" "train.micro_batch=$size" 2>&1 | tail -n 2
   cp "runs/$name/metrics.jsonl" "$out/$name.jsonl"
   rm -rf "runs/$name/checkpoints"
 done

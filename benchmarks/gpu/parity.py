@@ -1,8 +1,9 @@
-"""Every way to split a model, on real CUDA kernels and NCCL, held to one process: `python benchmarks/gpu/parity.py F`.
+"""Compare every parallel strategy, with CUDA kernels and NCCL, with one process.
 
-After the folder's name: precisions or names of cases, for those alone.
-For one GPU: several processes share it, and NCCL, which refuses that, is told that each is on a machine of its own. It
-shows that the numbers are right, and nothing about speed. Works without a GPU too, over gloo.
+    python benchmarks/gpu/parity.py FOLDER [PRECISION or CASE…]
+
+For one GPU: several processes share it. NCCL does not allow that, so each process claims to be on a different node.
+This tests the numerics, not the speed. It also works without a GPU, over gloo.
 """
 
 import json
@@ -17,7 +18,7 @@ from pathlib import Path
 
 SHAPE = {"family": "llama", "hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "vocab": 512, "positions": 512}
 FSDP = {"strategy": "fsdp"}
-# Name, processes, keys of `parallel`, keys of `train`.
+# name, processes, keys of `parallel`, keys of `train`
 CASES = [
     ("ddp", 2, {"strategy": "ddp"}, {}),
     ("zero1", 2, {"strategy": "zero1"}, {}),
@@ -53,7 +54,7 @@ COMPILED = [
     ("compiled, pp", 2, {"pp": 2}, {"compile": True}),
 ]
 PRECISIONS = ["32-true", "bf16-mixed"]
-# Cases that run at the same time, and seconds that one may take.
+# Number of cases that run concurrently, and the time limit of a case in seconds.
 AT_ONCE, PATIENCE = 4, 90
 
 
@@ -79,34 +80,34 @@ def config_of(precision: str, name: str, parallel: dict, train: dict) -> dict:
 
 
 def train_case(folder: Path, precision: str, case: tuple[str, int, dict, dict]) -> dict:
-    """Train with as many processes as the case has; how it went."""
+    """Train a case on its number of processes, and return its record."""
     name, world, parallel, train = case
     config = config_of(precision, name, parallel, train)
-    place = folder / config["name"]
-    place.mkdir()
-    (place / "config.json").write_text(json.dumps(config))
+    case_folder = folder / config["name"]
+    case_folder.mkdir()
+    (case_folder / "config.json").write_text(json.dumps(config))
     began = time.perf_counter()
     workers = []
     for rank in range(world):
-        ranks = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "SHOAL_LAUNCH": str(place)}
-        # NCCL takes processes with different identities for different machines, which may share no GPU.
+        ranks = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "SHOAL_LAUNCH": str(case_folder)}
+        # With different host ids, NCCL treats the processes as different nodes and does not check for a shared GPU.
         environment = {**os.environ, **ranks, "NCCL_HOSTID": f"machine-{rank}", "OMP_NUM_THREADS": "1"}
         if world == 1:
             del environment["RANK"], environment["WORLD_SIZE"]
-        log = (place / f"rank-{rank}.log").open("w")
-        command = [sys.executable, __file__, "--work", str(place), str(folder / "runs")]
+        log = (case_folder / f"rank-{rank}.log").open("w")
+        command = [sys.executable, __file__, "--work", str(case_folder), str(folder / "runs")]
         workers.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     entry = {"precision": precision, "case": name, "processes": world}
     try:
         for worker in workers:
             worker.wait(timeout=max(1.0, PATIENCE - (time.perf_counter() - began)))
     except subprocess.TimeoutExpired:
-        entry["error"] = f"no end in {PATIENCE} seconds"
+        entry["error"] = f"timed out after {PATIENCE} seconds"
     for worker in workers:
         worker.kill()
         worker.wait()
     if any(worker.returncode for worker in workers):
-        logs = [*sorted(place.glob("rank-*.log")), *sorted((folder / "runs" / config["name"]).glob("logs/*"))]
+        logs = [*sorted(case_folder.glob("rank-*.log")), *sorted((folder / "runs" / config["name"]).glob("logs/*"))]
         entry["log"] = [path.read_text()[-1200:] for path in logs if path.stat().st_size]
         entry.setdefault("error", "a process failed")
     entry["seconds"] = round(time.perf_counter() - began, 1)
@@ -149,10 +150,10 @@ def write(output: Path, found: list[dict]) -> None:
     (output / "parity.json").write_text(json.dumps({"machine": machine, "cases": found}, indent=1) + "\n")
 
 
-def work(place: Path, runs: Path) -> None:
+def work(case_folder: Path, runs: Path) -> None:
     from shoal import api
 
-    api.train(api.config_from_mapping(json.loads((place / "config.json").read_text())), runs=runs)
+    api.train(api.config_from_mapping(json.loads((case_folder / "config.json").read_text())), runs=runs)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How fast shoal and its peers train on this GPU: `python benchmarks/gpu/speed.py OUTPUT_FOLDER`.
+"""Training speed of shoal and other tools on this GPU: `python benchmarks/gpu/speed.py OUTPUT_FOLDER`.
 
-One process a case, the same weights and rows for all. Writes speed.json and speed.png into the folder and prints a
-table; what each case is stands in README.md beside this.
+One process per case, with the same weights and sequences for all. Writes speed.json and speed.png to the folder and
+prints a table. README.md in this folder describes each case.
 """
 
 import argparse
@@ -22,27 +22,27 @@ from peers.report import Report, markdown, read_report, write_report  # noqa: E4
 
 
 def main(arguments: list[str] | None = None) -> int:
-    told = parse(arguments)
-    among = numerics if told.numerics else cases
-    if told.list:
-        print("\n".join(case.name for case in among.CASES))
+    args = parse(arguments)
+    module = numerics if args.numerics else cases
+    if args.list:
+        print("\n".join(case.name for case in module.CASES))
         return 0
-    chosen = among.select(told.only, told.tiny)
+    chosen = module.select(args.only, args.tiny)
     if not chosen:
-        print(f"No case has {' or '.join(told.only)} in its name; --list prints the names.", file=sys.stderr)
+        print(f"No case matches {' or '.join(args.only)}; --list prints the names.", file=sys.stderr)
         return 2
-    report = Report(machine=describe_machine(), tiny=told.tiny)
-    if told.merge:
-        report.take_over(read_report(told.merge))
-    results = report.numeric if told.numerics else report.cases
-    told.output.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + told.seconds if told.seconds else float("inf")
+    report = Report(machine=describe_machine(), tiny=args.tiny)
+    if args.merge:
+        report.merge(read_report(args.merge))
+    results = report.numeric if args.numerics else report.cases
+    args.output.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + args.seconds if args.seconds else float("inf")
     with tempfile.TemporaryDirectory(prefix="speed-") as folder:
-        session = Session(Path(folder), told.warmup, told.steps, told.patience, until, report.machine["gpu"])
-        # Before shoal is asked for rows: its cases look for them there.
+        session = Session(Path(folder), args.warmup, args.steps, args.patience, until, report.machine["gpu"])
+        # Set before sequences are prepared: shoal's cases use the same cache.
         os.environ["SHOAL_CACHE"] = str(session.cache)
-        if told.numerics:
-            weights, steps = session.work / "weights", numerics.TINY_STEPS if told.tiny else numerics.STEPS
+        if args.numerics:
+            weights, steps = session.work / "weights", numerics.TINY_STEPS if args.tiny else numerics.STEPS
             numerics.write_weights(weights, chosen[0].shape)
             session = replace(session, weights=weights, warmup=1, steps=steps - 1)
         prepare(chosen, session)
@@ -52,29 +52,29 @@ def main(arguments: list[str] | None = None) -> int:
             attempted = record["status"] == MEASURED or record["status"].startswith("failed")
             if attempted or case.name not in results:
                 results[case.name] = record
-            # After every case, so that a call that is cut short leaves what it has.
-            write_report(told.output / "speed.json", report)
-    chart.draw(told.output / "speed.png", report)
+            # After every case, so that an interrupted call keeps its results.
+            write_report(args.output / "speed.json", report)
+    chart.draw(args.output / "speed.png", report)
     print(markdown(report))
     return 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure shoal and its peers on one GPU.")
+    parser = argparse.ArgumentParser(description="Measure shoal and other tools on one GPU.")
     parser.add_argument("output", type=Path, help="folder for speed.json and speed.png")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="only cases with this in their name")
-    parser.add_argument("--numerics", action="store_true", help="losses against fp32, instead of speed")
-    parser.add_argument("--merge", type=Path, metavar="JSON", help="keep what this has and is not measured again")
-    parser.add_argument("--seconds", type=float, help="in all; cases not begun by then are recorded as not run")
-    parser.add_argument("--patience", type=float, default=200, metavar="SECONDS", help="for one case (200)")
-    parser.add_argument("--tiny", action="store_true", help="small enough for a CPU: shows that cases run, not speed")
-    parser.add_argument("--warmup", type=int, help="steps that are not measured (6)")
-    parser.add_argument("--steps", type=int, help="steps that are (12)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="only cases whose name contains this")
+    parser.add_argument("--numerics", action="store_true", help="compare losses with fp32 instead of measuring speed")
+    parser.add_argument("--merge", type=Path, metavar="JSON", help="keep results of this file")
+    parser.add_argument("--seconds", type=float, help="total time limit; later cases are recorded as not run")
+    parser.add_argument("--patience", type=float, default=200, metavar="SECONDS", help="time limit of a case (200)")
+    parser.add_argument("--tiny", action="store_true", help="small enough for a CPU: checks that cases run")
+    parser.add_argument("--warmup", type=int, help="warmup steps (6)")
+    parser.add_argument("--steps", type=int, help="measured steps (12)")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
-    told = parser.parse_args(arguments)
-    told.warmup = told.warmup or (2 if told.tiny else 6)
-    told.steps = told.steps or (2 if told.tiny else 12)
-    return told
+    args = parser.parse_args(arguments)
+    args.warmup = args.warmup or (2 if args.tiny else 6)
+    args.steps = args.steps or (2 if args.tiny else 12)
+    return args
 
 
 if __name__ == "__main__":

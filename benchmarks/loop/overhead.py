@@ -1,11 +1,10 @@
-"""What the training loop itself costs a step: its time outside forward, backward and the optimizer, on this CPU.
+"""Overhead of the training loop per step: its time outside of forward, backward and optimizer, on this CPU.
 
     python benchmarks/loop/overhead.py OUTPUT.json
 
-Trains a small model through the public API, with a line of metrics for every step and for every tenth, and clocks the
-two calls that are the work. What is left of a step is the loop's: the batch, the gradients' norm and clipping, the log,
-signals, the watch over hangs. Clocked is the processor time of the thread that trains, which other work on the machine
-does not change much; the wall's time stands beside it.
+Trains a small model with the public API, logging every step and every tenth, and times forward and backward and the
+optimizer step. The rest of a step is overhead: the batch, gradient norm and clipping, logging, signals, the watchdog.
+Measured is the CPU time of the training thread, which depends little on other load; wall time is given in addition.
 """
 
 import json
@@ -29,39 +28,39 @@ from shoal.optim.optimizer import NamedOptimizer
 from shoal.parallel.model import ParallelModel
 from shoal.train.step import TrainStep
 
-STEPS, WARM_UP = 300, 50
-BAR = 0.003  # seconds
+STEPS, WARMUP = 300, 50
+LIMIT = 0.003  # seconds
 
 
 class Clock:
-    """When each step began, and how long of it was work; `now` is whose time."""
+    """When each step started, and how long its computation took; `now` is the clock to read."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
         self.began: list[float] = []
         self.work: list[float] = []
 
-    def begins(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
+    def wrap_step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             self.began.append(self.now())
             self.work.append(0.0)
-            return inner(*given, **named)
+            return inner(*args, **kwargs)
 
         return call
 
-    def works(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
+    def wrap_work(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             since = self.now()
-            result = inner(*given, **named)
+            result = inner(*args, **kwargs)
             self.work[-1] += self.now() - since
             return result
 
         return call
 
-    def own(self) -> list[float]:
-        """Of every step but the last, whose end nobody saw: what was not work."""
+    def overhead(self) -> list[float]:
+        """Overhead of every step but the last, whose end is not recorded."""
         periods = [after - before for before, after in zip(self.began, self.began[1:], strict=False)]
-        return [period - work for period, work in zip(periods, self.work, strict=False)][WARM_UP:]
+        return [period - work for period, work in zip(periods, self.work, strict=False)][WARMUP:]
 
 
 def measure(log_every: int) -> dict[str, float]:
@@ -81,38 +80,38 @@ def measure(log_every: int) -> dict[str, float]:
     )
     thread, wall = Clock(time.thread_time), Clock(time.perf_counter)
     kept = (TrainStep.__call__, ParallelModel.backward, NamedOptimizer.step)
-    TrainStep.__call__ = wall.begins(thread.begins(kept[0]))  # type: ignore[method-assign]
-    ParallelModel.backward = wall.works(thread.works(kept[1]))  # type: ignore[method-assign]
-    NamedOptimizer.step = wall.works(thread.works(kept[2]))  # type: ignore[method-assign]
+    TrainStep.__call__ = wall.wrap_step(thread.wrap_step(kept[0]))  # type: ignore[method-assign]
+    ParallelModel.backward = wall.wrap_work(thread.wrap_work(kept[1]))  # type: ignore[method-assign]
+    NamedOptimizer.step = wall.wrap_work(thread.wrap_work(kept[2]))  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory() as folder:
             api.train(config, runs=folder)
     finally:
         TrainStep.__call__, ParallelModel.backward, NamedOptimizer.step = kept  # type: ignore[method-assign]
-    own = sorted(thread.own())
+    overhead = sorted(thread.overhead())
     return {
-        "own_milliseconds_median": round(1e3 * statistics.median(own), 3),
-        "own_milliseconds_90_percent": round(1e3 * own[int(0.9 * len(own))], 3),
-        "own_milliseconds_median_by_the_wall": round(1e3 * statistics.median(wall.own()), 3),
-        "work_milliseconds_median": round(1e3 * statistics.median(thread.work[WARM_UP:]), 3),
-        "steps": len(own),
+        "overhead_milliseconds_median": round(1e3 * statistics.median(overhead), 3),
+        "overhead_milliseconds_90_percent": round(1e3 * overhead[int(0.9 * len(overhead))], 3),
+        "overhead_milliseconds_median_wall": round(1e3 * statistics.median(wall.overhead()), 3),
+        "compute_milliseconds_median": round(1e3 * statistics.median(thread.work[WARMUP:]), 3),
+        "steps": len(overhead),
     }
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    found = {f"a line every {every}": measure(every) for every in (1, 10)}
+    found = {f"log every {every}": measure(every) for every in (1, 10)}
     report = {
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
-        "bar_milliseconds": 1e3 * BAR,
+        "limit_milliseconds": 1e3 * LIMIT,
         **found,
     }
     text = json.dumps(report, indent=2)
     print(text)
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(text + "\n")
-    if any(one["own_milliseconds_median"] > 1e3 * BAR for one in found.values()):
-        raise SystemExit("The loop's own time is over the bar.")
+    if any(one["overhead_milliseconds_median"] > 1e3 * LIMIT for one in found.values()):
+        raise SystemExit("The overhead is above the limit.")
 
 
 if __name__ == "__main__":

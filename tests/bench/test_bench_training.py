@@ -1,4 +1,4 @@
-"""`shoal bench train` and `shoal bench rank`: the real training, measured, with nothing left behind."""
+"""`shoal bench train` and `shoal bench rank`: they measure the real training loop and leave no files."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def folder(instructions: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_bench_train_measures_the_steps_after_the_warm_up_and_saves_nothing(folder):
+def test_bench_train_measures_the_steps_after_warmup_and_saves_nothing(folder):
     result = shoal(folder, "bench", "train", "run.yaml", "train.lr=1e-3", "--steps", "4", "--warmup", "2", "--json")
     assert result.status == 0, result.err
     found = json.loads(result.out)
@@ -30,7 +30,7 @@ def test_bench_train_measures_the_steps_after_the_warm_up_and_saves_nothing(fold
     assert {path.name for path in folder.iterdir()} <= {"run.yaml", "cache", "hub"}, "nothing is left behind"
 
 
-def test_bench_rank_is_one_of_many_and_counts_its_own_tokens(folder):
+def test_bench_rank_runs_one_rank_and_counts_its_own_tokens(folder):
     result = shoal(
         folder, "bench", "rank", "run.yaml", "parallel.strategy=fsdp", "train.global_batch=32", "train.micro_batch=4",
         "--world", "8", "--real", "--steps", "2", "--warmup", "1", "--json",
@@ -38,12 +38,12 @@ def test_bench_rank_is_one_of_many_and_counts_its_own_tokens(folder):
     assert result.status == 0, result.err
     found = json.loads(result.out)
     assert found["world_size"] == found["chosen"]["mesh"]["dp_shard"] == 8
-    assert (found["traced"], found["difference"]) == (False, {}), "a CPU's numbers are not forecast"
-    # A rank's rows of a step are an eighth of all: about its share of the targets in a second.
+    assert (found["traced"], found["difference"]) == (False, {}), "there is no forecast for a CPU"
+    # The loss tokens of this rank only, which has an eighth of the sequences.
     assert found["tokens_per_second"] * found["step_seconds"] < 4 * 192
 
 
-def test_a_measurement_leaves_what_the_run_saved_in_its_fallback_alone(folder):
+def test_bench_train_does_not_touch_the_fallback_of_the_run(folder):
     saved = folder / "fallback" / "run" / "checkpoints" / "step-00000100"
     saved.mkdir(parents=True)
     (saved / "MANIFEST.json").write_text("{}")
@@ -64,7 +64,7 @@ def test_a_measurement_leaves_what_the_run_saved_in_its_fallback_alone(folder):
         ),
     ],
 )
-def test_what_cannot_be_measured_is_a_sentence(arguments, sentence, folder):
+def test_a_run_that_cannot_be_measured_is_a_mistake_in_one_sentence(arguments, sentence, folder):
     result = shoal(folder, "bench", *arguments)
     assert result.status == 2
     assert sentence in result.err

@@ -1,4 +1,4 @@
-"""`shoal bench collectives` on two processes of this machine, and as ranks that others have started."""
+"""`shoal bench collectives` on two processes of this machine, and on ranks that another launcher has started."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ QUICK: dict[str, Any] = {"repeat": 3, "seconds": 0.05}
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
-    """The command as a user types it, once for several tests."""
+    """The real command, run once for several tests."""
     folder = tmp_path_factory.mktemp("bench")
     options = ["--largest", "256KiB", "--repeat", "3", "--seconds", "0.05", "--output", "found/here", "--json"]
     return shoal(folder, "bench", "collectives", *options), folder / "found" / "here"
@@ -45,7 +45,7 @@ def test_the_command_starts_two_processes_and_prints_one_json_object(measured: t
     assert found["operations"].keys() == set(OPERATIONS)
 
 
-def test_every_number_of_a_report_follows_from_the_sizes_and_times(measured: tuple[Ended, Path]) -> None:
+def test_every_figure_of_a_report_follows_from_the_sizes_and_times(measured: tuple[Ended, Path]) -> None:
     found = json.loads(measured[0].out)
     speeds = []
     for name, operation in found["operations"].items():
@@ -61,13 +61,13 @@ def test_every_number_of_a_report_follows_from_the_sizes_and_times(measured: tup
     assert found["link"] == {"name": "measured", "bytes_per_second": max(speeds)}
 
 
-def test_progress_is_on_standard_error_and_libraries_say_nothing(measured: tuple[Ended, Path]) -> None:
+def test_progress_is_on_standard_error_and_libraries_print_nothing(measured: tuple[Ended, Path]) -> None:
     begun, *steps = measured[0].err.splitlines()
     assert begun == "Starting 2 processes …"
     assert [step.split("  ")[0].strip() for step in steps] == list(OPERATIONS) * 4
 
 
-def test_output_holds_the_same_json_and_a_picture(measured: tuple[Ended, Path]) -> None:
+def test_output_has_the_same_json_and_a_plot(measured: tuple[Ended, Path]) -> None:
     ended, folder = measured
     assert sorted(path.name for path in folder.iterdir()) == ["collectives.json", "collectives.png"]
     assert json.loads((folder / "collectives.json").read_text()) == json.loads(ended.out)
@@ -85,7 +85,7 @@ def test_a_command_that_is_stopped_says_so_and_leaves_no_process(tmp_path: Path)
     assert not [process for process in started if (Path("/proc") / str(process)).exists()]
 
 
-def test_ranks_that_others_started_join_each_other_and_agree_on_the_report() -> None:
+def test_ranks_of_another_launcher_form_a_group_and_agree_on_the_report() -> None:
     one, two, three = run_ranks(
         3, lambda: api.bench_collectives(largest="16KiB", dtype="bf16", link="loopback", **QUICK).as_dict()
     )
@@ -93,12 +93,12 @@ def test_ranks_that_others_started_join_each_other_and_agree_on_the_report() -> 
     assert (one["ranks"], one["nodes"], one["dtype"], one["correct"]) == (3, 1, "bf16", True)
     reduced = one["operations"]["all-reduce"]
     assert reduced["ring_factor"] == pytest.approx(4 / 3)
-    assert [size["bytes"] for size in reduced["sizes"]] == [4080, 16368]  # whole sixteenths for each of three
+    assert [size["bytes"] for size in reduced["sizes"]] == [4080, 16368]  # divisible by three ranks and by 16 bytes
     assert one["link"] == {"name": "loopback", "bytes_per_second": 2e9}
 
 
 def _command(*arguments: str) -> tuple[int, str, str]:
-    """What `shoal bench collectives` does in this process, which is a rank."""
+    """Run `shoal bench collectives` in this process, which is a rank."""
     sys.argv = ["shoal", "bench", "collectives", "--largest", "4KiB", "--repeat", "3", *arguments]
     status: Any = 0
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
@@ -109,7 +109,7 @@ def _command(*arguments: str) -> tuple[int, str, str]:
     return status or 0, out.getvalue(), err.getvalue()
 
 
-def test_of_several_ranks_the_first_alone_prints(tmp_path: Path) -> None:
+def test_only_rank_0_prints(tmp_path: Path) -> None:
     first, second = run_ranks(2, lambda: _command("--devices", "4", "--output", str(tmp_path)))
     assert (first[0], second[0]) == (0, 0)
     assert first[1].startswith("2 × cpu (gloo, fp32, ")
@@ -132,16 +132,16 @@ def test_a_wrong_result_is_status_3_and_names_the_operation_and_the_rank(monkeyp
     assert "shoal: The results are wrong: reduce-scatter of 4 KiB gave a wrong result on rank 1." in first[2]
     found = json.loads(first[1])
     assert not found["correct"]
-    assert len(found["operations"]["all-reduce"]["sizes"]) == 1  # what was right is still reported
+    assert len(found["operations"]["all-reduce"]["sizes"]) == 1  # correct results are still reported
     assert found["operations"]["reduce-scatter"] == {"ring_factor": 0.5, "fit": None, "sizes": []}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_parts_that_changed_places_are_noticed(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swapped_chunks_are_detected(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def swapped(call: Any) -> Any:
         def act(result: torch.Tensor, *given: torch.Tensor, **options: Any) -> None:
             call(result, *given, **options)
-            if result.numel() in (512, 1024):  # not what ranks agree by
+            if result.numel() in (512, 1024):  # not the collectives by which ranks agree
                 result.copy_(torch.cat(tuple(reversed(result.chunk(2)))))
 
         return act
@@ -181,7 +181,7 @@ def test_an_unknown_link_names_the_nearest(tmp_path: Path) -> None:
     assert ended.err.startswith("shoal: No link is called 'nvlnk4'. Did you mean nvlink4")
 
 
-def test_more_than_there_is_room_for_is_a_mistake_before_anything_starts(tmp_path: Path) -> None:
+def test_sizes_that_do_not_fit_into_memory_are_a_mistake_before_anything_starts(tmp_path: Path) -> None:
     ended = forked_shoal(tmp_path, "bench", "collectives", "--largest", "900TiB")
     assert (ended.status, ended.out) == (2, "")
     assert "--largest is 900 TiB, which needs 3600 TiB per process, but this node has " in ended.err
@@ -193,14 +193,14 @@ def test_too_many_processes_for_the_cores_are_a_mistake(tmp_path: Path) -> None:
     assert ended.err.startswith("shoal: --devices is 5000, but this machine has no CUDA device and ")
 
 
-def test_one_rank_alone_is_told_to_bring_others(tmp_path: Path) -> None:
+def test_a_single_rank_is_a_mistake_that_asks_for_more(tmp_path: Path) -> None:
     alone = environment(tmp_path, RANK="0", WORLD_SIZE="1")
     forked_shoal(tmp_path, "bench", "collectives", env=alone).hold_mistake(
         "Collectives need at least two processes; start two or more."
     )
 
 
-def test_devices_are_held_against_the_gpus_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_compared_with_the_gpus_that_are_present(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(UserMistake, match=r"^--devices is 8, but this machine has 4 CUDA devices\.$"):

@@ -1,4 +1,4 @@
-"""Latency and bandwidth are found again in times that were made from them."""
+"""The fit recovers latency and bandwidth from times computed from them."""
 
 import random
 
@@ -9,7 +9,7 @@ from shoal.bench.fit import fit_link
 SIZES = [4096 * 4**step for step in range(9)]
 
 
-def test_a_fit_finds_the_latency_and_the_bandwidth_that_made_the_times() -> None:
+def test_a_fit_recovers_latency_and_bandwidth() -> None:
     fit = fit_link([(size, 20e-6 + size / 50e9) for size in SIZES])
     assert fit is not None
     assert fit.latency == pytest.approx(20e-6, rel=1e-6)
@@ -18,8 +18,8 @@ def test_a_fit_finds_the_latency_and_the_bandwidth_that_made_the_times() -> None
     assert fit.seconds(50e9) == pytest.approx(1 + 20e-6)
 
 
-def test_noise_of_a_few_per_cent_moves_a_fit_by_a_few_per_cent() -> None:
-    # The noise of the largest message is a thousand latencies, and must not decide what the latency is.
+def test_noise_of_a_few_percent_changes_a_fit_by_a_few_percent() -> None:
+    # The noise of the largest message is a thousand latencies, and must not determine the fitted latency.
     source = random.Random(3)
     fit = fit_link([(size, (20e-6 + size / 1e9) * source.uniform(0.95, 1.05)) for size in SIZES])
     assert fit is not None

@@ -1,4 +1,4 @@
-"""Keeping timeline of tensors that have no values."""
+"""The ledger: memory over time of tensors without values."""
 
 import torch
 
@@ -11,35 +11,35 @@ def make(mib: int) -> torch.Tensor:
     return torch.empty(mib * MIB, dtype=torch.uint8)
 
 
-def test_what_is_gone_is_not_counted_and_the_fullest_moment_is_found():
+def test_freed_memory_is_not_counted_and_the_peak_is_found():
     ledger = Ledger()
     with ledger:
         kept = make(1)
         ledger.label([kept], "kept")
         timeline = ledger.record()
-        ledger.begin("work", "passing")
+        ledger.begin("work", "temporary")
         first = make(10)
         del first
         second = make(4)
         third = second.view(-1)[:5]  # the same memory
         del second, third
     moment = timeline.peaks(ledger.names)["work"]
-    assert (moment.bytes, dict(moment.terms)) == (11 * MIB, {"kept": MIB, "passing": 10 * MIB})
+    assert (moment.bytes, dict(moment.terms)) == (11 * MIB, {"kept": MIB, "temporary": 10 * MIB})
 
 
-def test_parts_that_come_again_count_as_one():
+def test_the_peak_of_a_repeated_phase_is_that_of_its_largest_repetition():
     ledger = Ledger()
     with ledger:
         timeline = ledger.record()
         for size in (2, 5, 3):
-            ledger.begin("pass", "passing")
+            ledger.begin("micro-batch", "temporary")
             held = make(size)
-            ledger.begin("between", "passing")
+            ledger.begin("between", "temporary")
             del held
-    assert timeline.peaks(ledger.names)["pass"].bytes == 5 * MIB
+    assert timeline.peaks(ledger.names)["micro-batch"].bytes == 5 * MIB
 
 
-def test_a_name_that_is_known_late_holds_for_all_of_its_life():
+def test_a_label_that_is_set_late_applies_to_the_whole_lifetime():
     ledger = Ledger()
     with ledger:
         timeline = ledger.record()
@@ -50,7 +50,7 @@ def test_a_name_that_is_known_late_holds_for_all_of_its_life():
     assert dict(timeline.peaks(ledger.names)["backward"].terms) == {"gradients": 3 * MIB}
 
 
-def test_no_memory_is_taken_and_a_step_is_always_usable():
+def test_no_memory_is_allocated_and_values_are_always_finite():
     ledger = Ledger()
     with ledger:
         ledger.building = False
@@ -58,13 +58,13 @@ def test_no_memory_is_taken_and_a_step_is_always_usable():
         assert bool((huge.sum() * 2).isfinite())
 
 
-def test_what_is_left_out_is_not_counted():
+def test_excluded_operations_are_not_counted():
     ledger = Ledger(lambda operation, purpose, tensor: operation == "aten::mm")
     with ledger:
         left, right = torch.empty(8, 8), torch.empty(8, 8)
         timeline = ledger.record()
-        ledger.begin("work", "passing")
-        product = left @ right
-        total = product + 1
+        ledger.begin("work", "temporary")
+        result = left @ right
+        total = result + 1
     assert timeline.peaks(ledger.names)["work"].bytes == 3 * 8 * 8 * 4
     assert total.shape == (8, 8)

@@ -1,4 +1,4 @@
-"""`shoal bench rank`: one rank of many against the forecast."""
+"""`shoal bench rank`: one rank of a larger job, compared with the forecast."""
 
 import json
 import resource
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_forecast_measured_and_difference_have_the_same_keys(folder, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # without a GPU a rank is traced unless one asks for more
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # without a GPU a rank is traced unless --real is given
     result = shoal(folder, "bench", "rank", "run.yaml", "--world", "8", "--json")
     assert result.status == 0, result.err
     found = json.loads(result.out)
@@ -48,7 +48,7 @@ def test_forecast_measured_and_difference_have_the_same_keys(folder, monkeypatch
         assert sum(found[side]["terms"].values()) == pytest.approx(whole, abs=0.001)
     expected = found["measured"]["allocated_gib"] / found["forecast"]["allocated_gib"] - 1
     assert found["difference"]["allocated_gib"] == pytest.approx(expected, abs=0.01)
-    assert "step 2 of 2" in result.err, "progress is told"
+    assert "step 2 of 2" in result.err, "progress is printed"
     assert {path.name for path in folder.iterdir()} <= {"run.yaml", "cache", "hub"}, "nothing is left behind"
 
 
@@ -65,7 +65,7 @@ def test_forecast_measured_and_difference_have_the_same_keys(folder, monkeypatch
         (["--world", "0"], "--world"),
     ],
 )
-def test_what_cannot_be_traced_is_a_sentence(arguments, sentence, folder):
+def test_a_run_that_cannot_be_traced_is_a_mistake_in_one_sentence(arguments, sentence, folder):
     result = shoal(folder, "bench", "rank", "run.yaml", "--traced", *arguments)
     assert result.status == 2
     assert sentence in result.err
@@ -73,7 +73,7 @@ def test_what_cannot_be_traced_is_a_sentence(arguments, sentence, folder):
 
 
 @pytest.mark.slow
-def test_blocks_as_wide_as_those_of_405_billion_parameters_are_traced_in_little_memory(folder):
+def test_blocks_as_wide_as_those_of_a_405b_model_are_traced_in_little_memory(folder):
     wide = "{family: llama, hidden: 16384, layers: 12, heads: 128, kv_heads: 8, ffn: 53248, vocab: 128256, tied: false}"
     result = shoal(
         folder, "bench", "rank", "run.yaml", f"model.shape={wide}", "data.max_length=2048", "parallel.tp=8",
@@ -83,7 +83,7 @@ def test_blocks_as_wide_as_those_of_405_billion_parameters_are_traced_in_little_
     found = json.loads(result.out)
     assert found["parameters"] > 40e9
     assert abs(found["difference"]["allocated_gib"]) < 0.15
-    # Of any child so far, so of this one at most: 1 GiB, where the weights alone would be 160.
+    # The maximum over all child processes so far: 1 GiB. The weights alone would be 160 GiB.
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2**20
 
 
@@ -93,17 +93,17 @@ def make_report(**terms: tuple[float, float]) -> RankReport:
     return RankReport(True, 8, CHOSEN, "h100-80gb", {}, 10, *sides)
 
 
-def test_terms_that_are_off_by_a_tenth_are_told():
+def test_terms_that_differ_by_a_tenth_are_reported():
     notes = make_report(weights=(10.0, 10.9), activations=(20.0, 26.0), gradients=(5.0, 4.0)).notes()
     assert notes[1:] == ["memory: 17% more than forecast.", "activations: 30% more than forecast.",
                          "gradients: 20% less than forecast."]  # fmt: skip
 
 
-def test_what_hardly_counts_is_not_told():
+def test_differences_of_small_terms_are_not_reported():
     assert len(make_report(weights=(100.0, 100.0), head=(0.5, 0.9)).notes()) == 1
 
 
-def test_what_was_not_forecast_at_all_is_told():
+def test_a_term_that_was_not_forecast_is_reported():
     report = make_report(weights=(10.0, 10.0), buffers=(0.0, 0.5))
     assert report.notes()[1:] == ["buffers: 0.50 GiB, but none was forecast."]
     assert "buffers" not in report.difference["terms"]
@@ -117,17 +117,17 @@ def steps(reserved: float | None, device: str) -> Steps:
     )  # fmt: skip
 
 
-def test_on_a_gpu_memory_and_speed_are_held_against_the_forecast():
+def test_on_a_gpu_memory_and_speed_are_compared_with_the_forecast():
     forecast = {"allocated_gib": 30.0, "reserved_gib": 40.0, "tokens_per_second": 1000.0, "step_seconds": 0.9}
     report = report_steps(steps(42.0, "NVIDIA H100"), forecast)
     assert report.difference["allocated_gib"] == pytest.approx(0.1)
     assert report.difference["tokens_per_second"] == pytest.approx(-0.1)
-    assert report.as_dict()["tokens_per_second"] == 900.0, "what the steps came to is there as well"
+    assert report.as_dict()["tokens_per_second"] == 900.0, "the measured steps are included"
     assert "33.00" in report.text()
     assert "tokens/s, compute only" in report.text()
 
 
-def test_a_cpu_that_really_trains_has_no_forecast():
+def test_a_real_run_on_a_cpu_has_no_forecast():
     report = report_steps(steps(None, "cpu"), None)
     assert report.difference == {}
     assert "nothing to compare" in report.text()

@@ -1,4 +1,4 @@
-"""Measured times against the ring formula, with numbers worked out by hand."""
+"""Measured times compared with the ring formula, with hand-computed values."""
 
 import json
 from pathlib import Path
@@ -22,13 +22,13 @@ def report(*timings: Timing, link: str | None = None, faults: tuple[str, ...] = 
     return CollectivesReport(Measured.from_dict(found.as_dict()), find_link(link) if link else None)
 
 
-def test_four_ranks_that_take_one_millisecond_for_100_mb() -> None:
+def test_the_bandwidths_of_100_mb_in_one_millisecond_on_four_ranks() -> None:
     found = report(timing("all-reduce", 100_000_000, 1e-3), timing("all-gather", 100_000_000, 1e-3)).as_dict()
     assert found["link"] == {"name": "measured", "bytes_per_second": pytest.approx(150e9)}
     (reduced,) = found["operations"]["all-reduce"]["sizes"]
     assert reduced["algorithm_bandwidth"] == pytest.approx(100e9)
     assert (reduced["bus_bandwidth"], reduced["share"]) == (pytest.approx(150e9), pytest.approx(1))
-    # Half of the bytes in the same time: half of what the link has shown it can do.
+    # Half of the bytes in the same time: half of the best measured bandwidth.
     (gathered,) = found["operations"]["all-gather"]["sizes"]
     assert (gathered["bus_bandwidth"], gathered["share"]) == (pytest.approx(75e9), pytest.approx(0.5))
     assert gathered["formula_seconds"] == pytest.approx(0.5e-3)
@@ -41,7 +41,7 @@ def test_the_formula_uses_the_named_link() -> None:
     assert "The ring formula uses 450 GB/s, nvlink4's in the catalogue." in found.text()
 
 
-def test_the_fit_is_of_the_bytes_a_link_carries() -> None:
+def test_the_fit_is_over_the_bytes_that_a_link_carries() -> None:
     timings = [
         timing(operation, size, 10e-6 + factor * size / 100e9)
         for operation, factor in zip(OPERATIONS, (1.5, 0.75, 0.75), strict=True)
@@ -62,7 +62,7 @@ def test_the_table_has_a_line_for_each_measurement() -> None:
     assert "all-gather      no fit" in "\n".join(lines)
 
 
-def test_a_report_without_a_single_right_result_can_still_be_read() -> None:
+def test_a_report_without_a_correct_result_can_be_printed() -> None:
     found = report(faults=("all-reduce of 4 KiB gave a wrong result on rank 1",))
     assert not found.correct
     assert found.as_dict()["link"] == {"name": "measured", "bytes_per_second": None}
@@ -70,7 +70,7 @@ def test_a_report_without_a_single_right_result_can_still_be_read() -> None:
     assert found.fault().startswith("The results are wrong: all-reduce of 4 KiB gave a wrong result on rank 1. ")
 
 
-def test_without_matplotlib_the_numbers_are_written_and_the_missing_plot_is_explained(
+def test_without_matplotlib_the_json_is_written_and_the_missing_plot_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "can_plot", lambda: False)

@@ -1,4 +1,4 @@
-"""Sizes as people write them, and what the command shows."""
+"""Parsing of message sizes, and formatting of sizes and times."""
 
 import pytest
 
@@ -16,12 +16,12 @@ def test_a_size_is_read_with_or_without_a_unit(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "64Q", "-1", "1e6", "inf", "64 MiB or so"])
-def test_what_is_not_a_size_is_a_mistake(text: str) -> None:
+def test_an_invalid_size_is_a_mistake(text: str) -> None:
     with pytest.raises(UserMistake, match="is not a size; give bytes"):
         read_size(text, "--largest")
 
 
-def test_sizes_grow_to_the_largest_and_divide_among_the_ranks() -> None:
+def test_sizes_grow_to_the_largest_and_are_divisible_by_the_ranks() -> None:
     assert sizes_up_to(262144, 2) == [4096, 16384, 65536, 262144]
     assert sizes_up_to(5000, 2) == [4096, 4992]
     assert sizes_up_to(4096, 3) == [4080]
@@ -29,7 +29,7 @@ def test_sizes_grow_to_the_largest_and_divide_among_the_ranks() -> None:
     assert all(size % (16 * 6) == 0 for size in sizes_up_to(2**28, 6))
 
 
-def test_numbers_are_shown_with_three_digits_and_a_unit() -> None:
+def test_values_are_printed_with_three_digits_and_a_unit() -> None:
     assert [show_size(size) for size in (512, 4096, 4992, 3 * 2**29)] == ["512 B", "4 KiB", "4.875 KiB", "1.5 GiB"]
     seconds = (8.5e-7, 8.54e-5, 1.234e-3, 2.5)
     assert [show_seconds(one) for one in seconds] == ["0.85 µs", "85.4 µs", "1.23 ms", "2.50 s"]

@@ -1,4 +1,4 @@
-"""Tracing one rank of a job within the test's own process, which pretends to be in it for so long."""
+"""Traces one rank of a job in the test process, with a fake process group."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from shoal.bench.forecast import uncompiled_choice
 from shoal.bench.trace import Traced, trace
 from shoal.plan.resolved import ResolvedRun
 
-# Large enough that nothing is decided by roundings, small enough for a second.
+# Large enough that rounding does not matter, small enough to be traced in a second.
 SMALL = "{family: llama, hidden: 512, layers: 6, heads: 8, kv_heads: 4, ffn: 1376, vocab: 32000, tied: false}"
 WIDE = "{family: llama, hidden: 1024, layers: 4, heads: 16, kv_heads: 4, ffn: 4096, vocab: 16000, tied: true}"
 NEOX = "{family: neox, hidden: 512, layers: 5, heads: 8, ffn: 2048, vocab: 32000}"
@@ -19,7 +19,7 @@ LONG = ("data.max_length=2048", "hardware.gpu=h100-80gb", "train.micro_batch=1")
 
 
 @contextmanager
-def one_of(world_size: int) -> Iterator[None]:
+def fake_process_group(world_size: int) -> Iterator[None]:
     if world_size == 1:
         yield
         return
@@ -31,16 +31,15 @@ def one_of(world_size: int) -> Iterator[None]:
 
 
 def trace_run(world_size: int, shape: str, *overrides: str) -> tuple[ResolvedRun, Traced]:
-    """The run of these overrides, with a row for each rank and pass unless they say otherwise."""
-    rows = (
+    """Trace the run of these overrides, by default with one sequence per rank and one gradient accumulation step."""
+    global_batch = (
         [] if any(one.startswith("train.global_batch") for one in overrides) else [f"train.global_batch={world_size}"]
     )
-    config = load_config(None, [f"model.shape={shape}", "model.tokenizer=bytes", *LONG, *rows, *overrides])
+    config = load_config(None, [f"model.shape={shape}", "model.tokenizer=bytes", *LONG, *global_batch, *overrides])
     choice = uncompiled_choice(config, world_size)
-    with one_of(world_size):
+    with fake_process_group(world_size):
         return choice, trace(choice)
 
 
-def share(traced: Any, wanted: float) -> float:
-    """How far a number is from the wanted one."""
-    return abs(traced / wanted - 1)
+def relative_error(traced: Any, expected: float) -> float:
+    return abs(traced / expected - 1)

@@ -1,4 +1,4 @@
-"""Shares of promised speeds: for every device, and never more than was promised."""
+"""Efficiency: every device has one, and no share is above the datasheet peak."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from shoal.catalogue.gpus import GPUS
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_every_device_has_shares(name):
+def test_every_device_has_an_efficiency(name):
     shares = efficiency(GPUS[name])
     assert 0 < shares.attention <= shares.matmuls < 1
     assert 0 < shares.bandwidth < 1
 
 
-def test_devices_with_results_of_their_own_are_in_the_catalogue():
+def test_devices_with_measured_results_are_in_the_catalogue():
     assert FAMILIES.keys() <= GPUS.keys()

@@ -1,4 +1,4 @@
-"""Promises about the GPUs and links: found by our names, recognised by the driver's, and no impossible figures."""
+"""GPUs and links: found by our names, recognized by the driver's, with plausible figures."""
 
 import pytest
 
@@ -33,7 +33,7 @@ PRINTED = {
 
 
 @pytest.mark.parametrize(("printed", "name"), PRINTED.items())
-def test_what_the_driver_prints_is_recognised(printed: str, name: str) -> None:
+def test_names_printed_by_the_driver_are_recognized(printed: str, name: str) -> None:
     assert recognise(printed) is GPUS[name]
 
 
@@ -45,7 +45,7 @@ def test_what_the_driver_prints_is_recognised(printed: str, name: str) -> None:
         ("NVIDIA A100 80GB PCIe", "a100-80gb", "pcie4"),
     ],
 )
-def test_a_pcie_card_is_not_promised_nvlink(printed: str, name: str, link: str) -> None:
+def test_a_pcie_card_has_no_nvlink(printed: str, name: str, link: str) -> None:
     gpu = recognise(printed)
     assert gpu is not None
     assert (gpu.name, gpu.link) == (name, link)
@@ -96,12 +96,12 @@ def test_every_gpu_has_a_known_link_and_plausible_figures(name: str) -> None:
         assert gpu.fp16 > gpu.fp32
 
 
-def test_memory_is_what_programs_get_and_not_the_name_on_the_box() -> None:
+def test_memory_is_what_the_driver_reports_and_not_the_figure_in_the_name() -> None:
     for name, on_the_box in {"a100-40gb": 40, "a100-80gb": 80, "h100-80gb": 80, "v100-32gb": 32, "h200": 141}.items():
         assert 0.97 * on_the_box < GPUS[name].memory_gib < on_the_box
 
 
-def test_links_inside_a_machine_are_faster_than_those_between_machines() -> None:
+def test_links_within_a_node_are_faster_than_those_between_nodes() -> None:
     for gpu in GPUS.values():
         if gpu.link.startswith(("nvlink", "xgmi")):
             assert LINKS[gpu.link].bytes_per_second > LINKS["infiniband-ndr"].bytes_per_second

@@ -1,4 +1,4 @@
-"""Promises about model shapes: exact counts, helpful lookups, no contradictory sizes. None needs torch."""
+"""Model shapes: exact parameter counts, lookup by name, no contradictory sizes. Nothing here needs torch."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ PUBLISHED_TOTALS = {
     "qwen3-32b": 32_762_123_264,
 }
 
-# llm-foundry's throughput table, at the sequence length in the second place.
+# llm-foundry's throughput table; the second value is the sequence length.
 MPT_TABLE = [
     ("mpt-125m", 2048, 125_311_488),
     ("mpt-350m", 2048, 355_985_408),
@@ -73,14 +73,14 @@ def test_the_count_is_the_published_total(name: str, total: int) -> None:
 
 @pytest.mark.parametrize(("name", "length", "total"), MPT_TABLE)
 def test_mpt_sizes_explain_the_published_totals_exactly(name: str, length: int, total: int) -> None:
-    # The table's runs had learned positions and biases, which our shapes (as the mpt models on the hub) have not:
-    # nine widths of bias and two of norm offset a block, one more for the final norm.
+    # The table's runs had learned positions and biases, which our shapes, like the mpt models on the hub, do not have:
+    # per block nine hidden sizes of bias and two of norm bias, and one more for the final norm.
     shape = NAMED[name]
     assert parameters(shape) + shape.hidden * (length + 11 * shape.layers + 1) == total
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_every_named_shape_agrees_with_itself(name: str) -> None:
+def test_every_named_shape_is_consistent(name: str) -> None:
     shape = NAMED[name]
     assert shape.heads % shape.kv_heads == 0
     assert shape.head_size % 2 == 0
@@ -97,7 +97,7 @@ def test_a_tied_head_is_counted_once() -> None:
 def test_a_shape_can_be_a_dictionary_key_and_knows_its_head_size() -> None:
     assert {NAMED["llama3.2-1b"]: 1}[find_shape("llama3.2-1b")] == 1
     assert NAMED["llama3.2-1b"].head_size == 64
-    assert NAMED["qwen3-32b"].head_size == 128  # and not 5120 / 64
+    assert NAMED["qwen3-32b"].head_size == 128  # not 5120 / 64
 
 
 def test_a_name_is_found_in_any_case() -> None:
@@ -109,7 +109,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_ones() -> None:
         find_shape("lama3-8b")
 
 
-def test_explicit_sizes_take_the_familys_habits_for_the_rest() -> None:
+def test_explicit_sizes_take_the_defaults_of_the_family_for_the_rest() -> None:
     assert small("gpt2").ffn == small("neox").ffn == small("bert").ffn == 256
     assert small("llama").ffn == 192  # 8/3 of 64 is 170.7, and the next multiple of 64 is 192
     assert small("llama", hidden=768).ffn == 2048  # already a multiple: nothing is added
@@ -119,7 +119,7 @@ def test_explicit_sizes_take_the_familys_habits_for_the_rest() -> None:
     assert small("llama").kv_heads == 4
 
 
-def test_the_design_pages_example_is_what_it_says() -> None:
+def test_explicit_sizes_have_the_hand_computed_parameter_count() -> None:
     shape = shape_from_sizes(
         "llama", hidden=256, layers=4, heads=8, kv_heads=4, ffn=688, vocab=512, positions=1024, tied=True
     )

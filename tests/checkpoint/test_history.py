@@ -74,7 +74,7 @@ def test_resuming_a_finished_run_still_knows_its_loss(instructions, tmp_path):
     assert progress["loss"] == lines(run)[-1]["loss"]
 
 
-def test_quantised_weights_are_refused(instructions, tmp_path):
+def test_quantized_weights_are_refused(instructions, tmp_path):
     sizes = LlamaConfig(
         vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
     )
@@ -96,7 +96,7 @@ def test_quantised_weights_are_refused(instructions, tmp_path):
 
 
 @pytest.mark.parametrize("module", ["shoal.launch.run", "shoal.use.load", "shoal.data.tokenizer"])
-def test_the_hugging_face_libraries_are_offline_wherever_shoal_brings_them_in(module):
+def test_the_hugging_face_libraries_are_offline_wherever_shoal_imports_them(module):
     code = (
         f"import os; os.environ.pop('HF_HUB_OFFLINE', None); import {module}; import transformers; "
         "from huggingface_hub import constants; print(constants.HF_HUB_OFFLINE)"

@@ -1,4 +1,4 @@
-"""Keys of other tools: answered with the key of ours that does the same, wherever they stand."""
+"""Keys of other tools: the error names our key, wherever in the config they are."""
 
 from pathlib import Path
 
@@ -28,13 +28,13 @@ def mistake_in(text: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_every_name_leads_to_a_key_that_is_there_and_none_stands_twice() -> None:
+def test_every_name_maps_to_an_existing_key_and_none_is_listed_twice() -> None:
     assert {ours.key for ours in FOREIGN_KEYS.values()} <= {key for key, _ in every_key()}
     names = [name for _, _, names in WORDS for name in names.split()]
     assert sorted(names) == sorted(set(names))
 
 
-def test_no_key_of_ours_is_taken_for_another_tools() -> None:
+def test_no_key_of_ours_is_listed_as_another_tools() -> None:
     assert not {key for key, _ in every_key()} & FOREIGN_KEYS.keys()
 
 

@@ -114,7 +114,7 @@ def value_of(config: Config, key: str) -> Any:
     return value
 
 
-def test_every_key_of_the_design_is_there_with_its_default_and_no_other() -> None:
+def test_the_keys_and_their_defaults_are_exactly_these() -> None:
     assert config_from_mapping(SHAPE).model_dump(mode="json") == yaml.safe_load(DEFAULTS)
 
 
@@ -173,7 +173,7 @@ def test_a_loaded_config_does_not_change() -> None:
         ("train.compile", False, False),
     ],
 )
-def test_names_the_ecosystem_uses_are_accepted(key: str, written: Any, meant: Any) -> None:
+def test_spellings_of_other_tools_are_accepted(key: str, written: Any, meant: Any) -> None:
     assert value_of(config_from_mapping(with_value(key, written)), key) == meant
 
 
@@ -309,7 +309,7 @@ def test_a_name_that_would_put_the_run_elsewhere_is_refused(name: str) -> None:
         config_from_mapping({**SHAPE, "name": name})
 
 
-def test_the_example_of_the_design_loads(tmp_path: Path) -> None:
+def test_an_example_with_every_block_loads(tmp_path: Path) -> None:
     example = tmp_path / "run.yaml"
     example.write_text(
         """

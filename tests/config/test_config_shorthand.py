@@ -1,4 +1,4 @@
-"""Text in the place of a block is the block's one natural key."""
+"""A string instead of a block sets the main key of the block."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dumped(text: str, *overrides: str) -> dict[str, Any]:
-    """What the config says that a file with `text` is, adapters too."""
+    """The config of a file with `text`, including adapters."""
     Path("run.yaml").write_text(text)
     return load_config("run.yaml", overrides, planned=True).model_dump(mode="json")
 
@@ -47,7 +47,7 @@ def mistake_in(text: str, *overrides: str) -> str:
         ("data: folder", "data: {path: folder}"),
     ],
 )
-def test_text_in_a_file_and_in_an_override_is_the_block(short: str, whole: str) -> None:
+def test_a_string_in_a_file_or_an_override_is_the_block(short: str, whole: str) -> None:
     expected = dumped(BASE + whole)
     assert dumped(BASE + short) == expected
     key, value = short.replace("train: {", "train.").replace("train:\n  ", "train.").rstrip("}").split(": ")
@@ -58,14 +58,14 @@ def test_a_model_may_be_a_folder_or_an_id() -> None:
     assert dumped("model: some/model") == dumped("model: {from: some/model}") == dumped("", "model=some/model")
 
 
-def test_a_mapping_takes_text_too_and_paths() -> None:
+def test_a_mapping_accepts_strings_and_paths() -> None:
     short = {"model": Path("folder"), "data": Path("book.txt"), "train": {"optimizer": "lion", "schedule": "wsd"}}
     config = config_from_mapping(short)
     assert (config.model.from_, config.data.path, config.data.source) == ("folder", "book.txt", "text")
     assert (config.train.optimizer.name, config.train.schedule.name) == ("lion", "wsd")
 
 
-def test_the_saved_config_holds_the_block() -> None:
+def test_the_saved_config_has_the_block() -> None:
     config = config_from_mapping({"model": "folder", "data": "book.txt", "train": {"optimizer": "lion"}})
     saved = parse_document(config_to_yaml(config), "saved").value
     assert saved["train"]["optimizer"]["name"] == "lion"
@@ -73,7 +73,7 @@ def test_the_saved_config_holds_the_block() -> None:
     assert (saved["data"]["path"], saved["data"]["source"], saved["model"]["from"]) == ("book.txt", "text", "folder")
 
 
-def test_text_is_laid_over_a_block_and_a_key_over_text() -> None:
+def test_a_string_overrides_a_block_and_a_key_overrides_a_string() -> None:
     block = BASE + "train: {optimizer: {name: adamw, weight_decay: 0.3}}"
     assert dumped(block, "train.optimizer=lion")["train"]["optimizer"]["weight_decay"] == 0.3
     optimizer = dumped(BASE + "train: {optimizer: lion}", "train.optimizer.weight_decay=0.3")["train"]["optimizer"]
@@ -87,7 +87,7 @@ def test_text_is_laid_over_a_block_and_a_key_over_text() -> None:
     )
 
 
-def test_the_suffix_tells_the_source_unless_somebody_gave_it() -> None:
+def test_the_file_suffix_determines_the_source_unless_it_is_set() -> None:
     def source(text: str, *overrides: str) -> str:
         return str(dumped(BASE + text, *overrides)["data"]["source"])
 
@@ -99,7 +99,7 @@ def test_the_suffix_tells_the_source_unless_somebody_gave_it() -> None:
     assert source("data: {path: rows.txt}") == "json"
 
 
-def test_text_may_refer_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_string_may_refer_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOOK", "book.txt")
     data = dumped(BASE + "data: ${oc.env:BOOK}")["data"]
     assert (data["path"], data["source"]) == ("book.txt", "text")
@@ -127,7 +127,7 @@ def test_text_may_refer_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         ("eval: often", 'run.yaml:2: eval is "often", but must be a block of keys.'),
     ],
 )
-def test_wrong_text_is_answered_as_the_key_would_be(text: str, says: str) -> None:
+def test_an_invalid_string_gives_the_error_of_its_key(text: str, says: str) -> None:
     assert mistake_in(BASE + text) == says
 
 

@@ -114,7 +114,7 @@ def test_tensors_have_the_names_that_save_pretrained_gives_them(shape, strategy,
 
 
 def test_the_tokenizer_comes_along(trained, tmp_path, monkeypatch):
-    # Else the tokenizers library starts threads here, which ranks forked by later tests would wait for in vain.
+    # Else the tokenizers library starts threads here, which ranks forked by later tests would wait for forever.
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     folder = api.export(trained(*CASES[0]), tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)

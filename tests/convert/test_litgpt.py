@@ -1,4 +1,4 @@
-"""LitGPT imports: the model computes in transformers what it computes in LitGPT, or it is refused by name.
+"""LitGPT imports: the model computes in transformers what it computes in LitGPT, or is refused with the reason.
 
 The files are built here from a transformers model, head by head, independently of shoal's code for their layout.
 """

@@ -64,21 +64,21 @@ def spoil_utf8(contents: bytes, chance: Random) -> bytes:
 
 def delete_a_key(contents: bytes, chance: Random) -> bytes:
     tree = json.loads(contents)
-    holder, key = chance.choice([place for place in places(tree) if isinstance(place[0], dict)])
+    holder, key = chance.choice([location for location in locations(tree) if isinstance(location[0], dict)])
     del holder[key]
     return as_json(tree)
 
 
 def change_a_value(contents: bytes, chance: Random) -> bytes:
     tree = json.loads(contents)
-    holder, key = chance.choice(list(places(tree)))
+    holder, key = chance.choice(list(locations(tree)))
     holder[key] = chance.choice(ODD_VALUES)
     return as_json(tree)
 
 
 def rename_a_key(contents: bytes, chance: Random) -> bytes:
     tree = json.loads(contents)
-    holder, key = chance.choice([place for place in places(tree) if isinstance(place[0], dict)])
+    holder, key = chance.choice([location for location in locations(tree) if isinstance(location[0], dict)])
     holder[chance.choice(("", "\0", "\ud800", key + "#1", key.upper(), "../" + key, "x" * 5000))] = holder.pop(key)
     return as_json(tree)
 
@@ -94,7 +94,7 @@ def nest_deeply(contents: bytes, chance: Random) -> bytes:
     if chance.random() < 0.5:
         return deep.encode()
     tree = json.loads(contents)
-    holder, key = chance.choice(list(places(tree)))
+    holder, key = chance.choice(list(locations(tree)))
     holder[key] = "DEEP"
     return as_json(tree).replace(b'"DEEP"', deep.encode())
 
@@ -106,12 +106,12 @@ def say_a_key_twice(contents: bytes, chance: Random) -> bytes:
     return b"{" + json.dumps(key).encode() + b": " + value + b", " + contents.strip()[1:]
 
 
-def places(tree: Any) -> Iterator[tuple[Any, Any]]:
+def locations(tree: Any) -> Iterator[tuple[Any, Any]]:
     """Every value of a tree, as (container, key)."""
     for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         yield tree, key
         if isinstance(value, dict | list):
-            yield from places(value)
+            yield from locations(value)
 
 
 def as_json(value: Any) -> bytes:
@@ -279,38 +279,38 @@ def _change_the_slices(change: Callable[[dict[str, Any], Random], Any]) -> Damag
 
 
 def _move_a_slice(tensor_slices: dict[str, Any], chance: Random) -> Any:
-    place = tensor_slices[chance.choice([name for name, place in tensor_slices.items() if place["offset"]])]
-    index = chance.randrange(len(place["offset"]))
-    true = place["offset"][index]
+    record = tensor_slices[chance.choice([name for name, record in tensor_slices.items() if record["offset"]])]
+    index = chance.randrange(len(record["offset"]))
+    true = record["offset"][index]
     odd = (true - 1, true + 1, -1, -(10**9), 10**9, 2**64, None, "x", [], math.nan, math.inf)
-    place["offset"][index] = chance.choice(odd)
+    record["offset"][index] = chance.choice(odd)
     return tensor_slices
 
 
 def _overlap_slices(tensor_slices: dict[str, Any], chance: Random) -> Any:
     """Inside the tensor, so that only the other slices of the tensor show the error."""
-    shared = [place for place in tensor_slices.values() if place["whole"] and place["whole"][0] % 2 == 0]
-    place = chance.choice(shared)
+    shared = [record for record in tensor_slices.values() if record["whole"] and record["whole"][0] % 2 == 0]
+    record = chance.choice(shared)
     # Two ranks have half of the rows each.
-    half = place["whole"][0] // 2
-    place["offset"][0] = chance.choice([row for row in range(half + 1) if row != place["offset"][0]])
+    half = record["whole"][0] // 2
+    record["offset"][0] = chance.choice([row for row in range(half + 1) if row != record["offset"][0]])
     return tensor_slices
 
 
 def _resize_the_whole(tensor_slices: dict[str, Any], chance: Random) -> Any:
-    place = tensor_slices[chance.choice([name for name, place in tensor_slices.items() if place["offset"]])]
-    index = chance.randrange(len(place["whole"]))
-    true = place["whole"][index]
-    place["whole"][index] = chance.choice((true - 1, true + 1, 2 * true, 0, -true, 2**31, 2**70, 10**400, math.inf))
+    record = tensor_slices[chance.choice([name for name, record in tensor_slices.items() if record["offset"]])]
+    index = chance.randrange(len(record["whole"]))
+    true = record["whole"][index]
+    record["whole"][index] = chance.choice((true - 1, true + 1, 2 * true, 0, -true, 2**31, 2**70, 10**400, math.inf))
     return tensor_slices
 
 
 def _change_the_rank(tensor_slices: dict[str, Any], chance: Random) -> Any:
-    place = tensor_slices[chance.choice(list(tensor_slices))]
+    record = tensor_slices[chance.choice(list(tensor_slices))]
     for key in chance.choice((("offset",), ("whole",), ("offset", "whole"))):
-        place[key] = chance.choice(([*place[key], 1], [1, *place[key]], [], None, 7, {}, "11"))
-        if place[key] == [] and chance.random() < 0.5:
-            del place[key]
+        record[key] = chance.choice(([*record[key], 1], [1, *record[key]], [], None, 7, {}, "11"))
+        if record[key] == [] and chance.random() < 0.5:
+            del record[key]
     return tensor_slices
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tests.faults.damage import flip_bytes, places, repeat_a_part, spoil_utf8, truncate
+from tests.faults.damage import flip_bytes, locations, repeat_a_part, spoil_utf8, truncate
 
 # (text of a good config, folder for files to include, random generator) → the config's bytes.
 Make = Callable[[str, Path, Random], bytes]
@@ -143,7 +143,7 @@ def _with_line(text: str, line: str) -> bytes:
 def odd_value(text: str, folder: Path, chance: Random) -> bytes:
     """One value of the config, at any depth, is a text that YAML reads as something odd."""
     tree = yaml.safe_load(text)
-    holder, key = chance.choice(list(places(tree)))
+    holder, key = chance.choice(list(locations(tree)))
     holder[key] = "ODD"
     dumped = yaml.safe_dump(tree, allow_unicode=True)
     return dumped.replace("ODD", chance.choice((*SCALARS, *TAGS)), 1).encode(errors="surrogatepass")
@@ -152,7 +152,7 @@ def odd_value(text: str, folder: Path, chance: Random) -> bytes:
 def odd_reference(text: str, folder: Path, chance: Random) -> bytes:
     tree = yaml.safe_load(text)
     for _ in range(chance.choice((1, 1, 3))):
-        holder, key = chance.choice(list(places(tree)))
+        holder, key = chance.choice(list(locations(tree)))
         holder[key] = chance.choice(("", "", "x")) + chance.choice(REFERENCES)
     return yaml.safe_dump(tree).encode()
 
@@ -160,7 +160,7 @@ def odd_reference(text: str, folder: Path, chance: Random) -> bytes:
 def moved_value(text: str, folder: Path, chance: Random) -> bytes:
     """A part of the config is in the position of another."""
     tree = yaml.safe_load(text)
-    found = list(places(tree))
+    found = list(locations(tree))
     (holder, key), (other, other_key) = chance.choice(found), chance.choice(found)
     holder[key] = yaml.safe_load(yaml.safe_dump(other[other_key]))
     return yaml.safe_dump(tree).encode()
@@ -168,7 +168,7 @@ def moved_value(text: str, folder: Path, chance: Random) -> bytes:
 
 def odd_key(text: str, folder: Path, chance: Random) -> bytes:
     tree: Any = yaml.safe_load(text)
-    holders = [tree, *(holder[key] for holder, key in places(tree) if isinstance(holder[key], dict))]
+    holders = [tree, *(holder[key] for holder, key in locations(tree) if isinstance(holder[key], dict))]
     key = chance.choice(("", " ", "x" * 200_000, "é", "\0", "a.b.c", "a[0]", "${name}", "<<", "=", 1, 1.5, None, True))
     chance.choice(holders)[key] = chance.choice((1, "x", None, {}, {"a": 1}, [1]))
     return yaml.safe_dump(tree).encode()

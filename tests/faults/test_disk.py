@@ -27,14 +27,14 @@ ROOM = 4 * 2**20  # of the small disk; a checkpoint here takes about 400 KiB
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of a few megabytes."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", str(place)]
+    """A separate file system of a few megabytes."""
+    mount_point = tmp_path / "disk"
+    mount_point.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", str(mount_point)]
     if os.geteuid() != 0 or subprocess.run(mounting, capture_output=True).returncode:
         pytest.skip("only root can mount a file system")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    yield mount_point
+    subprocess.run(["umount", "--lazy", str(mount_point)], check=True)
 
 
 def config_of(data: Path, **changes: Any) -> dict[str, Any]:
@@ -233,9 +233,9 @@ def test_a_read_only_run_folder_ends_the_run_with_a_sentence(instructions, small
 
     def protect() -> None:
         wait_for_step(small_disk / "run", SAVE_EVERY + 5)
-        # Over the folder, since files that are open keep what lies below writable.
-        place = small_disk / "run" / "checkpoints"
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(place)], check=True)
+        # Mounted over the folder, because open files keep the file system below writable.
+        mount_point = small_disk / "run" / "checkpoints"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(mount_point)], check=True)
 
     with meanwhile(protect), pytest.raises(CannotSave, match="Read-only file system"):
         train_on(1, config, small_disk)

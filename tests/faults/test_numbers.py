@@ -46,8 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_examples(path: Path, poisoned: set[int]) -> Path:
     """Text examples; those in `poisoned` contain the token with the NaN embedding."""
     with path.open("w") as file:
-        for row in range(EXAMPLES):
-            word = f"{row:03d}" + (POISON if row in poisoned else " ")
+        for index in range(EXAMPLES):
+            word = f"{index:03d}" + (POISON if index in poisoned else " ")
             file.write(json.dumps({"text": word * 4}) + "\n")
     return path
 
@@ -64,7 +64,7 @@ def config_of(model: Path, data: Path, **changes: Any) -> dict[str, Any]:
 def sequences_of_steps(steps: list[int]) -> list[int]:
     """The sequences of these steps while none are skipped."""
     order = Order(EXAMPLES, seed=1234)
-    return [int(row) for step in steps for row in order.training_sequences((step - 1) * BATCH, BATCH)]
+    return [int(index) for step in steps for index in order.training_sequences((step - 1) * BATCH, BATCH)]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_rollback_right_after_an_evaluation_does_not_use_stale_gathered_weight
 def plain_loss(run: Path, step: int, examples: list[int]) -> float:
     """The loss of a checkpoint on clean examples, by transformers alone."""
     loaded = api.load_run(run, step=step, device="cpu")
-    texts = [loaded.tokenizer.encode(f"{row:03d} " * 4) for row in examples]
+    texts = [loaded.tokenizer.encode(f"{index:03d} " * 4) for index in examples]
     ids = torch.tensor([[*text, loaded.tokenizer.end] for text in texts])
     return float(loaded.model(ids, labels=ids).loss)
 
@@ -175,8 +175,8 @@ def spiking_data(tmp_path: Path) -> tuple[Path, int]:
     count = 150 * BATCH
     odd = set(Order(count, seed=1234).training_sequences((step - 1) * BATCH, BATCH).tolist())
     with path.open("w") as file:
-        for row in range(count):
-            text = "".join(chr(97 + (row * 7 + i * i) % 26) for i in range(24)) if row in odd else "shoal " * 4
+        for index in range(count):
+            text = "".join(chr(97 + (index * 7 + i * i) % 26) for i in range(24)) if index in odd else "shoal " * 4
             file.write(json.dumps({"text": text}) + "\n")
     return path, step
 

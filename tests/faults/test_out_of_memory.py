@@ -26,7 +26,7 @@ from tests.harness import settings, train_on
 from tests.launch.command import Ended, environment, forked_shoal, losses, shoal, training_lines, write_config
 
 ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB."
-# Python runs this at its start; the launcher and its ranks are processes of their own.
+# Python runs this at its start, because the launcher and its ranks are separate processes.
 PLANTED = f"""
 import os, torch
 from shoal.train.step import TrainStep

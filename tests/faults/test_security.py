@@ -217,7 +217,7 @@ def hold_true(run: Path, trained: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in true.items())
 
 
-def test_pickles_beside_a_checkpoint_are_not_looked_at(trap: Trap, run: Path, trained: Path) -> None:
+def test_pickles_next_to_a_checkpoint_are_not_read(trap: Trap, run: Path, trained: Path) -> None:
     for name in ("rank-00000.pt", "optimizer.pt", "training_args.bin", ".metadata", "model.pkl", "__0_0.distcp"):
         trap.write_pickle(newest(run) / name)
         trap.write_pickle(run / "model" / name)
@@ -226,9 +226,7 @@ def test_pickles_beside_a_checkpoint_are_not_looked_at(trap: Trap, run: Path, tr
 
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors"])
-def test_a_pickle_in_the_place_of_tensors_is_refused_even_if_the_manifest_lists_it(
-    name: str, trap: Trap, run: Path
-) -> None:
+def test_a_pickle_instead_of_tensors_is_refused_even_if_the_manifest_lists_it(name: str, trap: Trap, run: Path) -> None:
     for path, contents in hashed_anew(newest(run) / name, pickle.dumps(trap)).items():
         path.write_bytes(contents)
     with pytest.raises(UserMistake, match=rf"{name} is damaged"):
@@ -339,9 +337,9 @@ def sockets_of(processes: set[int]) -> list[tuple[str, str]]:
 NEVER = {"eval", "exec", "pickle.load", "pickle.loads", "pickle.Unpickler", "yaml.load", "yaml.unsafe_load",
          "yaml.full_load", "os.system", "os.popen", "marshal.load", "marshal.loads", "shelve.open",
          "joblib.load"}  # fmt: skip
-# Only with this argument said, and said so.
+# Calls that are only safe with this argument.
 DEMANDED = {"torch.load": ("weights_only", True), "np.load": ("allow_pickle", False)}
-# Never with this one.
+# Calls that are never safe with this argument.
 FORBIDDEN = (("shell", True), ("trust_remote_code", True), ("weights_only", False), ("allow_pickle", True))
 
 

@@ -211,7 +211,7 @@ def test_config_schema_describes_every_property(arguments: list[str], tmp_path: 
     properties = dict(_properties(schema))
     assert "TrainConfig.lr" in properties
     assert "ModelConfig.from" in properties
-    # A block's sentence stands with the block, which the property points to.
+    # The description of a block is with the block that the property refers to.
     described = {
         name: one.get("description") or _follow(schema, one["$ref"])["description"] for name, one in properties.items()
     }

@@ -1,4 +1,4 @@
-"""A task of srun is a rank: it finds itself in Slurm's variables."""
+"""A task of srun is a rank, whose rank and world size come from Slurm's variables."""
 
 import json
 import os

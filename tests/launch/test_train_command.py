@@ -59,11 +59,11 @@ def folder(instructions: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
     """An undisturbed run, started as a user starts it, in a folder of its own."""
-    place = tmp_path_factory.mktemp("undisturbed")
-    write_config(place, config(instructions))
-    ended = shoal(place, "train", "run.yaml", "train.lr=3e-3", "--json")
+    folder_of_run = tmp_path_factory.mktemp("undisturbed")
+    write_config(folder_of_run, config(instructions))
+    ended = shoal(folder_of_run, "train", "run.yaml", "train.lr=3e-3", "--json")
     assert ended.status == 0, ended.err
-    return place, ended
+    return folder_of_run, ended
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +86,10 @@ def hold_whole(run: Path) -> int:
 
 
 def test_train_json_prints_one_object_with_how_it_ended(undisturbed: tuple[Path, Ended]) -> None:
-    place, ended = undisturbed
+    folder_of_run, ended = undisturbed
     summary = json.loads(ended.out)
     assert summary.keys() == SUMMARY_KEYS
-    last = training_lines(place / "runs" / "run")[STEPS]
+    last = training_lines(folder_of_run / "runs" / "run")[STEPS]
     assert summary["run"] == "runs/run"
     assert (summary["step"], summary["steps"], summary["stopped"], summary["skipped"]) == (STEPS, STEPS, None, 0)
     assert (summary["loss"], summary["tokens"], summary["eval_loss"]) == (last["loss"], last["tokens"], None)
@@ -130,13 +130,13 @@ def test_progress_is_on_standard_error_and_has_no_repeated_lines(undisturbed: tu
 def test_running_from_the_saved_config_repeats_the_run_bitwise(
     undisturbed: tuple[Path, Ended], expected: list[tuple[int, float, float]], tmp_path: Path
 ) -> None:
-    place = undisturbed[0]
-    ended = shoal(place, "train", "runs/run/config.yaml", "name=again", "data.workers=2")
+    folder_of_run = undisturbed[0]
+    ended = shoal(folder_of_run, "train", "runs/run/config.yaml", "name=again", "data.workers=2")
     assert ended.status == 0, ended.err
     assert ended.out.startswith(f"step        {STEPS} of {STEPS}, ")
     assert "next        shoal export runs/again --to hf" in ended.out
-    assert losses(place / "runs" / "again") == expected
-    one, other = weights(place / "runs" / "run"), weights(place / "runs" / "again")
+    assert losses(folder_of_run / "runs" / "again") == expected
+    one, other = weights(folder_of_run / "runs" / "run"), weights(folder_of_run / "runs" / "again")
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 

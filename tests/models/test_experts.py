@@ -223,7 +223,7 @@ def test_a_mixture_trains_on_two_ranks_as_on_one(family, instructions, tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_experts_that_see_no_token_do_not_stop_the_others(strategy, instructions, tmp_path):
+def test_experts_without_tokens_do_not_block_the_others(strategy, instructions, tmp_path):
     """Two sequences of 16 tokens and one expert per token: most of the 64 experts get no token on a rank."""
     many = {"num_local_experts": 64, "num_experts_per_tok": 1}
     settled = mixture_config("mixtral", vocab_size=260, max_position_embeddings=512, **many)
@@ -265,7 +265,7 @@ def test_experts_of_different_shapes_are_a_mistake(folder):
         loaded(folder)
 
 
-def test_a_quantised_expert_is_refused(folder):
+def test_a_quantized_expert_is_refused(folder):
     rewrite(folder, lambda held: held.update({expert(3, "up_proj"): torch.ones(FFN, HIDDEN, dtype=torch.int8)}))
     with pytest.raises(UserMistake, match=r"experts\.3\.up_proj\.weight as I8: quantised weights cannot be trained"):
         loaded(folder)

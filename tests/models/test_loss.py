@@ -213,7 +213,7 @@ def test_plain_and_chunked_train_alike(family, tied, monkeypatch):
     results = []
     for kind in ("plain", "chunked"):
         module = module_of(small_config(family, tied=tied), loss=kind)
-        value, count = module(batch)
+        value, (_, count) = module(batch)
         value.backward()
         assert int(count) == int((batch.labels != IGNORED).sum())
         results.append((value.detach(), {name: parameter.grad for name, parameter in module.named_parameters()}))
@@ -253,10 +253,10 @@ def test_no_token_attends_to_a_later_one(family, attention):
 def test_padding_on_the_right_changes_nothing(family, attention):
     module = module_of(small_config(family), attention=attention)
     batch = as_batch(tokens(sequences=2, length=13))
-    value, count = module(batch)
+    value, (_, count) = module(batch)
     for filler in (0, 7):
         inputs = F.pad(batch.inputs, (0, 6), value=filler)
-        padded, padded_count = module(MicroBatch(inputs, F.pad(batch.labels, (0, 6), value=IGNORED)))
+        padded, (_, padded_count) = module(MicroBatch(inputs, F.pad(batch.labels, (0, 6), value=IGNORED)))
         torch.testing.assert_close(padded, value, rtol=1e-6, atol=0)
         assert padded_count == count
 
@@ -294,7 +294,7 @@ def packed(sequences: Tensor, *, padding: int = 3) -> tuple[MicroBatch, list[Mic
 def test_packed_documents_do_not_attend_to_each_other(family, attention, loss):
     module = module_of(small_config(family), attention=attention, loss=loss)
     whole, alone = packed(tokens(sequences=2, length=sum(LENGTHS) + 1))
-    value, count = module(whole)
+    value, (_, count) = module(whole)
     assert int(count) == 2 * sum(LENGTHS)
     torch.testing.assert_close(value, sum(module(one)[0] for one in alone), rtol=2e-6, atol=0)
     # The loss would differ if they did.

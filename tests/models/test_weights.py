@@ -21,6 +21,7 @@ from shoal.models.anatomy import read_anatomy
 from shoal.models.prepare import blueprint, prepare_model
 from shoal.models.tensor_slices import local_tensor
 from shoal.models.weights import Weights, materialize
+from shoal.objectives.causal_lm import CausalLM
 from shoal.parallel.apply import parallelize
 from tests.harness import run_ranks
 from tests.models.small import CPU, FAMILIES, HIDDEN, drawn, loaded, on_meta, plain, small_config, tokens
@@ -166,20 +167,19 @@ def shards(model: dict[str, Any]) -> list[dict[str, tuple[Any, Any]]]:
     """(local shard, full tensor) of every parameter on this rank, after fully_shard."""
     config = run_config(model)
     with joined(config) as ranks:
-        plan = blueprint(config.model)
-        built = prepare_model(plan, longest=32).model
+        prepared = prepare_model(blueprint(config.model), longest=32)
         parallel = parallelize(
-            built,
+            prepared,
             config,
+            objective=CausalLM(),
             strategy="fsdp",
             mesh=Mesh(dp_shard=ranks.world_size),
             ranks=ranks,
             micro_batch=1,
             grad_accum_steps=1,
-            folder=plan.folder,
         )
         assert all(isinstance(parameter, DTensor) for parameter in parallel.parameters.values())
-        assert not any(buffer.is_meta for buffer in built.buffers())
+        assert not any(buffer.is_meta for buffer in prepared.model.buffers())
         # As numpy: a pipe sends tensors by file descriptors, which are closed when the rank exits.
         return {
             name: (local_tensor(parameter).numpy().copy(), parameter.full_tensor().detach().numpy().copy())
@@ -227,16 +227,15 @@ def test_a_rank_has_memory_for_its_own_shard_and_no_more():
     def held_and_whole() -> tuple[int, int]:
         config = run_config(explicit("llama", True))
         with joined(config) as ranks:
-            built = prepare_model(blueprint(config.model), longest=32).model
             parallel = parallelize(
-                built,
+                prepare_model(blueprint(config.model), longest=32),
                 config,
+                objective=CausalLM(),
                 strategy="fsdp",
                 mesh=Mesh(dp_shard=ranks.world_size),
                 ranks=ranks,
                 micro_batch=1,
                 grad_accum_steps=1,
-                folder=None,
                 values=False,
             )
         parameters = parallel.parameters.values()

@@ -1,5 +1,5 @@
-"""Compare the AdamW kernel in Triton's interpreter with the PyTorch form. A program of its own, because
-TRITON_INTERPRET is read when Triton is imported. Prints what was compared."""
+"""Compare the AdamW kernel in Triton's interpreter with the eager implementation, and print what was compared. A
+separate program, because TRITON_INTERPRET is read when Triton is imported."""
 
 import os
 
@@ -12,7 +12,7 @@ from shoal.optim.adamw import AdamW
 from shoal.optim.adamw_kernel import update
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-# Shape, dtypes of weight, gradient and copy, whether moments are in 8 bits.
+# shape, dtypes of weight, gradient and compute copy, whether moments are in 8 bits
 CASES = [
     ((1,), FP32, FP32, None, False),
     ((5, 7), FP32, FP32, BF16, False),

@@ -52,7 +52,7 @@ def test_it_matches_torch_and_continues_from_its_state():
 
 
 @pytest.mark.parametrize("in_eight_bits", [False, True])
-def test_the_factor_multiplies_gradients_and_copies_are_the_cast_weights(in_eight_bits):
+def test_gradients_are_scaled_by_the_factor_and_compute_copies_are_the_cast_weights(in_eight_bits):
     one, other = weights_of(0)[:1], weights_of(0)[:1]
     copies = {one[0]: torch.zeros(33, 65, dtype=torch.bfloat16)}
     first, second = (AdamW(some, lr=1e-2, eight_bits=in_eight_bits) for some in (one, other))
@@ -66,7 +66,7 @@ def test_the_factor_multiplies_gradients_and_copies_are_the_cast_weights(in_eigh
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "sgd", "lion"])
-def test_an_unusable_step_changes_neither_weights_nor_state(name):
+def test_a_non_finite_step_changes_neither_weights_nor_state(name):
     weight = nn.Parameter(torch.randn(70, 70))
     copies = {weight: weight.detach().bfloat16()}
     train = TrainConfig.model_validate({"optimizer": {"name": name}})
@@ -84,7 +84,7 @@ def test_an_unusable_step_changes_neither_weights_nor_state(name):
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, whose interpreter runs kernels on a CPU")
-def test_the_kernel_in_tritons_interpreter_computes_what_the_plain_form_computes():
+def test_the_kernel_in_tritons_interpreter_matches_the_eager_implementation():
     script = Path(__file__).with_name("adamw_interpreted.py")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)

@@ -29,7 +29,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_it_trains_close_to_adamw_with_a_quarter_of_the_state(instructions, tmp_path):
-    """Over forty steps, in which a byte's loss falls to a third. Stated in docs/numbers.md."""
+    """Over forty steps, in which the loss falls to a third. Stated in docs/numbers.md."""
     longer = {"train__steps": 40, "train__global_batch": 8, "train__micro_batch": 8}
     exact = train_on(1, small(instructions, "exact", train__optimizer={"name": "adamw"}, **longer), tmp_path)
     rounded = train_on(1, small(instructions, "rounded", **longer), tmp_path)
@@ -81,7 +81,7 @@ def test_a_true_bf16_run_keeps_its_vectors_moments_in_fp32(instructions, tmp_pat
     assert held["optimizer.exp_avg.model.norm.weight"].dtype == torch.float32
 
 
-# From mesh to mesh. A non-finite step is skipped, so a mesh must write what it has read.
+# Resume on another mesh. A non-finite step is skipped, so each mesh must write what it has read.
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_tensors_sharded_between_blocks_train_like_unsharded_ones(instructions, 
     changes = {"model__shape": shape, "train__lr": 1e-3, "train__steps": 8}
     one = train_on(1, small(instructions, "one", **changes), tmp_path)
     two = train_on(2, small(instructions, "two", parallel={"tp": 2}, **changes), tmp_path)
-    # Sums are taken in another order, and a moment may be rounded to the next code.
+    # Sums are taken in another order, and a moment may be rounded to the adjacent code.
     assert losses(two) == pytest.approx(losses(one), rel=2e-6)
 
 

@@ -36,7 +36,7 @@ from shoal.train.setup import Preflight, Start, preflight, set_up
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
-WARM_UP = 2  # steps before the measured one: in the first, DDP rebuilds its buckets and AdamW creates its state
+WARMUP = 2  # steps before the measured one: in the first, DDP rebuilds its buckets and AdamW creates its state
 NAMESPACES = ("c10d", "_c10d_functional")
 # Not collectives: waiting for one, and wrapping its result.
 BESIDES = ("wait_tensor", "_wrap_tensor_autograd")
@@ -172,8 +172,8 @@ class Measured:
     def traffic(self, make: Callable[[], Job]) -> tuple[dict[Collective, Amount], int]:
         """(collectives, scalar all-reduces) of one step."""
         job, traffic = make(), Traffic()
-        for turn in range(WARM_UP + 1):
-            with traffic if turn == WARM_UP else nullcontext():
+        for turn in range(WARMUP + 1):
+            with traffic if turn == WARMUP else nullcontext():
                 assert bool(job.step(self.batch(job), 1e-3).usable), "the measured step must not be skipped"
         return traffic.amounts, traffic.scalars
 
@@ -184,8 +184,8 @@ class Measured:
                 job = make()
             _mark(job.model, "backward", "micro-batches")
             _mark(job.optimizer, "step", "update")
-            for turn in range(WARM_UP + 1):
-                with record_function("step" if turn == WARM_UP else "warming up"):
+            for turn in range(WARMUP + 1):
+                with record_function("step" if turn == WARMUP else "warming up"):
                     assert bool(job.step(self.batch(job), 1e-3).usable)
         return memory
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shoal.config import Mesh, config_from_mapping
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.models.prepare import blueprint, prepare_model
+from shoal.objectives.causal_lm import CausalLM
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import make_optimizer
 from shoal.parallel.apply import parallelize
@@ -62,14 +63,14 @@ def _losses(
         }
     )
     model = parallelize(
-        prepare_model(blueprint(config.model), longest=256).model,
+        prepare_model(blueprint(config.model), longest=256),
         config,
+        objective=CausalLM(),
         strategy=strategy,
         mesh=Mesh(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1),
         ranks=Ranks(0, 1, 0, device),
         micro_batch=4,
         grad_accum_steps=1,
-        folder=None,
     )
     step = TrainStep(
         model,
@@ -92,9 +93,9 @@ def _losses(
     for _ in range(5):
         tokens = torch.randint(0, 512, (4, 257), generator=generator)
         micro_batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], **packed)
-        batch = StepBatch([micro_batch], loss_tokens=4 * 256, sequence_ids=np.arange(4))
+        batch = StepBatch([micro_batch], weight=4 * 256, sequence_ids=np.arange(4))
         result = step(batch, 1e-3)
-        found.append((result.loss_sum.item() / result.loss_tokens, result.norm.item()))
+        found.append((result.loss_sum.item() / result.weight, result.norm.item()))
     return found
 
 

@@ -64,7 +64,7 @@ def test_a_split_that_is_impossible_says_why(world_size, model, parallel, says, 
     assert says in mistake(world_size, config, tmp_path / "runs")
 
 
-def test_a_split_inside_a_quantisation_block_names_a_degree_without_one(instructions, tmp_path):
+def test_a_shard_boundary_inside_a_quantization_block_names_a_degree_without_one(instructions, tmp_path):
     sizes = {"family": "llama", "hidden": 512, "layers": 1, "heads": 8, "kv_heads": 4, "ffn": 1024, "vocab": 260}
     config = settings(instructions, model__shape={**sizes, "positions": 512}, parallel={"tp": 4})
     config["train"]["optimizer"] = {"name": "adamw8bit"}
@@ -74,7 +74,7 @@ def test_a_split_inside_a_quantisation_block_names_a_degree_without_one(instruct
     )
 
 
-def test_micro_batches_that_make_no_equal_rounds_name_the_nearest_number_that_does(instructions, tmp_path):
+def test_a_number_of_micro_batches_that_a_schedule_cannot_divide_names_the_nearest_that_it_can(instructions, tmp_path):
     config = settings(instructions, model__shape=shape(layers=4), parallel={"pp": 2, "pp_schedule": "zero-bubble"})
     config["train"].update(global_batch=10, micro_batch=2)
     says = mistake(2, config, tmp_path / "runs")

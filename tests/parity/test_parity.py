@@ -22,7 +22,7 @@ FAMILIES = {
     "pythia": {**PYTHIA, "layers": 4, "tied": False},
 }
 MICRO_BATCH = 2
-EXACT_STEPS = 5  # in fp32 a strategy that computes something else shows it in the first steps; bf16 is held over ten
+EXACT_STEPS = 5  # in fp32 a wrong strategy differs within the first steps; bf16 is compared over ten
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,8 @@ def test_an_unusual_combination_trains_the_same_as_one_process(strategy, instruc
     ],
 )
 def test_a_strategy_has_the_same_8_bit_moments_as_one_process(strategy, world_size, instructions, reference, tmp_path):
-    """Where sums are taken in another order, a moment may be quantised to the next code, and the update of its weight
-    differs by a fraction of the learning rate; losses and norms do not show it."""
+    """If sums are taken in another order, a moment may be quantized to the adjacent code. The update of its weight then
+    differs by a fraction of the learning rate, which losses and norms do not show."""
     run = train_with(strategy, world_size, "pythia", 1, "32-true", instructions, tmp_path)
     global_batch = MICRO_BATCH * strategy.data_parallel(world_size)
     expected = reference("pythia", "32-true", global_batch, False, "adamw8bit")

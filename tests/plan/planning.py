@@ -1,4 +1,4 @@
-"""What the tests of the forecast share: a plan from overrides, and a run of the arithmetic itself."""
+"""Helpers of the forecast tests: a plan from overrides, and a `Run` with explicit settings."""
 
 from typing import Any
 
@@ -18,18 +18,18 @@ def plan(*overrides: str, system: str = "shoal") -> Plan:
 
 
 def reserved(*overrides: str) -> float:
-    """GiB a device."""
+    """Reserved GiB per device."""
     found: float = plan(*overrides).as_dict()["memory"]["reserved_gib"]
     return found
 
 
 def tokens_per_second(*overrides: str) -> float:
-    """Of one device."""
+    """Tokens per second of one device."""
     return plan(*overrides).choice.speed.tokens_per_second_per_gpu
 
 
 def make_run(shape: str = "llama3-8b", gpu: str = "h100-80gb", **settings: Any) -> Run:
-    """A run whose every detail is given."""
+    """A `Run`, by default of 2048 tokens on one of eight devices."""
     device = find_gpu(gpu)
     settings = {"length": 2048, "devices": 8, "mesh": Mesh(), **settings}
     return Run(
@@ -42,5 +42,5 @@ def make_run(shape: str = "llama3-8b", gpu: str = "h100-80gb", **settings: Any) 
 
 
 def leaves(terms: Any) -> float:
-    """The sum of a tree of terms as JSON has it."""
+    """The sum of a term tree in its JSON form."""
     return sum(leaves(part) for part in terms.values()) if isinstance(terms, dict) else float(terms)

@@ -1,4 +1,4 @@
-"""How good the forecast is: over every published and measured row of benchmarks/data, not over one of them."""
+"""Accuracy of the forecast, over all published and measured results in benchmarks/data."""
 
 import importlib.util
 import json
@@ -39,27 +39,27 @@ def summaries() -> dict[str, dict[str, Any]]:
     ("rows", "median", "worst"),
     [("memory, given", 0.05, 0.15), ("memory, held out", 0.05, 0.15), ("speed, given", 0.10, 0.25)],
 )
-def test_the_forecast_is_within_its_goals(rows, median, worst):
+def test_the_forecast_error_is_within_its_bounds(rows, median, worst):
     found = summaries()[rows]
     assert found["median"] <= median
     assert found["worst"] <= worst, found["worst_row"]
 
 
-def test_rows_that_no_constant_was_chosen_on_are_forecast_as_well():
+def test_held_out_rows_are_forecast_about_as_well_as_fitted_ones():
     found = summaries()["speed, held out"]
     assert found["figures"] > 150
     assert found["median"] <= 0.05
     assert found["ninety_per_cent_within"] <= 0.15
 
 
-def test_our_own_path_on_an_h200_is_within_five_per_cent():
+def test_our_own_runs_on_an_h200_are_forecast_within_five_percent():
     script = benchmark()
     own = [row for row in script.read_rows() if "benchmarks/gpu" in row.label]
     compared = script.compare(own)
-    as_it_is = [one for one in compared if one.row.run.traits == OURS]
-    assert len(as_it_is) >= 20
-    assert all(abs(one.error) < 0.05 for one in as_it_is)
-    # The others were measured with what it was before, which the forecast knows in part.
+    current = [one for one in compared if one.row.run.traits == OURS]
+    assert len(current) >= 20
+    assert all(abs(one.error) < 0.05 for one in current)
+    # The others were measured with earlier versions of the code, whose traits are only partly known.
     assert all(abs(one.error) < 0.07 for one in compared)
 
 
@@ -72,10 +72,10 @@ def test_the_committed_results_are_those_of_this_code():
         assert row["forecast"] == pytest.approx(one.forecast, rel=1e-3), "run benchmarks/plan_accuracy.py"
 
 
-def test_runs_whose_micro_batch_was_the_largest_that_fitted_are_forecast_to_fit():
+def test_published_runs_with_the_largest_micro_batch_that_fit_are_forecast_to_fit():
     script = benchmark()
     rows = [row for row in script.read_rows() if row.file.startswith("mpt")]
     shares = sorted(forecast_memory(row.run).reserved / GIB / row.run.gpu.memory_gib for row in rows)
     assert len(shares) == 216
-    assert shares[-1] < 1.1  # the allocator's reserve shrinks when it must
+    assert shares[-1] < 1.1  # under memory pressure the allocator overhead shrinks
     assert sum(share > 0.5 for share in shares) > 150

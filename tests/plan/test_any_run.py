@@ -1,4 +1,4 @@
-"""Whatever the config says, it is planned or refused with a sentence; and every plan keeps its promises."""
+"""Random configs: each is planned, with consistent figures, or rejected with a sentence."""
 
 import random
 
@@ -40,17 +40,17 @@ VALUES: dict[str, list[object]] = {
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_run_is_planned_or_refused_with_a_sentence(seed: int) -> None:
+def test_any_run_is_planned_or_rejected_with_a_sentence(seed: int) -> None:
     drawn = random.Random(seed)
     always = ("model.shape", "hardware.gpu")
     settings = [f"{key}={drawn.choice(of)}" for key, of in VALUES.items() if key in always or drawn.random() < 0.4]
-    refused = ""
+    rejected = ""
     try:
         plan = api.plan(api.load_config(None, settings, planned=True))
     except UserMistake as mistake:
-        refused = str(mistake)
-    if refused:
-        assert refused.endswith(".")
+        rejected = str(mistake)
+    if rejected:
+        assert rejected.endswith(".")
         return
     found = plan.as_dict()
     memory, speed = found["memory"], found["speed"]

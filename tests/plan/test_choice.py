@@ -1,4 +1,4 @@
-"""What `auto` chooses, through the plan; training is to call the same function."""
+"""What `auto` chooses. Training calls the same function."""
 
 import time
 
@@ -43,7 +43,7 @@ BASE = ("data.max_length=2048", "train.global_batch=64")
         ),
     ],
 )  # fmt: skip
-def test_the_strategy_follows_from_what_fits_and_is_fastest(overrides, name, says):
+def test_the_strategy_is_the_fastest_that_fits(overrides, name, says):
     chosen = plan(*BASE, *overrides).choice
     assert chosen.name == name
     assert says in chosen.reason
@@ -51,7 +51,7 @@ def test_the_strategy_follows_from_what_fits_and_is_fastest(overrides, name, say
 
 
 @pytest.mark.parametrize("memory", [32, 40, 80, 140])
-def test_the_micro_batch_is_the_largest_that_fits_with_some_care(memory):
+def test_the_micro_batch_fits_with_a_margin(memory):
     found = plan(*BASE, "model.shape=llama3.2-1b", f"hardware.gpu={{like: a100-80gb, memory_gib: {memory}}}")
     run = found.choice.run
     assert run.micro_batch * run.grad_accum_steps == 64
@@ -60,7 +60,7 @@ def test_the_micro_batch_is_the_largest_that_fits_with_some_care(memory):
     assert run.micro_batch <= found.limits.micro_batch
 
 
-def test_recompute_auto_recomputes_only_when_it_must():
+def test_recompute_auto_recomputes_only_if_nothing_else_fits():
     arguments = (*BASE, "model.shape=llama3-8b", "hardware.devices=8", "train.recompute=auto", "train.micro_batch=8")
     roomy = plan(*arguments, "hardware.gpu={like: h200, memory_gib: 300}").choice
     tight = plan(*arguments, "hardware.gpu=h100-80gb").choice
@@ -71,7 +71,7 @@ def test_recompute_auto_recomputes_only_when_it_must():
     assert tight.config.train.recompute == tight.run.recompute
 
 
-def test_the_chosen_config_has_no_auto_left_and_chooses_itself():
+def test_the_chosen_config_has_no_auto_and_leads_to_the_same_choice():
     config = api.load_config(
         None,
         ["model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", "train.recompute=auto", *BASE],
@@ -90,7 +90,7 @@ def test_the_chosen_config_has_no_auto_left_and_chooses_itself():
     )
 
 
-def test_training_may_hand_in_the_machine_it_is_on():
+def test_training_can_pass_the_machine_it_runs_on():
     config = api.load_config(None, ["model.shape=gpt2", *BASE, "data.max_length=512"], planned=True)
     for printed, name in (("NVIDIA H200", "h200"), ("NVIDIA Nonesuch 9000", "a100-80gb")):
         machine = machine_at_hand(printed, 139.8, devices=4, nodes=2)
@@ -101,14 +101,14 @@ def test_training_may_hand_in_the_machine_it_is_on():
     assert machine_at_hand(None, None, devices=2).is_cpu
 
 
-def test_the_limits_are_limits():
+def test_the_limits_fit_and_twice_as_much_does_not():
     arguments = ("model.shape=llama3.2-1b", "hardware.gpu=a100-40gb", "data.max_length=2048", "train.global_batch=1")
     found = plan(*arguments)
-    rows, length = found.limits.micro_batch, found.limits.length
-    assert rows is not None
+    micro_batch, length = found.limits.micro_batch, found.limits.length
+    assert micro_batch is not None
     assert length is not None
-    assert plan(*arguments, f"train.micro_batch={rows}", f"train.global_batch={rows}").fits
-    more = rows * 2
+    assert plan(*arguments, f"train.micro_batch={micro_batch}", f"train.global_batch={micro_batch}").fits
+    more = micro_batch * 2
     assert not plan(*arguments, f"train.micro_batch={more}", f"train.global_batch={more}").fits
     one = ("train.micro_batch=1", "train.global_batch=1")
     assert plan(*arguments, *one, f"data.max_length={length}").fits
@@ -123,7 +123,7 @@ def test_the_fewest_devices_are_enough_and_half_are_not():
     assert not plan(*arguments, f"hardware.devices={fewest // 2}", "train.micro_batch=1").fits
 
 
-def test_the_alternatives_are_the_fastest_that_fit_first():
+def test_alternatives_that_fit_come_first_and_the_fastest_of_them_first():
     rows = plan("model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", *BASE).as_dict()[
         "alternatives"
     ]
@@ -132,7 +132,7 @@ def test_the_alternatives_are_the_fastest_that_fit_first():
     assert len({row["name"] for row in rows}) == len(rows) >= 5
 
 
-def test_several_machines_are_offered_tensor_and_pipeline_parallelism():
+def test_several_nodes_are_offered_tensor_and_pipeline_parallelism():
     found = plan(
         "model.shape=llama3.1-405b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=16",
         "train.global_batch=256", "data.max_length=4096", "train.recompute=full",
@@ -161,7 +161,7 @@ ON_EIGHT = ("hardware.gpu=a100-80gb", "hardware.devices=8")
         (("hardware.gpu=cpu", "hardware.devices=4", "model.shape=llama2-7b"), "ddp", "sharding saves nothing"),
     ],
 )
-def test_a_strategy_that_has_nothing_to_share_becomes_what_it_is_and_says_so(overrides, strategy, says):
+def test_a_strategy_with_nothing_to_shard_is_replaced_by_its_equivalent_with_a_reason(overrides, strategy, says):
     plain = ("model.shape=gpt2", "hardware.gpu=a100-80gb", "data.max_length=64", "train.global_batch=64")
     chosen = plan(*plain, *overrides).choice
     assert chosen.run.strategy == strategy
@@ -176,27 +176,27 @@ def test_single_on_several_processes_is_a_mistake():
 
 
 @pytest.mark.parametrize(
-    ("rows", "stages", "schedule", "micro_batch"), [(64, 4, "1f1b", 4), (8, 4, "1f1b", 1), (96, 1, "1f1b", 8)]
+    ("global_batch", "stages", "schedule", "micro_batch"), [(64, 4, "1f1b", 4), (8, 4, "1f1b", 1), (96, 1, "1f1b", 8)]
 )
-def test_on_cpus_a_pipeline_is_given_several_passes_a_stage(rows, stages, schedule, micro_batch):
+def test_on_cpus_a_pipeline_gets_several_micro_batches_per_stage(global_batch, stages, schedule, micro_batch):
     run = plan(
         "model.shape=gpt2", "hardware.gpu=cpu", f"hardware.devices={stages}", f"parallel.pp={stages}",
-        f"parallel.pp_schedule={schedule}", f"train.global_batch={rows}", "data.max_length=64",
+        f"parallel.pp_schedule={schedule}", f"train.global_batch={global_batch}", "data.max_length=64",
     ).choice.run  # fmt: skip
-    assert (run.micro_batch, run.grad_accum_steps) == (micro_batch, rows // micro_batch)
+    assert (run.micro_batch, run.grad_accum_steps) == (micro_batch, global_batch // micro_batch)
 
 
-@pytest.mark.parametrize("rows", [36, 60, 100, 126])
-def test_a_schedule_with_rounds_gets_passes_that_divide_into_them(rows):
+@pytest.mark.parametrize("global_batch", [36, 60, 100, 126])
+def test_an_interleaved_schedule_gets_a_number_of_micro_batches_that_it_can_divide(global_batch):
     run = plan(
         "model.shape=gpt2", "hardware.gpu=h100-80gb", "hardware.devices=4", "parallel.pp=4",
-        "parallel.pp_schedule=interleaved", f"train.global_batch={rows}", "data.max_length=512",
+        "parallel.pp_schedule=interleaved", f"train.global_batch={global_batch}", "data.max_length=512",
     ).choice.run  # fmt: skip
     assert run.grad_accum_steps % max(1, run.grad_accum_steps // 4) == 0
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.pp=8", "parallel.tp=8", "parallel.pp_schedule=interleaved")])
-def test_the_choice_is_made_in_well_under_a_second(overrides):
+def test_the_choice_takes_less_than_a_second_of_cpu_time(overrides):
     config = api.load_config(
         None,
         ["model.shape=llama3-70b", "hardware.devices=8", "hardware.nodes=16", "train.global_batch=1024",
@@ -208,13 +208,13 @@ def test_the_choice_is_made_in_well_under_a_second(overrides):
     assert time.process_time() - began < 0.8
 
 
-def test_a_cpu_takes_a_few_rows_at_a_time():
+def test_a_cpu_gets_a_small_micro_batch():
     chosen = plan("model.shape=gpt2", "hardware.gpu=cpu", "data.max_length=64", "train.global_batch=64").choice
     assert chosen.run.micro_batch <= 8
     assert not chosen.run.compiled
 
 
-def test_a_run_that_ran_out_although_it_should_fit_is_told_what_saves_most_cheaply():
+def test_a_run_that_ran_out_of_memory_although_it_should_fit_gets_the_cheapest_savings():
     config = api.load_config(
         None, ["model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", *BASE], planned=True
     )
@@ -233,21 +233,21 @@ TOO_LARGE = ("model.shape=llama3-70b", "data.max_length=8192", "train.global_bat
 TWO_NODES = ("hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=2")
 
 
-def test_where_copies_and_shards_do_not_fit_tensors_are_cut_unless_that_cannot_be():
-    cut = plan(*TOO_LARGE, *TWO_NODES)
-    assert cut.fits
-    assert cut.choice.run.mesh.tp > 1
-    assert "split over devices" in cut.choice.reason
-    config = cut.choice.config
-    assert config.parallel.tp == cut.choice.run.mesh.tp, "training is given what was planned"
+def test_where_replicas_and_shards_do_not_fit_tensor_parallelism_is_chosen_if_allowed():
+    split = plan(*TOO_LARGE, *TWO_NODES)
+    assert split.fits
+    assert split.choice.run.mesh.tp > 1
+    assert "split over devices" in split.choice.reason
+    config = split.choice.config
+    assert config.parallel.tp == split.choice.run.mesh.tp, "training gets what was planned"
     again = api.load_config(None, [*TOO_LARGE, *TWO_NODES])
     shape, machine = read_shape(again.model), read_machine(again.hardware)
     assert not choose(again, shape, machine, allow_model_parallel=False).fits
-    asked = plan(*TOO_LARGE, *TWO_NODES, "parallel.strategy=fsdp")
-    assert not asked.fits, "what was asked for is not changed"
-    assert asked.choice.run.mesh.tp == 1
+    explicit = plan(*TOO_LARGE, *TWO_NODES, "parallel.strategy=fsdp")
+    assert not explicit.fits, "a strategy that is set is not changed"
+    assert explicit.choice.run.mesh.tp == 1
 
 
-def test_cutting_keeps_to_rows_that_divide():
+def test_tensor_parallelism_is_chosen_only_if_it_divides_the_sequence_length():
     odd = plan(*TOO_LARGE[:1], "data.max_length=8190", *TOO_LARGE[2:], *TWO_NODES)
     assert 8190 % odd.choice.run.mesh.tp == 0

@@ -1,4 +1,4 @@
-"""What the forecast of memory promises: trees that add up, more of what saves never costs, ZeRO's own table."""
+"""The memory forecast: terms add up, more sharding and recomputation never need more, ZeRO's table is reproduced."""
 
 import pytest
 
@@ -17,14 +17,14 @@ SHAPES = ["llama3-8b", "pythia-1b", "gpt2", "qwen3-8b", "mpt-7b", "mistral-7b"]
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_the_parts_of_a_model_are_the_whole_model(name):
+def test_the_parts_of_a_model_add_up_to_its_parameters(name):
     run = make_run(name)
     (rank,) = ranks(run.shape, 1, "1f1b")
     assert count(run, rank).all == parameters(run.shape)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3.2-1b"])
-def test_the_stages_of_a_pipeline_are_the_whole_model(name):
+def test_the_pipeline_stages_add_up_to_the_parameters_of_the_model(name):
     run = make_run(name, mesh=Mesh(pp=4))
     held = sum(count(run, rank).all for rank in ranks(run.shape, 4, "1f1b"))
     twice = run.shape.vocab * run.shape.hidden if run.shape.tied else 0
@@ -54,16 +54,16 @@ def test_the_terms_add_up(overrides):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("cut", [{}, {"tp": 2}, {"cp": 2}])
-def test_more_recomputation_never_takes_more_memory(shape, compiled, cut):
+@pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"cp": 2}])
+def test_more_activation_checkpointing_never_takes_more_memory(shape, compiled, degrees):
     def needed(recompute):
-        run = make_run(shape, micro_batch=4, compiled=compiled, recompute=recompute, mesh=Mesh(**cut))
+        run = make_run(shape, micro_batch=4, compiled=compiled, recompute=recompute, mesh=Mesh(**degrees))
         return forecast_memory(run).reserved
 
     whole, half, full = needed("none"), needed(2), needed("full")
     assert full <= half <= whole
     assert full <= needed("cheap") <= whole
-    if "tp" not in cut:  # where results that came over the network are kept as well
+    if "tp" not in degrees:  # with tp, selective also keeps the results of collectives
         assert full <= needed("selective") <= whole
 
 
@@ -87,20 +87,20 @@ def test_each_stage_of_zero_takes_less_than_the_one_before():
 
 
 @pytest.mark.parametrize(("axis", "degrees"), [("tp", (1, 2, 4, 8)), ("cp", (1, 2, 4))])
-def test_cutting_a_model_or_its_rows_saves_memory(axis, degrees):
+def test_sharding_a_model_or_its_sequences_saves_memory(axis, degrees):
     sizes = [forecast_memory(make_run(length=32_768, mesh=Mesh(**{axis: each}))).reserved for each in degrees]
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_memory_grows_with_rows_and_length():
-    sizes = [forecast_memory(make_run(micro_batch=rows)).reserved for rows in (1, 2, 4, 8, 16)]
+def test_memory_grows_with_micro_batch_and_length():
+    sizes = [forecast_memory(make_run(micro_batch=size)).reserved for size in (1, 2, 4, 8, 16)]
     lengths = [forecast_memory(make_run(length=length)).reserved for length in (512, 2048, 8192, 32_768)]
     assert sizes == sorted(sizes)
     assert lengths == sorted(lengths)
     assert lengths[-1] > 1.5 * lengths[0]
 
 
-def test_zeros_own_table_comes_out_exactly():
+def test_the_table_of_the_zero_paper_is_reproduced_exactly():
     # Rajbhandari et al. 2020, figure 1: 7.5 billion parameters, 64 ranks, 2 + 2 + 12 bytes each.
     shape = ModelShape("mpt", 1, 1, 1, 1, 1, 1, 1, tied=True)
     per_parameter = {}
@@ -122,7 +122,7 @@ def test_zeros_own_table_comes_out_exactly():
     assert round(gigabytes["zero3"], 3) == 1.875
 
 
-def test_our_layouts_have_the_bytes_they_say():
+def test_bytes_per_parameter_of_each_precision_and_optimizer():
     counted = parameters(NAMED["llama3-8b"])
 
     def bytes_of(**settings):
@@ -131,7 +131,7 @@ def test_our_layouts_have_the_bytes_they_say():
         held = states(run, rank)
         return (held.weights.amount + held.gradients.amount + held.optimizer.amount) / counted
 
-    assert bytes_of() == 18  # fp32 weight, bf16 copy, fp32 gradient, two fp32 moments
+    assert bytes_of() == 18  # fp32 master weight, bf16 compute copy, fp32 gradient, two fp32 moments
     assert bytes_of(strategy="fsdp", mesh=Mesh(dp_shard=8)) == 16 / 8
     assert bytes_of(precision="bf16-true") == 8
     assert bytes_of(precision="32-true") == 16
@@ -141,7 +141,7 @@ def test_our_layouts_have_the_bytes_they_say():
     assert bytes_of(strategy="zero1", mesh=Mesh(dp_replicate=8)) == 4 + 2 + 4 + 8 / 8
 
 
-def test_one_pass_on_one_device_keeps_small_gradients():
+def test_one_micro_batch_on_one_device_keeps_gradients_in_bf16():
     one = plan("model.shape=llama3.2-1b", "hardware.gpu=h200", "train.global_batch=4", "train.micro_batch=4")
     two = plan("model.shape=llama3.2-1b", "hardware.gpu=h200", "train.global_batch=8", "train.micro_batch=4")
     step = {one.choice.run.grad_accum_steps: one, two.choice.run.grad_accum_steps: two}
@@ -164,7 +164,7 @@ def test_logits_are_the_peak_of_a_plain_loss_and_not_of_a_chunked_one():
     assert chunked.allocated < plain.allocated * 0.8
 
 
-def test_adapters_train_little_and_quantized_weights_are_a_quarter():
+def test_adapters_need_less_memory_and_quantized_weights_a_quarter():
     targets = ("q_proj", "v_proj")
     lora = make_run("llama2-7b", adapter=Adapter(8, targets), trained=FROZEN, precision="bf16-true")
     qlora = lora.with_(adapter=Adapter(8, targets, "nf4"))
@@ -177,15 +177,15 @@ def test_adapters_train_little_and_quantized_weights_are_a_quarter():
 def test_the_loss_on_a_gpu_is_the_same_whether_blocks_are_compiled_or_not():
     compiled, eager = (head(make_run("gpt2", length=8192, compiled=kind)).peak for kind in (True, False))
     assert compiled == eager
-    assert head(make_run("gpt2", length=8192, gpu="cpu")).peak != compiled  # where there is no kernel
+    assert head(make_run("gpt2", length=8192, gpu="cpu")).peak != compiled  # without the kernel
 
 
-def test_eager_attention_stores_its_scores():
+def test_eager_attention_saves_its_scores():
     flash, eager = (forecast_memory(make_run(length=8192, attention=kind)).allocated for kind in ("flash", "eager"))
     assert eager - flash > 32 * 32 * 8192 * 8192 * 4  # layers × heads × scores in fp32
 
 
-def test_the_first_stage_of_a_pipeline_holds_the_most_passes():
+def test_the_first_pipeline_stage_holds_the_activations_of_the_most_micro_batches():
     memory = forecast_memory(make_run(mesh=Mesh(pp=4), grad_accum_steps=16, strategy="ddp", length=8192))
     kept = []
     for pipeline_rank in memory.pipeline_ranks:
@@ -204,7 +204,7 @@ def test_offloading_moves_state_to_the_host():
     assert here.host.amount < optimizer.host.amount < everything.host.amount
 
 
-def test_main_memory_that_is_too_small_does_not_fit():
+def test_a_run_that_exceeds_host_memory_does_not_fit():
     arguments = ("model.shape=llama3-8b", *EIGHT_H100, "parallel.strategy=fsdp", "parallel.offload=cpu")
     assert plan(*arguments, "hardware.host_gib=2000").fits
     assert not plan(*arguments, "hardware.host_gib=64").fits
@@ -216,6 +216,6 @@ def test_frozen_parts_have_no_gradients_and_no_state():
         reserved(*arguments),
         reserved(*arguments, 'model.freeze=["model.layers.[0-9].*", "model.layers.1?.*"]'),
     )
-    assert whole - half > 0.5 * 6.5 * 12 * 0.9  # more than half of the blocks, twelve bytes each
-    assert not NAMED["mpt-7b"].traits.buildable  # it is for the forecast alone, and is forecast
+    assert whole - half > 0.5 * 6.5 * 12 * 0.9  # more than half of the blocks, twelve bytes per parameter
+    assert not NAMED["mpt-7b"].traits.buildable  # it can be planned but not trained
     assert reserved("model.shape=mpt-7b", "hardware.gpu=h200") > 0

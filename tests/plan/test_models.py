@@ -49,7 +49,7 @@ def test_a_cached_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
     ],
 )
-def test_a_well_known_model_that_is_not_here_is_known_by_its_name(name, shape, monkeypatch, tmp_path: Path):
+def test_a_well_known_model_that_is_not_cached_is_recognized_by_its_name(name, shape, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert read_shape(ModelConfig(from_=name)) == NAMED[shape]
 
@@ -81,7 +81,7 @@ def test_gpt2_size_names_are_read():
     assert parameters(shape_from_settings(settings)) == parameters(NAMED["gpt2"])
 
 
-def test_a_models_own_dropout_is_seen(tmp_path: Path):
+def test_the_dropout_of_a_model_is_read(tmp_path: Path):
     dropping = write(tmp_path / "drops", {**LLAMA, "resid_pdrop": 0.1})
     assert has_dropout(ModelConfig(from_=str(dropping)))
     assert not has_dropout(ModelConfig(shape="gpt2"))

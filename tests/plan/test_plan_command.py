@@ -1,4 +1,4 @@
-"""`shoal plan` as a user types it: what it prints, its statuses, and that it is quick and alone."""
+"""`shoal plan` as a user runs it: its output, its exit statuses, and that it is fast and does not import torch."""
 
 import json
 import resource
@@ -14,7 +14,9 @@ from shoal.cli import main
 EIGHT = ["model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", "train.steps=100"]
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def run_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
     """(status, standard output, standard error) of `shoal plan ARGUMENTS`."""
     monkeypatch.setattr(sys, "argv", ["shoal", "plan", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -23,15 +25,15 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *
     return int(ended.value.code or 0), out, err
 
 
-def answered(
+def plan_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> tuple[int, dict[str, Any]]:
-    status, out, _ = typed(monkeypatch, capsys, *arguments, "--json")
+    status, out, _ = run_plan(monkeypatch, capsys, *arguments, "--json")
     return status, json.loads(out)
 
 
 def test_overrides_alone_describe_a_run(monkeypatch, capsys):
-    status, found = answered(monkeypatch, capsys, *EIGHT)
+    status, found = plan_json(monkeypatch, capsys, *EIGHT)
     assert status == 0
     assert found["fits"] is True
     assert {"allocated_gib", "reserved_gib", "terms"} <= found["memory"].keys()
@@ -49,13 +51,13 @@ def test_overrides_alone_describe_a_run(monkeypatch, capsys):
 def test_a_file_with_overrides_is_planned_as_it_would_be_trained(monkeypatch, capsys, tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("name: small\nmodel: {shape: gpt2}\nhardware: {gpu: t4}\ntrain: {precision: 16-mixed}\n")
-    status, out, _ = typed(monkeypatch, capsys, str(file), "train.global_batch=8", "data.max_length=512")
+    status, out, _ = run_plan(monkeypatch, capsys, str(file), "train.global_batch=8", "data.max_length=512")
     assert status == 0
     assert out.startswith("small: single on 1 × t4 fits (one device).")
 
 
 def test_what_is_not_built_yet_can_be_planned(monkeypatch, capsys):
-    status, found = answered(
+    status, found = plan_json(
         monkeypatch, capsys, "model.shape=llama2-7b", "hardware.gpu=rtx4090", "adapter.kind=qlora",
         "train.recompute=auto", "train.global_batch=16", "data.max_length=1024",
     )  # fmt: skip
@@ -63,27 +65,27 @@ def test_what_is_not_built_yet_can_be_planned(monkeypatch, capsys):
     assert found["model"]["trained"] < found["model"]["parameters"] / 100
 
 
-def test_a_run_that_does_not_fit_is_status_3_with_ready_changes(monkeypatch, capsys):
+def test_a_run_that_does_not_fit_is_status_3_with_changes_to_paste(monkeypatch, capsys):
     arguments = ["model.shape=llama3-70b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=2"]
-    status, found = answered(monkeypatch, capsys, *arguments)
+    status, found = plan_json(monkeypatch, capsys, *arguments)
     assert status == 3
     assert found["fits"] is False
     changes = found["changes"]
     assert changes
     assert all({"set", "saves_gib", "slower", "fits"} <= change.keys() for change in changes)
-    # The text is ready: with it, the same command says yes.
+    # With the suggested text appended, the same command reports that the run fits.
     fitting = next(change for change in changes if change["fits"])
-    again, better = answered(monkeypatch, capsys, *arguments, *fitting["set"])
+    again, better = plan_json(monkeypatch, capsys, *arguments, *fitting["set"])
     assert again == 0
     assert better["memory"]["reserved_gib"] == pytest.approx(fitting["reserved_gib"], rel=0.01)
-    status, out, _ = typed(monkeypatch, capsys, *arguments)
+    status, out, _ = run_plan(monkeypatch, capsys, *arguments)
     assert status == 3
     assert "does NOT fit" in out
     assert fitting["set"][0] in out
 
 
-def test_changes_are_ordered_by_what_they_touch_and_then_by_time(monkeypatch, capsys):
-    _, found = answered(
+def test_changes_are_ordered_by_what_they_affect_and_then_by_time(monkeypatch, capsys):
+    _, found = plan_json(
         monkeypatch, capsys, "model.shape=llama3-8b", "hardware.gpu=a100-80gb", "data.max_length=2048",
         "train.micro_batch=8", "train.global_batch=8",
     )  # fmt: skip
@@ -113,7 +115,7 @@ def test_changes_are_ordered_by_what_they_touch_and_then_by_time(monkeypatch, ca
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(monkeypatch, capsys, arguments, sentence):
-    status, out, err = typed(monkeypatch, capsys, *arguments)
+    status, out, err = run_plan(monkeypatch, capsys, *arguments)
     assert status == 2
     assert out == ""
     assert err.startswith("shoal: ")
@@ -122,14 +124,14 @@ def test_bad_input_is_one_sentence_and_status_2(monkeypatch, capsys, arguments, 
 
 
 def test_without_a_gpu_auto_means_the_cpu_and_says_so(monkeypatch, capsys):
-    status, out, _ = typed(monkeypatch, capsys, "model.shape=gpt2", "data.max_length=256", "train.global_batch=8")
+    status, out, _ = run_plan(monkeypatch, capsys, "model.shape=gpt2", "data.max_length=256", "train.global_batch=8")
     if "no local GPU" not in out:
         pytest.skip("there is a local GPU")
     assert status == 0
     assert "× cpu" in out
 
 
-def test_it_answers_within_a_second_and_without_torch():
+def test_it_takes_less_than_a_second_and_does_not_import_torch():
     code = (
         "import sys; from shoal.cli import main; sys.argv = ['shoal', 'plan', 'model.shape=llama3-70b', "
         "'hardware.gpu=h100-80gb', 'hardware.devices=8', 'hardware.nodes=4', '--json']\n"
@@ -142,25 +144,25 @@ def test_it_answers_within_a_second_and_without_torch():
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert ended.returncode == 0, ended.stderr
-    # Time of the processor, so that other work on this machine does not decide.
+    # CPU time, because the machine may be shared.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
     json.loads(ended.stdout)
 
 
-def test_the_plan_is_drawn(monkeypatch, capsys, tmp_path: Path):
+def test_the_plan_is_plotted(monkeypatch, capsys, tmp_path: Path):
     picture = tmp_path / "plan.png"
-    status, _, _ = typed(monkeypatch, capsys, *EIGHT, "--plot", str(picture))
+    status, _, _ = run_plan(monkeypatch, capsys, *EIGHT, "--plot", str(picture))
     assert status == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    status, _, err = typed(monkeypatch, capsys, *EIGHT, "--plot", str(tmp_path / "none" / "plan.png"))
+    status, _, err = run_plan(monkeypatch, capsys, *EIGHT, "--plot", str(tmp_path / "none" / "plan.png"))
     assert status == 2
     assert "cannot be written" in err
 
 
 def test_hardware_can_be_described_in_the_config(monkeypatch, capsys):
     given = ["model.shape=llama3-8b", "hardware.devices=8", "train.steps=10", "train.global_batch=8"]
-    _, usual = answered(monkeypatch, capsys, *given, "hardware.gpu=h100-80gb")
-    _, larger = answered(
+    _, usual = plan_json(monkeypatch, capsys, *given, "hardware.gpu=h100-80gb")
+    _, larger = plan_json(
         monkeypatch, capsys, *given, "hardware.gpu={like: h100-80gb, memory_gib: 200, tflops: 2000}",
         "hardware.link={gb_per_second: 900}", "hardware.price=2.5",
     )  # fmt: skip
@@ -178,7 +180,7 @@ def test_another_systems_code_can_be_forecast(monkeypatch, capsys):
         "train.micro_batch=1",
         "train.global_batch=8",
     ]
-    _, ours = answered(monkeypatch, capsys, *arguments)
-    _, theirs = answered(monkeypatch, capsys, *arguments, "--like", "torchtitan")
+    _, ours = plan_json(monkeypatch, capsys, *arguments)
+    _, theirs = plan_json(monkeypatch, capsys, *arguments, "--like", "torchtitan")
     assert ours["memory"]["allocated_gib"] != theirs["memory"]["allocated_gib"]
     assert any("torchtitan" in note for note in theirs["notes"])

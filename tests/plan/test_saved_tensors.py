@@ -1,4 +1,4 @@
-"""What the forecast says that blocks keep, against what autograd keeps of real blocks of every family."""
+"""Forecast activations of a block, compared with what autograd saves in a real block of every family."""
 
 from collections.abc import Iterator
 
@@ -17,8 +17,8 @@ from shoal.parallel.recompute import recompute_blocks
 from shoal.plan.activations import block_input, block_kept, block_selected
 from shoal.plan.run import Run
 
-ROWS, LENGTH = 2, 256
-TOKENS = ROWS * LENGTH
+MICRO_BATCH, LENGTH = 2, 256
+TOKENS = MICRO_BATCH * LENGTH
 
 
 def shape_of(family: str, layers: int, kv_heads: int) -> ModelShape:
@@ -35,20 +35,20 @@ def forecast_run(family: str, kv_heads: int, *, compiled: bool, recompute: str =
         link=LINKS[gpu.link],
         network=LINKS["infiniband-ndr"],
         length=LENGTH,
-        micro_batch=ROWS,
+        micro_batch=MICRO_BATCH,
         compiled=compiled,
         recompute=recompute,
         precision="bf16-true",
     )
 
 
-def kept_by_a_block(family: str, kv_heads: int, *, recompute: str = "none", backend: str | None = None) -> float:
-    """Bytes that each block keeps for the backward pass: of four blocks less of two, so that the ends do not count."""
-    few, more = (_kept(shape_of(family, layers, kv_heads), recompute, backend) for layers in (2, 4))
+def saved_per_block(family: str, kv_heads: int, *, recompute: str = "none", backend: str | None = None) -> float:
+    """Bytes saved for the backward pass per block: four blocks minus two, so that embedding and head do not count."""
+    few, more = (_saved_by_model(shape_of(family, layers, kv_heads), recompute, backend) for layers in (2, 4))
     return (more - few) / 2
 
 
-def _kept(shape: ModelShape, recompute: str, backend: str | None) -> int:
+def _saved_by_model(shape: ModelShape, recompute: str, backend: str | None) -> int:
     model = AutoModelForCausalLM.from_config(transformers_config(shape), dtype=torch.bfloat16).train()
     model.set_attn_implementation("sdpa")
     blocks = read_anatomy(model).block_modules(model)
@@ -61,25 +61,25 @@ def _kept(shape: ModelShape, recompute: str, backend: str | None) -> int:
 
 def _saved(model: nn.Module) -> int:
     own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    kept: dict[int, tuple[int, Tensor]] = {}  # with the tensor, so that its memory is not given to another
+    saved: dict[int, tuple[int, Tensor]] = {}  # holds the tensor, so that its memory is not reused
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(input_ids=torch.zeros(ROWS, LENGTH, dtype=torch.long), use_cache=False).logits.float().sum()
-    return sum(size for size, _ in kept.values())
+        model(input_ids=torch.zeros(MICRO_BATCH, LENGTH, dtype=torch.long), use_cache=False).logits.float().sum()
+    return sum(size for size, _ in saved.values())
 
 
 @pytest.fixture(autouse=True)
-def _compiler_as_it_was() -> Iterator[None]:
-    """Compiling sets how much the compiler keeps, for the whole process."""
-    kept = {reason: getattr(torch._functorch.config, reason) for reason in REASONS_TO_KEEP}
+def _restore_compiler_settings() -> Iterator[None]:
+    """`compile_blocks` changes functorch settings of the whole process."""
+    before = {reason: getattr(torch._functorch.config, reason) for reason in REASONS_TO_KEEP}
     yield
-    for reason, value in kept.items():
+    for reason, value in before.items():
         setattr(torch._functorch.config, reason, value)
 
 
@@ -87,32 +87,32 @@ FAMILIES = [("llama", 2), ("llama", 4), ("mistral", 2), ("qwen2", 2), ("qwen3", 
 
 
 @pytest.mark.parametrize(("family", "kv_heads"), FAMILIES)
-def test_a_block_keeps_what_is_forecast(family: str, kv_heads: int) -> None:
+def test_an_eager_block_saves_what_is_forecast(family: str, kv_heads: int) -> None:
     expected = block_kept(forecast_run(family, kv_heads, compiled=False)).amount
-    assert expected == pytest.approx(kept_by_a_block(family, kv_heads), rel=0.01)
+    assert expected == pytest.approx(saved_per_block(family, kv_heads), rel=0.01)
 
 
-def test_a_recomputed_block_keeps_its_input() -> None:
+def test_a_fully_checkpointed_block_saves_its_input() -> None:
     expected = block_input(forecast_run("llama", 2, compiled=False))
-    assert expected == pytest.approx(kept_by_a_block("llama", 2, recompute="full"), rel=0.01)
+    assert expected == pytest.approx(saved_per_block("llama", 2, recompute="full"), rel=0.01)
 
 
-# A backend that divides forward from backward as inductor does, and compiles nothing.
+# A backend that partitions forward and backward as inductor does, without compiling.
 PARTITIONED = "aot_eager_decomp_partition"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "cheap"])
 @pytest.mark.parametrize(("family", "kv_heads"), FAMILIES)
-def test_a_compiled_block_keeps_what_is_forecast(family: str, kv_heads: int, recompute: str) -> None:
+def test_a_compiled_block_saves_what_is_forecast(family: str, kv_heads: int, recompute: str) -> None:
     expected = block_kept(forecast_run(family, kv_heads, compiled=True, recompute=recompute)).amount
-    found = kept_by_a_block(family, kv_heads, recompute=recompute, backend=PARTITIONED)
+    found = saved_per_block(family, kv_heads, recompute=recompute, backend=PARTITIONED)
     assert expected == pytest.approx(found, rel=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "kv_heads"), [("llama", 2), ("neox", 4), ("gpt2", 4)])
-def test_a_compiled_block_that_is_partly_recomputed_keeps_what_is_forecast(family: str, kv_heads: int) -> None:
+def test_a_compiled_selectively_checkpointed_block_saves_what_is_forecast(family: str, kv_heads: int) -> None:
     expected = block_selected(forecast_run(family, kv_heads, compiled=True, recompute="selective")).amount
-    found = kept_by_a_block(family, kv_heads, recompute="selective", backend=PARTITIONED)
+    found = saved_per_block(family, kv_heads, recompute="selective", backend=PARTITIONED)
     assert expected == pytest.approx(found, rel=0.02)

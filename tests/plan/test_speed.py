@@ -1,4 +1,4 @@
-"""What the forecast of time promises: the formula of MFU, and that slower things are slower."""
+"""The speed forecast: the MFU formula, and monotonicity."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from shoal.plan.speed import flops_per_token, forecast_speed
 from tests.plan.planning import make_run, tokens_per_second
 
 
-def test_mfu_counts_as_the_published_tables_do():
+def test_mfu_uses_the_formula_of_published_tables():
     run = make_run("llama3.2-1b", "h200", length=4096, micro_batch=4)
     shape = NAMED["llama3.2-1b"]
     matrices = shape.layers * block_matrices(shape) + shape.vocab * shape.hidden
@@ -33,7 +33,7 @@ def test_every_device_has_a_speed_below_its_peak(gpu):
     assert 0 < efficiency(GPUS[gpu]).matmuls < 1
 
 
-def test_recomputing_takes_time():
+def test_activation_checkpointing_takes_time():
     speeds = [
         forecast_speed(make_run(recompute=kind)).tokens_per_second_per_gpu for kind in ("none", "selective", 2, "full")
     ]
@@ -43,7 +43,7 @@ def test_recomputing_takes_time():
     assert 0.98 * speeds[0] < cheap < speeds[0]
 
 
-def test_compiled_blocks_are_faster_and_eight_bits_faster_still():
+def test_compiled_blocks_are_faster_and_fp8_is_faster_still():
     eager, compiled, eight = (
         forecast_speed(make_run(micro_batch=8, compiled=compiled, precision=precision)).tokens_per_second_per_gpu
         for compiled, precision in ((False, "bf16-mixed"), (True, "bf16-mixed"), (True, "fp8"))
@@ -64,20 +64,20 @@ def test_a_slower_network_is_never_faster():
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_data_parallel_speed_falls_gently_with_the_number_of_devices(strategy):
-    def each(count):
+    def speed_per_gpu(count):
         mesh = Mesh(dp_replicate=count) if strategy == "ddp" else Mesh(dp_shard=count)
         run = make_run("llama3.2-1b", "a100-80gb", micro_batch=8, strategy=strategy, mesh=mesh)
         return forecast_speed(run).tokens_per_second_per_gpu
 
     alone = forecast_speed(make_run("llama3.2-1b", "a100-80gb", micro_batch=8)).tokens_per_second_per_gpu
-    speeds = [each(count) for count in (8, 64, 1024, 4096)]
+    speeds = [speed_per_gpu(count) for count in (8, 64, 1024, 4096)]
     assert alone * 1.02 > speeds[0]
     assert speeds == sorted(speeds, reverse=True)
     assert speeds[1] > 0.6 * alone
 
 
-def test_computing_hides_no_more_exchanges_than_it_lasts():
-    """A step in which there is little to compute takes as long as everything that it exchanges."""
+def test_communication_overlaps_with_at_most_as_much_compute_as_there_is():
+    """A step with little compute takes as long as its communication."""
     run = make_run("llama3-8b", length=64, micro_batch=1, strategy="fsdp", mesh=Mesh(dp_shard=64))
     run = run.with_(shape=replace(run.shape, vocab=1_000_000))
     over, shape = rank_group(run, 64, 1), run.shape
@@ -88,7 +88,7 @@ def test_computing_hides_no_more_exchanges_than_it_lasts():
     assert forecast_speed(run).step_seconds > 0.99 * (gathers + scatters)
 
 
-def test_a_bubble_shrinks_with_passes_and_with_interleaving():
+def test_the_bubble_shrinks_with_more_micro_batches_and_with_interleaving():
     def bubble(grad_accum_steps, schedule="1f1b"):
         run = make_run(mesh=Mesh(pp=4), grad_accum_steps=grad_accum_steps, schedule=schedule, strategy="ddp")
         step = forecast_speed(run).step
@@ -100,16 +100,16 @@ def test_a_bubble_shrinks_with_passes_and_with_interleaving():
     assert bubble(16, "interleaved") < bubble(16)
 
 
-def test_groups_know_how_many_machines_they_cross():
+def test_rank_groups_know_how_many_nodes_they_span():
     run = make_run(mesh=Mesh(tp=4, dp_shard=16))
-    assert rank_group(run, 4, 1).nodes == 1  # tensor parallel ranks are neighbours
-    over = rank_group(run, 16, 4)  # every fourth rank: two of them in each machine of eight
+    assert rank_group(run, 4, 1).nodes == 1  # tensor-parallel ranks are adjacent
+    over = rank_group(run, 16, 4)  # every fourth rank: two of them in each node of eight
     assert (over.nodes, over.within) == (8, 2)
     assert LINKS["nvlink4"].bytes_per_second > LINKS["infiniband-ndr"].bytes_per_second
 
 
-def test_a_host_that_cannot_keep_up_is_waited_for():
+def test_small_eager_kernels_are_bound_by_launch_overhead():
     step = forecast_speed(make_run("gpt2", "h100-80gb", length=64, compiled=False)).step
-    waiting = step.find("kernel launch overhead")
-    assert waiting is not None
-    assert waiting.amount > step.amount / 2
+    overhead = step.find("kernel launch overhead")
+    assert overhead is not None
+    assert overhead.amount > step.amount / 2

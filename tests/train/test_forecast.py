@@ -1,4 +1,4 @@
-"""The plan is what is trained, whatever the model; and plan.json has both the forecast and what came of it."""
+"""Training executes the plan, for any model, and plan.json has the forecast and the measurements."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def forecast_of(model_type: str, machine: Machine = H200, overrides: tuple[str, 
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_training_carries_out_what_the_plan_says_and_the_config_stays_the_users(world_size, instructions, tmp_path):
+def test_training_executes_the_plan_and_stores_the_users_config(world_size, instructions, tmp_path):
     config = settings(instructions, **AUTO, hardware__devices=world_size, train__steps=1, train__global_batch=48)
     planned = write_config(tmp_path, config)
     said = json.loads(forked_shoal(tmp_path, "plan", str(planned), "hardware.gpu=cpu", "--json").out)
@@ -59,7 +59,7 @@ def test_training_carries_out_what_the_plan_says_and_the_config_stays_the_users(
     assert (kept.parallel.strategy, kept.train.micro_batch, kept.train.recompute) == ("auto", "auto", "auto")
 
 
-def test_what_is_chosen_is_what_the_model_is_built_with(instructions, tmp_path, monkeypatch):
+def test_the_model_is_built_with_what_was_chosen(instructions, tmp_path, monkeypatch):
     """On a device so small that only full activation checkpointing fits; the losses are the same."""
     reference = train_on(1, settings(instructions, name="reference", train__steps=3), tmp_path)
     config = settings(instructions, **{**AUTO, "train__micro_batch": 4}, train__steps=3)
@@ -68,9 +68,9 @@ def test_what_is_chosen_is_what_the_model_is_built_with(instructions, tmp_path, 
     given: list[Any] = []
     built = build.parallelize
 
-    def parallelize(model: Any, settled: Any, **others: Any) -> Any:
+    def parallelize(prepared: Any, settled: Any, **others: Any) -> Any:
         given.append(settled.train.recompute)
-        return built(model, settled, **others)
+        return built(prepared, settled, **others)
 
     monkeypatch.setattr(build, "parallelize", parallelize)
     assert run_ranks(1, lambda: (api.train(api.config_from_mapping(config), runs=tmp_path), given)[1]) == [["full"]]
@@ -118,7 +118,7 @@ def test_inactive_experts_take_memory_and_no_time():
     assert many.speed.step.find("matmuls") == few.speed.step.find("matmuls")
 
 
-def test_recompute_auto_leaves_a_model_without_blocks_alone():
+def test_recompute_auto_does_nothing_for_a_model_without_blocks():
     tight = machine_at_hand("NVIDIA H200", 0.0, devices=1)
     forecast, _ = forecast_of("jamba", tight, ("train.recompute=auto",), **ODD["jamba"])
     assert forecast.config.train.recompute == "none"
@@ -137,16 +137,16 @@ def test_ranks_with_different_devices_choose_the_same(instructions):
     assert (one.gpu.name, one.gpu.memory_gib, one.devices) == ("h100-80gb", 39.5, 2)
 
 
-def test_a_network_that_the_config_names_counts_as_it_does_in_the_plan(instructions):
+def test_a_network_set_in_the_config_is_used_as_in_shoal_plan(instructions):
     config = api.config_from_mapping(settings(instructions, hardware__network="ethernet-25", hardware__nodes=2))
     machine = machine_of_all(config, Device(None, 79.1, None, "NVIDIA H100 80GB HBM3"), Ranks(0, 1, 0, None))
     assert machine.network.name == "ethernet-25"
 
 
-# What was measured.
+# Measurements.
 
 
-def test_the_steps_after_warm_up_are_measured_and_not_compared_on_a_cpu(instructions, tmp_path, capfd):
+def test_the_steps_after_warmup_are_measured_and_not_compared_on_a_cpu(instructions, tmp_path, capfd):
     config = settings(instructions, train__steps=18, data__max_length=64, data__train_on="all")
     run = train_on(2, config, tmp_path)
     found = plan_of(run)
@@ -162,7 +162,7 @@ def test_the_steps_after_warm_up_are_measured_and_not_compared_on_a_cpu(instruct
 
 
 @pytest.mark.parametrize(("steps", "every", "measured"), [(4, 1, None), (8, 1, [6, 8]), (14, 7, [8, 14])])
-def test_a_short_run_measures_what_it_has(steps, every, measured, instructions, tmp_path):
+def test_a_short_run_measures_the_steps_it_has(steps, every, measured, instructions, tmp_path):
     found = plan_of(train_on(1, settings(instructions, train__steps=steps, log__every=every), tmp_path))["measured"]
     assert (found and found["steps"]) == measured
 

@@ -1,4 +1,4 @@
-"""What training does, seen through the files of a run."""
+"""What a training run computes and writes."""
 
 import json
 import math
@@ -63,7 +63,7 @@ def test_two_deterministic_runs_are_bitwise_equal(instructions, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_another_seed_is_another_run(instructions, tmp_path):
+def test_another_seed_gives_other_losses(instructions, tmp_path):
     one = train_on(1, settings(instructions, name="one"), tmp_path)
     two = train_on(1, settings(instructions, name="two", seed=5), tmp_path)
     assert losses(one) != losses(two)
@@ -117,7 +117,7 @@ def test_mixed_precision_keeps_fp32_weights_and_true_precision_does_not(precisio
         (2, {"parallel__tp": 2}),
     ],
 )
-def test_fp8_trains_nearly_what_bf16_trains_however_it_is_split(world_size, changes, instructions, tmp_path):
+def test_fp8_losses_are_close_to_bf16_for_every_strategy(world_size, changes, instructions, tmp_path):
     """Stated in docs/performance.md: within 2% of bf16-mixed from the same weights."""
     sized = {"model__shape": {**LLAMA, "ffn": 96, "positions": 512, "tied": True}}
     one = train_on(1, settings(instructions, name="one", train__precision="fp8", **sized), tmp_path)
@@ -130,7 +130,7 @@ def test_fp8_trains_nearly_what_bf16_trains_however_it_is_split(world_size, chan
 
 
 @pytest.mark.parametrize(("inner", "says"), [(96, None), (100, "fp8 applies to 24% of the weights")])
-def test_fp8_says_so_where_it_applies_to_a_part_of_the_model_only(inner, says, instructions, tmp_path, capfd):
+def test_fp8_warns_if_it_applies_to_only_a_part_of_the_model(inner, says, instructions, tmp_path, capfd):
     sized = {"model__shape": {**LLAMA, "ffn": inner, "positions": 512, "tied": True}, "train__steps": 1}
     train_on(1, settings(instructions, train__precision="fp8", **sized), tmp_path)
     found = " ".join(capfd.readouterr().err.split())
@@ -138,7 +138,7 @@ def test_fp8_says_so_where_it_applies_to_a_part_of_the_model_only(inner, says, i
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_16_mixed_scales_the_loss_and_trains_what_fp32_trains(strategy, instructions, tmp_path):
+def test_16_mixed_scales_the_loss_and_trains_like_fp32(strategy, instructions, tmp_path):
     changes = {"train__precision": "16-mixed", "parallel__strategy": strategy}
     run = train_on(2, settings(instructions, **changes), tmp_path)
     exact = train_on(1, settings(instructions, name="exact"), tmp_path)
@@ -149,7 +149,7 @@ def test_16_mixed_scales_the_loss_and_trains_what_fp32_trains(strategy, instruct
 
 @pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 2e-6), ("lion", 2e-6), ("muon", 2e-3)])
 def test_every_optimizer_learns_with_the_same_losses_on_two_sharded_ranks(optimizer, bound, instructions, tmp_path):
-    """Muon orthogonalises in bf16, where the order of summation matters more."""
+    """Muon orthogonalizes in bf16, where the order of summation matters more."""
     lr = {"sgd": 0.3, "lion": 1e-3, "muon": 1e-2}[optimizer]
     changes = {"train__optimizer": {"name": optimizer}, "train__lr": lr}
     one = train_on(1, settings(instructions, name="one", **changes), tmp_path)
@@ -168,7 +168,7 @@ def test_every_optimizer_learns_with_the_same_losses_on_two_sharded_ranks(optimi
         pytest.param("bf16-mixed", 2, "fsdp", marks=pytest.mark.slow),
     ],
 )
-def test_compiled_blocks_train_what_plain_ones_train(precision, world_size, strategy, instructions, tmp_path):
+def test_compiled_blocks_train_like_eager_ones(precision, world_size, strategy, instructions, tmp_path):
     changes = {"train__precision": precision, "parallel__strategy": strategy, "train__steps": 4}
     plain = train_on(world_size, settings(instructions, name="plain", **changes), tmp_path)
     traced = train_on(
@@ -177,7 +177,7 @@ def test_compiled_blocks_train_what_plain_ones_train(precision, world_size, stra
     assert losses(traced) == pytest.approx(losses(plain), rel=2e-6 if precision == "32-true" else 2e-3)
 
 
-def test_a_chunked_loss_trains_what_a_plain_one_trains_also_when_sharded(instructions, tmp_path):
+def test_a_chunked_loss_trains_like_a_plain_one_also_when_sharded(instructions, tmp_path):
     plain = train_on(1, settings(instructions, name="plain", train__loss_impl="plain"), tmp_path)
     for world_size, strategy in ((1, "single"), (2, "fsdp")):
         changes = {"train__loss_impl": "chunked", "parallel__strategy": strategy, "name": f"chunked-{strategy}"}
@@ -192,7 +192,7 @@ def _change(run: Path, start: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def untrained(instructions, tmp_path) -> Path:
-    """One step so small that it leaves the weights as they were drawn."""
+    """One step with a learning rate so small that the weights stay as initialized."""
     return train_on(1, settings(instructions, name="untrained", train__steps=1, train__lr=1e-30), tmp_path)
 
 
@@ -226,7 +226,7 @@ def test_patterns_that_match_no_parameter_are_mistakes(instructions, tmp_path):
         train_on(1, settings(instructions, train__lr_groups={"layer.*": 2.0}), tmp_path)
 
 
-def test_weight_decay_leaves_norms_alone(instructions, untrained, tmp_path):
+def test_weight_decay_does_not_apply_to_norms(instructions, untrained, tmp_path):
     """AdamW decays by lr × weight_decay and updates by at most lr: here only the decay is large."""
     optimizer = {"name": "adamw", "weight_decay": 1e4}
     config = settings(instructions, train__optimizer=optimizer, train__lr=5e-5, train__steps=1)
@@ -295,7 +295,7 @@ def test_metrics_have_the_documented_fields(instructions, tmp_path):
     assert lines(run)[1]["tokens"] > lines(run)[0]["tokens"] > 0
 
 
-def test_csv_and_tensorboard_are_written_where_asked_for(instructions, tmp_path):
+def test_csv_and_tensorboard_are_written_if_configured(instructions, tmp_path):
     run = train_on(1, settings(instructions, train__steps=3, log__to=["csv", "tensorboard"]), tmp_path)
     header, *rows = (run / "metrics.csv").read_text().splitlines()
     assert header.startswith("step,attempt,loss,grad_norm,lr")
@@ -303,7 +303,7 @@ def test_csv_and_tensorboard_are_written_where_asked_for(instructions, tmp_path)
     assert list((run / "logs" / "tensorboard").glob("events.*"))
 
 
-def test_a_model_with_an_untied_head_and_one_with_a_tied_one_have_that_many_tensors(instructions, tmp_path):
+def test_a_tied_head_is_not_stored_as_a_separate_tensor(instructions, tmp_path):
     tied = train_on(1, settings(instructions, name="tied", train__steps=1), tmp_path)
     shape = {**LLAMA, "positions": 512, "tied": False}
     untied = train_on(1, settings(instructions, name="untied", train__steps=1, model__shape=shape), tmp_path)

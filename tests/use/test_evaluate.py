@@ -19,7 +19,7 @@ def trained_lines(run: Path) -> dict[int, dict]:
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 @pytest.mark.parametrize("step", [2, 4])
-def test_the_loss_is_the_one_training_wrote_for_that_step(strategy, step, text_runs, shoal):
+def test_the_loss_equals_the_one_logged_by_training_at_that_step(strategy, step, text_runs, shoal):
     found = shoal("eval", text_runs[strategy], "--step", step, "--batches", 2, "--json").json
     line = trained_lines(text_runs[strategy])[step]
     assert found["eval_loss"] == pytest.approx(line["eval_loss"], rel=1e-6)
@@ -50,7 +50,7 @@ def test_an_fp8_run_is_evaluated_with_the_matmuls_it_was_trained_with(text, tmp_
     )
 
 
-def test_another_family_is_loaded_and_measured_alike(text, tmp_path, shoal):
+def test_another_family_is_evaluated_the_same(text, tmp_path, shoal):
     shape = {**PYTHIA, "positions": 256, "tied": False}
     run = train_on(2, settings(text, train__steps=2, data__validation=0.05, model__shape=shape), tmp_path)
     found = shoal("eval", run, "--batches", 50, "--json").json
@@ -91,7 +91,7 @@ def test_a_nan_loss_is_null():
     assert found.as_dict()["eval_loss"] is None
 
 
-def test_mistakes_are_sentences(text_run, tmp_path, shoal):
+def test_each_mistake_is_one_sentence(text_run, tmp_path, shoal):
     shoal("eval", text_run, "train.lr=1").hold_mistake("train.lr has no effect on an evaluation")
     shoal("eval", text_run, "eval.batches=3").hold_mistake("use --batches")
     shoal("eval", text_run, "train.lrr=1").hold_mistake("train.lrr")

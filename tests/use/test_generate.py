@@ -50,7 +50,7 @@ def test_the_loaded_weights_are_the_checkpoints_bit_for_bit(text_runs):
         assert not loaded.model.training
 
 
-def test_any_step_can_be_asked_for(text_run, tmp_path, shoal):
+def test_any_step_can_be_selected(text_run, tmp_path, shoal):
     older = plainly(api.export(text_run, tmp_path / "older", step=2), "import ", 40)
     newest = plainly(api.export(text_run, tmp_path / "newest"), "import ", 40)
     assert older != newest, "two steps at this learning rate generate different texts"
@@ -77,7 +77,7 @@ def test_sampling_does_not_change_the_callers_rng_state(text_run):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_at_temperature_one_all_tokens_may_be_drawn_not_the_likeliest_fifty(text_run):
+def test_temperature_one_samples_from_all_tokens_and_not_from_the_top_fifty(text_run):
     loaded = load_run(text_run, device="cpu")
     with torch.no_grad():
         loaded.model.get_output_embeddings().weight.zero_()  # every token equally likely
@@ -91,7 +91,7 @@ def test_at_temperature_one_all_tokens_may_be_drawn_not_the_likeliest_fifty(text
     assert generate(loaded, "x", tokens=20, temperature=1.5, top_p=1e-6, seed=0) == greedy
 
 
-def test_the_answer_ends_at_an_end_token_which_is_no_part_of_the_text(text_run):
+def test_generation_ends_at_an_end_token_which_is_not_in_the_text(text_run):
     loaded = load_run(text_run, device="cpu")
     greedy = generate(loaded, "def main(", tokens=40, temperature=0)
     first, second = greedy[10], greedy[20]
@@ -101,34 +101,34 @@ def test_the_answer_ends_at_an_end_token_which_is_no_part_of_the_text(text_run):
     assert generate(loaded, "def main(", tokens=40, temperature=0) == greedy[: min(map(greedy.index, (first, second)))]
 
 
-def test_an_answer_ends_at_the_context_length_and_says_so(text_run, shoal):
+def test_generation_ends_at_the_context_length_with_a_notice(text_run, shoal):
     ended = shoal("generate", text_run, "x" * 500, "--tokens", 50, "--seed", 2, "--json")
     assert ended.json["tokens"] <= 12
     assert ended.json["cut_off"] == (ended.json["tokens"] == 12)
     shoal("generate", text_run, "x" * 512).hold_mistake("The prompt has 512 tokens", "512 positions", "shorten")
 
 
-def test_an_answer_can_be_stopped_early(text_run):
+def test_generation_can_be_stopped_early(text_run):
     with stream(load_run(text_run, device="cpu"), "def ", Sampling(tokens=400, temperature=0)) as answer:
         next(answer)
     assert len(answer.ids) < 400
     assert not answer._thread.is_alive()
 
 
-def test_an_error_in_the_model_reaches_the_reader(text_run):
+def test_an_error_in_the_model_is_raised_in_the_caller(text_run):
     loaded = load_run(text_run, device="cpu")
     loaded.model.get_input_embeddings().weight = torch.nn.Parameter(torch.zeros(3, 32), requires_grad=False)
     with pytest.raises(IndexError):
         generate(loaded, "def ", tokens=5)
 
 
-def test_without_a_prompt_a_document_begins(text_run, shoal):
+def test_an_empty_prompt_starts_a_new_document(text_run, shoal):
     loaded = load_run(text_run, device="cpu")
     assert make_prompt(loaded, "").ids == [loaded.tokenizer.end]
     assert shoal("generate", text_run, "", "--tokens", 5, "--json").json["tokens"] <= 5
 
 
-def test_instructions_are_wrapped_as_they_were_in_training(instruction_run, instructions, shoal):
+def test_instructions_are_formatted_as_in_training(instruction_run, instructions, shoal):
     loaded = load_run(instruction_run, device="cpu")
     prompt = make_prompt(loaded, "turn as one")
     assert loaded.tokenizer.decode(prompt.ids) == alpaca_prompt("turn as one")
@@ -140,7 +140,7 @@ def test_instructions_are_wrapped_as_they_were_in_training(instruction_run, inst
     assert wrapped["text"] == by_hand["text"]
 
 
-def test_what_was_trained_on_is_read_from_the_run_before_its_data(text_run, tmp_path):
+def test_the_data_format_is_read_from_the_run_and_not_from_its_data(text_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(text_run, run)
     loaded = load_run(run, device="cpu")

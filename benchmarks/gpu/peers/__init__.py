@@ -1,5 +1,5 @@
-"""What `speed.py` measures: shoal and its peers, each case in a process of its own.
+"""What `speed.py` measures: shoal and other tools, each case in a separate process.
 
-`cases` lists them, `process` runs one, `rows` makes the tokens that all of them see; the modules named after a tool
-train with that tool, as its own users would.
+`cases` lists them, `process` runs one, and `sequences` prepares the tokens that all of them train on. The modules named
+after a tool train with that tool, as its users would.
 """

@@ -1,4 +1,4 @@
-"""`python -m peers TASK RESULT`: train as the task says, with the tool it names, and write what came of it."""
+"""`python -m peers TASK RESULT`: train the task with its tool, and write the result."""
 
 import importlib
 import json

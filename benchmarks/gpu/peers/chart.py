@@ -1,4 +1,4 @@
-"""The speeds as bars, ours beside the peers, one group a job."""
+"""Bar chart of the speeds: ours next to the other tools, one group per job."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +12,7 @@ OURS, THEIRS = "#0072B2", "#B0B0B0"
 
 
 def draw(path: Path, report: Report) -> None:
-    """Nothing without matplotlib, or without a single result."""
+    """Draw the chart. Does nothing without matplotlib or without results."""
     groups = {
         heading: [case for case in report.cases.values() if case["job"] == job and case["status"] == MEASURED]
         for job, heading in JOBS.items()
@@ -20,15 +20,15 @@ def draw(path: Path, report: Report) -> None:
     groups = {heading: members for heading, members in groups.items() if members}
     if not groups or find_spec("matplotlib") is None:
         return
-    # Without pyplot, which would look for a screen.
+    # Not pyplot, which would look for a display.
     from matplotlib.figure import Figure
 
     heights = [len(members) for members in groups.values()]
     figure = Figure(figsize=(11, 0.27 * sum(heights) + 0.38 * len(groups) + 0.5), layout="constrained")
     gpu = report.machine["gpu"] or "CPU"
-    figure.suptitle(f"Training speed on one {gpu}: tokens a second, and peak memory allocated", fontsize=12)
-    rooms = figure.subplots(len(groups), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axes, (heading, members) in zip(rooms, groups.items(), strict=True):
+    figure.suptitle(f"Training speed on one {gpu}: tokens per second, and peak allocated memory", fontsize=12)
+    all_axes = figure.subplots(len(groups), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axes, (heading, members) in zip(all_axes, groups.items(), strict=True):
         _draw_group(axes, heading, members)
     figure.savefig(path, dpi=120)
 

@@ -1,4 +1,4 @@
-"""When steps end, what they cost in memory and what their losses were, without making the host wait for the device."""
+"""Time, memory and loss of each step, measured without synchronizing host and device."""
 
 import math
 import time
@@ -13,8 +13,8 @@ from peers.task import Task
 class Clock:
     """Call `begin` before the first step and `step_done` after each.
 
-    On CUDA a step ends when the device says so: an event is recorded and read only when everything is over, since a
-    synchronisation in each step would slow down exactly the loops that avoid one.
+    On CUDA the end of a step is an event, which is read after the last step: a synchronization per step would slow down
+    the loops that avoid one.
     """
 
     def __init__(self, task: Task) -> None:
@@ -26,7 +26,7 @@ class Clock:
 
     def begin(self) -> None:
         if self.cuda:
-            # What building the model took is no part of what training takes.
+            # Memory used for building the model does not count.
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -45,14 +45,15 @@ class Clock:
             self.first_step_seconds = time.time() - self.task.started
 
     def result(self) -> dict[str, Any]:
-        """What is known of the run; which steps count is for the reader of it."""
+        """All measurements of the run. The caller decides which steps are warmup."""
         if self.cuda:
             torch.cuda.synchronize()
         seconds = [self._between(one, other) for one, other in zip(self._ends, self._ends[1:], strict=False)]
         return {
-            # The first step has no end before it, so it has no time here: it is never measured anyway.
+            # The first step has no time here, because no step ended before it. It is always a warmup step.
             "step_seconds": [None, *seconds],
-            "losses": [value if math.isfinite(value) else None for value in map(float, self._losses)],  # NaN is no JSON
+            # JSON has no NaN.
+            "losses": [value if math.isfinite(value) else None for value in map(float, self._losses)],
             "first_step_seconds": self.first_step_seconds,
             "allocated_gib": torch.cuda.max_memory_allocated() / 2**30 if self.cuda else None,
             "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if self.cuda else None,

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation, counted in one way for everyone."""
+"""Model FLOPs utilization (MFU), computed the same way for every tool."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ from shoal.catalogue.shapes import block_matrices, find_shape, shape_from_sizes
 
 
 @dataclass(frozen=True)
-class Work:
-    """Operations for a token, and the formula in numbers."""
+class Flops:
+    """FLOPs per token, and the formula with its values."""
 
     per_token: float
     formula: str
 
-    def utilisation(self, tokens_per_second: float, peak: float) -> float:
+    def mfu(self, tokens_per_second: float, peak: float) -> float:
         return tokens_per_second * self.per_token / peak
 
 
-def count_work(case: Case) -> Work:
-    """Six operations for each trained entry of a matrix and token: two forward, two for the gradient of the input, two
-    for its own. A frozen one has no gradient of its own. Looking up an embedding multiplies nothing; the head does,
-    tied or not. Attention is counted without its causal half, as in published tables. Recomputing counts for nothing.
+def count_flops(case: Case) -> Flops:
+    """Six FLOPs per token and matrix parameter: two in the forward pass, two for the gradient of the input, two for the
+    gradient of the weight, which a frozen weight does not have. The embedding lookup is not counted; the head is, tied
+    or not. Attention is counted without the causal mask, as in published tables. Recomputation is not counted.
     """
     shape = find_shape(case.shape) if isinstance(case.shape, str) else shape_from_sizes(**case.shape)
     matrices = shape.layers * block_matrices(shape) + shape.vocab * shape.hidden
@@ -31,18 +31,18 @@ def count_work(case: Case) -> Work:
     tail = f"12 · {shape.layers} layers · {shape.hidden} hidden · {case.length} tokens"
     if case.adapter:
         trained = adapter_parameters(shape)
-        return Work(
+        return Flops(
             4 * matrices + 6 * trained + attention, f"4 · {matrices:,} frozen + 6 · {trained:,} trained + {tail}"
         )
-    return Work(6 * matrices + attention, f"6 · {matrices:,} matrix parameters + {tail}")
+    return Flops(6 * matrices + attention, f"6 · {matrices:,} matrix parameters + {tail}")
 
 
 def adapter_parameters(shape: ModelShape) -> int:
-    """Of LoRA on queries and values."""
+    """Parameters of LoRA on queries and values."""
     return shape.layers * ADAPTER_RANK * (2 * shape.hidden + shape.query_width + shape.kv_width)
 
 
 def peak_of(gpu: str | None) -> float | None:
-    """bf16 operations a second that the maker promises, in float8 cases too, so that their gain shows."""
+    """The datasheet's bf16 FLOP/s, for float8 cases too, so that their MFU shows the gain."""
     known = recognise(gpu) if gpu else None
     return known.bf16 if known else None

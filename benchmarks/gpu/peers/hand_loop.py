@@ -1,4 +1,4 @@
-"""What a person who knows PyTorch writes for one GPU: no framework, each block compiled, logits never stored."""
+"""A good hand-written PyTorch loop for one GPU: no framework, each block compiled, logits not materialized."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from peers.clock import Clock
 from peers.models import add_adapter, build, decay_groups, device
-from peers.rows import read_batch
-from peers.task import BETAS, CLIP, EPSILON, RATE, Task
+from peers.sequences import read_batch
+from peers.task import BETAS, CLIP, EPSILON, LEARNING_RATE, Task
 
 
 def run(task: Task, clock: Clock) -> None:
@@ -46,7 +46,7 @@ def clipped_step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimize
 
 
 def float8(task: Task, clock: Clock) -> None:
-    """bf16 weights, copied once a step from fp32 masters, and the blocks' products in float8 with tensorwise scales."""
+    """bf16 weights, cast from fp32 master weights once per step; float8 matmuls in blocks, with tensorwise scales."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     model = build(task, torch.bfloat16)
@@ -72,7 +72,7 @@ def float8(task: Task, clock: Clock) -> None:
 
 
 def adapter(task: Task, clock: Clock) -> None:
-    """bf16 weights that are not trained, and peft's fp32 adapters under autocast."""
+    """Frozen bf16 weights, and peft's fp32 adapters under autocast."""
     adapted = add_adapter(build(task, torch.bfloat16))
     model = adapted.get_base_model()
     compile_blocks(model, clock)
@@ -83,9 +83,9 @@ def adapter(task: Task, clock: Clock) -> None:
 
 
 class Loss:
-    """From tokens to the mean loss: transformers' blocks called one by one, then the head fused with its loss.
+    """The mean loss of a batch: transformers' blocks called one by one, then the head fused with the loss.
 
-    The model's own forward would look at the positions on the host to find out whether rows are packed.
+    The model's own forward would check on the host, from the positions, whether sequences are packed.
     """
 
     def __init__(self, model: Any, autocast: bool) -> None:
@@ -95,7 +95,7 @@ class Loss:
         self.autocast = autocast
 
     def __call__(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        # Around one forward only: autocast keeps its copies of the weights for as long as it lasts.
+        # Around one forward pass only: autocast caches its casts of the weights until it exits.
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.autocast):
             return self.forward(inputs, labels)
 
@@ -107,16 +107,16 @@ class Loss:
         for block in decoder.layers:
             hidden = block(hidden, attention_mask=None, position_ids=positions, position_embeddings=rotary)
         hidden = decoder.norm(hidden).to(torch.bfloat16)
-        # Cast once here: the loss works in chunks, and autocast would cast the whole head anew for each.
+        # Cast once here: the loss works in chunks, and autocast would cast the whole head again for each.
         return self.fused(self.head.to(torch.bfloat16), hidden.flatten(0, 1), labels.flatten())
 
 
 def train(task: Task, clock: Clock, loss_of: Callable[[Tensor, Tensor], Tensor], update: Callable[[], None]) -> None:
-    rows = np.load(task.rows_file)
+    sequences = np.load(task.sequences_file)
     clock.begin()
     with cudnn_attention(clock):
         for step in range(task.steps):
-            batch = read_batch(rows, step, task.rows)
+            batch = read_batch(sequences, step, task.micro_batch)
             if clock.cuda:
                 batch = tuple(part.pin_memory().to(device(), non_blocking=True) for part in batch)
             loss = loss_of(*batch)
@@ -131,12 +131,12 @@ def compile_blocks(model: Any, clock: Clock) -> None:
 
 
 def make_optimizer(parameters: list[nn.Parameter], clock: Clock) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(decay_groups(parameters), lr=RATE, betas=BETAS, eps=EPSILON, fused=clock.cuda)
+    return torch.optim.AdamW(decay_groups(parameters), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=clock.cuda)
 
 
 @contextmanager
 def cudnn_attention(clock: Clock) -> Iterator[None]:
-    """cuDNN's attention first, which on Hopper is faster than PyTorch's own choice, flash attention 2."""
+    """Prefer cuDNN attention, which on Hopper is faster than PyTorch's default, FlashAttention-2."""
     if not clock.cuda:
         yield
         return

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer as its documentation shows it: bf16, fused AdamW, sdpa; with Liger, peft, bitsandbytes."""
+"""Hugging Face's Trainer as documented: bf16, fused AdamW, sdpa; optionally with Liger, peft and bitsandbytes."""
 
 from typing import Any
 
@@ -9,26 +9,26 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from peers.clock import Clock
 from peers.models import add_adapter, build, quantize
-from peers.rows import read_batch
-from peers.task import BETAS, CLIP, EPSILON, RATE, SEED, WEIGHT_DECAY, Task
+from peers.sequences import read_batch
+from peers.task import BETAS, CLIP, EPSILON, LEARNING_RATE, SEED, WEIGHT_DECAY, Task
 
 
-class RowSet(Dataset):
-    """Rows in their order. `shift_labels` is transformers' own name for labels that are shifted already."""
+class SequenceDataset(Dataset):
+    """Sequences in order. `shift_labels` is transformers' name for labels that are already shifted."""
 
-    def __init__(self, rows: np.ndarray) -> None:
-        self.rows = rows
+    def __init__(self, sequences: np.ndarray) -> None:
+        self.sequences = sequences
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.sequences)
 
-    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        inputs, labels = read_batch(self.rows, row, 1)
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        inputs, labels = read_batch(self.sequences, index, 1)
         return {"input_ids": inputs[0], "labels": labels[0], "shift_labels": labels[0]}
 
 
 class MeasuredTrainer(Trainer):
-    """The Trainer, with the loss of each step kept on the device."""
+    """The Trainer, which also keeps the loss of the last step on the device."""
 
     def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
         self.last_loss = super().training_step(*arguments, **named)
@@ -46,7 +46,7 @@ class StepEnd(TrainerCallback):
 
 
 def run(task: Task, clock: Clock) -> None:
-    """Options: `liger`, `adapter` (lora, qlora), `optimizer` (its name for the Trainer), `recompute`, `dtype`."""
+    """Options: `liger`, `adapter` (lora, qlora), `optimizer` (the Trainer's name for it), `recompute`, `dtype`."""
     options = task.options
     model = build(task, getattr(torch, options.get("dtype", "float32")))
     if options.get("adapter") == "qlora":
@@ -59,9 +59,9 @@ def run(task: Task, clock: Clock) -> None:
         args=TrainingArguments(
             output_dir=task.folder,
             max_steps=task.steps,
-            per_device_train_batch_size=task.rows,
+            per_device_train_batch_size=task.micro_batch,
             train_sampling_strategy="sequential",
-            learning_rate=RATE,
+            learning_rate=LEARNING_RATE,
             lr_scheduler_type="constant",
             weight_decay=WEIGHT_DECAY,
             adam_beta1=BETAS[0],
@@ -71,7 +71,7 @@ def run(task: Task, clock: Clock) -> None:
             optim=options.get("optimizer", "adamw_torch_fused"),
             bf16=True,
             use_liger_kernel=bool(options.get("liger")),
-            # Triton's interpreter, which stands in for a GPU in `--tiny`, cannot run these two.
+            # Triton's interpreter, which replaces the GPU in `--tiny`, cannot run these.
             liger_kernel_config=None if clock.cuda else {"rms_norm": False, "swiglu": False, "rope": False},
             gradient_checkpointing=bool(options.get("recompute")),
             seed=SEED,
@@ -82,7 +82,7 @@ def run(task: Task, clock: Clock) -> None:
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=RowSet(np.load(task.rows_file)),
+        train_dataset=SequenceDataset(np.load(task.sequences_file)),
         callbacks=[callback],
     )
     callback.trainer = trainer

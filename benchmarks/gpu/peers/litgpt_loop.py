@@ -1,6 +1,6 @@
-"""LitGPT through its public classes, in the order of its own `pretrain` and `finetune_lora`.
+"""LitGPT's public classes, used in the order of its `pretrain` and `finetune_lora`.
 
-Without their data modules, logger and evaluation: those cost its user time that is not measured here.
+Without their data modules, logger and evaluation, whose time is not measured here.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ from litgpt.utils import chunked_cross_entropy, instantiate_torch_optimizer
 
 from peers.clock import Clock
 from peers.models import build, resolve_shape
-from peers.rows import read_batch
-from peers.task import ADAPTER_ALPHA, ADAPTER_RANK, BETAS, CLIP, EPSILON, RATE, SEED, WEIGHT_DECAY, Task
+from peers.sequences import read_batch
+from peers.task import ADAPTER_ALPHA, ADAPTER_RANK, BETAS, CLIP, EPSILON, LEARNING_RATE, SEED, WEIGHT_DECAY, Task
 
 OPTIMIZER = {
     "class_path": "torch.optim.AdamW",
-    "init_args": {"lr": RATE, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY},
+    "init_args": {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY},
 }
 
 
@@ -48,12 +48,13 @@ def pretrain(task: Task, clock: Clock) -> None:
     model = fabric.setup(model)
     optimizer = instantiate_torch_optimizer(OPTIMIZER, model.parameters(), fused=clock.cuda)
     optimizer = fabric.setup_optimizers(optimizer)
-    rows = np.load(task.rows_file)
+    sequences = np.load(task.sequences_file)
     clock.begin()
     for step in range(task.steps):
-        inputs, targets = (part.to(fabric.device, non_blocking=True) for part in read_batch(rows, step, task.rows))
+        batch = read_batch(sequences, step, task.micro_batch)
+        inputs, labels = (part.to(fabric.device, non_blocking=True) for part in batch)
         logits = model(inputs)
-        loss = chunked_cross_entropy(logits, targets)
+        loss = chunked_cross_entropy(logits, labels)
         fabric.backward(loss)
         fabric.clip_gradients(model, optimizer, max_norm=CLIP)
         optimizer.step()
@@ -73,12 +74,13 @@ def finetune(task: Task, clock: Clock) -> None:
     model.max_seq_length = task.length
     model = fabric.setup_module(model)
     optimizer = fabric.setup_optimizers(instantiate_torch_optimizer(OPTIMIZER, model.parameters()))
-    rows = np.load(task.rows_file)
+    sequences = np.load(task.sequences_file)
     clock.begin()
     for step in range(task.steps):
-        inputs, targets = (part.to(fabric.device, non_blocking=True) for part in read_batch(rows, step, task.rows))
-        # Labels are shifted already, so that its last position has one too.
-        loss = chunked_cross_entropy(model(inputs, lm_head_chunk_size=128), targets)
+        batch = read_batch(sequences, step, task.micro_batch)
+        inputs, labels = (part.to(fabric.device, non_blocking=True) for part in batch)
+        # Labels are already shifted, so the last position has one too.
+        loss = chunked_cross_entropy(model(inputs, lm_head_chunk_size=128), labels)
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -86,7 +88,7 @@ def finetune(task: Task, clock: Clock) -> None:
 
 
 def make_fabric(clock: Clock, precision: Any) -> lightning.Fabric:
-    torch.set_float32_matmul_precision("high")  # as its command line does
+    torch.set_float32_matmul_precision("high")  # as its CLI does
     fabric = lightning.Fabric(
         accelerator="cuda" if clock.cuda else "cpu", devices=1, strategy="auto", precision=precision
     )
@@ -95,7 +97,7 @@ def make_fabric(clock: Clock, precision: Any) -> lightning.Fabric:
 
 
 def sizes(task: Task) -> dict[str, Any]:
-    """The shape in LitGPT's words, as its own list of models has it for Llama 3."""
+    """The shape as LitGPT's config, as in its own list of models for Llama 3."""
     shape = resolve_shape(task.shape)
     scaling = shape.rope_scaling
     return {
@@ -127,7 +129,7 @@ def sizes(task: Task) -> dict[str, Any]:
 
 
 def copy_weights(task: Task, model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """The weights that all peers start from, through LitGPT's own conversion."""
+    """Load the same initial weights as all tools, with LitGPT's own conversion."""
     source = build(task, dtype)
     converted: dict[str, torch.Tensor] = {}
     copy_weights_hf_llama(model.config, {}, converted, dict(source.state_dict()))

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""The machine and package versions of a measurement."""
 
 import os
 import platform
@@ -23,8 +23,8 @@ PACKAGES = (
 
 
 def describe_machine() -> dict[str, Any]:
-    """Asked of nvidia-smi and not of torch, which would take memory of the GPU that the cases need."""
-    gpu, memory, driver = _ask_driver()
+    """The GPU is queried with nvidia-smi: torch would allocate a CUDA context, memory that the cases need."""
+    gpu, memory, driver = _query_driver()
     return {
         "gpu": gpu,
         "gpu_memory": memory,
@@ -36,16 +36,16 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def today() -> str:
+def timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def lacking(packages: tuple[str, ...]) -> str | None:
+def find_missing(packages: tuple[str, ...]) -> str | None:
     """The first of the packages that is not installed."""
     return next((name for name in packages if util.find_spec(name) is None), None)
 
 
-def _ask_driver() -> tuple[str | None, str | None, str | None]:
+def _query_driver() -> tuple[str | None, str | None, str | None]:
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -1,4 +1,4 @@
-"""The peers' models: transformers' own classes with the very weights that shoal draws from the same seed."""
+"""The models of the other tools: transformers' classes, with the weights that shoal initializes from the same seed."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def resolve_shape(shape: str | dict[str, Any]) -> ModelShape:
 
 
 def build(task: Task, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-    """The causal language model on the device. Without a folder its weights are drawn there: an 8B model in seconds."""
+    """The causal language model on the device. Without a folder, weights are initialized on it, which takes seconds."""
     from transformers import AutoModelForCausalLM
 
     if task.weights is not None:
@@ -54,7 +54,7 @@ def add_adapter(model: Any) -> Any:
 
 
 def quantize(model: Any) -> None:
-    """The blocks' linear layers to bitsandbytes NF4, double quantised, as BitsAndBytesConfig would load them."""
+    """The blocks' linear layers to bitsandbytes NF4, double quantized, as BitsAndBytesConfig would load them."""
     import bitsandbytes
 
     for block in model.model.layers:
@@ -72,7 +72,7 @@ def quantize(model: Any) -> None:
                 layer.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
             )
             block.set_submodule(name, small.to(device()))
-    # What peft looks at to choose its own layer for quantised weights.
+    # peft chooses its layer for quantized weights by this attribute.
     model.is_loaded_in_4bit = True
 
 

@@ -1,14 +1,14 @@
-"""How far from fp32 each way of training drifts: the same steps on the same rows from the same weights.
+"""Difference of the losses from fp32: the same steps on the same sequences from the same weights.
 
-The reference is the plainest loop in fp32 with transformers, and not shoal's own fp32, so that a mistake of shoal's
-cannot hide in it; shoal's fp32 is one of those that are held to it.
+The reference is a plain fp32 loop with transformers, not shoal's own fp32, so that it does not share a bug with shoal.
+shoal's fp32 is one of the cases that are compared with it.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peers.cases import TINY_LENGTH, TINY_ROWS, TINY_SHAPE, Case, fits
+from peers.cases import TINY_LENGTH, TINY_MICRO_BATCH, TINY_SHAPE, Case, matches
 
 STEPS, TINY_STEPS = 50, 4
 SHAPE = {
@@ -22,15 +22,15 @@ SHAPE = {
     "positions": 1024,
     "tied": True,
 }
-LENGTH, ROWS = 1024, 8
+LENGTH, MICRO_BATCH = 1024, 8
 REFERENCE, PEER = "numerics-fp32", "numerics-hf-trainer"
-# What is promised of the mean and the largest distance. bf16-mixed is held to HF Trainer's mean in the same run.
-BANDS = {"numerics-ours-fp8": (0.02, 0.1), "numerics-ours-fp32": (1e-5, 1e-4)}
-AS_NEAR = 1.25
+# Bounds on the mean and the maximum difference. That of bf16-mixed is relative to HF Trainer's mean in the same run.
+BOUNDS = {"numerics-ours-fp8": (0.02, 0.1), "numerics-ours-fp32": (1e-5, 1e-4)}
+BF16_FACTOR = 1.25
 
 
 def _case(name: str, label: str, runner: str, needs: tuple[str, ...] = (), **config: Any) -> Case:
-    return Case(name, "numerics", label, runner, SHAPE, LENGTH, ROWS, needs=needs, config=config)
+    return Case(name, "numerics", label, runner, SHAPE, LENGTH, MICRO_BATCH, needs=needs, config=config)
 
 
 CASES = [
@@ -43,14 +43,14 @@ CASES = [
 
 
 def select(patterns: list[str], tiny: bool) -> list[Case]:
-    chosen = [case for case in CASES if fits(case, patterns)]
+    chosen = [case for case in CASES if matches(case, patterns)]
     if not tiny:
         return chosen
-    return [replace(case, shape=TINY_SHAPE, length=TINY_LENGTH, rows=TINY_ROWS) for case in chosen]
+    return [replace(case, shape=TINY_SHAPE, length=TINY_LENGTH, micro_batch=TINY_MICRO_BATCH) for case in chosen]
 
 
 def write_weights(folder: Path, shape: dict[str, Any]) -> None:
-    """A Hugging Face folder that all of them start from."""
+    """Write the Hugging Face folder with the initial weights of all cases."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -65,44 +65,44 @@ def write_weights(folder: Path, shape: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Drift:
-    """Distances of the losses from the reference's, step by step."""
+    """Absolute difference of the losses from the reference's, over all steps."""
 
     mean: float
-    largest: float
+    maximum: float
     last: float
 
 
 @dataclass(frozen=True)
-class Promise:
-    """Of a case's distances; `largest` is None where only the mean is promised."""
+class Bound:
+    """Bounds on a case's difference from fp32; `maximum` is None if only the mean is bounded."""
 
     mean: float
-    largest: float | None
-    kept: bool
+    maximum: float | None
+    met: bool
 
 
-def promises(found: dict[str, Drift]) -> dict[str, Promise]:
-    """By case, where something is promised and was measured."""
-    bands: dict[str, tuple[float, float | None]] = dict(BANDS)
+def check_bounds(found: dict[str, Drift]) -> dict[str, Bound]:
+    """By case, for those that have bounds and were measured."""
+    bounds: dict[str, tuple[float, float | None]] = dict(BOUNDS)
     if PEER in found:
-        bands["numerics-ours"] = (AS_NEAR * found[PEER].mean, None)
-    kept = {}
-    for name, (mean, largest) in bands.items():
+        bounds["numerics-ours"] = (BF16_FACTOR * found[PEER].mean, None)
+    checked = {}
+    for name, (mean, maximum) in bounds.items():
         if (drift := found.get(name)) is not None:
-            within = drift.mean <= mean and (largest is None or drift.largest <= largest)
-            kept[name] = Promise(mean, largest, within)
-    return kept
+            within = drift.mean <= mean and (maximum is None or drift.maximum <= maximum)
+            checked[name] = Bound(mean, maximum, within)
+    return checked
 
 
 def drifts(losses: dict[str, list[float | None]]) -> dict[str, Drift]:
-    """By case, for all that have a loss for every step that the reference has one for."""
+    """By case, for those that have as many losses as the reference."""
     reference = losses.get(REFERENCE)
     found = {}
     for name, own in losses.items():
         if reference and name != REFERENCE and len(own) == len(reference):
             pairs = zip(own, reference, strict=True)
-            apart = [abs(one - other) for one, other in pairs if one is not None and other is not None]
-            # Without a step that has no number the distance would look smaller than it is.
-            if len(apart) == len(reference):
-                found[name] = Drift(sum(apart) / len(apart), max(apart), apart[-1])
+            differences = [abs(one - other) for one, other in pairs if one is not None and other is not None]
+            # Leaving out steps with a non-finite loss would understate the difference.
+            if len(differences) == len(reference):
+                found[name] = Drift(sum(differences) / len(differences), max(differences), differences[-1])
     return found

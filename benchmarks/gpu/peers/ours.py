@@ -1,4 +1,4 @@
-"""shoal's own cases, through `shoal bench`, which runs the real training."""
+"""shoal's own cases, run by `shoal bench`, which uses the real training loop."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import Any
 
 from peers.cases import Case
 from peers.instructions import instruction_data
-from peers.rows import text_data
-from peers.task import BETAS, CLIP, EPSILON, RATE, SEED, WEIGHT_DECAY
+from peers.sequences import text_data
+from peers.task import BETAS, CLIP, EPSILON, LEARNING_RATE, SEED, WEIGHT_DECAY
 
 
 def config_of(case: Case, work: Path, weights: Path | None = None) -> dict[str, Any]:
-    """What stands in the file. Speed is left to the defaults: only what the job is, and what the case is about."""
+    """The config of a case: only the job itself. Everything that affects speed is left at its default."""
     if weights is None:
         model: dict[str, Any] = {"shape": case.shape}
     else:
@@ -22,10 +22,10 @@ def config_of(case: Case, work: Path, weights: Path | None = None) -> dict[str, 
         "model": {**model, "tokenizer": "bytes"},
         "data": data_of(case, work),
         "train": {
-            "steps": 1000,  # more than are run: the measurement stops before
-            "global_batch": case.rows * case.ranks,
-            "micro_batch": case.rows,
-            "lr": RATE,
+            "steps": 1000,  # more than are run: the benchmark stops earlier
+            "global_batch": case.micro_batch * case.ranks,
+            "micro_batch": case.micro_batch,
+            "lr": LEARNING_RATE,
             "schedule": {"name": "constant", "warmup": 0},
             "optimizer": {"betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY},
             "clip": CLIP,
@@ -39,7 +39,7 @@ def data_of(case: Case, work: Path) -> dict[str, Any]:
 
 
 def command_of(case: Case, folder: Path, work: Path, warmup: int, steps: int, weights: Path | None = None) -> list[str]:
-    """The command after `python`; writes the config that it reads."""
+    """Write the config, and return the arguments of `python`."""
     file = folder / "run.yaml"
     file.write_text(json.dumps(config_of(case, work, weights), indent=2))  # JSON is YAML
     overrides = [f"{key}={json.dumps(value)}" for key, value in case.config.items()]

@@ -1,4 +1,4 @@
-"""One case in a process of its own, which may fail, run out of memory or never end without harm to the others."""
+"""Runs a case in a separate process, so that a failure, an out-of-memory error or a hang does not affect the others."""
 
 import os
 import signal
@@ -10,23 +10,23 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent.parent
 SOURCE = HERE.parent.parent / "src"
-# The last lines of what a failed case said, where the reason usually stands.
+# Lines of stderr to keep of a failed case.
 KEPT_LINES = 25
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`status` is `done`, or why there is no result."""
+    """`status` is `done`, or the reason why there is no result."""
 
     status: str
     output: str
-    said: str
+    stderr: str
     seconds: float
-    late: bool = False  # it was still running when its time was over
+    timed_out: bool = False
 
 
 def environment(folder: Path, cache: Path, cuda: bool) -> dict[str, str]:
-    """What every case is started with. What is compiled is kept per case, so that each pays for its own start."""
+    """Environment of a case. Compile caches are per case, so that each includes its own startup."""
     paths = [str(SOURCE), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     settings = {
         "PYTHONPATH": os.pathsep.join(paths),
@@ -36,7 +36,7 @@ def environment(folder: Path, cache: Path, cuda: bool) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # Without a GPU Triton's kernels can only be interpreted: slow, but every line of the case is run.
+    # Without a GPU, Triton's kernels are interpreted: slow, but every line of the case runs.
     return {**os.environ, **settings, **({} if cuda else {"TRITON_INTERPRET": "1"})}
 
 
@@ -53,21 +53,21 @@ def run_process(command: list[str], folder: Path, settings: dict[str, str], seco
         text=True,
         start_new_session=True,
     )
-    late = False
+    timed_out = False
     try:
         output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        late = True
-        # The group, because a case may have started processes of its own, which hold the GPU's memory.
+        timed_out = True
+        # The whole group: child processes of the case may hold GPU memory.
         os.killpg(process.pid, signal.SIGKILL)
         output, errors = process.communicate()
     took = time.perf_counter() - began
-    said = "\n".join(errors.strip().splitlines()[-KEPT_LINES:])
-    return Outcome(_status(process.returncode, errors, late, seconds), output, said, took, late)
+    stderr = "\n".join(errors.strip().splitlines()[-KEPT_LINES:])
+    return Outcome(_status(process.returncode, errors, timed_out, seconds), output, stderr, took, timed_out)
 
 
-def _status(code: int, errors: str, late: bool, seconds: float) -> str:
-    if late:
+def _status(code: int, errors: str, timed_out: bool, seconds: float) -> str:
+    if timed_out:
         return f"failed: not done after {seconds:.0f} s"
     if code == 0:
         return "done"

@@ -1,4 +1,4 @@
-"""The results: kept as JSON, merged with earlier ones, shown as a Markdown table."""
+"""The results: written as JSON, merged with earlier ones, printed as a Markdown table."""
 
 import json
 import sys
@@ -23,41 +23,39 @@ class Report:
     cases: Records = field(default_factory=dict)
     numeric: Records = field(default_factory=dict)
 
-    def take_over(self, earlier: "Report") -> None:
-        """What was measured before. It must be of the same machine; newer packages are worth a word."""
+    def merge(self, earlier: "Report") -> None:
+        """Include earlier results. They must be of the same kind of machine; other package versions give a warning."""
         if earlier.tiny != self.tiny or earlier.machine["gpu"] != self.machine["gpu"]:
-            raise SystemExit(
-                "--merge: these were measured on another machine, or with --tiny; merge them with nothing."
-            )
+            raise SystemExit("--merge: the file was measured on another machine, or only one of the two with --tiny.")
         if earlier.machine["packages"] != self.machine["packages"]:
-            print("--merge: those were measured with other versions of the packages.", file=sys.stderr)
+            print("--merge: the file was measured with other package versions.", file=sys.stderr)
         self.cases, self.numeric = earlier.cases, earlier.numeric
 
     def packing(self) -> dict[str, float]:
-        """Targets a second in packed rows, divided by those in rows padded to the longest of their batch."""
+        """Loss tokens per second of packed sequences, relative to sequences padded to the longest of their batch."""
         speeds = {name: one["tokens_per_second"] for name, one in self.cases.items() if one["status"] == MEASURED}
         packed = speeds.get("packing-packed")
         return {name: packed / speed for name, speed in speeds.items() if packed and name.startswith("packing-padded")}
 
     def drifts(self) -> dict[str, numerics.Drift]:
-        """How far the losses are from fp32."""
+        """Difference of the losses from fp32."""
         return numerics.drifts({name: one["losses"] for name, one in self.numeric.items() if _measured(one)})
 
 
 def write_report(path: Path, report: Report) -> None:
-    """Whole or not at all."""
-    whole = {
+    """Write atomically."""
+    content = {
         "machine": report.machine,
         "tiny": report.tiny,
         "jobs": JOBS,
         "cases": _in_order(report.cases, CASES),
-        "packed_against_padded": report.packing(),
+        "packed_relative_to_padded": report.packing(),
         "numerics": _in_order(report.numeric, numerics.CASES),
-        "distance_from_fp32": {name: asdict(drift) for name, drift in report.drifts().items()},
-        "promised_distance": {name: asdict(one) for name, one in numerics.promises(report.drifts()).items()},
+        "difference_from_fp32": {name: asdict(drift) for name, drift in report.drifts().items()},
+        "bounds": {name: asdict(one) for name, one in numerics.check_bounds(report.drifts()).items()},
     }
     new = path.with_suffix(".new")
-    new.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+    new.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     new.replace(path)
 
 
@@ -86,7 +84,7 @@ def _speed_lines(report: Report) -> Iterator[str]:
                 formulas[f"{heading}: {record['mfu_formula']}"] = None
     if formulas:
         yield ""
-        yield "MFU is tokens a second × operations a token / the chip's peak in bf16. Operations a token:"
+        yield "MFU is tokens per second × FLOPs per token / the GPU's bf16 peak. FLOPs per token:"
         yield from (f"- {formula}" for formula in formulas)
 
 
@@ -106,33 +104,33 @@ def _cells(record: dict[str, Any]) -> list[str]:
 def _packing_lines(report: Report) -> Iterator[str]:
     for name, ratio in report.packing().items():
         yield ""
-        yield f"Packed rows: {ratio:.2f} × the targets a second of {report.cases[name]['label']}."
+        yield f"Packed sequences: {ratio:.2f} × the loss tokens per second of {report.cases[name]['label']}."
 
 
 def _numerics_lines(report: Report) -> Iterator[str]:
     if not report.numeric:
         return
     records, drifts = _in_order(report.numeric, numerics.CASES), report.drifts()
-    promises = numerics.promises(drifts)
+    bounds = numerics.check_bounds(drifts)
     steps = max((len(record["losses"]) for record in records.values() if _measured(record)), default=0)
     yield ""
-    yield f"| {steps} steps from the same weights: the loss against fp32's | mean | largest | at the end | promised |"
+    yield f"| {steps} steps from the same weights: difference of the loss from fp32 | mean | max | last | bound |"
     yield "| --- | --- | --- | --- | --- |"
     for name, record in records.items():
         drift = drifts.get(name)
         if drift is None:
-            why = "the reference" if name == numerics.REFERENCE else "not as many losses as the reference"
+            why = "the reference" if name == numerics.REFERENCE else "fewer losses than the reference"
             yield f"| {record['label']} | {why if _measured(record) else record['status'][:100]} | | | |"
         else:
-            numbers = f"{drift.mean:.2e} | {drift.largest:.2e} | {drift.last:.2e}"
-            yield f"| {record['label']} | {numbers} | {_promised(promises.get(name))} |"
+            figures = f"{drift.mean:.2e} | {drift.maximum:.2e} | {drift.last:.2e}"
+            yield f"| {record['label']} | {figures} | {_bound_text(bounds.get(name))} |"
 
 
-def _promised(promise: numerics.Promise | None) -> str:
-    if promise is None:
+def _bound_text(bound: numerics.Bound | None) -> str:
+    if bound is None:
         return ""
-    largest = "" if promise.largest is None else f", largest {promise.largest:.0e}"
-    return f"mean {promise.mean:.1e}{largest}: {'kept' if promise.kept else 'NOT KEPT'}"
+    maximum = "" if bound.maximum is None else f", max {bound.maximum:.0e}"
+    return f"mean {bound.mean:.1e}{maximum}: {'met' if bound.met else 'NOT MET'}"
 
 
 def _in_order(records: Records, cases: list[Any]) -> Records:

@@ -1,4 +1,4 @@
-"""What one process of a peer is told: a JSON file, so that it starts with nothing but its own imports."""
+"""The task of one process: a JSON file, so that the process imports nothing but its own tool."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 SEED = 1234
-RATE = 1e-4
+LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.1  # on matrices only, as shoal and HF Trainer both do
 BETAS = (0.9, 0.95)
 EPSILON = 1e-8
@@ -16,18 +16,18 @@ ADAPTER_RANK, ADAPTER_ALPHA, ADAPTER_TARGETS = 8, 16, ("q_proj", "v_proj")
 
 @dataclass(frozen=True)
 class Task:
-    """One training of a peer."""
+    """One training run of another tool."""
 
     runner: str
-    shape: str | dict[str, Any]  # a name of the catalogue, or explicit sizes
+    shape: str | dict[str, Any]  # a name in the catalogue, or explicit sizes
     length: int
-    rows: int
-    steps: int  # all of them, also those that are not measured
-    rows_file: str
-    started: float  # time.time() when the process was asked for
+    micro_batch: int
+    steps: int  # including warmup
+    sequences_file: str
+    started: float  # time.time() before the process was started
     options: dict[str, Any] = field(default_factory=dict)
-    weights: str | None = None  # a folder to start from; None: drawn from the seed
-    folder: str = "."  # where a tool may write
+    weights: str | None = None  # a folder with initial weights; None: initialized from the seed
+    folder: str = "."  # where the tool may write
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

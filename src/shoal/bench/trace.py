@@ -23,6 +23,7 @@ from shoal.mistakes import UserMistake
 from shoal.models.loss import KERNEL_CHUNK_LOGITS, HeadAndLoss
 from shoal.models.prepare import PreparedModel, blueprint, prepare_model
 from shoal.models.tensor_slices import local_tensor
+from shoal.objectives import find_objective
 from shoal.optim.adamw import AdamW
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import NamedOptimizer, check_groups, check_quantization_blocks
@@ -100,7 +101,9 @@ def trace(choice: ResolvedRun, report: Callable[[str], None] = lambda _: None) -
 
 def _build(prepared: PreparedModel, choice: ResolvedRun, ledger: Ledger, on_gpu: bool) -> TrainStep:
     ranks = Ranks(0, choice.world_size, 0, torch.device("cpu"))
-    model, optimizer = build(prepared, choice, ranks, values=False)
+    model, optimizer = build(
+        prepared, choice, ranks, objective=find_objective(choice.config.train.objective), values=False
+    )
     if on_gpu:
         optimizer = _with_gpu_optimizer(optimizer, model)
         _use_gpu_loss(model)

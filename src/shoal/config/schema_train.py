@@ -160,6 +160,9 @@ class TrainConfig(Block):
         "auto",
         description="torch.compile of each transformer layer; auto: on CUDA; aot_eager: trace without compiling.",
     )
+    objective: Literal["causal_lm"] = Field(
+        "causal_lm", description="What is learnt; causal_lm: the next token, by cross-entropy over the loss tokens."
+    )
     loss_impl: Literal["auto", "plain", "chunked", "fused"] = Field(
         "auto",
         description="How cross-entropy is computed. plain: all logits of a micro-batch are stored; chunked: logits and "

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -49,11 +50,26 @@ class MicroBatch:
 
 @dataclass
 class StepBatch:
-    """One optimizer step's micro-batches on this rank. `loss_tokens` counts the global batch, over all ranks."""
+    """One optimizer step's micro-batches on this rank."""
 
     micro_batches: list[MicroBatch]
-    loss_tokens: int
+    weight: int  # what the summed loss is divided by: the loss tokens of the global batch, over all ranks
     sequence_ids: np.ndarray  # of this rank, micro-batch by micro-batch
+
+
+class Collate(Protocol):
+    """Makes the micro-batch of these sequences, with its labels: an objective's, or `collate_next_token`."""
+
+    def __call__(
+        self, sequences: Sequences, sequence_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1
+    ) -> MicroBatch: ...
+
+
+Weigh = Callable[[Sequences, np.ndarray], int]  # what the summed loss of these sequences is divided by
+
+
+def count_loss_tokens(sequences: Sequences, sequence_ids: np.ndarray) -> int:
+    return int(sequences.loss_tokens[sequence_ids].sum(dtype=np.int64))
 
 
 def batches(
@@ -71,6 +87,8 @@ def batches(
     workers: int = 0,
     pin: bool = False,
     left_out: Spans = (),
+    collate: Collate | None = None,
+    weigh: Weigh = count_loss_tokens,
 ) -> Generator[StepBatch, None, None]:
     """An infinite iterator over steps, starting at `first_step` (counted from 0). Close it to end its threads.
 
@@ -89,12 +107,13 @@ def batches(
     if length is not None and length < sequences.summary.longest:
         raise ValueError(f"sequences have up to {sequences.summary.longest} inputs, more than the length {length}")
 
+    collate = collate or collate_next_token
+
     def make(step: int) -> StepBatch:
         everyone = order.training_sequences(step * global_batch, global_batch, left_out)
         mine = everyone.reshape(micro_batches, ranks, micro_batch)[:, rank]
-        made = [assemble(sequences, one, pad=pad, length=length, multiple=multiple) for one in mine]
-        loss_tokens = int(sequences.loss_tokens[everyone].sum(dtype=np.int64))
-        return StepBatch([one.pin() for one in made] if pin else made, loss_tokens, mine.reshape(-1))
+        made = [collate(sequences, one, pad=pad, length=length, multiple=multiple) for one in mine]
+        return StepBatch([one.pin() for one in made] if pin else made, weigh(sequences, everyone), mine.reshape(-1))
 
     return _ahead(make, first_step, workers)
 
@@ -130,6 +149,7 @@ def evaluation_batches(
     length: int | None = None,
     multiple: int = 1,
     limit: int | None = None,
+    collate: Collate | None = None,
 ) -> Iterator[MicroBatch]:
     """This rank's share of the first `limit` of `sequence_ids` (`limit` counts over all ranks). The same sequences are
     evaluated whatever the number of ranks.
@@ -137,6 +157,7 @@ def evaluation_batches(
     Every rank yields the same number of micro-batches of the same size, because ranks take part in collectives. The
     last ones are filled up with sequences whose labels are all ignored.
     """
+    collate = collate or collate_next_token
     wanted = np.asarray(sequence_ids)[:limit]
     if not len(wanted):
         return
@@ -144,15 +165,15 @@ def evaluation_batches(
     mine = np.arange(micro_batches * ranks * micro_batch).reshape(micro_batches, ranks, micro_batch)[:, rank]
     for indices in mine:
         real = indices < len(wanted)
-        batch = assemble(sequences, wanted[np.where(real, indices, 0)], pad=pad, length=length, multiple=multiple)
+        batch = collate(sequences, wanted[np.where(real, indices, 0)], pad=pad, length=length, multiple=multiple)
         batch.labels[torch.from_numpy(~real)] = IGNORED
         yield batch
 
 
-def assemble(
+def collate_next_token(
     sequences: Sequences, sequence_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1
 ) -> MicroBatch:
-    """Collate these sequences into a micro-batch."""
+    """The labels of a causal language model: the next token, where it is a loss token."""
     found = [sequences[int(index)] for index in sequence_ids]
     longest = max(len(tokens) for tokens, _ in found) - 1
     width = -(-longest // multiple) * multiple if length is None else length

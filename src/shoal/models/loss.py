@@ -1,4 +1,4 @@
-"""The loss, as part of the module that FSDP or DDP wraps: from a micro-batch to (loss sum, number of loss tokens).
+"""The loss, as part of the module that FSDP or DDP wraps: from a micro-batch to `LossSums`.
 
 It is inside so that FSDP gathers the head's weight for it, so that a chunked loss never stores all logits, and so that
 the last pipeline stage is the same module.
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,33 @@ class MicroBatch(Protocol):
     mask: Tensor | None  # the attention mask, where it does not follow from `documents`
 
 
+class LossSums(NamedTuple):
+    """What the module computes from a micro-batch."""
+
+    trained: Tensor  # the loss that is differentiated: the sum over all labels, and auxiliary losses
+    # Scalars to add up over micro-batches and ranks: the loss without auxiliary ones, the weight by which it is divided
+    # (the number of loss tokens, or of examples), and what else the objective's metrics need.
+    sums: tuple[Tensor, ...]
+
+
+class ModuleOfObjective(Protocol):
+    """What parallelism needs of an objective (see `objectives.objective`)."""
+
+    @property
+    def sums(self) -> tuple[str, ...]: ...
+
+    def module(
+        self,
+        model: Any,
+        anatomy: Anatomy,
+        loss: str,
+        measure: "Measure | None" = None,
+        *,
+        skips_tiles: bool = False,
+        matmul_dtype: torch.dtype | None = None,
+    ) -> "LanguageModel": ...
+
+
 def choose_loss(wanted: str, anatomy: Anatomy, tokens: int, vocabulary: int) -> str:
     """`auto`: chunked if the logits of a micro-batch would be large and the head is a single matrix."""
     if wanted != "auto":
@@ -52,7 +79,8 @@ def choose_loss(wanted: str, anatomy: Anatomy, tokens: int, vocabulary: int) -> 
 
 
 class LanguageModel(nn.Module):
-    """A causal language model with its loss. `model` is the transformers model, whose names checkpoints use.
+    """A language model with the cross-entropy of its labels. `model` is the transformers model, whose names checkpoints
+    use. An objective with another loss derives a class from this one and overrides `losses`.
 
     `measure`: the cross-entropy, where this rank has only a shard of the vocabulary. `skips_tiles`: make masks for flex
     attention. `matmul_dtype`: the dtype of the matrices, if it is not that of the residual stream.
@@ -80,15 +108,17 @@ class LanguageModel(nn.Module):
                 if type(module).__name__ in SINGLE_DTYPE:
                     module.register_forward_pre_hook(partial(_cast_inputs, matmul_dtype))
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: MicroBatch) -> LossSums:
         inputs = {"input_ids": batch.inputs, **self.model_kwargs(batch)}
         if self.anatomy.linear_head:
-            loss = self.head_and_loss(self.hidden(inputs), batch.labels)
-        else:
-            with self._autocast(batch.inputs.device):
-                logits = self.model(**inputs).logits
-            loss = self.head_and_loss.loss_of_logits(logits, batch.labels)
-        return loss, (batch.labels != IGNORED).sum()
+            return self.losses(self.hidden(inputs), batch)
+        with self._autocast(batch.inputs.device):
+            logits = self.model(**inputs).logits
+        return _over_tokens(self.head_and_loss.loss_of_logits(logits, batch.labels), batch.labels)
+
+    def losses(self, hidden: Tensor, batch: MicroBatch) -> LossSums:
+        """From the last hidden states to the loss. A sequence whose labels are all IGNORED adds nothing."""
+        return _over_tokens(self.head_and_loss(hidden, batch.labels), batch.labels)
 
     def model_kwargs(self, batch: MicroBatch) -> dict[str, Any]:
         """The keyword arguments of the model beside the tokens: position ids and attention mask."""
@@ -154,6 +184,10 @@ class HeadAndLoss(nn.Module):
             return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         loss: Tensor = _MeasuredCrossEntropy.apply(logits, labels, self.measure)  # type: ignore[no-untyped-call]
         return loss
+
+
+def _over_tokens(loss: Tensor, labels: Tensor) -> LossSums:
+    return LossSums(loss, (loss.detach(), (labels != IGNORED).sum()))
 
 
 def _cast_output_to_fp32(module: nn.Module, given: Any, found: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ allocates memory for its own shard only.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from shoal.config.schema import Config
 from shoal.models.anatomy import Anatomy, read_anatomy, require_blocks
 from shoal.models.attention import NARROWEST, skips_tiles
 from shoal.models.emulate import EmulatedForward
-from shoal.models.loss import LanguageModel, choose_loss
+from shoal.models.loss import ModuleOfObjective, choose_loss
+from shoal.models.prepare import PreparedModel
 from shoal.models.tensor_slices import Split
 from shoal.models.weights import Weights, kept_buffers, materialize
 from shoal.parallel.compile import compile_backend, compile_blocks, sequence_multiple
@@ -47,25 +47,28 @@ SHARD_INSTEAD = "use parallel.strategy fsdp with parallel.wrap {min_params: 10_0
 
 
 def parallelize(
-    model: Any,
+    prepared: PreparedModel,
     config: Config,
     *,
+    objective: ModuleOfObjective,
     strategy: str,
     mesh: Mesh,
     ranks: Ranks,
     micro_batch: int,
     grad_accum_steps: int,
-    folder: Path | None,
     values: bool = True,
     emulated: frozenset[torch.dtype] = frozenset(),
 ) -> ParallelModel:
-    """Parallelize `model` over `mesh`. The model is on the meta device, and its frozen parameters are already frozen.
+    """Parallelize a model over `mesh`, with the loss of `objective`.
 
-    Weights are read from `folder` or, if that is None, initialized from the seed. With `values` false they are left
+    Weights are read from its folder or, without one, initialized from the seed. With `values` false they are left
     uninitialized, because a checkpoint will be loaded into them. Matmuls of the dtypes in `emulated` are computed in
     fp32: see `models.emulate`.
     """
-    recipe = _read_recipe(model, config, strategy, ParallelDims(mesh, ranks), micro_batch, grad_accum_steps)
+    model = prepared.model
+    recipe = _read_recipe(
+        prepared, config, objective, strategy, ParallelDims(mesh, ranks), micro_batch, grad_accum_steps
+    )
     parallel_dims, precision, backend = recipe.parallel_dims, recipe.precision, recipe.backend
     done = _Applied(stages_of_rank(model, recipe.anatomy, config.parallel.pp_schedule, parallel_dims))
     for stage in done.stages:
@@ -77,7 +80,7 @@ def parallelize(
             done.splits |= split_tensors(stage.model, stage.anatomy, parallel_dims.tp)
         if parallel_dims.cp is not None:
             done.sequence = split_sequence(stage.model, parallel_dims.cp, config.parallel.cp_method)
-        module = _with_loss(stage, recipe.loss, parallel_dims, done.splits, precision, recipe.tiles)
+        module = _with_loss(stage, recipe, done.splits)
         # After tensor parallelism, which decides whether the sides of a matrix fit float8 kernels.
         if config.train.precision == "fp8":
             use_float8(stage.blocks)
@@ -95,7 +98,7 @@ def parallelize(
             stage.anatomy,
             device=ranks.device,
             dtype=precision.weights,
-            source=Weights(folder, config.seed) if values else None,
+            source=Weights(prepared.folder, config.seed) if values else None,
             splits=done.splits,
             offload=config.parallel.offload == "cpu",
         )
@@ -133,6 +136,7 @@ class _Recipe:
     """What is decided before the model is changed."""
 
     config: Config
+    objective: ModuleOfObjective
     strategy: str
     parallel_dims: ParallelDims
     micro_batch: int
@@ -162,17 +166,25 @@ class _Applied:
 
 
 def _read_recipe(
-    model: Any, config: Config, strategy: str, parallel_dims: ParallelDims, micro_batch: int, grad_accum_steps: int
+    prepared: PreparedModel,
+    config: Config,
+    objective: ModuleOfObjective,
+    strategy: str,
+    parallel_dims: ParallelDims,
+    micro_batch: int,
+    grad_accum_steps: int,
 ) -> _Recipe:
+    model, anatomy = prepared.model, prepared.anatomy
     if parallel_dims.gradient_ranks > 1:
         _ = parallel_dims.replicas  # creating a group is collective: also for ranks that never reduce over it
     mesh, device = parallel_dims.mesh, parallel_dims.device
-    anatomy, precision = read_anatomy(model), read_precision(config.train.precision, config.train.reduce_dtype)
+    precision = read_precision(config.train.precision, config.train.reduce_dtype)
     everything: dict[str, Tensor] = {**dict(model.named_parameters()), **kept_buffers(model)}
     backend = compile_backend(config.train.compile, device)
     compiled = backend == "inductor" and device.type == "cuda"
     return _Recipe(
         config,
+        objective,
         strategy,
         parallel_dims,
         micro_batch,
@@ -196,21 +208,17 @@ def _choose_loss(
     return choose_loss(wanted, anatomy, tokens, model.config.get_text_config().vocab_size)
 
 
-def _with_loss(
-    stage: StageModel,
-    loss: str,
-    parallel_dims: ParallelDims,
-    splits: dict[str, Split],
-    precision: Precision,
-    tiles: bool,
-) -> nn.Module:
-    measure = None
+def _with_loss(stage: StageModel, recipe: _Recipe, splits: dict[str, Split]) -> nn.Module:
+    """The stage as the objective's module: from a micro-batch to the loss, or to what the next stage needs."""
+    parallel_dims, precision, measure = recipe.parallel_dims, recipe.precision, None
     name = f"{stage.anatomy.embedding if stage.anatomy.tied else stage.anatomy.head}.weight"
     if parallel_dims.tp is not None and name in splits:
         ((start, _),) = splits[name].spans
         measure = VocabularyShard(start, parallel_dims.tp)
     matmul_dtype = precision.compute if precision.mixed else None
-    inner = LanguageModel(stage.model, stage.anatomy, loss, measure, skips_tiles=tiles, matmul_dtype=matmul_dtype)
+    inner = recipe.objective.module(
+        stage.model, stage.anatomy, recipe.loss, measure, skips_tiles=recipe.tiles, matmul_dtype=matmul_dtype
+    )
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
 
 
@@ -270,6 +278,7 @@ def _runner(model: Any, recipe: _Recipe, done: _Applied) -> Runner:
         micro_batch=recipe.micro_batch,
         grad_accum_steps=recipe.grad_accum_steps,
         hidden_size=model.config.get_text_config().hidden_size,
+        sums=len(recipe.objective.sums),
         dtype=recipe.precision.stream,
     )
 

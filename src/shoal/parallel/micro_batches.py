@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.data.loader import MicroBatch
+from shoal.models.loss import LossSums
 
 Prepare = Callable[[MicroBatch], MicroBatch]
 
@@ -26,17 +27,17 @@ class MicroBatchRunner:
         total: Tensor | None = None
         for index, batch in enumerate(batches):
             with self._accumulating(last=index == len(batches) - 1):
-                loss, _ = self.module(self.prepare(batch))
-                torch.autograd.backward(loss * factor)
-            loss = loss.detach().double()
+                found: LossSums = self.module(self.prepare(batch))
+                torch.autograd.backward(found.trained * factor)
+            loss = found.sums[0].double()
             total = loss if total is None else total + loss
         assert total is not None, "a step has at least one micro-batch"
         return total
 
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """(summed loss, number of loss tokens) without gradients, in fp64."""
-        sums = [torch.stack([one.double() for one in self.module(self.prepare(batch))]) for batch in batches]
-        return torch.stack(sums).sum(0)
+        """The sums of the objective, without gradients, in fp64."""
+        found: list[LossSums] = [self.module(self.prepare(batch)) for batch in batches]
+        return torch.stack([torch.stack([one.double() for one in each.sums]) for each in found]).sum(0)
 
     def _accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Context of one micro-batch. DDP, and the replicas of a sharded model, all-reduce only in the last one.

@@ -51,7 +51,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """(summed loss, number of loss tokens) without gradients; the sum over all ranks counts each token once."""
+        """The sums of the objective, without gradients; the sum over all ranks counts each sequence once."""
         for module in self.modules:
             module.eval()
         sums = self.runner.measure(batches)

@@ -51,7 +51,8 @@ class Stage(nn.Module):
         hidden = self.inner.hidden({name: given, **self.inner.model_kwargs(batch)})
         # The output of a stage must own its memory: zero-bubble schedules detach it in place.
         if self.is_last:
-            return torch.stack([self.inner.head_and_loss(hidden, labels)])
+            found = self.inner.losses(hidden, batch)
+            return torch.stack([found.trained, *(one.to(found.trained.dtype) for one in found.sums)])
         if hidden._is_view():
             # GPT-2 reshapes its output by the shape of its input, which with sequence parallelism is a shard.
             hidden = hidden.reshape(given.shape[0], -1, hidden.shape[-1]).clone()
@@ -72,16 +73,18 @@ class Pipeline:
         prepare: Prepare,
         tokens: tuple[int, int],
         hidden: tuple[int, int, int],
+        sums: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`stages`: (index, module) of this rank's stages. `tokens`, `hidden`: shapes of a micro-batch's tensors."""
+        """`stages`: (index, module) of this rank's stages. `tokens`, `hidden`: shapes of a micro-batch's tensors.
+        `sums`: how many the objective has."""
         self.prepare = prepare
         self.grad_accum_steps = grad_accum_steps
         self.has_last = any(index == count - 1 for index, _ in stages)
         self.device = device
         self._factor: Tensor | float = 1.0
-        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(sums, dtype=torch.float64, device=device)
         # Example tensors, so that stages need no first forward pass to infer what they send and receive.
         between = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
         made = [
@@ -91,7 +94,7 @@ class Pipeline:
                 count,
                 device,
                 input_args=torch.empty(tokens, dtype=torch.int64, device="meta") if index == 0 else between,
-                output_args=torch.empty(1, device="meta", requires_grad=True) if index == count - 1 else between,
+                output_args=torch.empty(1 + sums, device="meta", requires_grad=True) if index == count - 1 else between,
                 group=group,
             )
             for index, module in stages
@@ -110,23 +113,20 @@ class Pipeline:
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
         """As `MicroBatchRunner.backward`; ranks that do not have the last stage return zero."""
         self._factor = factor
-        return self._run(self._schedule.step, [self.prepare(batch) for batch in batches])
+        return self._run(self._schedule.step, [self.prepare(batch) for batch in batches])[0]
 
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
         """As `MicroBatchRunner.measure`, for any number of batches: the last run of the schedule is padded with batches
-        without loss tokens."""
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        loss_tokens = torch.zeros((), dtype=torch.float64, device=self.device)
+        without labels."""
+        sums = torch.zeros_like(self._sums)
         for start in range(0, len(batches), self.grad_accum_steps):
             part = [self.prepare(batch) for batch in batches[start : start + self.grad_accum_steps]]
-            if self.has_last:
-                loss_tokens += sum((batch.labels != IGNORED).sum() for batch in part)
-            padding = [_without_loss_tokens(part[0])] * (self.grad_accum_steps - len(part))
-            loss += self._run(self._schedule.eval, part + padding)
-        return torch.stack([loss, loss_tokens])
+            padding = [_without_labels(part[0])] * (self.grad_accum_steps - len(part))
+            sums += self._run(self._schedule.eval, part + padding)
+        return sums
 
     def _run(self, run: Any, prepared: Sequence[MicroBatch]) -> Tensor:
-        self._total = torch.zeros_like(self._total)
+        self._sums = torch.zeros_like(self._sums)
         # The schedule splits them again along the batch dimension.
         inputs, labels = (torch.cat([getattr(one, name) for one in prepared]) for name in ("inputs", "labels"))
         kwargs = {
@@ -135,11 +135,11 @@ class Pipeline:
             if getattr(prepared[0], name) is not None
         }
         run(*([inputs] if self.first else []), target=labels if self.has_last else None, losses=[], **kwargs)
-        return self._total
+        return self._sums
 
-    def _take_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        self._total = self._total + loss.detach().double().sum()
-        return loss.sum() * self._factor
+    def _take_loss(self, found: Tensor, _: Tensor) -> Tensor:
+        self._sums = self._sums + found.detach()[1:].double()
+        return found[0] * self._factor
 
 
 def make_pipeline(
@@ -151,6 +151,7 @@ def make_pipeline(
     micro_batch: int,
     grad_accum_steps: int,
     hidden_size: int,
+    sums: int,
     dtype: torch.dtype,
 ) -> Pipeline:
     """The runner of this rank's `stages`; `dtype` is that of the hidden states between them."""
@@ -165,12 +166,13 @@ def make_pipeline(
         prepare=prepare,
         tokens=(micro_batch, length),
         hidden=(micro_batch, length // parallel_dims.mesh.tp, hidden_size),
+        sums=sums,
         dtype=dtype,
         device=parallel_dims.device,
     )
 
 
-def _without_loss_tokens(batch: MicroBatch) -> MicroBatch:
+def _without_labels(batch: MicroBatch) -> MicroBatch:
     return MicroBatch(
         batch.inputs, torch.full_like(batch.labels, IGNORED), batch.positions, batch.documents, batch.mask
     )

@@ -3,6 +3,7 @@
 import torch
 
 from shoal.models.prepare import PreparedModel
+from shoal.objectives import Objective
 from shoal.optim.offload import find_store
 from shoal.optim.optimizer import NamedOptimizer, make_optimizer
 from shoal.optim.zero1 import Partition
@@ -17,6 +18,7 @@ def build(
     resolved: ResolvedRun,
     ranks: Ranks,
     *,
+    objective: Objective,
     values: bool,
     emulated: frozenset[torch.dtype] = frozenset(),
 ) -> tuple[ParallelModel, NamedOptimizer]:
@@ -24,14 +26,14 @@ def build(
     whose matmuls are computed in fp32."""
     config = resolved.config
     model = parallelize(
-        prepared.model,
+        prepared,
         config,
+        objective=objective,
         strategy=resolved.strategy,
         mesh=resolved.mesh,
         ranks=ranks,
         micro_batch=resolved.micro_batch,
         grad_accum_steps=resolved.grad_accum_steps,
-        folder=prepared.folder,
         values=values,
         emulated=emulated,
     )

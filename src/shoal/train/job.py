@@ -10,6 +10,7 @@ from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.state import Progress, Stateful
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
+from shoal.objectives import Objective
 from shoal.observe.progress import Reporter
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import NamedOptimizer
@@ -31,6 +32,7 @@ class Job:
     ranks: Ranks
     reporter: Reporter
     inputs: Inputs
+    objective: Objective
     model: ParallelModel
     optimizer: NamedOptimizer
     scaler: LossScaler

@@ -22,7 +22,7 @@ class Window:
 
     began: Mark
     steps: int = 0
-    loss_tokens: int = 0
+    weight: int = 0  # loss tokens
     positions: int = 0  # tokens of this rank's sequences, with prompts and padding
     flops: float = 0.0  # of this rank
     data_seconds: float = 0.0
@@ -33,15 +33,12 @@ class Unread:
     """Steps whose metrics are still on the device."""
 
     steps: tuple[int, ...]
-    loss_tokens: tuple[int, ...]
+    weights: tuple[int, ...]
     values: Tensor  # steps × (loss sum, norm, usable): valid on the host once the device has reached the copy
 
     def read(self) -> list[StepMetrics]:
-        rows = zip(self.steps, self.loss_tokens, self.values.tolist(), strict=True)
-        return [
-            StepMetrics(step, loss / loss_tokens, norm, bool(usable))
-            for step, loss_tokens, (loss, norm, usable) in rows
-        ]
+        rows = zip(self.steps, self.weights, self.values.tolist(), strict=True)
+        return [StepMetrics(step, loss / weight, norm, bool(usable)) for step, weight, (loss, norm, usable) in rows]
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class StepLog:
         self._results.append((step, result))
         window = self._window
         window.steps += 1
-        window.loss_tokens += result.loss_tokens
+        window.weight += result.weight
         window.positions += positions
         window.flops += flops
         window.data_seconds += data_seconds
@@ -112,7 +109,7 @@ class StepLog:
         if values.is_cuda:  # copied after the steps' work; the host does not wait
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = pinned.copy_(values, non_blocking=True)
-        return Unread(steps, tuple(result.loss_tokens for result in results), values)
+        return Unread(steps, tuple(result.weight for result in results), values)
 
     def catch_up(self) -> list[StepMetrics]:
         """The metrics of every step so far that were not returned yet. Waits for the device."""
@@ -148,7 +145,7 @@ class StepLog:
             "grad_norm": last.norm if math.isfinite(last.norm) else None,
             "lr": pending.lr,
             "tokens": pending.tokens,
-            "tokens_per_second": round(window.loss_tokens / window.steps / seconds, 1),
+            "tokens_per_second": round(window.weight / window.steps / seconds, 1),
             "mfu": mfu,
             "memory_gib": round(allocated, 3),
             "reserved_gib": reserved,

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from shoal.config.run import RunDirectory
 from shoal.data.loader import MicroBatch, StepBatch, batches
-from shoal.observe.metrics import Line
+from shoal.objectives.evaluate import evaluate_held_out
 from shoal.observe.progress import duration
-from shoal.parallel.evaluate import held_out_loss
 from shoal.parallel.ranks import Ranks
 from shoal.resilience.agreement import Agreement
 from shoal.resilience.health import Action, Decision, Health, StepMetrics
@@ -144,7 +143,7 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement, health: Health)
             step_lr = lr * factor_at(progress.step)
             result = job.step(batch, step_lr)
             progress.step += 1
-            progress.tokens += batch.loss_tokens
+            progress.tokens += batch.weight
 
             arrived = job.log.after_step(
                 progress.step,
@@ -203,6 +202,8 @@ def step_batches(job: Job) -> Generator[StepBatch, None, None]:
         workers=config.data.workers,
         pin=job.ranks.device.type == "cuda",
         left_out=job.progress.left_out,
+        collate=job.objective.collate,
+        weigh=job.objective.weight,
     )
 
 
@@ -217,16 +218,17 @@ def decide(job: Job, health: Health, arrived: Sequence[StepMetrics]) -> Decision
 
 
 def evaluate(job: Job) -> None:
-    """Measure the loss on the validation set, and record whether it is the best so far."""
+    """Compute the metrics of the validation set, and record whether its loss is the best so far."""
     progress, config = job.progress, job.config
 
     def measure(some: Sequence[MicroBatch]) -> Tensor:
         job.hooks.on_activity(progress.step, "evaluating")
         return job.model.measure(some)
 
-    found = held_out_loss(
+    found = evaluate_held_out(
         measure,
         job.inputs.sets,
+        job.objective,
         micro_batch=job.resolved.micro_batch,
         sequences=config.eval.batches * job.resolved.global_batch,
         pad=job.inputs.tokenizer.pad,
@@ -236,10 +238,9 @@ def evaluate(job: Job) -> None:
         multiple=job.model.sequence_multiple,
         at_once=job.resolved.grad_accum_steps,
     )
-    loss = found.loss if math.isfinite(found.loss) else None  # JSON has no NaN
-    perplexity = None if loss is None else found.perplexity
-    line: Line = {"step": progress.step, "attempt": job.log.attempt, "eval_loss": loss, "eval_perplexity": perplexity}
-    job.hooks.on_evaluation(line)
+    metrics = {f"eval_{name}": value if math.isfinite(value) else None for name, value in found.metrics.items()}
+    job.hooks.on_evaluation({"step": progress.step, "attempt": job.log.attempt, **metrics})  # JSON has no NaN
+    loss = metrics["eval_loss"]
     progress.evaluated_at, progress.eval_loss = progress.step, loss
     if loss is not None and (progress.best is None or loss < progress.best):
         progress.best, progress.evaluations_without_gain = loss, 0

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.data.loader import IGNORED, assemble
+from shoal.data.loader import IGNORED, collate_next_token
 from shoal.train.inputs import Inputs
 from shoal.train.schedule import make_schedule, peak_lr
 from shoal.train.setup import Preflight
@@ -96,7 +96,7 @@ def preview(checked: Preflight) -> Preview:
 def mark_loss_tokens(inputs: Inputs) -> str:
     """The first training sequence as text, with its loss tokens marked."""
     first = inputs.sets.order.training_sequences(0, 1)
-    batch = assemble(inputs.sets.training, first, pad=inputs.tokenizer.pad)
+    batch = collate_next_token(inputs.sets.training, first, pad=inputs.tokenizer.pad)
     tokens, labels = batch.inputs[0].tolist(), batch.labels[0].tolist()
     # Labels are shifted by one: a label's index is that of the token before it.
     trained = [False, *(label != IGNORED for label in labels)]

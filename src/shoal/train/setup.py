@@ -21,6 +21,7 @@ from shoal.models.anatomy import matmul_parameters
 from shoal.models.emulate import LOW_PRECISION, emulated_dtypes
 from shoal.models.prepare import PreparedModel, prepare_model
 from shoal.models.weights import locate_weights
+from shoal.objectives import find_objective
 from shoal.observe.progress import Reporter
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.offload import find_store
@@ -137,8 +138,10 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
     checkpoint = starting_point(config, run, ranks, reporter, start)
     flops = count_flops(prepared, resolved.mesh)
 
-    emulated = _emulated(config, ranks)
-    model, optimizer = build(prepared, resolved, ranks, values=checkpoint is None, emulated=emulated)
+    objective, emulated = find_objective(config.train.objective), _emulated(config, ranks)
+    model, optimizer = build(
+        prepared, resolved, ranks, objective=objective, values=checkpoint is None, emulated=emulated
+    )
     keep_low_precision_gradients(model, optimizer, resolved)
     # On the device of the gradients.
     scaler = LossScaler(
@@ -154,6 +157,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
         ranks=ranks,
         reporter=reporter,
         inputs=inputs,
+        objective=objective,
         model=model,
         optimizer=optimizer,
         scaler=scaler,

@@ -21,8 +21,8 @@ from shoal.resilience.health import SpikeGuard
 class StepResult:
     """Device tensors. Reading them waits for the device."""
 
-    loss_sum: Tensor  # over this rank's loss tokens, in fp64; the step's loss is the sum over ranks / `loss_tokens`
-    loss_tokens: int  # of all ranks
+    loss_sum: Tensor  # of this rank, in fp64; the step's loss is the sum over ranks / `weight`
+    weight: int  # of all ranks: loss tokens, or examples
     norm: Tensor
     usable: Tensor  # False: a non-finite gradient or a loss spike, and the step was skipped
 
@@ -48,17 +48,17 @@ class TrainStep:
         self.total = total  # the sum over all ranks, in place
 
     def __call__(self, batch: StepBatch, lr: float) -> StepResult:
-        # The loss is the mean over the loss tokens of all ranks. Data-parallel strategies average gradients over ranks
+        # The loss is the mean over all ranks' loss tokens. Data-parallel strategies average gradients over ranks
         # where a sum is needed, hence the factor `ranks`: applied to the loss, or after the backward pass with fp16,
         # which would overflow sooner.
         ranks = self.model.parallel_dims.gradient_ranks
         before, after = (1, ranks) if self.scaler.enabled else (ranks, 1)
         gradients, scale = self.model.gradients, self.scaler.scale
-        total = self.model.backward(batch.micro_batches, scale * (before / batch.loss_tokens))
+        total = self.model.backward(batch.micro_batches, scale * (before / batch.weight))
         norm = gradients.norm() * after / scale
         finite = usable = norm.isfinite()
         if self.guard is not None:
-            usable = usable & self.guard.accepts(self.total(total.clone()) / batch.loss_tokens).to(usable.device)
+            usable = usable & self.guard.accepts(self.total(total.clone()) / batch.weight).to(usable.device)
         factor = None
         if self.clip is not None or self.scaler.enabled:
             factor = clip_factor(norm, self.clip) * after / scale
@@ -70,4 +70,4 @@ class TrainStep:
         self.scaler.update(finite)  # a spike does not concern the loss scale
         if not self.optimizer.writes_copies:
             self.model.weights_changed()
-        return StepResult(total, batch.loss_tokens, norm, usable)
+        return StepResult(total, batch.weight, norm, usable)

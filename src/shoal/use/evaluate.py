@@ -19,8 +19,9 @@ from shoal.mistakes import UserMistake
 from shoal.models.attention import choose_attention
 from shoal.models.emulate import emulated_dtypes, emulated_matmuls
 from shoal.models.loss import LanguageModel, choose_loss
+from shoal.objectives import Objective, find_objective
+from shoal.objectives.evaluate import evaluate_held_out
 from shoal.parallel.device import inspect_device
-from shoal.parallel.evaluate import held_out_loss
 from shoal.parallel.float8 import check_float8, use_float8
 from shoal.parallel.micro_batches import MicroBatchRunner
 from shoal.parallel.precision import read_precision
@@ -74,12 +75,14 @@ def evaluate_run(
         )
     sets = choose_sequences(config, loaded, overrides, report)
     micro_batch = _micro_batch(RunDirectory(run), config)
-    module = _with_loss(loaded, config, micro_batch, precision.compute if precision.mixed else None).eval()
+    objective = find_objective(config.train.objective)
+    module = _with_loss(loaded, config, objective, micro_batch, precision.compute if precision.mixed else None).eval()
     runner = MicroBatchRunner(module, lambda batch: batch.to(loaded.device), keeps_weights=False)
     with torch.no_grad(), emulated_matmuls(emulated_dtypes(loaded.device, precision.compute)):
-        found = held_out_loss(
+        found = evaluate_held_out(
             runner.measure,
             sets,
+            objective,
             micro_batch=micro_batch,
             sequences=None if batches is None else batches * config.train.global_batch,
             pad=loaded.tokenizer.pad,
@@ -89,9 +92,9 @@ def evaluate_run(
     return Evaluation(
         run=str(run),
         step=loaded.step,
-        eval_loss=found.loss,
-        eval_perplexity=found.perplexity,
-        tokens=found.loss_tokens,
+        eval_loss=found.metrics["loss"],
+        eval_perplexity=found.metrics["perplexity"],
+        tokens=found.weight,
         sequences=found.sequences,
     )
 
@@ -130,7 +133,9 @@ def choose_sequences(
     return prepare_sets(config.data, loaded.tokenizer, seed=config.seed, report=report)
 
 
-def _with_loss(loaded: LoadedRun, config: Config, micro_batch: int, matmul_dtype: torch.dtype | None) -> LanguageModel:
+def _with_loss(
+    loaded: LoadedRun, config: Config, objective: Objective, micro_batch: int, matmul_dtype: torch.dtype | None
+) -> LanguageModel:
     """Return the module that training calls, with its attention: no KV cache, but masks for packed sequences."""
     model, length = loaded.model, config.data.max_length
     model.set_attn_implementation(choose_attention(model, config.model.attention, length))
@@ -139,7 +144,7 @@ def _with_loss(loaded: LoadedRun, config: Config, micro_batch: int, matmul_dtype
         use_float8(loaded.anatomy.block_modules(model))
     vocabulary = model.config.get_text_config().vocab_size
     loss = choose_loss(config.train.loss_impl, loaded.anatomy, micro_batch * length, vocabulary)
-    return LanguageModel(model, loaded.anatomy, loss, matmul_dtype=matmul_dtype)
+    return objective.module(model, loaded.anatomy, loss, matmul_dtype=matmul_dtype)
 
 
 def _micro_batch(run: RunDirectory, config: Config) -> int:

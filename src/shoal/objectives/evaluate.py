@@ -1,6 +1,5 @@
-"""The loss on held-out sequences, during and after training. The sequences do not depend on the number of ranks."""
+"""The metrics of held-out sequences, during and after training. The sequences do not depend on the number of ranks."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from shoal.data.loader import MicroBatch, evaluation_batches
 from shoal.data.prepare import Sets
+from shoal.objectives.objective import Objective
 from shoal.parallel.ranks import Ranks
 
 Measure = Callable[[Sequence[MicroBatch]], Tensor]
@@ -19,18 +19,15 @@ Measure = Callable[[Sequence[MicroBatch]], Tensor]
 class HeldOut:
     """The result of an evaluation."""
 
-    loss: float  # mean over loss tokens
-    loss_tokens: int
+    metrics: dict[str, float]  # of the objective: loss, perplexity, …
+    weight: int  # loss tokens, or examples
     sequences: int
 
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))  # exp of more overflows a float
 
-
-def held_out_loss(
+def evaluate_held_out(
     measure: Measure,
     sets: Sets,
+    objective: Objective,
     *,
     micro_batch: int,
     sequences: int | None,
@@ -41,14 +38,14 @@ def held_out_loss(
     multiple: int = 1,
     at_once: int = 1,
 ) -> HeldOut:
-    """Mean loss per loss token of the first `sequences` held-out sequences (None: of all).
+    """Metrics of the first `sequences` held-out sequences (None: of all).
 
-    `measure` maps `at_once` micro-batches to (loss sum, number of loss tokens); the sums over all ranks count each
-    sequence once. This rank evaluates shard `share[0]` of `share[1]`.
+    `measure` maps `at_once` micro-batches to the objective's sums; those of all ranks count each sequence once. This
+    rank evaluates shard `share[0]` of `share[1]`.
     """
     assert sets.validation is not None
     wanted = sets.order.validation_sequences()[:sequences]
-    sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    sums = torch.zeros(len(objective.sums), dtype=torch.float64, device=ranks.device)
     found = evaluation_batches(
         sets.validation,
         wanted,
@@ -58,8 +55,9 @@ def held_out_loss(
         pad=pad,
         length=length,
         multiple=multiple,
+        collate=objective.collate,
     )
     while batches := list(islice(found, at_once)):
         sums += measure(batches)
-    total, loss_tokens = ranks.sum(sums).tolist()
-    return HeldOut(total / max(loss_tokens, 1.0), int(loss_tokens), len(wanted))
+    total = dict(zip(objective.sums, ranks.sum(sums).tolist(), strict=True))
+    return HeldOut(objective.metrics(total), int(total["weight"]), len(wanted))
