@@ -15,8 +15,8 @@ class Optimizer:
     state_option: str | None = None  # has state only if this option is not zero
     state_bytes: int | None = None  # bytes per element of a state tensor; None: as many as the weight
     scale_bytes: float = 0.0  # per element of a quantized state tensor
-    # Our own kernel: takes the clipping factor, reads gradients in fp32 or in the compute dtype, and skips a non-finite
-    # step on the device.
+    # Our own kernel on GPUs: takes the clipping factor, reads gradients in fp32 or in the compute dtype, and skips a
+    # non-finite step on the device.
     own_kernel: bool = False
     # Its kernel moves nothing but long tensors, and so is faster than other elementwise kernels.
     streams: bool = False

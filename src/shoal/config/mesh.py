@@ -9,13 +9,13 @@ from shoal.catalogue.strategies import find_strategy
 from shoal.config.schema import ParallelConfig
 from shoal.mistakes import UserMistake
 
-# What the ranks along an axis divide among them. Those that divide the batch or its sequences compute gradients of the
-# same weights from different tokens; those that divide the matrices of a layer compute the same loss.
-Divides = Literal["layers", "batch", "sequences", "matrices"]
+# What is sharded over the ranks along an axis. Ranks with different shards of the batch or of its sequences compute
+# gradients of the same weights from different tokens; ranks with shards of the same matrices compute the same loss.
+Sharded = Literal["layers", "batch", "sequences", "matrices"]
 
 
-def _axis(divides: Divides) -> Any:
-    return field(default=1, metadata={"divides": divides})
+def _axis(shards: Sharded) -> Any:
+    return field(default=1, metadata={"shards": shards})
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Mesh:
         return {axis: found[axis] for axis in self.degrees}
 
 
-def _axes(*divides: Divides) -> tuple[str, ...]:
-    return tuple(axis.name for axis in fields(Mesh) if axis.metadata["divides"] in divides)
+def _axes(*shards: Sharded) -> tuple[str, ...]:
+    return tuple(axis.name for axis in fields(Mesh) if axis.metadata["shards"] in shards)
 
 
 AXES = tuple(axis.name for axis in fields(Mesh))
