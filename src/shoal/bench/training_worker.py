@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.bench.forecast import forecast_compute, forecast_memory, machine_of
+from shoal.catalogue.strategies import find_strategy
 from shoal.config.load import load_config
 from shoal.config.resolve import with_precision
 from shoal.config.run import RunDirectory
@@ -67,7 +68,7 @@ def train_as_single_rank(config: Config, world_size: int, run: RunDirectory, for
     inputs = read_inputs(config, Reporter(enabled=False))
     checked = preflight(config, inputs, world_size, inspect_device(device))
     resolved = checked.resolved
-    if resolved.mesh.pp > 1 or (resolved.strategy in ("ddp", "zero1") and resolved.data_parallel > 1):
+    if resolved.mesh.pp > 1 or (find_strategy(resolved.strategy).ddp and resolved.data_parallel > 1):
         raise UserMistake(
             f"bench rank cannot replace the collectives of {'pp' if resolved.mesh.pp > 1 else resolved.strategy} by "
             "fake ones; it supports fsdp, zero2 and zero3, with tp and cp. A ddp rank computes the same as one device: "

@@ -2,6 +2,7 @@
 
 import torch
 
+from shoal.catalogue.strategies import find_strategy
 from shoal.models.prepare import PreparedModel
 from shoal.objectives import Objective
 from shoal.optim.offload import find_store
@@ -37,12 +38,13 @@ def build(
         values=values,
         emulated=emulated,
     )
+    partitions = find_strategy(resolved.strategy).partitions_update
     optimizer = make_optimizer(
         model.parameters,
         config.train,
         model.anatomy,
         placement=model.placement,
-        partition=Partition(model.parameters, model.parallel_dims.replicas) if resolved.strategy == "zero1" else None,
+        partition=Partition(model.parameters, model.parallel_dims.replicas) if partitions else None,
         store=find_store(config.parallel.offload),
         copies=model.low_precision,
         emulated=emulated,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shoal.catalogue.optimizers import find_optimizer
 from shoal.checkpoint import state, store
 from shoal.checkpoint.state import Progress, read_progress
 from shoal.config.effect import without_effect
@@ -209,7 +210,9 @@ def _emulated(config: Config, ranks: Ranks) -> frozenset[torch.dtype]:
     if ranks.device.type != "cpu":
         return frozenset()
     computed = [read_precision(config.train.precision, config.train.reduce_dtype).compute]
-    if config.train.optimizer.name == "muon":  # orthogonalises in bf16, whatever the precision of the model
+    if find_optimizer(
+        config.train.optimizer.name
+    ).needs_whole_matrices:  # orthogonalizes in bf16, whatever the precision of the model
         computed.append(torch.bfloat16)
     found = emulated_dtypes(ranks.device, *computed)
     return frozenset(dtype for dtype in LOW_PRECISION if ranks.largest(float(dtype in found)))
