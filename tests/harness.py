@@ -157,14 +157,16 @@ def train_on(world_size: int, config: dict[str, Any], runs: Path, **options: Any
     return runs / config["name"]
 
 
-def reference_run(config: dict[str, Any]) -> Path:
-    """The run of one process with this config, trained once in a test session; nothing may be patched meanwhile."""
-    return _trained(json.dumps(config, sort_keys=True))
+def reference_run(config: dict[str, Any], world_size: int = 1) -> Path:
+    """The run of this config, trained once in a test session: read only, and nothing may be patched meanwhile."""
+    return _trained(json.dumps(config, sort_keys=True), world_size)
 
 
 @cache
-def _trained(config: str) -> Path:
-    return train_on(1, json.loads(config), Path(tempfile.mkdtemp(prefix="reference-", dir=os.environ["SHOAL_CACHE"])))
+def _trained(config: str, world_size: int) -> Path:
+    return train_on(
+        world_size, json.loads(config), Path(tempfile.mkdtemp(prefix="reference-", dir=os.environ["SHOAL_CACHE"]))
+    )
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
