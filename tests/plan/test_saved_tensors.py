@@ -43,9 +43,9 @@ def forecast_run(family: str, kv_heads: int, *, compiled: bool, recompute: str =
 
 
 def kept_by_a_block(family: str, kv_heads: int, *, recompute: str = "none", backend: str | None = None) -> float:
-    """Bytes that each block keeps for the backward pass: of four blocks less of two, so that the ends do not count."""
-    few, more = (_kept(shape_of(family, layers, kv_heads), recompute, backend) for layers in (2, 4))
-    return (more - few) / 2
+    """Bytes that each block keeps for the backward pass: of two blocks less of one, so that the ends do not count."""
+    one, two = (_kept(shape_of(family, layers, kv_heads), recompute, backend) for layers in (1, 2))
+    return two - one
 
 
 def _kept(shape: ModelShape, recompute: str, backend: str | None) -> int:
