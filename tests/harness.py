@@ -5,6 +5,7 @@ test sees what a user sees: the files of a run.
 """
 
 import faulthandler
+import importlib
 import json
 import math
 import multiprocessing
@@ -27,6 +28,7 @@ from transformers import BertConfig, GPT2LMHeadModel, GPTNeoXForCausalLM, LlamaF
 import shoal.launch.run
 from shoal import api
 from shoal.checkpoint.layout import SliceReader
+from shoal.config.schema_base import Block
 from shoal.launch.join import LAUNCH_FOLDER
 
 # Imported above so that forked ranks have them already: transformers imports a model's code when it is first used.
@@ -38,6 +40,13 @@ IMPORTED = (
     PreTrainedTokenizerFast,
     shoal.launch.run,
 )
+
+# What every rank would import and build again: modules that are imported when first used, and the validators of the
+# config's blocks.
+for _module in ("pydantic.plugin._loader", "rich._emoji_codes", "torch.profiler._cupti_monitor"):
+    importlib.import_module(_module)
+for _block in Block.__subclasses__():
+    _block.model_rebuild()
 
 PATIENCE = 180
 
@@ -131,20 +140,33 @@ def settings(data: Path, **changes: Any) -> dict[str, Any]:
     return config
 
 
+@cache
+def import_compiler() -> None:
+    """Import what torch.compile imports when it is first used: hundreds of modules, which each rank would import."""
+    import torch._dynamo.backends.common
+    import torch._dynamo.backends.debugging
+    import torch._functorch.aot_autograd
+    import torch._inductor.lowering  # noqa: F401
+
+
 def train_on(world_size: int, config: dict[str, Any], runs: Path, **options: Any) -> Path:
     """Train on forked ranks; returns the run's folder."""
+    if config["train"].get("compile"):
+        import_compiler()
     run_ranks(world_size, lambda: api.train(api.config_from_mapping(config), runs=runs, **options).as_dict())
     return runs / config["name"]
 
 
-def reference_run(config: dict[str, Any]) -> Path:
-    """The run of one process with this config, trained once in a test session; nothing may be patched meanwhile."""
-    return _trained(json.dumps(config, sort_keys=True))
+def reference_run(config: dict[str, Any], world_size: int = 1) -> Path:
+    """The run of this config, trained once in a test session: read only, and nothing may be patched meanwhile."""
+    return _trained(json.dumps(config, sort_keys=True), world_size)
 
 
 @cache
-def _trained(config: str) -> Path:
-    return train_on(1, json.loads(config), Path(tempfile.mkdtemp(prefix="reference-", dir=os.environ["SHOAL_CACHE"])))
+def _trained(config: str, world_size: int) -> Path:
+    return train_on(
+        world_size, json.loads(config), Path(tempfile.mkdtemp(prefix="reference-", dir=os.environ["SHOAL_CACHE"]))
+    )
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

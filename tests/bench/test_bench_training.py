@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import settings
-from tests.launch.command import shoal, write_config
+from tests.launch.command import forked_shoal, write_config
 
 
 @pytest.fixture
@@ -16,7 +16,9 @@ def folder(instructions: Path, tmp_path: Path) -> Path:
 
 
 def test_bench_train_measures_the_steps_after_warmup_and_saves_nothing(folder):
-    result = shoal(folder, "bench", "train", "run.yaml", "train.lr=1e-3", "--steps", "4", "--warmup", "2", "--json")
+    result = forked_shoal(
+        folder, "bench", "train", "run.yaml", "train.lr=1e-3", "--steps", "4", "--warmup", "2", "--json"
+    )
     assert result.status == 0, result.err
     found = json.loads(result.out)
     assert (found["warmup"], found["steps"], len(found["losses"])) == (2, 4, 6)
@@ -31,7 +33,7 @@ def test_bench_train_measures_the_steps_after_warmup_and_saves_nothing(folder):
 
 
 def test_bench_rank_runs_one_rank_and_counts_its_own_tokens(folder):
-    result = shoal(
+    result = forked_shoal(
         folder, "bench", "rank", "run.yaml", "parallel.strategy=fsdp", "train.global_batch=32", "train.micro_batch=4",
         "--world", "8", "--real", "--steps", "2", "--warmup", "1", "--json",
     )  # fmt: skip
@@ -48,7 +50,7 @@ def test_bench_train_does_not_touch_the_fallback_of_the_run(folder):
     saved.mkdir(parents=True)
     (saved / "MANIFEST.json").write_text("{}")
     options = ["checkpoint.fallback=fallback", "--steps", "1", "--warmup", "1"]
-    result = shoal(folder, "bench", "train", "run.yaml", *options)
+    result = forked_shoal(folder, "bench", "train", "run.yaml", *options)
     assert result.status == 0, result.err
     assert (saved / "MANIFEST.json").exists()
 
@@ -65,7 +67,7 @@ def test_bench_train_does_not_touch_the_fallback_of_the_run(folder):
     ],
 )
 def test_a_run_that_cannot_be_measured_is_a_mistake_in_one_sentence(arguments, sentence, folder):
-    result = shoal(folder, "bench", *arguments)
+    result = forked_shoal(folder, "bench", *arguments)
     assert result.status == 2
     assert sentence in result.err
     assert "Traceback" not in result.err

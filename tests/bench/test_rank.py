@@ -8,7 +8,9 @@ import pytest
 
 from shoal.bench.rank import RankReport, report_steps
 from shoal.bench.steps import Steps
-from tests.launch.command import shoal, write_config
+from shoal.mistakes import UserMistake
+from tests.bench.tracing import SMALL, trace_run
+from tests.launch.command import forked_shoal, shoal, write_config
 
 SHAPE = {"family": "llama", "hidden": 256, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 688, "vocab": 512}
 CHOSEN = {
@@ -33,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_forecast_measured_and_difference_have_the_same_keys(folder, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # without a GPU a rank is traced unless --real is given
-    result = shoal(folder, "bench", "rank", "run.yaml", "--world", "8", "--json")
+    result = forked_shoal(folder, "bench", "rank", "run.yaml", "--world", "8", "--json")
     assert result.status == 0, result.err
     found = json.loads(result.out)
     assert (found["traced"], found["world_size"], found["device"]) == (True, 8, "h100-80gb")
@@ -52,24 +54,34 @@ def test_forecast_measured_and_difference_have_the_same_keys(folder, monkeypatch
     assert {path.name for path in folder.iterdir()} <= {"run.yaml", "cache", "hub"}, "nothing is left behind"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["parallel.pp=2"], "does not support pipeline parallelism"),
-        (["parallel.offload=cpu"], "use parallel.offload none"),
-        (["train.precision=fp8"], "use train.precision bf16-mixed"),
-        (["train.global_batch=7"], "the nearest values that are: 8"),
-        (["parallel.tp=3"], "cannot be sharded"),
+        pytest.param(["parallel.pp=2"], "does not support pipeline parallelism", marks=pytest.mark.slow),
         (["hardware.gpu=h10"], "h100-80gb"),
         (["--world", "0"], "--world"),
     ],
 )
 def test_a_run_that_cannot_be_traced_is_a_mistake_in_one_sentence(arguments, sentence, folder):
-    result = shoal(folder, "bench", "rank", "run.yaml", "--traced", *arguments)
+    result = forked_shoal(folder, "bench", "rank", "run.yaml", "--traced", *arguments)
     assert result.status == 2
     assert sentence in result.err
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("parallel.pp=2", "does not support pipeline parallelism"),
+        ("parallel.offload=cpu", "use parallel.offload none"),
+        ("train.precision=fp8", "use train.precision bf16-mixed"),
+        ("train.global_batch=7", "the nearest values that are: 8"),
+        ("parallel.tp=3", "cannot be sharded"),
+    ],
+)
+def test_a_run_that_cannot_be_traced_raises_a_user_mistake(override, sentence):
+    with pytest.raises(UserMistake, match=sentence):
+        trace_run(8, SMALL, "parallel.strategy=fsdp", override)
 
 
 @pytest.mark.slow

@@ -97,9 +97,17 @@ def test_quantized_weights_are_refused(instructions, tmp_path):
 
 @pytest.mark.parametrize("module", ["shoal.launch.run", "shoal.use.load", "shoal.data.tokenizer"])
 def test_the_hugging_face_libraries_are_offline_wherever_shoal_imports_them(module):
+    """huggingface_hub reads the environment once, when it is imported."""
     code = (
-        f"import os; os.environ.pop('HF_HUB_OFFLINE', None); import {module}; import transformers; "
-        "from huggingface_hub import constants; print(constants.HF_HUB_OFFLINE)"
+        "import os, sys; os.environ.pop('HF_HUB_OFFLINE', None)\n"
+        "class First:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'transformers': import huggingface_hub\n"
+        "        if name != 'huggingface_hub': return\n"
+        "        sys.meta_path.remove(self)\n"
+        "        from huggingface_hub import constants\n"
+        "        print(constants.HF_HUB_OFFLINE, flush=True); os._exit(0)\n"
+        f"sys.meta_path.insert(0, First()); import {module}, transformers"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "True"

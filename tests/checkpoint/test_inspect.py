@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import settings, train_on
-from tests.launch.command import Ended, shoal
+from tests.launch.command import Ended, forked_shoal, shoal
 
 
 @pytest.fixture(scope="module")
@@ -36,26 +36,26 @@ def test_every_checkpoint_is_listed_with_its_size_metrics_and_state(run: Path) -
     assert found[2]["size"] == sum(path.stat().st_size for path in folder.iterdir())
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert found[2]["metrics"] == {"loss": metrics[1]["loss"]}
-    text = shoal(run.parent, "checkpoints", "run")
+    text = forked_shoal(run.parent, "checkpoints", "run")
     assert [line.split()[0] for line in text.out.splitlines()] == ["2", "4", "6"]
     assert "not whole" in text.out.splitlines()[1]
     assert text.out.splitlines()[2].rstrip().endswith(f"whole  latest  loss {metrics[5]['loss']:.4f}")
 
 
 def test_verify_reads_every_file_and_answers_with_its_status(run: Path) -> None:
-    fine = shoal(run.parent, "checkpoints", "verify", "run", "--json")
+    fine = forked_shoal(run.parent, "checkpoints", "verify", "run", "--json")
     assert fine.status == 0, fine.err
     assert {one["state"] for one in listed(fine).values()} == {"whole"}
     path = run / "checkpoints" / "step-00000004" / "rank-00001.safetensors"
     contents = bytearray(path.read_bytes())
     contents[-1] ^= 1
     path.write_bytes(contents)
-    assert shoal(run.parent, "checkpoints", "run").status == 0, "sizes alone do not show it"
-    damaged = shoal(run.parent, "checkpoints", "verify", "run", "--json")
+    assert forked_shoal(run.parent, "checkpoints", "run").status == 0, "sizes alone do not show it"
+    damaged = forked_shoal(run.parent, "checkpoints", "verify", "run", "--json")
     assert damaged.status == 3
     assert listed(damaged)[4]["state"] == "damaged"
     assert listed(damaged)[4]["damaged"] == "rank-00001.safetensors"
-    said = shoal(run.parent, "checkpoints", "verify", "run").out
+    said = forked_shoal(run.parent, "checkpoints", "verify", "run").out
     assert "damaged: rank-00001.safetensors" in said
 
 
@@ -67,11 +67,11 @@ def test_verify_reads_every_file_and_answers_with_its_status(run: Path) -> None:
     ],
 )
 def test_a_folder_without_checkpoints_is_a_mistake(arguments: list[str], says: str, tmp_path: Path) -> None:
-    shoal(tmp_path, "checkpoints", *arguments).hold_mistake(says)
+    forked_shoal(tmp_path, "checkpoints", *arguments).hold_mistake(says)
 
 
 def test_an_unknown_word_is_a_mistake(tmp_path: Path) -> None:
-    ended = shoal(tmp_path, "checkpoints", "verfiy", "run")
+    ended = forked_shoal(tmp_path, "checkpoints", "verfiy", "run")
     assert ended.status == 2
     assert "verify and a run's folder" in ended.err
     assert "Traceback" not in ended.err

@@ -257,9 +257,9 @@ ODD_CONFIGS: dict[str, tuple[Make, int]] = {
     "a value elsewhere": (moved_value, 60),
     "an odd key": (odd_key, 30),
     "odd syntax": (odd_syntax, 50),
-    "nested deeply": (deep, 20),
+    "nested deeply": (deep, 12),
     "a bomb": (bomb, 25),
     "an odd include": (odd_include, 40),
     "many includes": (many_includes, 8),
-    "large": (large, 10),
+    "large": (large, 4),
 }

@@ -19,9 +19,10 @@ from shoal.checkpoint.store import list_complete
 from shoal.train.save import CannotSave
 from tests.checkpoint.cut import hold_bitwise
 from tests.harness import PATIENCE, lines, settings, train_on
-from tests.launch.command import forked_shoal, training_lines, write_config
+from tests.launch.command import forked_shoal, write_config
 
-STEPS, SAVE_EVERY = 300, 20
+STEPS, SAVE_EVERY = 60, 5
+FILLER = "somebody-elses"
 ROOM = 4 * 2**20  # of the small disk; a checkpoint here takes about 400 KiB
 
 
@@ -55,20 +56,33 @@ def meanwhile(act: Callable[[], None]) -> Iterator[None]:
         assert other.exitcode == 0
 
 
+@contextlib.contextmanager
+def at_save(*acts: tuple[int, Callable[[], Any]]) -> Iterator[None]:
+    """Runs within: each act happens in the run that saves, just before the first save of its step or a later one."""
+    begin, left = store.begin, list(acts)
+
+    def act_and_begin(checkpoints: Path, step: int) -> Path:
+        while left and step >= left[0][0]:
+            left.pop(0)[1]()
+        return begin(checkpoints, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "begin", act_and_begin)
+        yield
+
+
 def wait_for_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while max(training_lines(run), default=0) < step:
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + PATIENCE
+    while not metrics.is_file() or metrics.read_bytes().count(b"\n") < step:  # every step has a line
         assert time.monotonic() < deadline
-        time.sleep(0.005)
+        time.sleep(0.01)
 
 
-def fill(disk: Path) -> Path:
+def fill(disk: Path) -> None:
     """Fill the disk, as other files would."""
-    filler = disk / "somebody-elses"
-    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+    with (disk / FILLER).open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(b"x" * 1024):
             pass
-    return filler
 
 
 def steps_in(checkpoints: Path) -> list[int]:
@@ -88,17 +102,9 @@ def test_a_save_to_a_full_disk_is_abandoned_with_a_warning_and_the_next_with_spa
     config = config_of(instructions, checkpoint__async=asynchronous)
     reference = train_on(world_size, config, tmp_path / "reference")
 
-    def fill_for_a_while() -> None:
-        wait_for_step(small_disk / "run", 5)
-        began = time.monotonic()
-        wait_for_step(small_disk / "run", SAVE_EVERY + 5)
-        # 1.5 times as long as these steps took, so that a save falls into it.
-        long_enough = 1.5 * (time.monotonic() - began)
-        filler = fill(small_disk)
-        time.sleep(max(0.6, long_enough))
-        filler.unlink()
-
-    with meanwhile(fill_for_a_while):
+    # Full for thirty steps, whose lines need more than one page.
+    filler = small_disk / FILLER
+    with at_save((4 * SAVE_EVERY, lambda: fill(small_disk)), (10 * SAVE_EVERY, filler.unlink)):
         run = train_on(world_size, config, small_disk)
     said = capfd.readouterr().err
     assert "COULD NOT BE SAVED" in said
@@ -110,11 +116,8 @@ def test_a_save_to_a_full_disk_is_abandoned_with_a_warning_and_the_next_with_spa
 
 
 def test_a_run_whose_last_save_failed_does_not_end_with_success(instructions, small_disk, capfd):
-    def fill_for_good() -> None:
-        wait_for_step(small_disk / "run", SAVE_EVERY + 5)
-        fill(small_disk)
-
-    with meanwhile(fill_for_good), pytest.raises(CannotSave, match=r"No space left on device.* newest checkpoint is"):
+    filled = at_save((2 * SAVE_EVERY, lambda: fill(small_disk)))
+    with filled, pytest.raises(CannotSave, match=r"No space left on device.* newest checkpoint is"):
         train_on(1, config_of(instructions), small_disk)
     assert SAVE_EVERY in steps_in(small_disk / "run" / "checkpoints")
 
@@ -122,11 +125,7 @@ def test_a_run_whose_last_save_failed_does_not_end_with_success(instructions, sm
 def test_a_full_disk_makes_the_run_save_in_the_fallback(instructions, small_disk, tmp_path, capfd):
     config = config_of(instructions, checkpoint__fallback=str(tmp_path / "elsewhere"))
 
-    def fill_for_good() -> None:
-        wait_for_step(small_disk / "run", SAVE_EVERY + 5)
-        fill(small_disk)
-
-    with meanwhile(fill_for_good):
+    with at_save((2 * SAVE_EVERY, lambda: fill(small_disk))):
         run = train_on(1, config, small_disk)
     assert "was saved in" in capfd.readouterr().err
     assert steps_in(run / "checkpoints")[-1] < STEPS
@@ -134,7 +133,7 @@ def test_a_full_disk_makes_the_run_save_in_the_fallback(instructions, small_disk
     assert steps_in(spare / "checkpoints")[-1] == STEPS
     # The fallback can be used like any run.
     assert (api.export(spare, tmp_path / "exported") / "model.safetensors").is_file()
-    (small_disk / "somebody-elses").unlink()
+    (small_disk / FILLER).unlink()
     config["train"]["steps"] = STEPS + 2
     train_on(1, config, small_disk, resume=True)
     assert f"Resuming after step {STEPS} from {spare}" in " ".join(capfd.readouterr().err.split())
@@ -146,13 +145,9 @@ def test_a_new_run_of_the_same_name_does_not_resume_from_another_runs_fallback(
 ):
     config = config_of(instructions, checkpoint__fallback=str(tmp_path / "elsewhere"))
 
-    def fill_for_good() -> None:
-        wait_for_step(small_disk / "run", SAVE_EVERY + 5)
-        fill(small_disk)
-
-    with meanwhile(fill_for_good):
+    with at_save((2 * SAVE_EVERY, lambda: fill(small_disk))):
         train_on(1, config, small_disk)
-    (small_disk / "somebody-elses").unlink()
+    (small_disk / FILLER).unlink()
     other = {**config, "seed": 7, "train": {**config["train"], "steps": 25}}
     train_on(1, other, small_disk, overwrite=True)
     other["train"]["steps"] = 30

@@ -68,7 +68,9 @@ def test_a_rank_killed_in_the_middle_of_a_save_costs_a_restart_and_nothing_else(
     attempts = [json.loads(line)["attempt"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert set(attempts) == {0, 1}
     again = [step for step, line in training_lines(run).items() if line["attempt"] == 1]
-    assert min(again) > 1, "it restarted from step 1"
+    assert again == list(range(again[0], 61))
+    assert again[0] > 1, "it restarted from step 1"
+    assert again[0] % SAVE_EVERY == 1, "it did not restart from a checkpoint"
 
 
 def test_a_run_begun_from_another_checkpoint_and_killed_before_its_first_save_restarts_there(

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from shoal import api
 from shoal.checkpoint.store import list_complete
-from tests.harness import settings, train_on
+from shoal.train.step import TrainStep
+from tests.harness import run_ranks, settings, train_on
 from tests.launch.command import (
     PATIENCE,
     SHOAL,
@@ -37,7 +39,8 @@ def test_a_signal_to_any_rank_stops_all_of_them_with_everything_saved(instructio
     undisturbed = train_on(2, config(instructions), tmp_path / "undisturbed")
     write_config(tmp_path, config(instructions))
     run, saved = tmp_path / "runs" / "run", 0
-    for rank, number in ((1, signal.SIGTERM), (0, signal.SIGUSR1), (1, signal.SIGINT), (0, signal.SIGUSR2)):
+    # The test below sends the other signals.
+    for rank, number in ((1, signal.SIGTERM), (0, signal.SIGUSR1)):
         arguments = [str(SHOAL), "train", "run.yaml", "--json", "--max-restarts", "3"]
         with Command(tmp_path, [*arguments, "--resume"] if saved else arguments) as command:
             command.wait_until(lambda: max(training_lines(run), default=0) > saved + 2)  # noqa: B023
@@ -55,6 +58,29 @@ def test_a_signal_to_any_rank_stops_all_of_them_with_everything_saved(instructio
     ended = shoal(tmp_path, "train", "run.yaml", "--resume", "--json")
     assert ended.status == 0, ended.err
     assert losses(run) == losses(undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_every_signal_to_a_rank_stops_all_ranks_after_their_step(
+    number: int, instructions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, seen = TrainStep.__call__, [0]
+
+    def step(self: TrainStep, batch: Any, lr: float) -> Any:
+        seen[0] += 1
+        if seen[0] == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), number)
+        return call(self, batch, lr)
+
+    monkeypatch.setattr(TrainStep, "__call__", step)
+    settled = api.config_from_mapping(config(instructions))
+    summaries = run_ranks(2, lambda: api.train(settled, runs=tmp_path).as_dict())
+    assert [one["stopped"] for one in summaries] == ["signal", "signal"]
+    stopped_at = summaries[0]["step"]
+    assert stopped_at in (3, 4)  # ranks agree after a step
+    assert (
+        list_complete(tmp_path / "run" / "checkpoints")[-1].step == stopped_at == max(training_lines(tmp_path / "run"))
+    )
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -11,7 +11,7 @@ import yaml
 
 import shoal as package
 from shoal.config import Config, config_from_mapping, load_config
-from tests.launch.command import Command, best_of_three, environment, shoal
+from tests.launch.command import Command, environment, forked_shoal, run_within, shoal
 
 # Fractions of the CPU time of importing torch on this machine.
 ANSWERS_WITHIN = 0.25
@@ -38,10 +38,11 @@ def importing_torch(tmp_path_factory: pytest.TempPathFactory) -> float:
     "arguments", [["--help"], ["train", "--help"], ["config", "--help"], ["export", "-h"], ["bench", "--help"]]
 )
 def test_help_is_fast(arguments: list[str], importing_torch: float, tmp_path: Path) -> None:
-    answer = best_of_three(lambda: shoal(tmp_path, *arguments))
+    limit = ANSWERS_WITHIN * importing_torch
+    answer = run_within(limit, lambda: shoal(tmp_path, *arguments))
     assert (answer.status, answer.err) == (0, "")
     assert answer.out.startswith("Usage: shoal")
-    assert answer.work < ANSWERS_WITHIN * importing_torch
+    assert answer.work < limit
 
 
 def test_help_names_the_commands_and_the_options_of_train(tmp_path: Path) -> None:
@@ -133,25 +134,27 @@ def test_a_mistake_in_the_config_is_one_sentence_at_once(
     text: str | None, overrides: list[str], sentence: str, importing_torch: float, tmp_path: Path
 ) -> None:
     (tmp_path / ("runs.yaml" if text is None else "run.yaml")).write_text(text or GOOD)
-    answer = best_of_three(lambda: shoal(tmp_path, "train", "run.yaml", *overrides))
+    limit = MISTAKE_WITHIN * importing_torch
+    answer = run_within(limit, lambda: shoal(tmp_path, "train", "run.yaml", *overrides))
     answer.hold_mistake(sentence)
-    assert answer.work < MISTAKE_WITHIN * importing_torch
+    assert answer.work < limit
     assert not (tmp_path / "runs").exists()
 
 
 def test_an_unknown_shape_is_answered_at_once_with_the_nearest_names(importing_torch: float, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD.replace("gpt2", "lama3-8b"))
-    answer = best_of_three(lambda: shoal(tmp_path, "train", "run.yaml"))
+    limit = MISTAKE_WITHIN * importing_torch
+    answer = run_within(limit, lambda: shoal(tmp_path, "train", "run.yaml"))
     assert (answer.status, answer.out) == (2, "")
     beginning = "shoal: run.yaml:2: No model shape is called 'lama3-8b'. Did you mean llama3-8b or "
     assert answer.err.startswith(beginning)
     assert answer.err.count("\n") == 1
-    assert answer.work < MISTAKE_WITHIN * importing_torch
+    assert answer.work < limit
 
 
 def test_every_mistake_of_a_config_is_on_a_line_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD + "  lrr: 1\n  clip: x\n")
-    answer = shoal(tmp_path, "train", "run.yaml", "--json")
+    answer = forked_shoal(tmp_path, "train", "run.yaml", "--json")
     assert (answer.status, answer.out) == (2, "")
     assert answer.err.removeprefix("shoal: ").splitlines() == [
         "run.yaml:7: train.lrr is not a key shoal knows. Did you mean lr?",
@@ -170,7 +173,7 @@ def test_every_mistake_of_a_config_is_on_a_line_of_its_own(tmp_path: Path) -> No
     ],
 )
 def test_a_mistyped_command_is_status_2_without_a_traceback(arguments: list[str], says: str, tmp_path: Path) -> None:
-    answer = shoal(tmp_path, *arguments)
+    answer = forked_shoal(tmp_path, *arguments)
     assert (answer.status, answer.out) == (2, "")
     assert says in answer.err
     assert "Traceback" not in answer.err
@@ -179,12 +182,12 @@ def test_a_mistyped_command_is_status_2_without_a_traceback(arguments: list[str]
 def test_config_show_prints_yaml_that_loads_as_the_same_config(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD)
     overrides = ["train.lr=3e-4", "train.schedule=linear", "train.lr_groups[lm_head.*]=0.5"]
-    answer = shoal(tmp_path, "config", "show", "run.yaml", *overrides)
+    answer = forked_shoal(tmp_path, "config", "show", "run.yaml", *overrides)
     assert (answer.status, answer.err) == (0, "")
     expected = load_config(tmp_path / "run.yaml", overrides)
     (tmp_path / "shown.yaml").write_text(answer.out)
     assert load_config(tmp_path / "shown.yaml") == expected
-    again = shoal(tmp_path, "config", "show", "shown.yaml")
+    again = forked_shoal(tmp_path, "config", "show", "shown.yaml")
     assert again.out == answer.out
     shown = yaml.safe_load(answer.out)
     assert shown["train"]["schedule"]["name"] == "linear"
@@ -193,14 +196,14 @@ def test_config_show_prints_yaml_that_loads_as_the_same_config(tmp_path: Path) -
 
 def test_config_show_json_is_one_object_that_is_the_same_config(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(GOOD)
-    answer = shoal(tmp_path, "config", "show", "run.yaml", "train.lr=3e-4", "--json")
+    answer = forked_shoal(tmp_path, "config", "show", "run.yaml", "train.lr=3e-4", "--json")
     assert (answer.status, answer.err) == (0, "")
     assert config_from_mapping(json.loads(answer.out)) == load_config(tmp_path / "run.yaml", ["train.lr=3e-4"])
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
 def test_config_schema_describes_every_property(arguments: list[str], tmp_path: Path) -> None:
-    answer = shoal(tmp_path, "config", "schema", *arguments)
+    answer = forked_shoal(tmp_path, "config", "schema", *arguments)
     assert (answer.status, answer.err) == (0, "")
     schema = json.loads(answer.out)
     assert schema["type"] == "object"
@@ -221,7 +224,7 @@ def test_config_schema_describes_every_property(arguments: list[str], tmp_path: 
 
 
 def test_config_schema_refuses_unknown_keys_as_the_command_does(tmp_path: Path) -> None:
-    schema = json.loads(shoal(tmp_path, "config", "schema").out)
+    schema = json.loads(forked_shoal(tmp_path, "config", "schema").out)
     blocks = [schema, *schema["$defs"].values()]
     assert [one.get("title") for one in blocks if one.get("type") == "object" and one["additionalProperties"]] == []
 

@@ -18,9 +18,10 @@ import torch
 from tests.harness import LLAMA, PYTHIA, lines, settings, train_on, weights
 
 FAMILIES = {
-    "llama": {**LLAMA, "layers": 4, "heads": 8, "kv_heads": 4, "tied": True},
-    "pythia": {**PYTHIA, "layers": 4, "tied": False},
+    "llama": {**LLAMA, "heads": 8, "kv_heads": 4, "tied": True},
+    "pythia": {**PYTHIA, "tied": False},
 }
+PIPELINE_LAYERS = 4  # for four stages, or two of two parts each; two layers show what the other dimensions compute
 MICRO_BATCH = 2
 EXACT_STEPS = 5  # in fp32 a wrong strategy differs within the first steps; bf16 is compared over ten
 
@@ -45,6 +46,10 @@ class Strategy:
         return {f"parallel__{key}": value for key, value in filled.items()} | {
             f"train__{key}": value for key, value in self.train.items()
         }
+
+    @property
+    def layers(self) -> int:
+        return PIPELINE_LAYERS if "pp" in self.parallel else LLAMA["layers"]
 
     def data_parallel(self, world_size: int) -> int:
         within = 1
@@ -115,14 +120,15 @@ IN_EIGHT_BITS = [
 
 def cases(strategies: list[Strategy], *, exact: bool) -> list[Any]:
     """Two cases of each strategy in each precision, which cover both families, with and without gradient accumulation,
-    and all its world sizes. Not slow: in fp32 Llama without accumulation, and for combinations also Pythia with."""
+    and all its world sizes; on eight ranks one in bf16. Not slow: in fp32 Llama without accumulation, and for
+    combinations also Pythia with."""
     found = []
     for strategy in strategies:
         small, large = strategy.world_sizes[0], strategy.world_sizes[-1]
-        few, many = (
-            ((small, "llama", 1), (large, "pythia", 4)) if exact else ((small, "pythia", 1), (large, "llama", 4))
-        )
-        for world_size, family, grad_accum_steps in (few, many):
+        accumulated = 4 if "pp" in strategy.parallel else 2  # a micro-batch for each stage of a pipeline
+        one, other = ("llama", "pythia") if exact else ("pythia", "llama")
+        few, many = (small, one, 1), (large, other, accumulated)
+        for world_size, family, grad_accum_steps in (few, many) if exact or small < 8 else (many,):
             compiles = "compile" in strategy.train  # takes longest by far
             few_ranks = world_size < 8 or grad_accum_steps == 1
             quick = exact and not compiles and few_ranks and (grad_accum_steps == 1 or strategy in TOGETHER)
@@ -137,19 +143,18 @@ def reference(instructions: Path, tmp_path_factory: pytest.TempPathFactory):
     """The run of one process with the same batch, trained once for all cases that share it."""
 
     @cache
-    def train(family: str, precision: str, global_batch: int, pack: bool, optimizer: str = "adamw") -> Path:
+    def train(family: str, layers: int, precision: str, global_batch: int, optimizer: str = "adamw") -> Path:
         changes = {"train__optimizer": {"name": optimizer}}
-        config = _config(instructions, family, precision, global_batch, pack, **changes)
+        config = _config(instructions, family, layers, precision, global_batch, **changes)
         return train_on(1, config, tmp_path_factory.mktemp("reference"))
 
     return train
 
 
-def _config(data: Path, family: str, precision: str, global_batch: int, pack: bool, **changes: Any) -> dict[str, Any]:
+def _config(data: Path, family: str, layers: int, precision: str, global_batch: int, **changes: Any) -> dict[str, Any]:
     return settings(
         data,
-        model__shape={**FAMILIES[family], "positions": 512},
-        data__pack=pack,
+        model__shape={**FAMILIES[family], "layers": layers, "positions": 512},
         train__precision=precision,
         train__steps=EXACT_STEPS if precision == "32-true" else 10,
         train__global_batch=global_batch,
@@ -186,7 +191,7 @@ def train_with(
     strategy: Strategy, world_size: int, family: str, grad_accum_steps: int, precision: str, data: Path, runs: Path
 ) -> Path:
     global_batch = MICRO_BATCH * strategy.data_parallel(world_size) * grad_accum_steps
-    config = _config(data, family, precision, global_batch, pack=False, **strategy.changes(world_size))
+    config = _config(data, family, strategy.layers, precision, global_batch, **strategy.changes(world_size))
     return train_on(world_size, config, runs)
 
 
@@ -195,7 +200,8 @@ def test_a_strategy_trains_the_same_as_one_process(
     strategy, world_size, family, grad_accum_steps, instructions, reference, tmp_path
 ):
     run = train_with(strategy, world_size, family, grad_accum_steps, "32-true", instructions, tmp_path)
-    expected = reference(family, "32-true", MICRO_BATCH * strategy.data_parallel(world_size) * grad_accum_steps, False)
+    global_batch = MICRO_BATCH * strategy.data_parallel(world_size) * grad_accum_steps
+    expected = reference(family, strategy.layers, "32-true", global_batch)
     hold_equal(run, expected, bitwise=strategy.bitwise and world_size == 2 and grad_accum_steps == 1)
 
 
@@ -204,23 +210,26 @@ def test_in_bf16_a_strategy_trains_nearly_the_same_as_one_process(
     strategy, world_size, family, grad_accum_steps, instructions, reference, tmp_path
 ):
     run = train_with(strategy, world_size, family, grad_accum_steps, "bf16-mixed", instructions, tmp_path)
-    expected = reference(
-        family, "bf16-mixed", MICRO_BATCH * strategy.data_parallel(world_size) * grad_accum_steps, False
-    )
+    global_batch = MICRO_BATCH * strategy.data_parallel(world_size) * grad_accum_steps
+    expected = reference(family, strategy.layers, "bf16-mixed", global_batch)
     hold_equal(run, expected, bitwise=False, loss=2e-3, norm=1e-2)
 
 
 @pytest.mark.parametrize(
     "strategy",
     [
-        pytest.param(strategy, id=strategy.name, marks=pytest.mark.slow if "compile" in strategy.train else ())
+        pytest.param(
+            strategy,
+            id=strategy.name,
+            marks=pytest.mark.slow if "compile" in strategy.train or strategy.world_sizes == (8,) else (),
+        )
         for strategy in UNUSUAL
     ],
 )
 def test_an_unusual_combination_trains_the_same_as_one_process(strategy, instructions, reference, tmp_path):
     (world_size,) = strategy.world_sizes
     run = train_with(strategy, world_size, "llama", 4, "32-true", instructions, tmp_path)
-    expected = reference("llama", "32-true", MICRO_BATCH * strategy.data_parallel(world_size) * 4, False)
+    expected = reference("llama", strategy.layers, "32-true", MICRO_BATCH * strategy.data_parallel(world_size) * 4)
     hold_equal(run, expected, bitwise=False)
 
 
@@ -237,5 +246,5 @@ def test_a_strategy_has_the_same_8_bit_moments_as_one_process(strategy, world_si
     differs by a fraction of the learning rate, which losses and norms do not show."""
     run = train_with(strategy, world_size, "pythia", 1, "32-true", instructions, tmp_path)
     global_batch = MICRO_BATCH * strategy.data_parallel(world_size)
-    expected = reference("pythia", "32-true", global_batch, False, "adamw8bit")
+    expected = reference("pythia", strategy.layers, "32-true", global_batch, "adamw8bit")
     hold_equal(run, expected, bitwise=strategy.bitwise and world_size == 2, weight=1e-3)

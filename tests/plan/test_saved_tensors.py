@@ -43,9 +43,9 @@ def forecast_run(family: str, kv_heads: int, *, compiled: bool, recompute: str =
 
 
 def saved_per_block(family: str, kv_heads: int, *, recompute: str = "none", backend: str | None = None) -> float:
-    """Bytes saved for the backward pass per block: four blocks minus two, so that embedding and head do not count."""
-    few, more = (_saved_by_model(shape_of(family, layers, kv_heads), recompute, backend) for layers in (2, 4))
-    return (more - few) / 2
+    """Bytes saved for the backward pass per block: two blocks minus one, so that embedding and head do not count."""
+    one, two = (_saved_by_model(shape_of(family, layers, kv_heads), recompute, backend) for layers in (1, 2))
+    return two - one
 
 
 def _saved_by_model(shape: ModelShape, recompute: str, backend: str | None) -> int:
