@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.catalogue.gpus import LINKS, find_gpu, recognise
+from shoal.catalogue.gpus import LINKS, find_gpu, recognize
 from shoal.catalogue.shapes import NAMED, ModelShape
 from shoal.config.mesh import Mesh
 from shoal.plan.machine import usual_network
@@ -170,7 +170,7 @@ def _adapter(words: str, system: str) -> Adapter | None:
 
 
 def _run(shape: ModelShape, name: str, *, devices: int = 8, **settings: Any) -> Run:
-    gpu = recognise(name) or find_gpu(name)
+    gpu = recognize(name) or find_gpu(name)
     network = LINKS[usual_network(gpu)]
     return Run(shape=shape, gpu=gpu, link=LINKS[gpu.link], network=network, devices=devices, **settings)
 
@@ -200,7 +200,7 @@ def compare(rows: list[Row]) -> list[Compared]:
     return found
 
 
-def summarise(compared: list[Compared]) -> dict[str, Any]:
+def summarize(compared: list[Compared]) -> dict[str, Any]:
     """Median and worst error."""
     errors = sorted(abs(one.error) for one in compared)
     worst = max(compared, key=lambda one: abs(one.error))
@@ -288,9 +288,9 @@ def main() -> None:
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)
     compared = compare(read_rows())
-    summary = {name: summarise(some) for name, some in groups(compared)}
+    summary = {name: summarize(some) for name, some in groups(compared)}
     for what in ("memory", "speed"):
-        summary[f"{what}, all"] = summarise([one for one in compared if one.what == what])
+        summary[f"{what}, all"] = summarize([one for one in compared if one.what == what])
     rows = [
         {
             "run": one.row.label,

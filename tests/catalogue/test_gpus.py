@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.catalogue.gpus import GPUS, LINKS, find_gpu, find_link, recognise
+from shoal.catalogue.gpus import GPUS, LINKS, find_gpu, find_link, recognize
 from shoal.mistakes import UserMistake
 
 PRINTED = {
@@ -34,7 +34,7 @@ PRINTED = {
 
 @pytest.mark.parametrize(("printed", "name"), PRINTED.items())
 def test_names_printed_by_the_driver_are_recognized(printed: str, name: str) -> None:
-    assert recognise(printed) is GPUS[name]
+    assert recognize(printed) is GPUS[name]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_names_printed_by_the_driver_are_recognized(printed: str, name: str) -> 
     ],
 )
 def test_a_pcie_card_has_no_nvlink(printed: str, name: str, link: str) -> None:
-    gpu = recognise(printed)
+    gpu = recognize(printed)
     assert gpu is not None
     assert (gpu.name, gpu.link) == (name, link)
     assert GPUS[name].link != link
@@ -66,7 +66,7 @@ def test_a_pcie_card_has_no_nvlink(printed: str, name: str, link: str) -> None:
     ],
 )
 def test_a_device_that_only_resembles_an_entry_is_not_taken_for_it(printed: str) -> None:
-    assert recognise(printed) is None
+    assert recognize(printed) is None
 
 
 def test_names_are_found_however_they_are_spelled() -> None:

@@ -91,7 +91,7 @@ def test_quantized_weights_are_refused(instructions, tmp_path):
     described = json.loads((tmp_path / "model" / "config.json").read_text())
     described["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(described))
-    with pytest.raises(UserMistake, match="quantised weights"):
+    with pytest.raises(UserMistake, match="quantized weights"):
         train_on(1, config | {"name": "two"}, tmp_path)
 
 

@@ -166,7 +166,7 @@ def without(weights: Weights, *names: str) -> Weights:
             saved_as(lambda weights: weights | {"lm_head.weight": torch.ones(VOCAB + 1, HIDDEN)}),
             rf"lm_head\.weight with another shape than the config's: \({VOCAB + 1}, {HIDDEN}\), not \({VOCAB}, ",
         ),
-        (saved_as(lambda weights: {name: one.to(torch.int8) for name, one in weights.items()}), "quantised weights"),
+        (saved_as(lambda weights: {name: one.to(torch.int8) for name, one in weights.items()}), "quantized weights"),
         (saved_as(lambda weights: weights | {"module.lm_head.weight": torch.ones(1)}), r"holds lm_head\.weight twice"),
         (saved_as(lambda weights: weights | {"name": "mine"}), "holds name as str, not as a tensor"),
         (saved_as(lambda weights: list(weights.values())), "holds a list, not a state dict"),

@@ -267,7 +267,7 @@ def test_experts_of_different_shapes_are_a_mistake(folder):
 
 def test_a_quantized_expert_is_refused(folder):
     rewrite(folder, lambda held: held.update({expert(3, "up_proj"): torch.ones(FFN, HIDDEN, dtype=torch.int8)}))
-    with pytest.raises(UserMistake, match=r"experts\.3\.up_proj\.weight as I8: quantised weights cannot be trained"):
+    with pytest.raises(UserMistake, match=r"experts\.3\.up_proj\.weight as I8: quantized weights cannot be trained"):
         loaded(folder)
 
 

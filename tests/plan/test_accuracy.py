@@ -32,7 +32,7 @@ def benchmark() -> ModuleType:
 @cache
 def summaries() -> dict[str, dict[str, Any]]:
     script = benchmark()
-    return {name: script.summarise(some) for name, some in script.groups(script.compare(script.read_rows()))}
+    return {name: script.summarize(some) for name, some in script.groups(script.compare(script.read_rows()))}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from peers.cases import Case
 from peers.task import ADAPTER_RANK
-from shoal.catalogue.gpus import recognise
+from shoal.catalogue.gpus import recognize
 from shoal.catalogue.named_shapes import ModelShape
 from shoal.catalogue.shapes import block_matrices, find_shape, shape_from_sizes
 
@@ -44,5 +44,5 @@ def adapter_parameters(shape: ModelShape) -> int:
 
 def peak_of(gpu: str | None) -> float | None:
     """The datasheet's bf16 FLOP/s, for float8 cases too, so that their MFU shows the gain."""
-    known = recognise(gpu) if gpu else None
+    known = recognize(gpu) if gpu else None
     return known.bf16 if known else None

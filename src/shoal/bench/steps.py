@@ -85,7 +85,7 @@ def measure(
         lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
         lines = [line for line in lines if "loss" in line]
         plan = json.loads(run.plan.read_text())
-    return _summarise(lines, plan, warmup=warmup, share=share, first_step_seconds=first_step_seconds)
+    return _summarize(lines, plan, warmup=warmup, share=share, first_step_seconds=first_step_seconds)
 
 
 def _only_measuring(config: Config, steps: int) -> Config:
@@ -125,7 +125,7 @@ def _run(command: Sequence[str], run: RunDirectory, steps: int, report: Callable
     return first
 
 
-def _summarise(
+def _summarize(
     lines: list[dict[str, Any]], plan: dict[str, Any], *, warmup: int, share: int, first_step_seconds: float
 ) -> Steps:
     measured = lines[warmup:]

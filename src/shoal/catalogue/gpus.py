@@ -147,7 +147,7 @@ def find_link(name: str) -> Link:
         ) from None
 
 
-def recognise(device_name: str) -> Gpu | None:
+def recognize(device_name: str) -> Gpu | None:
     """The entry for a name as `torch.cuda.get_device_name()` and nvidia-smi print it; None if it is unknown.
 
     A PCIe card of a model that is catalogued with NVLink is returned with its PCIe link.

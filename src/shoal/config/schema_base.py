@@ -41,13 +41,13 @@ def spelled(choices: tuple[str, ...], also: Mapping[str, str] | None = None) -> 
     known = {_plain(choice): choice for choice in choices}
     known.update({_plain(other): choice for other, choice in (also or {}).items()})
 
-    def normalise(value: Any) -> Any:
+    def normalize(value: Any) -> Any:
         # `precision: 32` is a number in YAML. Booleans are values of their own.
         if isinstance(value, str | int) and not isinstance(value, bool):
             return known.get(_plain(str(value)), value)
         return value
 
-    return BeforeValidator(normalise)
+    return BeforeValidator(normalize)
 
 
 def _plain(name: str) -> str:

@@ -210,9 +210,9 @@ def _refuse_mismatch(path: Path, model: Any, found: Mapping[str, Stored], left: 
             f"{path} holds {_counted(wrong)} with another shape than the config's: {found[wrong[0]].shape}, not "
             f"{shapes[wrong[0]]}; give --model, the config of the model that was saved."
         )
-    if quantised := [name for name in wanted if found[name].dtype not in IN_FILES.values()]:
+    if quantized := [name for name in wanted if found[name].dtype not in IN_FILES.values()]:
         raise UserMistake(
-            f"{path} holds {_counted(quantised)} as {found[quantised[0]].dtype}: quantised weights cannot be trained; "
+            f"{path} holds {_counted(quantized)} as {found[quantized[0]].dtype}: quantized weights cannot be trained; "
             "import the originals."
         )
 

@@ -278,7 +278,7 @@ def _unwrap(file: Path, state: Mapping[Any, Any]) -> dict[str, Tensor]:
             kind = type(value).__name__ if value.layout is torch.strided else str(value.layout)
             raise UserMistake(
                 f"{file} holds {key} as {kind}, not as a plain tensor: save the full state dict, neither sharded nor "
-                "quantised."
+                "quantized."
             )
         if name in tensors:
             raise UserMistake(f"{file} holds {name} twice, once as {key}; save the state dict of a single model.")

@@ -14,7 +14,7 @@ Segment = tuple[str, bool]  # the text, and whether the loss counts it
 
 @dataclass(frozen=True)
 class Format:
-    """`keys`: required in every record, and how `auto` recognises the format. `joined`: documents are concatenated into
+    """`keys`: required in every record, and how `auto` recognizes the format. `joined`: documents are concatenated into
     one stream (pretraining) rather than kept apart by the attention mask (instructions)."""
 
     name: str
@@ -37,7 +37,7 @@ def choose_format(name: str, first: Record) -> Format:
             return candidate
     wanted = "; ".join(f"{one.name}: {', '.join(one.keys)}" for one in FORMATS.values())
     raise UserMistake(
-        f"data.format auto does not recognise {first.where}, which has the keys {_keys(first)}. Known formats need "
+        f"data.format auto does not recognize {first.where}, which has the keys {_keys(first)}. Known formats need "
         f"({wanted}). Rename the keys, or set data.format."
     )
 

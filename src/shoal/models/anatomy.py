@@ -121,7 +121,7 @@ def _find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def _find_final_norm(model: nn.Module, backbone: str, blocks: tuple[str, ...]) -> str | None:
-    """The normalisation that follows the blocks among their siblings, if the model has one (BERT has none)."""
+    """The normalization that follows the blocks among their siblings, if the model has one (BERT has none)."""
     if not blocks:
         return None
     parent = blocks[0].rsplit(".", 2)[0]

@@ -58,7 +58,7 @@ def read_blueprint(folder: Path) -> Blueprint:
         reason = str(error).strip().splitlines()[0]
         raise UserMistake(f"{folder}/config.json cannot be read as a transformers model: {reason}") from None
     if getattr(settings, "quantization_config", None):
-        raise UserMistake(f"{folder} holds quantised weights, which cannot be trained; use the original model.")
+        raise UserMistake(f"{folder} holds quantized weights, which cannot be trained; use the original model.")
     return Blueprint(settings, folder)
 
 

@@ -64,7 +64,7 @@ class Folder:
         kind = header.get_dtype()
         if kind not in DTYPES:
             raise UserMistake(
-                f"{self.file_of(name)} holds {name} as {kind}: quantised weights cannot be trained; use the originals."
+                f"{self.file_of(name)} holds {name} as {kind}: quantized weights cannot be trained; use the originals."
             )
         return InFile(self, name, tuple(header.get_shape()), DTYPES[kind])
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.catalogue.gpus import Gpu, recognise
+from shoal.catalogue.gpus import Gpu, recognize
 from shoal.config.resolve import auto_precision
 
 # The first GPUs whose tensor cores support bf16: Ampere.
@@ -50,4 +50,4 @@ def inspect_device(device: torch.device) -> Device:
         return Device(None, None)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
-    return Device(recognise(properties.name), properties.total_memory / 2**30, capability, properties.name)
+    return Device(recognize(properties.name), properties.total_memory / 2**30, capability, properties.name)

@@ -80,7 +80,7 @@ def _norms(run: Run, tokens: float) -> list[Term]:
         # the compute dtype.
         each = stream if run.traits.liger_kernels else (stream + itemsize) / 2
     elif run.traits.unfused_norms and shape.traits.rms_norm:
-        # Eager RMSNorm saves an fp32 copy of its input and, if its scale is trained, the normalised input too.
+        # Eager RMSNorm saves an fp32 copy of its input and, if its scale is trained, the normalized input too.
         each = 4.0 + (stream if run.trained.blocks else 0)
     found = [leaf("norm inputs", tokens * 2 * shape.hidden * each)]
     if shape.traits.head_norms:

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.catalogue.gpus import Gpu, Link, find_gpu, find_link, recognise
+from shoal.catalogue.gpus import Gpu, Link, find_gpu, find_link, recognize
 from shoal.config.schema import GpuConfig, HardwareConfig, LinkConfig
 from shoal.plan.terms import GIB
 
@@ -47,7 +47,7 @@ def read_machine(hardware: HardwareConfig, driver: Path = DRIVER) -> Machine:
     elif hardware.gpu != "auto":
         gpu = find_gpu(hardware.gpu)
     else:
-        found = [known for name in present if (known := recognise(name)) is not None]
+        found = [known for name in present if (known := recognize(name)) is not None]
         gpu = found[0] if found else _this_cpu()
         if present and not found:
             notes.append(
@@ -95,7 +95,7 @@ def machine_at_hand(
             gpu = replace(gpu, memory_gib=host_gib)
         gpu = replace(gpu, memory_gib=gpu.memory_gib / devices)  # shared by the processes of a node
     else:
-        gpu = replace(recognise(printed) or find_gpu("a100-80gb"), memory_gib=memory_gib)
+        gpu = replace(recognize(printed) or find_gpu("a100-80gb"), memory_gib=memory_gib)
     return Machine(
         gpu=gpu,
         link=_link("auto" if hardware is None else hardware.link, gpu.link),

@@ -57,8 +57,8 @@ class Run:
     recompute: str | int = "none"  # none, cheap, selective, full; an integer n: every n-th block
     compiled: bool = True
     loss: str = "chunked"  # plain, chunked, fused
-    attention: str = "flash"  # eager: scores are materialised
-    packed: bool = False  # sequences hold several documents, with a materialised mask
+    attention: str = "flash"  # eager: scores are materialized
+    packed: bool = False  # sequences hold several documents, with a materialized mask
     dropout: bool = False
     reshard: bool | int = True
     prefetch: int = 1

@@ -112,7 +112,7 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
     embedding, head = counts.embedding * run.trained.embedding, counts.head * run.trained.head
     embedding_and_head = gathered(counts.embedding_and_head) + scattered(embedding + head)
     if run.mesh.pp > 1:
-        # All-gathered and reduce-scattered once per step: amortised over its micro-batches.
+        # All-gathered and reduce-scattered once per step: amortized over its micro-batches.
         return leaf(
             "exposed FSDP collectives", (embedding_and_head + (gather + scatter) * rank.blocks) / run.grad_accum_steps
         ), 0.0

@@ -54,7 +54,7 @@ class SystemTraits:
     casts_once: bool = False
     # The allocator uses expandable segments, which hardly fragment.
     expandable_segments: bool = False
-    # Compiled attention over packed documents skips masked tiles (flex attention), and materialises no mask.
+    # Compiled attention over packed documents skips masked tiles (flex attention), and materializes no mask.
     skips_masked_tiles: bool = False
     # Clipping, the update and the cast to compute copies are one fused kernel.
     fused_step: bool = False
