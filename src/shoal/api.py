@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shoal.config import Config, config_from_mapping, config_to_yaml, config_values, json_schema, load_config
 from shoal.mistakes import UserMistake
@@ -60,14 +60,15 @@ __all__ = [
 def train(
     config: Config,
     *,
-    runs: Path | str = "runs",
-    resume: bool = False,
+    runs: Path | str | None = None,
+    resume: bool | Literal["auto"] = False,
     start_from: Path | str | None = None,
     overwrite: bool = False,
     max_restarts: int = 0,
     hooks: Sequence[Hook] = (),
 ) -> Summary:
-    """Train as `config` says, under `runs`/NAME; see `shoal train --help` for what the options mean.
+    """Train as `config` says, under `runs`/NAME (default: `config.run_dir`/NAME); see `shoal train --help` for what the
+    options mean.
 
     `hooks` see the events of the run: see `shoal.train.hooks`. With several devices, start the program with torchrun.
     """
@@ -75,7 +76,7 @@ def train(
 
     return start(
         config,
-        runs=Path(runs),
+        runs=None if runs is None else Path(runs),
         resume=resume,
         start_from=None if start_from is None else Path(start_from),
         overwrite=overwrite,

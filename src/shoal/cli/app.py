@@ -15,7 +15,7 @@ from shoal.cli.common import FAILED, MISTAKEN
 from shoal.cli.config import config_app
 from shoal.cli.convert import export_command, import_command
 from shoal.cli.plan import plan_command
-from shoal.cli.train import download, init, train
+from shoal.cli.train import TrainCommand, download, init, train
 from shoal.cli.use import chat, evaluate, generate
 from shoal.mistakes import RunFailed, UserMistake
 
@@ -30,7 +30,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 app.command("checkpoints")(checkpoints)
 app.command("plan")(plan_command)
-app.command("train")(train)
+app.command("train", cls=TrainCommand)(train)
 app.command("init")(init)
 app.command("download")(download)
 app.command("export")(export_command)

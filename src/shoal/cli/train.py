@@ -1,18 +1,49 @@
 """`shoal train`, and the commands that come before it: `shoal init` and `shoal download`."""
 
 import shlex
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from shoal.cli.common import STOPPED_EARLY, AsJson, File, Overrides, print_json
+
+
+class Resume(StrEnum):
+    no = "no"
+    newest = "newest"
+    auto = "auto"
+
+
+class TrainCommand(TyperCommand):
+    """`--resume` takes a word or none, which the parser of options cannot tell from the next argument."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given: list[str] = []
+        for argument in args:
+            if given and given[-1] == "--resume=newest" and argument in ("auto", "newest"):
+                given[-1] = f"--resume={argument}"
+            else:
+                given.append("--resume=newest" if argument == "--resume" else argument)
+        return super().parse_args(ctx, given)
 
 
 def train(
     file: File,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest complete checkpoint.")] = False,
+    resume: Annotated[
+        Resume,
+        typer.Option(
+            "--resume",
+            metavar="[auto]",
+            help="Resume from the newest complete checkpoint; auto: if the run exists, else start it.",
+        ),
+    ] = Resume.no,
+    runs: Annotated[
+        Path | None, typer.Option("--runs", metavar="DIR", help="The folder for runs, in place of run_dir.")
+    ] = None,
     start_from: Annotated[
         Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Start from this checkpoint's folder.")
     ] = None,
@@ -35,7 +66,8 @@ def train(
         return
     summary = api.train(
         config,
-        resume=resume,
+        runs=runs,
+        resume="auto" if resume is Resume.auto else resume is Resume.newest,
         start_from=start_from,
         overwrite=overwrite,
         max_restarts=max_restarts,
@@ -45,7 +77,8 @@ def train(
     else:
         typer.echo(summary.text())
     if summary.stopped == "signal":
-        command = shlex.join(["shoal", "train", str(file), *(overrides or []), "--resume"])
+        again = ["--resume", *([] if runs is None else ["--runs", str(runs)])]
+        command = shlex.join(["shoal", "train", str(file), *(overrides or []), *again])
         typer.echo(f"Stopped early; a checkpoint was saved. Resume with: {command}", err=True)
         raise typer.Exit(STOPPED_EARLY)
 

@@ -73,7 +73,8 @@ __all__ = [
 class Config(Block):
     """The complete description of a run."""
 
-    name: str = Field("run", description="Name of the run; its directory is runs/NAME.")
+    name: str = Field("run", description="Name of the run; its directory is RUN_DIR/NAME.")
+    run_dir: str = Field("runs", description="The folder for runs, such as one on a scratch disk.")
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = Field(1234, description="Random seed of the run.")
     include: Texts = Field(
         (), description="YAML files that this one overrides, relative to it; later ones take precedence."

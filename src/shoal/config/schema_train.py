@@ -58,7 +58,7 @@ class ScheduleConfig(Block):
         "cosine", description="Learning rate schedule after the warmup; wsd: warmup, stable, decay."
     )
     warmup: CountOrZero | ShareBelowOne = Field(
-        100, description="Warmup steps; as a decimal (0.03): fraction of all steps."
+        0.05, description="Warmup steps; as a decimal (0.03): fraction of all steps."
     )
     min_ratio: Share = Field(0.1, description="Final learning rate as a fraction of the peak.")
     decay: ShareBelowOne = Field(0.2, description="Fraction of all steps in which wsd decays, at the end.")

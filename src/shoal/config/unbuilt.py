@@ -1,6 +1,6 @@
 """The table of options that the schema has and that are not built yet: refused until they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +52,9 @@ LIMITS = (
 )
 
 
-def refuse_unbuilt(config: Config, origins: Origins) -> None:
-    """Raise a UserMistake with one line for each option of the config that is not built yet."""
+def find_unbuilt(config: Config) -> Iterator[tuple[KeyPath, str]]:
+    """The keys whose values are not built yet, each with a sentence."""
     values = config.model_dump(by_alias=True)
-    sentences = []
     for limit in LIMITS:
         path: KeyPath = tuple(limit.key.split("."))
         if not limit.is_built(_attribute(config, path)):
@@ -63,13 +62,15 @@ def refuse_unbuilt(config: Config, origins: Origins) -> None:
             for key in path:
                 value = value[key]
             wanted = value if isinstance(value, str) else shown(value)
-            sentences.append(f"{origins.prefix(path)}{limit.key} {wanted} is not built yet. {limit.meanwhile}")
+            yield path, f"{limit.key} {wanted} is not built yet. {limit.meanwhile}"
     # Any key of this block, even at its default: whoever sets it expects a cluster job.
     for key in sorted(config.slurm.model_fields_set):
-        path = ("slurm", key)
-        sentences.append(
-            f"{origins.prefix(path)}slurm.{key} is not built yet. Start shoal train from your own sbatch script."
-        )
+        yield ("slurm", key), f"slurm.{key} is not built yet. Start shoal train from your own sbatch script."
+
+
+def refuse_unbuilt(config: Config, origins: Origins) -> None:
+    """Raise a UserMistake with one line for each option of the config that is not built yet."""
+    sentences = [origins.prefix(path) + sentence for path, sentence in find_unbuilt(config)]
     if sentences:
         raise UserMistake("\n".join(sentences))
 

@@ -53,6 +53,7 @@ class LocalProcesses:
                     self.processes,
                     max_restarts=max_restarts,
                     patience=patience,
+                    speaks=True,
                     warn=reporter.warn,
                 )
             except RanOut as failure:

@@ -72,11 +72,13 @@ def run_processes(
     *,
     max_restarts: int = 0,
     patience: float = 30,
+    speaks: bool = False,
     warn: Callable[[str], None] = lambda sentence: None,
 ) -> dict[str, Any] | None:
     """Run `python -m MODULE` as `processes` ranks and return the result of rank 0; None if it was stopped.
 
-    `patience` is the number of seconds for ranks to exit after a request to stop. A message of `report_failure` is
+    `patience` is the number of seconds for ranks to exit after a request to stop; with `speaks`, such a request is
+    answered on standard error. A message of `report_failure` is
     raised here or, if the ranks were restarted, given to `warn`. One of `report_out_of_memory` is raised as `RanOut`.
     """
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
@@ -105,7 +107,7 @@ def run_processes(
         try:
             # A second signal ends this process, and with it the ranks: see `die_with_parent`.
             clean_up = partial(shutil.rmtree, folder, ignore_errors=True)
-            with _report_restarts(shared, warn), second_signal_ends(before=clean_up):
+            with _report_restarts(shared, warn), second_signal_ends(before=clean_up, speaks=speaks):
                 elastic_launch(settings, sys.executable)("-m", module, *arguments)
         except ChildFailedError as failure:
             # A failure after the result was written is one of process exit and loses nothing.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from shoal.config.resolve import with_precision
 from shoal.config.run import RunDirectory
@@ -35,15 +35,20 @@ class ThisProcess:
 def start(
     config: Config,
     *,
-    runs: Path = Path("runs"),
-    resume: bool = False,
+    runs: Path | None = None,
+    resume: bool | Literal["auto"] = False,
     start_from: Path | None = None,
     overwrite: bool = False,
     max_restarts: int = 0,
     hooks: Sequence[Hook] = (),
 ) -> Summary:
-    """Train and return a summary. A run that was stopped by a signal has `stopped == "signal"`."""
-    run = RunDirectory(runs / config.name)
+    """Train and return a summary. A run that was stopped by a signal has `stopped == "signal"`. `runs` replaces
+    `run_dir` of the config; `resume` auto resumes the run if it exists and starts it if not."""
+    if runs is not None:
+        config = config.model_copy(update={"run_dir": str(runs)})
+    run = RunDirectory(Path(config.run_dir).expanduser() / config.name)
+    if resume == "auto":
+        resume = run.exists
     request = Request(config, run, Start(resume, start_from), overwrite, max_restarts, hooks)
     return choose_launcher(request).launch(request)
 

@@ -10,6 +10,7 @@ from shoal.catalogue.shapes import ModelShape
 from shoal.catalogue.strategies import COMPARED, find_strategy
 from shoal.config.mesh import CONFIGURED_AXES, configured_degrees
 from shoal.config.schema import Config
+from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
 from shoal.plan.decide import choose
 from shoal.plan.from_config import choose_loss
@@ -39,9 +40,15 @@ class Change:
     saves_gib: float
     slower: float  # relative change of the time per token; negative is faster
 
+    @property
+    def built(self) -> bool:
+        """Whether `shoal train` accepts it: the forecast covers more than is implemented."""
+        return not any(find_unbuilt(self.choice.config))
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "set": list(self.settings),
+            "built": self.built,
             "affects": self.affects,
             "fits": self.choice.fits,
             "reserved_gib": round(self.choice.memory.reserved / GIB, 2),
@@ -99,13 +106,13 @@ def changed(config: Config, changes: dict[str, Any]) -> Config:
     return config
 
 
-def alternatives(question: Question) -> list[ResolvedRun]:
-    """One choice for each strategy that the devices allow, the fastest that fits first."""
-    found: dict[str, ResolvedRun] = {}
+def alternatives(choice: ResolvedRun, question: Question) -> list[ResolvedRun]:
+    """`choice` and one run for each other strategy that the devices allow, the fastest that fits first."""
+    found = {choice.name: choice}
     for changes in _strategies(question):
-        choice = question.answer({"train.micro_batch": "auto", **changes})
-        if choice is not None and choice.name not in found:
-            found[choice.name] = choice
+        other = question.answer({"train.micro_batch": "auto", **changes})
+        if other is not None:
+            found.setdefault(other.name, other)
     return sorted(found.values(), key=lambda choice: (not choice.fits, -choice.speed.tokens_per_second_per_gpu))
 
 

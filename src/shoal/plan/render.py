@@ -165,6 +165,7 @@ def _change_lines(changes: tuple[Change, ...]) -> list[str]:
         lines.append(
             f"  {setting:44} → {change.choice.memory.reserved / GIB:6.1f} GiB (saves {change.saves_gib:.1f}), {time}"
             + (f"; changes {change.affects}" if change.affects != "execution" else "")
+            + ("" if change.built else "; shoal train does not accept it yet")
         )
     return lines
 

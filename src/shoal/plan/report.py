@@ -5,6 +5,7 @@ from typing import Any
 
 from shoal.catalogue.shapes import parameters
 from shoal.config.schema import Config
+from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
 from shoal.plan.advise import Change, Limits, Question, alternatives, changes, limits
 from shoal.plan.decide import choose
@@ -86,12 +87,14 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
             f"data.max_length {config.data.max_length} exceeds the {shape.positions} positions that the model was "
             "trained for."
         )
-    if system != "shoal":
+    if system == "shoal":
+        notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
+    else:
         notes.append(f"This forecast is for {system}, not for shoal.")
     return Plan(
         name=config.name,
         choice=choice,
-        alternatives=tuple(alternatives(question)),
+        alternatives=tuple(alternatives(choice, question)),
         limits=limits(choice, question),
         changes=() if choice.fits else tuple(changes(choice, question)),
         steps=count_steps(config, choice),

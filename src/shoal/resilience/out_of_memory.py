@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.config.load import config_from_mapping, config_values
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.parallel.ranks import Ranks
 from shoal.plan.advise import Change, Question, savings
@@ -184,7 +183,7 @@ def _fixes(choice: ResolvedRun) -> Iterator[str]:
     with suppress(UserMistake):
         for change in savings(choice, Question(choice.config, choice.run.shape, choice.machine)):
             keys = [setting.partition("=")[0] for setting in change.settings]
-            if keys not in [[one.partition("=")[0] for one in each.settings] for each in found] and _works(change):
+            if keys not in [[one.partition("=")[0] for one in each.settings] for each in found] and change.built:
                 found.append(change)
     if not found:
         yield "No setting would need less memory; use a smaller model, shorter sequences or more devices."
@@ -196,15 +195,6 @@ def _fixes(choice: ResolvedRun) -> Iterator[str]:
         cost = "same speed" if abs(change.slower) < 0.005 else f"{change.slower:+.0%} time per token"
         touches = "" if change.affects == "execution" else f"; changes {change.affects}"
         yield f"  {' '.join(change.settings):{width}}  saves {change.saves_gib:.1f} GiB, {cost}{touches}"
-
-
-def _works(change: Change) -> bool:
-    """Whether training supports it: the forecast covers more than is implemented."""
-    try:
-        config_from_mapping(config_values(change.choice.config))
-    except UserMistake:
-        return False
-    return True
 
 
 def smaller_batch(micro_batch: int, grad_accum_steps: int) -> int | None:

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -17,11 +17,16 @@ LAUNCHER = "SHOAL_LAUNCHER"  # the process that started this one as a rank
 _PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
 
 
+STOPPING = "Stopping after this step, and saving a checkpoint. A second signal ends the run at once, without saving."
+ENDED_AT_ONCE = "Ended at once: nothing was saved since the last checkpoint."
+
+
 @contextmanager
 def second_signal_ends(
-    same_request: float = SAME_REQUEST, before: Callable[[], object] = lambda: None
+    same_request: float = SAME_REQUEST, *, before: Callable[[], object] = lambda: None, speaks: bool = False
 ) -> Iterator[None]:
-    """The first signal is left to its handler; a second ends the process at once, after calling `before`.
+    """The first signal is left to its handler; a second ends the process at once, after calling `before`. One that
+    `speaks` says so on standard error, at once too.
 
     Python runs handlers between bytecode instructions, and a main thread that waits for a device or for another process
     may never reach the next one. The wakeup file descriptor gets a signal's number at once, and a thread reads it.
@@ -36,8 +41,11 @@ def second_signal_ends(
                 if received[0] not in STOP_SIGNALS:
                     continue
                 now = time.monotonic()
-                first = now if first is None else first
-                if now - first > same_request:
+                if first is None:
+                    first = now
+                    _say(STOPPING if speaks else "")
+                elif now - first > same_request:
+                    _say(ENDED_AT_ONCE if speaks else "")
                     before()
                     os._exit(128 + received[0])
 
@@ -48,6 +56,13 @@ def second_signal_ends(
     finally:
         signal.set_wakeup_fd(earlier)
         os.close(writing)  # ends the thread
+
+
+def _say(sentence: str) -> None:
+    # Not through Python's streams, which the main thread may have locked.
+    if sentence:
+        with suppress(OSError):
+            os.write(2, f"\nshoal: {sentence}\n".encode())
 
 
 def die_with_parent() -> None:
@@ -78,7 +93,9 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():  # only the main thread can install handlers
             for number in STOP_SIGNALS:
                 self._cleanup.callback(signal.signal, number, signal.signal(number, self._receive))
-            self._cleanup.enter_context(second_signal_ends(self.same_request))
+            # One process of a run speaks: the launcher, or else rank 0.
+            speaks = LAUNCHER not in os.environ and int(os.environ.get("RANK", "0")) == 0
+            self._cleanup.enter_context(second_signal_ends(self.same_request, speaks=speaks))
         return self
 
     def __exit__(self, *_: object) -> None:

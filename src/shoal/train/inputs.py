@@ -12,6 +12,7 @@ from shoal.models.hub import local_folder
 from shoal.models.prepare import Blueprint, blueprint
 from shoal.observe.progress import Reporter
 from shoal.plan.batches import count_steps
+from shoal.train.schedule import doubts
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         loss_tokens=sets.training.summary.loss_tokens * sets.order.training_count // len(sets.training),
         global_batch=config.train.global_batch,
     )
+    for doubt in doubts(config, steps, sets.order.training_count):
+        reporter.warn(doubt)
     return Inputs(plan, tokenizer, sets, steps)
 
 

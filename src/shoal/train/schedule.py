@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable
 
-from shoal.config.schema import ScheduleConfig, TrainConfig
+from shoal.config.schema import Config, ScheduleConfig, TrainConfig
 
 Factor = Callable[[int], float]
+# A run with fewer steps gets a warning.
+FEW_STEPS = 50
 
 
 def warmup_steps(warmup: int | float, total: int) -> int:
@@ -29,6 +31,32 @@ def make_schedule(settings: ScheduleConfig, total: int) -> Factor:
         return floor + (1 - floor) * remaining
 
     return factor
+
+
+def doubts(config: Config, steps: int, sequences: int) -> list[str]:
+    """Warnings of a run that is probably too short, or mostly warmup. `sequences` are those of the training set."""
+    train, found = config.train, []
+    warmup = warmup_steps(train.schedule.warmup, steps)
+    if steps < FEW_STEPS and train.steps is None:
+        length = f"train.epochs {train.epochs}" if train.tokens is None else f"train.tokens {train.tokens:,}"
+        more = ""
+        smaller = max(1, steps * train.global_batch // (2 * FEW_STEPS))
+        if smaller < train.global_batch:
+            more = f"; train.global_batch {smaller} would give about {steps * train.global_batch // smaller}"
+        found.append(
+            f"the run has only {steps} {'step' if steps == 1 else 'steps'}: {length} of {sequences:,} sequences, "
+            f"{train.global_batch} per step (train.global_batch){more}."
+        )
+    if warmup > steps:
+        found.append(
+            f"train.schedule.warmup {warmup} is longer than the run and was reduced to its {steps} steps: the learning "
+            "rate rises until the end. Give a fraction of the run, such as 0.05."
+        )
+    elif warmup > steps / 2:
+        found.append(
+            f"train.schedule.warmup takes {warmup} of the run's {steps} steps; give a fraction of them, such as 0.05."
+        )
+    return found
 
 
 def peak_lr(train: TrainConfig) -> float:

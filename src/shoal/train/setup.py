@@ -228,7 +228,11 @@ def _resume(job: Job, checkpoint: Path, *, same_run: bool) -> None:
             "restore it, or start another run with --from."
         )
     set_aside(job)
-    job.reporter.say(f"Resuming after step {job.progress.step} from {checkpoint}.")
+    step, steps = job.progress.step, job.inputs.steps
+    if same_run and step >= steps:
+        job.reporter.say(f"The run is finished: {checkpoint} is step {step} of {steps}. Raise train.steps or train.epochs to continue it.")
+    else:
+        job.reporter.say(f"Resuming after step {step} from {checkpoint}.")
 
 
 def _announce(job: Job, device: str, parameters: int) -> None:

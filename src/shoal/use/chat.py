@@ -1,4 +1,4 @@
-"""Chat with a model, one line per message, using the tokenizer's chat template."""
+"""Chat with a model, one line per message, in the format it was trained on."""
 
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
@@ -14,7 +14,7 @@ Message = dict[str, str]
 
 
 class Chat:
-    """Keeps the message history. Without a chat template, each line is an independent instruction."""
+    """Keeps the message history. For a run trained on instructions, each line is an independent instruction."""
 
     def __init__(self, loaded: LoadedRun, sampling: Sampling, say: Callable[[str], None] = lambda _: None) -> None:
         self.history: list[Message] = []
@@ -22,11 +22,15 @@ class Chat:
         self._loaded = loaded
         self._sampling = sampling
         self._say = say
-        self._template = bool(getattr(loaded.tokenizer.hugging_face, "chat_template", None))
-        if self._template:
-            say(f"Ctrl-D exits, {RESET} clears the history.")
-        elif trained_on_instructions(loaded):
+        instructions = trained_on_instructions(loaded)
+        # A run answers in the format it was trained on, even if its tokenizer came with a chat template.
+        self._template = not instructions and bool(getattr(loaded.tokenizer.hugging_face, "chat_template", None))
+        if instructions:
             say("Trained on instructions: each line is an independent instruction, without history. Ctrl-D exits.")
+        elif self._template:
+            if loaded.config is not None:
+                say("Not trained on instructions: the chat template is the tokenizer's own, unseen in this training.")
+            say(f"Ctrl-D exits, {RESET} clears the history.")
         else:
             reason = (
                 "the run was not trained on instructions"
