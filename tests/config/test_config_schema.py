@@ -55,6 +55,7 @@ train:
   reduce_dtype: fp32
   recompute: none
   compile: auto
+  objective: causal_lm
   loss_impl: auto
   deterministic: false
   early_stop: null

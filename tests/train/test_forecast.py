@@ -175,9 +175,8 @@ def compared(tmp_path: Path, *, speed: float, memory: float, full: float = 1.0) 
     choice = choose(config, read_shape(config.model), H200)
     said: list[str] = []
     run = RunDirectory(tmp_path)
-    run.plan.write_text("{}")
     reporter: Any = SimpleNamespace(warn=said.append)
-    seen = Comparison(run, choice, reporter)
+    seen = Comparison(run, choice, {}, reporter)
     seen.on_run_start(RunStart(run.path, choice, Ranks(0, 1, 0, torch.device("cpu")), step=0, steps=15))
     positions = round(8 * config.data.max_length * full)
     for step in range(1, 16):

@@ -26,6 +26,7 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
     return [line for line in found if "eval_loss" in line]
 
 
+@pytest.mark.slow
 def test_the_loss_on_pythons_standard_library_falls_to_a_known_value(tmp_path):
     """Bytes of real source text: the loss of a uniform guess is 5.56; the recorded run reached 2.40."""
     library = sysconfig.get_paths()["stdlib"]

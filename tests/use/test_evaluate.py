@@ -68,7 +68,7 @@ def test_all_held_out_sequences_are_evaluated_unless_batches_is_given(text_run, 
     assert smaller["eval_loss"] == pytest.approx(every["eval_loss"], rel=1e-6)
     said = shoal("eval", text_run).out
     assert said == (
-        f"{text_run}, step 4: loss {every['eval_loss']:.4f}, perplexity {every['eval_perplexity']:.2f} "
+        f"{text_run}, step 4: loss {every['eval_loss']:.4f}, perplexity {every['eval_perplexity']:.4f} "
         f"({every['tokens']:,} loss tokens in {every['sequences']:,} sequences)\n"
     )
 

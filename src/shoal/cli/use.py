@@ -124,9 +124,9 @@ def evaluate(
     if as_json:
         print_json(found.as_dict())
     else:
+        metrics = ", ".join(f"{name} {value:.4f}" for name, value in found.metrics.items())
         typer.echo(
-            f"{found.run}, step {found.step}: loss {found.eval_loss:.4f}, perplexity {found.eval_perplexity:.2f} "
-            f"({found.tokens:,} loss tokens in {found.sequences:,} sequences)"
+            f"{found.run}, step {found.step}: {metrics} ({found.tokens:,} loss tokens in {found.sequences:,} sequences)"
         )
 
 

@@ -25,10 +25,12 @@ class LocalProcesses:
     def launch(self, request: Request) -> Summary:
         """Run the ranks until they end. A run that was asked to stop returns a summary that says so."""
         if request.hooks:
-            raise UserMistake(
-                f"Hooks are objects of this process, and this run starts {self.processes} others; start the program "
-                "with torchrun, so that every rank has its own hooks."
+            instead = (
+                "start the program with torchrun, so that every rank has its own hooks"
+                if self.processes > 1
+                else "leave out max_restarts and train.on_oom shrink, which start another process"
             )
+            raise UserMistake(f"Hooks are objects of this process, but others would train this run; {instead}.")
         run, begin, reporter = request.run, request.start, Reporter(enabled=True)
         device = inspect_device(first_device())
         config = settle_precision(request.config, run, device, resume=begin.resume)

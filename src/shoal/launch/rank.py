@@ -17,11 +17,12 @@ from shoal.observe.progress import Reporter
 from shoal.parallel.device import Device, inspect_device
 from shoal.resilience.out_of_memory import OutOfMemory
 from shoal.resilience.signals import StopRequest
+from shoal.resilience.watchdog import print_sentence
+from shoal.train.default_hooks import LaunchContext
 from shoal.train.hooks import Hook
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import Summary, train
 from shoal.train.setup import Start, preflight
-from shoal.train.watchers import ALONE, Surroundings
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,14 @@ def run_rank(
     request: Request,
     *,
     stop: StopRequest | None = None,
-    around: Surroundings = ALONE,
+    tell: Callable[[str], None] = print_sentence,
+    on_summary: Callable[[Summary], None] = lambda summary: None,
     on_out_of_memory: Callable[[OutOfMemory], None] = lambda failure: None,
 ) -> Summary:
     """Train as one rank: find errors, join the other ranks, if there are any, and run the training loop.
 
-    `on_out_of_memory` is called while the process group still exists.
+    `tell` receives the watchdog's message when it ends a hung run. `on_summary` and `on_out_of_memory` are called while
+    the process group still exists: destroying it may fail.
     """
     run, start, overwrite = request.run, request.start, request.overwrite
     first, world_size = int(os.environ.get("RANK", "0")) == 0, int(os.environ.get("WORLD_SIZE", "1"))
@@ -78,9 +81,11 @@ def run_rank(
             if not first:
                 send_output_to(run.logs / f"rank-{ranks.rank}.log")
         with run.held() if leads else nullcontext():
-            around = replace(around, heartbeats=heartbeat_file())
+            context = LaunchContext(heartbeat_file(), tell)
             try:
-                return train(checked, run, ranks, start, stop=stop, around=around, hooks=request.hooks)
+                summary = train(checked, run, ranks, start, stop=stop, context=context, hooks=request.hooks)
+                on_summary(summary)
+                return summary
             except OutOfMemory as failure:
                 on_out_of_memory(failure)
                 raise

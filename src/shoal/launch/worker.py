@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,8 +27,8 @@ from shoal.launch.rank import Request, run_rank, send_output_to
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.resilience.out_of_memory import OutOfMemory
 from shoal.resilience.signals import SAME_REQUEST_FOR_RANKS, StopRequest
+from shoal.train.loop import Summary
 from shoal.train.setup import Start
-from shoal.train.watchers import Surroundings
 
 
 @record_errors
@@ -47,16 +48,24 @@ def main() -> None:
         sys.excepthook = sys.__excepthook__
     start = Start(given.resume, given.start_from, overrides=given.overrides or {})
     request = Request(load_config(run.config), run, start, launched=True)
-    around = Surroundings(tell=lambda sentence: report_failure(HUNG, sentence))
     try:
         with StopRequest(SAME_REQUEST_FOR_RANKS) as stop:
-            summary = run_rank(request, stop=stop, around=around, on_out_of_memory=_report_and_exit)
-        if os.environ["RANK"] == "0":
-            report_result(summary.as_dict())
+            run_rank(
+                request,
+                stop=stop,
+                tell=partial(report_failure, HUNG),
+                on_summary=_report_summary,
+                on_out_of_memory=_report_and_exit,
+            )
     except (UserMistake, RunFailed) as failure:
         # A restart would not help, so the process exits with status 0: the agent restarts after any failure.
         report_failure(MISTAKE if isinstance(failure, UserMistake) else FAILED, str(failure))
     _exit()
+
+
+def _report_summary(summary: Summary) -> None:
+    if os.environ["RANK"] == "0":
+        report_result(summary.as_dict())
 
 
 def _report_and_exit(failure: OutOfMemory) -> None:

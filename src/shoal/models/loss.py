@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.attention import document_mask, masks_itself
 from shoal.models.flex import document_blocks
@@ -53,8 +54,8 @@ class LossSums(NamedTuple):
     sums: tuple[Tensor, ...]
 
 
-class ModuleOfObjective(Protocol):
-    """What parallelism needs of an objective (see `objectives.objective`)."""
+class LossFactory(Protocol):
+    """Makes the module with the loss: an objective, as far as parallelism needs it (see `objectives.objective`)."""
 
     @property
     def sums(self) -> tuple[str, ...]: ...
@@ -80,7 +81,8 @@ def choose_loss(wanted: str, anatomy: Anatomy, tokens: int, vocabulary: int) -> 
 
 class LanguageModel(nn.Module):
     """A language model with the cross-entropy of its labels. `model` is the transformers model, whose names checkpoints
-    use. An objective with another loss derives a class from this one and overrides `losses`.
+    use. An objective with another loss derives a class from this one and overrides `losses`, and `losses_of_logits` if
+    it supports heads that are more than one matrix.
 
     `measure`: the cross-entropy, where this rank has only a shard of the vocabulary. `skips_tiles`: make masks for flex
     attention. `matmul_dtype`: the dtype of the matrices, if it is not that of the residual stream.
@@ -97,6 +99,11 @@ class LanguageModel(nn.Module):
         matmul_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        overridden = type(self).losses is not LanguageModel.losses
+        if overridden and not anatomy.linear_head and type(self).losses_of_logits is LanguageModel.losses_of_logits:
+            raise UserMistake(
+                f"The objective needs a head that is a single linear layer, which {type(model).__name__} does not have."
+            )
         self.model = model
         self.anatomy = anatomy
         self.skips_tiles = skips_tiles
@@ -114,10 +121,15 @@ class LanguageModel(nn.Module):
             return self.losses(self.hidden(inputs), batch)
         with self._autocast(batch.inputs.device):
             logits = self.model(**inputs).logits
+        return self.losses_of_logits(logits, batch)
+
+    def losses_of_logits(self, logits: Tensor, batch: MicroBatch) -> LossSums:
+        """As `losses`, where the head is more than one matrix."""
         return _over_tokens(self.head_and_loss.loss_of_logits(logits, batch.labels), batch.labels)
 
     def losses(self, hidden: Tensor, batch: MicroBatch) -> LossSums:
-        """From the last hidden states to the loss. A sequence whose labels are all IGNORED adds nothing."""
+        """From the last hidden states to the loss. A sequence whose labels are all IGNORED adds nothing. In the last
+        stage of a pipeline, `batch.inputs` are hidden states too."""
         return _over_tokens(self.head_and_loss(hidden, batch.labels), batch.labels)
 
     def model_kwargs(self, batch: MicroBatch) -> dict[str, Any]:

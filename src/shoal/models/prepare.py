@@ -1,4 +1,4 @@
-"""The one way to a model: built on the meta device, its parts found, its frozen parameters frozen.
+"""Prepare a model: build it on the meta device, find its parts, freeze its frozen parameters.
 
 Training, preflight, benchmarks, loading and conversion all begin here; `models.weights` then gives it memory.
 """

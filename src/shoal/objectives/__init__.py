@@ -1,4 +1,4 @@
-"""What is learnt. `objectives.objective` is the contract."""
+"""Training objectives. `objectives.objective` is the contract."""
 
 from shoal.objectives.causal_lm import CausalLM
 from shoal.objectives.objective import Objective

@@ -43,4 +43,5 @@ class CausalLM:
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         loss = sums["loss"] / max(sums["weight"], 1.0)
-        return {"loss": loss, "perplexity": math.exp(min(loss, LARGEST_EXPONENT))}
+        perplexity = math.exp(min(loss, LARGEST_EXPONENT)) if math.isfinite(loss) else math.nan
+        return {"loss": loss, "perplexity": perplexity}

@@ -1,4 +1,4 @@
-"""What is learnt: an objective owns the labels, the loss and its weight, auxiliary losses, and evaluation metrics.
+"""Training objectives: labels, the loss and its weight, auxiliary losses, and evaluation metrics.
 
 The loss of a step is one quotient, whatever the split: the sums of all micro-batches and ranks over their weight.
 
@@ -34,7 +34,7 @@ class Objective(Protocol):
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The names of what the module sums: "loss", "weight", and what else `metrics` needs."""
+        """The names of what the module sums: first "loss", second "weight", then what else `metrics` needs."""
 
     def collate(
         self, sequences: Sequences, sequence_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1

@@ -21,7 +21,7 @@ from shoal.config.schema import Config
 from shoal.models.anatomy import Anatomy, read_anatomy, require_blocks
 from shoal.models.attention import NARROWEST, skips_tiles
 from shoal.models.emulate import EmulatedForward
-from shoal.models.loss import ModuleOfObjective, choose_loss
+from shoal.models.loss import LossFactory, choose_loss
 from shoal.models.prepare import PreparedModel
 from shoal.models.tensor_slices import Split
 from shoal.models.weights import Weights, kept_buffers, materialize
@@ -50,7 +50,7 @@ def parallelize(
     prepared: PreparedModel,
     config: Config,
     *,
-    objective: ModuleOfObjective,
+    objective: LossFactory,
     strategy: str,
     mesh: Mesh,
     ranks: Ranks,
@@ -136,7 +136,7 @@ class _Recipe:
     """What is decided before the model is changed."""
 
     config: Config
-    objective: ModuleOfObjective
+    objective: LossFactory
     strategy: str
     parallel_dims: ParallelDims
     micro_batch: int
@@ -168,7 +168,7 @@ class _Applied:
 def _read_recipe(
     prepared: PreparedModel,
     config: Config,
-    objective: ModuleOfObjective,
+    objective: LossFactory,
     strategy: str,
     parallel_dims: ParallelDims,
     micro_batch: int,

@@ -47,7 +47,8 @@ class Agreement:
     def after_step(self, *, stop: bool, cannot_save: bool) -> Agreed:
         """Share this rank's values; returns what all ranks shared at the previous call (with one rank: at this one)."""
         shared = self._all_gather([stop, cannot_save, *self.others.share()])
-        self.others.on_shared([one[2:] for one in shared])
+        if shared:
+            self.others.on_shared([one[2:] for one in shared])
         return Agreed(stop=any(one[0] for one in shared), cannot_save=any(one[1] for one in shared))
 
     def _all_gather(self, values: list[float]) -> list[list[float]]:

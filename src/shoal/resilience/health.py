@@ -41,7 +41,7 @@ class Decision:
     steps: tuple[int, ...] = ()
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """Whether the next step follows."""
         return self.action in (Action.CONTINUE, Action.SKIP)
 

@@ -27,7 +27,7 @@ _UNITS = {"K": 2**-20, "M": 2**-10, "G": 1.0}
 
 @dataclass(frozen=True)
 class Smaller:
-    """A run that needs less memory: the config keys to replace, and what comes of them."""
+    """A run that needs less memory: the config keys to replace, and the resulting batch."""
 
     overrides: dict[str, Any]
     micro_batch: int
@@ -177,11 +177,11 @@ def _table(resolved: ResolvedRun, held: Held, stage: int) -> Iterator[str]:
         yield "No term is larger than forecast."
 
 
-def _fixes(choice: ResolvedRun) -> Iterator[str]:
+def _fixes(resolved: ResolvedRun) -> Iterator[str]:
     """The cheapest changes, as settings to paste."""
     found: list[Change] = []
     with suppress(UserMistake):
-        for change in savings(choice, Question(choice.config, choice.run.shape, choice.machine)):
+        for change in savings(resolved, Question(resolved.config, resolved.run.shape, resolved.machine)):
             keys = [setting.partition("=")[0] for setting in change.settings]
             if keys not in [[one.partition("=")[0] for one in each.settings] for each in found] and change.built:
                 found.append(change)

@@ -22,6 +22,10 @@ GRACE = 5.0  # seconds for a rank to write its report
 SURVIVE_A_PEER = 5.0  # seconds for a rank to fail by itself, with a better message, after another died
 
 
+def print_sentence(sentence: str) -> None:
+    print(f"shoal: {sentence}", file=sys.stderr)
+
+
 class Watchdog:
     """Ends the run after `timeout` seconds without a heartbeat.
 
@@ -36,7 +40,7 @@ class Watchdog:
         timeout: float,
         *,
         heartbeats: Path | None = None,
-        tell: Callable[[str], None] = lambda sentence: print(f"shoal: {sentence}", file=sys.stderr),
+        tell: Callable[[str], None] = print_sentence,
     ) -> None:
         self.folder = folder
         self.ranks = ranks

@@ -6,7 +6,7 @@ from shoal.config.run import RunDirectory
 from shoal.observe.metrics import Line
 from shoal.observe.progress import Reporter
 from shoal.plan.resolved import ResolvedRun
-from shoal.train.describe import read_plan, write_plan
+from shoal.train.describe import write_plan
 from shoal.train.hooks import Hook, LogInterval, RunStart
 
 # Steps after a start that are not measured: they compile and allocate the optimizer state.
@@ -22,9 +22,10 @@ FULL = 0.98
 class Comparison(Hook):
     """Collects log intervals until enough steps are measured. Every rank has one; rank 0 writes."""
 
-    def __init__(self, run: RunDirectory, resolved: ResolvedRun, reporter: Reporter) -> None:
+    def __init__(self, run: RunDirectory, resolved: ResolvedRun, plan: dict[str, Any], reporter: Reporter) -> None:
         self.run = run
         self.resolved = resolved
+        self.plan = plan  # the contents of plan.json; updated, for a fallback folder that is made later
         self.reporter = reporter
         self.first_step = 0
         self.writes = False
@@ -51,11 +52,12 @@ class Comparison(Hook):
         if self.done or not self.seen:
             return
         self.done = True
+        measured, off = self._measure()
+        self.plan |= {"measured": measured, "off": off}
         if not self.writes:
             return
-        measured, off = self._measure()
         try:
-            write_plan(self.run, {**read_plan(self.run), "measured": measured, "off": off})
+            write_plan(self.run, self.plan)
         except OSError as error:  # a full disk must not end a run that does not depend on this file
             self.reporter.warn(f"{self.run.plan} cannot be written: {error.strerror}. Training continues.")
         for sentence in self._warnings(measured, off):
@@ -93,18 +95,18 @@ class Comparison(Hook):
 
     def _warnings(self, measured: dict[str, Any], off: dict[str, float] | None) -> list[str]:
         found = []
-        choice = self.resolved
+        resolved = self.resolved
         if off is not None and abs(off["memory"]) > FAR_OFF:
-            largest = max(choice.memory.worst.peak.tree.parts, key=lambda term: term.amount)
+            largest = max(resolved.memory.worst.peak.tree.parts, key=lambda term: term.amount)
             found.append(
                 f"memory is {abs(off['memory']):.0%} {'above' if off['memory'] > 0 else 'below'} its forecast: "
-                f"{measured['memory']['allocated_gib']:.1f} GiB allocated, {choice.memory.allocated / 2**30:.1f} "
+                f"{measured['memory']['allocated_gib']:.1f} GiB allocated, {resolved.memory.allocated / 2**30:.1f} "
                 f"expected; the largest term is {largest.name} ({largest.amount / 2**30:.1f} GiB)."
             )
         if off is not None and abs(off["speed"]) > FAR_OFF:
             found.append(
                 f"the run is {abs(off['speed']):.0%} {'faster' if off['speed'] > 0 else 'slower'} than its forecast: "
                 f"{measured['speed']['tokens_per_second_per_gpu']:,.0f} tokens/s per device, "
-                f"{choice.speed.tokens_per_second_per_gpu:,.0f} expected."
+                f"{resolved.speed.tokens_per_second_per_gpu:,.0f} expected."
             )
         return found

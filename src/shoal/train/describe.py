@@ -28,11 +28,6 @@ def plan_values(
     }
 
 
-def read_plan(run: RunDirectory) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run.plan.read_text())
-    return found
-
-
 def write_plan(run: RunDirectory, plan: Mapping[str, Any]) -> None:
     write_atomically(run.plan, json.dumps(plan, indent=2) + "\n")
 

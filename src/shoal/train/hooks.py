@@ -6,14 +6,16 @@
 
     shoal.api.train(config, hooks=[Beep()])
 
-Every rank has its own hooks, and events come in the same order on every rank. A hook observes: it does not decide how
-the run goes on (`resilience.health` does) and does not wait for the device, except in `on_run_end`. An exception that a
-hook raises ends the run.
+Every rank has its own hooks. Events come in the same order on every rank, except `on_save` and `on_activity`, which
+depend on the disk of each rank: a hook communicates through `share`, not by collectives of its own. It observes: it
+does not decide how the run goes on (`resilience.health` does), and does not wait for the device, except in
+`on_run_end`. An exception that a hook raises ends the run; after another failure it is a warning.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from shoal.checkpoint.saver import Saved
@@ -94,21 +96,24 @@ class Hook:
         """A rollback begins, or an exception ends the run."""
 
     def on_run_end(self, error: BaseException | None) -> None:
-        """Always last, after every `on_run_start`. `error` is None unless an exception ends the run."""
+        """Always last, if `on_run_start` has returned. `error` is None unless an exception ends the run."""
 
     def share(self) -> Values:
         """Values of this rank that all ranks get to see after the next step: always as many, on every rank."""
         return ()
 
     def on_shared(self, values: Sequence[Values]) -> None:
-        """What every rank has shared, by rank. With several ranks this is one step late."""
+        """What every rank has shared, by rank. With several ranks it arrives after the next step."""
 
 
 class Hooks(Hook):
-    """Calls every hook in order; `on_run_end` in reverse order, and even if another hook fails."""
+    """Calls every hook in order, and those that have started in reverse order at the end. A failure of the run is not
+    hidden by one of a hook."""
 
-    def __init__(self, hooks: Sequence[Hook]) -> None:
-        self.hooks = list(hooks)
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self.hooks: list[Hook] = []
+        self.warn = warn
+        self._started: list[Hook] = []
         self._lengths: list[int] = []  # of what each hook shares
 
     def add(self, *hooks: Hook) -> None:
@@ -117,6 +122,7 @@ class Hooks(Hook):
     def on_run_start(self, start: RunStart) -> None:
         for hook in self.hooks:
             hook.on_run_start(start)
+            self._started.append(hook)
 
     def on_step_end(self, end: StepEnd) -> None:
         for hook in self.hooks:
@@ -144,12 +150,20 @@ class Hooks(Hook):
 
     def on_fault(self, fault: Fault) -> None:
         for hook in self.hooks:
-            hook.on_fault(fault)
+            self._call(partial(hook.on_fault, fault), warns=fault.error is not None)
 
     def on_run_end(self, error: BaseException | None) -> None:
         with ExitStack() as stack:
-            for hook in self.hooks:
-                stack.callback(hook.on_run_end, error)
+            for hook in self._started:
+                stack.callback(self._call, partial(hook.on_run_end, error), warns=error is not None)
+
+    def _call(self, event: Callable[[], None], *, warns: bool) -> None:
+        try:
+            event()
+        except Exception as error:
+            if not warns:
+                raise
+            self.warn(f"a hook failed, too: {error!r}.")
 
     def share(self) -> Values:
         shared = [hook.share() for hook in self.hooks]

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shoal.checkpoint import state
 from shoal.checkpoint.saver import Saver
@@ -38,6 +39,7 @@ class Job:
     scaler: LossScaler
     controls: Mapping[str, Stateful]  # other state that a checkpoint holds: loss scale, spike statistics
     step: TrainStep
+    plan: dict[str, Any]  # the contents of plan.json
     hooks: Hooks
     log: StepLog
     flops: Callable[[int, int], float]

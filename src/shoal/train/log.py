@@ -120,6 +120,11 @@ class StepLog:
             arrived += self._count(unread.read())
         return arrived
 
+    @property
+    def caught_up(self) -> bool:
+        """Whether the metrics of every step have been returned."""
+        return self._pending is None and not self._results
+
     def _count(self, steps: list[StepMetrics]) -> list[StepMetrics]:
         self.skipped += sum(not one.usable for one in steps)
         return steps

@@ -18,13 +18,13 @@ from shoal.resilience.agreement import Agreement
 from shoal.resilience.health import Action, Decision, Health, StepMetrics
 from shoal.resilience.out_of_memory import InUse, explained
 from shoal.resilience.signals import StopRequest
+from shoal.train.default_hooks import STARTED_ALONE, LaunchContext, default_hooks
 from shoal.train.hooks import Fault, Hook, RunStart, StepEnd
 from shoal.train.job import Job
 from shoal.train.rollback import give_up, roll_back, sequences_of
 from shoal.train.save import finish_save, poll_save, save
 from shoal.train.schedule import make_schedule, peak_lr
 from shoal.train.setup import Preflight, Start, set_up
-from shoal.train.watchers import ALONE, Surroundings, standard_hooks
 
 
 @dataclass(frozen=True)
@@ -68,24 +68,24 @@ def train(
     start: Start,
     *,
     stop: StopRequest | None = None,
-    around: Surroundings = ALONE,
+    context: LaunchContext = STARTED_ALONE,
     hooks: Sequence[Hook] = (),
 ) -> Summary:
     """Train on this rank, together with the others. `stop` is given if signal handlers are installed already."""
     began = time.perf_counter()
     with StopRequest() if stop is None else nullcontext(stop) as stop_request:
         job = set_up(checked, run, ranks, start)
-        job.hooks.add(*standard_hooks(job, around), *hooks)
+        job.hooks.add(*default_hooks(job, context, hooks))
         failure: BaseException | None = None
         try:
-            job.hooks.on_run_start(RunStart(run.path, job.resolved, ranks, job.progress.step, job.inputs.steps))
             with explained(
                 job.resolved,
                 ranks,
                 when=lambda: _current_step(job),
                 in_use=lambda: _in_use(job),
-                before=job.saver.settle,
+                before=lambda: finish_save(job),
             ):
+                job.hooks.on_run_start(RunStart(run.path, job.resolved, ranks, job.progress.step, job.inputs.steps))
                 stopped = fit(job, stop_request)
         except BaseException as error:
             failure = error
@@ -155,28 +155,23 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement, health: Health)
                 data_seconds=data_seconds,
             )
             job.hooks.on_step_end(StepEnd(progress.step, data_seconds, job.log.step_seconds))
-            agreed = agreement.after_step(stop=stop.wanted, cannot_save=job.cannot_save)
 
             last = progress.step == job.inputs.steps
             evaluates = job.inputs.sets.validation is not None and (last or progress.step % config.eval.every == 0)
-            ends = last or agreed.stop or agreed.cannot_save
-            saves = (
-                (last and config.checkpoint.at_end)
-                or (ends and not last)
-                or progress.step % config.checkpoint.every == 0
-            )
-            if evaluates or ends or saves:
-                arrived += job.log.catch_up()
-            decision = decide(job, health, arrived)
-            if not decision.goes_on:
-                return decision, None
-
-            if evaluates:
+            decision = decide(job, health, arrived + (job.log.catch_up() if evaluates else []))
+            if evaluates and decision.continues:
                 evaluate(job)
+            agreed = agreement.after_step(stop=stop.wanted, cannot_save=job.cannot_save)
             if not last:
                 stopped = "early_stop" if evaluates and no_longer_improves(job) else "signal" if agreed.stop else None
-            if saves or stopped:
-                save(job, wait=ends or stopped is not None)
+            ends = last or stopped is not None or agreed.cannot_save
+            saves = progress.step % config.checkpoint.every == 0 or (config.checkpoint.at_end if last else ends)
+            if (ends or saves) and decision.continues:
+                decision = decide(job, health, job.log.catch_up())  # no checkpoint after unnoticed bad steps
+            if not decision.continues:
+                return decision, None
+            if saves:
+                save(job, wait=ends)
             else:
                 poll_save(job)
     finish_save(job)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.data.loader import IGNORED, collate_next_token
+from shoal.data.loader import IGNORED
+from shoal.objectives import Objective, find_objective
 from shoal.train.inputs import Inputs
 from shoal.train.schedule import make_schedule, peak_lr
 from shoal.train.setup import Preflight
@@ -89,14 +90,14 @@ def preview(checked: Preflight) -> Preview:
         validation_sequences=sets.order.validation_count,
         tokens=round(inputs.steps * resolved.global_batch * tokens_per_sequence),
         learning_rates=[peak * factor_at(step) for step in steps],
-        sample=mark_loss_tokens(inputs),
+        sample=mark_loss_tokens(inputs, find_objective(config.train.objective)),
     )
 
 
-def mark_loss_tokens(inputs: Inputs) -> str:
+def mark_loss_tokens(inputs: Inputs, objective: Objective) -> str:
     """The first training sequence as text, with its loss tokens marked."""
     first = inputs.sets.order.training_sequences(0, 1)
-    batch = collate_next_token(inputs.sets.training, first, pad=inputs.tokenizer.pad)
+    batch = objective.collate(inputs.sets.training, first, pad=inputs.tokenizer.pad)
     tokens, labels = batch.inputs[0].tolist(), batch.labels[0].tolist()
     # Labels are shifted by one: a label's index is that of the token before it.
     trained = [False, *(label != IGNORED for label in labels)]

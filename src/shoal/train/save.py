@@ -80,6 +80,7 @@ def too_large_to_copy(config: Config) -> bool:
 def save(job: Job, *, wait: bool) -> None:
     """Start to write a checkpoint, after a pending one. With `wait`, return when it is written. The metrics of every
     step so far are known, so that no checkpoint is written after unnoticed bad steps."""
+    assert job.log.caught_up
     job.hooks.on_activity(job.progress.step, "saving")
     job.progress.metrics = metrics_of_this_step(job)
     job.progress.skipped = job.log.skipped

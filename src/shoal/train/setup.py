@@ -70,8 +70,10 @@ class Preflight:
     device: Device
 
     def agree(self, config: Config, ranks: Ranks, overrides: Mapping[str, Any]) -> "Preflight":
-        """The same run on every rank, where the devices differ."""
+        """The same run on every rank: where devices, host memory or precision differ, it is resolved anew."""
         resolved = resolve_for_all(self.resolved, config, self.prepared, self.device, ranks, overrides)
+        if resolved is not self.resolved:
+            _check(self.prepared, resolved, self.device)
         return replace(self, resolved=resolved)
 
 
@@ -95,21 +97,23 @@ def preflight(
     check_groups(dict(model.named_parameters()), config.train)
     find_store(config.parallel.offload)
     resolved = resolve_run(config, prepared, machine_here(config, device, world_size), overrides=overrides)
-    check_parallel(
-        model,
-        resolved.config,
-        strategy=resolved.strategy,
-        mesh=resolved.mesh,
-        grad_accum_steps=resolved.grad_accum_steps,
-    )
-    check_quantization_blocks(model, config.train, resolved.mesh.tp)
-    if config.train.precision == "fp8":
-        check_float8(model, device)
+    _check(prepared, resolved, device)
     if inputs.blueprint.folder is not None:
         locate_weights(model, inputs.blueprint.folder)
     if start_from is not None:
         check_checkpoint(start_from, config)
     return Preflight(inputs, prepared, resolved, device)
+
+
+def _check(prepared: PreparedModel, resolved: ResolvedRun, device: Device) -> None:
+    """A UserMistake if the model or the device does not support the run as it is resolved."""
+    config, model = resolved.config, prepared.model
+    check_parallel(
+        model, config, strategy=resolved.strategy, mesh=resolved.mesh, grad_accum_steps=resolved.grad_accum_steps
+    )
+    check_quantization_blocks(model, config.train, resolved.mesh.tp)
+    if config.train.precision == "fp8":
+        check_float8(model, device)
 
 
 def check_checkpoint(start_from: Path, config: Config) -> None:
@@ -134,7 +138,8 @@ def set_up(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start) ->
 
 def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start) -> Job:
     inputs, prepared, resolved, device = checked.inputs, checked.prepared, checked.resolved, checked.device
-    config, reporter, hooks = resolved.config, Reporter(enabled=ranks.first), Hooks([])
+    config, reporter = resolved.config, Reporter(enabled=ranks.first)
+    hooks = Hooks(reporter.warn)
     seed_everything(config.seed, ranks.rank, config.train.deterministic)
     checkpoint = starting_point(config, run, ranks, reporter, start)
     flops = count_flops(prepared, resolved.mesh)
@@ -164,6 +169,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
         scaler=scaler,
         controls={"scaler": scaler} | ({} if guard is None else {"spikes": guard}),
         step=TrainStep(model, optimizer, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
+        plan=plan,
         hooks=hooks,
         log=StepLog(
             every=config.log.every,

@@ -1,8 +1,9 @@
 """Evaluates loss and perplexity of a checkpoint exactly as training does."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,18 @@ class Evaluation:
 
     run: str
     step: int
-    eval_loss: float
-    eval_perplexity: float
+    metrics: dict[str, float]  # of the objective: loss, perplexity, …
     tokens: int  # loss tokens
     sequences: int
 
+    @property
+    def eval_loss(self) -> float:
+        return self.metrics["loss"]
+
     def as_dict(self) -> dict[str, Any]:
-        """As in `metrics.jsonl`: null for NaN."""
-        values = asdict(self)
-        return {key: None if value != value else value for key, value in values.items()}
+        """As in `metrics.jsonl`: null for a non-finite metric."""
+        metrics = {f"eval_{key}": value if math.isfinite(value) else None for key, value in self.metrics.items()}
+        return {"run": self.run, "step": self.step, **metrics, "tokens": self.tokens, "sequences": self.sequences}
 
 
 def evaluate_run(
@@ -92,8 +96,7 @@ def evaluate_run(
     return Evaluation(
         run=str(run),
         step=loaded.step,
-        eval_loss=found.metrics["loss"],
-        eval_perplexity=found.metrics["perplexity"],
+        metrics=found.metrics,
         tokens=found.weight,
         sequences=found.sequences,
     )

@@ -1,6 +1,5 @@
 """The hooks of every run: metric sinks, progress, the watchdog and straggler detection."""
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,34 +9,35 @@ from shoal.observe.metrics import Line, Sink, open_sinks
 from shoal.observe.progress import Reporter
 from shoal.parallel.ranks import Ranks
 from shoal.resilience.stragglers import RankTimer, StragglerDetector
-from shoal.resilience.watchdog import Watchdog
+from shoal.resilience.watchdog import Watchdog, print_sentence
 from shoal.train.compare import Comparison
 from shoal.train.hooks import Fault, Hook, LogInterval, RunStart, StepEnd, Values
 from shoal.train.job import Job
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LaunchContext:
     """What the launcher provides to a rank."""
 
     heartbeats: Path | None = None  # a file of this node, through which each rank's watchdog sees the others
-    tell: Callable[[str], None] = lambda sentence: print(f"shoal: {sentence}", file=sys.stderr)  # why a hung run ended
+    tell: Callable[[str], None] = print_sentence  # says why a hung run is ended
 
 
-ALONE = Surroundings()
+STARTED_ALONE = LaunchContext()
 
 
-def standard_hooks(job: Job, around: Surroundings) -> list[Hook]:
-    """The hooks of every run, in the order in which they see its events."""
+def default_hooks(job: Job, context: LaunchContext, others: Sequence[Hook] = ()) -> list[Hook]:
+    """The hooks of every run, and `others`, in the order in which they see its events."""
     config, ranks, reporter = job.config, job.ranks, job.reporter
     folder = job.run.logs / f"hang-{job.log.attempt}"
-    watchdog = Watchdog(folder, ranks, config.train.hang_timeout, heartbeats=around.heartbeats, tell=around.tell)
+    watchdog = Watchdog(folder, ranks, config.train.hang_timeout, heartbeats=context.heartbeats, tell=context.tell)
     return [
         MetricSinks(config.log.to, job.run.path, reporter),
         ProgressLines(reporter),
-        Comparison(job.run, job.resolved, reporter),
+        Comparison(job.run, job.resolved, job.plan, reporter),
         StragglerDetection(config.train.slow_rank, ranks, reporter.warn),
-        HangDetection(watchdog),
+        *others,
+        HangDetection(watchdog),  # last, so that it ends first: what others do at the end may take long
     ]
 
 
@@ -103,8 +103,8 @@ class ProgressLines(Hook):
 
 
 class HangDetection(Hook):
-    """Every event is a heartbeat for the watchdog. It is paused until the first step, which compiles, and during a
-    rollback, which reads a checkpoint."""
+    """Every step and activity is a heartbeat for the watchdog. It is paused until the first step, which compiles, and
+    during a rollback, which reads a checkpoint."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self.watchdog = watchdog
@@ -131,12 +131,16 @@ class StragglerDetection(Hook):
 
     def __init__(self, limit: SlowRankConfig, ranks: Ranks, warn: Callable[[str], None]) -> None:
         self.ranks = ranks
-        self.timer = RankTimer(ranks)
+        self.timer: RankTimer | None = None
         self.detector = StragglerDetector(limit, ranks.world_size, warn)
         self._times = (0.0, 0.0)
         self._step_seconds = 0.0
 
+    def on_run_start(self, start: RunStart) -> None:
+        self.timer = RankTimer(start.ranks)
+
     def on_step_end(self, end: StepEnd) -> None:
+        assert self.timer is not None
         self._times = self.timer.after_step(end.data_seconds)
         self._step_seconds = end.step_seconds
 
