@@ -17,6 +17,7 @@ SHAPE = {"model": {"shape": "gpt2"}}
 # Every key and its default.
 DEFAULTS = """
 name: run
+run_dir: runs
 seed: 1234
 include: []
 model: {from: null, shape: gpt2, tokenizer: null, attention: auto, freeze: [], add_tokens: []}
@@ -48,7 +49,7 @@ train:
   lr_scaling: none
   base_batch: null
   lr_groups: {}
-  schedule: {name: cosine, warmup: 100, min_ratio: 0.1, decay: 0.2}
+  schedule: {name: cosine, warmup: 0.05, min_ratio: 0.1, decay: 0.2}
   optimizer: {name: adamw, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1, momentum: 0.9}
   clip: 1.0
   precision: auto

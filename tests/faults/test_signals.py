@@ -109,6 +109,9 @@ def test_a_second_signal_ends_it_at_once_and_loses_only_what_was_not_saved(
         time.sleep(0.5)
         left = [rank for rank in ranks if Path(f"/proc/{rank}/cmdline").exists() and not is_dead(rank)]
     assert left == []
+    assert ended.err.count("Stopping after this step, and saving a checkpoint.") == 1
+    if ended.status == 143:
+        assert ended.err.count("Ended at once: nothing was saved since the last checkpoint.") == 1
     assert ended.status in ((143, 1) if devices > 1 else (143, 75, -signal.SIGTERM))  # the last: it had exited already
     whole = list_complete(run / "checkpoints")[-1].step
     last = max(training_lines(run))

@@ -241,6 +241,7 @@ def test_a_run_stopped_by_each_signal_in_turn_ends_as_if_undisturbed(
         # The current step is finished and logged, and none after it.
         assert max(training_lines(run)) == summary["step"]
         assert "--resume" in ended.err.splitlines()[-1]
+        assert ended.err.count("shoal: Stopping after this step, and saving a checkpoint.") == 1
         saved = summary["step"]
     ended = shoal(folder, *start[1:], "--resume")
     assert ended.status == 0, ended.err

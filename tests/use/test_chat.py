@@ -83,6 +83,20 @@ def test_without_a_template_a_run_trained_on_instructions_takes_each_line_as_one
     assert "without history" in ended.err
 
 
+def test_a_run_trained_on_instructions_does_not_use_the_chat_template_of_its_tokenizer(instruction_run, chat_run):
+    said: list[str] = []
+    loaded = load_run(instruction_run, device="cpu")
+    loaded.tokenizer.hugging_face.chat_template = "{{ raise_exception('not the template of training') }}"
+    answer = "".join(Chat(loaded, GREEDY, said.append).ask("turn as one"))
+    assert answer == generate(
+        load_run(instruction_run, device="cpu"), "turn as one", tokens=GREEDY.tokens, temperature=0
+    )
+    assert "without history" in said[0]
+    # Where no template was trained, the tokenizer's is used, and that is said.
+    Chat(load_run(chat_run, device="cpu"), GREEDY, said.append)
+    assert "unseen in this training" in said[1]
+
+
 def test_a_run_without_chat_template_or_instructions_is_refused(text_run, tmp_path, shoal):
     refused = shoal("chat", text_run, typed="hello\n")
     refused.hold_mistake("has no chat template", "not trained on instructions", f"shoal generate {text_run} TEXT")

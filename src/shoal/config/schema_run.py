@@ -1,6 +1,6 @@
 """The blocks `parallel`, `hardware`, `checkpoint`, `log` and `slurm`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 from pydantic import Field, Strict, model_validator
@@ -63,7 +63,7 @@ class ParallelConfig(Block):
     sharding: Sharding = Field(
         "full_shard",
         description="FSDP sharding strategy: weights, gradients and optimizer state; all but the weights in use; "
-        "all, within a node; nothing.",
+        "all, within a node; nothing. Set without a strategy, it means strategy fsdp.",
     )
     replicate: Count | Literal["auto"] = Field("auto", description="Replicas under hybrid_shard; auto: one per node.")
     tp: Count = Field(1, description="Tensor-parallel degree: devices that share each layer.")
@@ -94,6 +94,14 @@ class ParallelConfig(Block):
         "none", description="DDP gradient compression; lossy."
     )
     engine: Literal["native", "deepspeed"] = Field("native", description="Implementation of the strategy.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sharding_means_fsdp(cls, given: Any) -> Any:
+        """Who sets what FSDP shards, and no strategy, means FSDP."""
+        if isinstance(given, dict) and given.get("sharding") is not None and "strategy" not in given:
+            return {**given, "strategy": "fsdp"}
+        return given
 
     @model_validator(mode="after")
     def _single_has_one_device(self) -> "ParallelConfig":

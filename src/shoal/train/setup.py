@@ -236,7 +236,9 @@ def _resume(job: Job, checkpoint: Path, *, same_run: bool) -> None:
     set_aside(job)
     step, steps = job.progress.step, job.inputs.steps
     if same_run and step >= steps:
-        job.reporter.say(f"The run is finished: {checkpoint} is step {step} of {steps}. Raise train.steps or train.epochs to continue it.")
+        job.reporter.say(
+            f"The run is finished: {checkpoint} is step {step} of {steps}. Raise train.steps or epochs to continue."
+        )
     else:
         job.reporter.say(f"Resuming after step {step} from {checkpoint}.")
 

@@ -1,0 +1,104 @@
+"""What a new user meets in the first hour: defaults that fit small runs, and command lines that can be repeated."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal import api
+from tests.harness import settings
+from tests.launch.command import forked_shoal, write_config
+
+SHORT = {"data__max_length": 64, "data__train_on": "all"}
+
+
+def config(data: Path, **changes: Any) -> dict[str, Any]:
+    settled = settings(data, **{**SHORT, "train__steps": 2, **changes})
+    del settled["train"]["schedule"]
+    return settled
+
+
+def test_a_run_of_few_steps_is_warned_about_with_the_numbers(instructions: Path, tmp_path: Path) -> None:
+    write_config(tmp_path, config(instructions, train__steps=None, train__epochs=1, train__global_batch=64))
+    seen = forked_shoal(tmp_path, "train", "run.yaml", "train.micro_batch=auto", "--dry-run")
+    assert seen.status == 0, seen.err
+    said = "the run has only 4 steps: train.epochs 1 of 300 sequences, 64 per step (train.global_batch); "
+    assert said + "train.global_batch 2 would give about 128." in seen.err
+    assert "warmup" not in seen.err  # by default a share of the run
+    # Whoever asks for few steps knows.
+    assert (
+        "only" not in forked_shoal(tmp_path, "train", "run.yaml", "train.steps=3", "train.epochs=null", "--dry-run").err
+    )
+
+
+@pytest.mark.parametrize(
+    ("warmup", "sentence"),
+    [
+        (100, "train.schedule.warmup 100 is longer than the run and was reduced to its 10 steps"),
+        (6, "train.schedule.warmup takes 6 of the run's 10 steps"),
+        (0.9, "train.schedule.warmup takes 9 of the run's 10 steps"),
+        (5, None),
+    ],
+)
+def test_a_run_that_is_mostly_warmup_is_warned_about(
+    warmup: float, sentence: str | None, instructions: Path, tmp_path: Path
+) -> None:
+    write_config(tmp_path, config(instructions, train__steps=10))
+    seen = forked_shoal(tmp_path, "train", "run.yaml", f"train.schedule.warmup={warmup}", "--dry-run")
+    assert seen.status == 0, seen.err
+    assert (sentence in seen.err) if sentence else ("warmup" not in seen.err)
+
+
+def test_resume_auto_starts_resumes_and_finds_the_run_finished(instructions: Path, tmp_path: Path) -> None:
+    write_config(tmp_path, config(instructions))
+    command = ("train", "run.yaml", "--resume", "auto", "--runs", "scratch", "--json")
+    first = forked_shoal(tmp_path, *command)
+    assert first.status == 0, first.err
+    assert json.loads(first.out)["run"] == "scratch/run"
+    assert "Resuming" not in first.err
+    assert not (tmp_path / "runs").exists()
+    assert api.load_config(tmp_path / "scratch" / "run" / "config.yaml").run_dir == "scratch"
+    longer = forked_shoal(tmp_path, *command, "train.steps=3")
+    assert "Resuming after step 2 from scratch/run/checkpoints/step-00000002." in longer.err
+    assert json.loads(longer.out)["step"] == 3
+    again = forked_shoal(tmp_path, *command, "train.steps=3")
+    assert again.status == 0
+    assert "The run is finished: scratch/run/checkpoints/step-00000003 is step 3 of 3." in again.err
+    assert json.loads(again.out)["step"] == 3
+    # A plain --resume, wherever it stands, still needs a run.
+    for arguments in (("--resume", "run.yaml"), ("run.yaml", "--resume")):
+        refused = forked_shoal(tmp_path, "train", *arguments, "run_dir=elsewhere")
+        assert refused.status == 2
+        assert "--resume: there is no run in elsewhere/run" in refused.err
+
+
+def test_sharding_without_a_strategy_means_fsdp(tmp_path: Path) -> None:
+    shape = {"model": {"shape": "gpt2"}}
+    assert api.config_from_mapping({**shape, "parallel": {"sharding": "shard_grad_op"}}).parallel.strategy == "fsdp"
+    assert api.config_from_mapping({**shape, "parallel": {"tp": 2}}).parallel.strategy == "auto"
+    # A saved config has every key, and stays what it was.
+    kept = api.config_values(api.config_from_mapping(shape))
+    assert api.config_from_mapping(kept).parallel.strategy == "auto"
+
+
+def test_the_starred_row_of_a_plan_is_its_headline(tmp_path: Path) -> None:
+    asked = ["model.shape=llama3-8b", "hardware.gpu=a100-80gb", "hardware.devices=8", "train.micro_batch=2"]
+    seen = forked_shoal(tmp_path, "plan", *asked)
+    (starred,) = [line for line in seen.out.splitlines() if line.startswith("* ")]
+    assert "micro-batch 2, " in seen.out.splitlines()[1]
+    assert starred.split()[-2:] == ["2", "none"]
+    found = json.loads(forked_shoal(tmp_path, "plan", *asked, "--json").out)
+    assert round(found["memory"]["reserved_gib"], 2) in [one["reserved_gib"] for one in found["alternatives"]]
+
+
+def test_a_plan_says_what_train_does_not_accept_yet(tmp_path: Path) -> None:
+    asked = ["model.shape=llama3-8b", "hardware.gpu=rtx4090", "train.global_batch=8"]
+    seen = forked_shoal(tmp_path, "plan", *asked)
+    assert seen.status == 3
+    lora = [line for line in seen.out.splitlines() if "adapter.kind=" in line]
+    assert lora
+    assert all(line.endswith("shoal train does not accept it yet") for line in lora)
+    assert not any("does not accept" in line for line in seen.out.splitlines() if "adapter" not in line)
+    wanted = forked_shoal(tmp_path, "plan", *asked, "adapter.kind=qlora")
+    assert "shoal train does not accept this yet: adapter.kind qlora is not built yet." in wanted.out
