@@ -115,7 +115,7 @@ def settings(data: Path, **changes: Any) -> dict[str, Any]:
         "data": {
             "source": "json" if data.suffix == ".jsonl" else "text",
             "path": str(data),
-            "max_length": 192,
+            "max_length": 256 if data.suffix == ".jsonl" else 192,  # prompts are long
             "pack": False,
             "validation": 0,
             "workers": 0,

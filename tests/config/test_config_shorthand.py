@@ -121,10 +121,11 @@ def test_a_string_may_refer_to_the_environment(monkeypatch: pytest.MonkeyPatch) 
         ("adapter: lora", "run.yaml:2: adapter.kind lora is not built yet. Use none, which trains the model itself."),
         (
             "train: {optimizer: 3}",
-            "run.yaml:2: train.optimizer is 3, but must be adamw, adamw8bit, lion, sgd, muon or a block of keys.",
+            "run.yaml:2: train.optimizer is 3, but must be adamw, adamw8bit, lion, sgd, muon or "
+            "a mapping such as {name: adamw}.",
         ),
-        ("data: [a, b]", 'run.yaml:2: data is ["a", "b"], but must be a string or a block of keys.'),
-        ("eval: often", 'run.yaml:2: eval is "often", but must be a block of keys.'),
+        ("data: [a, b]", 'run.yaml:2: data is ["a", "b"], but must be a string or a mapping such as {source: json}.'),
+        ("eval: often", 'run.yaml:2: eval is "often", but must be a mapping such as {every: 200}.'),
     ],
 )
 def test_an_invalid_string_gives_the_error_of_its_key(text: str, says: str) -> None:

@@ -55,7 +55,7 @@ def test_a_dry_run_shows_what_would_happen_and_leaves_nothing_behind(instruction
     assert seen.status == 0, seen.err
     assert "31,520 parameters" in seen.out
     assert "strategy   fsdp (set in the config) on 2 devices" in seen.out
-    assert "batch      24 sequences per step: micro-batch 4, gradient accumulation steps 3" in seen.out
+    assert "batch      24 sequences per step: micro-batch 4, 3 accumulation steps" in seen.out
     assert "40 steps" in seen.out
     assert "3.00e-03 " in seen.out
     # Prompts do not count in the loss, answers and their end token do.

@@ -21,7 +21,7 @@ BASE = ("data.max_length=2048", "train.global_batch=64")
     [
         (("model.shape=gpt2", "hardware.gpu=a100-80gb"), "single", "one device"),
         (("model.shape=gpt2", "hardware.gpu=a100-80gb", "hardware.devices=8"), "ddp", "which fits, and is fastest"),
-        (("model.shape=llama3-8b", "hardware.gpu=a100-80gb", "hardware.devices=8"), "fsdp", "would need"),
+        (("model.shape=llama3-8b", "hardware.gpu=a100-80gb", "hardware.devices=8"), "fsdp", "unsharded training needs"),
         (
             (
                 "model.shape=llama3-8b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=4",

@@ -92,7 +92,7 @@ class RankReport:
     def text(self) -> str:
         mesh = " × ".join(f"{name} {size}" for name, size in self.chosen["mesh"].items() if size > 1)
         accumulation = describe_accumulation(self.chosen["grad_accum_steps"])
-        batch = f"micro-batch {self.chosen['micro_batch']} × {accumulation}"
+        batch = f"micro-batch {self.chosen['micro_batch']}, {accumulation}"
         how = f"{self.chosen['strategy']}{f' ({mesh})' if mesh else ''}, {batch}"
         lines = [] if self.steps is None else [self.steps.text()]
         lines.append(f"rank 0 of {self.world_size} × {self.device}: {how}")

@@ -18,7 +18,7 @@ Device = Annotated[
     str, typer.Option("--device", help="cpu, cuda, or a single GPU such as cuda:1; default: CUDA if available.")
 ]
 Dtype = Annotated[WeightDtype | None, typer.Option("--dtype", help="Default: as the weights were saved.")]
-Temperature = Annotated[float, typer.Option("--temperature", help="Sampling temperature; 0: greedy decoding.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="Sampling temperature; 0 = greedy.")]
 TopP = Annotated[
     float, typer.Option("--top-p", help="Nucleus sampling: the most likely tokens up to this total probability.")
 ]

@@ -216,14 +216,22 @@ def _descriptions(annotation: Any, with_bounds: bool = False, bounds: Sequence[A
             return [f"a list of {_either(_descriptions(item))}"]
         return [f"a list of {length}{ {str: 'strings', float: 'numbers'}.get(item, 'blocks') }"]
     if get_origin(annotation) is dict:
-        return ["a block of patterns and numbers"]
+        return ["a mapping of patterns to numbers"]
     if annotation is bool:
         return ["true", "false"]
     if annotation in (None, types.NoneType):
         return ["null"]
     if isinstance(annotation, type) and issubclass(annotation, Block):
-        return ["a block of keys"]
+        return [f"a mapping such as {_example(annotation)}"]
     return [{int: "an integer", float: "a number", str: "a string"}[annotation] + _range(bounds) * with_bounds]
+
+
+def _example(block: type[Block]) -> str:
+    """One key of a block with a value that it takes."""
+    for name, field in block.model_fields.items():
+        if type(field.default) in (int, float, str):
+            return f"{{{key_name(name, field)}: {field.default}}}"
+    return "{key: value}"
 
 
 def _number(value: float) -> str:

@@ -177,7 +177,7 @@ class CheckpointConfig(Block):
         "sharded", description="sharded: each rank writes its own shards; full: one rank writes everything."
     )
     async_: bool = Field(
-        True, alias="async", description="Write in the background while training continues, from a copy in host memory."
+        True, alias="async", description="Checkpoints are written asynchronously, from a copy in host memory."
     )
     fallback: str | None = Field(
         None, description="Folder for checkpoints (in FOLDER/NAME) when the disk of the run directory is full or gone."

@@ -63,11 +63,15 @@ def _text(record: Record, train_on: str) -> list[Segment]:
     return [(_string(record, "text"), True)]  # every token counts in the loss, so train_on has no effect
 
 
-# The headers follow the Alpaca convention. A prompt ends where the answer begins, so that generation from the prompt
-# sees exactly the tokens of training.
-ALPACA_PROMPT = "Here is a task. Write the answer to it.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+# The prompt of Stanford Alpaca, with which its many descendants were trained too. It ends where the answer begins, so
+# that generation from the prompt sees exactly the tokens of training.
+ALPACA_PROMPT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
 ALPACA_PROMPT_WITH_INPUT = (
-    "Here is a task, and below it the material the task is about. Write the answer to it.\n\n"
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
 

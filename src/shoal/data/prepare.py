@@ -121,7 +121,7 @@ def prepare(
     for sentence in sequences.summary.sentences():
         report(sentence)
     if ready:
-        report(f"Loaded prepared data from the cache: {entry}.")
+        report(f"Using cached tokenized data: {entry}.")
     return sequences
 
 

@@ -34,7 +34,7 @@ class Summary:
         """The summary for a person: the first sentence says what there is, the others what was left out."""
         said = [
             f"{self.documents:,} documents ({self.format}), {self.tokens:,} tokens, {self.sequences:,} sequences; "
-            f"{self.loss_token_share:.0%} of the labels count in the loss."
+            f"{self.loss_token_share:.0%} of tokens count in the loss."
         ]
         if self.truncated:
             said.append(f"{self.truncated:,} documents are longer than data.max_length and were truncated.")

@@ -107,7 +107,7 @@ def run_processes(
         try:
             # A second signal ends this process, and with it the ranks: see `die_with_parent`.
             clean_up = partial(shutil.rmtree, folder, ignore_errors=True)
-            with _report_restarts(shared, warn), second_signal_ends(before=clean_up, speaks=speaks):
+            with _report_restarts(shared, max_restarts, warn), second_signal_ends(before=clean_up, speaks=speaks):
                 elastic_launch(settings, sys.executable)("-m", module, *arguments)
         except ChildFailedError as failure:
             # A failure after the result was written is one of process exit and loses nothing.
@@ -172,7 +172,7 @@ def _raise_reported(shared: Path) -> None:
 
 
 @contextmanager
-def _report_restarts(shared: Path, warn: Callable[[str], None]) -> Iterator[None]:
+def _report_restarts(shared: Path, max_restarts: int, warn: Callable[[str], None]) -> Iterator[None]:
     """Warn of restarts, of which the agent prints nothing."""
     over = threading.Event()
 
@@ -183,7 +183,7 @@ def _report_restarts(shared: Path, warn: Callable[[str], None]) -> Iterator[None
                 told = _attempts(shared) - 1
                 hung = sorted(shared.glob(f"{HUNG}-{told - 1:03d}-*"))
                 why = hung[0].read_text() if hung else "A process died."
-                warn(f"{why} All processes were restarted (restart {told}).")
+                warn(f"{why} All processes were restarted (restart {told} of {max_restarts}).")
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()

@@ -132,7 +132,7 @@ def _with_model_parallel(
     return replace(
         best,
         requested=config,
-        reason="data parallelism alone does not fit, even sharded, so the model is split over devices too",
+        reason="neither DDP nor FSDP fits alone; tensor or pipeline parallelism is added",
     )
 
 
@@ -255,5 +255,5 @@ def _reason(config: Config, machine: Machine, run: Run, options: list[_Option]) 
         return "sharded within each node and replicated across nodes, because the network between nodes is slower"
     if replicated is not None and not replicated[1]:
         whole = forecast_memory(replicated[0]).reserved / GIB
-        return f"ddp would need {whole:.0f} GiB per device, which has {memory:.0f} GiB"
+        return f"unsharded training needs {whole:.0f} GiB; one device has {memory:.0f}"
     return "faster than ddp, which all-reduces full gradients"

@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal.data.loader import IGNORED
 from shoal.objectives import Objective, find_objective
+from shoal.plan.resolved import describe_accumulation
 from shoal.train.inputs import Inputs
 from shoal.train.schedule import make_schedule, peak_lr
 from shoal.train.setup import Preflight
@@ -50,7 +51,7 @@ class Preview:
                 f"precision  {self.precision}",
                 f"strategy   {self.strategy} ({self.reason}) on {self.devices} device{'s' if self.devices > 1 else ''}",
                 f"batch      {self.global_batch} sequences per step: micro-batch {self.micro_batch}, "
-                f"gradient accumulation steps {self.grad_accum_steps}",
+                f"{describe_accumulation(self.grad_accum_steps)}",
                 f"length     {self.steps:,} steps, about {self.tokens:,} loss tokens; "
                 f"{self.training_sequences:,} training sequences, {self.validation_sequences:,} validation sequences",
                 "",

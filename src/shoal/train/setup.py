@@ -248,12 +248,12 @@ def _announce(job: Job, device: str, parameters: int) -> None:
     reporter, resolved, config = job.reporter, job.resolved, job.config
     reporter.say(
         f"{parameters:,} parameters, {resolved.describe()} on {resolved.world_size} × {device}; "
-        f"{job.inputs.steps} steps of {resolved.global_batch} sequences, micro-batch {resolved.micro_batch} × "
+        f"{job.inputs.steps} steps of {resolved.global_batch} sequences, micro-batch {resolved.micro_batch}, "
         f"{describe_accumulation(resolved.grad_accum_steps)}."
     )
     parallel, stages = config.parallel, resolved.mesh.pp
     if parallel.sharding == "hybrid_shard" and resolved.strategy == "fsdp" and resolved.mesh.dp_replicate == 1:
-        reporter.warn("hybrid_shard has one replica and is the same as full_shard; see parallel.replicate.")
+        reporter.warn("on one machine hybrid_shard equals full_shard; parallel.replicate sets the number of replicas.")
     if stages > resolved.grad_accum_steps:
         share = bubble_share(stages, resolved.grad_accum_steps, stages_per_rank(parallel.pp_schedule))
         reporter.warn(
