@@ -72,6 +72,7 @@ def train(
 
     `hooks` see the events of the run: see `shoal.train.hooks`. With several devices, start the program with torchrun.
     """
+    _check_inputs(config)
     from shoal.launch.run import start
 
     return start(
@@ -98,9 +99,20 @@ def plan(config: Config, *, system: str = "shoal") -> Plan:
 
 def dry_run(config: Config) -> Preview:
     """Preview what `train` would do: counts, batch sizes, the learning rate, the first sequence. Trains nothing."""
+    _check_inputs(config)
     from shoal.launch.run import dry_run
 
     return dry_run(config)
+
+
+def _check_inputs(config: Config) -> None:
+    """Find a wrong path, an id that is not cached and an unknown format in a moment, before torch is imported."""
+    from shoal.data.first_look import check_first_record
+    from shoal.models.hub import local_folder
+
+    if config.model.from_ is not None:
+        local_folder(config.model.from_)
+    check_first_record(config.data)
 
 
 def recipes() -> dict[str, str]:

@@ -1,6 +1,8 @@
 """What a new user meets in the first hour: defaults that fit small runs, and command lines that can be repeated."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,55 @@ def test_a_plan_says_what_train_does_not_accept_yet(tmp_path: Path) -> None:
     assert not any("does not accept" in line for line in seen.out.splitlines() if "adapter" not in line)
     wanted = forked_shoal(tmp_path, "plan", *asked, "adapter.kind=qlora")
     assert "shoal train does not accept this yet: adapter.kind qlora is not built yet." in wanted.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--devices", "2"), "--devices is not an option of shoal train: hardware.devices takes the devices per node"),
+        (("--learning-rate=1",), "train.lr sets the peak learning rate. Add train.lr=VALUE."),
+        (("--out_dir", "x"), "run_dir sets the folder for runs"),
+        (("--config", "run.yaml"), "--config is not an option: the file is an argument, shoal train FILE."),
+    ],
+)
+def test_an_option_of_another_tool_is_answered_with_ours(
+    arguments: tuple[str, ...], sentence: str, instructions: Path, tmp_path: Path
+) -> None:
+    write_config(tmp_path, config(instructions))
+    seen = forked_shoal(tmp_path, "train", "run.yaml", *arguments)
+    assert (seen.status, seen.out) == (2, "")
+    assert sentence in seen.err
+    assert seen.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("data.path=nowhere.jsonl", "data.path nowhere.jsonl does not exist"),
+        ("data.path=odd.jsonl", "data.format auto does not recognize"),
+        ("model={shape: null, from: no/such-model}", "shoal download no/such-model"),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_a_quick_mistake_is_found_before_torch_is_imported(
+    override: str, sentence: str, dry: list[str], instructions: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"question": "?", "reply": "!"}\n')
+    file = write_config(tmp_path, config(instructions))
+    code = (
+        "import sys; from shoal.cli import main\n"
+        f"sys.argv = ['shoal', 'train', {str(file)!r}, {override!r}, *{dry!r}]\n"
+        "try: main()\n"
+        "except SystemExit as ended: assert ended.code == 2\n"
+        "heavy = {'torch', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert sentence in ended.stderr
+
+
+def test_tensor_parallelism_is_not_chosen_where_fsdp_fits_and_a_plan_needs_no_data() -> None:
+    asked = ["model.shape=llama3-8b", "hardware.gpu=a100-40gb", "hardware.devices=8", "data.source=json"]
+    found = api.plan(api.load_config(None, asked, planned=True)).choice
+    assert (found.fits, found.name) == (True, "fsdp")

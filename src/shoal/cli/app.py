@@ -11,7 +11,7 @@ import typer
 from shoal import __version__
 from shoal.cli.bench import bench_app
 from shoal.cli.checkpoints import checkpoints
-from shoal.cli.common import FAILED, MISTAKEN
+from shoal.cli.common import FAILED, MISTAKEN, ConfigCommand
 from shoal.cli.config import config_app
 from shoal.cli.convert import export_command, import_command
 from shoal.cli.plan import plan_command
@@ -29,7 +29,7 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
 app.command("checkpoints")(checkpoints)
-app.command("plan")(plan_command)
+app.command("plan", cls=ConfigCommand)(plan_command)
 app.command("train", cls=TrainCommand)(train)
 app.command("init")(init)
 app.command("download")(download)

@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
+
+from shoal.config.foreign_keys import our_key
+from shoal.mistakes import UserMistake
 
 DONE, FAILED, MISTAKEN, ANSWER_IS_NO, STOPPED_EARLY = 0, 1, 2, 3, 75
 
@@ -18,6 +22,22 @@ Step = Annotated[int | None, typer.Option("--step", help="The checkpoint's step;
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")
 ]
+
+
+class ConfigCommand(TyperCommand):
+    """A command that takes config overrides: the options of other tools are answered with the override."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.params for name in parameter.opts}
+        for argument in args:
+            option = argument.partition("=")[0]
+            if not option.startswith("--") or option in (*known, "--", "--help"):
+                continue
+            if option in ("--config", "--config_file", "--config-file"):
+                raise UserMistake(f"{option} is not an option: the file is an argument, shoal {self.name} FILE.")
+            if (ours := our_key([option[2:]])) is not None:
+                raise UserMistake(f"{option} is not an option of shoal {self.name}: {ours}. Add {ours.key}=VALUE.")
+        return super().parse_args(ctx, args)
 
 
 class WeightDtype(StrEnum):

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from shoal.cli.common import STOPPED_EARLY, AsJson, File, Overrides, print_json
+from shoal.cli.common import STOPPED_EARLY, AsJson, ConfigCommand, File, Overrides, print_json
 
 
 class Resume(StrEnum):
@@ -17,7 +16,7 @@ class Resume(StrEnum):
     auto = "auto"
 
 
-class TrainCommand(TyperCommand):
+class TrainCommand(ConfigCommand):
     """`--resume` takes a word or none, which the parser of options cannot tell from the next argument."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -149,10 +149,11 @@ WORDS: tuple[tuple[str, str, str], ...] = (
         "tensorboard use_tensorboard",
     ),
     (
-        "name",
-        "names the run, whose checkpoints and logs are in runs/NAME",
-        "output_dir out_dir save_dir dump_folder default_root_dir logging_dir run_name experiment_name exp_name",
+        "run_dir",
+        "sets the folder for runs; checkpoints and logs of a run are in RUN_DIR/NAME",
+        "output_dir out_dir save_dir dump_folder default_root_dir logging_dir",
     ),
+    ("name", "names the run, whose folder is RUN_DIR/NAME", "run_name experiment_name exp_name"),
     (
         "name",
         "names the run, and shoal train --resume goes on from its newest checkpoint",
