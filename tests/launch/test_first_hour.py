@@ -156,3 +156,12 @@ def test_tensor_parallelism_is_not_chosen_where_fsdp_fits_and_a_plan_needs_no_da
     asked = ["model.shape=llama3-8b", "hardware.gpu=a100-40gb", "hardware.devices=8", "data.source=json"]
     found = api.plan(api.load_config(None, asked, planned=True)).choice
     assert (found.fits, found.name) == (True, "fsdp")
+
+
+def test_a_masked_language_model_is_refused_until_it_can_be_trained_as_one(instructions: Path, tmp_path: Path) -> None:
+    shape = {"family": "bert", "hidden": 32, "layers": 2, "heads": 4, "vocab": 260}
+    write_config(tmp_path, config(instructions, model__shape=shape))
+    seen = forked_shoal(tmp_path, "train", "run.yaml")
+    assert (seen.status, seen.out) == (2, "")
+    assert "model.shape is a bert, which learns masked tokens; that objective is not built yet." in seen.err
+    assert forked_shoal(tmp_path, "plan", "run.yaml", "hardware.gpu=h100-80gb").status == 0

@@ -4,7 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import JambaConfig, JambaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    JambaConfig,
+    JambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from shoal import api
 from shoal.data.tokenizer import load_tokenizer
@@ -45,13 +52,6 @@ def shape(**changes: Any) -> dict[str, Any]:
             {"cp": 4, "cp_method": "ulysses"},
             "does not divide the 6 attention heads of the model; use",
         ),
-        (
-            2,
-            {"family": "bert", "kv_heads": None},
-            {"tp": 2},
-            "supports llama, mistral, qwen2, qwen3, gpt_neox, gpt2, and",
-        ),
-        (2, {"family": "bert", "kv_heads": None}, {"pp": 2}, "use parallel.pp 1 and parallel.strategy fsdp"),
         (3, {}, {"tp": 2}, "3 processes cannot be split into groups of 2"),
         (2, {}, {"strategy": "fsdp", "wrap": {"classes": ["LlamaMLPs"]}}, "is a LlamaMLPs. Did you mean LlamaMLP or"),
         (2, {"tied": True}, {"strategy": "fsdp", "wrap": {"classes": ["Embedding"]}}, "Embedding cannot be wrapped"),
@@ -86,6 +86,20 @@ def folder_with(model: Any, path: Path) -> dict[str, str]:
     model.save_pretrained(path)
     load_tokenizer("bytes").save(path)
     return {"from": str(path)}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"tp": 2}, "supports llama, mistral, qwen2, qwen3, gpt_neox, gpt2, and"),
+        ({"pp": 2}, "use parallel.pp 1 and parallel.strategy fsdp"),
+    ],
+)
+def test_a_family_without_a_plan_is_not_split(parallel, says, instructions, tmp_path):
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6}
+    model = BertLMHeadModel(BertConfig(**sizes, vocab_size=260, is_decoder=True))
+    config = settings(instructions, model=folder_with(model, tmp_path / "start"), parallel=parallel)
+    assert says in mistake(2, config, tmp_path / "runs")
 
 
 @pytest.mark.parametrize("parallel", [{"tp": 2}, {"cp": 2}])

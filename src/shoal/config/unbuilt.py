@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.catalogue.families import BUILDABLE, FAMILIES, listed
+from shoal.catalogue.shapes import find_shape
 from shoal.config.explain import shown
 from shoal.config.locate import KeyPath, Origins
 from shoal.config.schema import Config
@@ -63,6 +65,12 @@ def find_unbuilt(config: Config) -> Iterator[tuple[KeyPath, str]]:
                 value = value[key]
             wanted = value if isinstance(value, str) else shown(value)
             yield path, f"{limit.key} {wanted} is not built yet. {limit.meanwhile}"
+    if (family := _family(config)) is not None and not FAMILIES[family].causal:
+        causal = listed([name for name in BUILDABLE if FAMILIES[name].causal])
+        yield (
+            ("model", "shape"),
+            f"model.shape is a {family}, which learns masked tokens; that objective is not built yet. Use {causal}.",
+        )
     # Any key of this block, even at its default: whoever sets it expects a cluster job.
     for key in sorted(config.slurm.model_fields_set):
         yield ("slurm", key), f"slurm.{key} is not built yet. Start shoal train from your own sbatch script."
@@ -73,6 +81,13 @@ def refuse_unbuilt(config: Config, origins: Origins) -> None:
     sentences = [origins.prefix(path) + sentence for path, sentence in find_unbuilt(config)]
     if sentences:
         raise UserMistake("\n".join(sentences))
+
+
+def _family(config: Config) -> str | None:
+    shape = config.model.shape
+    if shape is None:
+        return None
+    return find_shape(shape).family if isinstance(shape, str) else shape.family
 
 
 def _attribute(config: Any, path: KeyPath) -> Any:
