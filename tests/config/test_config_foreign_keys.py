@@ -11,8 +11,8 @@ from shoal.mistakes import UserMistake
 
 BASE = "model: {shape: gpt2}\n"
 ACCUMULATION = (
-    "train.global_batch sets the sequences per optimizer step, and the gradient accumulation steps follow from it: "
-    "global_batch / (micro_batch × data-parallel devices)."
+    "train.grad_accum sets the gradient accumulation steps; or train.global_batch sets the sequences per optimizer "
+    "step, over all devices."
 )
 
 
@@ -98,6 +98,8 @@ def test_another_tools_block_is_answered_key_by_key() -> None:
     assert [line.partition(" is not")[0] for line in lines] == ["run.yaml:2: training", "run.yaml:3: training.seq_len"]
 
 
-@pytest.mark.parametrize("key", ["gradient_accumulation_steps", "train.gradient_accumulation_steps", "job.grad_accum"])
+@pytest.mark.parametrize(
+    "key", ["gradient_accumulation_steps", "train.gradient_accumulation_steps", "job.grad_accum_steps"]
+)
 def test_an_override_with_another_tools_key_is_answered_with_ours(key: str) -> None:
     assert mistake_in("", f"{key}=4") == f"override {key}=4: {key} is not a key shoal knows: {ACCUMULATION}"

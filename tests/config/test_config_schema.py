@@ -44,6 +44,7 @@ train:
   steps: null
   tokens: null
   global_batch: 64
+  grad_accum: null
   micro_batch: auto
   lr: 0.0001
   lr_scaling: none

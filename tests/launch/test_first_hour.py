@@ -165,3 +165,22 @@ def test_a_masked_language_model_is_refused_until_it_can_be_trained_as_one(instr
     assert (seen.status, seen.out) == (2, "")
     assert "model.shape is a bert, which learns masked tokens; that objective is not built yet." in seen.err
     assert forked_shoal(tmp_path, "plan", "run.yaml", "hardware.gpu=h100-80gb").status == 0
+
+
+def test_accumulation_steps_are_another_way_to_set_the_global_batch(instructions: Path, tmp_path: Path) -> None:
+    settled = config(instructions, train__micro_batch=2, train__grad_accum=3)
+    del settled["train"]["global_batch"]
+    write_config(tmp_path, settled)
+    batch = "batch      12 sequences per step: micro-batch 2, 3 accumulation steps"
+    assert batch in forked_shoal(tmp_path, "train", "run.yaml", "hardware.devices=2", "--dry-run").out
+    # Both may be given, if they agree; the run keeps its global batch, whatever it is resumed on.
+    trained = forked_shoal(tmp_path, "train", "run.yaml", "train.global_batch=6", "--json")
+    assert trained.status == 0, trained.err
+    kept = api.load_config(tmp_path / "runs" / "run" / "config.yaml").train
+    assert (kept.global_batch, kept.grad_accum) == (6, None)
+    refused = forked_shoal(tmp_path, "train", "run.yaml", "train.global_batch=8", "--dry-run")
+    assert refused.status == 2
+    assert "micro_batch 2 × grad_accum 3 × 1 data-parallel device = 6; leave one of them out." in refused.err
+    assert "as a number" in forked_shoal(tmp_path, "train", "run.yaml", "train.micro_batch=auto", "--dry-run").err
+    planned = forked_shoal(tmp_path, "plan", "run.yaml", "hardware.gpu=h100-80gb", "hardware.devices=4", "--json")
+    assert json.loads(planned.out)["chosen"]["global_batch"] == 24

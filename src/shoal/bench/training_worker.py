@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shoal.bench.forecast import forecast_compute, forecast_memory, machine_of
 from shoal.catalogue.strategies import find_strategy
 from shoal.config.load import load_config
-from shoal.config.resolve import with_precision
+from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.launch.join import choose_device
@@ -64,7 +64,7 @@ def train_as_single_rank(config: Config, world_size: int, run: RunDirectory, for
     here = machine_of(config, world_size)
     os.environ["LOCAL_WORLD_SIZE"] = str(here.devices)
     device = choose_device(0)
-    config = with_precision(config, inspect_device(device).auto_precision)
+    config = with_global_batch(with_precision(config, inspect_device(device).auto_precision), world_size)
     inputs = read_inputs(config, Reporter(enabled=False))
     checked = preflight(config, inputs, world_size, inspect_device(device))
     resolved = checked.resolved

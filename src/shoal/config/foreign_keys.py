@@ -19,10 +19,10 @@ class OurKey:
 # Our key, the rest of the sentence about it, and the names of others. A name with a dot counts in that block only.
 WORDS: tuple[tuple[str, str, str], ...] = (
     (
-        "train.global_batch",
-        "sets the sequences per optimizer step, and the gradient accumulation steps follow from it: "
-        "global_batch / (micro_batch × data-parallel devices)",
-        "gradient_accumulation_steps gradient_accumulation_iters accumulate_grad_batches grad_accum_steps grad_accum",
+        "train.grad_accum",
+        "sets the gradient accumulation steps; or train.global_batch sets the sequences per optimizer step, over all "
+        "devices",
+        "gradient_accumulation_steps gradient_accumulation_iters accumulate_grad_batches grad_accum_steps",
     ),
     (
         "train.global_batch",

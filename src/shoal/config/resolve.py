@@ -1,6 +1,8 @@
-"""Resolve `train.precision: auto` for a device."""
+"""Resolve what depends on the devices: `train.precision: auto`, and `train.grad_accum` to a global batch."""
 
+from shoal.config.mesh import divide_processes
 from shoal.config.schema import Config
+from shoal.mistakes import UserMistake
 
 
 def auto_precision(*, is_cpu: bool, has_bf16: bool) -> str:
@@ -15,3 +17,20 @@ def with_precision(config: Config, precision: str) -> Config:
     if config.train.precision != "auto":
         return config
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})})
+
+
+def with_global_batch(config: Config, world_size: int) -> Config:
+    """`config` with the global batch that `train.grad_accum` means on this many devices, and without `grad_accum`."""
+    train = config.train
+    if train.grad_accum is None:
+        return config
+    assert isinstance(train.micro_batch, int), "the schema demands it"
+    data_parallel = divide_processes(config.parallel, world_size)
+    batch = train.micro_batch * train.grad_accum * data_parallel
+    if "global_batch" in train.model_fields_set and train.global_batch != batch:
+        raise UserMistake(
+            f"train.global_batch {train.global_batch} and train.grad_accum {train.grad_accum} disagree: micro_batch "
+            f"{train.micro_batch} × grad_accum {train.grad_accum} × {data_parallel} data-parallel "
+            f"{'device' if data_parallel == 1 else 'devices'} = {batch}; leave one of them out."
+        )
+    return config.model_copy(update={"train": train.model_copy(update={"global_batch": batch, "grad_accum": None})})

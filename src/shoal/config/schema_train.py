@@ -128,6 +128,11 @@ class TrainConfig(Block):
     global_batch: Count = Field(
         64, description="Sequences per optimizer step, over all devices and gradient accumulation steps."
     )
+    grad_accum: Count | None = Field(
+        None,
+        description="Gradient accumulation steps, as another way to set global_batch: micro_batch × grad_accum × "
+        "data-parallel devices.",
+    )
     micro_batch: Count | Literal["auto"] = Field(
         "auto",
         description="Sequences per device in one forward pass; auto: the fastest that fits, according to shoal plan.",
@@ -196,6 +201,12 @@ class TrainConfig(Block):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> "TrainConfig":
+        if self.grad_accum is not None and self.micro_batch == "auto":
+            raise contradiction(
+                "train.grad_accum needs train.micro_batch as a number: global_batch is the product of both and the "
+                "data-parallel devices.",
+                "grad_accum",
+            )
         lengths = [key for key in ("epochs", "steps", "tokens") if getattr(self, key) is not None]
         if len(lengths) > 1:
             named = " and ".join(f"train.{key}" for key in lengths)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.config.resolve import with_global_batch
 from shoal.launch.join import first_device
 from shoal.launch.processes import RanOut, run_processes
 from shoal.launch.rank import Request, check_folder, settle_precision, warn_of_settings
@@ -33,7 +34,8 @@ class LocalProcesses:
             raise UserMistake(f"Hooks are objects of this process, but others would train this run; {instead}.")
         run, begin, reporter = request.run, request.start, Reporter(enabled=True)
         device = inspect_device(first_device())
-        config = settle_precision(request.config, run, device, resume=begin.resume)
+        config = with_global_batch(request.config, self.processes)
+        config = settle_precision(config, run, device, resume=begin.resume)
         warn_of_settings(config, self.processes, reporter)
         # Done here first, so that errors are found and data is tokenized before several processes start.
         check_folder(request, config, reporter, resume=begin.resume, overwrite=request.overwrite)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.config.effect import without_effect
 from shoal.config.load import load_config
-from shoal.config.resolve import with_precision
+from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.launch.join import choose_device, heartbeat_file, joined, local_rank, restarted
@@ -58,7 +58,8 @@ def run_rank(
     leads = first and not request.launched
     reporter = Reporter(enabled=leads)
     device = inspect_device(choose_device(local_rank()))
-    config = settle_precision(request.config, run, device, resume=start.resume)
+    asked = with_global_batch(request.config, world_size)
+    config = settle_precision(asked, run, device, resume=start.resume)
     if leads:
         warn_of_settings(config, world_size, reporter)
         if config.train.on_oom == "shrink":
@@ -72,7 +73,7 @@ def run_rank(
     checkpoint = start.checkpoint if leads else None
     checked = preflight(config, inputs, world_size, device, overrides=start.overrides, start_from=checkpoint)
     with joined(config) as ranks:
-        config = with_precision(request.config, ranks.broadcast(config.train.precision))  # GPUs may differ
+        config = with_precision(asked, ranks.broadcast(config.train.precision))  # GPUs may differ
         checked = checked.agree(config, ranks, start.overrides)
         if not request.launched:
             if first:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
-from shoal.config.resolve import with_precision
+from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.launch.join import first_device, processes_wanted, started_by_others
@@ -68,6 +68,6 @@ def dry_run(config: Config) -> Preview:
     reporter = Reporter(enabled=True)
     processes = processes_wanted(config)
     device = inspect_device(first_device())
-    config = with_precision(config, device.auto_precision)
+    config = with_global_batch(with_precision(config, device.auto_precision), processes)
     warn_of_settings(config, processes, reporter)
     return preview(preflight(config, read_inputs(config, reporter), processes, device))

@@ -20,7 +20,7 @@ from typing import Any
 
 from shoal.catalogue.shapes import ModelShape
 from shoal.config.mesh import mesh_for
-from shoal.config.resolve import auto_precision, with_precision
+from shoal.config.resolve import auto_precision, with_global_batch, with_precision
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.batches import nearest_multiples
@@ -63,6 +63,7 @@ def choose(
     """
     gpu = machine.gpu
     config = with_precision(config, auto_precision(is_cpu=gpu.is_cpu, has_bf16=gpu.bf16 is not None))
+    config = with_global_batch(config, machine.world_size)
     if checked:
         check_model(shape, config, machine)
     options = list(_options(config, shape, machine, traits))

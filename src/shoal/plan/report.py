@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.catalogue.shapes import parameters
+from shoal.config.resolve import with_global_batch
 from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
@@ -79,6 +80,7 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     if config.parallel.engine == "deepspeed" and system == "shoal":
         system = "deepspeed"
     shape, machine = read_shape(config.model), read_machine(config.hardware)
+    config = with_global_batch(config, machine.world_size)
     question = Question(config, shape, machine, SYSTEMS[system])
     choice = choose(config, shape, machine, traits=question.traits)
     notes = list(machine.notes)
