@@ -50,11 +50,12 @@ train:
   lr_scaling: none
   base_batch: null
   lr_groups: {}
-  schedule: {name: cosine, warmup: 0.05, min_ratio: 0.1, decay: 0.2}
+  schedule: {name: cosine, warmup: 0.05, total_steps: null, min_ratio: 0.1, decay: 0.2}
   optimizer: {name: adamw, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1, momentum: 0.9}
   clip: 1.0
   precision: auto
   reduce_dtype: fp32
+  loss_scale: {initial: 65536.0, fixed: false}
   recompute: none
   compile: auto
   objective: causal_lm

@@ -51,3 +51,11 @@ def test_a_warmup_longer_than_the_run_ends_with_it():
 def test_linear_scaling_multiplies_the_learning_rate_by_the_growth_of_the_batch():
     assert peak_lr(TrainConfig(lr=1e-4, global_batch=512, lr_scaling="linear", base_batch=128)) == pytest.approx(4e-4)
     assert peak_lr(TrainConfig(lr=1e-4, global_batch=512)) == 1e-4
+
+
+def test_the_schedule_may_be_longer_or_shorter_than_the_run():
+    longer = curve(50, name="cosine", warmup=0.1, total_steps=100)
+    assert longer == curve(100, name="cosine", warmup=0.1)[:50]
+    shorter = curve(100, name="linear", warmup=10, total_steps=50, min_ratio=0.1)
+    assert shorter[:50] == curve(50, name="linear", warmup=10, min_ratio=0.1)
+    assert shorter[50:] == pytest.approx([0.1] * 50)

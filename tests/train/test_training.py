@@ -138,6 +138,17 @@ def test_fp8_warns_if_it_applies_to_only_a_part_of_the_model(inner, says, instru
     assert "fp8 applies to" not in found if says is None else says in found
 
 
+@pytest.mark.parametrize(("fixed", "found"), [(False, 2.0**100), (True, 2.0**101)])
+def test_the_loss_scale_starts_as_given_and_stays_if_it_is_fixed(fixed, found, instructions, tmp_path):
+    """A scale at which every gradient overflows: it halves, unless it is fixed."""
+    scale = {"initial": 2.0**101, "fixed": fixed}
+    config = settings(instructions, train__precision="16-mixed", train__loss_scale=scale, train__steps=1)
+    run = train_on(1, config, tmp_path)
+    newest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
+    assert SliceReader(newest).read_whole("control.scaler.scale") == found
+    assert lines(run)[0]["skipped"] == 1
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_16_mixed_scales_the_loss_and_trains_like_fp32(strategy, instructions, tmp_path):
     changes = {"train__precision": "16-mixed", "parallel__strategy": strategy}

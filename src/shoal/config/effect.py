@@ -62,6 +62,11 @@ def _no_reduction(run: _Run) -> str | None:
     return "one device has nothing to reduce over" if run.strategy == "single" or run.world_size == 1 else None
 
 
+def _unscaled(run: _Run) -> str | None:
+    precision = run.config.train.precision
+    return None if precision in ("auto", "16-mixed") else f"train.precision {precision} needs no loss scale"
+
+
 def _plain_text(run: _Run) -> str | None:
     data = run.config.data
     if data.source == "chess":
@@ -136,6 +141,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         lambda run: "only wsd has it" if run.config.train.schedule.name != "wsd" else None,
     ),
     *((f"train.optimizer.{option}", _optimizer_without(option)) for option in ("betas", "eps", "momentum")),
+    *((f"train.loss_scale.{key}", _unscaled) for key in ("initial", "fixed")),
     ("train.reduce_dtype", _no_reduction),
     ("train.slow_rank.behind", _nobody_to_wait),
     ("train.slow_rank.steps", _nobody_to_wait),

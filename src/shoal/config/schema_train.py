@@ -60,8 +60,18 @@ class ScheduleConfig(Block):
     warmup: CountOrZero | ShareBelowOne = Field(
         0.05, description="Warmup steps; as a decimal (0.03): fraction of all steps."
     )
+    total_steps: Count | None = Field(
+        None, description="The length of the schedule, if it is not that of the run; after it the rate stays lowest."
+    )
     min_ratio: Share = Field(0.1, description="Final learning rate as a fraction of the peak.")
     decay: ShareBelowOne = Field(0.2, description="Fraction of all steps in which wsd decays, at the end.")
+
+
+class LossScaleConfig(Block):
+    """The loss scale of 16-mixed."""
+
+    initial: Positive = Field(65536.0, description="The loss scale of the first step.")
+    fixed: bool = Field(False, description="Keep it; else it halves after an overflow and doubles after 2000 steps.")
 
 
 class OptimizerConfig(Block):
@@ -156,6 +166,7 @@ class TrainConfig(Block):
         "that do not, 32-true on CPUs.",
     )
     reduce_dtype: ReduceDtype = Field("fp32", description="Data type in which gradients are reduced over devices.")
+    loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig, description="The loss scale of 16-mixed.")
     recompute: Literal["none", "cheap", "selective", "full", "auto"] | RecomputeConfig = Field(
         "none",
         description="Activation checkpointing: what is recomputed in the backward pass instead of being stored; cheap: "

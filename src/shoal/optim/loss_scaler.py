@@ -7,16 +7,26 @@ SMALLEST = 2.0**-24
 
 
 class LossScaler:
-    """The scale doubles after `patience` finite steps in a row and halves after a non-finite one. On the device."""
+    """The scale doubles after `patience` finite steps in a row and halves after a non-finite one, unless it is `fixed`.
+    On the device."""
 
-    def __init__(self, device: torch.device, *, enabled: bool, start: float = 2.0**16, patience: int = 2000) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        enabled: bool,
+        start: float = 2.0**16,
+        fixed: bool = False,
+        patience: int = 2000,
+    ) -> None:
         self.enabled = enabled
+        self.fixed = fixed
         self.patience = patience
         self.scale = torch.full((), start if enabled else 1.0, device=device)
         self.streak = torch.zeros((), device=device)
 
     def update(self, usable: Tensor) -> None:
-        if not self.enabled:
+        if not self.enabled or self.fixed:
             return
         self.streak = torch.where(usable, self.streak + 1, 0.0)
         grown = self.streak >= self.patience

@@ -17,6 +17,7 @@ def warmup_steps(warmup: int | float, total: int) -> int:
 
 def make_schedule(settings: ScheduleConfig, total: int) -> Factor:
     """The factor for steps 0 to `total` - 1: linear warmup to 1, then decay to `min_ratio` at the last step."""
+    total = settings.total_steps or total
     warmup = min(warmup_steps(settings.warmup, total), total)
     floor = settings.min_ratio
     decay_from = max(warmup, total - max(1, round(settings.decay * total))) if settings.name == "wsd" else warmup
@@ -26,7 +27,7 @@ def make_schedule(settings: ScheduleConfig, total: int) -> Factor:
             return (step + 1) / warmup
         if settings.name == "constant" or step < decay_from:
             return 1.0
-        done = (step - decay_from + 1) / max(1, total - decay_from)
+        done = min(1.0, (step - decay_from + 1) / max(1, total - decay_from))
         remaining = (1 + math.cos(math.pi * done)) / 2 if settings.name == "cosine" else 1 - done
         return floor + (1 - floor) * remaining
 
@@ -36,7 +37,7 @@ def make_schedule(settings: ScheduleConfig, total: int) -> Factor:
 def doubts(config: Config, steps: int, sequences: int) -> list[str]:
     """Warnings of a run that is probably too short, or mostly warmup. `sequences` are those of the training set."""
     train, found = config.train, []
-    warmup = warmup_steps(train.schedule.warmup, steps)
+    warmup = warmup_steps(train.schedule.warmup, train.schedule.total_steps or steps)
     if steps < FEW_STEPS and train.steps is None:
         length = f"train.epochs {train.epochs}" if train.tokens is None else f"train.tokens {train.tokens:,}"
         more = ""

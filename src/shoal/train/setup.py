@@ -151,7 +151,10 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
     keep_low_precision_gradients(model, optimizer, resolved)
     # On the device of the gradients.
     scaler = LossScaler(
-        torch.device("cpu") if config.parallel.offload == "cpu" else ranks.device, enabled=model.precision.scaled
+        torch.device("cpu") if config.parallel.offload == "cpu" else ranks.device,
+        enabled=model.precision.scaled,
+        start=config.train.loss_scale.initial,
+        fixed=config.train.loss_scale.fixed,
     )
     spikes = spike_settings(config.train.on_spike)
     guard = SpikeGuard(spikes.sigma, ranks.device) if spikes.action == "skip" else None
