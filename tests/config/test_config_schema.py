@@ -20,7 +20,7 @@ name: run
 run_dir: runs
 seed: 1234
 include: []
-model: {from: null, shape: gpt2, tokenizer: null, attention: auto, freeze: [], add_tokens: []}
+model: {from: null, shape: gpt2, tokenizer: null, attention: auto, dropout: null, freeze: [], add_tokens: []}
 adapter:
   {kind: none, rank: 8, alpha: 16, dropout: 0.0, targets: auto, quantize: nf4,
    dora: false, rslora: false, train_also: []}

@@ -318,3 +318,15 @@ def test_a_tied_head_is_not_stored_as_a_separate_tensor(instructions, tmp_path):
     shape = {**LLAMA, "positions": 512, "tied": False}
     untied = train_on(1, settings(instructions, name="untied", train__steps=1, model__shape=shape), tmp_path)
     assert set(weights(untied)) - set(weights(tied)) == {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_dropout_changes_training_and_not_evaluation(family, instructions, tmp_path):
+    shape = {"family": family, "hidden": 32, "layers": 2, "heads": 4, "vocab": 260, "positions": 512}
+    changes = {"model__shape": shape, "train__steps": 1, "eval__every": 1, "data__validation": 0.1, "train__lr": 1e-30}
+    plain = reference_run(settings(instructions, **changes))
+    dropped = train_on(1, settings(instructions, model__dropout=0.5, **changes), tmp_path)
+    assert losses(plain) != losses(dropped)
+    assert evaluations(plain) == evaluations(dropped)
+    described = json.loads((dropped / "model" / "config.json").read_text())
+    assert described["attention_dropout" if family == "llama" else "resid_pdrop"] == 0.5

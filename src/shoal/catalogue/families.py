@@ -68,6 +68,7 @@ class Family:
     head_transform: bool = False  # the head is more than one matrix: it has a linear layer and a norm of its own
     parallel_residual: bool = False  # attention and MLP may read the same input
     unfused_gelu: bool = False  # the activation function is several elementwise kernels
+    hidden_dropout: bool = False  # has dropout on the hidden states, by default 0
     causal: bool = True
     biased_attention: bool = False  # ALiBi
     segments: int = 0  # rows of BERT's token-type table
@@ -82,6 +83,11 @@ class Family:
         """Whether one linear layer computes queries, keys and values."""
         return len(self.names.attention) == 2
 
+
+# What transformers' configs call dropout on the attention weights, on the hidden states, and elsewhere.
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+HIDDEN_DROPOUT = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "resid_dropout", "dropout")
+OTHER_DROPOUT = ("embd_pdrop", "emb_pdrop", "embedding_dropout", "activation_dropout", "ffn_dropout")
 
 LLAMA_NAMES = Names(
     embedding="model.embed_tokens.weight",
@@ -143,6 +149,7 @@ FAMILIES: dict[str, Family] = {
         ),
         models="Pythia",
         rotary=True,
+        hidden_dropout=True,
         linear_bias=True,
         norm_bias=True,
         parallel_residual=True,
@@ -166,6 +173,7 @@ FAMILIES: dict[str, Family] = {
             entry=("drop",),
         ),
         learned_positions=True,
+        hidden_dropout=True,
         linear_bias=True,
         norm_bias=True,
         unfused_gelu=True,
@@ -182,6 +190,7 @@ FAMILIES: dict[str, Family] = {
             mlp=("intermediate.dense", "output.dense"),
         ),
         learned_positions=True,
+        hidden_dropout=True,
         linear_bias=True,
         norm_bias=True,
         embedding_norm=True,

@@ -95,6 +95,9 @@ class ModelConfig(Block):
         None, description="A folder, a cached id, or bytes or chess (both built in); default: the model's own."
     )
     attention: Attention = Field("auto", description="Attention implementation; auto: the fastest that is available.")
+    dropout: ShareBelowOne | None = Field(
+        None, description="Dropout probability of every dropout the model has; null: as in its config."
+    )
     freeze: Texts = Field((), description="Patterns of parameter names to freeze.")
     add_tokens: Texts = Field((), description="Tokens to add to the vocabulary; the embedding is resized.")
 

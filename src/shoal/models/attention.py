@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from shoal.catalogue.families import ATTENTION_DROPOUT
 from shoal.models.flex import flex_attend
 
 MASKLESS = "shoal"
-# The names of attention dropout in transformers' configs. Flex attention does not support it.
-DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 # The smallest head dimension that its CUDA kernels support.
 NARROWEST = 16
 
@@ -42,7 +41,7 @@ def skips_tiles(model: Any, wanted: str, *, compiled: bool) -> bool:
     settings = model.config.get_text_config()
     if wanted not in ("auto", "flex") or not compiled or settings._attn_implementation != MASKLESS:
         return False
-    drops = any(getattr(settings, name, 0.0) for name in DROPOUT)
+    drops = any(getattr(settings, name, 0.0) for name in ATTENTION_DROPOUT)  # flex attention does not support it
     return not drops and _narrowest_head(settings) >= NARROWEST
 
 

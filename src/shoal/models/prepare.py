@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.catalogue.families import ATTENTION_DROPOUT, HIDDEN_DROPOUT, OTHER_DROPOUT
 from shoal.catalogue.shapes import find_shape
 from shoal.config.schema import ModelConfig
 from shoal.mistakes import UserMistake
@@ -43,9 +44,21 @@ def blueprint(model: ModelConfig) -> Blueprint:
     """Read the model's config. Does not read weights."""
     if model.shape is not None:
         shape = find_shape(model.shape) if isinstance(model.shape, str) else model.shape.named()
-        return Blueprint(transformers_config(shape), None)
-    assert model.from_ is not None, "the config demands one of model.from and model.shape"
-    return read_blueprint(local_folder(model.from_))
+        plan = Blueprint(transformers_config(shape), None)
+    else:
+        assert model.from_ is not None, "the config demands one of model.from and model.shape"
+        plan = read_blueprint(local_folder(model.from_))
+    if model.dropout is not None:
+        _set_dropout(plan.settings.get_text_config(), model.dropout)
+    return plan
+
+
+def _set_dropout(settings: Any, probability: float) -> None:
+    names = [name for name in (*ATTENTION_DROPOUT, *HIDDEN_DROPOUT, *OTHER_DROPOUT) if hasattr(settings, name)]
+    if not names:
+        raise UserMistake(f"model.dropout: {settings.model_type} has no dropout; leave it out.")
+    for name in names:
+        setattr(settings, name, probability)
 
 
 def read_blueprint(folder: Path) -> Blueprint:

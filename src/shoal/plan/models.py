@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.catalogue.families import BY_MODEL_TYPE, FAMILIES
+from shoal.catalogue.families import BY_MODEL_TYPE, FAMILIES, HIDDEN_DROPOUT
 from shoal.catalogue.shapes import NAMED, ModelShape, find_shape
 from shoal.config.schema import ModelConfig
 from shoal.mistakes import UserMistake, suggestion
@@ -25,7 +25,6 @@ _NAMES = {
 }
 # Names of the number of experts.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_DROPOUTS = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "resid_dropout")
 
 
 def read_shape(model: ModelConfig) -> ModelShape:
@@ -39,11 +38,13 @@ def read_shape(model: ModelConfig) -> ModelShape:
 
 
 def has_dropout(model: ModelConfig) -> bool:
-    """Whether the model's config has dropout on the hidden states; named shapes have none."""
+    """Whether the model has dropout on the hidden states; named shapes have none unless the config sets it."""
+    if model.dropout is not None:
+        return model.dropout > 0 and read_shape(model).traits.hidden_dropout
     if model.from_ is None or (folder := _folder(model.from_)) is None:
         return False
     settings = _read(folder)
-    return any(float(settings.get(name) or 0.0) > 0 for name in _DROPOUTS)
+    return any(float(settings.get(name) or 0.0) > 0 for name in HIDDEN_DROPOUT)
 
 
 def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json") -> ModelShape:
