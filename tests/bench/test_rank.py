@@ -123,7 +123,8 @@ def test_a_term_that_was_not_forecast_is_reported():
 
 def steps(reserved: float | None, device: str) -> Steps:
     return Steps(
-        tokens_per_second=900.0, tokens_per_second_mean=900.0, step_seconds=1.0, data_seconds=0.0, mfu=0.4,
+        tokens_per_second=900.0, tokens_per_second_mean=900.0, loss_tokens_per_second=300.0,
+        step_seconds=1.0, data_seconds=0.0, mfu=0.4,
         mfu_formula="", allocated_gib=33.0, reserved_gib=reserved, first_step_seconds=9.0, warmup=2, steps=3,
         world_size=8, losses=[], seconds=[], chosen=CHOSEN, machine={"device": device, "torch": "2"},
     )  # fmt: skip

@@ -37,12 +37,12 @@ from tests.launch.command import (
 
 STEPS, SAVE_EVERY = 60, 20
 TRAINING_KEYS = {
-    "step", "attempt", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "reserved_gib",
-    "data_seconds", "seconds", "skipped",
+    "step", "attempt", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "tokens_per_second", "mfu", "memory_gib",
+    "reserved_gib", "data_seconds", "seconds", "skipped",
 }  # fmt: skip
 SUMMARY_KEYS = {
-    "run", "step", "steps", "tokens", "loss", "eval_loss", "skipped", "seconds", "save_seconds", "checkpoint",
-    "stopped",
+    "run", "step", "steps", "tokens", "loss_tokens", "loss", "eval_loss", "skipped", "seconds", "save_seconds",
+    "checkpoint", "stopped",
 }  # fmt: skip
 
 
@@ -113,6 +113,7 @@ def test_a_line_of_the_metrics_has_the_documented_keys_and_no_others(undisturbed
     assert {frozenset(line) for line in lines.values()} == {frozenset(TRAINING_KEYS)}
     tokens = [line["tokens"] for line in lines.values()]
     assert tokens == sorted(set(tokens))
+    assert all(0 < line["loss_tokens"] < line["tokens"] for line in lines.values())  # prompts are no loss tokens
     assert {line["attempt"] for line in lines.values()} == {0}
     assert {line["mfu"] for line in lines.values()} == {None}  # a CPU has no peak to compare with
     assert max(line["lr"] for line in lines.values()) == 3e-3

@@ -106,7 +106,7 @@ def test_every_strategy_equals_one_process(case: str, trained: Any) -> None:
 
 def test_weight_labels_and_metrics_are_the_objectives(trained: Any, instructions: Path) -> None:
     run = trained("single")
-    assert [line["tokens"] for line in lines(run)] == [8, 16, 24]  # examples
+    assert [line["loss_tokens"] for line in lines(run)] == [8, 16, 24]  # examples
     assert set(evaluation(run)) == {"step", "attempt", "eval_loss", "eval_penalty"}
 
 

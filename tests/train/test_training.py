@@ -300,9 +300,12 @@ def test_a_non_finite_loss_stops_the_run_or_is_skipped_and_counted(instructions,
 
 def test_metrics_have_the_documented_fields(instructions, tmp_path):
     run = train_on(1, settings(instructions, train__steps=2), tmp_path)
-    expected = ["step", "attempt", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib"]
-    assert list(lines(run)[0]) == [*expected, "reserved_gib", "data_seconds", "seconds", "skipped"]
-    assert lines(run)[1]["tokens"] > lines(run)[0]["tokens"] > 0
+    expected = ["step", "attempt", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "tokens_per_second", "mfu"]
+    assert list(lines(run)[0]) == [*expected, "memory_gib", "reserved_gib", "data_seconds", "seconds", "skipped"]
+    first, second = lines(run)
+    assert second["tokens"] > first["tokens"] > first["loss_tokens"] > 0
+    speed = (second["tokens"] - first["tokens"]) / second["seconds"]
+    assert second["tokens_per_second"] == pytest.approx(speed, rel=1e-3)
 
 
 def test_csv_and_tensorboard_are_written_if_configured(instructions, tmp_path):

@@ -111,8 +111,9 @@ def _run(case: Case, session: Session, warmup: int, steps: int, seconds: float) 
 def figures(case: Case, found: dict[str, Any], warmup: int, steps: int, session: Session) -> dict[str, Any]:
     """The figures of a case, computed the same way for every tool."""
     if case.runner == "ours":
-        # Steps over instructions differ in length, so the mean speed is used instead of that of the median step.
-        speed = found["tokens_per_second" if case.data == "text" else "tokens_per_second_mean"]
+        # Steps over instructions differ in length, so the mean speed is used instead of that of the median step, and
+        # only loss tokens count, which every tool has the same number of.
+        speed = found["tokens_per_second" if case.data == "text" else "loss_tokens_per_second"]
         seconds = found["step_seconds"]
     else:
         # The first step has no time, and is never measured.

@@ -27,8 +27,9 @@ MISTAKE = 2
 class Steps:
     """Measurements of a few training steps."""
 
-    tokens_per_second: float  # loss tokens of the job, or of the single rank; median step
+    tokens_per_second: float  # of the job, or of the single rank, without padding; median step
     tokens_per_second_mean: float  # over all measured steps
+    loss_tokens_per_second: float  # over all measured steps
     step_seconds: float  # median
     data_seconds: float  # of which waiting for data
     mfu: float | None
@@ -130,11 +131,12 @@ def _summarize(
 ) -> Steps:
     measured = lines[warmup:]
     seconds = [line["seconds"] for line in measured]
-    loss_tokens = measured[-1]["tokens"] - lines[warmup - 1]["tokens"]
+    tokens, loss_tokens = (measured[-1][key] - lines[warmup - 1][key] for key in ("tokens", "loss_tokens"))
     speeds = [line["mfu"] for line in measured if line["mfu"] is not None]
     return Steps(
         tokens_per_second=round(statistics.median(line["tokens_per_second"] for line in measured) / share, 1),
-        tokens_per_second_mean=round(loss_tokens / sum(seconds) / share, 1),
+        tokens_per_second_mean=round(tokens / sum(seconds) / share, 1),
+        loss_tokens_per_second=round(loss_tokens / sum(seconds) / share, 1),
         step_seconds=statistics.median(seconds),
         data_seconds=statistics.median(line["data_seconds"] for line in measured),
         mfu=round(statistics.median(speeds), 4) if speeds else None,

@@ -32,7 +32,8 @@ class Progress:
     __pydantic_config__ = ConfigDict(extra="forbid")  # for reading it back
 
     step: int = 0
-    tokens: int = 0
+    tokens: int = 0  # with prompts, without padding
+    loss_tokens: int = 0
     skipped: int = 0  # steps without an update, because of non-finite gradients
     loss: float | None = None  # of the last logged step
     best: float | None = None

@@ -55,6 +55,7 @@ class StepBatch:
     micro_batches: list[MicroBatch]
     weight: int  # what the summed loss is divided by: the loss tokens of the global batch, over all ranks
     sequence_ids: np.ndarray  # of this rank, micro-batch by micro-batch
+    tokens: int = 0  # of the global batch, with prompts and without padding
 
 
 class Collate(Protocol):
@@ -70,6 +71,11 @@ Weigh = Callable[[Sequences, np.ndarray], int]  # what the summed loss of these 
 
 def count_loss_tokens(sequences: Sequences, sequence_ids: np.ndarray) -> int:
     return int(sequences.loss_tokens[sequence_ids].sum(dtype=np.int64))
+
+
+def count_tokens(sequences: Sequences, sequence_ids: np.ndarray) -> int:
+    """The inputs of these sequences, which do not depend on how they are batched: without padding."""
+    return int((sequences.ends[sequence_ids] - sequences.starts[sequence_ids] - 1).sum(dtype=np.int64))
 
 
 def batches(
@@ -113,7 +119,12 @@ def batches(
         everyone = order.training_sequences(step * global_batch, global_batch, left_out)
         mine = everyone.reshape(micro_batches, ranks, micro_batch)[:, rank]
         made = [collate(sequences, one, pad=pad, length=length, multiple=multiple) for one in mine]
-        return StepBatch([one.pin() for one in made] if pin else made, weigh(sequences, everyone), mine.reshape(-1))
+        return StepBatch(
+            [one.pin() for one in made] if pin else made,
+            weigh(sequences, everyone),
+            mine.reshape(-1),
+            count_tokens(sequences, everyone),
+        )
 
     return _ahead(make, first_step, workers)
 

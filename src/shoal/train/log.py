@@ -22,7 +22,7 @@ class Window:
 
     began: Mark
     steps: int = 0
-    weight: int = 0  # loss tokens
+    tokens: int = 0  # of all ranks
     positions: int = 0  # tokens of this rank's sequences, with prompts and padding
     flops: float = 0.0  # of this rank
     data_seconds: float = 0.0
@@ -47,6 +47,7 @@ class Pending:
 
     lr: float
     tokens: int
+    loss_tokens: int
     unread: Unread
     window: Window
     ended: Mark
@@ -75,6 +76,8 @@ class StepLog:
         *,
         lr: float,
         tokens: int,
+        total_tokens: int,
+        loss_tokens: int,
         positions: int,
         flops: float,
         data_seconds: float,
@@ -83,7 +86,7 @@ class StepLog:
         self._results.append((step, result))
         window = self._window
         window.steps += 1
-        window.weight += result.weight
+        window.tokens += tokens
         window.positions += positions
         window.flops += flops
         window.data_seconds += data_seconds
@@ -92,7 +95,7 @@ class StepLog:
         if step % self.every == 0 or step == self.total:
             unread = self._fetch_metrics()
             ended = mark(self.ranks.device)
-            self._pending = Pending(lr, tokens, unread, window, ended)
+            self._pending = Pending(lr, total_tokens, loss_tokens, unread, window, ended)
             self._window = Window(ended)
         return arrived
 
@@ -150,7 +153,8 @@ class StepLog:
             "grad_norm": last.norm if math.isfinite(last.norm) else None,
             "lr": pending.lr,
             "tokens": pending.tokens,
-            "tokens_per_second": round(window.weight / window.steps / seconds, 1),
+            "loss_tokens": pending.loss_tokens,
+            "tokens_per_second": round(window.tokens / window.steps / seconds, 1),
             "mfu": mfu,
             "memory_gib": round(allocated, 3),
             "reserved_gib": reserved,

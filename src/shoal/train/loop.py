@@ -35,6 +35,7 @@ class Summary:
     step: int
     steps: int
     tokens: int
+    loss_tokens: int
     loss: float | None
     eval_loss: float | None
     skipped: int
@@ -53,7 +54,7 @@ class Summary:
         why = "" if self.stopped is None else f" ({self.stopped.replace('_', ' ')})"
         return "\n".join(
             [
-                f"step        {self.step} of {self.steps}{why}, {self.tokens:,} loss tokens, {duration(self.seconds)}",
+                f"step        {self.step} of {self.steps}{why}, {self.tokens:,} tokens, {duration(self.seconds)}",
                 f"loss        {loss}{eval_loss}",
                 f"checkpoint  {self.checkpoint}",
                 f"next        shoal export {self.run} --to hf",
@@ -99,6 +100,7 @@ def train(
         step=progress.step,
         steps=job.inputs.steps,
         tokens=progress.tokens,
+        loss_tokens=progress.loss_tokens,
         loss=progress.loss,
         eval_loss=progress.eval_loss,
         skipped=progress.skipped,
@@ -143,13 +145,16 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement, health: Health)
             step_lr = lr * factor_at(progress.step)
             result = job.step(batch, step_lr)
             progress.step += 1
-            progress.tokens += batch.weight
+            progress.tokens += batch.tokens
+            progress.loss_tokens += batch.weight
 
             arrived = job.log.after_step(
                 progress.step,
                 result,
                 lr=step_lr,
-                tokens=progress.tokens,
+                tokens=batch.tokens,
+                total_tokens=progress.tokens,
+                loss_tokens=progress.loss_tokens,
                 positions=sum(one.inputs.numel() for one in batch.micro_batches),
                 flops=sum(job.flops(*one.inputs.shape) for one in batch.micro_batches),
                 data_seconds=data_seconds,
