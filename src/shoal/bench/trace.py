@@ -123,7 +123,7 @@ def _with_gpu_optimizer(optimizer: NamedOptimizer, model: ParallelModel) -> Name
     """On CUDA AdamW is one fused kernel, which allocates nothing but the state."""
     parts: list[torch.optim.Optimizer] = []
     for part in optimizer.parts:
-        if type(part) is torch.optim.AdamW:
+        if isinstance(part, torch.optim.AdamW):
             part = AdamW(part.param_groups, **{key: part.defaults[key] for key in ("lr", "betas", "eps")})
         if isinstance(part, AdamW):
             part.kernel = lambda tensors, numbers, usable, factor: None

@@ -15,7 +15,7 @@ from shoal.config.schema import OptimizerConfig, TrainConfig
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, read_anatomy
 from shoal.models.emulate import emulated_matmuls
-from shoal.models.tensor_slices import BLOCK
+from shoal.models.tensor_slices import BLOCK, local_tensor
 from shoal.optim.adamw import NO_COPIES, AdamW, find_kernel
 from shoal.optim.eight_bit import is_quantized
 from shoal.optim.lion import Lion
@@ -232,11 +232,23 @@ class _Request:
         return _groups(self.parameters if some is None else some, self.settings, self.train.lr_groups)
 
 
+class ShardedAdamW(torch.optim.AdamW):
+    """AdamW that updates the local shards: elementwise operations on DTensors give the same, after much more work on
+    the host."""
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc, no-untyped-call]
+        *sharded, _steps = lists
+        for tensors in sharded:
+            tensors[:] = [local_tensor(one) for one in tensors]
+        return has_complex
+
+
 def _adamw(given: _Request) -> torch.optim.Optimizer:
     lr, betas, eps, fused = given.train.lr, given.settings.betas, given.settings.eps, given.fused
     if fused and find_kernel() is not None:
         return AdamW(given.groups(), lr=lr, betas=betas, eps=eps)
-    return torch.optim.AdamW(given.groups(), lr=lr, betas=betas, eps=eps, fused=fused, foreach=not fused)
+    return ShardedAdamW(given.groups(), lr=lr, betas=betas, eps=eps, fused=fused, foreach=not fused)
 
 
 def _adamw8bit(given: _Request) -> torch.optim.Optimizer:
