@@ -237,7 +237,7 @@ class ShardedAdamW(torch.optim.AdamW):
     the host."""
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
-        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc, no-untyped-call]
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         *sharded, _steps = lists
         for tensors in sharded:
             tensors[:] = [local_tensor(one) for one in tensors]
