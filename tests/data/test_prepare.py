@@ -278,7 +278,7 @@ def test_the_second_preparation_reads_no_source(
     second = prepare(data, BYTES, report=said.append)
     assert contents(second) == contents(first)
     assert isinstance(second.tokens, np.memmap)
-    assert "from the cache" in said[-1]
+    assert "Using cached tokenized data" in said[-1]
 
 
 def test_whatever_changes_the_sequences_prepares_them_again(write: Write, settings: Any, cache: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_damaged_entry_is_rebuilt(write: Write, settings: Any, cache: Path, sa
     assert contents(prepare(data, BYTES, report=said.append)) == first
     assert "damaged" in said[0]
     assert contents(prepare(data, BYTES, report=said.append)) == first
-    assert "from the cache" in said[-1]
+    assert "Using cached tokenized data" in said[-1]
 
 
 def test_leftovers_of_a_killed_process_are_removed(write: Write, settings: Any, cache: Path) -> None:

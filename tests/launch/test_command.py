@@ -208,7 +208,7 @@ def test_config_schema_describes_every_property(arguments: list[str], tmp_path: 
     schema = json.loads(answer.out)
     assert schema["type"] == "object"
     assert set(schema["properties"]) == {
-        "name", "seed", "include", "model", "adapter", "data", "train", "eval",
+        "name", "run_dir", "seed", "include", "model", "adapter", "data", "train", "eval",
         "parallel", "hardware", "checkpoint", "log", "slurm",
     }  # fmt: skip
     properties = dict(_properties(schema))

@@ -300,7 +300,11 @@ def files(folder: Path) -> dict[Path, bytes]:
         (("--resume", "model.shape.layers=3"), r"--resume: model\.shape\.layers was 2 in .+ and is 3 now, .+"),
         (("--resume", "seed=5"), r"--resume: seed was 1234 in runs/run/config\.yaml and is 5 now, .+"),
         (("--resume", "train.global_batch=16"), r"--resume: train\.global_batch was 8 in .+ and is 16 now, .+"),
-        (("--resume", "data.path=nowhere.jsonl"), r"--resume: data\.path was .+ and is 'nowhere\.jsonl' now, .+"),
+        (("--resume", "data.path=nowhere.jsonl"), r"data\.path nowhere\.jsonl does not exist .+"),
+        (
+            ("--resume", "data.path=run.yaml", "data.source=text"),
+            r"--resume: data\.path was .+ and is 'run\.yaml' now, .+",
+        ),
         (("--overwrite", "data.path=nowhere.jsonl"), r"data\.path nowhere\.jsonl does not exist .+"),
         (("--overwrite", "model.freeze=[decoder.*]"), r"model\.freeze: 'decoder\.\*' matches no parameter; .+"),
         (("--overwrite", "train.global_batch=10"), r"train\.global_batch 10 is not a multiple of .+"),
@@ -373,7 +377,7 @@ def test_a_mistake_that_only_the_ranks_can_find_is_reported_as_one_sentence(inst
 
 def test_an_option_without_effect_is_a_warning_and_the_run_continues(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, settings(instructions, train__steps=1))
-    ended = forked_shoal(tmp_path, "train", "run.yaml", "parallel.prefetch=3", "train.schedule.decay=0.5")
+    ended = forked_shoal(tmp_path, "train", "run.yaml", "parallel.prefetch=3", "train.schedule={warmup: 0, decay: 0.5}")
     assert ended.status == 0, ended.err
     said = [line for line in ended.err.splitlines() if line.startswith("warning: ")]
     assert said == [

@@ -237,7 +237,7 @@ def test_where_replicas_and_shards_do_not_fit_tensor_parallelism_is_chosen_if_al
     split = plan(*TOO_LARGE, *TWO_NODES)
     assert split.fits
     assert split.choice.run.mesh.tp > 1
-    assert "split over devices" in split.choice.reason
+    assert "tensor or pipeline parallelism is added" in split.choice.reason
     config = split.choice.config
     assert config.parallel.tp == split.choice.run.mesh.tp, "training gets what was planned"
     again = api.load_config(None, [*TOO_LARGE, *TWO_NODES])
