@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from shoal import api
 from tests.harness import settings
@@ -112,6 +113,7 @@ def test_a_plan_says_what_train_does_not_accept_yet(tmp_path: Path) -> None:
         (("--devices", "2"), "--devices is not an option of shoal train: hardware.devices takes the devices per node"),
         (("--learning-rate=1",), "train.lr sets the peak learning rate. Add train.lr=VALUE."),
         (("--out_dir", "x"), "run_dir sets the folder for runs"),
+        (("--profile",), "--profile is not built yet; shoal bench train FILE measures speed and memory."),
         (("--config", "run.yaml"), "--config is not an option: the file is an argument, shoal train FILE."),
     ],
 )
@@ -165,6 +167,12 @@ def test_a_masked_language_model_is_refused_until_it_can_be_trained_as_one(instr
     assert (seen.status, seen.out) == (2, "")
     assert "model.shape is a bert, which learns masked tokens; that objective is not built yet." in seen.err
     assert forked_shoal(tmp_path, "plan", "run.yaml", "hardware.gpu=h100-80gb").status == 0
+    CONFIG_MAPPING["roberta"](hidden_size=32, num_attention_heads=4, vocab_size=260).save_pretrained(
+        tmp_path / "encoder"
+    )
+    seen = forked_shoal(tmp_path, "train", "run.yaml", "model={shape: null, from: encoder}")
+    assert seen.status == 2
+    assert "encoder is an encoder, in which every token would attend to its own label" in seen.err
 
 
 def test_accumulation_steps_are_another_way_to_set_the_global_batch(instructions: Path, tmp_path: Path) -> None:

@@ -21,6 +21,13 @@ from shoal.models.attention import choose_attention
 from shoal.models.families import transformers_config
 from shoal.models.hub import local_folder
 
+# Architectures that transformers builds as causal language models too, but with a causal mask only if the config says
+# is_decoder.
+ENCODERS = (
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -48,6 +55,11 @@ def blueprint(model: ModelConfig) -> Blueprint:
     else:
         assert model.from_ is not None, "the config demands one of model.from and model.shape"
         plan = read_blueprint(local_folder(model.from_))
+        if plan.settings.model_type in ENCODERS and not getattr(plan.settings, "is_decoder", False):
+            raise UserMistake(
+                f"{model.from_} is an encoder, in which every token would attend to its own label; it learns masked "
+                "tokens, and that objective is not built yet. Use a causal language model."
+            )
     if model.dropout is not None:
         _set_dropout(plan.settings.get_text_config(), model.dropout)
     return plan
