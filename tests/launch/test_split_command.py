@@ -12,7 +12,7 @@ from tests.launch.command import shoal, write_config
 
 @pytest.mark.slow
 def test_a_sharded_model_is_exported_as_a_complete_one(instructions, tmp_path):
-    shape = {"family": "gpt2", "hidden": 32, "layers": 4, "heads": 4, "vocab": 259, "positions": 192}
+    shape = {"family": "gpt2", "hidden": 32, "layers": 4, "heads": 4, "vocab": 259, "positions": 256}
     write_config(tmp_path, settings(instructions, model__shape=shape, train__steps=6, checkpoint__every=3))
     sharded = ["hardware.devices=4", "parallel.tp=2", "parallel.pp=2", "train.micro_batch=2"]
     ended = shoal(tmp_path, "train", "run.yaml", *sharded, "--json")
