@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from shoal.catalogue.families import find_plan
 from shoal.config.mesh import Mesh
@@ -152,6 +151,10 @@ def attend_before(query: Tensor, keys: Tensor, values: Tensor, scaling: float | 
     if queries == length:
         return attend(query, keys, values, None, scaling, dropout)
     if query.is_cuda:  # a mask that flash attention applies without materializing it
+        from torch.nn.attention.bias import (
+            causal_lower_right,
+        )  # imports the compiler, which most runs on a CPU never do
+
         return attend(query, keys, values, causal_lower_right(queries, length), scaling, dropout)
     mask = torch.ones(queries, length, dtype=torch.bool, device=query.device).tril(length - queries)
     return attend(query, keys, values, mask, scaling, dropout)

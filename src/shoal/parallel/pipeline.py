@@ -6,13 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
 
 from shoal.config.schema import Config
 from shoal.data.loader import IGNORED, MicroBatch
@@ -21,10 +14,11 @@ from shoal.parallel.micro_batches import Prepare
 from shoal.parallel.parallel_dims import ParallelDims
 from shoal.parallel.stages import stages_per_rank
 
-SCHEDULES: dict[str, Any] = {
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero-bubble": ScheduleInterleavedZeroBubble,
+# Names in torch.distributed.pipelining.schedules.
+SCHEDULES = {
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
 }
 
 
@@ -79,6 +73,9 @@ class Pipeline:
     ) -> None:
         """`stages`: (index, module) of this rank's stages. `tokens`, `hidden`: shapes of a micro-batch's tensors.
         `sums`: how many the objective has."""
+        # Not at the top: they import the compiler, which takes a second, for every start without a pipeline too.
+        from torch.distributed.pipelining import PipelineStage, schedules
+
         self.prepare = prepare
         self.grad_accum_steps = grad_accum_steps
         self.has_last = any(index == count - 1 for index, _ in stages)
@@ -100,9 +97,9 @@ class Pipeline:
             for index, module in stages
         ]
         self.first = any(index == 0 for index, _ in stages)
-        kind = SCHEDULES[schedule]
+        kind: Any = getattr(schedules, SCHEDULES[schedule])
         if schedule == "1f1b" and grad_accum_steps < count:
-            kind = ScheduleGPipe  # equivalent with so few micro-batches, which Schedule1F1B rejects
+            kind = schedules.ScheduleGPipe  # equivalent with so few micro-batches, which Schedule1F1B rejects
         self._schedule = kind(
             made[0] if schedule == "1f1b" else made,
             grad_accum_steps,
