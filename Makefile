@@ -37,6 +37,7 @@ check: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m shoal.config.document > docs/config.md
+	$(BIN)/python -m shoal.catalogue.document > docs/models.md
 	$(BIN)/python benchmarks/plan_document.py
 
 clean:

@@ -32,7 +32,7 @@ data:
   player: quick
   format: auto
   max_length: 2048
-  pack: true
+  pack: auto
   train_on: answers
   chat_template: null
   validation: 0.02

@@ -172,7 +172,7 @@ def test_a_masked_language_model_is_refused_until_it_can_be_trained_as_one(instr
     )
     seen = forked_shoal(tmp_path, "train", "run.yaml", "model={shape: null, from: encoder}")
     assert seen.status == 2
-    assert "encoder is an encoder, in which every token would attend to its own label" in seen.err
+    assert " is an encoder, in which every token would attend to its own label" in seen.err
 
 
 def test_accumulation_steps_are_another_way_to_set_the_global_batch(instructions: Path, tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_a_missing_expert_is_a_mistake_with_both_shapes(folder):
 
 def test_a_mixture_without_its_experts_is_a_mistake_that_names_one(folder):
     rewrite(folder, lambda held: [held.pop(name) for name in list(held) if "experts" in name])
-    with pytest.raises(UserMistake, match=r"holds no tensor model\.layers\.0\.mlp\.experts\.gate_up_proj and 3 others"):
+    with pytest.raises(UserMistake, match=r"holds no tensor model\.layers\.0\.mlp\.experts\.gate_up_proj and 3 more"):
         loaded(folder)
 
 

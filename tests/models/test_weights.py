@@ -270,7 +270,7 @@ def test_a_missing_tensor_is_a_mistake_that_names_it(folder):
 
 def test_several_missing_tensors_are_counted(folder):
     rewrite(folder, lambda held: [held.pop(name) for name in list(held) if "mlp" in name])
-    with pytest.raises(UserMistake, match=r"model\.layers\.0\.mlp\.gate_proj\.weight and 5 others"):
+    with pytest.raises(UserMistake, match=r"model\.layers\.0\.mlp\.gate_proj\.weight and 5 more"):
         loaded(folder)
 
 

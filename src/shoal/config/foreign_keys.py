@@ -191,7 +191,7 @@ WORDS: tuple[tuple[str, str, str], ...] = (
         "sequence_len sequence_length seq_len seq_length max_seq_length max_seq_len block_size model_max_length "
         "context_length cutoff_len",
     ),
-    ("data.pack", "takes true or false", "sample_packing packing packed pack_sequences"),
+    ("data.pack", "takes auto, true or false", "sample_packing packing packed pack_sequences"),
     (
         "data.train_on",
         "takes answers, or all where the tokens of the prompt count in the loss",

@@ -177,10 +177,10 @@ class DataConfig(Block):
     max_length: Annotated[int, Ge(2)] = Field(
         2048, description="Maximum sequence length in tokens; longer instructions are truncated, longer texts split."
     )
-    pack: bool = Field(
-        True,
+    pack: bool | Literal["auto"] = Field(
+        "auto",
         description="Pack documents into full sequences: instructions do not attend to each other, plain text is one "
-        "continuous stream.",
+        "continuous stream. auto: instructions only for models that keep them apart (docs/models.md).",
     )
     train_on: Literal["all", "answers", "last"] = Field(
         "answers", description="Which tokens count in the loss: all, the answers, or the last answer of a chat."

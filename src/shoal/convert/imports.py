@@ -1,7 +1,6 @@
 """Converts checkpoints of other programs to a Hugging Face folder, with one shard in memory at a time."""
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,18 +15,15 @@ from shoal.convert.state_dicts import LITGPT, Foreign, open_foreign
 from shoal.mistakes import UserMistake
 from shoal.models.conversion import Tensors, convert
 from shoal.models.hub import local_folder
-from shoal.models.names import sources_in_files
+from shoal.models.names import counted, sources_in_files, unused_in_files
 from shoal.models.prepare import Blueprint, prepare_model, read_blueprint
 from shoal.models.stored import DTYPES as IN_FILES
-from shoal.models.stored import Stored
+from shoal.models.stored import Stored, equal_values
 from shoal.models.tensor_slices import TensorSlice, whole
 from shoal.models.weights import kept_buffers
 
 TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
 DESCRIPTION = (*TOKENIZER, "special_tokens_map.json", "added_tokens.json", "chat_template.*", "generation_config.json")
-# Buffers that every model computes itself; files of older versions contain them.
-RECOMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
-ROWS_PER_CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ def _blueprint(foreign: Foreign, described: Path | None) -> Blueprint:
             raise UserMistake(f"{file} does not exist; give --model, a folder whose config.json describes the model.")
         head, embedding = (foreign.tensors.get(f"{name}.weight") for name in ("lm_head", "transformer.wte"))
         # LitGPT always stores both; if they are equal, the model was tied.
-        tied = head is None or (embedding is not None and _equal(Held(head), Held(embedding)))
+        tied = head is None or (embedding is not None and equal_values(Held(head), Held(embedding)))
         return Blueprint(litgpt.read_settings(file, tied=tied, tokens=_special_tokens(foreign.path.parent)), None)
     folder = next((folder for folder in foreign.config_folders if (folder / "config.json").is_file()), None)
     if folder is None:
@@ -166,10 +162,9 @@ def _match(path: Path, model: Any, stored: Mapping[str, Stored]) -> dict[str, St
     parameters, buffers = dict(model.named_parameters()), kept_buffers(model)
     every = dict(model.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in parameters.items()}
-    used: set[str] = set()
     found: dict[str, Stored] = {}
-    for name, sources in sources_in_files(model, stored).items():
-        used |= set(sources.all_names)
+    by_tensor = sources_in_files(model, stored)
+    for name, sources in by_tensor.items():
         if sources.converter is not None:
             some: Tensors = {pattern: [stored[one] for one in names] for pattern, names in sources.names.items()}
             found |= convert(model, name, sources.converter, some)
@@ -179,56 +174,37 @@ def _match(path: Path, model: Any, stored: Mapping[str, Stored]) -> dict[str, St
         if name in parameters or name not in found:
             continue  # only second names of tied weights are handled below
         other, tied = first[id(parameter)], found.pop(name)
-        if not _equal(found.setdefault(other, tied), tied):
+        if not equal_values(found.setdefault(other, tied), tied):
             raise UserMistake(
                 f"{path} holds a {name} that differs from {other}, but the config ties them; "
                 "set tie_word_embeddings to false in the config.json of --model."
             )
-    _refuse_mismatch(path, model, found, [name for name in stored if name not in used])
+    _refuse_mismatch(path, model, found, unused_in_files(model, stored, by_tensor))
     return {name: found[name] for name in [*parameters, *(name for name in buffers if name in found)]}
 
 
-def _refuse_mismatch(path: Path, model: Any, found: Mapping[str, Stored], left: list[str]) -> None:
+def _refuse_mismatch(path: Path, model: Any, found: Mapping[str, Stored], unexpected: list[str]) -> None:
     wanted = dict(model.named_parameters())
     kind = type(model).__name__
-    ignored = [*RECOMPUTED, *(model._keys_to_ignore_on_load_unexpected or [])]
-    unexpected = [name for name in left if not any(re.search(pattern, name) for pattern in ignored)]
     if missing := [name for name in wanted if name not in found]:
-        instead = f", but unexpected tensors: {_counted(unexpected)}" if unexpected else ""
+        instead = f", but unexpected tensors: {counted(unexpected)}" if unexpected else ""
         raise UserMistake(
-            f"{path} holds no {_counted(missing)}, which {kind} needs{instead}; give --model, the config of the model "
+            f"{path} holds no {counted(missing)}, which {kind} needs{instead}; give --model, the config of the model "
             "that was saved."
         )
     if unexpected:
         raise UserMistake(
-            f"{path} holds {_counted(unexpected)}, which {kind} does not have; give --model, the config of the model "
+            f"{path} holds {counted(unexpected)}, which {kind} does not have; give --model, the config of the model "
             "that was saved."
         )
     shapes = {name: tuple(one.shape) for name, one in [*wanted.items(), *kept_buffers(model).items()]}
     if wrong := [name for name, shape in shapes.items() if name in found and found[name].shape != shape]:
         raise UserMistake(
-            f"{path} holds {_counted(wrong)} with another shape than the config's: {found[wrong[0]].shape}, not "
+            f"{path} holds {counted(wrong)} with another shape than the config's: {found[wrong[0]].shape}, not "
             f"{shapes[wrong[0]]}; give --model, the config of the model that was saved."
         )
     if quantized := [name for name in wanted if found[name].dtype not in IN_FILES.values()]:
         raise UserMistake(
-            f"{path} holds {_counted(quantized)} as {found[quantized[0]].dtype}: quantized weights cannot be trained; "
+            f"{path} holds {counted(quantized)} as {found[quantized[0]].dtype}: quantized weights cannot be trained; "
             "import the originals."
         )
-
-
-def _counted(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _equal(one: Stored, other: Stored) -> bool:
-    """Compare in chunks of rows: an embedding may be the largest tensor of the model."""
-    if one.shape != other.shape or not one.shape:
-        return False
-    inner = one.shape[1:]
-    for start in range(0, one.shape[0], ROWS_PER_CHUNK):
-        count = min(ROWS_PER_CHUNK, one.shape[0] - start)
-        tensor_slice = TensorSlice((start, *(0 for _ in inner)), (count, *inner))
-        if not torch.equal(one.read(tensor_slice), other.read(tensor_slice)):
-            return False
-    return True

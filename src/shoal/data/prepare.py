@@ -21,7 +21,7 @@ from shoal.mistakes import UserMistake
 
 # Part of every cache key. Raise it whenever the same text and settings would give other sequences than before (a
 # prompt's wording, a packing rule, the meaning of a flag), or other files.
-LAYOUT = 2
+LAYOUT = 3
 
 _TOKENS_AT_ONCE = 1 << 22
 
@@ -44,7 +44,7 @@ class DataSettings(Protocol):
     @property
     def max_length(self) -> int: ...
     @property
-    def pack(self) -> bool: ...
+    def pack(self) -> bool | str: ...
     @property
     def train_on(self) -> str: ...
     @property
@@ -60,7 +60,8 @@ class Settings:
     source: str
     format: str
     max_length: int
-    pack: bool
+    pack: bool  # documents that are joined to one stream
+    pack_apart: bool  # documents that must not attend to each other
     train_on: str
     on_error: str
 
@@ -75,20 +76,33 @@ class Sets:
 
 
 def prepare_sets(
-    data: DataSettings, tokenizer: Tokenizer, *, seed: int, cache: Path | None = None, report: Report
+    data: DataSettings,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    cache: Path | None = None,
+    report: Report,
+    not_apart: str | None = None,
 ) -> Sets:
-    """The data of a run. `data.validation` is a fraction to hold out, the path of a separate set, or 0."""
-    training = prepare(data, tokenizer, cache=cache, report=report)
+    """The data of a run. `data.validation` is a fraction to hold out, the path of a separate set, or 0. `not_apart` is
+    the reason if the model cannot keep packed documents apart."""
+    training = prepare(data, tokenizer, cache=cache, report=report, not_apart=not_apart)
     held_out = data.validation
     if held_out is None or isinstance(held_out, bool | int | float):
         share = float(held_out or 0)
         return Sets(training, training if share else None, Order(len(training), seed, share))
-    validation = prepare(data, tokenizer, cache=cache, report=report, path=held_out)
+    validation = prepare(data, tokenizer, cache=cache, report=report, path=held_out, not_apart=not_apart)
     return Sets(training, validation, Order(len(training), seed, separate=len(validation)))
 
 
 def prepare(
-    data: DataSettings, tokenizer: Tokenizer, *, cache: Path | None = None, report: Report, path: object = None
+    data: DataSettings,
+    tokenizer: Tokenizer,
+    *,
+    cache: Path | None = None,
+    report: Report,
+    path: object = None,
+    not_apart: str | None = None,
 ) -> Sequences:
     """The sequences of `data` (or of `path`, read the same way), from the cache if they are there and complete."""
     if not isinstance(data.source, str):
@@ -103,6 +117,7 @@ def prepare(
         format=str(data.format),
         max_length=int(data.max_length),
         pack=bool(data.pack),
+        pack_apart=data.pack is True or (data.pack == "auto" and not_apart is None),
         train_on=str(data.train_on),
         on_error=str(data.on_error),
     )
@@ -112,7 +127,7 @@ def prepare(
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
-        _write_sequences(folder, settings, files, tokenizer, report)
+        _write_sequences(folder, settings, files, tokenizer, report, not_apart)
         if _states(files) != before:
             raise UserMistake("The data changed while it was read. Start again once it is complete.")
 
@@ -120,6 +135,8 @@ def prepare(
     sequences = open_sequences(entry)
     for sentence in sequences.summary.sentences():
         report(sentence)
+    if data.pack == "auto" and not_apart is not None and not sequences.summary.joined:
+        report(f"data.pack auto: one document per sequence, because {not_apart}.")
     if ready:
         report(f"Using cached tokenized data: {entry}.")
     return sequences
@@ -142,7 +159,12 @@ def _states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
 
 
 def _write_sequences(
-    folder: Path, settings: Settings, files: Sequence[Path], tokenizer: Tokenizer, report: Report
+    folder: Path,
+    settings: Settings,
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    report: Report,
+    not_apart: str | None,
 ) -> None:
     progress = Progress(report)
     corpus = tokenize_files(
@@ -154,9 +176,10 @@ def _write_sequences(
         train_on=settings.train_on,
         skip=settings.on_error == "skip",
         progress=progress,
+        not_apart=not_apart if settings.pack_apart else None,
     )
     length = settings.max_length
-    separate = settings.pack and not corpus.format.joined
+    separate = settings.pack_apart and not corpus.format.joined
     if settings.pack and corpus.format.joined:
         bounds = pack.split_stream(corpus.tokens, length)
     else:

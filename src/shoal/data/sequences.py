@@ -17,6 +17,7 @@ class Summary:
     """The statistics of a preparation. `dropped`: documents or sequences without a loss token, left out."""
 
     format: str
+    joined: bool  # documents follow each other in one stream
     separate: bool  # sequences hold several documents that must not attend to each other
     documents: int
     tokens: int  # of all documents, end tokens included

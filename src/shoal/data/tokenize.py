@@ -79,14 +79,18 @@ def tokenize_files(
     train_on: str,
     skip: bool,
     progress: Progress,
+    not_apart: str | None = None,
 ) -> Corpus:
-    """Read, format and tokenize every document of `files` into `folder`."""
+    """Read, format and tokenize every document of `files` into `folder`. `not_apart`: why documents that are not joined
+    to one stream are refused."""
     errors = _ErrorPolicy(skip)
     records = read_records(source, files, errors)
     first = next(records, None)
     if first is None:
         raise _nothing(files, errors, "no record")
     chosen = choose_format(format_name, first)
+    if not_apart is not None and not chosen.joined:
+        raise UserMistake(f"data.pack is true, but {not_apart}; set data.pack: false, or leave it out.")
     small = tokenizer.size <= 1 << 16
     with (
         ArrayWriter(folder / "tokens.npy", np.dtype(np.uint16 if small else np.int32)) as tokens,
@@ -104,6 +108,7 @@ def tokenize_files(
         np.array(writer.lengths, dtype=np.int64),
         Summary(
             format=chosen.name,
+            joined=chosen.joined,
             separate=False,
             documents=len(writer.lengths),
             tokens=tokens.length,

@@ -4,7 +4,8 @@ transformers derives its masks from position_ids, which on CUDA synchronizes the
 pass. Sequences here are either one document (causal attention needs no mask, and padding is on the right, where no real
 token attends to it) or carry document ids, from which the mask is made. So the derivation is skipped: `shoal` is
 transformers' own SDPA attention, or flex attention where the mask is a BlockMask, registered under a name for which
-transformers has no mask function.
+transformers has no mask function. Only for model types that are tested with it (`catalogue.causal_models`): some
+compute a mask of their own from the one that they are given.
 """
 
 from typing import Any
@@ -13,12 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from shoal.catalogue.causal_models import MASKED, PACKED
 from shoal.catalogue.families import ATTENTION_DROPOUT
 from shoal.models.flex import flex_attend
 
 MASKLESS = "shoal"
 # The smallest head dimension that its CUDA kernels support.
 NARROWEST = 16
+# Layers with local attention, as `layer_types` names them, and the setting with the size of their window or chunk.
+LOCAL_LAYERS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 def choose_attention(model: Any, wanted: str, longest: int) -> str:
@@ -27,12 +31,18 @@ def choose_attention(model: Any, wanted: str, longest: int) -> str:
         return "eager"
     if not getattr(model, "_supports_sdpa", False):
         return "eager"
-    window = getattr(model.config.get_text_config(), "sliding_window", None)
-    windowed = window is not None and window < longest
-    if windowed or not getattr(model, "_supports_attention_backend", False):
+    settings = model.config.get_text_config()
+    maskless = settings.model_type in PACKED - MASKED and not local_attention(settings, longest)
+    if not maskless or not getattr(model, "_supports_attention_backend", False):
         return "sdpa"
     _register()
     return MASKLESS
+
+
+def local_attention(settings: Any, length: int) -> dict[str, int]:
+    """By the kind of layer (in `layer_types`): the sliding windows and chunks that are shorter than `length`."""
+    sizes = {name: getattr(settings, key, None) for name, key in LOCAL_LAYERS.items()}
+    return {name: size for name, size in sizes.items() if size is not None and size < length}
 
 
 def skips_tiles(model: Any, wanted: str, *, compiled: bool) -> bool:
@@ -77,13 +87,26 @@ def attend(
     return result
 
 
-def masks_itself(settings: Any) -> bool:
-    """Whether the model derives document boundaries of packed sequences itself, from positions that restart at zero.
-
-    Only with a sliding window, which is part of its mask too. Not every model does it (BERT's eager code does not).
-    """
-    maskless = settings._attn_implementation.startswith(MASKLESS)
-    return not maskless and getattr(settings, "sliding_window", None) is not None
+def packed_mask(settings: Any, documents: Tensor, positions: Tensor | None) -> Tensor | dict[str, Tensor]:
+    """The mask of packed sequences: `document_mask`, restricted to each layer's window or chunk. Models with layers of
+    several kinds take one for each kind."""
+    length = documents.shape[1]
+    mask = document_mask(documents)
+    local = local_attention(settings, length)
+    if not local:
+        return mask
+    index = torch.arange(length, device=documents.device)
+    masks = {"full_attention": mask}
+    if (window := local.get("sliding_attention")) is not None:
+        masks["sliding_attention"] = mask & (index[:, None] - index[None, :] < window)
+    if (size := local.get("chunked_attention")) is not None:
+        assert positions is not None, "packed sequences have positions"
+        chunk = positions // size
+        masks["chunked_attention"] = mask & (chunk[:, :, None] == chunk[:, None, :])[:, None]
+    kinds = getattr(settings, "layer_types", None)
+    if kinds is None:  # every layer has the window
+        return masks["sliding_attention"]
+    return {kind: masks.get(kind, mask) for kind in dict.fromkeys(kinds)}
 
 
 def document_mask(documents: Tensor) -> Tensor:
@@ -92,3 +115,8 @@ def document_mask(documents: Tensor) -> Tensor:
     same = documents[:, :, None] == documents[:, None, :]
     causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
     return (same & causal)[:, None]
+
+
+def added_to_scores(mask: Tensor) -> Tensor:
+    """`mask` for eager attention, which adds it to the scores."""
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)

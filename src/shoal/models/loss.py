@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
-from shoal.models.attention import document_mask, masks_itself
+from shoal.models.attention import added_to_scores, packed_mask
 from shoal.models.flex import document_blocks
 
 IGNORED = -100
@@ -135,14 +135,22 @@ class LanguageModel(nn.Module):
     def model_kwargs(self, batch: MicroBatch) -> dict[str, Any]:
         """The keyword arguments of the model beside the tokens: position ids and attention mask."""
         settings = self.model.config.get_text_config()
-        mask: Tensor | BlockMask | None = batch.mask
-        if mask is None and batch.documents is not None and not masks_itself(settings):
-            mask = document_blocks(batch.documents) if self.skips_tiles else document_mask(batch.documents)
+        mask: Tensor | BlockMask | dict[str, Tensor] | None = batch.mask
+        if mask is None and batch.documents is not None:
+            mask = (
+                document_blocks(batch.documents)
+                if self.skips_tiles
+                else packed_mask(settings, batch.documents, batch.positions)
+            )
         found: dict[str, Any] = {"use_cache": False}
         if mask is not None:
-            # Eager attention adds its mask to the scores.
-            if isinstance(mask, Tensor) and settings._attn_implementation == "eager":
-                mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+            if settings._attn_implementation == "eager":
+                assert not isinstance(mask, BlockMask), "flex attention is not eager"
+                mask = (
+                    {kind: added_to_scores(one) for kind, one in mask.items()}
+                    if isinstance(mask, dict)
+                    else added_to_scores(mask)
+                )
             found["attention_mask"] = mask
         if batch.positions is not None:
             found["position_ids"] = batch.positions

@@ -4,11 +4,15 @@ GPT-NeoX's head, for example, is `lm_head` in memory and `embed_out` in files; t
 memory, and two or three tensors per expert in files.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+# Buffers that every model computes itself; files of older versions contain them.
+RECOMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
 
 
 @dataclass
@@ -52,6 +56,18 @@ def sources_in_files(model: Any, stored: Iterable[str]) -> dict[str, Sources]:
             continue  # a duplicate of the tensor in another format
         sources.names.setdefault(pattern or name, []).append(name)
     return found
+
+
+def unused_in_files(model: Any, stored: Iterable[str], sources: Mapping[str, Sources]) -> list[str]:
+    """The names in `stored` that are sources of no tensor of `model`, without those that transformers ignores too."""
+    used = {name for one in sources.values() for name in one.all_names}
+    ignored = [*RECOMPUTED, *(model._keys_to_ignore_on_load_unexpected or [])]
+    return [name for name in stored if name not in used and not any(re.search(one, name) for one in ignored)]
+
+
+def counted(names: list[str]) -> str:
+    """`names` in a sentence: the first, and the number of others."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def groups_in_files(model: Any, names: Iterable[str]) -> list[list[str]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.catalogue.causal_models import why_not_causal
 from shoal.catalogue.families import ATTENTION_DROPOUT, HIDDEN_DROPOUT, OTHER_DROPOUT
 from shoal.catalogue.shapes import find_shape
 from shoal.config.schema import ModelConfig
@@ -20,13 +21,6 @@ from shoal.models.anatomy import Anatomy, matmul_parameters, read_anatomy
 from shoal.models.attention import choose_attention
 from shoal.models.families import transformers_config
 from shoal.models.hub import local_folder
-
-# Architectures that transformers builds as causal language models too, but with a causal mask only if the config says
-# is_decoder.
-ENCODERS = (
-    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
-    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,6 +33,10 @@ class Blueprint:
     @property
     def vocabulary(self) -> int:
         return int(self.settings.get_text_config().vocab_size)
+
+    @property
+    def model_type(self) -> str:
+        return str(self.settings.get_text_config().model_type)
 
     @property
     def positions(self) -> int | None:
@@ -55,10 +53,10 @@ def blueprint(model: ModelConfig) -> Blueprint:
     else:
         assert model.from_ is not None, "the config demands one of model.from and model.shape"
         plan = read_blueprint(local_folder(model.from_))
-        if plan.settings.model_type in ENCODERS and not getattr(plan.settings, "is_decoder", False):
+        if (reason := why_not_causal(plan.settings.model_type, plan.settings)) is not None:
             raise UserMistake(
-                f"{model.from_} is an encoder, in which every token would attend to its own label; it learns masked "
-                "tokens, and that objective is not built yet. Use a causal language model."
+                f"model.from {model.from_}: {reason}. Objectives other than the next token are not built yet; use a "
+                "causal language model."
             )
     if model.dropout is not None:
         _set_dropout(plan.settings.get_text_config(), model.dropout)

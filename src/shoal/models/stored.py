@@ -18,6 +18,7 @@ from shoal.mistakes import UserMistake
 from shoal.models.tensor_slices import TensorSlice, with_value
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ROWS_PER_CHUNK = 4096
 
 
 class Stored(Protocol):
@@ -195,6 +196,19 @@ def common_dtype(parts: Iterable[Stored]) -> torch.dtype:
     for other in others:
         first = torch.promote_types(first, other)
     return first
+
+
+def equal_values(one: Stored, other: Stored) -> bool:
+    """Whether two tensors are equal. Read in chunks of rows: an embedding may be the largest tensor of the model."""
+    if one.shape != other.shape or not one.shape:
+        return False
+    inner = one.shape[1:]
+    for start in range(0, one.shape[0], ROWS_PER_CHUNK):
+        count = min(ROWS_PER_CHUNK, one.shape[0] - start)
+        tensor_slice = TensorSlice((start, *(0 for _ in inner)), (count, *inner))
+        if not torch.equal(one.read(tensor_slice), other.read(tensor_slice)):
+            return False
+    return True
 
 
 def _without(values: tuple[int, ...], index: int) -> tuple[int, ...]:

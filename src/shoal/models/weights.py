@@ -6,7 +6,7 @@ depend on the parallel layout.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.conversion import Tensors, convert
-from shoal.models.names import sources_in_files
-from shoal.models.stored import Stored, open_folder
+from shoal.models.names import counted, sources_in_files, unused_in_files
+from shoal.models.stored import Stored, equal_values, open_folder
 from shoal.models.tensor_slices import (
     Split,
     Splits,
@@ -70,6 +70,7 @@ def materialize(
     _restore_buffers(model, device)
     if source is not None and source.folder is not None:
         _read_buffers(model, source.folder)
+    _check_buffers(model)
 
 
 def parameter_slots(model: nn.Module) -> Slots:
@@ -98,19 +99,33 @@ def _draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int,
     inside = {module for name in anatomy.blocks for module in model.get_submodule(name).modules()}
     split = {parameter: splits[name] for name, parameter in model.named_parameters() if name in splits}
     devices = [device] if device.type == "cuda" else []
+    initialize = _initializers(model)
     with torch.random.fork_rng(devices=devices):
         for name in anatomy.blocks:
             modules = _children_first(model.get_submodule(name))
             _reseed(seed, name)
             with _whole_parameters(modules, device, split):
                 for module in modules:
-                    model._init_weights(module)
+                    initialize[module](module)
         # Each with a seed of its own: a pipeline stage has only some of them.
         outside = [module for module in _children_first(model) if module not in inside]
         with _whole_parameters(outside, device, split):
             for module in outside:
                 _reseed(seed, names[module])
-                model._init_weights(module)
+                initialize[module](module)
+
+
+def _initializers(model: Any) -> dict[nn.Module, Callable[[nn.Module], None]]:
+    """The function that initializes each module: `_init_weights` of the innermost transformers model that holds it."""
+    found: dict[nn.Module, Callable[[nn.Module], None]] = {}
+
+    def visit(module: Any, outer: Callable[[nn.Module], None]) -> None:
+        found[module] = getattr(module, "_init_weights", outer)
+        for child in module.children():
+            visit(child, found[module])
+
+    visit(model, model._init_weights)
+    return found
 
 
 def _reseed(seed: int, name: str) -> None:
@@ -151,7 +166,7 @@ def _whole_parameters(
 def _restore_buffers(model: Any, device: torch.device) -> None:
     """Non-persistent buffers such as rotary frequencies are in no checkpoint: `_init_weights` recomputes them.
 
-    Floating-point buffers are filled with NaN first, so that one that is not recomputed is detected here.
+    Floating-point buffers are filled with NaN first, so that `_check_buffers` detects one that is not recomputed.
     """
     owners = [module for module in model.modules() if any(buffer is not None for buffer in module._buffers.values())]
     for module in owners:
@@ -162,22 +177,34 @@ def _restore_buffers(model: Any, device: torch.device) -> None:
     done = list(model.parameters())
     for parameter in done:
         parameter._is_hf_initialized = True  # transformers skips parameters with this mark
+    initialize = _initializers(model)
     for module in owners:
-        model._init_weights(module)
+        initialize[module](module)
+    if _unset_buffer(model) is not None:  # Falcon-H1's backbone initializes buffers of its blocks
+        for module in model.modules():
+            initialize[module](module)
     for parameter in done:
         del parameter._is_hf_initialized
-    for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and bool(buffer.isnan().any()):
-            raise UserMistake(
-                f"shoal cannot recompute the buffer {name} of {type(model).__name__}: "
-                "this model's transformers code does not initialize it."
-            )
+
+
+def _check_buffers(model: Any) -> None:
+    if (name := _unset_buffer(model)) is not None:
+        raise UserMistake(
+            f"shoal cannot recompute the buffer {name} of {type(model).__name__}: "
+            "this model's transformers code does not initialize it."
+        )
+
+
+def _unset_buffer(model: nn.Module) -> str | None:
+    unset = (name for name, one in model.named_buffers() if one.is_floating_point() and bool(one.isnan().any()))
+    return next(unset, None)
 
 
 def locate_weights(model: Any, folder: Path, splits: Splits = NOT_SPLIT) -> dict[str, Stored]:
     """The stored tensor of each parameter. Reads headers only, and checks shapes."""
     files = open_folder(folder)
     parameters = dict(model.named_parameters())
+    names = _parameter_names(model)
     found: dict[str, Stored] = {}
     origin: dict[str, str] = {}
     for name, sources in sources_in_files(model, files.files).items():
@@ -188,18 +215,44 @@ def locate_weights(model: Any, folder: Path, splits: Splits = NOT_SPLIT) -> dict
             found |= made
             more = f" and {len(others)} others, together" if others else ", converted"
             origin |= dict.fromkeys(made, f"{folder} holds {first}{more}")
-        elif name in parameters:
-            found[name] = files.find(first)
-            origin[name] = f"{files.file_of(first)} holds {first}"
+        elif name in names and names[name] not in found:  # files may hold a tied weight by its other name only
+            found[names[name]] = files.find(first)
+            origin[names[name]] = f"{files.file_of(first)} holds {first}"
     if missing := [name for name in parameters if name not in found]:
-        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise UserMistake(f"{folder} holds no tensor {missing[0]}{more}, which {type(model).__name__} needs.")
+        raise UserMistake(f"{folder} holds no tensor {counted(missing)}, which {type(model).__name__} needs.")
     for name, parameter in parameters.items():
         if found[name].shape != (wanted := whole_shape(parameter, splits.get(name))):
             raise UserMistake(
                 f"{origin[name]} with shape {found[name].shape}, but the model's config makes it {wanted}."
             )
     return {name: found[name] for name in parameters}
+
+
+def _parameter_names(model: nn.Module) -> dict[str, str]:
+    """The name by which `named_parameters` lists each parameter; a tied weight has several."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def check_stored(model: Any, folder: Path) -> None:
+    """A UserMistake if the files of `folder` are not this model: a tensor is missing, left over, of another shape, or
+    differs from the one it is tied to. `model` is the whole model, not a stage of a pipeline."""
+    locate_weights(model, folder)
+    files = open_folder(folder)
+    sources = sources_in_files(model, files.files)
+    if unused := unused_in_files(model, files.files, sources):
+        raise UserMistake(
+            f"{folder} holds {counted(unused)}, which {type(model).__name__} does not have: its config.json describes "
+            "another model. Correct it, or drop them with from_pretrained and save_pretrained of transformers."
+        )
+    for name, tied_to in _parameter_names(model).items():
+        if name != tied_to and name in sources and tied_to in sources:
+            one, other = (files.find(sources[each].all_names[0]) for each in (name, tied_to))
+            if not equal_values(one, other):
+                raise UserMistake(
+                    f"{folder} holds a {name} that differs from {tied_to}, but its config.json ties them; set "
+                    "tie_word_embeddings to false there."
+                )
 
 
 def _read_weights(model: Any, folder: Path, splits: Splits) -> None:

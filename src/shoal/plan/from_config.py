@@ -176,7 +176,7 @@ def _masked(config: Config) -> bool:
     """Whether sequences are packed with documents that must not attend to each other; plain text is not masked."""
     data = config.data
     instructions = data.source in ("json", "parquet", "csv", "hf") and data.format not in ("text",)
-    return data.pack and instructions and data.path is not None
+    return bool(data.pack) and instructions and data.path is not None
 
 
 def _offload(config: Config) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.catalogue.causal_models import why_not_packed
 from shoal.config.schema import Config
 from shoal.data.prepare import Sets, prepare_sets
 from shoal.data.tokenizer import BUILT_IN, load_tokenizer
@@ -42,7 +43,8 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     if plan.folder is None:
         # A model built from a shape has no special tokens; generation from an export needs the tokenizer's.
         plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end
-    sets = prepare_sets(config.data, tokenizer, seed=config.seed, report=reporter.say)
+    not_apart = why_not_packed(plan.model_type)
+    sets = prepare_sets(config.data, tokenizer, seed=config.seed, report=reporter.say, not_apart=not_apart)
     steps = count_steps(
         epochs=config.train.epochs,
         steps=config.train.steps,

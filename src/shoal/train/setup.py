@@ -21,7 +21,7 @@ from shoal.mistakes import UserMistake
 from shoal.models.anatomy import matmul_parameters
 from shoal.models.emulate import LOW_PRECISION, emulated_dtypes
 from shoal.models.prepare import PreparedModel, prepare_model
-from shoal.models.weights import locate_weights
+from shoal.models.weights import check_stored
 from shoal.objectives import find_objective
 from shoal.observe.progress import Reporter
 from shoal.optim.loss_scaler import LossScaler
@@ -99,7 +99,7 @@ def preflight(
     resolved = resolve_run(config, prepared, machine_here(config, device, world_size), overrides=overrides)
     _check(prepared, resolved, device)
     if inputs.blueprint.folder is not None:
-        locate_weights(model, inputs.blueprint.folder)
+        check_stored(model, inputs.blueprint.folder)
     if start_from is not None:
         check_checkpoint(start_from, config)
     return Preflight(inputs, prepared, resolved, device)

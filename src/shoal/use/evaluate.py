@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shoal.catalogue.causal_models import why_not_packed
 from shoal.config.load import load_config
 from shoal.config.mesh import length_multiple
 from shoal.config.resolve import with_precision
@@ -126,14 +127,15 @@ def choose_sequences(
     keys = {text.partition("=")[0].strip() for text in overrides}
     # `data=FILE` sets the path too.
     other = "data.path" in keys or (loaded.config is not None and config.data.path != loaded.config.data.path)
+    not_apart = why_not_packed(loaded.model.config.get_text_config().model_type)
     if other and "data.validation" not in keys:
-        sequences = prepare(config.data, loaded.tokenizer, report=report)
+        sequences = prepare(config.data, loaded.tokenizer, report=report, not_apart=not_apart)
         return Sets(sequences, sequences, Order(len(sequences), config.seed, separate=len(sequences)))
     if not config.data.validation:
         raise UserMistake(
             f"{loaded.path} has no held-out data (data.validation is 0); give other data, such as data.path=FILE."
         )
-    return prepare_sets(config.data, loaded.tokenizer, seed=config.seed, report=report)
+    return prepare_sets(config.data, loaded.tokenizer, seed=config.seed, report=report, not_apart=not_apart)
 
 
 def _with_loss(
