@@ -303,7 +303,7 @@ def files(folder: Path) -> dict[Path, bytes]:
         (("--resume", "data.path=nowhere.jsonl"), r"data\.path nowhere\.jsonl does not exist .+"),
         (
             ("--resume", "data.path=run.yaml", "data.source=text"),
-            r"--resume: data\.path was .+ and is 'run\.yaml' now, .+",
+            r"--resume: data\.source was 'json' .+ and is 'text' now, .+",
         ),
         (("--overwrite", "data.path=nowhere.jsonl"), r"data\.path nowhere\.jsonl does not exist .+"),
         (("--overwrite", "model.freeze=[decoder.*]"), r"model\.freeze: 'decoder\.\*' matches no parameter; .+"),

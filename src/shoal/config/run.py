@@ -15,8 +15,8 @@ from shoal.mistakes import UserMistake
 # A resumed run may not change these: they determine the model, the sequences, the steps they are in, and the optimizer
 # state.
 IDENTITY = ("model", "adapter", "data", "seed", "train.global_batch", "train.optimizer.name")
-# Exceptions, which do not change the results.
-INCIDENTAL = ("model.attention", "data.workers")
+# Exceptions, which do not change the results. Files may move: training compares their contents.
+INCIDENTAL = ("model.attention", "data.workers", "data.path")
 
 
 class RunDirectory:
@@ -95,7 +95,10 @@ class RunDirectory:
         before = load_config(self.config)
         changes = differences(before.model_dump(by_alias=True), config.model_dump(by_alias=True))
         for key, (old, new) in changes.items():
-            if key not in INCIDENTAL and any(key == name or key.startswith(name + ".") for name in IDENTITY):
+            moved = key == "data.validation" and isinstance(old, str) and isinstance(new, str)
+            if moved or key in INCIDENTAL:
+                continue
+            if any(key == name or key.startswith(name + ".") for name in IDENTITY):
                 raise UserMistake(
                     f"--resume: {key} was {old!r} in {self.config} and is {new!r} now, which a resumed run cannot "
                     "change; restore it, or start a new run under another name=…"

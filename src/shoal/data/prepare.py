@@ -13,7 +13,15 @@ import numpy as np
 from shoal.data import pack
 from shoal.data.cache import Report, cache_root, obtain
 from shoal.data.order import Order
-from shoal.data.sequences import LOSS_TOKEN, ArrayWriter, Sequences, open_sequences, write_array, write_summary
+from shoal.data.sequences import (
+    LOSS_TOKEN,
+    ArrayWriter,
+    Sequences,
+    hash_sequences,
+    open_sequences,
+    write_array,
+    write_summary,
+)
 from shoal.data.sources import find_files
 from shoal.data.tokenize import Corpus, Progress, tokenize_files
 from shoal.data.tokenizer_base import Tokenizer
@@ -21,7 +29,7 @@ from shoal.mistakes import UserMistake
 
 # Part of every cache key. Raise it whenever the same text and settings would give other sequences than before (a
 # prompt's wording, a packing rule, the meaning of a flag), or other files.
-LAYOUT = 2
+LAYOUT = 3
 
 _TOKENS_AT_ONCE = 1 << 22
 
@@ -188,6 +196,7 @@ def _write_sequences(
             longest=int((ends - starts).max()) - 1,
             loss_tokens=trained,
             loss_token_share=trained / int((ends - starts - 1).sum()),
+            content=hash_sequences(folder),
             truncated=bounds.truncated,
             dropped=int(np.sum(~kept)),
         ),
