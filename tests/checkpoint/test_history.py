@@ -36,7 +36,7 @@ def test_resuming_from_an_older_checkpoint_sets_the_later_ones_aside(instruction
 def test_overwriting_a_run_with_its_own_checkpoint_is_refused_and_loses_nothing(instructions, tmp_path):
     config = settings(instructions, train__steps=2)
     run = train_on(1, config, tmp_path)
-    with pytest.raises(UserMistake, match=r"--overwrite would delete .+ which --from starts from"):
+    with pytest.raises(UserMistake, match=r"--overwrite would delete .+ which --from names"):
         train_on(1, config, tmp_path, overwrite=True, start_from=run / "checkpoints" / "step-00000002")
     assert steps(run) == ["step-00000002"]
 

@@ -80,6 +80,17 @@ def file_in_place_of_the_run(folder: Path) -> None:
     (folder / "runs" / "run").write_text("a file")
 
 
+def another_programs_run(folder: Path) -> None:
+    (folder / "runs" / "run" / "checkpoints").mkdir(parents=True)
+    (folder / "runs" / "run" / "checkpoints" / "last.ckpt").write_text("precious")
+    (folder / "runs" / "run" / "config.yaml").write_text("trainer: {max_epochs: 3}\n")
+
+
+def config_in_place_of_the_run(folder: Path) -> None:
+    (folder / "runs" / "run").mkdir(parents=True)
+    (folder / "runs" / "run" / "config.yaml").write_text("# mine\n" + (folder / "run.yaml").read_text())
+
+
 def somebody_elses_folder(folder: Path) -> None:
     (folder / "runs" / "run").mkdir(parents=True)
     (folder / "runs" / "run" / "thesis.tex").write_text("precious")
@@ -222,6 +233,28 @@ MISTAKES = {
         r"runs/run exists and is not a shoal run; choose another name=…",
         ("--overwrite",),
         prepare=somebody_elses_folder,
+        foreign=True,
+    ),
+    "another program's run": Mistake(
+        r"runs/run exists and is not a shoal run; choose another name=…",
+        prepare=another_programs_run,
+        foreign=True,
+    ),
+    "another program's run, with --overwrite": Mistake(
+        r"runs/run exists and is not a shoal run; choose another name=…",
+        ("--overwrite",),
+        prepare=another_programs_run,
+        foreign=True,
+    ),
+    "a config that somebody wrote there": Mistake(
+        r"runs/run exists and is not a shoal run; choose another name=…",
+        prepare=config_in_place_of_the_run,
+        foreign=True,
+    ),
+    "a config that somebody wrote there, with --resume": Mistake(
+        r"--resume: there is no run in runs/run; start it without --resume\.",
+        ("--resume",),
+        prepare=config_in_place_of_the_run,
         foreign=True,
     ),
     "the cache cannot be written": Mistake(r".*cache.*", prepare=nowhere_to_cache),
