@@ -63,7 +63,7 @@ def trained_on_lines(instructions: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def on_lines(folder: Path, **changes: Any) -> dict[str, Any]:
-    sets = {"data__validation": str(folder / "validation.jsonl"), "eval__every": 9}
+    sets = {"data__validation": str(folder / "validation.jsonl"), "eval__every": 9, "log__to": ["csv"]}
     return settings(folder / "train.jsonl", train__steps=2, **sets, **changes)
 
 
@@ -104,6 +104,23 @@ def test_a_run_resumes_on_the_same_data_in_files_that_were_touched_or_moved(trai
     config["train"]["steps"] = 3
     run = train_on(1, config, folder, resume=True)
     assert steps(run) == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("rest", [b'{"step": 3, "attempt": 0, "lo', b"\xff\x00", b"7"], ids=["json", "bytes", "number"])
+def test_a_line_of_metrics_that_was_cut_does_not_swallow_the_next(rest, trained_on_lines, tmp_path):
+    folder = shutil.copytree(trained_on_lines, tmp_path / "copy")
+    run = folder / "run"
+    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "metrics.csv", "evaluation.csv")}
+    for name, whole in before.items():
+        (run / name).write_bytes(whole + rest)
+    config = on_lines(folder)
+    config["train"]["steps"] = 3
+    train_on(1, config, folder, resume=True)
+    for name, whole in before.items():
+        assert (run / name).read_bytes().startswith(whole + rest + b"\n")
+    after = (run / "metrics.jsonl").read_bytes()[len(before["metrics.jsonl"] + rest) :]
+    assert [(line["step"], line["attempt"]) for line in map(json.loads, after.splitlines()[1:])] == [(3, 1), (3, 1)]
+    assert (run / "metrics.csv").read_bytes().splitlines()[-1].startswith(b"3,1,")
 
 
 def test_a_run_or_checkpoint_cannot_be_resumed_with_another_optimizer(instructions, tmp_path):
