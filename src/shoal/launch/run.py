@@ -12,6 +12,7 @@ from shoal.launch.local import LocalProcesses
 from shoal.launch.rank import Request, run_rank, warn_of_settings
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
+from shoal.temporary import remove_abandoned
 from shoal.train.hooks import Hook
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import Summary
@@ -48,6 +49,7 @@ def start(
         config = config.model_copy(update={"run_dir": str(runs)})
     run = RunDirectory(Path(config.run_dir).expanduser() / config.name)
     if is_first() and not restarted():
+        remove_abandoned()
         run.recover(Reporter(enabled=True).say)
     if resume == "auto":
         resume = run.exists
