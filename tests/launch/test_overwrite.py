@@ -129,6 +129,17 @@ def test_the_old_run_is_deleted_when_the_new_one_has_its_first_checkpoint(instru
     assert files(folder / "runs" / "run")["metrics.jsonl"] != before["metrics.jsonl"]
 
 
+def test_what_a_start_that_was_killed_at_once_has_left_is_no_obstacle(folder: Path) -> None:
+    shutil.rmtree(folder / "runs" / "run")
+    for name in ("checkpoints", "logs", "model"):
+        (folder / "runs" / "run" / name).mkdir(parents=True)
+    (folder / "runs" / "run" / "config.yaml.tmp").write_text("half a con")
+    (folder / "runs" / ".run.lock").touch()
+    ended = forked_shoal(folder, "train", "run.yaml")
+    assert ended.status == 0, ended.err
+    assert names(folder) == ["run", "wide"]
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_after_a_kill_before_the_first_step_the_old_run_is_back(resume: bool, instructions: Path, folder: Path) -> None:
     before = files(folder / "runs" / "run")
@@ -169,6 +180,18 @@ def test_a_run_without_a_checkpoint_says_where_the_one_it_replaced_is(folder: Pa
         "warning: the run that --overwrite replaced is still in runs/run~replaced: this one has no complete checkpoint."
     )
     assert files(folder / "runs" / "run~replaced") == before
+
+
+def test_a_folder_of_the_name_that_the_old_run_would_get_is_left_alone(folder: Path) -> None:
+    (folder / "runs" / "run~replaced").mkdir()
+    (folder / "runs" / "run~replaced" / "thesis.tex").write_text("precious")
+    before = files(folder / "runs")
+    ended = forked_shoal(folder, "train", "run.yaml", "--overwrite")
+    assert ended.status == 2, ended.err
+    assert ended.err.splitlines()[-1] == (
+        "shoal: runs/run~replaced is not a run that --overwrite moved there; move it, or choose another name=…"
+    )
+    assert files(folder / "runs") == before
 
 
 def test_a_run_folder_that_is_a_link_stays_one(instructions: Path, folder: Path) -> None:

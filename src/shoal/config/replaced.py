@@ -3,6 +3,7 @@
 Every step is one rename, so that a kill at any moment leaves the old run either in its place or aside.
 """
 
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ class ReplacedRun:
 
     @property
     def exists(self) -> bool:
-        return self.path.is_dir()
+        return is_run(self.path)
 
     def set_aside(self) -> None:
         """Move the run out of its folder. If an earlier one is aside, because none that was to replace it had a
@@ -47,6 +48,11 @@ class ReplacedRun:
         with suppress(FileNotFoundError):
             folder.rename(self._removed)
         shutil.rmtree(self._removed, ignore_errors=True)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run was created in `folder`: a config alone may be a file that somebody wrote."""
+    return os.path.isfile(folder / "config.yaml") and os.path.isdir(folder / "checkpoints")
 
 
 def has_checkpoint(run: Path) -> bool:

@@ -8,9 +8,9 @@ from typing import Any
 
 from shoal.config.load import config_to_yaml, load_config
 from shoal.config.lock import locked
-from shoal.config.replaced import ReplacedRun, has_checkpoint
+from shoal.config.replaced import ReplacedRun, has_checkpoint, is_run
 from shoal.config.schema import Config
-from shoal.files import write_atomically
+from shoal.files import TEMPORARY, write_atomically
 from shoal.mistakes import UserMistake
 
 # A resumed run may not change these: they determine the model, the sequences, the steps they are in, and the optimizer
@@ -38,8 +38,7 @@ class RunDirectory:
 
     @property
     def exists(self) -> bool:
-        """Whether this is the folder of a run: a config alone may be a file that somebody wrote."""
-        return os.path.isfile(self.config) and os.path.isdir(self.checkpoints)
+        return is_run(self.path)
 
     @property
     def begun(self) -> bool:
@@ -59,6 +58,10 @@ class RunDirectory:
             raise UserMistake("--resume continues the run and --overwrite deletes it; give one of them.")
         if overwrite:
             self._check_not_read(config, start_from)
+            if os.path.lexists(self.replaced.path) and not self.replaced.exists:
+                raise UserMistake(
+                    f"{self.replaced.path} is not a run that --overwrite moved there; move it, or choose another name=…"
+                )
         if self.begun and not (resume or overwrite):
             raise UserMistake(
                 f"{self.path} already holds a run; add --resume to continue it, --overwrite to delete it, "
@@ -99,10 +102,11 @@ class RunDirectory:
         return True
 
     def _is_empty(self) -> bool:
-        """Whether there is no file: a start that was killed may have left empty folders."""
+        """Whether there is nothing but what a killed start leaves: empty folders, and a config that is half written."""
         if not self.path.is_dir():
             return not self.path.exists()
-        return all(file.is_dir() and not file.is_symlink() for file in self.path.rglob("*"))
+        partial = self.config.with_name(self.config.name + TEMPORARY)
+        return all((file.is_dir() and not file.is_symlink()) or file == partial for file in self.path.rglob("*"))
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -113,7 +117,7 @@ class RunDirectory:
                 self.lock.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(self.lock, otherwise=otherwise))
             except OSError as error:
-                raise UserMistake(f"{self.path} cannot be written: {error.strerror}.") from None
+                raise self.unwritable(error) from None
             yield
 
     def check_not_held(self) -> None:
@@ -165,13 +169,16 @@ class RunDirectory:
                 say(f"The old run is in {self.replaced.path} until this one has a complete checkpoint.")
             self.make(config)
         except OSError as error:
-            raise UserMistake(f"{self.path} cannot be written: {error.strerror}.") from None
+            raise self.unwritable(error) from None
 
     def make(self, config: Config) -> None:
         """Create the directories and write the config without checks; raises `OSError` if the disk refuses."""
         for folder in (self._folder, self.checkpoints, self.logs, self.model):
             folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.config, config_to_yaml(config))
+
+    def unwritable(self, error: OSError) -> UserMistake:
+        return UserMistake(f"{self.path} cannot be written: {error.strerror}.")
 
     def _compare(self, config: Config) -> list[str]:
         before = load_config(self.config)

@@ -145,7 +145,10 @@ def _files(data: DataSettings, path: object, cache: Path, report: Report) -> lis
 
 
 def _states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    states = [(str(file), file.stat()) for file in files]
+    try:
+        states = [(str(file), file.stat()) for file in files]
+    except OSError as error:  # found a moment ago
+        raise UserMistake(f"{error.filename} cannot be read ({error.strerror}). Check the path.") from error
     return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 

@@ -198,12 +198,17 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
     )
     if checkpoint is not None:
         _resume(job, checkpoint, same_run=checkpoint != start.checkpoint)
-    elif not start.resume:
-        set_aside(job)  # an earlier run of this name may have left checkpoints in the fallback
+    else:
+        if start.resume:
+            reporter.warn("there is no complete checkpoint to resume from: starting at step 0.")
+        set_aside(job)  # damaged ones, and those that an earlier run of this name may have left in the fallback
     job.progress.optimizer, job.progress.data = config.train.optimizer.name, fingerprint(inputs.sets)
     job.log.skipped = job.progress.skipped
     if ranks.first:
-        describe_in(run)
+        try:
+            describe_in(run)
+        except OSError as error:
+            raise run.unwritable(error) from None
         _announce(job, device.gpu.name if device.gpu else ranks.device.type, prepared.parameters)
         if model.precision.compute in emulated:
             reporter.warn(
