@@ -90,11 +90,13 @@ OTHER_CONTENTS = "as many documents, tokens and sequences as before, but other c
 )
 def test_resuming_on_data_that_has_changed_is_refused(name, change, says, trained_on_lines, tmp_path):
     folder = shutil.copytree(trained_on_lines, tmp_path / "copy")
+    before = (folder / "run" / "config.yaml").read_text()
     rewrite(folder / f"{name}.jsonl", change)
     with pytest.raises(
         UserMistake, match=f"--resume: the data has changed since the run started: .*{says}; restore it"
     ):
         train_on(1, on_lines(folder), folder, resume=True)
+    assert (folder / "run" / "config.yaml").read_text() == before
 
 
 def test_a_run_resumes_on_the_same_data_in_files_that_were_touched_or_moved(trained_on_lines, tmp_path):

@@ -18,10 +18,12 @@ from shoal.parallel.device import Device, inspect_device
 from shoal.resilience.out_of_memory import OutOfMemory
 from shoal.resilience.signals import StopRequest
 from shoal.resilience.watchdog import print_sentence
+from shoal.train.data_changes import check_resumed_data
 from shoal.train.default_hooks import LaunchContext
 from shoal.train.hooks import Hook
-from shoal.train.inputs import read_inputs
+from shoal.train.inputs import Inputs, read_inputs
 from shoal.train.loop import Summary, train
+from shoal.train.save import checkpoint_folders
 from shoal.train.setup import Start, preflight
 
 
@@ -73,7 +75,11 @@ def run_rank(
     checkpoint = start.checkpoint if leads else None
     checked = preflight(config, inputs, world_size, device, overrides=start.overrides, start_from=checkpoint)
     # Before the others are joined: they wait for rank 0, which writes first.
-    folder = own_folder(request, config, reporter, resume=start.resume, overwrite=overwrite) if leads else nullcontext()
+    folder = (
+        own_folder(request, config, inputs, reporter, resume=start.resume, overwrite=overwrite)
+        if leads
+        else nullcontext()
+    )
     with folder, joined(config) as ranks:
         config = with_precision(asked, ranks.broadcast(config.train.precision))  # GPUs may differ
         checked = checked.agree(config, ranks, start.overrides)
@@ -116,7 +122,7 @@ def check_folder(request: Request, config: Config, reporter: Reporter, *, resume
 
 @contextmanager
 def own_folder(
-    request: Request, config: Config, reporter: Reporter, *, resume: bool, overwrite: bool
+    request: Request, config: Config, inputs: Inputs, reporter: Reporter, *, resume: bool, overwrite: bool
 ) -> Iterator[None]:
     """The run's folder is this launch's alone, from before the first write to the end of the run.
 
@@ -125,6 +131,8 @@ def own_folder(
     run = request.run
     with run.held():
         run.check(config, resume=resume, overwrite=overwrite, start_from=request.start.checkpoint)
+        if resume and request.start.checkpoint is None:
+            check_resumed_data(checkpoint_folders(config, run), inputs.sets)
         with run.replacing(restores=not may_be_restarted(), say=reporter.say, warn=reporter.warn):
             yield
 

@@ -1,7 +1,10 @@
 """Whether a run resumes on the data that it started with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from shoal.checkpoint import store
+from shoal.checkpoint.state import PROGRESS, read_progress
 from shoal.data.prepare import Sets
 from shoal.mistakes import UserMistake
 
@@ -19,6 +22,15 @@ def fingerprint(sets: Sets) -> dict[str, dict[str, int | str]]:
         name: {"content": one.summary.content, **{key: getattr(one.summary, key) for key in COUNTS}}
         for name, one in named.items()
     }
+
+
+def check_resumed_data(folders: Sequence[Path], sets: Sets) -> None:
+    """As `check_same_data`, for the newest checkpoint in `folders`, before anything of the run is written."""
+    complete = [one for folder in folders for one in store.list_complete(folder)]
+    for one in sorted(complete, key=lambda one: one.step, reverse=True):
+        if PROGRESS in one.files and store.damaged_file(one, [PROGRESS]) is None:
+            check_same_data(read_progress(one.path).data, fingerprint(sets))
+            return
 
 
 def check_same_data(before: Fingerprint, now: Fingerprint) -> None:
