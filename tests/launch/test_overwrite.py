@@ -135,6 +135,7 @@ def test_what_a_start_that_was_killed_at_once_has_left_is_no_obstacle(folder: Pa
         (folder / "runs" / "run" / name).mkdir(parents=True)
     (folder / "runs" / "run" / "config.yaml.tmp").write_text("half a con")
     (folder / "runs" / ".run.lock").touch()
+    (folder / "runs" / ".run.removed" / "checkpoints").mkdir(parents=True)  # while it deleted the run it replaced
     ended = forked_shoal(folder, "train", "run.yaml")
     assert ended.status == 0, ended.err
     assert names(folder) == ["run", "wide"]

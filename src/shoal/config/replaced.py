@@ -17,7 +17,7 @@ class ReplacedRun:
     def __init__(self, run: Path) -> None:
         self.run = run
         self.path = run.with_name(f"{run.name}~replaced")
-        self._removed = run.with_name(f".{run.name}.removed")
+        self.removed = run.with_name(f".{run.name}.removed")  # while it is deleted
 
     @property
     def exists(self) -> bool:
@@ -44,10 +44,13 @@ class ReplacedRun:
 
     def _remove(self, folder: Path) -> None:
         """Renamed first: a folder that is half deleted must not be taken for a run."""
-        shutil.rmtree(self._removed, ignore_errors=True)
+        self.finish_removal()
         with suppress(FileNotFoundError):
-            folder.rename(self._removed)
-        shutil.rmtree(self._removed, ignore_errors=True)
+            folder.rename(self.removed)
+        self.finish_removal()
+
+    def finish_removal(self) -> None:
+        shutil.rmtree(self.removed, ignore_errors=True)
 
 
 def is_run(folder: Path) -> bool:

@@ -128,9 +128,12 @@ class RunDirectory:
 
     def recover(self, say: Callable[[str], None]) -> None:
         """Settle what an `--overwrite` that was killed has left."""
-        if not self.replaced.exists:
+        if not (self.replaced.exists or self.replaced.removed.exists()):
             return
         with self.held():
+            self.replaced.finish_removal()
+            if not self.replaced.exists:
+                return
             if has_checkpoint(self.path):
                 with suppress(OSError):
                     self.replaced.delete()
