@@ -1,9 +1,13 @@
 """A run's history: one branch, one writer, one dataset."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +36,7 @@ def test_resuming_from_an_older_checkpoint_sets_the_later_ones_aside(instruction
 def test_overwriting_a_run_with_its_own_checkpoint_is_refused_and_loses_nothing(instructions, tmp_path):
     config = settings(instructions, train__steps=2)
     run = train_on(1, config, tmp_path)
-    with pytest.raises(UserMistake, match=r"--overwrite would delete .+ which --from starts from"):
+    with pytest.raises(UserMistake, match=r"--overwrite would delete .+ which --from names"):
         train_on(1, config, tmp_path, overwrite=True, start_from=run / "checkpoints" / "step-00000002")
     assert steps(run) == ["step-00000002"]
 
@@ -47,14 +51,78 @@ def test_a_second_process_is_kept_out_of_a_live_run(instructions, tmp_path):
         train_on(1, config, tmp_path, resume=True)
 
 
-def test_resuming_on_data_that_has_changed_is_refused(text, tmp_path):
-    data = tmp_path / "text.txt"
-    data.write_text(text.read_text()[:20_000])
-    config = settings(data, data__pack=True, train__steps=2)
-    train_on(1, config, tmp_path)
-    data.write_text(text.read_text()[:30_000])
-    with pytest.raises(UserMistake, match="the data has changed since the run started"):
-        train_on(1, config, tmp_path, resume=True)
+@pytest.fixture(scope="module")
+def trained_on_lines(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run and its data: training examples, and others for validation."""
+    folder = tmp_path_factory.mktemp("lines")
+    examples = instructions.read_text().splitlines(keepends=True)
+    (folder / "train.jsonl").write_text("".join(examples[:40]))
+    (folder / "validation.jsonl").write_text("".join(examples[40:60]))
+    train_on(1, on_lines(folder), folder)
+    return folder
+
+
+def on_lines(folder: Path, **changes: Any) -> dict[str, Any]:
+    sets = {"data__validation": str(folder / "validation.jsonl"), "eval__every": 9, "log__to": ["csv"]}
+    return settings(folder / "train.jsonl", train__steps=2, **sets, **changes)
+
+
+def rewrite(file: Path, change: Callable[[list[str]], list[str]]) -> None:
+    file.write_text("".join(change(file.read_text().splitlines(keepends=True))))
+
+
+OTHER_CONTENTS = "as many documents, tokens and sequences as before, but other contents"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("train", lambda lines: lines[::-1], f"the training set has {OTHER_CONTENTS}"),
+        (
+            "train",
+            lambda lines: [line.replace("water", "ocean") for line in lines],
+            f"training set has {OTHER_CONTENTS}",
+        ),
+        ("validation", lambda lines: lines[::-1], f"the validation set has {OTHER_CONTENTS}"),
+        ("train", lambda lines: lines[:30], "the training set had 40 documents and has 30 now"),
+    ],
+    ids=["reversed", "a word replaced", "validation reversed", "shortened"],
+)
+def test_resuming_on_data_that_has_changed_is_refused(name, change, says, trained_on_lines, tmp_path):
+    folder = shutil.copytree(trained_on_lines, tmp_path / "copy")
+    before = (folder / "run" / "config.yaml").read_text()
+    rewrite(folder / f"{name}.jsonl", change)
+    with pytest.raises(
+        UserMistake, match=f"--resume: the data has changed since the run started: .*{says}; restore it"
+    ):
+        train_on(1, on_lines(folder), folder, resume=True)
+    assert (folder / "run" / "config.yaml").read_text() == before
+
+
+def test_a_run_resumes_on_the_same_data_in_files_that_were_touched_or_moved(trained_on_lines, tmp_path):
+    folder = shutil.copytree(trained_on_lines, tmp_path / "copy")  # which moves them
+    os.utime(folder / "train.jsonl", (1, 1))
+    config = on_lines(folder)
+    config["train"]["steps"] = 3
+    run = train_on(1, config, folder, resume=True)
+    assert steps(run) == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("rest", [b'{"step": 3, "attempt": 0, "lo', b"\xff\x00", b"7"], ids=["json", "bytes", "number"])
+def test_a_line_of_metrics_that_was_cut_does_not_swallow_the_next(rest, trained_on_lines, tmp_path):
+    folder = shutil.copytree(trained_on_lines, tmp_path / "copy")
+    run = folder / "run"
+    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "metrics.csv", "evaluation.csv")}
+    for name, whole in before.items():
+        (run / name).write_bytes(whole + rest)
+    config = on_lines(folder)
+    config["train"]["steps"] = 3
+    train_on(1, config, folder, resume=True)
+    for name, whole in before.items():
+        assert (run / name).read_bytes().startswith(whole + rest + b"\n")
+    after = (run / "metrics.jsonl").read_bytes()[len(before["metrics.jsonl"] + rest) :]
+    assert [(line["step"], line["attempt"]) for line in map(json.loads, after.splitlines()[1:])] == [(3, 1), (3, 1)]
+    assert (run / "metrics.csv").read_bytes().splitlines()[-1].startswith(b"3,1,")
 
 
 def test_a_run_or_checkpoint_cannot_be_resumed_with_another_optimizer(instructions, tmp_path):

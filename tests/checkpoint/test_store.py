@@ -122,6 +122,25 @@ def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_previous_one(
     assert newest_of(checkpoints) == "step-00000004", "the damaged one was written again"
 
 
+def test_a_damaged_record_of_the_data_does_not_pass_for_other_data(checkpoints, instructions, tmp_path, capfd):
+    file = checkpoints / "step-00000004" / "progress.json"
+    content = json.loads(file.read_text())["data"]["training"]["content"]
+    file.write_text(file.read_text().replace(content, content[::-1]))
+    train_on(2, config_of(instructions, parallel__strategy="fsdp"), tmp_path, resume=True)
+    assert f"Resuming after step 2 from {checkpoints / 'step-00000002'}" in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_starts_over_and_keeps_them(checkpoints, instructions, tmp_path, capfd):
+    flip(checkpoints / "step-00000002" / "rank-00000.safetensors")
+    (checkpoints / "step-00000004" / "progress.json").unlink()
+    before = {folder.name: sorted(path.name for path in folder.iterdir()) for folder in checkpoints.glob("step-*")}
+    train_on(2, config_of(instructions, parallel__strategy="fsdp"), tmp_path, resume=True)
+    assert "warning: there is no complete checkpoint to resume from: starting at step 0." in capfd.readouterr().err
+    kept = {folder.name: sorted(path.name for path in folder.iterdir()) for folder in checkpoints.glob("abandoned-*")}
+    assert kept == {name.replace("step", "abandoned"): names for name, names in before.items()}
+    assert newest_of(checkpoints) == "step-00000004"
+
+
 @pytest.mark.parametrize("name", ["../outside", "sub/inside", "..", "ABSOLUTE"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(name, checkpoints):
     folder = checkpoints / "step-00000004"

@@ -86,7 +86,7 @@ def make_sequences() -> Callable[..., Sequences]:
             [int((flags[a + 1 : b] & LOSS_TOKEN).sum()) for a, b in zip(starts, ends, strict=True)], dtype=np.int32
         )
         summary = Summary(
-            "alpaca", False, separate, count, len(tokens), count, int(sizes.max()) - 1, int(loss_tokens.sum()), 0.5
+            "alpaca", False, separate, count, len(tokens), count, int(sizes.max()) - 1, int(loss_tokens.sum()), 0.5, ""
         )
         return Sequences(tokens, flags, starts, ends, loss_tokens, summary)
 

@@ -238,6 +238,22 @@ def test_a_cache_that_cannot_be_written_says_what_to_do(write: Write, settings: 
         prepare(settings(path=file), BYTES, cache=file, report=quiet)
 
 
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [(errno.EIO, r"cannot be used \(Input/output error\)"), (errno.EDQUOT, "is on a full disk")],
+    ids=["error", "quota"],
+)
+def test_a_disk_that_fails_is_one_sentence(
+    number: int, says: str, write: Write, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(ArrayWriter, "append", fail)
+    with pytest.raises(UserMistake, match=rf"{says}.*SHOAL_CACHE"):
+        prepare(settings(path=write("a.txt", "ab")), BYTES, report=quiet)
+
+
 def test_a_full_disk_says_what_to_do_and_leaves_nothing_behind(
     write: Write, settings: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +339,10 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "a missing file": lambda entry: (entry / "ends.npy").unlink(),
     "no list of contents": lambda entry: (entry / "contents.json").unlink(),
     "a broken list of contents": lambda entry: (entry / "contents.json").write_text("[1"),
+    "a list of contents nested too deep": lambda entry: (entry / "contents.json").write_text("[" * 100_000),
+    "a file that is not listed": lambda entry: (entry / "contents.json").write_text(
+        json.dumps({"flags.npy": json.loads((entry / "contents.json").read_text())["flags.npy"]})
+    ),
     "a file in its entry": lambda entry: (shutil.rmtree(entry), entry.write_text("?")),
 }
 

@@ -238,6 +238,28 @@ def test_a_read_only_run_folder_ends_the_run_with_a_sentence(instructions, small
     assert steps_in(tmp_path / "elsewhere" / "run" / "checkpoints")
 
 
+@pytest.mark.parametrize("arguments", [("--resume",), ("--overwrite",), ("--resume", "train.steps=3")])
+def test_a_run_on_a_disk_that_became_read_only_is_not_touched(arguments, instructions, small_disk, tmp_path):
+    train_on(1, config_of(instructions, train__steps=2), small_disk)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    write_config(tmp_path, config_of(instructions, train__steps=2, run_dir=str(small_disk)))
+    ended = forked_shoal(tmp_path, "train", "run.yaml", *arguments)
+    assert ended.status == 2
+    assert ended.err.splitlines()[-1] == f"shoal: {small_disk}/run cannot be written: Read-only file system."
+    assert "Traceback" not in ended.err
+
+
+def test_a_disk_that_is_full_from_the_start_is_a_mistake_said_at_once(instructions, small_disk, tmp_path):
+    write_config(tmp_path, config_of(instructions, run_dir=str(small_disk)))
+    fill(small_disk)
+    for left in (0, 12 * 1024):  # nothing can be written, or the config alone
+        os.truncate(small_disk / FILLER, (small_disk / FILLER).stat().st_size - left)
+        ended = forked_shoal(tmp_path, "train", "run.yaml")
+        assert ended.status == 2, ended.err
+        assert "Traceback" not in ended.err
+        assert ended.err.splitlines()[-1] == f"shoal: {small_disk}/run cannot be written: No space left on device."
+
+
 def test_a_folder_that_cannot_be_written_from_the_start_is_a_mistake_said_at_once(instructions, small_disk):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     write_config(small_disk.parent, config_of(instructions))

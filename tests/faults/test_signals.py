@@ -18,6 +18,7 @@ from tests.launch.command import (
     SHOAL,
     Command,
     descendants,
+    environment,
     losses,
     rank_process,
     shoal,
@@ -130,7 +131,9 @@ def is_dead(process: int) -> bool:
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, config(instructions, train__steps=100_000))
     run = tmp_path / "runs" / "run"
-    with Command(tmp_path, [str(SHOAL), "train", "run.yaml"]) as command:
+    (tmp_path / "tmp").mkdir()
+    with_tmp = environment(tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    with Command(tmp_path, [str(SHOAL), "train", "run.yaml"], with_tmp) as command:
         command.wait_until(lambda: len(training_lines(run)) > 2)
         ranks = descendants(command.process.pid)
         assert len(ranks) >= 2
@@ -140,3 +143,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(instructions: Path, tmp_
         while not all(is_dead(rank) for rank in ranks):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+    assert list((tmp_path / "tmp").iterdir())
+    alone = ("name=alone", "hardware.devices=1", "parallel.strategy=single", "train.steps=1", "train.micro_batch=8")
+    assert shoal(tmp_path, "train", "run.yaml", *alone, env=with_tmp).status == 0
+    assert list((tmp_path / "tmp").iterdir()) == []

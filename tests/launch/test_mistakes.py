@@ -80,6 +80,17 @@ def file_in_place_of_the_run(folder: Path) -> None:
     (folder / "runs" / "run").write_text("a file")
 
 
+def another_programs_run(folder: Path) -> None:
+    (folder / "runs" / "run" / "checkpoints").mkdir(parents=True)
+    (folder / "runs" / "run" / "checkpoints" / "last.ckpt").write_text("precious")
+    (folder / "runs" / "run" / "config.yaml").write_text("trainer: {max_epochs: 3}\n")
+
+
+def config_in_place_of_the_run(folder: Path) -> None:
+    (folder / "runs" / "run").mkdir(parents=True)
+    (folder / "runs" / "run" / "config.yaml").write_text("# mine\n" + (folder / "run.yaml").read_text())
+
+
 def somebody_elses_folder(folder: Path) -> None:
     (folder / "runs" / "run").mkdir(parents=True)
     (folder / "runs" / "run" / "thesis.tex").write_text("precious")
@@ -224,6 +235,28 @@ MISTAKES = {
         prepare=somebody_elses_folder,
         foreign=True,
     ),
+    "another program's run": Mistake(
+        r"runs/run exists and is not a shoal run; choose another name=…",
+        prepare=another_programs_run,
+        foreign=True,
+    ),
+    "another program's run, with --overwrite": Mistake(
+        r"runs/run exists and is not a shoal run; choose another name=…",
+        ("--overwrite",),
+        prepare=another_programs_run,
+        foreign=True,
+    ),
+    "a config that somebody wrote there": Mistake(
+        r"runs/run exists and is not a shoal run; choose another name=…",
+        prepare=config_in_place_of_the_run,
+        foreign=True,
+    ),
+    "a config that somebody wrote there, with --resume": Mistake(
+        r"--resume: there is no run in runs/run; start it without --resume\.",
+        ("--resume",),
+        prepare=config_in_place_of_the_run,
+        foreign=True,
+    ),
     "the cache cannot be written": Mistake(r".*cache.*", prepare=nowhere_to_cache),
 }
 
@@ -303,7 +336,7 @@ def files(folder: Path) -> dict[Path, bytes]:
         (("--resume", "data.path=nowhere.jsonl"), r"data\.path nowhere\.jsonl does not exist .+"),
         (
             ("--resume", "data.path=run.yaml", "data.source=text"),
-            r"--resume: data\.path was .+ and is 'run\.yaml' now, .+",
+            r"--resume: data\.source was 'json' .+ and is 'text' now, .+",
         ),
         (("--overwrite", "data.path=nowhere.jsonl"), r"data\.path nowhere\.jsonl does not exist .+"),
         (("--overwrite", "model.freeze=[decoder.*]"), r"model\.freeze: 'decoder\.\*' matches no parameter; .+"),

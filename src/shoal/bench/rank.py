@@ -6,7 +6,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shoal.bench.steps import MISTAKE, Steps
@@ -14,6 +13,7 @@ from shoal.config.load import config_to_yaml
 from shoal.config.schema import Config
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.plan.resolved import describe_accumulation
+from shoal.temporary import temporary_folder
 
 # Deviations above this are reported in a note; for a term only if they are also this share of the total.
 TOLERANCE = 0.10
@@ -122,8 +122,8 @@ class RankReport:
 
 def trace_rank(config: Config, world_size: int, report: Callable[[str], None] = lambda _: None) -> RankReport:
     """Trace rank 0 of `world_size` on fake tensors: memory only, for any model on any machine."""
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        described, result = Path(folder) / "config.yaml", Path(folder) / "traced.json"
+    with temporary_folder("shoal-bench-") as folder:
+        described, result = folder / "config.yaml", folder / "traced.json"
         described.write_text(config_to_yaml(config))
         command = [sys.executable, "-m", "shoal.bench.trace_worker", str(described), str(result)]
         command += ["--world", str(world_size)]

@@ -8,13 +8,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from shoal.config.load import config_from_mapping, config_to_yaml, config_values
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.mistakes import RunFailed, UserMistake
+from shoal.observe.metrics import read_lines
+from shoal.temporary import temporary_folder
 
 MFU_FORMULA = (
     "(6 * matmul parameters + 12 * layers * hidden * length) * tokens / seconds / the device's bf16 peak; "
@@ -77,14 +78,13 @@ def measure(
     if warmup < 1:
         raise UserMistake("--warmup must be at least 1: the first step compiles and allocates the optimizer state.")
     config = _only_measuring(config, warmup + steps)
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        described = Path(folder) / "config.yaml"
+    with temporary_folder("shoal-bench-") as folder:
+        described = folder / "config.yaml"
         described.write_text(config_to_yaml(config))
-        run = RunDirectory(Path(folder) / "runs" / config.name)
+        run = RunDirectory(folder / "runs" / config.name)
         command = [sys.executable, "-m", "shoal.bench.training_worker", str(described), str(run.path.parent)]
         first_step_seconds = _run([*command, *worker_options], run, warmup + steps, report)
-        lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-        lines = [line for line in lines if "loss" in line]
+        lines = [line for line in read_lines(run.metrics) if "loss" in line]
         plan = json.loads(run.plan.read_text())
     return _summarize(lines, plan, warmup=warmup, share=share, first_step_seconds=first_step_seconds)
 

@@ -1,13 +1,12 @@
 """Measures local training of a config: the full job, or one rank of a larger one."""
 
 import json
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from shoal.bench.rank import RankReport, report_steps, trace_rank
 from shoal.bench.steps import Steps, measure
 from shoal.config.schema import Config
+from shoal.temporary import temporary_folder
 
 __all__ = ["RankReport", "Steps", "measure_rank", "measure_training"]
 
@@ -37,8 +36,8 @@ def measure_rank(
         real = torch.cuda.is_available()
     if not real:
         return trace_rank(config, world_size, report)
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        forecast = Path(folder) / "forecast.json"
+    with temporary_folder("shoal-bench-") as folder:
+        forecast = folder / "forecast.json"
         options = ["--world", str(world_size), "--forecast", str(forecast)]
         found = measure(config, steps=steps, warmup=warmup, worker_options=options, share=world_size, report=report)
         return report_steps(found, json.loads(forecast.read_text()) if forecast.exists() else None)

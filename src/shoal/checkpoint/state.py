@@ -40,7 +40,7 @@ class Progress:
     evaluations_without_gain: int = 0
     world_size: int = 1
     optimizer: str = ""
-    data: dict[str, int] = field(default_factory=dict)  # describes the dataset, to detect that it changed
+    data: dict[str, dict[str, int | str]] = field(default_factory=dict)  # set → what tells whether it has changed
     bad_steps: list[int] = field(default_factory=list)  # the latest consecutive steps with a non-finite loss
     left_out: list[tuple[int, int]] = field(default_factory=list)  # spans of the data order that are skipped
     evaluated_at: int | None = None

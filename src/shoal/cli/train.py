@@ -46,7 +46,7 @@ def train(
     start_from: Annotated[
         Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Start from this checkpoint's folder.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the existing run of this name.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the existing run of this name.")] = False,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, help="Restart all processes up to this many times if one dies.")
     ] = 0,

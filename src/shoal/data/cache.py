@@ -42,12 +42,12 @@ def obtain(root: Path, key: str, build: Callable[[Path], None], report: Report) 
                 report(f"The prepared data in {entry} is damaged or incomplete and is rebuilt.")
             _build(entry, build)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             problem = "is on a full disk"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
             problem = "cannot be written"
         else:
-            raise
+            problem = f"cannot be used ({error.strerror})"
         raise UserMistake(
             f"The cache {root} {problem}. Set SHOAL_CACHE to a writable folder with enough space."
         ) from error
@@ -78,14 +78,15 @@ def _build(entry: Path, build: Callable[[Path], None]) -> None:
 
 
 def is_complete(entry: Path) -> bool:
-    """Whether every file exists with the recorded size and checksum."""
+    """Whether every file exists with the recorded size and checksum, and every other is recorded."""
     try:
         contents = json.loads((entry / CONTENTS).read_text())
-        return bool(contents) and all(
+        listed = {file.name for file in entry.iterdir()} == {CONTENTS, *contents}
+        return listed and all(
             (entry / name).stat().st_size == size and checksum(entry / name) == expected
             for name, (size, expected) in contents.items()
         )
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return False
 
 

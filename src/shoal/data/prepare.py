@@ -13,7 +13,15 @@ import numpy as np
 from shoal.data import pack
 from shoal.data.cache import Report, cache_root, obtain
 from shoal.data.order import Order
-from shoal.data.sequences import LOSS_TOKEN, ArrayWriter, Sequences, open_sequences, write_array, write_summary
+from shoal.data.sequences import (
+    LOSS_TOKEN,
+    ArrayWriter,
+    Sequences,
+    hash_sequences,
+    open_sequences,
+    write_array,
+    write_summary,
+)
 from shoal.data.sources import find_files
 from shoal.data.tokenize import Corpus, Progress, tokenize_files
 from shoal.data.tokenizer_base import Tokenizer
@@ -154,7 +162,10 @@ def _files(data: DataSettings, path: object, cache: Path, report: Report) -> lis
 
 
 def _states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    states = [(str(file), file.stat()) for file in files]
+    try:
+        states = [(str(file), file.stat()) for file in files]
+    except OSError as error:  # found a moment ago
+        raise UserMistake(f"{error.filename} cannot be read ({error.strerror}). Check the path.") from error
     return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
@@ -211,6 +222,7 @@ def _write_sequences(
             longest=int((ends - starts).max()) - 1,
             loss_tokens=trained,
             loss_token_share=trained / int((ends - starts - 1).sum()),
+            content=hash_sequences(folder),
             truncated=bounds.truncated,
             dropped=int(np.sum(~kept)),
         ),

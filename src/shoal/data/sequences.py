@@ -1,5 +1,6 @@
 """Prepared sequences: memory-mapped arrays on disk, and a writer that does not hold them in memory."""
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -10,6 +11,8 @@ import numpy as np
 
 LOSS_TOKEN = 1  # flag: the loss counts this token as a label
 DOCUMENT = 2  # flag: the first token of a document, and therefore never a loss token
+
+_DETERMINE_SEQUENCES = ("tokens", "flags", "starts", "ends")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Summary:
     longest: int  # inputs of the longest sequence
     loss_tokens: int
     loss_token_share: float  # of the labels, padding not counted
+    content: str  # a hash of the sequences: the same wherever their files are and whenever they were written
     truncated: int = 0
     dropped: int = 0
     empty: int = 0
@@ -79,6 +83,15 @@ def open_sequences(folder: Path) -> Sequences:
         for name in ("tokens", "flags", "starts", "ends", "loss_tokens")
     }
     return Sequences(**arrays, summary=Summary(**json.loads((folder / "summary.json").read_text())))
+
+
+def hash_sequences(folder: Path) -> str:
+    """A hash of the sequences in `folder`. It reads all of them: computed once, when they are prepared."""
+    digest = hashlib.sha256()
+    for name in _DETERMINE_SEQUENCES:
+        with (folder / f"{name}.npy").open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def write_summary(folder: Path, summary: Summary) -> None:

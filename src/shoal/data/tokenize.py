@@ -116,6 +116,7 @@ def tokenize_files(
             longest=0,
             loss_tokens=0,
             loss_token_share=0.0,
+            content="",
             empty=writer.empty,
             skipped=errors.count,
             first_skipped=errors.first,

@@ -77,6 +77,11 @@ def restarted() -> bool:
     return attempt() > 0
 
 
+def may_be_restarted() -> bool:
+    """Whether an elastic agent would restart this rank after a failure."""
+    return attempt() < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
 def heartbeat_file() -> Path | None:
     """The heartbeat file that the ranks of one launch on this node share."""
     folder = os.environ.get(LAUNCH_FOLDER)

@@ -8,7 +8,7 @@ from typing import Any
 from shoal.config.resolve import with_global_batch
 from shoal.launch.join import first_device
 from shoal.launch.processes import RanOut, run_processes
-from shoal.launch.rank import Request, check_folder, settle_precision, warn_of_settings
+from shoal.launch.rank import Request, check_folder, own_folder, settle_precision, warn_of_settings
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
@@ -41,9 +41,9 @@ class LocalProcesses:
         check_folder(request, config, reporter, resume=begin.resume, overwrite=request.overwrite)
         inputs = read_inputs(config, reporter)
         preflight(config, inputs, self.processes, device, start_from=begin.checkpoint)
-        run.create(config, overwrite=request.overwrite)
-        reporter.say(f"Starting {self.processes} {'process' if self.processes == 1 else 'processes'} …")
-        with run.held():
+        with own_folder(request, config, inputs, reporter, resume=begin.resume, overwrite=request.overwrite):
+            run.create(config, overwrite=request.overwrite, say=reporter.say)
+            reporter.say(f"Starting {self.processes} {'process' if self.processes == 1 else 'processes'} …")
             return self._run(request, patience=config.train.hang_timeout, reporter=reporter)
 
     def _run(self, request: Request, *, patience: float, reporter: Reporter) -> Summary:

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from shoal.files import write_atomically
 from shoal.launch.join import LAUNCH_FOLDER, attempt
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.resilience.signals import LAUNCHER, die_with_parent, second_signal_ends
+from shoal.temporary import temporary_folder
 
 RESULT, MISTAKE, FAILED, HUNG = "result.json", "mistake", "failed", "hung"
 OUT_OF_MEMORY = "out-of-memory"
@@ -81,9 +81,8 @@ def run_processes(
     answered on standard error. A message of `report_failure` is
     raised here or, if the ranks were restarted, given to `warn`. One of `report_out_of_memory` is raised as `RanOut`.
     """
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        shared = Path(folder)
-        os.environ[LAUNCH_FOLDER], os.environ[LAUNCHER] = folder, str(os.getpid())
+    with temporary_folder() as shared:
+        os.environ[LAUNCH_FOLDER], os.environ[LAUNCHER] = str(shared), str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
         # Otherwise the agent opens a TCP store for the ranks, on every interface.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -92,7 +91,7 @@ def run_processes(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=processes,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),  # otherwise the agent leaves a temporary folder behind
+            logs_specs=DefaultLogsSpecs(log_dir=str(shared)),  # otherwise the agent leaves a temporary folder behind
             run_id=shared.name,
             # The agent's rendezvous uses a file store too: a TCP store would listen on every interface.
             rdzv_backend="c10d",
@@ -106,7 +105,7 @@ def run_processes(
         before = [(number, signal.signal(number, _as_terminate)) for number in (signal.SIGUSR1, signal.SIGUSR2)]
         try:
             # A second signal ends this process, and with it the ranks: see `die_with_parent`.
-            clean_up = partial(shutil.rmtree, folder, ignore_errors=True)
+            clean_up = partial(shutil.rmtree, shared, ignore_errors=True)
             with _report_restarts(shared, max_restarts, warn), second_signal_ends(before=clean_up, speaks=speaks):
                 elastic_launch(settings, sys.executable)("-m", module, *arguments)
         except ChildFailedError as failure:

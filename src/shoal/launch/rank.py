@@ -2,8 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,16 +12,18 @@ from shoal.config.load import load_config
 from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
-from shoal.launch.join import choose_device, heartbeat_file, joined, local_rank, restarted
+from shoal.launch.join import choose_device, heartbeat_file, joined, local_rank, may_be_restarted, restarted
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import Device, inspect_device
 from shoal.resilience.out_of_memory import OutOfMemory
 from shoal.resilience.signals import StopRequest
 from shoal.resilience.watchdog import print_sentence
+from shoal.train.data_changes import check_resumed_data
 from shoal.train.default_hooks import LaunchContext
 from shoal.train.hooks import Hook
-from shoal.train.inputs import read_inputs
+from shoal.train.inputs import Inputs, read_inputs
 from shoal.train.loop import Summary, train
+from shoal.train.save import checkpoint_folders
 from shoal.train.setup import Start, preflight
 
 
@@ -32,7 +34,7 @@ class Request:
     config: Config
     run: RunDirectory
     start: Start
-    overwrite: bool = False  # delete an existing run of this name
+    overwrite: bool = False  # replace an existing run of this name
     max_restarts: int = 0
     hooks: Sequence[Hook] = ()
     launched: bool = False  # a launcher of ours has checked the run already, and created and locked its folder
@@ -72,24 +74,29 @@ def run_rank(
     # Only rank 0 verifies the checkpoint, because that hashes every file.
     checkpoint = start.checkpoint if leads else None
     checked = preflight(config, inputs, world_size, device, overrides=start.overrides, start_from=checkpoint)
-    with joined(config) as ranks:
+    # Before the others are joined: they wait for rank 0, which writes first.
+    folder = (
+        own_folder(request, config, inputs, reporter, resume=start.resume, overwrite=overwrite)
+        if leads
+        else nullcontext()
+    )
+    with folder, joined(config) as ranks:
         config = with_precision(asked, ranks.broadcast(config.train.precision))  # GPUs may differ
         checked = checked.agree(config, ranks, start.overrides)
         if not request.launched:
             if first:
-                run.create(config, overwrite=overwrite)
+                run.create(config, overwrite=overwrite, say=reporter.say)
             ranks.barrier()
             if not first:
                 send_output_to(run.logs / f"rank-{ranks.rank}.log")
-        with run.held() if leads else nullcontext():
-            context = LaunchContext(heartbeat_file(), tell)
-            try:
-                summary = train(checked, run, ranks, start, stop=stop, context=context, hooks=request.hooks)
-                on_summary(summary)
-                return summary
-            except OutOfMemory as failure:
-                on_out_of_memory(failure)
-                raise
+        context = LaunchContext(heartbeat_file(), tell)
+        try:
+            summary = train(checked, run, ranks, start, stop=stop, context=context, hooks=request.hooks)
+            on_summary(summary)
+            return summary
+        except OutOfMemory as failure:
+            on_out_of_memory(failure)
+            raise
 
 
 def settle_precision(config: Config, run: RunDirectory, device: Device, *, resume: bool) -> Config:
@@ -107,9 +114,27 @@ def warn_of_settings(config: Config, processes: int, reporter: Reporter) -> None
 
 def check_folder(request: Request, config: Config, reporter: Reporter, *, resume: bool, overwrite: bool) -> None:
     """A UserMistake if the run may not start in its folder; says what has changed since it was started."""
+    request.run.check_not_held()
     changes = request.run.check(config, resume=resume, overwrite=overwrite, start_from=request.start.checkpoint)
     for note in changes:
         reporter.say(f"Changed since the run started: {note}.")
+
+
+@contextmanager
+def own_folder(
+    request: Request, config: Config, inputs: Inputs, reporter: Reporter, *, resume: bool, overwrite: bool
+) -> Iterator[None]:
+    """The run's folder is this launch's alone, from before the first write to the end of the run.
+
+    It is checked again: another process may have begun or ended a run there since `check_folder`.
+    """
+    run = request.run
+    with run.held():
+        run.check(config, resume=resume, overwrite=overwrite, start_from=request.start.checkpoint)
+        if resume and request.start.checkpoint is None:
+            check_resumed_data(checkpoint_folders(config, run), inputs.sets)
+        with run.replacing(restores=not may_be_restarted(), say=reporter.say, warn=reporter.warn):
+            yield
 
 
 def send_output_to(path: Path) -> None:

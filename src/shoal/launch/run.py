@@ -7,11 +7,12 @@ from typing import Literal, Protocol
 from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
-from shoal.launch.join import first_device, processes_wanted, started_by_others
+from shoal.launch.join import first_device, is_first, processes_wanted, restarted, started_by_others
 from shoal.launch.local import LocalProcesses
 from shoal.launch.rank import Request, run_rank, warn_of_settings
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
+from shoal.temporary import remove_abandoned
 from shoal.train.hooks import Hook
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import Summary
@@ -47,6 +48,9 @@ def start(
     if runs is not None:
         config = config.model_copy(update={"run_dir": str(runs)})
     run = RunDirectory(Path(config.run_dir).expanduser() / config.name)
+    if is_first() and not restarted():
+        remove_abandoned()
+        run.recover(Reporter(enabled=True).say)
     if resume == "auto":
         resume = run.exists
     request = Request(config, run, Start(resume, start_from), overwrite, max_restarts, hooks)

@@ -2,7 +2,8 @@
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -18,7 +19,8 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Writes each line in one call, so that a killed run leaves complete lines.
+    """Writes each line in one call, so that a killed run leaves complete lines; one that a full disk or a power failure
+    has cut is ended, so that the next is a line of its own.
 
     Lines that a full disk rejects are kept in memory and written with the next line.
     """
@@ -27,7 +29,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
-        self._unwritten = b""
+        self._unwritten = b"\n" if _ends_within_a_line(path) else b""
 
     def write(self, line: Line) -> None:
         self._unwritten += json.dumps(dict(line)).encode() + b"\n"
@@ -57,8 +59,10 @@ class Csv:
         name = "evaluation.csv" if "eval_loss" in line else "metrics.csv"
         if name not in self._files:
             path = self.folder / name
-            new = not path.exists()
+            new = not path.exists() or not path.stat().st_size
+            cut = _ends_within_a_line(path)
             file = path.open("a", buffering=1, newline="")
+            file.write("\n" * cut)
             writer = csv.DictWriter(file, fieldnames=list(line), extrasaction="ignore")
             if new:
                 writer.writeheader()
@@ -100,14 +104,30 @@ def open_sinks(names: Sequence[str], run: Path) -> list[Sink]:
     return sinks
 
 
+def _ends_within_a_line(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a `metrics.jsonl`. One that was cut is left out."""
+    return list(_parsed(path.read_bytes().splitlines()))
+
+
 def last_line(path: Path) -> dict[str, Any]:
     """The last complete line of a `metrics.jsonl`; empty if there is none."""
-    if not path.is_file():
-        return {}
-    for text in reversed(path.read_text().splitlines()):
+    return next(_parsed(reversed(path.read_bytes().splitlines())), {}) if path.is_file() else {}
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         try:
-            found: dict[str, Any] = json.loads(text)
+            found = json.loads(line)
         except ValueError:
             continue
-        return found
-    return {}
+        if isinstance(found, dict):
+            yield found

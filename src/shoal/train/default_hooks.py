@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config.schema_train import SlowRankConfig
+from shoal.mistakes import UserMistake
 from shoal.observe.metrics import Line, Sink, open_sinks
 from shoal.observe.progress import Reporter
 from shoal.parallel.ranks import Ranks
@@ -53,7 +54,10 @@ class MetricSinks(Hook):
 
     def on_run_start(self, start: RunStart) -> None:
         if start.ranks.first:
-            self._sinks = open_sinks(self.names, self.folder)
+            try:
+                self._sinks = open_sinks(self.names, self.folder)
+            except OSError as error:
+                raise UserMistake(f"{error.filename or self.folder} cannot be written: {error.strerror}.") from None
 
     def on_metrics(self, line: Line, interval: LogInterval) -> None:
         self._write(line)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,6 +54,20 @@ def make_saver(
                 describe(fallback)
 
         destinations.append(Destination(fallback.checkpoints, prepare))
+
+    def tidy_up(checkpoints: Path, step: int) -> None:
+        tidy(
+            checkpoints,
+            written=step,
+            newest=keep.keep,
+            best=keep.keep_best,
+            every=keep.keep_every,
+            metric=keep.metric,
+        )
+        if run.replaced.exists:
+            with suppress(OSError):  # the next start tries again
+                run.replaced.delete()
+
     return Saver(
         destinations,
         ranks,
@@ -60,14 +75,7 @@ def make_saver(
         full=keep.format == "full",
         while_waiting=while_waiting,
         patience=SAVE_PATIENCE * config.train.hang_timeout,
-        tidy=lambda checkpoints, step: tidy(
-            checkpoints,
-            written=step,
-            newest=keep.keep,
-            best=keep.keep_best,
-            every=keep.keep_every,
-            metric=keep.metric,
-        ),
+        tidy=tidy_up,
     )
 
 

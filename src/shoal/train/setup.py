@@ -38,6 +38,7 @@ from shoal.plan.stages import bubble_share
 from shoal.resilience.health import SpikeGuard, spike_settings
 from shoal.resilience.out_of_memory import explained
 from shoal.train.build import build, keep_low_precision_gradients
+from shoal.train.data_changes import check_same_data, fingerprint
 from shoal.train.describe import describe, plan_values
 from shoal.train.hooks import Hooks
 from shoal.train.inputs import Inputs
@@ -142,6 +143,8 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
     hooks = Hooks(reporter.warn)
     seed_everything(config.seed, ranks.rank, config.train.deterministic)
     checkpoint = starting_point(config, run, ranks, reporter, start)
+    if checkpoint is not None and checkpoint != start.checkpoint:
+        check_same_data(read_progress(checkpoint).data, fingerprint(inputs.sets))
     flops = count_flops(prepared, resolved.mesh)
 
     objective, emulated = find_objective(config.train.objective), _emulated(config, ranks)
@@ -195,12 +198,17 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
     )
     if checkpoint is not None:
         _resume(job, checkpoint, same_run=checkpoint != start.checkpoint)
-    elif not start.resume:
-        set_aside(job)  # an earlier run of this name may have left checkpoints in the fallback
-    job.progress.optimizer, job.progress.data = config.train.optimizer.name, fingerprint(inputs)
+    else:
+        if start.resume:
+            reporter.warn("there is no complete checkpoint to resume from: starting at step 0.")
+        set_aside(job)  # damaged ones, and those that an earlier run of this name may have left in the fallback
+    job.progress.optimizer, job.progress.data = config.train.optimizer.name, fingerprint(inputs.sets)
     job.log.skipped = job.progress.skipped
     if ranks.first:
-        describe_in(run)
+        try:
+            describe_in(run)
+        except OSError as error:
+            raise run.unwritable(error) from None
         _announce(job, device.gpu.name if device.gpu else ranks.device.type, prepared.parameters)
         if model.precision.compute in emulated:
             reporter.warn(
@@ -230,12 +238,6 @@ def _emulated(config: Config, ranks: Ranks) -> frozenset[torch.dtype]:
 def _resume(job: Job, checkpoint: Path, *, same_run: bool) -> None:
     """Load a checkpoint of this run or of another."""
     job.load(checkpoint)
-    before, now = job.progress.data, fingerprint(job.inputs)
-    if same_run and before and before != now:
-        raise UserMistake(
-            f"--resume: the data has changed since the run started ({before} then, {now} now); "
-            "restore it, or start another run with --from."
-        )
     set_aside(job)
     step, steps = job.progress.step, job.inputs.steps
     if same_run and step >= steps:
@@ -297,17 +299,6 @@ def count_flops(prepared: PreparedModel, mesh: Mesh) -> Callable[[int, int], flo
     attention: int = 12 * settings.num_hidden_layers * settings.hidden_size
     sharing = mesh.pp * mesh.cp * mesh.tp
     return lambda sequences, length: sequences * length * (per_token + attention * length) / sharing
-
-
-def fingerprint(inputs: Inputs) -> dict[str, int]:
-    """Figures that tell whether the training data has changed."""
-    summary = inputs.sets.training.summary
-    return {
-        "documents": summary.documents,
-        "tokens": summary.tokens,
-        "sequences": summary.sequences,
-        "loss_tokens": summary.loss_tokens,
-    }
 
 
 def seed_everything(seed: int, rank: int, deterministic: bool) -> None:

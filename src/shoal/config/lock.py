@@ -1,0 +1,44 @@
+"""The lock of a run: one process at a time writes to its folder."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from shoal.mistakes import UserMistake
+
+
+@contextmanager
+def locked(file: Path, *, otherwise: str) -> Iterator[None]:
+    """Lock `file`, which exists only meanwhile, or raise a UserMistake that says `otherwise` if another process has.
+
+    The operating system releases the lock however the process ends: a file that a killed process leaves is not locked.
+    """
+    while True:
+        opened = file.open("a")
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            opened.close()
+            raise UserMistake(otherwise) from None
+        except OSError:
+            opened.close()
+            raise
+        if _is(file, opened):
+            break
+        opened.close()  # its holder removed it after this process had opened it: a lock that no third process sees
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # the disk may be gone
+            file.unlink()
+        opened.close()
+
+
+def _is(path: Path, opened: IO[str]) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(opened.fileno()))
+    except FileNotFoundError:
+        return False
