@@ -159,15 +159,26 @@ def test_16_mixed_scales_the_loss_and_trains_like_fp32(strategy, instructions, t
     assert SliceReader(newest).read_whole("control.scaler.scale") == 2.0**16
 
 
-@pytest.mark.parametrize(("optimizer", "bound"), [("sgd", 2e-6), ("lion", 2e-6), ("muon", 2e-3)])
-def test_every_optimizer_learns_with_the_same_losses_on_two_sharded_ranks(optimizer, bound, instructions, tmp_path):
-    """Muon orthogonalizes in bf16, where the order of summation matters more."""
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "muon"])
+def test_every_optimizer_learns_bitwise_the_same_on_two_sharded_ranks(optimizer, instructions, tmp_path):
     lr = {"sgd": 0.3, "lion": 1e-3, "muon": 1e-2}[optimizer]
     changes = {"train__optimizer": {"name": optimizer}, "train__lr": lr}
     one = train_on(1, settings(instructions, name="one", **changes), tmp_path)
     two = train_on(2, settings(instructions, name="two", parallel__strategy="fsdp", **changes), tmp_path)
     assert losses(one)[-1] < 0.97 * losses(one)[0]
-    assert losses(two) == pytest.approx(losses(one), rel=bound)
+    assert losses(two) == losses(one)
+    assert [line["grad_norm"] for line in lines(two)] == [line["grad_norm"] for line in lines(one)]
+
+
+@pytest.mark.slow
+def test_muon_orthogonalizes_in_bf16_and_stays_close_where_sums_have_another_order(instructions, tmp_path):
+    changes = {"train__optimizer": {"name": "muon"}, "train__lr": 1e-2, "train__micro_batch": 2}
+    changes |= {"model__shape": {**LLAMA, "ffn": 90, "positions": 512}}  # the last rank has fewer rows
+    one = reference_run(settings(instructions, **changes))
+    four = train_on(4, settings(instructions, name="four", parallel__strategy="fsdp", **changes), tmp_path)
+    assert losses(four) == pytest.approx(losses(one), rel=1e-4)
+    norms = [[line["grad_norm"] for line in lines(run)] for run in (four, one)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
 @pytest.mark.parametrize(

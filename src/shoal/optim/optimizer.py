@@ -19,6 +19,7 @@ from shoal.models.tensor_slices import BLOCK, local_tensor
 from shoal.optim.adamw import NO_COPIES, AdamW, find_kernel
 from shoal.optim.eight_bit import is_quantized
 from shoal.optim.lion import Lion
+from shoal.optim.muon import Muon
 from shoal.optim.offload import OffloadedState, Store, buckets
 from shoal.optim.zero1 import Partition
 from shoal.parallel.placement import Placement
@@ -275,8 +276,7 @@ def _lion(given: _Request) -> torch.optim.Optimizer:
 
 
 def _muon(given: _Request) -> torch.optim.Optimizer:
-    momentum = given.settings.momentum
-    return torch.optim.Muon(given.groups(), lr=given.train.lr, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+    return Muon(given.groups(), lr=given.train.lr, momentum=given.settings.momentum)
 
 
 # By the names of `catalogue.optimizers`.
