@@ -16,6 +16,7 @@ from tests.launch.command import Command, environment, forked_shoal, run_within,
 # Fractions of the CPU time of importing torch on this machine.
 ANSWERS_WITHIN = 0.25
 MISTAKE_WITHIN = 0.4
+PLAN_WITHIN = 0.5
 
 GOOD = """\
 name: example
@@ -42,6 +43,15 @@ def test_help_is_fast(arguments: list[str], importing_torch: float, tmp_path: Pa
     answer = run_within(limit, lambda: shoal(tmp_path, *arguments))
     assert (answer.status, answer.err) == (0, "")
     assert answer.out.startswith("Usage: shoal")
+    assert answer.work < limit
+
+
+def test_a_plan_is_fast(importing_torch: float, tmp_path: Path) -> None:
+    asked = ["model.shape=llama3-70b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.nodes=4", "--json"]
+    limit = PLAN_WITHIN * importing_torch
+    answer = run_within(limit, lambda: shoal(tmp_path, "plan", *asked))
+    assert answer.status == 0, answer.err
+    json.loads(answer.out)
     assert answer.work < limit
 
 

@@ -295,6 +295,11 @@ def test_training_stops_early_when_evaluation_no_longer_improves(instructions, t
     # The first evaluation is the best so far; three more without a better one end the run.
     assert [line["step"] for line in evaluations(run)] == [1, 2, 3, 4]
     assert (run / "checkpoints" / "latest").read_text().strip() == "step-00000004"
+    # Resuming it does not train until the next evaluation; with more patience it does.
+    train_on(2, config, tmp_path, resume=True)
+    assert [line["step"] for line in evaluations(run)] == [1, 2, 3, 4]
+    train_on(2, {**config, "train": {**config["train"], "early_stop": {"patience": 4}}}, tmp_path, resume=True)
+    assert [line["step"] for line in evaluations(run)] == [1, 2, 3, 4, 5]
 
 
 def test_a_non_finite_loss_stops_the_run_or_is_skipped_and_counted(instructions, tmp_path):

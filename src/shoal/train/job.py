@@ -54,6 +54,12 @@ class Job:
         """The config of this run, without `auto`."""
         return self.resolved.config
 
+    @property
+    def no_longer_improves(self) -> bool:
+        """Whether `train.early_stop` ends the run: `patience` evaluations without a better loss."""
+        stop = self.config.train.early_stop
+        return stop is not None and self.progress.evaluations_without_gain >= stop.patience
+
     def load(self, checkpoint: Path) -> None:
         """Load model, optimizer and progress from a checkpoint."""
         self.model.reshard()

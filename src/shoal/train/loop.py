@@ -135,7 +135,7 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement, health: Health)
     config, progress = job.config, job.progress
     factor_at = make_schedule(config.train.schedule, job.inputs.steps)
     lr = peak_lr(config.train)
-    stopped: str | None = None
+    stopped = "early_stop" if job.no_longer_improves else None  # as before it was resumed
     with closing(step_batches(job)) as stream:
         while progress.step < job.inputs.steps and stopped is None:
             began = time.perf_counter()
@@ -168,7 +168,7 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement, health: Health)
                 evaluate(job)
             agreed = agreement.after_step(stop=stop.wanted, cannot_save=job.cannot_save)
             if not last:
-                stopped = "early_stop" if evaluates and no_longer_improves(job) else "signal" if agreed.stop else None
+                stopped = "early_stop" if evaluates and job.no_longer_improves else "signal" if agreed.stop else None
             ends = last or stopped is not None or agreed.cannot_save
             saves = progress.step % config.checkpoint.every == 0 or (config.checkpoint.at_end if last else ends)
             if (ends or saves) and decision.continues:
@@ -247,12 +247,6 @@ def evaluate(job: Job) -> None:
     else:
         progress.evaluations_without_gain += 1
     job.log.restart_clock()
-
-
-def no_longer_improves(job: Job) -> bool:
-    """Whether `train.early_stop` ends the run: `patience` evaluations without a better loss."""
-    stop = job.config.train.early_stop
-    return stop is not None and job.progress.evaluations_without_gain >= stop.patience
 
 
 def _current_step(job: Job) -> str:

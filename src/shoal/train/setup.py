@@ -239,8 +239,15 @@ def _resume(job: Job, checkpoint: Path, *, same_run: bool) -> None:
     """Load a checkpoint of this run or of another."""
     job.load(checkpoint)
     set_aside(job)
+    if not same_run:
+        job.progress.evaluations_without_gain = 0
     step, steps = job.progress.step, job.inputs.steps
-    if same_run and step >= steps:
+    if same_run and step < steps and job.no_longer_improves:
+        job.reporter.say(
+            f"The run is finished: train.early_stop ended it at {checkpoint}, step {step} of {steps}. Raise its "
+            "patience to continue."
+        )
+    elif same_run and step >= steps:
         job.reporter.say(
             f"The run is finished: {checkpoint} is step {step} of {steps}. Raise train.steps or epochs to continue."
         )
