@@ -30,6 +30,13 @@ def user_path(given: str | os.PathLike[str], name: str) -> Path:
     return path
 
 
+def cache_root(given: Path | None = None) -> Path:
+    """The root of the cache: as given, or SHOAL_CACHE, or ~/.cache/shoal."""
+    if given is not None:
+        return Path(given)
+    return user_path(os.environ.get("SHOAL_CACHE") or "~/.cache/shoal", "The cache SHOAL_CACHE")
+
+
 def special_kind(path: Path) -> str | None:
     """What `path` is if it is neither a regular file nor a folder: a pipe, a socket or a device."""
     try:

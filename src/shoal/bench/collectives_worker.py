@@ -15,7 +15,7 @@ def main() -> None:
     begin_rank()
     # Standard output belongs to the launcher: redirect what libraries print.
     os.dup2(2, 1)
-    # The launcher prints the traceback of the rank that failed first, once.
+    # The launcher reports the error of the rank that failed first, once.
     sys.excepthook = lambda *_: None
     try:
         measured = measure_as_rank(Request.from_text(sys.argv[1]))

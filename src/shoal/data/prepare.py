@@ -11,13 +11,14 @@ from typing import Protocol
 import numpy as np
 
 from shoal.data import pack
-from shoal.data.cache import Report, cache_root, obtain
+from shoal.data.cache import Report, obtain
 from shoal.data.find import PATH, VALIDATION, find_files
 from shoal.data.order import Order
 from shoal.data.sequences import LOSS_TOKEN, ArrayWriter, Sequences, open_sequences, write_array, write_summary
 from shoal.data.tokenize import Corpus, Progress, tokenize_files
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
+from shoal.paths import cache_root
 
 # Part of every cache key. Raise it whenever the same text and settings would give other sequences than before (a
 # prompt's wording, a packing rule, the meaning of a flag), or other files.

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--overrides", type=json.loads, help="JSON: config keys replaced after running out of memory")
     given = parser.parse_args()
     run = RunDirectory(given.run)
-    # The launcher prints the traceback of the rank that failed first, once.
+    # The launcher reports the error of the rank that failed first, once.
     sys.excepthook = lambda *_: None
     if os.environ["RANK"] != "0":
         send_output_to(run.logs / f"rank-{os.environ['RANK']}.log")
