@@ -3,6 +3,7 @@
 import os
 import sys
 
+import shoal.launch.interrupts  # noqa: F401
 from shoal.bench.collectives import measure_as_rank
 from shoal.bench.collectives_request import Request
 from shoal.launch.join import is_first

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import shoal.launch.interrupts  # noqa: F401
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
 from shoal.launch.processes import (
