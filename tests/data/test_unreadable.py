@@ -28,6 +28,7 @@ def write(folder: Path) -> None:
     (folder / "deep.jsonl").write_text('{"text": ' + "[" * 100_000)
     (folder / "nul.jsonl").write_bytes(b'{"text": "a\0b"}\n')
     (folder / "surrogate.jsonl").write_text('{"text": "\\ud800"}\n')
+    (folder / "odd-key.jsonl").write_text('{"\\ud800": 1}\n')
     (folder / "utf16.jsonl").write_bytes('{"text": "a"}'.encode("utf-16"))
     (folder / "empty.jsonl").write_text("")
     (folder / "mark.jsonl").write_bytes(b"\xef\xbb\xbf")
@@ -72,6 +73,7 @@ def mistake(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> st
         ("mark.jsonl", r"\S+mark\.jsonl is empty\. .+|\S+mark\.jsonl:1 is not a JSON record: .+"),
         ("nul.jsonl", r"\S+nul\.jsonl:1 is not a JSON record: Invalid control character .+"),
         ("surrogate.jsonl", r"\S+surrogate\.jsonl:1.*(lone surrogate|lacks instruction).+"),
+        ("odd-key.jsonl", r".+ \S+odd-key\.jsonl:1, which has the keys \\ud800\. .+|.+ its keys are \\ud800\. .+"),
         ("utf16.jsonl", r"\S+utf16\.jsonl:1 is not a JSON record: byte 0 of the line is not UTF-8\. .+"),
         ("deep.jsonl", r"\S+deep\.jsonl:1 is not a JSON record: nested too deeply\. .+"),
         ("deep.json", r"\S+deep\.json:1 is not a JSON record: nested too deeply\. .+"),
