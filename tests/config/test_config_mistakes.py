@@ -81,6 +81,12 @@ def test_an_unknown_key_names_its_line_and_the_key_that_was_meant(text: str, say
         ("train: 3", "run.yaml:2: train is 3, but must be a mapping such as {global_batch: 64}."),
         ("train:", "run.yaml:2: train is null, but must be a mapping such as {global_batch: 64}."),
         ("name: 12", "run.yaml:2: name is 12, but must be a string. Put it in quotes."),
+        (
+            "train: {micro_batch: 1000000000000}",
+            "run.yaml:2: train.micro_batch is 1000000000000, but must be an integer (at least 1 and at most "
+            "1000000000) or auto.",
+        ),
+        ('name: "\\ud800"', "run.yaml:2: a lone surrogate (\\ud800 to \\udfff) is not a character."),
         ("seed: 4294967296", "run.yaml:2: seed is 4294967296, but must be at most 4294967295."),
         ("seed: .inf", "run.yaml:2: seed is Infinity, but must be an integer."),
         ("train: {lr: .nan}", "run.yaml:2: train.lr is NaN, but must be a finite number."),

@@ -11,7 +11,8 @@ import pytest
 
 from shoal.data import chess_games, chess_player, load_tokenizer, prepare
 from shoal.data.chess_games import Match, play, played_file
-from shoal.data.sources import find_files, read_records
+from shoal.data.find import find_files
+from shoal.data.sources import read_records
 from shoal.mistakes import UserMistake
 
 Write = Callable[[str, Any], Path]

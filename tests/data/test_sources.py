@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from shoal.data import sources
-from shoal.data.sources import find_files, read_records
+from shoal.data.find import find_files
+from shoal.data.sources import read_records
 from shoal.mistakes import UserMistake
 
 Write = Callable[[str, Any], Path]

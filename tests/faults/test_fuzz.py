@@ -6,12 +6,8 @@ by its kind and number.
 
 import json
 import shutil
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -28,52 +24,15 @@ from shoal.checkpoint.store import MANIFEST, folder_for
 from shoal.mistakes import UserMistake
 from shoal.parallel.ranks import Ranks
 from tests.faults.damage import ANY_JSON, MANIFEST_ONLY, TENSORS_ONLY, hashed_anew, written
+from tests.faults.fuzzing import PARTS, hold_sentence, problems_of
 from tests.faults.odd_configs import ODD_CONFIGS
 from tests.harness import settings, train_on
 
 STEPS = 2
-SECONDS = 5  # that one case may take
 MANIFESTS = {**ANY_JSON, **MANIFEST_ONLY}
 MANIFEST_CASES, TENSOR_CASES, TEXT_CASES = 20, 24, 8
-# A quarter of the cases runs in `make test`, the others with the slow tests.
-PARTS = pytest.mark.parametrize("part", [pytest.param("a quarter"), pytest.param("the others", marks=pytest.mark.slow)])
 EVERY = 8  # one case in so many is also exported
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
-
-
-class TookTooLong(BaseException):
-    """Not an `Exception`, so that no handler takes it for a damaged file."""
-
-
-@contextmanager
-def limited() -> Iterator[None]:
-    """Limit CPU time, because the machine is shared, and wall time, for code that waits."""
-
-    def expire(number: int, frame: FrameType | None) -> None:
-        raise TookTooLong
-
-    clocks = ((signal.SIGPROF, signal.ITIMER_PROF, SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, 12 * SECONDS))
-    before = [signal.signal(number, expire) for number, _, _ in clocks]
-    for _, clock, seconds in clocks:
-        signal.setitimer(clock, seconds)
-    try:
-        yield
-    finally:
-        for (number, clock, _), handler in zip(clocks, before, strict=True):
-            signal.setitimer(clock, 0)
-            signal.signal(number, handler)
-
-
-def problems_of(cases: int, part: str, kind: str, attempt: Callable[[Random, int], None]) -> list[str]:
-    """All failures by case, because one often hides another."""
-    found = []
-    for number in (one for one in range(cases) if (one % 4 == 0) == (part == "a quarter")):
-        try:
-            with limited():
-                attempt(Random(f"{kind}/{number}"), number)
-        except (Exception, TookTooLong) as error:
-            found.append(f"{number}: {type(error).__name__}: {str(error)[:300]}")
-    return found
 
 
 def test_there_are_more_than_a_thousand() -> None:
@@ -153,13 +112,6 @@ def hold(victim: Victim, *, export: bool) -> None:
             hold_sentence(mistake)
         else:
             hold_same(exported, victim.exported[STEPS], "exported")
-
-
-def hold_sentence(mistake: UserMistake) -> None:
-    text = str(mistake)
-    assert text
-    assert "Traceback" not in text
-    assert text.strip().endswith((".", "?")) or ": " in text, text
 
 
 @PARTS

@@ -121,6 +121,30 @@ def test_a_second_signal_ends_it_at_once_and_loses_only_what_was_not_saved(
     assert resumed.status == 0, resumed.err
 
 
+def test_ctrl_c_while_the_ranks_import_torch_is_one_sentence(instructions: Path, tmp_path: Path) -> None:
+    """Ctrl-C reaches every process of a terminal, here those of a process group."""
+    write_config(tmp_path, config(instructions))
+
+    def importing() -> bool:
+        ranks = [one for one in descendants(command.process.pid) if "shoal.launch.worker" in text_of(one, "cmdline")]
+        return len(ranks) == 2 and all("libtorch" in text_of(one, "maps") for one in ranks)
+
+    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--json"]) as command:
+        command.wait_until(importing)
+        os.killpg(command.process.pid, signal.SIGINT)
+        ended = command.wait(HANG_TIMEOUT)
+    assert (ended.status, ended.out) == (1, ""), ended.err
+    assert "Traceback" not in ended.err
+    assert ended.err.endswith("shoal: The run was stopped before it could save.\n")
+
+
+def text_of(process: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{process}/{name}").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def is_dead(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

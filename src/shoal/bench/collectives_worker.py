@@ -3,6 +3,7 @@
 import os
 import sys
 
+import shoal.launch.interrupts  # noqa: F401
 from shoal.bench.collectives import measure_as_rank
 from shoal.bench.collectives_request import Request
 from shoal.launch.join import is_first
@@ -15,7 +16,7 @@ def main() -> None:
     begin_rank()
     # Standard output belongs to the launcher: redirect what libraries print.
     os.dup2(2, 1)
-    # The launcher prints the traceback of the rank that failed first, once.
+    # The launcher reports the error of the rank that failed first, once.
     sys.excepthook = lambda *_: None
     try:
         measured = measure_as_rank(Request.from_text(sys.argv[1]))

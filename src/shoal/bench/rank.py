@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.bench.steps import MISTAKE, Steps
+from shoal.bench.steps import MISTAKE, Steps, last_sentence
 from shoal.config.load import config_to_yaml
 from shoal.config.schema import Config
 from shoal.mistakes import RunFailed, UserMistake
@@ -138,8 +138,8 @@ def trace_rank(config: Config, world_size: int, report: Callable[[str], None] = 
                 output.seek(0)
                 message = output.read().strip()
                 if process.returncode == MISTAKE:
-                    raise UserMistake(message.rpartition("shoal: ")[2])
-                raise RunFailed(f"The traced step failed:\n{message[-4000:]}")
+                    raise UserMistake(last_sentence(message))
+                raise RunFailed(f"The traced step failed: {last_sentence(message)}")
         found = json.loads(result.read_text())
     return RankReport(traced=True, world_size=world_size, **found)
 

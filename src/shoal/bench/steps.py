@@ -119,11 +119,16 @@ def _run(command: Sequence[str], run: RunDirectory, steps: int, report: Callable
             output.seek(0)
             message = output.read().strip()
             if process.returncode == MISTAKE:
-                raise UserMistake(message.rpartition("shoal: ")[2])
-            raise RunFailed(f"The measured training failed:\n{message[-4000:]}")
+                raise UserMistake(last_sentence(message))
+            raise RunFailed(f"The measured training failed: {last_sentence(message)}")
     if first is None:
         first = time.perf_counter() - began
     return first
+
+
+def last_sentence(output: str) -> str:
+    """What a worker said last, or the end of its output if it died without a word."""
+    return output.rpartition("shoal: ")[2].strip()[-4000:]
 
 
 def _summarize(

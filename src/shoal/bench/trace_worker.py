@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from shoal.bench.ledger import REDUCING, Peak
 from shoal.bench.trace import LOSS, check_traceable, trace
 from shoal.config.load import load_config
 from shoal.config.schema import Config
+from shoal.crash import report_crash
 from shoal.mistakes import UserMistake
 from shoal.parallel.device import describe_machine
 from shoal.plan.terms import GIB
@@ -34,8 +34,8 @@ def main() -> int:
     except UserMistake as mistake:
         print(f"shoal: {mistake}", file=sys.stderr)
         return 2
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        print(f"shoal: {report_crash(error)}", file=sys.stderr)
         return 1
     given.result.write_text(json.dumps(found))
     return 0

@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from shoal.config.load import load_config
 from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
+from shoal.crash import report_crash
 from shoal.launch.join import choose_device
 from shoal.launch.run import start
 from shoal.mistakes import RunFailed, UserMistake
@@ -53,8 +53,8 @@ def main() -> int:
     except (UserMistake, RunFailed) as failure:
         print(f"shoal: {failure}", file=sys.stderr)
         return 2 if isinstance(failure, UserMistake) else 1
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        print(f"shoal: {report_crash(error, in_run=False)}", file=sys.stderr)
         return 1
     return 0
 

@@ -17,6 +17,7 @@ from shoal.cli.convert import export_command, import_command
 from shoal.cli.plan import plan_command
 from shoal.cli.train import TrainCommand, download, init, train
 from shoal.cli.use import chat, evaluate, generate
+from shoal.crash import report_crash
 from shoal.mistakes import RunFailed, UserMistake
 
 app = typer.Typer(
@@ -56,7 +57,8 @@ def shoal(
 
 
 def main() -> None:
-    """Run the command. A user mistake prints one sentence and exits with status 2; a failed run exits with 1."""
+    """Run the command. A user mistake prints one sentence and exits with status 2; a failed run, and an error that
+    nobody expected, with 1."""
     try:
         app()
     except UserMistake as mistake:
@@ -64,4 +66,7 @@ def main() -> None:
         sys.exit(MISTAKEN)
     except RunFailed as failure:
         typer.echo(f"shoal: {failure}", err=True)
+        sys.exit(FAILED)
+    except Exception as error:
+        typer.echo(f"shoal: {report_crash(error)}", err=True)
         sys.exit(FAILED)

@@ -3,6 +3,7 @@
 import json
 import types
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
@@ -182,7 +183,7 @@ def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any) -> str:
     if path in SHORTHANDS:
         annotation = _text_in(_type_at((*path, SHORTHANDS[path]))) | annotation
     # Bounds are shown only where several types are possible, to tell them apart.
-    choices = _descriptions(annotation, with_bounds=len(errors) > 1)
+    choices = _descriptions(annotation, with_bounds=len(errors) > 1, exceeds=_exceeds(value))
     words = [kind for kind in _members(annotation) if get_origin(kind) is Literal]
     hint = ""
     if isinstance(value, str) and words:
@@ -195,17 +196,26 @@ def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any) -> str:
     return f"{one_of}{_either(choices)}.{hint}"
 
 
+def _exceeds(value: Any) -> float:
+    """The number whose upper bounds are of interest: none but those that `value` exceeds."""
+    return value if isinstance(value, int | float) else -inf
+
+
 def _either(choices: list[str]) -> str:
     return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
-def _descriptions(annotation: Any, with_bounds: bool = False, bounds: Sequence[Any] = ()) -> list[str]:
-    """The kinds of value this type accepts, each in a few words."""
+def _descriptions(
+    annotation: Any, with_bounds: bool = False, bounds: Sequence[Any] = (), exceeds: float = -inf
+) -> list[str]:
+    """The kinds of value this type accepts, each in a few words. Of upper bounds, only those below `exceeds`."""
     if get_origin(annotation) in (Union, types.UnionType):
-        return [words for member in get_args(annotation) for words in _descriptions(member, with_bounds)]
+        return [
+            words for member in get_args(annotation) for words in _descriptions(member, with_bounds, exceeds=exceeds)
+        ]
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
-        return _descriptions(inner, with_bounds, metadata)
+        return _descriptions(inner, with_bounds, metadata, exceeds)
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
     if get_origin(annotation) is tuple:
@@ -223,7 +233,7 @@ def _descriptions(annotation: Any, with_bounds: bool = False, bounds: Sequence[A
         return ["null"]
     if isinstance(annotation, type) and issubclass(annotation, Block):
         return [f"a mapping such as {_example(annotation)}"]
-    return [{int: "an integer", float: "a number", str: "a string"}[annotation] + _range(bounds) * with_bounds]
+    return [{int: "an integer", float: "a number", str: "a string"}[annotation] + _range(bounds, exceeds) * with_bounds]
 
 
 def _example(block: type[Block]) -> str:
@@ -238,11 +248,11 @@ def _number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else str(value)
 
 
-def _range(bounds: Sequence[Any]) -> str:
+def _range(bounds: Sequence[Any], exceeds: float) -> str:
     parts = [
         f"{words} {_number(getattr(bound, limit))}"
         for bound in bounds
         for limit, words in _BOUNDS.items()
-        if hasattr(bound, limit)
+        if hasattr(bound, limit) and (limit in ("gt", "ge") or getattr(bound, limit) <= exceeds)
     ]
     return f" ({' and '.join(parts)})" if parts else ""

@@ -14,6 +14,7 @@ from shoal.mistakes import UserMistake
 KeyPath = tuple[str | int, ...]
 
 MOST_VALUES = 100_000  # in one file
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -197,14 +198,16 @@ def write_yaml(value: Any) -> str:
 def _refuse_odd_keys(
     node: yaml.Node, locate: Callable[[int], str], above: tuple[yaml.Node, ...], visits: Iterator[int]
 ) -> None:
-    """Refuse duplicate keys, keys that are not text, values that contain themselves, and nested aliases that expand to
-    millions of values: PyYAML accepts them all."""
+    """Refuse duplicate keys, keys that are not text, text that cannot be encoded, values that contain themselves, and
+    nested aliases that expand to millions of values: PyYAML accepts them all."""
     if node in above:
         raise UserMistake(f"{locate(node.start_mark.line)}: a value contains itself through an alias.")
     if next(visits) > MOST_VALUES:
         raise UserMistake(
             f"{locate(node.start_mark.line)}: with its aliases this has more than {MOST_VALUES:,} values."
         )
+    if isinstance(node, yaml.ScalarNode):
+        _refuse_surrogates(node, locate)
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             _refuse_odd_keys(item, locate, (*above, node), visits)
@@ -218,7 +221,13 @@ def _refuse_odd_keys(
             if key.value in seen:
                 raise UserMistake(f"{here}: the key {key.value} is set twice in this block.")
             seen.add(key.value)
+            _refuse_surrogates(key, locate)
             _refuse_odd_keys(value, locate, (*above, node), visits)
+
+
+def _refuse_surrogates(node: yaml.ScalarNode, locate: Callable[[int], str]) -> None:
+    if _SURROGATE.search(node.value):
+        raise UserMistake(f"{locate(node.start_mark.line)}: a lone surrogate (\\ud800 to \\udfff) is not a character.")
 
 
 def _positions(node: yaml.Node, path: KeyPath) -> Iterator[tuple[KeyPath, int, bool]]:

@@ -7,10 +7,18 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict
 from pydantic_core import PydanticCustomError
 
-Count = Annotated[int, Ge(1)]
-CountOrZero = Annotated[int, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-PositiveOrZero = Annotated[float, Ge(0)]
+# The upper bounds are far above what anyone can mean. They refuse a slip of the keyboard before the forecast or the
+# training loop computes with it, and keep every product of sizes within a float and every count within 64 bits.
+MOST, MOST_IN_SIZE, MOST_LAYERS, MOST_DEGREE = 10**18, 10**9, 10**5, 2**10
+Count = Annotated[int, Ge(1), Le(MOST)]
+CountOrZero = Annotated[int, Ge(0), Le(MOST)]
+Size = Annotated[int, Ge(1), Le(MOST_IN_SIZE)]  # sequences, tokens, devices, the dimensions of a matrix
+Layers = Annotated[int, Ge(1), Le(MOST_LAYERS)]
+Degree = Annotated[int, Ge(1), Le(MOST_DEGREE)]  # of parallelism
+Positive = Annotated[float, Gt(0), Le(1e18)]
+PositiveOrZero = Annotated[float, Ge(0), Le(1e18)]
+Quantity = Annotated[float, Ge(1e-6), Le(1e9)]  # of hardware: memory, bandwidth, latency, price
+Seconds = Annotated[float, Gt(0), Le(1e9)]  # what clocks and timeouts of the operating system can count
 Share = Annotated[float, Ge(0), Le(1)]
 ShareBelowOne = Annotated[float, Ge(0), Lt(1)]
 # YAML has lists; a frozen config needs tuples. Only the container is lenient, not its items.

@@ -3,17 +3,18 @@
 import re
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from pydantic import Field, Strict, model_validator
 
 from shoal.catalogue.families import BUILDABLE, FAMILIES, listed
 from shoal.catalogue.shapes import ModelShape, find_shape, shape_from_sizes
 from shoal.config.schema_base import (
+    MOST_IN_SIZE,
     Block,
-    Count,
-    CountOrZero,
+    Layers,
     Positive,
     ShareBelowOne,
+    Size,
     Texts,
     contradiction,
     spelled,
@@ -48,17 +49,17 @@ class ShapeConfig(Block):
     """Explicit dimensions of a randomly initialized model."""
 
     family: str = Field("llama", description=f"Architecture: {listed(_DESCRIBED)}.")
-    hidden: Count = Field(256, description="Hidden size.")
-    layers: Count = Field(4, description="Number of transformer layers.")
-    heads: Count = Field(8, description="Number of attention heads; must divide hidden.")
-    kv_heads: Count | None = Field(None, description="Number of key/value heads; must divide heads; default: heads.")
-    ffn: Count | None = Field(
+    hidden: Size = Field(256, description="Hidden size.")
+    layers: Layers = Field(4, description="Number of transformer layers.")
+    heads: Size = Field(8, description="Number of attention heads; must divide hidden.")
+    kv_heads: Size | None = Field(None, description="Number of key/value heads; must divide heads; default: heads.")
+    ffn: Size | None = Field(
         None,
         description="Intermediate size of the feed-forward layers; default: 4 × hidden, or 8/3 × hidden rounded up "
         "to a multiple of 64 where they are gated.",
     )
-    vocab: Count = Field(512, description="Vocabulary size.")
-    positions: Count = Field(1024, description="Maximum sequence length of the model.")
+    vocab: Size = Field(512, description="Vocabulary size.")
+    positions: Size = Field(1024, description="Maximum sequence length of the model.")
     tied: bool = Field(True, description="Whether the head (lm_head) shares its weights with the embedding.")
 
     @model_validator(mode="after")
@@ -126,7 +127,7 @@ class AdapterConfig(Block):
         "none",
         description="none: train the model itself; lora: train an adapter; qlora: the same on a quantized model.",
     )
-    rank: Count = Field(8, description="Rank of the adapter.")
+    rank: Size = Field(8, description="Rank of the adapter.")
     alpha: Positive = Field(16.0, description="Scaling factor of the adapter's output, divided by the rank.")
     dropout: ShareBelowOne = Field(0.0, description="Dropout on the adapter's inputs.")
     targets: Literal["auto"] | Texts = Field(
@@ -141,8 +142,8 @@ class AdapterConfig(Block):
 class StreamingConfig(Block):
     """Reading data that is not tokenized before training."""
 
-    chunk: Count = Field(10_000, description="Records read and tokenized at a time.")
-    shuffle_buffer: Count = Field(50_000, description="Records in the shuffle buffer.")
+    chunk: Size = Field(10_000, description="Records read and tokenized at a time.")
+    shuffle_buffer: Size = Field(50_000, description="Records in the shuffle buffer.")
 
 
 class DataBlockConfig(Block):
@@ -164,8 +165,8 @@ class DataConfig(Block):
         None,
         description="File, folder or pattern to read, or a list of these; source chess without a path generates games.",
     )
-    games: Count = Field(12_000, description="Number of games to generate, for source chess without a path.")
-    plies: Count = Field(42, description="Maximum length of a generated game in plies (moves of one side).")
+    games: Size = Field(12_000, description="Number of games to generate, for source chess without a path.")
+    plies: Size = Field(42, description="Maximum length of a generated game in plies (moves of one side).")
     player: Literal["quick", "stockfish"] = Field(
         "quick",
         description="Player of generated games. quick: one ply deep, hundreds of games per second; stockfish: much "
@@ -174,7 +175,7 @@ class DataConfig(Block):
     format: RecordFormat = Field(
         "auto", description="Format of the records; auto: chosen by the keys of the first record."
     )
-    max_length: Annotated[int, Ge(2)] = Field(
+    max_length: Annotated[int, Ge(2), Le(MOST_IN_SIZE)] = Field(
         2048, description="Maximum sequence length in tokens; longer instructions are truncated, longer texts split."
     )
     pack: bool | Literal["auto"] = Field(
@@ -192,7 +193,7 @@ class DataConfig(Block):
     streaming: bool | StreamingConfig = Field(
         False, description="Read and tokenize while training instead of before it; a block sets chunk and buffer."
     )
-    workers: CountOrZero = Field(
+    workers: Annotated[int, Ge(0), Le(1024)] = Field(
         2, description="Threads per device that prefetch batches; 0: batches are prepared in the training loop."
     )
     on_error: Literal["stop", "skip"] = Field("stop", description="What to do with a record that cannot be read.")

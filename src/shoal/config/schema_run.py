@@ -2,12 +2,23 @@
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 from pydantic import Field, Strict, model_validator
 
 from shoal.catalogue.gpus import find_gpu, find_link
 from shoal.catalogue.strategies import ALIASES, SHARDINGS, STRATEGIES
-from shoal.config.schema_base import Block, Count, CountOrZero, Positive, Texts, contradiction, spelled
+from shoal.config.schema_base import (
+    MOST_IN_SIZE,
+    Block,
+    Count,
+    CountOrZero,
+    Degree,
+    Quantity,
+    Size,
+    Texts,
+    contradiction,
+    spelled,
+)
 from shoal.mistakes import UserMistake
 
 # A type checker needs the literals; a test compares them with the table.
@@ -65,11 +76,11 @@ class ParallelConfig(Block):
         description="FSDP sharding strategy: weights, gradients and optimizer state; all but the weights in use; "
         "all, within a node; nothing. Set without a strategy, it means strategy fsdp.",
     )
-    replicate: Count | Literal["auto"] = Field("auto", description="Replicas under hybrid_shard; auto: one per node.")
-    tp: Count = Field(1, description="Tensor-parallel degree: devices that share each layer.")
-    pp: Count = Field(1, description="Pipeline-parallel degree: devices that each hold a range of layers.")
+    replicate: Size | Literal["auto"] = Field("auto", description="Replicas under hybrid_shard; auto: one per node.")
+    tp: Degree = Field(1, description="Tensor-parallel degree: devices that share each layer.")
+    pp: Degree = Field(1, description="Pipeline-parallel degree: devices that each hold a range of layers.")
     pp_schedule: PipelineSchedule = Field("1f1b", description="Pipeline schedule.")
-    cp: Count = Field(1, description="Context-parallel degree: devices that share each sequence.")
+    cp: Degree = Field(1, description="Context-parallel degree: devices that share each sequence.")
     cp_method: Literal["gather", "ulysses"] = Field(
         "gather",
         description="Context-parallel attention: all-gather of keys and values, or all-to-all over heads.",
@@ -82,7 +93,7 @@ class ParallelConfig(Block):
         description="FSDP units to all-gather ahead of use, also the limit on all-gathers in flight; 0: none ahead in "
         "the forward pass, and one in the backward pass, as FSDP2 always does.",
     )
-    reshard: Literal["auto"] | bool | Annotated[int, Ge(2)] = Field(
+    reshard: Literal["auto"] | bool | Annotated[int, Ge(2), Le(MOST_IN_SIZE)] = Field(
         "auto",
         description="Whether FSDP reshards weights after the forward pass; a number: reshard to groups of this size.",
     )
@@ -115,9 +126,9 @@ class GpuConfig(Block):
     """A device that is not in the catalogue, or differs from its entry."""
 
     like: str = Field("a100-80gb", description="The most similar device in the catalogue.")
-    memory_gib: Positive | None = Field(None, description="Memory in GiB; null: as that device.")
-    gb_per_second: Positive | None = Field(None, description="Memory bandwidth in GB/s; null: as that device.")
-    tflops: Positive | None = Field(None, description="Peak dense 16-bit TFLOP/s; null: as that device.")
+    memory_gib: Quantity | None = Field(None, description="Memory in GiB; null: as that device.")
+    gb_per_second: Quantity | None = Field(None, description="Memory bandwidth in GB/s; null: as that device.")
+    tflops: Quantity | None = Field(None, description="Peak dense 16-bit TFLOP/s; null: as that device.")
 
     @model_validator(mode="after")
     def _known(self) -> "GpuConfig":
@@ -131,15 +142,15 @@ class GpuConfig(Block):
 class LinkConfig(Block):
     """An interconnect that is not in the catalogue."""
 
-    gb_per_second: Positive = Field(50.0, description="Bandwidth per device and direction in GB/s.")
-    latency_us: Positive = Field(10.0, description="Latency of a small message in microseconds.")
+    gb_per_second: Quantity = Field(50.0, description="Bandwidth per device and direction in GB/s.")
+    latency_us: Quantity = Field(10.0, description="Latency of a small message in microseconds.")
 
 
 class HardwareConfig(Block):
     """The hardware of the run, or the hardware to plan for."""
 
-    devices: Count | Literal["auto"] = Field("auto", description="Devices per node; auto: all that are present.")
-    nodes: Count = Field(1, description="Number of nodes.")
+    devices: Size | Literal["auto"] = Field("auto", description="Devices per node; auto: all that are present.")
+    nodes: Size = Field(1, description="Number of nodes.")
     gpu: str | GpuConfig = Field("auto", description="Device to plan for; auto: the one that is present.")
     link: str | LinkConfig = Field(
         "auto", description="Interconnect within a node to plan for; auto: the usual one of the device."
@@ -147,8 +158,8 @@ class HardwareConfig(Block):
     network: str | LinkConfig = Field(
         "auto", description="Network between nodes to plan for; auto: the usual one of the device."
     )
-    host_gib: Positive | None = Field(None, description="Host memory per node in GiB to plan for; null: unknown.")
-    price: Positive | None = Field(None, description="Price per device-hour, to plan for.")
+    host_gib: Quantity | None = Field(None, description="Host memory per node in GiB to plan for; null: unknown.")
+    price: Quantity | None = Field(None, description="Price per device-hour, to plan for.")
 
     @model_validator(mode="after")
     def _names_are_known(self) -> "HardwareConfig":

@@ -11,8 +11,10 @@ from shoal.config.schema_base import (
     CountOrZero,
     Positive,
     PositiveOrZero,
+    Seconds,
     Share,
     ShareBelowOne,
+    Size,
     contradiction,
     spelled,
 )
@@ -135,15 +137,15 @@ class TrainConfig(Block):
     )
     steps: Count | None = Field(None, description="Instead of epochs: number of optimizer steps.")
     tokens: Count | None = Field(None, description="Instead of epochs: number of loss tokens.")
-    global_batch: Count = Field(
+    global_batch: Size = Field(
         64, description="Sequences per optimizer step, over all devices and gradient accumulation steps."
     )
-    grad_accum: Count | None = Field(
+    grad_accum: Size | None = Field(
         None,
         description="Gradient accumulation steps, as another way to set global_batch: micro_batch × grad_accum × "
         "data-parallel devices.",
     )
-    micro_batch: Count | Literal["auto"] = Field(
+    micro_batch: Size | Literal["auto"] = Field(
         "auto",
         description="Sequences per device in one forward pass; auto: the fastest that fits, according to shoal plan.",
     )
@@ -151,7 +153,7 @@ class TrainConfig(Block):
     lr_scaling: Literal["none", "linear"] = Field(
         "none", description="linear: multiply the learning rate by global_batch / base_batch."
     )
-    base_batch: Count | None = Field(None, description="The global batch that lr refers to, for lr_scaling linear.")
+    base_batch: Size | None = Field(None, description="The global batch that lr refers to, for lr_scaling linear.")
     lr_groups: dict[str, PositiveOrZero] = Field(
         {}, description="Learning rate multipliers, by pattern of parameter names."
     )
@@ -201,7 +203,7 @@ class TrainConfig(Block):
         "checkpoint, with half the micro_batch and the same global_batch.",
     )
     slow_rank: SlowRankConfig = Field(default_factory=SlowRankConfig, description="Straggler detection.")
-    hang_timeout: Positive = Field(600.0, description="Seconds without progress after which the run counts as hung.")
+    hang_timeout: Seconds = Field(600.0, description="Seconds without progress after which the run counts as hung.")
 
     @model_validator(mode="before")
     @classmethod

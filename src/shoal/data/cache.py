@@ -20,14 +20,6 @@ _BLOCKS = 64
 Report = Callable[[str], None]
 
 
-def cache_root(given: Path | None = None) -> Path:
-    """The root of the cache: as given, or SHOAL_CACHE, or ~/.cache/shoal."""
-    if given is not None:
-        return Path(given)
-    configured = os.environ.get("SHOAL_CACHE")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "shoal"
-
-
 def obtain(root: Path, key: str, build: Callable[[Path], None], report: Report) -> tuple[Path, bool]:
     """The folder of `key` under `root`, and whether it was cached. If not, `build` fills it."""
     entry = root / key

@@ -1,8 +1,9 @@
 """Mistakes in the data that can be found in a moment, before torch is imported: a wrong path, an unknown format."""
 
 from shoal.config.schema import DataConfig
+from shoal.data.find import VALIDATION, find_files
 from shoal.data.formats import choose_format
-from shoal.data.sources import find_files, read_records, stop
+from shoal.data.sources import read_records, stop
 from shoal.mistakes import UserMistake
 
 READ_FROM_FILES = ("json", "text")
@@ -14,7 +15,9 @@ def check_first_record(data: DataConfig) -> None:
     if data.source not in READ_FROM_FILES:
         return
     files = find_files(data.source, data.path)
-    if files[0].suffix == ".json" and files[0].stat().st_size > LARGE:
+    if isinstance(data.validation, str):
+        find_files(data.source, data.validation, VALIDATION)
+    if files[0].suffix == ".json" and files[0].is_file() and files[0].stat().st_size > LARGE:
         return  # it would be read to its end
     on_bad = ignore if data.on_error == "skip" else stop
     first = next(read_records(data.source, files, on_bad), None)

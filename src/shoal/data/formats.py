@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake, suggestion
+from shoal.paths import LONGEST_SHOWN
 
 Segment = tuple[str, bool]  # the text, and whether the loss counts it
 
@@ -107,7 +108,9 @@ def _string(record: Record, key: str) -> str:
 
 
 def _keys(record: Record) -> str:
-    return ", ".join(map(str, record.fields)) or "(none)"
+    # Keys may be of any length, and may hold lone surrogates, which cannot be printed.
+    listed = ", ".join(record.fields).encode(errors="backslashreplace").decode() or "(none)"
+    return listed if len(listed) <= LONGEST_SHOWN else f"{listed[:LONGEST_SHOWN]}…"
 
 
 # `auto` takes the first match, so formats with more keys come first.

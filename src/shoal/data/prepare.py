@@ -11,7 +11,8 @@ from typing import Protocol
 import numpy as np
 
 from shoal.data import pack
-from shoal.data.cache import Report, cache_root, obtain
+from shoal.data.cache import Report, obtain
+from shoal.data.find import PATH, VALIDATION, find_files
 from shoal.data.order import Order
 from shoal.data.sequences import (
     LOSS_TOKEN,
@@ -22,10 +23,10 @@ from shoal.data.sequences import (
     write_array,
     write_summary,
 )
-from shoal.data.sources import find_files
 from shoal.data.tokenize import Corpus, Progress, tokenize_files
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
+from shoal.paths import cache_root
 
 # Part of every cache key. Raise it whenever the same text and settings would give other sequences than before (a
 # prompt's wording, a packing rule, the meaning of a flag), or other files.
@@ -112,7 +113,7 @@ def prepare(
     path: object = None,
     not_apart: str | None = None,
 ) -> Sequences:
-    """The sequences of `data` (or of `path`, read the same way), from the cache if they are there and complete."""
+    """The sequences of `data` (or of `path`, its validation data), from the cache if they are there and complete."""
     if not isinstance(data.source, str):
         raise UserMistake("data.source must be one name; lists of sources are not supported.")
     if data.max_length < 1:
@@ -129,13 +130,14 @@ def prepare(
         train_on=str(data.train_on),
         on_error=str(data.on_error),
     )
+    named_by = PATH if path is None else VALIDATION
     files = _files(data, path, cache_root(cache), report)
     before = _states(files)
     described = [LAYOUT, asdict(settings), tokenizer.fingerprint, before]
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
-        _write_sequences(folder, settings, files, tokenizer, report, not_apart)
+        _write_sequences(folder, settings, files, tokenizer, report, named_by, not_apart)
         if _states(files) != before:
             raise UserMistake("The data changed while it was read. Start again once it is complete.")
 
@@ -158,14 +160,14 @@ def _files(data: DataSettings, path: object, cache: Path, report: Report) -> lis
         from shoal.data.chess_games import Match, played_file
 
         return [played_file(Match(data.games, data.plies, data.player), cache, report)]
-    return find_files(str(data.source), wanted)
+    return find_files(str(data.source), wanted, PATH if path is None else VALIDATION)
 
 
 def _states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     try:
         states = [(str(file), file.stat()) for file in files]
-    except OSError as error:  # found a moment ago
-        raise UserMistake(f"{error.filename} cannot be read ({error.strerror}). Check the path.") from error
+    except OSError as error:  # a link to nowhere in a folder, or a file that was removed a moment ago
+        raise UserMistake(f"{error.filename} cannot be read: {error.strerror}.") from None
     return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
@@ -175,6 +177,7 @@ def _write_sequences(
     files: Sequence[Path],
     tokenizer: Tokenizer,
     report: Report,
+    key: str,
     not_apart: str | None,
 ) -> None:
     progress = Progress(report)
@@ -188,6 +191,7 @@ def _write_sequences(
         skip=settings.on_error == "skip",
         progress=progress,
         not_apart=not_apart if settings.pack_apart else None,
+        key=key,
     )
     length = settings.max_length
     separate = settings.pack_apart and not corpus.format.joined
@@ -199,7 +203,7 @@ def _write_sequences(
     kept = loss_tokens > 0
     if not kept.any():
         raise UserMistake(
-            f"None of the {corpus.documents:,} documents in data.path has a loss token"
+            f"None of the {corpus.documents:,} documents in {key} has a loss token"
             + (
                 f": {bounds.truncated:,} were truncated at data.max_length {length}. Raise it."
                 if bounds.truncated

@@ -1,16 +1,15 @@
 """Read records from files: dictionaries with their file and line. Lazy, and always in the same order."""
 
 import codecs
-import glob
 import json
-import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.mistakes import UserMistake, suggestion
+from shoal.mistakes import UserMistake
 
 # A text file is read in chunks of about this many bytes, split after a line where possible, so that neither its
 # text nor its token ids must fit in memory at once. Chunks are tokenized independently: at most one word per million
@@ -39,23 +38,10 @@ def stop(mistake: UserMistake) -> None:
     raise mistake
 
 
-def find_files(source: str, path: object) -> list[Path]:
-    """The files that `path` names: a file, a folder searched recursively, a glob, or a list of these. Each file once.
-
-    The files of one entry are sorted; entries of a list keep their order.
-    """
-    entries: Sequence[object] = path if isinstance(path, list | tuple) else [path]
-    if path is None or not entries:
-        raise UserMistake("data.path is not set. Give it a file, a folder, a glob or a list of these.")
-    found: dict[Path, None] = {}
-    for entry in entries:
-        found.update(dict.fromkeys(_expand(source, str(entry))))
-    return list(found)
-
-
 def read_records(source: str, files: Sequence[Path], on_bad: OnBad = stop) -> Iterator[Record]:
     """The records of `files`, in order, read lazily."""
-    reader = _reader(source)
+    check_source(source)
+    reader = _READERS[source]
     for file in files:
         try:
             yield from reader(file, on_bad)
@@ -63,42 +49,6 @@ def read_records(source: str, files: Sequence[Path], on_bad: OnBad = stop) -> It
             raise UserMistake(
                 f"{file} cannot be read ({error.strerror}). Check the path and its permissions."
             ) from error
-
-
-def _expand(source: str, entry: str) -> list[Path]:
-    _reader(source)
-    location = Path(entry).expanduser()
-    if location.is_file():
-        return [location.absolute()]
-    if location.is_dir():
-        suffixes = _FOLDER_SUFFIXES.get(source)
-        files = sorted(
-            file.absolute() for file in _walk(location) if suffixes is None or file.suffix.lower() in suffixes
-        )
-        if not files:
-            wanted = "visible files" if suffixes is None else f"{' or '.join(suffixes)} files"
-            raise UserMistake(
-                f"The folder {location} holds no {wanted}. Point data.path at the data, or change data.source."
-            )
-        return files
-    if glob.has_magic(entry):
-        matches = glob.glob(str(location), recursive=True)
-        files = sorted(Path(match).absolute() for match in matches if os.path.isfile(match))
-        if not files:
-            raise UserMistake(f"No file matches data.path {entry} (relative to {Path.cwd()}). Check the pattern.")
-        return files
-    near = [child.name for child in location.parent.iterdir()] if location.parent.is_dir() else []
-    raise UserMistake(
-        f"data.path {entry} does not exist (relative to {Path.cwd()}). Check the path."
-        + suggestion(location.name, near)
-    )
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """Every visible file below `folder`: a .git or an editor's backup is not training data."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
 def _read_text(file: Path, on_bad: OnBad) -> Iterator[Record]:
@@ -111,7 +61,7 @@ def _read_text(file: Path, on_bad: OnBad) -> Iterator[Record]:
         on_bad(
             UserMistake(
                 f"{file} is not UTF-8: the byte at offset {bad} cannot be decoded. Convert the file, take it out of "
-                "data.path, or set data.on_error: skip."
+                "the data, or set data.on_error: skip."
             )
         )
     else:
@@ -185,11 +135,15 @@ def _read_json_lines(file: Path, on_bad: OnBad) -> Iterator[Record]:
                 on_bad(_not_json(file, number, f"byte {error.start} of the line is not UTF-8"))
             except RecursionError:
                 on_bad(_not_json(file, number, "nested too deeply"))
+            except ValueError:
+                on_bad(_not_json(file, number, _TOO_LONG))
             else:
                 yield from _object(value, file, number, on_bad)
 
 
 _SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER, _DECODER_OF_TEXT, _HUGE = json.JSONDecoder(), json.JSONDecoder(parse_int=str), object()
+_TOO_LONG = f"an integer has more than {sys.get_int_max_str_digits()} digits"
 
 
 def _read_json_array(file: Path, on_bad: OnBad) -> Iterator[Record]:
@@ -201,7 +155,6 @@ def _read_json_array(file: Path, on_bad: OnBad) -> Iterator[Record]:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise _not_json(file, line, f"the byte at offset {error.start} is not UTF-8") from error
-    decoder = json.JSONDecoder()
     at = _skip_space(text, 0)
     in_array = text.startswith("[", at)
     if in_array:
@@ -216,12 +169,15 @@ def _read_json_array(file: Path, on_bad: OnBad) -> Iterator[Record]:
                 raise _not_json(file, line, "there is more after the end of the array")
             break
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = _decode(text, at)
         except json.JSONDecodeError as error:
             raise _not_json(file, error.lineno, f"{error.msg} at column {error.colno}") from error
         except RecursionError as error:
             raise _not_json(file, line, "nested too deeply") from error
-        yield from _object(value, file, line, on_bad)
+        if value is _HUGE:
+            on_bad(_not_json(file, line, _TOO_LONG, skippable=True))
+        else:
+            yield from _object(value, file, line, on_bad)
         at = _skip_space(text, at)
         if in_array and at < len(text) and text[at] == ",":
             at = _skip_space(text, at + 1)
@@ -235,6 +191,16 @@ def _read_json_array(file: Path, on_bad: OnBad) -> Iterator[Record]:
         raise _not_json(file, line + text.count("\n", counted), "the file ends inside the array")
 
 
+def _decode(text: str, at: int) -> tuple[object, int]:
+    """The JSON value at `at` and where it ends; `_HUGE` in place of a value with an integer that Python refuses."""
+    try:
+        return _DECODER.raw_decode(text, at)
+    except (json.JSONDecodeError, RecursionError):
+        raise
+    except ValueError:
+        return _HUGE, _DECODER_OF_TEXT.raw_decode(text, at)[1]
+
+
 def _skip_space(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
     assert match is not None
@@ -245,11 +211,12 @@ def _object(value: object, file: Path, line: int, on_bad: OnBad) -> Iterator[Rec
     if isinstance(value, dict):
         yield Record(value, file, line)
     else:
-        on_bad(_not_json(file, line, f"an object with named keys is needed, found a {type(value).__name__}"))
+        problem = f"an object with named keys is needed, found a {type(value).__name__}"
+        on_bad(_not_json(file, line, problem, skippable=True))
 
 
-def _not_json(file: Path, line: int, problem: str) -> UserMistake:
-    skip = " or set data.on_error: skip" if file.suffix.lower() != ".json" else ""
+def _not_json(file: Path, line: int, problem: str, skippable: bool = False) -> UserMistake:
+    skip = " or set data.on_error: skip" if skippable or file.suffix.lower() != ".json" else ""
     return UserMistake(f"{file}:{line} is not a JSON record: {problem}. Fix the line{skip}.")
 
 
@@ -281,8 +248,13 @@ _FOLDER_SUFFIXES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _reader(source: str) -> Reader:
+def check_source(source: str) -> None:
+    """A UserMistake if there is no reader for this `data.source`."""
     if source not in _READERS:
         known = ", ".join(_READERS)
         raise UserMistake(f"data.source {source} is not supported. Supported sources: {known}.")
-    return _READERS[source]
+
+
+def folder_suffixes(source: str) -> tuple[str, ...] | None:
+    """Which files of a folder this source reads; None: all."""
+    return _FOLDER_SUFFIXES.get(source)

@@ -79,15 +79,16 @@ def tokenize_files(
     train_on: str,
     skip: bool,
     progress: Progress,
+    key: str,
     not_apart: str | None = None,
 ) -> Corpus:
-    """Read, format and tokenize every document of `files` into `folder`. `not_apart`: why documents that are not joined
-    to one stream are refused."""
+    """Read, format and tokenize every document of `files`, which `key` names, into `folder`. `not_apart`: why documents
+    that are not joined to one stream are refused."""
     errors = _ErrorPolicy(skip)
     records = read_records(source, files, errors)
     first = next(records, None)
     if first is None:
-        raise _nothing(files, errors, "no record")
+        raise _nothing(files, errors, "no record", key)
     chosen = choose_format(format_name, first)
     if not_apart is not None and not chosen.joined:
         raise UserMistake(f"data.pack is true, but {not_apart}; set data.pack: false, or leave it out.")
@@ -101,7 +102,7 @@ def tokenize_files(
             writer.write(batch)
             progress.tick(f"Tokenizing: {len(writer.lengths):,} documents, {tokens.length:,} tokens so far.")
     if not writer.lengths:
-        raise _nothing(files, errors, "no text")
+        raise _nothing(files, errors, "no text", key)
     return Corpus(
         folder,
         chosen,
@@ -124,10 +125,10 @@ def tokenize_files(
     )
 
 
-def _nothing(files: Sequence[Path], errors: _ErrorPolicy, what: str) -> UserMistake:
+def _nothing(files: Sequence[Path], errors: _ErrorPolicy, what: str, key: str) -> UserMistake:
     where = str(files[0]) if len(files) == 1 else f"the {len(files):,} files starting with {files[0]}"
     skipped = f" ({errors.count:,} were skipped; the first: {errors.first})" if errors.count else ""
-    return UserMistake(f"There is {what} in {where}{skipped}. Check data.path.")
+    return UserMistake(f"There is {what} in {where}{skipped}. Check {key}.")
 
 
 def _segmented(

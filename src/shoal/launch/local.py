@@ -59,6 +59,7 @@ class LocalProcesses:
                     patience=patience,
                     speaks=True,
                     warn=reporter.warn,
+                    crashes=request.run.logs,
                 )
             except RanOut as failure:
                 # Ranks cannot decide this: all must have the same micro-batch.

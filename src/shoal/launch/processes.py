@@ -16,12 +16,13 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from shoal.crash import report_trace
 from shoal.files import write_atomically
 from shoal.launch.join import LAUNCH_FOLDER, attempt
 from shoal.mistakes import RunFailed, UserMistake
@@ -74,12 +75,14 @@ def run_processes(
     patience: float = 30,
     speaks: bool = False,
     warn: Callable[[str], None] = lambda sentence: None,
+    crashes: Path | None = None,
 ) -> dict[str, Any] | None:
     """Run `python -m MODULE` as `processes` ranks and return the result of rank 0; None if it was stopped.
 
     `patience` is the number of seconds for ranks to exit after a request to stop; with `speaks`, such a request is
     answered on standard error. A message of `report_failure` is
     raised here or, if the ranks were restarted, given to `warn`. One of `report_out_of_memory` is raised as `RanOut`.
+    The traceback of a rank is written to a file in `crashes`.
     """
     with temporary_folder() as shared:
         os.environ[LAUNCH_FOLDER], os.environ[LAUNCHER] = str(shared), str(os.getpid())
@@ -111,7 +114,7 @@ def run_processes(
         except ChildFailedError as failure:
             # A failure after the result was written is one of process exit and loses nothing.
             if not (shared / RESULT).is_file():
-                _explain(failure, shared)
+                _explain(failure, shared, crashes)
         except SignalException:
             if not (shared / RESULT).is_file():
                 return None
@@ -232,13 +235,15 @@ def cause_of(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailur
     return first, failures[first]
 
 
-def _explain(failure: ChildFailedError, shared: Path) -> None:
+def _explain(failure: ChildFailedError, shared: Path, crashes: Path | None) -> NoReturn:
     _raise_reported(shared)
     rank, first = cause_of(failure.failures)
     if first.exitcode < 0:
         raise RunFailed(f"Rank {rank} was killed by {signal.Signals(-first.exitcode).name}.") from None
     message = first.message
-    trace = ""
-    if isinstance(message, dict):
-        trace = str(message.get("extraInfo", {}).get("py_callstack", ""))
-    raise RunFailed(f"Rank {rank} failed.\n{trace or message}".rstrip()) from None
+    trace = str(message.get("extraInfo", {}).get("py_callstack", "")) if isinstance(message, dict) else ""
+    if not trace:  # it ended before it could record an error
+        raise RunFailed(f"Rank {rank} ended with status {first.exitcode}; its output says why.") from None
+    assert isinstance(message, dict)
+    what = f"Rank {rank} failed with an error that shoal did not expect"
+    raise RunFailed(report_trace(what, str(message.get("message", "")), trace, crashes)) from None

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
+from shoal.crash import crashes_in
 from shoal.launch.join import first_device, is_first, processes_wanted, restarted, started_by_others
 from shoal.launch.local import LocalProcesses
 from shoal.launch.rank import Request, run_rank, warn_of_settings
@@ -54,7 +55,8 @@ def start(
     if resume == "auto":
         resume = run.exists
     request = Request(config, run, Start(resume, start_from), overwrite, max_restarts, hooks)
-    return choose_launcher(request).launch(request)
+    with crashes_in(run.logs):
+        return choose_launcher(request).launch(request)
 
 
 def choose_launcher(request: Request) -> Launcher:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+import shoal.launch.interrupts  # noqa: F401
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
 from shoal.launch.processes import (
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--overrides", type=json.loads, help="JSON: config keys replaced after running out of memory")
     given = parser.parse_args()
     run = RunDirectory(given.run)
-    # The launcher prints the traceback of the rank that failed first, once.
+    # The launcher reports the error of the rank that failed first, once.
     sys.excepthook = lambda *_: None
     if os.environ["RANK"] != "0":
         send_output_to(run.logs / f"rank-{os.environ['RANK']}.log")

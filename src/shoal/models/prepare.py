@@ -21,6 +21,7 @@ from shoal.models.anatomy import Anatomy, matmul_parameters, read_anatomy
 from shoal.models.attention import choose_attention
 from shoal.models.families import transformers_config
 from shoal.models.hub import local_folder
+from shoal.models.read_config import read_settings, unbuildable
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,7 @@ def _set_dropout(settings: Any, probability: float) -> None:
 
 def read_blueprint(folder: Path) -> Blueprint:
     """The model that a Hugging Face folder describes."""
-    from transformers import AutoConfig
-
-    try:
-        settings = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserMistake(f"{folder}/config.json cannot be read as a transformers model: {reason}") from None
-    if getattr(settings, "quantization_config", None):
-        raise UserMistake(f"{folder} holds quantized weights, which cannot be trained; use the original model.")
-    return Blueprint(settings, folder)
+    return Blueprint(read_settings(folder), folder)
 
 
 @dataclass(frozen=True)
@@ -137,6 +129,10 @@ def _build_on_meta(plan: Blueprint, *, attention: str, longest: int) -> Any:
         raise UserMistake(
             f"{type(settings).__name__} is not a causal language model in transformers: {reason}"
         ) from None
+    except Exception as error:  # of many types: an unknown activation is a KeyError
+        if plan.folder is None:
+            raise
+        raise unbuildable(settings, plan.folder, error) from None
     model.set_attn_implementation(choose_attention(model, attention, longest))
     return model.train()
 

@@ -1,5 +1,7 @@
 """Arithmetic of batches: the number of steps of a run, and batch sizes that divide."""
 
+from math import isqrt
+
 from shoal.mistakes import UserMistake
 
 
@@ -7,6 +9,12 @@ def nearest_multiples(value: int, unit: int) -> str:
     """The multiples of `unit` on either side of `value`, for an error message."""
     below = value // unit * unit
     return " and ".join(str(one) for one in (below, below + unit) if one > 0)
+
+
+def divisors(value: int) -> list[int]:
+    """The numbers that divide `value`, in order."""
+    small = [one for one in range(1, isqrt(value) + 1) if value % one == 0]
+    return small + [value // one for one in reversed(small) if one * one != value]
 
 
 def count_steps(

@@ -23,7 +23,7 @@ from shoal.config.mesh import mesh_for
 from shoal.config.resolve import auto_precision, with_global_batch, with_precision
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
-from shoal.plan.batches import nearest_multiples
+from shoal.plan.batches import divisors, nearest_multiples
 from shoal.plan.from_config import Execution, check_model, effective_strategy, make_run, read_recompute
 from shoal.plan.machine import Machine
 from shoal.plan.memory import forecast_memory
@@ -195,7 +195,7 @@ def micro_batches(config: Config, machine: Machine, strategy: str, sharding: str
             f"ranks; the nearest values that are: {near}."
         )
     per_rank = train.global_batch // mesh.data_parallel
-    found = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+    found = divisors(per_rank)
     if mesh.pp > 1 and parallel.pp_schedule != "1f1b":
         # These schedules run micro-batches in rounds of equal size.
         equal = [size for size in found if not per_rank // size % max(1, per_rank // size // mesh.pp)]

@@ -14,6 +14,7 @@ from typing import Any
 from shoal.catalogue.families import BY_MODEL_TYPE, FAMILIES, HIDDEN_DROPOUT
 from shoal.catalogue.shapes import NAMED, ModelShape, find_shape
 from shoal.config.schema import ModelConfig
+from shoal.config.schema_base import MOST_IN_SIZE, MOST_LAYERS
 from shoal.mistakes import UserMistake, suggestion
 
 # Names of the same size in different configs.
@@ -43,8 +44,13 @@ def has_dropout(model: ModelConfig) -> bool:
         return model.dropout > 0 and read_shape(model).traits.hidden_dropout
     if model.from_ is None or (folder := _folder(model.from_)) is None:
         return False
-    settings = _read(folder)
-    return any(float(settings.get(name) or 0.0) > 0 for name in HIDDEN_DROPOUT)
+    settings, found = _read(folder), 0.0
+    for name in HIDDEN_DROPOUT:
+        value = settings.get(name) or 0.0
+        if not isinstance(value, int | float):
+            raise UserMistake(f"{folder / 'config.json'}: {name} is {value!r}, but must be a number.")
+        found = max(found, value)
+    return found > 0
 
 
 def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json") -> ModelShape:
@@ -55,10 +61,10 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         raise UserMistake(f"{source} describes a mixture of experts, which the forecast does not support yet.")
     sizes: dict[str, int] = {}
     for name, spellings in _NAMES.items():
-        value = next((settings[each] for each in spellings if isinstance(settings.get(each), int)), None)
-        if value is None or value < 1:
+        key = next((each for each in spellings if settings.get(each) is not None), None)
+        if key is None:
             raise UserMistake(f"{source} has no {spellings[0]}, so the size of the model is unknown.")
-        sizes[name] = value
+        sizes[name] = _count(source, key, settings[key], 1, MOST_LAYERS if name == "layers" else MOST_IN_SIZE)
     hidden, heads = sizes["hidden"], sizes["heads"]
     # Other architectures are counted as Llama if their MLP is gated, as nearly all are, else as neox.
     gated = "intermediate_size" in settings and "silu" in str(settings.get("hidden_act", "silu"))
@@ -70,8 +76,9 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     values = {"intermediate_size": ffn, "max_position_embeddings": positions}
     values |= {key: settings.get(key) or 0 for key in ("num_key_value_heads", "head_dim", "sliding_window")}
     for key, value in values.items():
-        if not isinstance(value, int):
+        if isinstance(value, list | dict):
             raise UserMistake(f"{source}: {key} is {value}, but the forecast needs one integer for all blocks.")
+        _count(source, key, value, 0, MOST_IN_SIZE)
     if hidden % heads and not settings.get("head_dim"):
         raise UserMistake(f"{source}: hidden size {hidden} is not divisible by {heads} heads.")
     keys = int(settings.get("num_key_value_heads") or heads)
@@ -91,6 +98,12 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         head_size=int(settings.get("head_dim") or hidden // heads),
         sliding_window=int(window) if window else None,
     )
+
+
+def _count(source: str, key: str, value: object, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UserMistake(f"{source}: {key} is {value!r}, but must be an integer from {least} to {most}.")
+    return value
 
 
 def text_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -138,7 +151,7 @@ def _read(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
         settings = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise UserMistake(f"{file} cannot be read as JSON.") from None
     if not isinstance(settings, dict):
         raise UserMistake(f"{file} must be a JSON object with the model's config.")

@@ -1,7 +1,7 @@
 """Partitions a model's blocks into pipeline stages. Arithmetic only."""
 
-from functools import cache
-from math import inf
+from collections.abc import Callable
+from itertools import accumulate
 
 
 def divide_blocks(blocks: int, stages: int, head: float) -> list[range]:
@@ -11,32 +11,40 @@ def divide_blocks(blocks: int, stages: int, head: float) -> list[range]:
     nothing, but of two equally good partitions the one with fewer blocks in the first stage is chosen.
     """
     assert 1 <= stages <= blocks, (blocks, stages)
-
-    @cache
-    def slowest(first: int, left: int) -> float:
-        """The minimal cost of the slowest of `left` stages for the blocks from `first` on."""
-        if left == 1:
-            return blocks - first + head
-        counts = range(1, blocks - first - left + 2)
-        return min(max(float(count), slowest(first + count, left - 1)) for count in counts)
-
-    most = slowest(0, stages)
-
-    @cache
-    def most_balanced(first: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """(sum of squares, blocks per stage) of the most balanced partition with no stage above `most`."""
-        if left == 1:
-            cost = blocks - first + head
-            return (cost**2 if cost <= most else inf), (blocks - first,)
-        found = []
-        for count in range(1, min(int(most), blocks - first - left + 1) + 1):
-            rest, counts = most_balanced(first + count, left - 1)
-            found.append((count**2 + rest, (count, *counts)))
-        return min(found, default=(inf, ()))
-
-    counts = most_balanced(0, stages)[1]
-    ends = [sum(counts[: index + 1]) for index in range(stages)]
+    # Only the number of blocks in the last stage is open: whatever it leaves is best divided evenly over the others.
+    last = _blocks_in_last_stage(blocks, stages, head) if stages > 1 else blocks
+    small, larger = divmod(blocks - last, stages - 1) if stages > 1 else (0, 0)
+    counts = [*[small] * (stages - 1 - larger), *[small + 1] * larger, last]
+    ends = list(accumulate(counts))
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def _blocks_in_last_stage(blocks: int, stages: int, head: float) -> int:
+    """By bisection: with more blocks in the last stage it takes longer and the others less, and the sum of squares of
+    all costs is convex."""
+    others = stages - 1
+
+    def most_before(last: int) -> int:
+        return -(-(blocks - last) // others)
+
+    def squares(last: int) -> float:
+        small, larger = divmod(blocks - last, others)
+        return (others - larger) * small**2 + larger * (small + 1) ** 2 + (last + head) ** 2
+
+    limit = blocks - others  # each of the others has at least one
+    crossing = _first(1, limit, lambda last: last + head >= most_before(last))
+    slowest = min(max(most_before(last), last + head) for last in (max(1, crossing - 1), crossing))
+    fewest = _first(1, limit, lambda last: most_before(last) <= slowest)
+    most = _first(1, limit, lambda last: last + 1 + head > slowest)
+    return _first(fewest, most, lambda last: squares(last + 1) > squares(last))
+
+
+def _first(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The first of `low` to `high` for which `holds`, which then holds for all after it; `high` if there is none."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
 
 
 def bubble_share(stages: int, grad_accum_steps: int, chunks: int = 1) -> float:

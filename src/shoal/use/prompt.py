@@ -4,8 +4,9 @@ import json
 from dataclasses import dataclass
 
 from shoal.config.run import RunDirectory
+from shoal.data.find import find_files
 from shoal.data.formats import alpaca_prompt, choose_format
-from shoal.data.sources import find_files, read_records
+from shoal.data.sources import read_records
 from shoal.mistakes import UserMistake
 from shoal.use.load import LoadedRun
 
