@@ -34,9 +34,9 @@ from transformers import (
 from transformers.utils import logging
 
 from shoal import api
-from shoal.data.cache import cache_root
 from shoal.data.chess_games import Match, play, played_file
 from shoal.models.families import transformers_config
+from shoal.paths import cache_root
 
 PLIES = range(10, 41)
 FRESH_GAMES = 150  # with 31 plies each: more than 4,000 moves per sampler
