@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from transformers import BertConfig, GPT2LMHeadModel, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -52,6 +53,11 @@ PATIENCE = 180
 
 LLAMA = {"family": "llama", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 88, "vocab": 260}
 PYTHIA = {"family": "neox", "hidden": 32, "layers": 2, "heads": 4, "ffn": 128, "vocab": 260}
+
+
+def slow(*values: Any, id: str | None = None) -> Any:
+    """A case of a parametrized test that `make test` leaves out."""
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
 
 
 def run_ranks(world_size: int, function: Callable[[], Any]) -> list[Any]:

@@ -45,6 +45,7 @@ def test_bench_rank_runs_one_rank_and_counts_its_own_tokens(folder):
     assert found["tokens_per_second"] * found["step_seconds"] < 4 * 256
 
 
+@pytest.mark.slow
 def test_bench_train_does_not_touch_the_fallback_of_the_run(folder):
     saved = folder / "fallback" / "run" / "checkpoints" / "step-00000100"
     saved.mkdir(parents=True)

@@ -74,6 +74,7 @@ def test_output_has_the_same_json_and_a_plot(measured: tuple[Ended, Path]) -> No
     assert (folder / "collectives.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
+@pytest.mark.slow
 def test_a_command_that_is_stopped_says_so_and_leaves_no_process(tmp_path: Path) -> None:
     with Command(tmp_path, [str(SHOAL), "bench", "collectives", "--json"], environment(tmp_path)) as command:
         command.wait_until(lambda: "KiB" in command.read(1))

@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_forecast_measured_and_difference_have_the_same_keys(folder, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # without a GPU a rank is traced unless --real is given
     result = forked_shoal(folder, "bench", "rank", "run.yaml", "--world", "8", "--json")

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from shoal.data.tokenizer import load_tokenizer
 from shoal.mistakes import UserMistake
 from tests.checkpoint.cut import attempts, column, cut, everything, hold_bitwise
-from tests.harness import lines, settings, train_on, written_slices
+from tests.harness import lines, settings, slow, train_on, written_slices
 
 STEPS, CUT = 4, 2
 
@@ -75,7 +75,7 @@ def test_resume_on_the_same_mesh_is_the_uninterrupted_run_to_the_bit(mesh, grad_
     hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=world_size), run)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [mesh if mesh in ("one process", "fsdp", "tp") else slow(mesh) for mesh in MESHES])
 def test_resume_continues_with_the_same_dropout(mesh, few, with_dropout, tmp_path):
     world_size, changes = MESHES[mesh]
     config = config_of(few, model={"from": str(with_dropout)}, **changes)
@@ -155,7 +155,7 @@ def test_resume_under_another_strategy_continues_the_run(few, tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "layers", "schedule"),
-    [("llama", 2, "1f1b"), pytest.param("gpt2", 4, "interleaved", marks=pytest.mark.slow)],
+    [slow("llama", 2, "1f1b"), slow("gpt2", 4, "interleaved")],
 )
 def test_a_run_can_be_resumed_on_a_sequence_of_meshes(family, layers, schedule, few, tmp_path):
     shape = {"family": family, "hidden": 32, "layers": layers, "heads": 4, "vocab": 260, "positions": 64}
@@ -180,9 +180,9 @@ def test_a_run_can_be_resumed_on_a_sequence_of_meshes(family, layers, schedule, 
     ("world_size", "parallel"),
     [
         (4, {"strategy": "zero1", "tp": 2}),
-        (4, {"strategy": "fsdp", "sharding": "hybrid_shard", "replicate": 2}),
+        slow(4, {"strategy": "fsdp", "sharding": "hybrid_shard", "replicate": 2}),
         (4, {"strategy": "ddp", "pp": 2}),
-        (8, {"strategy": "fsdp", "sharding": "hybrid_shard", "replicate": 2, "pp": 2, "tp": 2}),
+        slow(8, {"strategy": "fsdp", "sharding": "hybrid_shard", "replicate": 2, "pp": 2, "tp": 2}),
     ],
     ids=str,
 )

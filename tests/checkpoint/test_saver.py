@@ -16,7 +16,7 @@ from shoal.checkpoint.snapshot import HostCopy, lay_out, write_snapshot
 from shoal.models.tensor_slices import slice_mappings
 from shoal.parallel.ranks import Ranks
 from tests.checkpoint.cut import everything, hold_bitwise
-from tests.harness import PATIENCE, settings, train_on, written_slices
+from tests.harness import PATIENCE, settings, slow, train_on, written_slices
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
@@ -112,8 +112,8 @@ def config_of(data: Path, **changes: Any) -> dict[str, Any]:
     [
         (1, {"strategy": "single"}),
         (2, {"strategy": "fsdp"}),
-        pytest.param(4, {"strategy": "fsdp", "tp": 2}, marks=pytest.mark.slow),
-        (4, {"strategy": "ddp", "pp": 2}),
+        slow(4, {"strategy": "fsdp", "tp": 2}),
+        slow(4, {"strategy": "ddp", "pp": 2}),
     ],
     ids=str,
 )

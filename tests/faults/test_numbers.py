@@ -16,7 +16,7 @@ from shoal.checkpoint.state import read_progress
 from shoal.data.order import Order
 from shoal.resilience.health import Diverged
 from tests.checkpoint.cut import hold_bitwise
-from tests.harness import lines, settings, train_on, weights
+from tests.harness import lines, settings, slow, train_on, weights
 
 EXAMPLES, BATCH, POISON = 96, 8, "\x07"
 
@@ -187,7 +187,7 @@ def spiking(data: Path, **changes: Any) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), (2, "ddp")])
+@pytest.mark.parametrize(("world_size", "parallel"), [slow(1, "single"), (2, "ddp")])
 def test_a_spike_is_reported_with_its_sequences_also_between_log_lines(
     world_size, parallel, spiking_data, tmp_path, capfd
 ):

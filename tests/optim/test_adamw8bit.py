@@ -117,9 +117,8 @@ JOURNEYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name == "llama, tp" else pytest.mark.slow) for name in JOURNEYS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", JOURNEYS)
 def test_every_mesh_reads_and_writes_the_same_bits_and_a_skipped_step_changes_none(family, folders, tmp_path):
     journey = JOURNEYS[family]
     data = write_examples(tmp_path / "examples.jsonl", set(sequences_of_steps([4 + at for at in range(len(journey))])))

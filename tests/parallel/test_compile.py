@@ -1,5 +1,6 @@
 """The activations that compiled blocks save for the backward pass."""
 
+import pytest
 import torch
 
 from shoal.parallel.compile import compile_blocks
@@ -21,6 +22,7 @@ def saved_elements(*, keeps_all: bool) -> int:
     return sum(sizes)
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_process_uses_its_own_compiler_settings():
     """The compiler sees identical blocks and has those of the first run in its cache."""
     try:

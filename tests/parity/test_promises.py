@@ -1,6 +1,7 @@
 """Parity beyond `test_parity`: other families, packed documents, bitwise pipelines, dropout, evaluation."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from shoal.data.tokenizer import load_tokenizer
-from tests.harness import lines, reference_run, settings, train_on
+from tests.harness import lines, reference_run, settings, slow, train_on
 from tests.parity.test_parity import EXACT_STEPS, FAMILIES, MICRO_BATCH, PIPELINE_LAYERS, hold_equal
 
 SPLITS: dict[str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ def test_the_other_families_train_the_same_on_two_ranks_and_on_one(family, strat
     hold_equal(two, one, bitwise=True)
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", ["mistral", *map(slow, OTHERS[1:])])
 def test_the_other_families_can_be_split(family, instructions, tmp_path):
     # 259 is odd: one rank has a larger shard of the vocabulary.
     shape = shape_of(family, vocab=259)
@@ -128,7 +129,7 @@ def test_packed_documents_train_the_same_on_two_ranks_and_on_one(parallel, instr
     hold_equal(two, one, bitwise="strategy" in parallel)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", slow("interleaved"), "zero-bubble"])
 def test_a_pipeline_is_bitwise_equal_to_one_process(schedule, text, tmp_path):
     """Sequences of text have one length, so nothing is padded. Untied: a tied embedding is summed in another order."""
     shape = {**FAMILIES["pythia"], "layers": PIPELINE_LAYERS, "positions": 512}
@@ -138,7 +139,7 @@ def test_a_pipeline_is_bitwise_equal_to_one_process(schedule, text, tmp_path):
     hold_equal(two, one, bitwise=True)
 
 
-@pytest.mark.parametrize("loss", ["plain", "chunked"])
+@pytest.mark.parametrize("loss", [slow("plain"), "chunked"])
 def test_both_losses_are_the_same_over_a_sharded_vocabulary(loss, instructions, tmp_path, monkeypatch):
     monkeypatch.setattr("shoal.models.loss.CHUNK_LOGITS", 30 * 260)  # many chunks per micro-batch
     one = train_on(1, small(instructions, "one", train__loss_impl=loss), tmp_path)
@@ -146,7 +147,9 @@ def test_both_losses_are_the_same_over_a_sharded_vocabulary(loss, instructions, 
     hold_equal(two, one, bitwise=False)
 
 
-@pytest.mark.parametrize("parallel", [{"strategy": "zero1"}, {"strategy": "fsdp"}, {"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [slow({"strategy": "zero1"}), {"strategy": "fsdp"}, {"tp": 2}, slow({"pp": 2})], ids=str
+)
 def test_the_loss_scale_of_16_mixed_is_one_for_all_ranks(parallel, instructions, tmp_path):
     """The first scales overflow: all ranks skip the same steps as one process, and continue the same.
 
@@ -177,8 +180,16 @@ def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("parallel", [{"strategy": "fsdp"}, {"tp": 2}, {"cp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("parallel", "recompute"),
+    [
+        ({"strategy": "fsdp"}, "full"),
+        ({"tp": 2}, "selective"),
+        ({"cp": 2}, "full"),
+        *(slow(*one) for one in [({"strategy": "fsdp"}, "selective"), ({"tp": 2}, "full"), ({"cp": 2}, "selective")]),
+    ],
+    ids=str,
+)
 def test_recomputation_repeats_the_dropout_masks(parallel, recompute, instructions, with_dropout, tmp_path):
     changes = {"model": {"from": str(with_dropout)}, "parallel": parallel}
     saved = reference_run(small(instructions, "saved", **changes), 2)
@@ -186,7 +197,7 @@ def test_recomputation_repeats_the_dropout_masks(parallel, recompute, instructio
     hold_equal(recomputed, saved, bitwise=True)
 
 
-@pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, *SPLITS.values()], ids=str)
+@pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, *map(slow, SPLITS.values())], ids=str)
 def test_dropout_trains_as_well_when_split(parallel, instructions, with_dropout, tmp_path):
     """Ranks draw different dropout masks, so only the training progress is comparable."""
     changes = {"model": {"from": str(with_dropout)}, "train__steps": 10}
@@ -197,30 +208,33 @@ def test_dropout_trains_as_well_when_split(parallel, instructions, with_dropout,
     assert found == pytest.approx(wanted, rel=0.03)
 
 
+FROZEN = {
+    "first stage frozen": {"model__freeze": ["model.embed_tokens.*", "model.layers.0.*"]},
+    "learning rate of one block": {"train__lr_groups": {"model.layers.0.*": 0.5}, "train__clip": None},
+    "lion, norms frozen": {"train__optimizer": {"name": "lion"}, "train__lr": 3e-4, "model__freeze": ["*norm*"]},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp": (2, {"pp": 2}),
+    "fsdp_pp": (4, {"strategy": "fsdp", "pp": 2, "wrap": {"classes": ["LlamaDecoderLayer", "Embedding"]}}),
+    "fsdp": (2, {"strategy": "fsdp"}),
+    "zero1": (2, {"strategy": "zero1"}),
+    "tp": (2, {"tp": 2}),
+}
+QUICK = {("first stage frozen", "pp"), ("learning rate of one block", "fsdp"), ("lion, norms frozen", "tp")}
+
+
 @pytest.mark.parametrize(
-    ("world_size", "parallel"),
+    ("changes", "layout"),
     [
-        (2, {"pp": 2}),
-        (4, {"strategy": "fsdp", "pp": 2, "wrap": {"classes": ["LlamaDecoderLayer", "Embedding"]}}),
-        (2, {"strategy": "fsdp"}),
-        (2, {"strategy": "zero1"}),
-        (2, {"tp": 2}),
+        (pytest.param if one in QUICK else slow)(FROZEN[one[0]], one[1], id=", ".join(one))
+        for one in product(FROZEN, LAYOUTS)
     ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model__freeze": ["model.embed_tokens.*", "model.layers.0.*"]},
-        {"train__lr_groups": {"model.layers.0.*": 0.5}, "train__clip": None},
-        {"train__optimizer": {"name": "lion"}, "train__lr": 3e-4, "model__freeze": ["*norm*"]},
-    ],
-    ids=["first stage frozen", "learning rate of one block", "lion, norms frozen"],
 )
 def test_freezing_and_learning_rate_groups_do_not_depend_on_the_parallel_layout(
-    changes, world_size, parallel, instructions, tmp_path
+    changes, layout, instructions, tmp_path
 ):
     """A pipeline stage may have nothing to train, and no parameter that matches a pattern."""
+    world_size, parallel = LAYOUTS[layout]
     shape = {**FAMILIES["llama"], "tied": False, "positions": 512}
     batch = {"model__shape": shape, "train__global_batch": 8, "train__micro_batch": 2}
     one = reference_run(small(instructions, "one", **batch, **changes))
@@ -237,11 +251,12 @@ def evaluations(run: Path) -> list[float]:
     ("world_size", "parallel"),
     [
         (2, {"strategy": "zero2"}),
-        *((2, split) for split in SPLITS.values()),
+        (2, {"tp": 2}),
         (2, {"pp": 2, "pp_schedule": "interleaved"}),
-        (4, {"pp": 2, "tp": 2}),
         (4, {"pp": 2, "cp": 2}),
-        (4, {"strategy": "fsdp", "pp": 2}),
+        *(slow(2, split) for name, split in SPLITS.items() if name != "tp"),
+        slow(4, {"pp": 2, "tp": 2}),
+        slow(4, {"strategy": "fsdp", "pp": 2}),
     ],
     ids=str,
 )
@@ -262,7 +277,7 @@ def test_the_same_sequences_are_evaluated_however_the_model_is_split(world_size,
     assert evaluations(several) == pytest.approx(evaluations(one), rel=2e-6)
 
 
-@pytest.mark.parametrize("compress", ["bf16", "fp16", "powersgd"])
+@pytest.mark.parametrize("compress", ["bf16", slow("fp16"), slow("powersgd")])
 def test_compressed_gradients_train_nearly_the_same(compress, instructions, tmp_path):
     """Lossy, and so outside the bounds of `test_parity`; the first ten steps of powersgd are uncompressed."""
     changes = {"train__steps": 20, "train__global_batch": 8, "train__micro_batch": 4}

@@ -14,7 +14,7 @@ from shoal.config import load_config
 from shoal.mistakes import UserMistake
 from shoal.models.emulate import VARIABLE, slow_dtypes
 from shoal.resilience.health import Diverged
-from tests.harness import LLAMA, lines, reference_run, settings, train_on, weights
+from tests.harness import LLAMA, lines, reference_run, settings, slow, train_on, weights
 
 
 def losses(run: Path) -> list[float]:
@@ -115,7 +115,7 @@ def test_mixed_precision_keeps_fp32_weights_and_true_precision_does_not(precisio
         pytest.param(1, {"train__compile": "aot_eager"}, marks=pytest.mark.slow),
         pytest.param(1, {"train__recompute": "full"}, marks=pytest.mark.slow),
         pytest.param(2, {"parallel__strategy": "fsdp"}, marks=pytest.mark.slow),
-        (2, {"parallel__tp": 2}),
+        slow(2, {"parallel__tp": 2}),
     ],
 )
 def test_fp8_losses_are_close_to_bf16_for_every_strategy(world_size, changes, instructions, tmp_path):
