@@ -139,6 +139,8 @@ def _layers(file: Path, including: tuple[Path, ...], number: Iterator[int]) -> I
 
 
 def _not_there(file: Path) -> str:
+    if "=" in file.name and not file.suffix.startswith((".yaml", ".yml")):
+        return f"{file} is an override, but a config file comes first: … run.yaml {file}"
     nearby = [each.name for each in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
     return f"{file} does not exist.{closest(file.name, nearby)}"
 
