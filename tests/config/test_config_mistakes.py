@@ -241,7 +241,7 @@ def test_a_missing_file_suggests_a_similar_name() -> None:
     Path("alpaca.yaml").write_text(BASE)
     with pytest.raises(UserMistake, match=r"^alpcaa.yaml does not exist. Did you mean alpaca.yaml\?$"):
         load_config("alpcaa.yaml")
-    with pytest.raises(UserMistake, match=r"^model.shape=gpt2 is an override, but a config file comes first: … run.yaml"):
+    with pytest.raises(UserMistake, match=r"^model.shape=gpt2 is an override, but a config file comes first:"):
         load_config("model.shape=gpt2")
     with pytest.raises(UserMistake, match=r"^nowhere/run.yaml does not exist.$"):
         load_config(Path("nowhere/run.yaml"))
