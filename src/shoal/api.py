@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from shoal.config import Config, config_from_mapping, config_to_yaml, config_values, json_schema, load_config
 from shoal.mistakes import UserMistake
+from shoal.paths import user_path
 
 if TYPE_CHECKING:
     from shoal.bench.collectives_report import CollectivesReport
@@ -77,9 +78,9 @@ def train(
 
     return start(
         config,
-        runs=None if runs is None else Path(runs),
+        runs=None if runs is None else user_path(runs, "run_dir"),
         resume=resume,
-        start_from=None if start_from is None else Path(start_from),
+        start_from=None if start_from is None else user_path(start_from, "--from"),
         overwrite=overwrite,
         max_restarts=max_restarts,
         hooks=hooks,
@@ -111,7 +112,7 @@ def _check_inputs(config: Config) -> None:
     from shoal.models.hub import local_folder
 
     if config.model.from_ is not None:
-        local_folder(config.model.from_)
+        local_folder(config.model.from_, "model.from")
     check_first_record(config.data)
 
 
@@ -127,7 +128,7 @@ def init(recipe: str, output: Path | str | None = None) -> Path:
     from shoal.catalogue.recipes import read_recipe
 
     text = read_recipe(recipe)
-    path = Path(output) if output is not None else Path(f"{recipe}.yaml")
+    path = user_path(output if output is not None else f"{recipe}.yaml", "--output")
     try:
         with path.open("x") as file:
             file.write(text)
@@ -156,8 +157,9 @@ def export(
     """Export a run's weights, config and tokenizer as a Hugging Face folder (by default RUN/hf)."""
     from shoal.convert.export import export_hf
 
-    folder = Path(run)
-    return export_hf(folder, folder / "hf" if output is None else Path(output), step=step, dtype=dtype, report=report)
+    folder = user_path(run, "The run")
+    output = folder / "hf" if output is None else user_path(output, "--output")
+    return export_hf(folder, output, step=step, dtype=dtype, report=report)
 
 
 def import_checkpoint(
@@ -176,7 +178,8 @@ def import_checkpoint(
     from shoal.convert.imports import import_hf
 
     described = None if model is None else str(model)
-    return import_hf(Path(source), Path(output), model=described, dtype=dtype, report=report)
+    source, output = user_path(source, "The checkpoint"), user_path(output, "OUTPUT")
+    return import_hf(source, output, model=described, dtype=dtype, report=report)
 
 
 def checkpoints(
@@ -185,7 +188,7 @@ def checkpoints(
     """List a run's checkpoints, oldest first; with `verify`, compare every file with its hash."""
     from shoal.checkpoint.inspect import list_checkpoints
 
-    return list_checkpoints(Path(run), verify=verify, report=report)
+    return list_checkpoints(user_path(run, "The run"), verify=verify, report=report)
 
 
 def load_run(run: Path | str, *, step: int | None = None, device: str = "auto", dtype: str | None = None) -> LoadedRun:
@@ -195,7 +198,7 @@ def load_run(run: Path | str, *, step: int | None = None, device: str = "auto", 
     """
     from shoal.use.load import load_run as load
 
-    return load(Path(run), step=step, device=device, dtype=dtype)
+    return load(user_path(run, "The run"), step=step, device=device, dtype=dtype)
 
 
 def generate(
@@ -260,7 +263,7 @@ def evaluate(
     """Compute loss and perplexity on the run's held-out sequences, or on other data: `["data.path=FILE"]`."""
     from shoal.use.evaluate import evaluate_run
 
-    return evaluate_run(Path(run), overrides, step=step, batches=batches, device=device, report=report)
+    return evaluate_run(user_path(run, "The run"), overrides, step=step, batches=batches, device=device, report=report)
 
 
 def bench_train(

@@ -77,8 +77,9 @@ def _write(trace: str, folder: Path | None) -> Path | None:
 
 
 def _places(folder: Path | None) -> Iterator[str]:
-    if folder is not None and folder.is_dir():
-        yield str(folder)
+    with suppress(OSError):
+        if folder is not None and folder.is_dir():
+            yield str(folder)
     with suppress(OSError, UserMistake):
         crashes = cache_root() / "crashes"
         crashes.mkdir(parents=True, exist_ok=True)

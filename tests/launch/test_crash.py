@@ -80,3 +80,14 @@ def test_without_a_place_for_the_file_the_traceback_is_shown(tmp_path: Path, mon
         "shoal: An error that shoal did not expect: ZeroDivisionError: as planned; the traceback is above; "
         "please report it.\n"
     )
+
+
+def test_output_to_a_full_disk_is_no_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shoal.plan.report, "make_plan", full)
+    ended = forked_shoal(tmp_path, *PLAN)
+    assert ended.status == 1
+    assert ended.err == "shoal: A file or standard output cannot be written: No space left on device.\n"
+    assert not (tmp_path / "cache" / "crashes").exists()

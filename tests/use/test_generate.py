@@ -177,6 +177,8 @@ def test_mistakes_in_the_options_are_sentences(text_run, shoal):
         ("--tokens", 0, "must be at least 1"),
         ("--temperature", -1, "must be 0 (greedy decoding) or more"),
         ("--top-p", 0, "above 0 and at most 1"),
+        ("--temperature", 1e-320, "must be 0 (greedy decoding) or at least 1e-06"),
+        ("--device", "meta", "is not supported; give auto, cpu, cuda or cuda:N"),
         ("--top-k", 0, "at least 1"),
         ("--seed", -1, "at least 0 and less than 2^63"),
         ("--device", "gpu", "is not a device"),
@@ -228,3 +230,8 @@ def test_the_python_api_generates_the_same_text(text_run):
         api.generate(loaded, "def ", tokens=0)
     with pytest.raises(UserMistake, match="fp32, bf16, fp16"):
         api.load_run(text_run, dtype="float32")
+
+
+def test_a_prompt_that_is_not_utf8_is_a_mistake(text_run):
+    with pytest.raises(UserMistake, match=r"^The prompt is not text in UTF-8\.$"):
+        api.generate(text_run, "\udcff", device="cpu")

@@ -3,6 +3,7 @@
 No file here imports torch at the top level, so that `--help` and config errors are immediate.
 """
 
+import errno
 import sys
 from typing import Annotated
 
@@ -68,5 +69,9 @@ def main() -> None:
         typer.echo(f"shoal: {failure}", err=True)
         sys.exit(FAILED)
     except Exception as error:
-        typer.echo(f"shoal: {report_crash(error)}", err=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # nothing to report
+            where = error.filename or "A file or standard output"
+            typer.echo(f"shoal: {where} cannot be written: {error.strerror}.", err=True)
+        else:
+            typer.echo(f"shoal: {report_crash(error)}", err=True)
         sys.exit(FAILED)

@@ -15,6 +15,7 @@ from shoal.config.schema import Config
 from shoal.config.shorthand import SHORTHANDS, expand, gives_data_as_text, show_shorthands, with_source
 from shoal.config.unbuilt import refuse_unbuilt
 from shoal.mistakes import UserMistake
+from shoal.paths import user_path
 
 # Dotted, or in brackets if a key contains dots: train.lr_groups[lm_head.*]
 _KEY_PART = re.compile(r"\.?([^.\[\]=\s]+)|\[([^\[\]]+)\]")
@@ -32,7 +33,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, plann
     tree: dict[str, Any] = {}
     data_as_text = False
     if path is not None:
-        for file, written in _layers(Path(path), (), count(1)):
+        for file, written in _layers(user_path(path, "The file"), (), count(1)):
             data_as_text = gives_data_as_text(written.value, data_as_text)
             document = expand(written)
             origins.lay(document, str(file))

@@ -15,6 +15,7 @@ import shoal.offline  # noqa: F401
 from shoal.data.chess_tokenizer import ChessTokenizer
 from shoal.data.tokenizer_base import Tokenizer, disable_parallelism, parallel_when_safe
 from shoal.mistakes import UserMistake
+from shoal.paths import user_path
 
 # Names that need no folder.
 BUILT_IN = ("bytes", "chess")
@@ -33,9 +34,9 @@ def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
     disable_parallelism()
     from transformers import AutoTokenizer
 
-    location = str(
-        folder if folder is not None else Path(name).expanduser() if Path(name).expanduser().exists() else name
-    )
+    if folder is None and (named := user_path(name, "model.tokenizer")).exists():
+        folder = named
+    location = name if folder is None else str(folder)
     try:
         loaded = AutoTokenizer.from_pretrained(location, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types here: OSError, ValueError, KeyError, its own

@@ -13,6 +13,7 @@ from shoal.launch.local import LocalProcesses
 from shoal.launch.rank import Request, run_rank, warn_of_settings
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
+from shoal.paths import user_path
 from shoal.temporary import remove_abandoned
 from shoal.train.hooks import Hook
 from shoal.train.inputs import read_inputs
@@ -48,7 +49,7 @@ def start(
     `run_dir` of the config; `resume` auto resumes the run if it exists and starts it if not."""
     if runs is not None:
         config = config.model_copy(update={"run_dir": str(runs)})
-    run = RunDirectory(Path(config.run_dir).expanduser() / config.name)
+    run = RunDirectory(user_path(Path(config.run_dir) / config.name, "run_dir"))
     if is_first() and not restarted():
         remove_abandoned()
         run.recover(Reporter(enabled=True).say)

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import shoal.offline  # noqa: F401
 from shoal.mistakes import UserMistake
+from shoal.paths import user_path
 
 
-def local_folder(name: str) -> Path:
-    """The folder of `name`, which is a path or a Hugging Face id in the local cache."""
-    path = Path(name).expanduser()
+def local_folder(name: str, key: str = "The model folder") -> Path:
+    """The folder of `name`, which is a path or a Hugging Face id in the local cache. Error messages name `key`."""
+    path = user_path(name, key)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserMistake(f"{path} holds no config.json, so it is not a Hugging Face model folder.")

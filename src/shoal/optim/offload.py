@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config.schema import OffloadConfig
-from shoal.mistakes import UserMistake
+from shoal.mistakes import RunFailed, UserMistake
 from shoal.models.tensor_slices import local_tensor, placed_like
 from shoal.parallel.collectives import in_buckets
+from shoal.paths import user_path
 
 # Elements of the parameters whose state is on the device at the same time.
 BUCKET = 1 << 26
@@ -47,7 +48,10 @@ class Store:
         return placed_like(kept, tensor)
 
     def _mapped(self, local: Tensor) -> Tensor:
-        file, name = tempfile.mkstemp(prefix="shoal-", suffix=".state", dir=self.folder)
+        try:
+            file, name = tempfile.mkstemp(prefix="shoal-", suffix=".state", dir=self.folder)
+        except OSError as error:
+            raise RunFailed(f"parallel.offload: {self.folder} cannot be written: {error.strerror}.") from None
         os.close(file)
         mapped = torch.from_file(name, shared=True, size=local.numel(), dtype=local.dtype)
         # The mapping keeps the file alive; unlinked, it is removed when the process ends, however that happens.
@@ -93,5 +97,5 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def find_store(offload: str | OffloadConfig) -> Store | None:
     """The store for `parallel.offload`, if only the optimizer state is offloaded."""
     if isinstance(offload, OffloadConfig):
-        return Store(Path(offload.path).expanduser() if offload.path is not None else None)
+        return Store(user_path(offload.path, "parallel.offload.path") if offload.path is not None else None)
     return Store(None) if offload == "optimizer" else None

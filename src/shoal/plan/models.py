@@ -16,6 +16,7 @@ from shoal.catalogue.shapes import NAMED, ModelShape, find_shape
 from shoal.config.schema import ModelConfig
 from shoal.config.schema_base import MOST_IN_SIZE, MOST_LAYERS
 from shoal.mistakes import UserMistake, suggestion
+from shoal.paths import user_path
 
 # Names of the same size in different configs.
 _NAMES = {
@@ -136,7 +137,7 @@ def _plain(name: str) -> str:
 
 def _folder(name: str) -> Path | None:
     """The local folder with the model's config.json."""
-    path = Path(name).expanduser()
+    path = user_path(name, "model.from")
     if (path / "config.json").is_file():
         return path
     cache = os.environ.get("HF_HUB_CACHE") or str(

@@ -12,6 +12,7 @@ from shoal.mistakes import UserMistake
 from shoal.models.hub import local_folder
 from shoal.models.prepare import Blueprint, blueprint
 from shoal.observe.progress import Reporter
+from shoal.paths import user_path
 from shoal.plan.batches import count_steps
 from shoal.train.schedule import doubts
 
@@ -63,7 +64,7 @@ def _tokenizer(config: Config, model_folder: Path | None) -> Tokenizer:
     if name in BUILT_IN:
         return load_tokenizer(name)
     if name is not None:
-        folder = Path(name).expanduser()
+        folder = user_path(name, "model.tokenizer")
         return load_tokenizer(name, folder if folder.is_dir() else local_folder(name))
     if model_folder is None:
         raise UserMistake(

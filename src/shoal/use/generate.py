@@ -18,6 +18,8 @@ from shoal.use.prompt import Prompt, make_prompt, room_for_answer
 
 # Tokens of the prompt that are decoded with the first new ones, to decide whether those begin with a space.
 CONTEXT = 4
+# Logits divided by less may not be finite.
+LOWEST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class Sampling:
             raise UserMistake(f"--tokens {self.tokens} must be at least 1.")
         if not 0 <= self.temperature < float("inf"):
             raise UserMistake(f"--temperature {self.temperature:g} must be 0 (greedy decoding) or more.")
+        if 0 < self.temperature < LOWEST_TEMPERATURE:
+            raise UserMistake(
+                f"--temperature {self.temperature:g} must be 0 (greedy decoding) or at least {LOWEST_TEMPERATURE:g}."
+            )
         if not 0 < self.top_p <= 1:
             raise UserMistake(f"--top-p {self.top_p:g} must be above 0 and at most 1 (1 disables it).")
         if self.top_k is not None and self.top_k < 1:

@@ -70,6 +70,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UserMistake(f"--device {name} is not a device; give auto, cpu, cuda or cuda:N.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserMistake(f"--device {name} is not supported; give auto, cpu, cuda or cuda:N.")
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= present:
         raise UserMistake(f"--device {name}: this machine has {present} CUDA devices; give one of those, or cpu.")

@@ -21,6 +21,10 @@ class Prompt:
 
 def make_prompt(loaded: LoadedRun, text: str, *, raw: bool = False) -> Prompt:
     """Tokenize `text` as in training: with the instruction template if the run was trained with it, unless `raw`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes on the command line that are not UTF-8
+        raise UserMistake("The prompt is not text in UTF-8.") from None
     wrapped = not raw and trained_on_instructions(loaded)
     tokenizer = loaded.tokenizer
     ids = tokenizer.encode(alpaca_prompt(text) if wrapped else text).tolist()
