@@ -3,16 +3,18 @@
 import pytest
 
 from shoal.config import config_from_mapping
-from shoal.config.resolve import auto_precision, with_precision
+from shoal.config.resolve import with_precision
+from shoal.parallel.device import Device
 from tests.plan.planning import plan
 
 
 @pytest.mark.parametrize(
-    ("is_cpu", "has_bf16", "precision"),
-    [(True, True, "32-true"), (True, False, "32-true"), (False, True, "bf16-mixed"), (False, False, "16-mixed")],
+    ("capability", "precision"),
+    [(None, "32-true"), ((7, 0), "16-mixed"), ((7, 5), "16-mixed"), ((8, 0), "bf16-mixed"), ((9, 0), "bf16-mixed")],
+    ids=["cpu", "volta", "turing", "ampere", "hopper"],
 )
-def test_auto_is_fast_and_safe(is_cpu, has_bf16, precision):
-    assert auto_precision(is_cpu=is_cpu, has_bf16=has_bf16) == precision
+def test_training_takes_the_precision_that_the_tensor_cores_have(capability, precision):
+    assert Device(None, None, capability).auto_precision == precision
 
 
 def test_an_explicit_precision_is_kept():

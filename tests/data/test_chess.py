@@ -1,4 +1,3 @@
-import json
 import random
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from typing import Any
 import chess
 import pytest
 
+from shoal.config.schema_model import ShapeConfig
 from shoal.data import chess_games, chess_player, load_tokenizer, prepare
 from shoal.data.chess_games import Match, play, played_file
 from shoal.data.find import find_files
@@ -205,14 +205,23 @@ def test_the_chess_tokenizer_needs_neither_torch_nor_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_recipe_is_what_the_demo_needs() -> None:
+def test_a_sequence_of_the_recipe_is_a_whole_game(said: list[str]) -> None:
     from shoal.config import load_config
 
-    config = load_config(Path(__file__).parents[2] / "recipes/chess-tiny.yaml")
-    assert (config.data.source, config.model.tokenizer) == ("chess", "chess")
-    assert (config.parallel.strategy, config.hardware.devices) == ("fsdp", 2)
-    assert config.data.path is None
-    assert json.loads(json.dumps(config.data.max_length)) > 2 * config.data.plies
+    config = load_config(Path(__file__).parents[2] / "recipes/chess-tiny.yaml", ["data.games=20"])
+    tokenizer = load_tokenizer("chess")
+    assert config.model.tokenizer == "chess"
+    assert isinstance(config.model.shape, ShapeConfig)
+    assert config.model.shape.vocab == tokenizer.size
+    assert config.model.shape.positions >= config.data.max_length
+    sequences = prepare(config.data, tokenizer, report=said.append)
+    assert (len(sequences), sequences.summary.truncated) == (20, 0)
+    for index in range(20):
+        tokens = sequences[index][0].tolist()
+        assert (tokens[0], tokens[-1]) == (tokenizer.begin, tokenizer.end)
+        assert replay(tokenizer.decode(tokens[1:-1])).ply() > 10
+    # The longest possible: three promotions, each of which is one more token.
+    assert config.data.max_length + 1 >= 2 * config.data.plies + 2 + 3
 
 
 def test_without_the_package_it_says_what_to_install(

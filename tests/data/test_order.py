@@ -68,13 +68,16 @@ def test_positions_may_be_requested_in_any_spans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sequences", "share"), [(2, 0.01), (2, 0.99), (30, 0.1), (1000, 0.02), (1000, 0.0), (57, 0.5)]
+    ("sequences", "share", "count"),
+    [(2, 0.01, 1), (2, 0.99, 1), (30, 0.1, 3), (100, 0.07, 7), (1000, 0.02, 20), (1000, 0.0, 0), (57, 0.5, 29)],
 )
-def test_validation_and_training_sequences_are_disjoint_and_cover_everything(sequences: int, share: float) -> None:
+def test_validation_and_training_sequences_are_disjoint_and_cover_everything(
+    sequences: int, share: float, count: int
+) -> None:
     order = Order(sequences, seed=9, validation=share)
     held, trained = order.validation_sequences(), order.training_sequences(0, order.training_count)
     assert sorted([*held.tolist(), *trained.tolist()]) == list(range(sequences))
-    assert len(held) == order.validation_count == min(int(np.ceil(round(sequences * share, 6))), sequences - 1)
+    assert len(held) == order.validation_count == count
 
 
 def test_another_seed_is_another_order_and_another_split() -> None:

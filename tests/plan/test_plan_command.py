@@ -40,7 +40,8 @@ def test_overrides_alone_describe_a_run(monkeypatch, capsys):
     assert 0.2 < found["speed"]["mfu"] < 0.8
     assert found["chosen"]["strategy"] == "fsdp"
     assert found["chosen"]["reason"]
-    assert {"ddp", "zero1", "zero2", "fsdp"} <= {row["strategy"] for row in found["alternatives"]}
+    # Each that differs: zero3 is fsdp by another name.
+    assert {"ddp", "zero1", "zero2", "fsdp"} == {row["strategy"] for row in found["alternatives"]}
     assert all({"fits", "reserved_gib", "tokens_per_second_per_gpu"} <= row.keys() for row in found["alternatives"])
     assert {"largest_micro_batch", "longest_sequence", "fewest_gpus"} == found["limits"].keys()
     assert found["speed"]["seconds_to_finish"] == pytest.approx(100 * found["speed"]["step_seconds"], abs=1)
