@@ -92,14 +92,6 @@ def test_the_linear_layers_of_a_family_are_those_of_its_model_in_transformers(na
         assert sorted((*family.plan.column, *family.plan.row)) == sorted(paths)
 
 
-HEADS = [
-    pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="transformers 5 calls it lm_head, not embed_out"))
-    if name == "neox"
-    else name
-    for name in BUILDABLE
-]
-
-
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", BUILDABLE)
 def test_the_head_of_a_family_has_the_name_of_its_model_in_transformers(name):
     assert FAMILIES[name].names.head in dict(on_meta(small_config(name)).named_parameters(remove_duplicate=False))

@@ -17,11 +17,13 @@ from shoal.plan.speed import flops_per_token, forecast_speed
 from tests.plan.planning import make_run, plan, tokens_per_second
 
 
-@pytest.mark.parametrize(("family", "kv_heads"), [("llama", 2), ("gpt2", 4), ("neox", 4)])
+@pytest.mark.parametrize(("family", "kv_heads"), [("llama", 2), ("gpt2", 4), ("neox", 4), ("qwen3", 2)])
 def test_the_flops_of_a_token_are_those_that_torch_counts(family, kv_heads):
     shape = shape_from_sizes(
         family, hidden=64, layers=2, heads=4, kv_heads=kv_heads, vocab=99, positions=32, tied=family == "gpt2"
     )
+    if family == "qwen3":  # heads × head dimension is not the hidden size
+        shape = replace(shape, head_size=32)
     model = AutoModelForCausalLM.from_config(transformers_config(shape), attn_implementation="eager")
     tokens = torch.zeros(3, 32, dtype=torch.long)
     with FlopCounterMode(display=False) as trained:

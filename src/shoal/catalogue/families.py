@@ -136,7 +136,7 @@ FAMILIES: dict[str, Family] = {
         Names(
             embedding="gpt_neox.embed_in.weight",
             block="gpt_neox.layers.{}.",
-            head="embed_out.weight",
+            head="lm_head.weight",
             attention=("query_key_value", "dense"),
             mlp=("dense_h_to_4h", "dense_4h_to_h"),
         ),

@@ -105,7 +105,7 @@ class Order:
                     "The data makes a single sequence, which cannot be both trained on and held out. Set "
                     "data.validation: 0, give more data, or lower data.max_length."
                 )
-            # 0.1 × 30 is a little more than 3 in floating point, and must not hold out 4.
+            # 0.07 × 100 is a little more than 7 in floating point, and must not hold out 8.
             held = min(max(math.ceil(validation * sequences - 1e-9), 1), sequences - 1)
         self.sequences = sequences
         self.seed = seed

@@ -55,8 +55,20 @@ def skips_tiles(model: Any, wanted: str, *, compiled: bool) -> bool:
     return not drops and _narrowest_head(settings) >= NARROWEST
 
 
-def _narrowest_head(settings: Any) -> int:
+def attention_width(settings: Any) -> int:
+    """Heads × head dimension, which not every model has as its hidden size. Recurrent models have no heads."""
+    heads = getattr(settings, "num_attention_heads", None)
+    width: int = heads * _head_dim(settings) if isinstance(heads, int) and heads else settings.hidden_size
+    return width
+
+
+def _head_dim(settings: Any) -> int:
     width: int = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
+    return width
+
+
+def _narrowest_head(settings: Any) -> int:
+    width = _head_dim(settings)
     return min(width, getattr(settings, "v_head_dim", None) or width)
 
 

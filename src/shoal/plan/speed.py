@@ -51,7 +51,7 @@ def flops_per_token(run: Run) -> float:
     blocks, head = shape.layers * block_matrices(shape), shape.vocab * shape.hidden
     trained_head = run.trained.embedding if shape.tied else run.trained.head
     matmuls = 4 * (blocks + head) + 2 * (blocks * run.trained.blocks + head * trained_head)
-    return matmuls + 12 * shape.layers * shape.hidden * run.length
+    return matmuls + 12 * shape.layers * shape.heads * shape.head_size * run.length
 
 
 def forecast_speed(run: Run) -> Speed:

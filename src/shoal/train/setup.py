@@ -19,6 +19,7 @@ from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import matmul_parameters
+from shoal.models.attention import attention_width
 from shoal.models.emulate import LOW_PRECISION, emulated_dtypes
 from shoal.models.prepare import PreparedModel, prepare_model
 from shoal.models.weights import check_stored
@@ -303,7 +304,7 @@ def count_flops(prepared: PreparedModel, mesh: Mesh) -> Callable[[int, int], flo
         return lambda sequences, length: math.nan
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     per_token = 4 * prepared.matmul_parameters + 2 * matmul_parameters(trained, anatomy)
-    attention: int = 12 * settings.num_hidden_layers * settings.hidden_size
+    attention: int = 12 * settings.num_hidden_layers * attention_width(settings)
     sharing = mesh.pp * mesh.cp * mesh.tp
     return lambda sequences, length: sequences * length * (per_token + attention * length) / sharing
 
