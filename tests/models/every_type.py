@@ -149,7 +149,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 3,
     },
     "ministral": FULL_AND_SLIDING,
-    # A cross-attention layer, which text passes by.
+    # A cross-attention layer, which text does not use.
     "mllama": {"text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]}},
     # Its window is half of this.
     "modernbert-decoder": {"local_attention": 2 * WINDOW},

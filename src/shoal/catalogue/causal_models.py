@@ -27,7 +27,7 @@ MASKED = frozenset({"axk2", "deepseek_v32", "doge", "glm_moe_dsa"})
 
 # Types whose documents would influence each other, by the reason.
 UNPACKED = {
-    "its recurrent or convolutional state passes from one document of a sequence to the next": (
+    "its recurrent or convolutional state is carried from one document of a sequence to the next": (
         "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text", "jamba",
         "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
         "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm",

@@ -1,8 +1,8 @@
 """Muon (Jordan et al., 2024): momentum whose matrices are orthogonalized, so that all directions are learnt alike.
 
 PyTorch has it, but on a sharded matrix every matmul of the iteration is a collective of its own, and is summed in
-another order than on one device. Here ranks exchange their shards, in the bf16 of the iteration, so that each
-orthogonalizes some of the matrices whole: the update of a shard is bitwise that of the whole matrix.
+another order than on one device. Here an all-to-all, in the bf16 of the iteration, gives each rank whole matrices to
+orthogonalize: the update of a shard is bitwise that of the whole matrix.
 """
 
 import math
@@ -92,14 +92,14 @@ def _orthogonalize_shards(parameters: Sequence[Tensor], updates: Sequence[Tensor
     sizes = [columns * max(0, min(most, rows - index * most)) for index in range(ranks)]
     shards = [updates[0].numel()] * len(updates) + [0] * (ranks - len(updates))
     whole = sizes if rank < len(updates) else [0] * ranks
-    gathered = _exchange(torch.cat([update.flatten() for update in updates]), shards, whole, group)
+    gathered = _all_to_all(torch.cat([update.flatten() for update in updates]), shards, whole, group)
     if rank < len(updates):
         gathered = orthogonalize(gathered.view(rows, columns)).flatten()
-    scattered = _exchange(gathered, whole, shards, group)
+    scattered = _all_to_all(gathered, whole, shards, group)
     return [one.view(-1, columns) for one in torch.split_with_sizes(scattered, shards)[: len(updates)]]
 
 
-def _exchange(given: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(given: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     found = given.new_empty(sum(received))
     dist.all_to_all_single(found, given, received, sent, group=group)
     return found
