@@ -396,3 +396,10 @@ def test_of_several_processes_one_prepares_and_the_others_wait(write: Write, set
     results = [json.loads(file.read_text()) for file in out.glob("*.json")]
     assert len(results) == 4
     assert all(result == results[0] for result in results)
+
+
+def test_documents_packed_for_one_model_are_refused_for_another_that_cannot_keep_them_apart(write, settings):
+    data = settings(source="json", path=write("a.json", alpaca_records(20)), pack=True, max_length=300)
+    assert prepare(data, BYTES, report=quiet).separate
+    with pytest.raises(UserMistake, match=r"^data.pack is true, but it cannot; set data.pack: false"):
+        prepare(data, BYTES, report=quiet, not_apart="it cannot")

@@ -141,6 +141,17 @@ def test_what_a_start_that_was_killed_at_once_has_left_is_no_obstacle(folder: Pa
     assert names(folder) == ["run", "wide"]
 
 
+def test_the_old_run_is_not_restored_over_files_of_somebody_else(folder: Path) -> None:
+    (folder / "runs" / "run").rename(folder / "runs" / "run~replaced")
+    (folder / "runs" / "run").mkdir()
+    (folder / "runs" / "run" / "thesis.tex").write_text("precious")
+    before = files(folder / "runs")
+    ended = forked_shoal(folder, "train", "run.yaml")
+    assert ended.status == 2, ended.err
+    assert "runs/run exists and is not a shoal run" in ended.err
+    assert files(folder / "runs") == before
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_after_a_kill_before_the_first_step_the_old_run_is_back(resume: bool, instructions: Path, folder: Path) -> None:
     before = files(folder / "runs" / "run")
@@ -211,6 +222,7 @@ def test_overwriting_what_the_new_run_reads_is_refused(folder: Path) -> None:
     for name, arguments in {
         "--from": ["--from", f"runs/run/checkpoints/step-{STEPS:08d}"],
         "data.path": ["data.path=runs/run/text.txt", "data.source=text"],
+        "which data.path": ["data.path=[run.yaml, runs/run/text.txt]", "data.source=text"],
         "model.from": ["model.shape=null", "model.from=runs/run/model"],
     }.items():
         ended = forked_shoal(folder, "train", "run.yaml", "--overwrite", *arguments)

@@ -12,12 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from shoal.catalogue.causal_models import CAUSAL_IF, NEVER_CAUSAL, PACKED, UNPACKED, why_not_packed
+from shoal.config.mesh import Mesh
 from shoal.config.schema import ModelConfig
 from shoal.data.loader import IGNORED, MicroBatch
 from shoal.mistakes import UserMistake
+from shoal.models.attention import skips_tiles
 from shoal.models.loss import LanguageModel
 from shoal.models.prepare import blueprint, prepare_model
 from shoal.models.weights import Weights, check_stored, materialize
+from shoal.train.setup import count_flops
 from tests.models.every_type import TYPES, UNBUILDABLE, small_settings
 from tests.models.small import CPU, plain
 
@@ -37,6 +40,8 @@ def module_of(folder: Path) -> LanguageModel:
     plan = blueprint(ModelConfig.model_validate({"from": str(folder)}))
     prepared = prepare_model(plan, longest=LENGTH)
     check_stored(prepared.model, folder)
+    skips_tiles(prepared.model, "auto", compiled=True)
+    count_flops(prepared, Mesh())
     materialize(prepared.model, prepared.anatomy, device=CPU, dtype=torch.float32, source=Weights(folder, 0))
     return LanguageModel(prepared.model, prepared.anatomy, "plain")
 

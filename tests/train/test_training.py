@@ -171,6 +171,23 @@ def test_every_optimizer_learns_bitwise_the_same_on_two_sharded_ranks(optimizer,
 
 
 @pytest.mark.slow
+def test_muon_with_offloaded_state_has_the_same_buckets_on_every_rank(instructions, tmp_path, monkeypatch):
+    """Its collectives are for the matrices of a bucket, of which the last of three ranks has fewer rows."""
+    monkeypatch.setattr("shoal.optim.offload.BUCKET", 1000)
+    changes = {"train__optimizer": {"name": "muon"}, "train__lr": 1e-2, "train__steps": 3}
+    changes |= {
+        "train__micro_batch": 2,
+        "train__global_batch": 6,
+        "model__shape": {**LLAMA, "ffn": 40, "positions": 512},
+    }
+    runs = [
+        train_on(3, settings(instructions, name=name, parallel={"strategy": "fsdp", **offload}, **changes), tmp_path)
+        for name, offload in {"offloaded": {"offload": "optimizer"}, "kept": {}}.items()
+    ]
+    assert losses(runs[0]) == losses(runs[1])
+
+
+@pytest.mark.slow
 def test_muon_orthogonalizes_in_bf16_and_stays_close_where_sums_have_another_order(instructions, tmp_path):
     changes = {"train__optimizer": {"name": "muon"}, "train__lr": 1e-2, "train__micro_batch": 2}
     changes |= {"model__shape": {**LLAMA, "ffn": 90, "positions": 512}}  # the last rank has fewer rows

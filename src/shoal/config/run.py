@@ -85,8 +85,10 @@ class RunDirectory:
             "data.validation": config.data.validation,
         }
         deleted = [folder.resolve() for folder in (self.path, self.replaced.path)]
-        for key, value in read.items():
-            if isinstance(value, str | Path):
+        for key, given in read.items():
+            for value in given if isinstance(given, list | tuple) else [given]:
+                if not isinstance(value, str | Path):
+                    continue
                 path = Path(value).expanduser()
                 if any(path.resolve().is_relative_to(folder) for folder in deleted):
                     raise UserMistake(
@@ -137,7 +139,7 @@ class RunDirectory:
             if has_checkpoint(self.path):
                 with suppress(OSError):
                     self.replaced.delete()
-            elif not self.begun:
+            elif not self.begun and (self.exists or self._is_empty()):  # not over another program's folder
                 self._restore(say)
 
     @contextmanager

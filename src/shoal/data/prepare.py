@@ -23,7 +23,7 @@ from shoal.data.sequences import (
     write_array,
     write_summary,
 )
-from shoal.data.tokenize import Corpus, Progress, tokenize_files
+from shoal.data.tokenize import Corpus, Progress, cannot_pack, tokenize_files
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 from shoal.paths import cache_root
@@ -143,6 +143,8 @@ def prepare(
 
     entry, ready = obtain(cache_root(cache) / "data", key, build, report)
     sequences = open_sequences(entry)
+    if sequences.separate and not_apart is not None:  # cached for another model
+        raise cannot_pack(not_apart)
     for sentence in sequences.summary.sentences():
         report(sentence)
     if data.pack == "auto" and not_apart is not None and not sequences.summary.joined:

@@ -91,7 +91,7 @@ def tokenize_files(
         raise _nothing(files, errors, "no record", key)
     chosen = choose_format(format_name, first)
     if not_apart is not None and not chosen.joined:
-        raise UserMistake(f"data.pack is true, but {not_apart}; set data.pack: false, or leave it out.")
+        raise cannot_pack(not_apart)
     small = tokenizer.size <= 1 << 16
     with (
         ArrayWriter(folder / "tokens.npy", np.dtype(np.uint16 if small else np.int32)) as tokens,
@@ -123,6 +123,10 @@ def tokenize_files(
             first_skipped=errors.first,
         ),
     )
+
+
+def cannot_pack(reason: str) -> UserMistake:
+    return UserMistake(f"data.pack is true, but {reason}; set data.pack: false, or leave it out.")
 
 
 def _nothing(files: Sequence[Path], errors: _ErrorPolicy, what: str, key: str) -> UserMistake:

@@ -21,8 +21,7 @@ from shoal.models.flex import flex_attend
 MASKLESS = "shoal"
 # The smallest head dimension that its CUDA kernels support.
 NARROWEST = 16
-# Layers with local attention, as `layer_types` names them, and the setting with the size of their window or chunk.
-LOCAL_LAYERS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+SLIDING = "sliding_attention"  # in `layer_types`
 
 
 def choose_attention(model: Any, wanted: str, longest: int) -> str:
@@ -32,17 +31,20 @@ def choose_attention(model: Any, wanted: str, longest: int) -> str:
     if not getattr(model, "_supports_sdpa", False):
         return "eager"
     settings = model.config.get_text_config()
-    maskless = settings.model_type in PACKED - MASKED and not local_attention(settings, longest)
+    maskless = settings.model_type in PACKED - MASKED and window_within(settings, longest) is None
     if not maskless or not getattr(model, "_supports_attention_backend", False):
         return "sdpa"
     _register()
     return MASKLESS
 
 
-def local_attention(settings: Any, length: int) -> dict[str, int]:
-    """By the kind of layer (in `layer_types`): the sliding windows and chunks that are shorter than `length`."""
-    sizes = {name: getattr(settings, key, None) for name, key in LOCAL_LAYERS.items()}
-    return {name: size for name, size in sizes.items() if size is not None and size < length}
+def window_within(settings: Any, length: int) -> int | None:
+    """The sliding window of some or all layers, if it is shorter than `length`."""
+    window = getattr(settings, "sliding_window", None)
+    kinds = getattr(settings, "layer_types", None)
+    if not window or window >= length or (kinds is not None and SLIDING not in kinds):
+        return None
+    return int(window)
 
 
 def skips_tiles(model: Any, wanted: str, *, compiled: bool) -> bool:
@@ -63,8 +65,11 @@ def attention_width(settings: Any) -> int:
 
 
 def _head_dim(settings: Any) -> int:
-    width: int = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
-    return width
+    try:
+        width: int | None = getattr(settings, "head_dim", None)
+    except Exception:  # Gemma 4's differs between layers, and transformers raises an error of its own
+        width = None
+    return width or int(settings.hidden_size // settings.num_attention_heads)
 
 
 def _narrowest_head(settings: Any) -> int:
@@ -99,26 +104,19 @@ def attend(
     return result
 
 
-def packed_mask(settings: Any, documents: Tensor, positions: Tensor | None) -> Tensor | dict[str, Tensor]:
-    """The mask of packed sequences: `document_mask`, restricted to each layer's window or chunk. Models with layers of
-    several kinds take one for each kind."""
-    length = documents.shape[1]
+def packed_mask(settings: Any, documents: Tensor) -> Tensor | dict[str, Tensor]:
+    """The mask of packed sequences: `document_mask`, within the sliding window of a layer. A model with layers of
+    several kinds takes one mask for each kind."""
     mask = document_mask(documents)
-    local = local_attention(settings, length)
-    if not local:
+    window = window_within(settings, documents.shape[1])
+    if window is None:
         return mask
-    index = torch.arange(length, device=documents.device)
-    masks = {"full_attention": mask}
-    if (window := local.get("sliding_attention")) is not None:
-        masks["sliding_attention"] = mask & (index[:, None] - index[None, :] < window)
-    if (size := local.get("chunked_attention")) is not None:
-        assert positions is not None, "packed sequences have positions"
-        chunk = positions // size
-        masks["chunked_attention"] = mask & (chunk[:, :, None] == chunk[:, None, :])[:, None]
+    index = torch.arange(documents.shape[1], device=documents.device)
+    sliding = mask & (index[:, None] - index[None, :] < window)
     kinds = getattr(settings, "layer_types", None)
     if kinds is None:  # every layer has the window
-        return masks["sliding_attention"]
-    return {kind: masks.get(kind, mask) for kind in dict.fromkeys(kinds)}
+        return sliding
+    return {kind: sliding if kind == SLIDING else mask for kind in dict.fromkeys(kinds)}
 
 
 def document_mask(documents: Tensor) -> Tensor:

@@ -137,11 +137,7 @@ class LanguageModel(nn.Module):
         settings = self.model.config.get_text_config()
         mask: Tensor | BlockMask | dict[str, Tensor] | None = batch.mask
         if mask is None and batch.documents is not None:
-            mask = (
-                document_blocks(batch.documents)
-                if self.skips_tiles
-                else packed_mask(settings, batch.documents, batch.positions)
-            )
+            mask = document_blocks(batch.documents) if self.skips_tiles else packed_mask(settings, batch.documents)
         found: dict[str, Any] = {"use_cache": False}
         if mask is not None:
             if settings._attn_implementation == "eager":

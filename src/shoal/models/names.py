@@ -6,13 +6,18 @@ memory, and two or three tensors per expert in files.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 # Buffers that every model computes itself; files of older versions contain them.
-RECOMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
+RECOMPUTED = (
+    r"rotary_emb\.inv_freq$",
+    r"(^|\.)position_ids$",
+    r"\.masked_bias$",
+    r"\.attn\.(bias|causal_mask)$",  # GPT-J and CodeGen
+)
 
 
 @dataclass
@@ -21,6 +26,7 @@ class Sources:
 
     converter: Any | None  # transformers' WeightConverter; None: the only source is the tensor itself
     names: dict[str, list[str]]
+    duplicates: list[str] = field(default_factory=list)  # the same tensor again, in another format
 
     @property
     def all_names(self) -> list[str]:
@@ -53,14 +59,15 @@ def sources_in_files(model: Any, stored: Iterable[str]) -> dict[str, Sources]:
         converter = None if pattern is None else owners[pattern]
         sources = found.setdefault(renamed, Sources(converter, {}))
         if sources.converter is not converter or (converter is None and sources.names):
-            continue  # a duplicate of the tensor in another format
+            sources.duplicates.append(name)
+            continue
         sources.names.setdefault(pattern or name, []).append(name)
     return found
 
 
 def unused_in_files(model: Any, stored: Iterable[str], sources: Mapping[str, Sources]) -> list[str]:
     """The names in `stored` that are sources of no tensor of `model`, without those that transformers ignores too."""
-    used = {name for one in sources.values() for name in one.all_names}
+    used = {name for one in sources.values() for name in (*one.all_names, *one.duplicates)}
     ignored = [*RECOMPUTED, *(model._keys_to_ignore_on_load_unexpected or [])]
     return [name for name in stored if name not in used and not any(re.search(one, name) for one in ignored)]
 

@@ -3,6 +3,7 @@
 The update itself runs on the device: the state of a few parameters at a time is copied there and back.
 """
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.config.schema import OffloadConfig
 from shoal.mistakes import RunFailed, UserMistake
@@ -23,9 +25,19 @@ BUCKET = 1 << 26
 
 
 def buckets(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
-    """Group parameters into buckets of bounded size."""
-    groups = in_buckets(parameters.items(), lambda item: local_tensor(item[1]).numel(), BUCKET)
+    """Group parameters into buckets of bounded size, the same on every rank: Muon has collectives for each bucket."""
+    groups = in_buckets(parameters.items(), lambda item: _largest_shard(item[1]), BUCKET)
     return [dict(group) for group in groups]
+
+
+def _largest_shard(parameter: Tensor) -> int:
+    """The elements of the first rank's shard, the largest."""
+    if not isinstance(parameter, DTensor) or not parameter.numel():
+        return parameter.numel()
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    shards = math.prod(size for size, placement in sizes if placement.is_shard())
+    rows = parameter.shape[0]
+    return -(-rows // shards) * (parameter.numel() // rows)
 
 
 class Store:

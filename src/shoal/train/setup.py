@@ -245,8 +245,8 @@ def _resume(job: Job, checkpoint: Path, *, same_run: bool) -> None:
     step, steps = job.progress.step, job.inputs.steps
     if same_run and step < steps and job.no_longer_improves:
         job.reporter.say(
-            f"The run is finished: train.early_stop ended it at {checkpoint}, step {step} of {steps}. Raise its "
-            "patience to continue."
+            f"The run is finished at {checkpoint}, step {step} of {steps}: {job.progress.evaluations_without_gain} "
+            "evaluations had no better loss (train.early_stop). Raise its patience to continue."
         )
     elif same_run and step >= steps:
         job.reporter.say(
@@ -301,6 +301,8 @@ def count_flops(prepared: PreparedModel, mesh: Mesh) -> Callable[[int, int], flo
     model, anatomy = prepared.model, prepared.anatomy
     settings = model.config.get_text_config()
     if any(getattr(settings, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return lambda sequences, length: math.nan
+    if getattr(settings, "num_hidden_layers", None) is None:  # BLT has several models within
         return lambda sequences, length: math.nan
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     per_token = 4 * prepared.matmul_parameters + 2 * matmul_parameters(trained, anatomy)
