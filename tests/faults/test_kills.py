@@ -16,7 +16,7 @@ from tests.harness import settings, train_on, weights
 from tests.launch.command import PATIENCE, SHOAL, Command, losses, rank_process, training_lines, write_config
 
 pytestmark = pytest.mark.slow
-SAVE_EVERY, KILLS = 10, 10
+SAVE_EVERY, KILLS = 10, 6
 
 
 def config(data: Path, steps: int) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def test_a_user_mistake_found_after_a_restart_is_one_sentence_too(instructions: 
     assert "Traceback" not in ended.err
 
 
-def test_ten_kills_at_random_moments_change_nothing(instructions: Path, tmp_path: Path) -> None:
+def test_kills_at_random_moments_change_nothing(instructions: Path, tmp_path: Path) -> None:
     steps = 300
     undisturbed = train_on(2, config(instructions, steps), tmp_path / "undisturbed")
     write_config(tmp_path, config(instructions, steps))
