@@ -9,7 +9,8 @@ INTRODUCTION = """# The models
 
 `model.from` takes a folder or cached id of any causal language model of transformers: the `model_type` in its
 config.json must be one that `AutoModelForCausalLM` builds without code from the hub. `model.shape` builds one of the
-families below with random weights. Every type trains on one device and with ddp, fsdp and zero1 to zero3.
+families below with random weights. One device, ddp, fsdp and zero1 to zero3 need no plan for a type; tensor, context
+and pipeline parallelism do.
 
 `tests/models/test_every_type.py` builds each type that transformers can build small and compares it with transformers'
 own code: later tokens do not change earlier losses, every tensor of the files is used, and five steps have the losses
