@@ -15,7 +15,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(MEMORY),-
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,chess]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,chess,data]'
 	touch $@
 
 # Trains a small Llama on generated chess games with two processes, then evaluates it with plain transformers.

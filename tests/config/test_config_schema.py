@@ -25,17 +25,24 @@ adapter:
   {kind: none, rank: 8, alpha: 16, dropout: 0.0, targets: auto, quantize: nf4,
    dora: false, rslora: false, train_also: []}
 data:
-  source: json
+  source: auto
   path: null
+  split: train
+  subset: null
+  token_dtype: auto
   games: 12000
   plies: 42
   player: quick
   format: auto
+  columns: {}
   max_length: 2048
+  long_documents: auto
   pack: auto
+  document_mask: false
   train_on: answers
   chat_template: null
   validation: 0.02
+  mixing: {by: tokens, when_exhausted: repeat}
   streaming: false
   workers: 2
   on_error: stop
@@ -342,6 +349,7 @@ data:
   pack: true
   train_on: answers
   validation: 0.02
+  mixing: {by: tokens, when_exhausted: repeat}
   streaming: false
 train:
   epochs: 3

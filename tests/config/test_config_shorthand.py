@@ -38,12 +38,12 @@ def mistake_in(text: str, *overrides: str) -> str:
         ("train: {optimizer: AdamW_BNB_8bit}", "train: {optimizer: {name: adamw8bit}}"),
         ("train:\n  schedule: linear", "train: {schedule: {name: linear}}"),
         ("adapter: lora", "adapter: {kind: lora}"),
-        ("data: rows.jsonl", "data: {path: rows.jsonl, source: json}"),
-        ("data: rows.JSON", "data: {path: rows.JSON, source: json}"),
-        ("data: book.txt", "data: {path: book.txt, source: text}"),
-        ("data: notes/*.md", "data: {path: notes/*.md, source: text}"),
-        ("data: src/*.py", "data: {path: src/*.py, source: text}"),
-        ("data: games.pgn", "data: {path: games.pgn, source: chess}"),
+        ("data: rows.jsonl", "data: {path: rows.jsonl}"),
+        ("data: rows.JSON", "data: {path: rows.JSON}"),
+        ("data: book.txt", "data: {path: book.txt}"),
+        ("data: notes/*.md", "data: {path: notes/*.md}"),
+        ("data: src/*.py", "data: {path: src/*.py}"),
+        ("data: games.pgn", "data: {path: games.pgn}"),
         ("data: folder", "data: {path: folder}"),
     ],
 )
@@ -61,7 +61,7 @@ def test_a_model_may_be_a_folder_or_an_id() -> None:
 def test_a_mapping_accepts_strings_and_paths() -> None:
     short = {"model": Path("folder"), "data": Path("book.txt"), "train": {"optimizer": "lion", "schedule": "wsd"}}
     config = config_from_mapping(short)
-    assert (config.model.from_, config.data.path, config.data.source) == ("folder", "book.txt", "text")
+    assert (config.model.from_, config.data.path, config.data.kinds) == ("folder", "book.txt", {"text"})
     assert (config.train.optimizer.name, config.train.schedule.name) == ("lion", "wsd")
 
 
@@ -70,7 +70,7 @@ def test_the_saved_config_has_the_block() -> None:
     saved = parse_document(config_to_yaml(config), "saved").value
     assert saved["train"]["optimizer"]["name"] == "lion"
     assert saved["train"]["optimizer"]["weight_decay"] == 0.1
-    assert (saved["data"]["path"], saved["data"]["source"], saved["model"]["from"]) == ("book.txt", "text", "folder")
+    assert (saved["data"]["path"], saved["data"]["source"], saved["model"]["from"]) == ("book.txt", "auto", "folder")
 
 
 def test_a_string_overrides_a_block_and_a_key_overrides_a_string() -> None:
@@ -88,21 +88,25 @@ def test_a_string_overrides_a_block_and_a_key_overrides_a_string() -> None:
 
 
 def test_the_file_suffix_determines_the_source_unless_it_is_set() -> None:
-    def source(text: str, *overrides: str) -> str:
-        return str(dumped(BASE + text, *overrides)["data"]["source"])
+    def source(text: str, *overrides: str) -> set[str | None]:
+        return set(
+            config_from_mapping(
+                {"data": dumped(BASE + text, *overrides)["data"], "model": {"shape": "gpt2"}}
+            ).data.kinds
+        )
 
-    assert source("data: {source: chess}", "data=games.txt") == "chess"
-    assert source("data: games.txt", "data.source=chess") == "chess"
-    assert source("data: book.txt", "data.max_length=64") == "text"
-    assert source("data: book.txt", "data=rows.jsonl") == "json"
-    assert source("data: book.txt", "data.path=rows.jsonl") == "json"
-    assert source("data: {path: rows.txt}") == "json"
+    assert source("data: {source: chess}", "data=games.txt") == {"chess"}
+    assert source("data: games.txt", "data.source=chess") == {"chess"}
+    assert source("data: book.txt", "data.max_length=64") == {"text"}
+    assert source("data: book.txt", "data=rows.jsonl.gz") == {"json"}
+    assert source("data: book.txt", "data.path=rows.parquet") == {"parquet"}
+    assert source("data: folder") == {None}
 
 
 def test_a_string_may_refer_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOOK", "book.txt")
     data = dumped(BASE + "data: ${oc.env:BOOK}")["data"]
-    assert (data["path"], data["source"]) == ("book.txt", "text")
+    assert data["path"] == "book.txt"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ def test_a_string_may_refer_to_the_environment(monkeypatch: pytest.MonkeyPatch) 
             "run.yaml:2: train.optimizer is 3, but must be adamw, adamw8bit, lion, sgd, muon or "
             "a mapping such as {name: adamw}.",
         ),
-        ("data: [a, b]", 'run.yaml:2: data is ["a", "b"], but must be a string or a mapping such as {source: json}.'),
+        ("data: [a, b]", 'run.yaml:2: data is ["a", "b"], but must be a string or a mapping such as {source: auto}.'),
         ("eval: often", 'run.yaml:2: eval is "often", but must be a mapping such as {every: 200}.'),
     ],
 )

@@ -2,38 +2,28 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shoal.data import Sequences, Summary
+from shoal.config.schema import DataConfig
+from shoal.data import Sequences, StoredSequences, Summary
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
 
 
-@dataclass
-class Data:
-    """Stands in for `config.data`: attributes named like the YAML keys."""
-
-    source: Any = "text"
-    path: Any = None
-    games: int = 1
-    plies: int = 1
-    player: str = "quick"
-    format: str = "auto"
-    max_length: int = 16
-    pack: bool = True
-    train_on: str = "answers"
-    validation: Any = 0
-    workers: int = 0
-    on_error: str = "stop"
-
-
 @pytest.fixture
-def settings() -> type[Data]:
-    return Data
+def settings() -> Callable[..., DataConfig]:
+    """`config.data` with defaults for small tests; paths may be given as such."""
+
+    def make(**given: Any) -> DataConfig:
+        for key in ("path", "validation"):
+            if isinstance(given.get(key), Path):
+                given[key] = str(given[key])
+        return DataConfig(**{"source": "text", "max_length": 16, "pack": True, "validation": 0, "workers": 0, **given})
+
+    return make
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +78,6 @@ def make_sequences() -> Callable[..., Sequences]:
         summary = Summary(
             "alpaca", False, separate, count, len(tokens), count, int(sizes.max()) - 1, int(loss_tokens.sum()), 0.5, ""
         )
-        return Sequences(tokens, flags, starts, ends, loss_tokens, summary)
+        return StoredSequences(tokens, flags, starts, ends, loss_tokens, summary)
 
     return make

@@ -11,8 +11,8 @@ import pytest
 from shoal.config.schema_model import ShapeConfig
 from shoal.data import chess_games, chess_player, load_tokenizer, prepare
 from shoal.data.chess_games import Match, play, played_file
-from shoal.data.find import find_files
 from shoal.data.sources import read_records
+from shoal.data.sources.find import find_files
 from shoal.mistakes import UserMistake
 
 Write = Callable[[str, Any], Path]
@@ -102,7 +102,7 @@ def test_a_sequence_is_one_game_between_begin_and_end(settings: Any, said: list[
     for index, game in enumerate(games):
         tokens, _ = sequences[index]
         assert tokens.tolist() == [tokenizer.begin, *tokenizer.encode(game).tolist(), tokenizer.end]
-        assert sequences.loss_tokens[index] == 2 * len(game.split()) + 1
+        assert sequences.counted[index] == 2 * len(game.split()) + 1
 
 
 def test_stockfish_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from shoal.data.formats import alpaca_prompt, choose_format, segment_record
+from shoal.data.formats import Options, alpaca_prompt, choose_format, read_document
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake
 
@@ -26,15 +26,17 @@ def test_only_the_answer_counts_in_the_loss_unless_train_on_is_all() -> None:
     alpaca = choose_format("alpaca", one)
     prompt = alpaca_prompt("Add.", "1 + 1")
     assert (
-        segment_record(alpaca, one, "answers") == segment_record(alpaca, one, "last") == [(prompt, False), ("2", True)]
+        read_document(alpaca, one, Options("answers")).segments
+        == read_document(alpaca, one, Options("last")).segments
+        == [(prompt, False), ("2", True)]
     )
-    assert segment_record(alpaca, one, "all") == [(prompt + "2", True)]
+    assert read_document(alpaca, one, Options("all")).segments == [(prompt + "2", True)]
 
 
 @pytest.mark.parametrize("fields", [{}, {"input": ""}, {"input": None}])
 def test_an_instruction_without_input_has_no_input_header(fields: dict[str, Any]) -> None:
     one = record(instruction="Say {hi}.", output="hi", **fields)
-    prompt = segment_record(choose_format("auto", one), one, "answers")[0][0]
+    prompt = read_document(choose_format("auto", one), one, Options("answers")).segments[0][0]
     assert "Say {hi}." in prompt
     assert "Input" not in prompt
 
@@ -42,8 +44,8 @@ def test_an_instruction_without_input_has_no_input_header(fields: dict[str, Any]
 def test_records_that_do_not_match_the_format_name_their_file_and_line() -> None:
     alpaca = choose_format("alpaca", record())
     with pytest.raises(UserMistake, match=r"data\.jsonl:7 lacks output.*its keys are instruction, answer"):
-        segment_record(alpaca, record(instruction="x", answer="y"), "answers")
+        read_document(alpaca, record(instruction="x", answer="y"), Options("answers"))
     with pytest.raises(UserMistake, match=r"data\.jsonl:7: output must be a string, found int"):
-        segment_record(alpaca, record(instruction="x", output=3), "answers")
+        read_document(alpaca, record(instruction="x", output=3), Options("answers"))
     with pytest.raises(UserMistake, match=r"data\.jsonl:7: text holds a lone surrogate at position 1"):
-        segment_record(choose_format("text", record()), record(text="a\ud83d"), "answers")
+        read_document(choose_format("text", record()), record(text="a\ud83d"), Options("answers"))

@@ -50,7 +50,7 @@ def test_a_step_has_the_same_sequences_for_any_world_size_and_micro_batch(make_s
                 for rank in range(ranks)
             ]
             assert sorted(np.concatenate([part.sequence_ids for part in parts]).tolist()) == sorted(whole.tolist())
-            assert {part.weight for part in parts} == {int(sequences.loss_tokens[whole].sum())}
+            assert {part.weight for part in parts} == {int(sequences.loss_tokens(whole).sum())}
             pairs = [pair for part in parts for pair in trained(part.micro_batches)]
             assert sorted(pairs) == sorted(expected_pairs(sequences, whole))
             assert len(pairs) == parts[0].weight

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from shoal.data import sources
-from shoal.data.find import find_files
-from shoal.data.sources import read_records
+from shoal.data.sources import read_records, text
+from shoal.data.sources.find import find_files
 from shoal.mistakes import UserMistake
 
 Write = Callable[[str, Any], Path]
@@ -37,7 +36,7 @@ def test_text_keeps_its_line_ends_and_drops_a_byte_order_mark(write: Write) -> N
 def test_a_large_file_comes_in_chunks_that_join_to_the_original(
     write: Write, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(sources, "CHUNK", size)
+    monkeypatch.setattr(text, "CHUNK", size)
     whole = "ab\ncdé 🐟🐟🐟 long line without an end " * 3 + "\n\nlast"
     records = list(read_records("text", [write("a.txt", whole)]))
     assert "".join(record.fields["text"] for record in records) == whole
@@ -47,7 +46,7 @@ def test_a_large_file_comes_in_chunks_that_join_to_the_original(
 
 @pytest.mark.parametrize("size", [4, 7, 1000])
 def test_undecodable_text_names_file_and_offset(write: Write, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(sources, "CHUNK", size)
+    monkeypatch.setattr(text, "CHUNK", size)
     file = write("bad.txt", "ünicode".encode() + b"\xff tail")
     with pytest.raises(UserMistake, match=rf"{file}.*offset 8"):
         list(read_records("text", [file]))

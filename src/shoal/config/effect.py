@@ -69,9 +69,13 @@ def _unscaled(run: _Run) -> str | None:
 
 def _plain_text(run: _Run) -> str | None:
     data = run.config.data
-    if data.source == "chess":
+    if data.kinds == {"chess"}:
         return "a game has no answers, so every token counts"
-    return "plain text has no answers, so every token counts" if "text" in (data.format, data.source) else None
+    return (
+        "plain text has no answers, so every token counts"
+        if data.format == "text" or data.kinds <= {"text", "tokens"}
+        else None
+    )
 
 
 def _no_tiles_to_skip(run: _Run) -> str | None:
@@ -84,7 +88,7 @@ def _no_tiles_to_skip(run: _Run) -> str | None:
 
 def _nothing_played(run: _Run) -> str | None:
     data = run.config.data
-    if data.source != "chess":
+    if "chess" not in data.kinds:
         return "only data.source chess generates games"
     return "games are read from data.path, not generated" if data.path is not None else None
 

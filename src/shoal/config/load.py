@@ -12,7 +12,7 @@ from shoal.config.explain import closest, dotted, shown, validate
 from shoal.config.interpolate import escape, refuse_unsafe, resolve
 from shoal.config.locate import Document, KeyPath, Origins, Override, parse_document, read_document, write_yaml
 from shoal.config.schema import Config
-from shoal.config.shorthand import SHORTHANDS, expand, gives_data_as_text, show_shorthands, with_source
+from shoal.config.shorthand import SHORTHANDS, expand, show_shorthands
 from shoal.config.unbuilt import refuse_unbuilt
 from shoal.mistakes import UserMistake
 from shoal.paths import user_path
@@ -31,17 +31,14 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, plann
     """
     origins = Origins(whole=str(path) if path is not None else "")
     tree: dict[str, Any] = {}
-    data_as_text = False
     if path is not None:
         for file, written in _layers(user_path(path, "The file"), (), count(1)):
-            data_as_text = gives_data_as_text(written.value, data_as_text)
             document = expand(written)
             origins.lay(document, str(file))
             refuse_unsafe(document.value, origins)
             tree = _merge(tree, document.value)
     for text in overrides:
         override, document = _read_override(text)
-        data_as_text = gives_data_as_text(_nested(override.path, document.value), data_as_text)
         if override.path in SHORTHANDS and isinstance(document.value, str):
             override = Override(text, (*override.path, SHORTHANDS[override.path]))
         document = expand(document, override.path)
@@ -49,17 +46,17 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, plann
         origins.lay_override(document, override)
         refuse_unsafe(document.value, origins, override.path)
         tree = _merge(tree, _nested(override.path, document.value))
-    return _finish(tree, origins, planned=planned, data_as_text=data_as_text)
+    return _finish(tree, origins, planned=planned)
 
 
 def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
     """The config that a mapping describes: the content of a YAML file, without `include`."""
     if mapping.get("include"):
         raise UserMistake("include works in a file only: read that file with load_config.")
-    plain, origins = _plain(mapping), Origins()
-    tree = expand(Document(plain, {}, set())).value
+    origins = Origins()
+    tree = expand(Document(_plain(mapping), {}, set())).value
     refuse_unsafe(tree, origins)
-    return _finish(tree, origins, data_as_text=gives_data_as_text(plain, False))
+    return _finish(tree, origins)
 
 
 def config_to_yaml(config: Config) -> str:
@@ -82,9 +79,8 @@ def json_schema() -> dict[str, Any]:
     return show_shorthands(Config.model_json_schema())
 
 
-def _finish(tree: dict[str, Any], origins: Origins, *, planned: bool = False, data_as_text: bool = False) -> Config:
-    resolved = resolve(tree, origins)
-    config = validate(with_source(resolved) if data_as_text else resolved, origins)
+def _finish(tree: dict[str, Any], origins: Origins, *, planned: bool = False) -> Config:
+    config = validate(resolve(tree, origins), origins)
     if not planned:
         refuse_unbuilt(config, origins)
     refuse_combinations(config, origins)

@@ -10,14 +10,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from shoal.config.schema_base import Block, Texts, contradiction
-from shoal.config.schema_model import (
-    AdapterConfig,
-    DataBlockConfig,
-    DataConfig,
-    ModelConfig,
-    ShapeConfig,
-    StreamingConfig,
-)
+from shoal.config.schema_data import DataBlockConfig, DataConfig, MixingConfig, StreamingConfig
+from shoal.config.schema_model import AdapterConfig, ModelConfig, ShapeConfig
 from shoal.config.schema_run import (
     CheckpointConfig,
     GpuConfig,
@@ -52,6 +46,7 @@ __all__ = [
     "HardwareConfig",
     "LinkConfig",
     "LogConfig",
+    "MixingConfig",
     "ModelConfig",
     "OffloadConfig",
     "OptimizerConfig",

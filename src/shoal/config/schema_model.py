@@ -1,15 +1,13 @@
-"""The blocks `model`, `adapter` and `data`."""
+"""The blocks `model` and `adapter`."""
 
 import re
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
-from pydantic import Field, Strict, model_validator
+from pydantic import Field, model_validator
 
 from shoal.catalogue.families import BUILDABLE, FAMILIES, listed
 from shoal.catalogue.shapes import ModelShape, find_shape, shape_from_sizes
 from shoal.config.schema_base import (
-    MOST_IN_SIZE,
     Block,
     Layers,
     Positive,
@@ -32,16 +30,6 @@ Quantization = Annotated[
     Literal["nf4", "fp4", "int8"],
     spelled(("nf4", "fp4", "int8"), {"bnb.nf4": "nf4", "bnb.fp4": "fp4", "bnb.int8": "int8"}),
 ]
-SourceName = Annotated[
-    Literal["json", "text", "parquet", "csv", "hf", "tokens", "chess", "cells"],
-    spelled(
-        ("json", "text", "parquet", "csv", "hf", "tokens", "chess", "cells"),
-        {"jsonl": "json", "txt": "text", "huggingface": "hf"},
-    ),
-]
-RecordFormat = Literal["auto", "alpaca", "chat", "completion", "text"]
-
-
 _DESCRIBED = [f"{name} ({models})" if (models := FAMILIES[name].models) else name for name in BUILDABLE]
 
 
@@ -137,74 +125,3 @@ class AdapterConfig(Block):
     dora: bool = Field(False, description="Also train the magnitude of each weight column (DoRA).")
     rslora: bool = Field(False, description="Divide alpha by the square root of the rank (rsLoRA).")
     train_also: Texts = Field((), description="Patterns of parameters outside the adapter to train as well.")
-
-
-class StreamingConfig(Block):
-    """Reading data that is not tokenized before training."""
-
-    chunk: Size = Field(10_000, description="Records read and tokenized at a time.")
-    shuffle_buffer: Size = Field(50_000, description="Records in the shuffle buffer.")
-
-
-class DataBlockConfig(Block):
-    """One source of a mixture."""
-
-    source: SourceName = Field("json", description="The kind of file.")
-    path: str | None = Field(None, description="File, folder or pattern to read.")
-    format: RecordFormat = Field("auto", description="Format of the records.")
-    weight: Positive = Field(1.0, description="Sampling weight of this source, relative to the others.")
-
-
-class DataConfig(Block):
-    """The training data."""
-
-    source: SourceName | Annotated[tuple[DataBlockConfig, ...], Strict(False)] = Field(
-        "json", description="The kind of file, or a list of blocks with source, path, format and weight."
-    )
-    path: str | Texts | None = Field(
-        None,
-        description="File, folder or pattern to read, or a list of these; source chess without a path generates games.",
-    )
-    games: Size = Field(12_000, description="Number of games to generate, for source chess without a path.")
-    plies: Size = Field(42, description="Maximum length of a generated game in plies (moves of one side).")
-    player: Literal["quick", "stockfish"] = Field(
-        "quick",
-        description="Player of generated games. quick: one ply deep, hundreds of games per second; stockfish: much "
-        "stronger, about forty times slower, must be installed.",
-    )
-    format: RecordFormat = Field(
-        "auto", description="Format of the records; auto: chosen by the keys of the first record."
-    )
-    max_length: Annotated[int, Ge(2), Le(MOST_IN_SIZE)] = Field(
-        2048, description="Maximum sequence length in tokens; longer instructions are truncated, longer texts split."
-    )
-    pack: bool | Literal["auto"] = Field(
-        "auto",
-        description="Pack documents into full sequences: instructions do not attend to each other, plain text is one "
-        "continuous stream. auto: instructions only for models that keep them apart (docs/models.md).",
-    )
-    train_on: Literal["all", "answers", "last"] = Field(
-        "answers", description="Which tokens count in the loss: all, the answers, or the last answer of a chat."
-    )
-    chat_template: str | None = Field(None, description="A Jinja chat template to use instead of the tokenizer's own.")
-    validation: ShareBelowOne | str = Field(
-        0.02, description="Validation data: the fraction of sequences to hold out (0: none), or a path."
-    )
-    streaming: bool | StreamingConfig = Field(
-        False, description="Read and tokenize while training instead of before it; a block sets chunk and buffer."
-    )
-    workers: Annotated[int, Ge(0), Le(1024)] = Field(
-        2, description="Threads per device that prefetch batches; 0: batches are prepared in the training loop."
-    )
-    on_error: Literal["stop", "skip"] = Field("stop", description="What to do with a record that cannot be read.")
-
-    @model_validator(mode="after")
-    def _blocks_have_their_own_paths(self) -> "DataConfig":
-        if not isinstance(self.source, str):
-            if not self.source:
-                raise contradiction("data.source is an empty list: name at least one block.", "source")
-            if self.path is not None:
-                raise contradiction(
-                    "data.path contradicts a list in data.source: give each block its own path.", "path", "source"
-                )
-        return self

@@ -1,7 +1,6 @@
 """Text in the place of a block: `train.optimizer: lion` is short for `train.optimizer: {name: lion}`."""
 
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import Any
 
 from shoal.config.locate import Document, KeyPath
@@ -14,7 +13,6 @@ SHORTHANDS: dict[KeyPath, str] = {
     ("train", "schedule"): "name",
     ("train", "optimizer"): "name",
 }
-_SOURCES = {".txt": "text", ".md": "text", ".py": "text", ".pgn": "chess", ".json": "json", ".jsonl": "json"}
 
 
 def expand(document: Document, above: KeyPath = ()) -> Document:
@@ -28,21 +26,6 @@ def expand(document: Document, above: KeyPath = ()) -> Document:
             mappings.add(below)
             lines[*below, key] = lines.get(below, 1)
     return Document(value, lines, mappings)
-
-
-def gives_data_as_text(tree: Mapping[str, Any], before: bool) -> bool:
-    """Whether `data` is text after this layer, which has not been expanded, was laid over those before."""
-    data = tree.get("data")
-    if isinstance(data, Mapping):
-        return before and "path" not in data
-    return isinstance(data, str) if "data" in tree else before
-
-
-def with_source(tree: dict[str, Any]) -> dict[str, Any]:
-    """Where `data` was text and nobody gave a source: the one that the file's suffix tells, if it does."""
-    data = tree["data"]
-    source = _SOURCES.get(PurePath(str(data["path"])).suffix.lower())
-    return {**tree, "data": {"source": source, **data}} if source is not None else tree
 
 
 def show_shorthands(schema: dict[str, Any]) -> dict[str, Any]:

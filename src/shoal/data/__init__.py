@@ -5,8 +5,19 @@ Importing this package imports numpy only. The loader needs torch and is importe
 
 from shoal.data.order import Order, permute
 from shoal.data.prepare import Sets, prepare, prepare_sets
-from shoal.data.sequences import Sequences, Summary
+from shoal.data.sequences import Sequences, StoredSequences, Summary
 from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 
-__all__ = ["Order", "Sequences", "Sets", "Summary", "Tokenizer", "load_tokenizer", "permute", "prepare", "prepare_sets"]
+__all__ = [
+    "Order",
+    "Sequences",
+    "Sets",
+    "StoredSequences",
+    "Summary",
+    "Tokenizer",
+    "load_tokenizer",
+    "permute",
+    "prepare",
+    "prepare_sets",
+]

@@ -1,16 +1,36 @@
-"""Formats: how a record becomes segments of text, each counted in the loss or masked.
+"""Formats: how a record becomes documents, whose segments of text count in the loss or are masked.
 
 A new format is one function and one line in `FORMATS`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake, suggestion
 from shoal.paths import LONGEST_SHOWN
 
 Segment = tuple[str, bool]  # the text, and whether the loss counts it
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document as text. Its segments are tokenized separately, so that a prompt has the same tokens as in generation,
+    or as one text (`whole`), as a chat template is."""
+
+    segments: list[Segment]
+    whole: bool = False
+    begin: bool = True  # the tokenizer's begin token is prepended, if it does so
+    end: bool = True  # the end token is appended
+    continues: bool = False  # a document that the previous one of its file began
+    continued: bool = False  # by the next
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose about the content of documents."""
+
+    train_on: str = "answers"
 
 
 @dataclass(frozen=True)
@@ -20,7 +40,7 @@ class Format:
 
     name: str
     keys: tuple[str, ...]
-    segments: Callable[[Record, str], list[Segment]]
+    document: Callable[[Record, Options], Document]
     joined: bool = False
 
 
@@ -43,25 +63,26 @@ def choose_format(name: str, first: Record) -> Format:
     )
 
 
-def segment_record(chosen: Format, record: Record, train_on: str) -> list[Segment]:
-    """The segments of a record; adjacent segments of the same kind are merged before tokenization."""
+def read_document(chosen: Format, record: Record, options: Options) -> Document:
+    """The document of a record; adjacent segments of the same kind are merged before tokenization."""
     missing = [key for key in chosen.keys if key not in record.fields]
     if missing:
         raise UserMistake(
             f"{record.where} lacks {', '.join(missing)}, which data.format {chosen.name} needs; its keys are "
             f"{_keys(record)}. Fix the record, choose another data.format, or set data.on_error: skip."
         )
+    document = chosen.document(record, options)
     merged: list[Segment] = []
-    for text, trained in chosen.segments(record, train_on):
+    for text, trained in document.segments:
         if merged and merged[-1][1] == trained:
             merged[-1] = (merged[-1][0] + text, trained)
         else:
             merged.append((text, trained))
-    return merged
+    return replace(document, segments=merged)
 
 
-def _text(record: Record, train_on: str) -> list[Segment]:
-    return [(_string(record, "text"), True)]  # every token counts in the loss, so train_on has no effect
+def _text(record: Record, options: Options) -> Document:
+    return Document([(_string(record, "text"), True)])  # every token counts in the loss, so train_on has no effect
 
 
 # The prompt of Stanford Alpaca, with which its many descendants were trained too. It ends where the answer begins, so
@@ -84,10 +105,10 @@ def alpaca_prompt(instruction: str, material: str = "") -> str:
     return ALPACA_PROMPT.format(instruction=instruction)
 
 
-def _alpaca(record: Record, train_on: str) -> list[Segment]:
+def _alpaca(record: Record, options: Options) -> Document:
     material = "" if record.fields.get("input") is None else _string(record, "input")
     prompt = alpaca_prompt(_string(record, "instruction"), material)
-    return [(prompt, train_on == "all"), (_string(record, "output"), True)]
+    return Document([(prompt, options.train_on == "all"), (_string(record, "output"), True)])
 
 
 def _string(record: Record, key: str) -> str:

@@ -70,12 +70,12 @@ Weigh = Callable[[Sequences, np.ndarray], int]  # what the summed loss of these 
 
 
 def count_loss_tokens(sequences: Sequences, sequence_ids: np.ndarray) -> int:
-    return int(sequences.loss_tokens[sequence_ids].sum(dtype=np.int64))
+    return int(sequences.loss_tokens(sequence_ids).sum(dtype=np.int64))
 
 
 def count_tokens(sequences: Sequences, sequence_ids: np.ndarray) -> int:
     """The inputs of these sequences, which do not depend on how they are batched: without padding."""
-    return int((sequences.ends[sequence_ids] - sequences.starts[sequence_ids] - 1).sum(dtype=np.int64))
+    return int((sequences.lengths(sequence_ids) - 1).sum(dtype=np.int64))
 
 
 def batches(

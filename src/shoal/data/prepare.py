@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
+from shoal.config.schema import DataConfig
 from shoal.data import pack
 from shoal.data.cache import Report, obtain
-from shoal.data.find import PATH, VALIDATION, find_files
 from shoal.data.order import Order
 from shoal.data.sequences import (
     LOSS_TOKEN,
@@ -23,6 +22,7 @@ from shoal.data.sequences import (
     write_array,
     write_summary,
 )
+from shoal.data.sources.find import PATH, VALIDATION, find_files, find_source
 from shoal.data.tokenize import Corpus, Progress, cannot_pack, tokenize_files
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
@@ -33,33 +33,6 @@ from shoal.paths import cache_root
 LAYOUT = 3
 
 _TOKENS_AT_ONCE = 1 << 22
-
-
-class DataSettings(Protocol):
-    """The keys of `config.data` used here. Types are loose: the config has validated the values."""
-
-    @property
-    def source(self) -> object: ...
-    @property
-    def path(self) -> object: ...
-    @property
-    def games(self) -> int: ...
-    @property
-    def plies(self) -> int: ...
-    @property
-    def player(self) -> str: ...
-    @property
-    def format(self) -> str: ...
-    @property
-    def max_length(self) -> int: ...
-    @property
-    def pack(self) -> bool | str: ...
-    @property
-    def train_on(self) -> str: ...
-    @property
-    def validation(self) -> object: ...
-    @property
-    def on_error(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +58,7 @@ class Sets:
 
 
 def prepare_sets(
-    data: DataSettings,
+    data: DataConfig,
     tokenizer: Tokenizer,
     *,
     seed: int,
@@ -105,7 +78,7 @@ def prepare_sets(
 
 
 def prepare(
-    data: DataSettings,
+    data: DataConfig,
     tokenizer: Tokenizer,
     *,
     cache: Path | None = None,
@@ -114,15 +87,9 @@ def prepare(
     not_apart: str | None = None,
 ) -> Sequences:
     """The sequences of `data` (or of `path`, its validation data), from the cache if they are there and complete."""
-    if not isinstance(data.source, str):
-        raise UserMistake("data.source must be one name; lists of sources are not supported.")
-    if data.max_length < 1:
-        raise UserMistake(f"data.max_length is {data.max_length}; it must be at least 1.")
-    for key in ("streaming", "chat_template"):
-        if getattr(data, key, None):
-            report(f"data.{key} has no effect in this version.")
+    source = find_source(data.source, data.path if path is None else path)
     settings = Settings(
-        source=str(data.source),
+        source=source,
         format=str(data.format),
         max_length=int(data.max_length),
         pack=bool(data.pack),
@@ -131,7 +98,7 @@ def prepare(
         on_error=str(data.on_error),
     )
     named_by = PATH if path is None else VALIDATION
-    files = _files(data, path, cache_root(cache), report)
+    files = _files(data, source, path, cache_root(cache), report)
     before = _states(files)
     described = [LAYOUT, asdict(settings), tokenizer.fingerprint, before]
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
@@ -154,15 +121,15 @@ def prepare(
     return sequences
 
 
-def _files(data: DataSettings, path: object, cache: Path, report: Report) -> list[Path]:
+def _files(data: DataConfig, source: str, path: object, cache: Path, report: Report) -> list[Path]:
     wanted = data.path if path is None else path
-    if data.source == "chess" and find_spec("chess") is None:
+    if source == "chess" and find_spec("chess") is None:
         raise UserMistake("data.source chess needs the package chess: pip install 'shoal[chess]'.")
-    if data.source == "chess" and wanted is None:
+    if source == "chess" and wanted is None:
         from shoal.data.chess_games import Match, played_file
 
         return [played_file(Match(data.games, data.plies, data.player), cache, report)]
-    return find_files(str(data.source), wanted, PATH if path is None else VALIDATION)
+    return find_files(source, wanted, PATH if path is None else VALIDATION)
 
 
 def _states(files: Sequence[Path]) -> list[tuple[str, int, int]]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -52,37 +53,66 @@ class Summary:
         return said
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """Sequence k is `tokens[starts[k]:ends[k]]`; neighbours may share a token. The arrays are read lazily."""
+class Sequences(ABC):
+    """Numbered sequences of tokens, read lazily."""
 
-    tokens: np.ndarray
-    flags: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-    loss_tokens: np.ndarray  # per sequence: how many of its labels the loss counts
     summary: Summary
 
-    def __len__(self) -> int:
-        return len(self.starts)
+    @abstractmethod
+    def __len__(self) -> int: ...
 
+    @abstractmethod
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens and flags of one sequence."""
-        start, end = int(self.starts[index]), int(self.ends[index])
-        return self.tokens[start:end], self.flags[start:end]
+
+    @abstractmethod
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        """The number of tokens of each of these sequences."""
+
+    @abstractmethod
+    def loss_tokens(self, indices: np.ndarray) -> np.ndarray:
+        """How many labels of each of these sequences the loss counts."""
 
     @property
     def separate(self) -> bool:
         return self.summary.separate
 
 
-def open_sequences(folder: Path) -> Sequences:
+@dataclass(frozen=True)
+class StoredSequences(Sequences):
+    """Sequence k is `tokens[starts[k]:ends[k]]`; neighbours may share a token. The arrays are memory-mapped."""
+
+    tokens: np.ndarray
+    flags: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    counted: np.ndarray  # loss tokens of each sequence
+    summary: Summary
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        start, end = int(self.starts[index]), int(self.ends[index])
+        return self.tokens[start:end], self.flags[start:end]
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        found: np.ndarray = self.ends[indices] - self.starts[indices]
+        return found
+
+    def loss_tokens(self, indices: np.ndarray) -> np.ndarray:
+        found: np.ndarray = self.counted[indices]
+        return found
+
+
+def open_sequences(folder: Path) -> StoredSequences:
     """The sequences in `folder`, memory-mapped."""
-    arrays = {
-        name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+    tokens, flags, starts, ends, counted = (
+        np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
         for name in ("tokens", "flags", "starts", "ends", "loss_tokens")
-    }
-    return Sequences(**arrays, summary=Summary(**json.loads((folder / "summary.json").read_text())))
+    )
+    summary = Summary(**json.loads((folder / "summary.json").read_text()))
+    return StoredSequences(tokens, flags, starts, ends, counted, summary)
 
 
 def hash_sequences(folder: Path) -> str:

@@ -3,14 +3,15 @@
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from shoal.data.formats import Format, Segment, choose_format, segment_record
-from shoal.data.sequences import DOCUMENT, LOSS_TOKEN, ArrayWriter, Summary
+from shoal.data.encode import Encoded, encode
+from shoal.data.formats import Document, Format, Options, choose_format, read_document
+from shoal.data.sequences import ArrayWriter, Summary
 from shoal.data.sources import Record, read_records
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
@@ -97,9 +98,9 @@ def tokenize_files(
         ArrayWriter(folder / "tokens.npy", np.dtype(np.uint16 if small else np.int32)) as tokens,
         ArrayWriter(folder / "flags.npy", np.dtype(np.uint8)) as flags,
     ):
-        writer = _DocumentWriter(tokenizer, tokens, flags)
-        for batch in _batches(_segmented(chain([first], records), chosen, train_on, errors)):
-            writer.write(batch)
+        writer = _Writer(tokens, flags)
+        for batch in _batches(_documents(chain([first], records), chosen, Options(train_on), errors)):
+            writer.write(encode(tokenizer, batch))
             progress.tick(f"Tokenizing: {len(writer.lengths):,} documents, {tokens.length:,} tokens so far.")
     if not writer.lengths:
         raise _nothing(files, errors, "no text", key)
@@ -135,26 +136,26 @@ def _nothing(files: Sequence[Path], errors: _ErrorPolicy, what: str, key: str) -
     return UserMistake(f"There is {what} in {where}{skipped}. Check {key}.")
 
 
-def _segmented(
-    records: Iterator[Record], chosen: Format, train_on: str, errors: _ErrorPolicy
-) -> Iterator[tuple[list[Segment], bool]]:
-    """The segments of each valid record, and whether its document continues in the next."""
+def _documents(records: Iterator[Record], chosen: Format, options: Options, errors: _ErrorPolicy) -> Iterator[Document]:
+    """The documents of the valid records."""
+    continues = False
     for record in records:
         try:
-            segments = segment_record(chosen, record, train_on)
+            document = read_document(chosen, record, options)
         except UserMistake as mistake:
             errors(mistake)
         else:
-            yield segments, record.continued
+            yield replace(document, continues=continues, continued=record.continued)
+            continues = record.continued
 
 
-def _batches(records: Iterator[tuple[list[Segment], bool]]) -> Iterator[list[tuple[list[Segment], bool]]]:
-    """Records grouped for one call of the tokenizer, bounded in number and characters."""
-    batch: list[tuple[list[Segment], bool]] = []
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Documents grouped for one call of the tokenizer, bounded in number and characters."""
+    batch: list[Document] = []
     characters = 0
-    for segments, continued in records:
-        batch.append((segments, continued))
-        characters += sum(len(text) for text, _ in segments)
+    for document in documents:
+        batch.append(document)
+        characters += sum(len(text) for text, _ in document.segments)
         if characters >= _CHARACTERS_AT_ONCE or len(batch) >= _RECORDS_AT_ONCE:
             yield batch
             batch, characters = [], 0
@@ -162,56 +163,22 @@ def _batches(records: Iterator[tuple[list[Segment], bool]]) -> Iterator[list[tup
         yield batch
 
 
-class _DocumentWriter:
-    """Appends documents: the begin token where the tokenizer prepends one, the text, the end token.
+class _Writer:
+    """Appends encoded batches to the files, and keeps the lengths of documents."""
 
-    Segments are tokenized separately, so that a prompt has the same tokens as in generation.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, tokens: ArrayWriter, flags: ArrayWriter) -> None:
+    def __init__(self, tokens: ArrayWriter, flags: ArrayWriter) -> None:
         self.lengths = array("q")
         self.empty = 0
-        self._tokenizer = tokenizer
         self._tokens = tokens
         self._flags = flags
-        self._open = 0  # tokens so far of a document whose last record was `continued`
-        begin = tokenizer.begin if tokenizer.prepends_begin else None
-        self._begin = None if begin is None else np.array([begin], dtype=np.int32)
-        self._end = np.array([tokenizer.end], dtype=np.int32)
+        self._open = 0  # tokens so far of a document that the next part continues
 
-    def write(self, batch: list[tuple[list[Segment], bool]]) -> None:
-        encoded = iter(self._tokenizer.encode_many([text for segments, _ in batch for text, _ in segments]))
-        parts: list[np.ndarray] = []
-        trained: list[bool] = []
-        firsts: list[int] = []  # where documents begin in this batch
-        written = 0
-        for segments, continued in batch:
-            encodings = [(next(encoded), loss) for _, loss in segments]
-            begins = not self._open
-            if begins and not continued and not any(text for text, _ in segments):
-                self.empty += 1
-                continue
-            if begins and self._begin is not None:
-                encodings.insert(0, (self._begin, False))
-            if not continued:
-                encodings.append((self._end, segments[-1][1]))  # the end token is a loss token if the last segment is
-            added = sum(len(ids) for ids, _ in encodings)
-            if begins and added:
-                firsts.append(written)
-            for ids, loss in encodings:
-                parts.append(ids)
-                trained.append(loss)
-            written += added
-            self._open += added
+    def write(self, batch: Encoded) -> None:
+        self.empty += batch.empty
+        self._tokens.append(batch.ids)
+        self._flags.append(batch.flags)
+        for length, continued in zip(batch.lengths.tolist(), batch.continued.tolist(), strict=True):
+            self._open += length
             if not continued:
                 self.lengths.append(self._open)
                 self._open = 0
-        if not written:
-            return
-        ids = np.concatenate(parts)
-        assert ids.min() >= 0
-        assert ids.max() < self._tokenizer.size
-        flags = np.repeat(np.array(trained, dtype=np.uint8) * np.uint8(LOSS_TOKEN), [len(part) for part in parts])
-        flags[firsts] = DOCUMENT  # and not a loss token: no input of the document precedes it
-        self._tokens.append(ids)
-        self._flags.append(flags)

@@ -175,8 +175,9 @@ def _trained(config: Config, shape: ModelShape) -> Trained:
 def _masked(config: Config) -> bool:
     """Whether sequences are packed with documents that must not attend to each other; plain text is not masked."""
     data = config.data
-    instructions = data.source in ("json", "parquet", "csv", "hf") and data.format not in ("text",)
-    return bool(data.pack) and instructions and data.path is not None
+    instructions = not data.kinds <= {"text", "tokens", "chess"} and data.format != "text"
+    given = data.path is not None or not isinstance(data.source, str)
+    return data.document_mask or (bool(data.pack) and instructions and given)
 
 
 def _offload(config: Config) -> str:

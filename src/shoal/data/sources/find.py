@@ -6,11 +6,36 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shoal.data.sources import check_source, folder_suffixes
+from shoal.catalogue.data_files import source_of_name
+from shoal.data.sources.read import check_source, folder_suffixes
 from shoal.mistakes import UserMistake, suggestion
 from shoal.paths import special_kind, user_path
 
 PATH, VALIDATION = "data.path", "data.validation"
+
+
+def find_source(source: object, path: object) -> str:
+    """The source that reads `path`; `auto` tells by the name of the file, or of the files in a folder."""
+    if source != "auto":
+        return str(source)
+    entries: Sequence[object] = path if isinstance(path, list | tuple) else [path]
+    if path is None or not entries:
+        raise UserMistake("data.path is not set. Give it a file, a folder, a glob or a list of these.")
+    name = str(entries[0])
+    location = user_path(name, PATH)
+    names = [name]
+    if location.is_dir():
+        names = sorted(file.name for file in _walk(location, PATH))
+    elif glob.has_magic(name) and not location.exists():
+        names = sorted(glob.glob(str(location), recursive=True))
+    found = {found for one in names if (found := source_of_name(one)) is not None}
+    if len(found) == 1:
+        return found.pop()
+    if not found:
+        return "json"
+    raise UserMistake(
+        f"data.source auto finds files of several kinds in {name}: {', '.join(sorted(found))}. Set data.source."
+    )
 
 
 def find_files(source: str, path: object, key: str = PATH) -> list[Path]:

@@ -1,0 +1,61 @@
+"""Documents to token ids and flags. A pure function of a batch, so that any process may compute it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.data.formats import Document
+from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
+from shoal.data.tokenizer_base import Tokenizer
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch of documents or parts of documents, one after another. Empty documents are left out and counted."""
+
+    ids: np.ndarray  # int32
+    flags: np.ndarray  # uint8
+    lengths: np.ndarray  # int64, tokens of each part
+    continued: np.ndarray  # bool, per part: its document continues in the next
+    empty: int
+
+
+def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Encoded:
+    """Each document: the begin token where the tokenizer prepends one, the text, the end token."""
+    begin = None if tokenizer.begin is None or not tokenizer.prepends_begin else tokenizer.begin
+    encoded = iter(tokenizer.encode_many([text for one in documents for text, _ in one.segments]))
+    parts: list[np.ndarray] = []
+    trained: list[bool] = []
+    firsts: list[int] = []  # where documents begin
+    lengths: list[int] = []
+    continued: list[bool] = []
+    empty = written = 0
+    for document in documents:
+        found = [(next(encoded), loss) for _, loss in document.segments]
+        alone = not document.continues and not document.continued
+        if alone and not any(text for text, _ in document.segments):
+            empty += 1
+            continue
+        if begin is not None and document.begin and not document.continues:
+            found.insert(0, (np.array([begin], dtype=np.int32), False))
+        if document.end and not document.continued:
+            # The end token is a loss token if the last segment is.
+            found.append((np.array([tokenizer.end], dtype=np.int32), document.segments[-1][1]))
+        added = sum(len(ids) for ids, _ in found)
+        if added and not document.continues:
+            firsts.append(written)
+        parts += [ids for ids, _ in found]
+        trained += [loss for _, loss in found]
+        lengths.append(added)
+        continued.append(document.continued)
+        written += added
+    if not parts:
+        return Encoded(
+            np.empty(0, np.int32), np.empty(0, np.uint8), np.array(lengths, np.int64), np.array(continued, bool), empty
+        )
+    ids = np.concatenate(parts)
+    assert not ids.size or (ids.min() >= 0 and ids.max() < tokenizer.size)
+    flags = np.repeat(np.array(trained, dtype=np.uint8) * np.uint8(LOSS_TOKEN), [len(part) for part in parts])
+    flags[firsts] = DOCUMENT  # and not a loss token: no input of the document precedes it
+    return Encoded(ids, flags, np.array(lengths, dtype=np.int64), np.array(continued, dtype=bool), empty)
