@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data import Order, Sequences
+from shoal.data import Order, Sequences, ShuffledOrder
 from shoal.data.loader import MicroBatch, StepBatch, batches, evaluation_batches
 from shoal.data.order import Spans
 from shoal.data.sequences import LOSS_TOKEN
@@ -41,7 +41,7 @@ def expected_pairs(sequences: Sequences, sequence_ids: Iterable[int]) -> list[tu
 
 def test_a_step_has_the_same_sequences_for_any_world_size_and_micro_batch(make_sequences: MakeSequences) -> None:
     sequences = make_sequences(21)
-    order = Order(21, seed=4, validation=0.1)
+    order = ShuffledOrder(21, seed=4, validation=0.1)
     for step in range(6):
         whole = order.training_sequences(step * 8, 8)
         for ranks, micro_batch in [(1, 8), (1, 2), (1, 1), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)]:
@@ -57,7 +57,7 @@ def test_a_step_has_the_same_sequences_for_any_world_size_and_micro_batch(make_s
 
 
 def test_a_micro_batch_takes_its_sequences_at_the_offset_of_its_rank(make_sequences: MakeSequences) -> None:
-    sequences, order = make_sequences(40), Order(40, seed=4)
+    sequences, order = make_sequences(40), ShuffledOrder(40, seed=4)
     step = take(1, sequences, order, global_batch=12, micro_batch=2, rank=1, ranks=3)[0]
     whole = order.training_sequences(0, 12)
     assert step.sequence_ids.tolist() == whole[[2, 3, 8, 9]].tolist()
@@ -65,7 +65,7 @@ def test_a_micro_batch_takes_its_sequences_at_the_offset_of_its_rank(make_sequen
 
 
 def test_resuming_at_a_step_gives_the_batches_of_an_uninterrupted_run(make_sequences: MakeSequences) -> None:
-    sequences, order = make_sequences(13), Order(13, seed=4)
+    sequences, order = make_sequences(13), ShuffledOrder(13, seed=4)
     reached = take(9, sequences, order)
     for first in (1, 4, 8):
         resumed = take(9 - first, sequences, order, first_step=first)
@@ -78,7 +78,7 @@ def test_resuming_at_a_step_gives_the_batches_of_an_uninterrupted_run(make_seque
 
 
 def test_an_epoch_of_batches_takes_every_sequence_once(make_sequences: MakeSequences) -> None:
-    sequences, order = make_sequences(24), Order(24, seed=4)
+    sequences, order = make_sequences(24), ShuffledOrder(24, seed=4)
     for epoch in range(3):
         steps = take(3, sequences, order, first_step=3 * epoch)
         assert sorted(np.concatenate([step.sequence_ids for step in steps]).tolist()) == list(range(24))
@@ -89,7 +89,7 @@ def test_an_epoch_of_batches_takes_every_sequence_once(make_sequences: MakeSeque
 def test_sequences_are_padded_on_the_right_and_shapes_are_static_with_a_length(
     make_sequences: MakeSequences, separate: bool, length: int | None
 ) -> None:
-    sequences, order = make_sequences(16, separate=separate), Order(16, seed=4)
+    sequences, order = make_sequences(16, separate=separate), ShuffledOrder(16, seed=4)
     for step in take(4, sequences, order, length=length):
         for number, batch in enumerate(step.micro_batches):
             mine = step.sequence_ids[2 * number : 2 * number + 2]
@@ -106,7 +106,7 @@ def test_sequences_are_padded_on_the_right_and_shapes_are_static_with_a_length(
 
 
 def test_positions_restart_at_each_document_and_padding_is_a_document_of_its_own(make_sequences: MakeSequences) -> None:
-    sequences, order = make_sequences(16, separate=True), Order(16, seed=4)
+    sequences, order = make_sequences(16, separate=True), ShuffledOrder(16, seed=4)
     for step in take(4, sequences, order, length=20):
         for number, batch in enumerate(step.micro_batches):
             assert batch.positions is not None
@@ -129,7 +129,7 @@ def test_positions_restart_at_each_document_and_padding_is_a_document_of_its_own
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_worker_threads_change_nothing_and_end_with_the_iterator(make_sequences: MakeSequences, workers: int) -> None:
-    sequences, order = make_sequences(40), Order(40, seed=4)
+    sequences, order = make_sequences(40), ShuffledOrder(40, seed=4)
     before = threading.active_count()
     iterator = batches(
         sequences, order, first_step=2, global_batch=8, micro_batch=4, rank=0, ranks=2, pad=PAD, workers=workers
@@ -147,7 +147,7 @@ def test_worker_threads_change_nothing_and_end_with_the_iterator(make_sequences:
 def test_an_error_in_a_worker_is_raised_in_the_loop(
     make_sequences: MakeSequences, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    sequences, order = make_sequences(40), Order(40, seed=4)
+    sequences, order = make_sequences(40), ShuffledOrder(40, seed=4)
     training_sequences = order.training_sequences
 
     def fail_at_the_third_step(first: int, count: int, left_out: Spans) -> np.ndarray:
@@ -168,13 +168,13 @@ def test_an_error_in_a_worker_is_raised_in_the_loop(
 
 
 def test_impossible_splits_are_refused_at_once(make_sequences: MakeSequences) -> None:
-    sequences, order = make_sequences(16), Order(16, seed=4)
+    sequences, order = make_sequences(16), ShuffledOrder(16, seed=4)
     with pytest.raises(ValueError, match="cannot be split"):
         take(1, sequences, order, micro_batch=3)
     with pytest.raises(ValueError, match="more than the length"):
         take(1, sequences, order, length=3)
     with pytest.raises(ValueError, match="the order is over 15 sequences"):
-        take(1, sequences, Order(15, seed=4))
+        take(1, sequences, ShuffledOrder(15, seed=4))
 
 
 @pytest.mark.parametrize("limit", [None, 1, 7, 100])
@@ -183,7 +183,7 @@ def test_evaluation_sees_the_same_sequences_on_any_number_of_ranks(
     make_sequences: MakeSequences, limit: int | None, separate: bool
 ) -> None:
     sequences = make_sequences(30, separate=separate)
-    wanted = Order(30, seed=4, validation=0.4).validation_sequences()
+    wanted = ShuffledOrder(30, seed=4, validation=0.4).validation_sequences()
     for ranks in (1, 2, 4, 5):
         for micro_batch in (1, 3, 4):
             parts = [

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from shoal.data import Order, permute
+from shoal.data.order import ShuffledOrder, permute
 from shoal.mistakes import UserMistake
 
 
@@ -52,7 +52,7 @@ def test_small_sizes_see_all_their_permutations(size: int) -> None:
 
 
 def test_each_epoch_is_another_permutation_of_the_training_sequences() -> None:
-    order = Order(57, seed=5, validation=0.1)
+    order = ShuffledOrder(57, seed=5, validation=0.1)
     epochs = [
         order.training_sequences(epoch * order.training_count, order.training_count).tolist() for epoch in range(4)
     ]
@@ -61,7 +61,7 @@ def test_each_epoch_is_another_permutation_of_the_training_sequences() -> None:
 
 
 def test_positions_may_be_requested_in_any_spans() -> None:
-    order = Order(11, seed=3)
+    order = ShuffledOrder(11, seed=3)
     whole = order.training_sequences(0, 50)
     for first, count in [(0, 1), (10, 2), (5, 30), (49, 1), (7, 0)]:
         assert order.training_sequences(first, count).tolist() == whole[first : first + count].tolist()
@@ -74,28 +74,28 @@ def test_positions_may_be_requested_in_any_spans() -> None:
 def test_validation_and_training_sequences_are_disjoint_and_cover_everything(
     sequences: int, share: float, count: int
 ) -> None:
-    order = Order(sequences, seed=9, validation=share)
+    order = ShuffledOrder(sequences, seed=9, validation=share)
     held, trained = order.validation_sequences(), order.training_sequences(0, order.training_count)
     assert sorted([*held.tolist(), *trained.tolist()]) == list(range(sequences))
     assert len(held) == order.validation_count == count
 
 
 def test_another_seed_is_another_order_and_another_split() -> None:
-    first, second = Order(1000, seed=1, validation=0.1), Order(1000, seed=2, validation=0.1)
+    first, second = ShuffledOrder(1000, seed=1, validation=0.1), ShuffledOrder(1000, seed=2, validation=0.1)
     assert len(set(first.validation_sequences().tolist()) & set(second.validation_sequences().tolist())) < 30
     assert (first.training_sequences(0, 900) == second.training_sequences(0, 900)).mean() < 0.02
 
 
 def test_validation_sequences_of_a_separate_set_take_nothing_from_training() -> None:
-    order = Order(10, seed=1, separate=4)
+    order = ShuffledOrder(10, seed=1, separate=4)
     assert order.validation_sequences().tolist() == [0, 1, 2, 3]
     assert sorted(order.training_sequences(0, 10).tolist()) == list(range(10))
 
 
 def test_impossible_splits_say_what_to_do() -> None:
     with pytest.raises(UserMistake, match=r"single sequence.*data\.validation: 0"):
-        Order(1, seed=0, validation=0.02)
+        ShuffledOrder(1, seed=0, validation=0.02)
     with pytest.raises(UserMistake, match="not a fraction"):
-        Order(10, seed=0, validation=1.5)
+        ShuffledOrder(10, seed=0, validation=1.5)
     with pytest.raises(UserMistake, match="no sequences"):
-        Order(0, seed=0)
+        ShuffledOrder(0, seed=0)

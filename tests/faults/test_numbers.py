@@ -13,7 +13,7 @@ from shoal import api
 from shoal.checkpoint import store
 from shoal.checkpoint.layout import SliceReader
 from shoal.checkpoint.state import read_progress
-from shoal.data.order import Order
+from shoal.data.order import ShuffledOrder
 from shoal.resilience.health import Diverged
 from tests.checkpoint.cut import hold_bitwise
 from tests.harness import lines, settings, slow, train_on, weights
@@ -63,7 +63,7 @@ def config_of(model: Path, data: Path, **changes: Any) -> dict[str, Any]:
 
 def sequences_of_steps(steps: list[int]) -> list[int]:
     """The sequences of these steps while none are skipped."""
-    order = Order(EXAMPLES, seed=1234)
+    order = ShuffledOrder(EXAMPLES, seed=1234)
     return [int(index) for step in steps for index in order.training_sequences((step - 1) * BATCH, BATCH)]
 
 
@@ -173,7 +173,7 @@ def spiking_data(tmp_path: Path) -> tuple[Path, int]:
     """Examples that are all alike except for those of one late step, when the loss is stable; and that step."""
     step, path = 140, tmp_path / "examples.jsonl"
     count = 150 * BATCH
-    odd = set(Order(count, seed=1234).training_sequences((step - 1) * BATCH, BATCH).tolist())
+    odd = set(ShuffledOrder(count, seed=1234).training_sequences((step - 1) * BATCH, BATCH).tolist())
     with path.open("w") as file:
         for index in range(count):
             text = "".join(chr(97 + (index * 7 + i * i) % 26) for i in range(24)) if index in odd else "shoal " * 4

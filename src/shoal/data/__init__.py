@@ -3,8 +3,9 @@
 Importing this package imports numpy only. The loader needs torch and is imported by name: `shoal.data.loader`.
 """
 
-from shoal.data.order import Order, permute
-from shoal.data.prepare import Sets, prepare, prepare_sets
+from shoal.data.order import Order, ShuffledOrder, permute
+from shoal.data.prepare import prepare
+from shoal.data.sets import Sets, prepare_sets
 from shoal.data.sequences import Sequences, StoredSequences, Summary
 from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
@@ -13,6 +14,7 @@ __all__ = [
     "Order",
     "Sequences",
     "Sets",
+    "ShuffledOrder",
     "StoredSequences",
     "Summary",
     "Tokenizer",

@@ -108,7 +108,7 @@ def batches(
             f"a global batch of {global_batch} cannot be split into micro-batches of {micro_batch} "
             f"for rank {rank} of {ranks}"
         )
-    if order.sequences != len(sequences):
+    if order.sequences is not None and order.sequences != len(sequences):
         raise ValueError(f"the order is over {order.sequences} sequences, the data has {len(sequences)}")
     if length is not None and length < sequences.summary.longest:
         raise ValueError(f"sequences have up to {sequences.summary.longest} inputs, more than the length {length}")

@@ -6,6 +6,7 @@ number of ranks, at no cost.
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -59,13 +60,14 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def _key(*parts: object) -> int:
+def key_of(*parts: object) -> int:
     """A separate key for each use, so that the epochs of one seed are not the shifted epochs of another."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 Spans = Sequence[tuple[int, int]]  # (first position, number of positions)
+StreamState = list[dict[str, int]]  # one for each streamed source
 
 
 def around(first: int, count: int, left_out: Spans) -> list[tuple[int, int]]:
@@ -81,7 +83,38 @@ def around(first: int, count: int, left_out: Spans) -> list[tuple[int, int]]:
     return [*found, (first, count)] if count else found
 
 
-class Order:
+class Order(ABC):
+    """Which sequence is at each global position of training, and which are held out."""
+
+    sequences: int | None  # of all, with those held out; None: unknown, because the data is streamed
+    training_count: int | None  # of an epoch
+    validation_count: int
+
+    def training_sequences(self, first_position: int, count: int, left_out: Spans = ()) -> np.ndarray:
+        """The sequences at `count` global positions from `first_position` on, over as many epochs as needed.
+
+        Positions in `left_out` (sorted, not overlapping) are not counted: see `around`.
+        """
+        spans = around(first_position, count, left_out)
+        return np.concatenate([np.empty(0, dtype=np.int64), *(self.sequences_at(*span) for span in spans)])
+
+    @abstractmethod
+    def sequences_at(self, first_position: int, count: int) -> np.ndarray:
+        """The sequences at `count` positions from `first_position` on."""
+
+    @abstractmethod
+    def validation_sequences(self) -> np.ndarray:
+        """The held-out sequences, in evaluation order; indices into the separate set where there is one."""
+
+    def state(self, position: int) -> StreamState:
+        """What a checkpoint keeps so that the order continues at `position`: nothing, unless data is streamed."""
+        return []
+
+    def restore(self, state: StreamState) -> None:
+        """Continue where `state` was taken."""
+
+
+class ShuffledOrder(Order):
     """The order of a number of `sequences` for one seed: which are held out, and the infinite order of the others.
 
     `validation` is the fraction held out (0: none). For a separate validation set, pass its number of sequences as
@@ -107,23 +140,15 @@ class Order:
                 )
             # 0.07 × 100 is a little more than 7 in floating point, and must not hold out 8.
             held = min(max(math.ceil(validation * sequences - 1e-9), 1), sequences - 1)
-        self.sequences = sequences
+        self.sequences: int = sequences
         self.seed = seed
         self.held_out = held
-        self.training_count = sequences - held
+        self.training_count: int = sequences - held
         self.validation_count = held if separate is None else separate
         self._separate = separate is not None
-        self._split_key = _key("shoal", "validation", seed)
+        self._split_key = key_of("shoal", "validation", seed)
 
-    def training_sequences(self, first_position: int, count: int, left_out: Spans = ()) -> np.ndarray:
-        """The sequences at `count` global positions from `first_position` on, over as many epochs as needed.
-
-        Positions in `left_out` (sorted, not overlapping) are not counted: see `around`.
-        """
-        spans = around(first_position, count, left_out)
-        return np.concatenate([np.empty(0, dtype=np.int64), *(self._sequences_at(*span) for span in spans)])
-
-    def _sequences_at(self, first_position: int, count: int) -> np.ndarray:
+    def sequences_at(self, first_position: int, count: int) -> np.ndarray:
         assert first_position >= 0
         assert count >= 0
         parts = []
@@ -132,13 +157,12 @@ class Order:
             epoch, index = divmod(position, self.training_count)
             taken = min(stop - position, self.training_count - index)
             indices = np.arange(index, index + taken)
-            shuffled = permute(indices, self.training_count, _key("shoal", "epoch", self.seed, epoch))
+            shuffled = permute(indices, self.training_count, key_of("shoal", "epoch", self.seed, epoch))
             parts.append(self._after_held_out(shuffled))
             position += taken
         return np.concatenate(parts)
 
     def validation_sequences(self) -> np.ndarray:
-        """The held-out sequences, in evaluation order; indices into the separate set where there is one."""
         if self._separate:
             return np.arange(self.validation_count, dtype=np.int64)
         return permute(np.arange(self.held_out), self.sequences, self._split_key)

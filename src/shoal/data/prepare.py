@@ -12,7 +12,6 @@ import numpy as np
 from shoal.config.schema import DataConfig
 from shoal.data import pack
 from shoal.data.cache import Report, obtain
-from shoal.data.order import Order
 from shoal.data.sequences import (
     LOSS_TOKEN,
     ArrayWriter,
@@ -46,35 +45,6 @@ class Settings:
     pack_apart: bool  # documents that must not attend to each other
     train_on: str
     on_error: str
-
-
-@dataclass(frozen=True)
-class Sets:
-    """Training and validation sequences, and the order over both. `validation` is None without validation."""
-
-    training: Sequences
-    validation: Sequences | None
-    order: Order
-
-
-def prepare_sets(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    seed: int,
-    cache: Path | None = None,
-    report: Report,
-    not_apart: str | None = None,
-) -> Sets:
-    """The data of a run. `data.validation` is a fraction to hold out, the path of a separate set, or 0. `not_apart` is
-    the reason if the model cannot keep packed documents apart."""
-    training = prepare(data, tokenizer, cache=cache, report=report, not_apart=not_apart)
-    held_out = data.validation
-    if held_out is None or isinstance(held_out, bool | int | float):
-        share = float(held_out or 0)
-        return Sets(training, training if share else None, Order(len(training), seed, share))
-    validation = prepare(data, tokenizer, cache=cache, report=report, path=held_out, not_apart=not_apart)
-    return Sets(training, validation, Order(len(training), seed, separate=len(validation)))
 
 
 def prepare(

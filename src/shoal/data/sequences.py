@@ -36,6 +36,11 @@ class Summary:
     skipped: int = 0
     first_skipped: str | None = None
 
+    @property
+    def mean_length(self) -> float:
+        """Inputs per sequence, without padding."""
+        return self.loss_tokens / self.loss_token_share / self.sequences
+
     def sentences(self) -> list[str]:
         """The summary for a person: the first sentence says what there is, the others what was left out."""
         said = [

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.loader import MicroBatch, evaluation_batches
-from shoal.data.prepare import Sets
+from shoal.data.sets import Sets
 from shoal.objectives.objective import Objective
 from shoal.parallel.ranks import Ranks
 

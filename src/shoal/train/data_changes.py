@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shoal.checkpoint import store
 from shoal.checkpoint.state import PROGRESS, read_progress
-from shoal.data.prepare import Sets
+from shoal.data.sets import Sets
 from shoal.mistakes import UserMistake
 
 COUNTS = ("documents", "tokens", "sequences", "loss_tokens")

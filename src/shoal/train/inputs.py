@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shoal.catalogue.causal_models import why_not_packed
 from shoal.config.schema import Config
-from shoal.data.prepare import Sets, prepare_sets
+from shoal.data.sets import Sets, prepare_sets
 from shoal.data.tokenizer import BUILT_IN, load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake

@@ -15,8 +15,9 @@ from shoal.config.mesh import length_multiple
 from shoal.config.resolve import with_precision
 from shoal.config.run import RunDirectory, differences
 from shoal.config.schema import Config
-from shoal.data.order import Order
-from shoal.data.prepare import Sets, prepare, prepare_sets
+from shoal.data.order import ShuffledOrder
+from shoal.data.prepare import prepare
+from shoal.data.sets import Sets, prepare_sets
 from shoal.mistakes import UserMistake
 from shoal.models.attention import choose_attention
 from shoal.models.emulate import emulated_dtypes, emulated_matmuls
@@ -130,7 +131,7 @@ def choose_sequences(
     not_apart = why_not_packed(loaded.model.config.get_text_config().model_type)
     if other and "data.validation" not in keys:
         sequences = prepare(config.data, loaded.tokenizer, report=report, not_apart=not_apart)
-        return Sets(sequences, sequences, Order(len(sequences), config.seed, separate=len(sequences)))
+        return Sets(sequences, sequences, ShuffledOrder(len(sequences), config.seed, separate=len(sequences)))
     if not config.data.validation:
         raise UserMistake(
             f"{loaded.path} has no held-out data (data.validation is 0); give other data, such as data.path=FILE."

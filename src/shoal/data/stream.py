@@ -1,0 +1,215 @@
+"""Streamed data: sequences and their order while a builder process tokenizes ahead of training.
+
+The stream is cut into chunks of records, each tokenized and packed by itself, and into windows of several chunks, whose
+sequences are shuffled together. No window crosses an epoch. Windows follow each other in the global order, so which
+sequence is at a position depends on the data and the seed alone, and a checkpoint needs to keep only where a window
+begins.
+"""
+
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.data.cache import Report
+from shoal.data.order import Order, StreamState, key_of, permute
+from shoal.data.sequences import LOSS_TOKEN, Sequences, StoredSequences, Summary, open_sequences
+from shoal.data.stream_builder import StreamJob
+from shoal.data.stream_files import Cursor, StreamFolder, Want
+from shoal.mistakes import UserMistake
+
+PAUSE = 0.02  # seconds between two looks whether a chunk is there
+OPEN_WINDOWS = 2  # besides the newest: steps are prefetched, and their micro-batches made in several threads
+
+
+@dataclass
+class Window:
+    """Chunks whose sequences are shuffled together. `parts` is None while they are not open."""
+
+    position: int  # of its first sequence
+    chunk: int  # its first
+    cursor: Cursor  # where that begins
+    ends: np.ndarray  # the number of sequences in its chunks up to each
+    after: Cursor  # where the chunk after it begins
+    parts: list[StoredSequences] | None
+
+    @property
+    def size(self) -> int:
+        return int(self.ends[-1])
+
+    @property
+    def next_chunk(self) -> int:
+        return self.chunk + len(self.ends)
+
+
+class Stream:
+    """The windows that this process has read, and those it reads next. Threads may share it."""
+
+    def __init__(self, job: StreamJob, *, chunks_per_window: int, report: Report) -> None:
+        self._job = job
+        self._chunks_per_window = chunks_per_window
+        self._report = report
+        self._folder = StreamFolder(job.folder)
+        self._folder.create()
+        self._reader = self._folder.reader()
+        self._builder: subprocess.Popen[bytes] | None = None
+        self._lock = threading.RLock()
+        self._start = (0, 0, Cursor())  # position, chunk and cursor of the first window
+        self._windows: list[Window] = []
+        self.sample = self._open_chunk(0, Cursor(), low=0)[0]  # for statistics
+
+    def window_at(self, position: int) -> Window:
+        """The window that holds a global position, with its parts open."""
+        with self._lock:
+            if position < self._start[0]:
+                raise ValueError(f"position {position} is before the start of the stream at {self._start[0]}")
+            while not self._windows or position >= self._windows[-1].position + self._windows[-1].size:
+                self._windows.append(self._next_window())
+                self._close_old()
+            window = self._windows[bisect_right(self._windows, position, key=lambda one: one.position) - 1]
+            if window.parts is None:  # training was rolled back
+                window.parts = self._open_parts(window.chunk, window.cursor, len(window.ends))[0]
+            return window
+
+    def state(self, position: int) -> dict[str, int]:
+        window = self.window_at(position)
+        cursor = window.cursor
+        return {
+            "position": window.position,
+            "chunk": window.chunk,
+            "epoch": cursor.epoch,
+            "file": cursor.file,
+            "record": cursor.record,
+        }
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Continue with the window that begins here; earlier positions are not available any more."""
+        with self._lock:
+            if any(window.position == state["position"] for window in self._windows):
+                return
+            cursor = Cursor(state["epoch"], state["file"], state["record"])
+            self._start, self._windows = (state["position"], state["chunk"], cursor), []
+
+    def stand_by(self) -> None:
+        """Need no chunk any more, but keep the builder for others of this run."""
+        self._reader.ask(None)
+
+    def close(self) -> None:
+        self._reader.close()
+        if self._builder is not None and self._builder.stdin is not None:
+            self._builder.stdin.close()
+
+    def _next_window(self) -> Window:
+        position, chunk, cursor = self._start
+        if self._windows:
+            last = self._windows[-1]
+            position, chunk, cursor = last.position + last.size, last.next_chunk, last.after
+        parts, after = self._open_parts(chunk, cursor, self._chunks_per_window)
+        return Window(position, chunk, cursor, np.cumsum([len(part) for part in parts]), after, parts)
+
+    def _open_parts(self, chunk: int, cursor: Cursor, count: int) -> tuple[list[StoredSequences], Cursor]:
+        """Up to `count` chunks from `chunk` on: fewer where an epoch ends."""
+        low = min([chunk, *(window.chunk for window in self._windows if window.parts is not None)])
+        parts, epoch = [], cursor.epoch
+        while len(parts) < count and cursor.epoch == epoch:
+            part, cursor = self._open_chunk(chunk + len(parts), cursor, low)
+            parts.append(part)
+        return parts, cursor
+
+    def _close_old(self) -> None:
+        for window in self._windows[: -1 - OPEN_WINDOWS]:
+            window.parts = None
+
+    def _open_chunk(self, number: int, cursor: Cursor, low: int) -> tuple[StoredSequences, Cursor]:
+        self._reader.ask(Want(low, number, cursor))
+        path = self._folder.chunk(number)
+        while not path.exists():
+            if self._builder is None or self._builder.poll() is not None:
+                if (failure := self._folder.failure()) is not None and self._builder is not None:
+                    raise UserMistake(failure)
+                if not self._folder.has_builder():
+                    self._start_builder()
+            time.sleep(PAUSE)
+        opened, after = open_sequences(path), self._folder.next_cursor(number)
+        self._reader.ask(Want(low, number + 1, after))  # the next one is built while this one is used
+        if opened.summary.skipped:
+            self._report(
+                f"{opened.summary.skipped:,} invalid records or files were skipped; the first: "
+                f"{opened.summary.first_skipped}"
+            )
+        return opened, after
+
+    def _start_builder(self) -> None:
+        self._builder = subprocess.Popen(
+            [sys.executable, "-m", "shoal.data.stream_builder"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a signal to the run is for its ranks: they finish their step
+        )
+        assert self._builder.stdin is not None
+        pickle.dump(self._job, self._builder.stdin)
+        self._builder.stdin.flush()  # and stays open: the builder ends when it is closed
+
+
+class StreamSequences(Sequences):
+    """The sequences of a stream. Their numbers count from its beginning."""
+
+    def __init__(self, stream: Stream, summary: Summary) -> None:
+        self._stream = stream
+        self.summary = summary
+
+    def __len__(self) -> int:
+        raise TypeError("a stream has no length")
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        window = self._stream.window_at(index)
+        assert window.parts is not None
+        local = index - window.position
+        part = bisect_right(window.ends, local)
+        return window.parts[part][local - (int(window.ends[part - 1]) if part else 0)]
+
+    def lengths(self, indices: np.ndarray) -> np.ndarray:
+        return np.array([len(self[int(index)][0]) for index in indices.reshape(-1)]).reshape(indices.shape)
+
+    def loss_tokens(self, indices: np.ndarray) -> np.ndarray:
+        return np.array([self._count(int(index)) for index in indices.reshape(-1)]).reshape(indices.shape)
+
+    def _count(self, index: int) -> int:
+        _, flags = self[index]
+        return int(np.count_nonzero(flags[1:] & LOSS_TOKEN))
+
+
+class StreamOrder(Order):
+    """The order of a stream: its windows one after another, each shuffled."""
+
+    def __init__(self, stream: Stream, seed: int, separate: int | None) -> None:
+        self._stream = stream
+        self._seed = seed
+        self.sequences = self.training_count = None
+        self.validation_count = separate or 0
+
+    def sequences_at(self, first_position: int, count: int) -> np.ndarray:
+        parts = []
+        position, stop = first_position, first_position + count
+        while position < stop:
+            window = self._stream.window_at(position)
+            taken = min(stop, window.position + window.size) - position
+            inside = np.arange(position - window.position, position - window.position + taken)
+            parts.append(window.position + permute(inside, window.size, key_of("shoal", "window", self._seed, window.chunk)))
+            position += taken
+        return np.concatenate(parts)
+
+    def validation_sequences(self) -> np.ndarray:
+        return np.arange(self.validation_count)
+
+    def state(self, position: int) -> StreamState:
+        return [self._stream.state(position)]
+
+    def restore(self, state: StreamState) -> None:
+        if state:
+            self._stream.restore(state[0])

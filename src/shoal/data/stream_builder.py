@@ -1,0 +1,164 @@
+"""The process that tokenizes streamed data ahead of training: `python -m shoal.data.stream_builder`.
+
+A process of its own, because tokenizing in the one that trains would take turns with it. It ends when nobody reads the
+stream any more.
+"""
+
+import json
+import os
+import pickle
+import select
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from shoal.data.cache import build_folder
+from shoal.data.order import key_of, permute
+from shoal.data.sources import Record, read_records
+from shoal.data.sources.find import PATH
+from shoal.data.stream_files import NEXT, Cursor, StreamFolder, Want
+from shoal.data.tokenize import Errors
+from shoal.data.tokenizer_base import Tokenizer
+from shoal.data.write import Settings, write_sequences
+from shoal.mistakes import UserMistake
+
+PAUSE = 0.05  # seconds between two looks at what is needed
+LINGER = 60.0  # seconds without readers: ranks that are started again find their chunks
+
+
+@dataclass(frozen=True)
+class StreamJob:
+    """What the builder is given by the process that starts it."""
+
+    folder: Path
+    settings: Settings
+    files: Sequence[Path]
+    tokenizer: Tokenizer
+    not_apart: str | None
+    seed: int
+    chunk: int  # records
+    ahead: int  # chunks
+
+
+class RecordStream:
+    """The records of all files, epoch by epoch, from a cursor on."""
+
+    def __init__(self, job: StreamJob, cursor: Cursor) -> None:
+        self._job = job
+        self.cursor = cursor
+        self.errors = Errors(job.settings.on_error == "skip")
+        self._records = self._read(cursor)
+        self._following = next(self._records, None)
+
+    def take(self, count: int) -> Iterator[Record]:
+        """The next `count` records, or those that are left in the epoch. Moves the cursor along."""
+        for left in range(count - 1, -1, -1):
+            if self._following is None:
+                break
+            record, self.cursor = self._following
+            self._following = next(self._records, None)
+            last = left == 0 or self._following is None
+            # A document that is longer than a chunk goes on as another one in the next.
+            yield replace(record, continued=record.continued and not last)
+        if self._following is None:
+            self.cursor = Cursor(self.cursor.epoch + 1)
+
+    def _read(self, start: Cursor) -> Iterator[tuple[Record, Cursor]]:
+        """Records, and the cursor after each."""
+        files = self._job.files
+        order = permute(np.arange(len(files)), len(files), key_of("shoal", "files", self._job.seed, start.epoch))
+        for place in range(start.file, len(files)):
+            skipped = start.record if place == start.file else 0
+            records = read_records(self._job.settings.source, [files[int(order[place])]], self.errors)
+            for number, record in enumerate(islice(records, skipped, None), start=skipped + 1):
+                yield record, Cursor(start.epoch, place, number)
+
+
+def build_chunks(job: StreamJob) -> None:
+    """Build the chunks that readers need and some ahead of them, until there are no readers."""
+    folder = StreamFolder(job.folder)
+    stream: RecordStream | None = None
+    last_seen = time.monotonic()
+    while True:
+        wants = folder.wants()
+        if wants is not None:
+            last_seen = time.monotonic()
+        elif starter_is_gone() or time.monotonic() - last_seen > LINGER:
+            return
+        if wants:
+            folder.delete_before(min(want.low for want in wants))
+        missing = next_missing(folder, wants or [], job.ahead)
+        if missing is None:
+            time.sleep(PAUSE)
+            continue
+        number, cursor = missing
+        if stream is None or stream.cursor != cursor:
+            stream = RecordStream(job, cursor)
+        build_chunk(job, folder, number, stream)
+
+
+def next_missing(folder: StreamFolder, wants: Sequence[Want], ahead: int) -> tuple[int, Cursor] | None:
+    """The first chunk that some reader needs and that does not exist, and where it begins."""
+    for distance in range(ahead + 1):
+        for want in wants:
+            number, cursor = want.next, want.cursor
+            while number < want.next + distance and folder.chunk(number).exists():
+                number, cursor = number + 1, folder.next_cursor(number)
+            if not folder.chunk(number).exists():
+                return number, cursor
+    return None
+
+
+def build_chunk(job: StreamJob, folder: StreamFolder, number: int, stream: RecordStream) -> None:
+    """Write a chunk; it appears when it is complete."""
+
+    def build(path: Path) -> None:
+        write_sequences(
+            path,
+            job.settings,
+            stream.take(job.chunk),
+            job.tokenizer,
+            errors=stream.errors,
+            report=lambda sentence: None,
+            where=f"chunk {number} of the stream",
+            key=PATH,
+            not_apart=job.not_apart,
+        )
+        (path / NEXT).write_text(json.dumps(asdict(stream.cursor)))
+        stream.errors.count, stream.errors.first = 0, None  # each chunk has its own
+
+    build_folder(folder.chunk(number), build)
+
+
+def starter_is_gone() -> bool:
+    """Whether the process that started this one has closed its end of our input, as it does when it dies."""
+    ready, _, _ = select.select([sys.stdin], [], [], 0)
+    return bool(ready) and not os.read(sys.stdin.fileno(), 1)
+
+
+def main() -> None:
+    # From the process that started this one, through a pipe: never from a file.
+    job = pickle.load(sys.stdin.buffer)
+    assert isinstance(job, StreamJob)
+    folder = StreamFolder(job.folder)
+    with folder.only_builder() as alone:
+        if not alone:
+            return
+        folder.report_failure(None)
+        try:
+            build_chunks(job)
+        except UserMistake as mistake:
+            folder.report_failure(str(mistake))
+        except OSError as error:
+            folder.report_failure(f"The stream cannot be written to {job.folder}: {error.strerror}.")
+        else:
+            folder.delete()  # nobody reads it
+
+
+if __name__ == "__main__":
+    main()
