@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from itertools import chain
@@ -287,7 +288,7 @@ def test_the_second_preparation_reads_no_source(
 ) -> None:
     data = settings(path=write("a.txt", "hello there"))
     first = prepare(data, BYTES, report=quiet)
-    monkeypatch.setattr(tokenize, "read_records", None)
+    monkeypatch.setattr(sys.modules["shoal.data.prepare"], "read_records", None)
     second = prepare(data, BYTES, report=said.append)
     assert contents(second) == contents(first)
     assert isinstance(second.tokens, np.memmap)

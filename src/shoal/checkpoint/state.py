@@ -26,7 +26,7 @@ LARGEST_POSITION = 2**62  # no run has as many positions
 class Progress:
     """The training progress: all state that is not a tensor.
 
-    The data order is a function of the step, so the data loader has no state.
+    The data order is a function of the step, so the data loader has no state, unless data is streamed.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # for reading it back
@@ -45,6 +45,7 @@ class Progress:
     left_out: list[tuple[int, int]] = field(default_factory=list)  # spans of the data order that are skipped
     evaluated_at: int | None = None
     eval_loss: float | None = None  # of the last evaluation
+    stream: list[dict[str, int]] = field(default_factory=list)  # where each streamed source continues
     metrics: dict[str, float] = field(default_factory=dict)  # of this step, for choosing the best checkpoints
 
 

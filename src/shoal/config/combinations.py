@@ -15,7 +15,13 @@ Finding = tuple[str, str]  # the key to point at, and the sentence
 def refuse_combinations(config: Config, origins: Origins) -> None:
     """Raise a UserMistake with one line for each combination that cannot work."""
     sentences = []
-    for key, sentence in (*_sharding(config), *_parallelism(config), *_attention(config), *_sizes(config)):
+    for key, sentence in (
+        *_sharding(config),
+        *_parallelism(config),
+        *_attention(config),
+        *_data(config),
+        *_sizes(config),
+    ):
         path: KeyPath = tuple(key.split("."))
         sentences.append(f"{origins.prefix(path)}{sentence}")
     if sentences:
@@ -96,6 +102,19 @@ def _attention(config: Config) -> Iterator[Finding]:
         yield (
             "model.attention",
             "model.attention flex needs unsharded sequences, and parallel.cp shards them; use attention auto, or cp 1.",
+        )
+
+
+def _data(config: Config) -> Iterator[Finding]:
+    if config.data.streaming and config.train.epochs is not None:
+        yield (
+            "data.streaming",
+            "data.streaming does not know how long an epoch is: set train.steps or train.tokens, not train.epochs.",
+        )
+    if config.data.streaming and "tokens" in config.data.kinds:
+        yield (
+            "data.streaming",
+            "data.streaming has nothing to tokenize in source tokens, which is memory-mapped; use false.",
         )
 
 

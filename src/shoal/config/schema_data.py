@@ -130,6 +130,32 @@ class DataConfig(Block):
                 )
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _a_stream_holds_nothing_out(cls, given: Any) -> Any:
+        """The default is a share of the sequences, and nobody knows how many a stream has."""
+        if isinstance(given, dict) and given.get("streaming") and "validation" not in given:
+            return {**given, "validation": 0.0}
+        return given
+
+    @model_validator(mode="after")
+    def _a_stream_has_no_known_length(self) -> "DataConfig":
+        if self.streaming and not isinstance(self.validation, str) and self.validation:
+            raise contradiction(
+                "data.validation is a fraction of the sequences, and data.streaming does not know how many there are: "
+                "give a path, or 0.",
+                "validation",
+                "streaming",
+            )
+        if self.streaming and self.mixing.when_exhausted == "end" and not isinstance(self.source, str):
+            raise contradiction(
+                "data.mixing.when_exhausted end needs the number of sequences, which data.streaming does not know: "
+                "use repeat.",
+                "mixing",
+                "streaming",
+            )
+        return self
+
     @property
     def kinds(self) -> "frozenset[str | None]":
         """The sources as far as names tell: None for one whose files have to be looked at."""

@@ -47,7 +47,6 @@ LIMITS = (
     Limit("data.format", _only("auto", "alpaca", "text"), "Use alpaca or text."),
     Limit("data.train_on", _only("all", "answers"), "Use answers or all."),
     Limit("data.chat_template", _only(None), "Use the alpaca format."),
-    Limit("data.streaming", _only(False), "Use false, which tokenizes before training."),
     Limit("train.compile", _not("thunder"), "Use auto."),
     Limit("parallel.engine", _only("native"), "Use native."),
     Limit("log.to", lambda sinks: set(sinks) <= {"tensorboard", "csv"}, "Use tensorboard or csv."),

@@ -5,8 +5,8 @@ Importing this package imports numpy only. The loader needs torch and is importe
 
 from shoal.data.order import Order, ShuffledOrder, permute
 from shoal.data.prepare import prepare
-from shoal.data.sets import Sets, prepare_sets
 from shoal.data.sequences import Sequences, StoredSequences, Summary
+from shoal.data.sets import Sets, prepare_sets
 from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 

@@ -32,7 +32,7 @@ def obtain(root: Path, key: str, build: Callable[[Path], None], report: Report) 
                 return entry, True
             if entry.exists():
                 report(f"The prepared data in {entry} is damaged or incomplete and is rebuilt.")
-            _build(entry, build)
+            build_folder(entry, build)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             problem = "is on a full disk"
@@ -46,7 +46,8 @@ def obtain(root: Path, key: str, build: Callable[[Path], None], report: Report) 
     return entry, False
 
 
-def _build(entry: Path, build: Callable[[Path], None]) -> None:
+def build_folder(entry: Path, build: Callable[[Path], None]) -> None:
+    """Let `build` fill a folder, which becomes `entry` when it is complete and on disk."""
     for leftover in entry.parent.glob(f"{entry.name}.new-*"):  # of a process that died: this one holds the lock
         shutil.rmtree(leftover, ignore_errors=True)
     folder = entry.with_name(f"{entry.name}.new-{os.getpid()}")

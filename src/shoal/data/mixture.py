@@ -59,7 +59,15 @@ class MixedOrder(Order):
     source that runs out drops out until all have, so that an epoch has every sequence once.
     """
 
-    def __init__(self, orders: Sequence[Order], rates: Sequence[float], *, seed: int, repeat: bool) -> None:
+    def __init__(
+        self,
+        orders: Sequence[Order],
+        rates: Sequence[float],
+        *,
+        seed: int,
+        repeat: bool,
+        separate: int | None = None,
+    ) -> None:
         self._orders = orders
         self._rates = np.asarray(rates, dtype=np.float64) / sum(rates)
         counts = [order.training_count for order in orders]
@@ -71,13 +79,19 @@ class MixedOrder(Order):
         if len(known) < len(orders):
             self.training_count = None
         elif repeat:
-            last = max(self._time(source, count - 1) for source, count in enumerate(known))
-            self.training_count = int(self._counts(np.nextafter(last, np.inf)).sum())
+            # Up to the last of all first epochs; of items at the same time, those of earlier sources come first.
+            time, last = max((self._time(source, count - 1), source) for source, count in enumerate(known))
+            before = self._counts(time)
+            same = sum(self._time(source, int(before[source])) == time for source in range(last))
+            self.training_count = int(before.sum()) + same + 1
         else:
             self.training_count = sum(known)
         self._repeat = repeat
         self._seed = seed
-        self.validation_count = sum(order.validation_count for order in orders)
+        self._separate = separate
+        self.validation_count = sum(order.validation_count for order in orders) if separate is None else separate
+        # Of the positions of an epoch, or of any stretch of an endless mixture.
+        self.shares = self._rates if repeat else self._limits / self._limits.sum()
 
     def sequences_at(self, first_position: int, count: int) -> np.ndarray:
         if self._repeat:
@@ -94,6 +108,8 @@ class MixedOrder(Order):
 
     def validation_sequences(self) -> np.ndarray:
         """Shuffled over the sources, so that the first ones, to which an evaluation may be limited, are of all."""
+        if self._separate is not None:
+            return np.arange(self._separate)
         found = np.concatenate(
             [self._number(source, order.validation_sequences()) for source, order in enumerate(self._orders)]
         )
@@ -108,10 +124,11 @@ class MixedOrder(Order):
         before = self.positions_before(position)
         return [one for order, at in zip(self._orders, before, strict=True) for one in order.state(at)]
 
-    def restore(self, state: StreamState) -> None:
-        if state:
-            for order, one in zip(self._orders, state, strict=True):
-                order.restore([one])
+    def restore(self, state: StreamState, position: int) -> None:
+        if self.training_count is None:
+            states = [[one] for one in state] or [[] for _ in self._orders]
+            for order, one, at in zip(self._orders, states, self.positions_before(position), strict=True):
+                order.restore(one, at)
 
     def positions_before(self, position: int) -> list[int]:
         """How many sequences of each source come before `position` of an endless mixture."""

@@ -110,8 +110,9 @@ class Order(ABC):
         """What a checkpoint keeps so that the order continues at `position`: nothing, unless data is streamed."""
         return []
 
-    def restore(self, state: StreamState) -> None:
-        """Continue where `state` was taken."""
+    def restore(self, state: StreamState, position: int) -> None:
+        """Continue at `position`, which `state` was taken for. A stream without a state begins there."""
+        return
 
 
 class ShuffledOrder(Order):

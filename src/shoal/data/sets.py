@@ -1,5 +1,6 @@
 """The sets of a run: training and validation sequences of one source or several, and their one global order."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from shoal.data.mixture import MixedOrder, MixedSequences, rates_of, summarize
 from shoal.data.order import Order, ShuffledOrder, key_of
 from shoal.data.prepare import prepare
 from shoal.data.sequences import Sequences
+from shoal.data.stream import Stream, StreamOrder, StreamSequences, open_stream
 from shoal.data.tokenizer_base import Tokenizer
 
 
@@ -23,6 +25,12 @@ class Sets:
     validation: Sequences | None
     order: Order
     mean_loss_tokens: float  # of a training sequence
+    streams: Sequence[Stream] = ()
+
+    def stand_by(self) -> None:
+        """This process reads no more data, but others of the run will."""
+        for stream in self.streams:
+            stream.stand_by()
 
 
 def prepare_sets(
@@ -42,19 +50,45 @@ def prepare_sets(
         validation, share = prepare_one(data, path=share), 0.0
     separate = None if validation is None else len(validation)
     blocks = data.blocks()
-    parts = [prepare_one(block) for block, _ in blocks]
+    parts: list[Sequences] = []
+    orders: list[Order] = []
+    streams: list[Stream] = []
+    for number, (block, _) in enumerate(blocks):
+        own_seed = seed if len(blocks) == 1 else key_of("shoal", "source", seed, number)
+        own_separate = separate if len(blocks) == 1 else None
+        if data.streaming:
+            stream = open_stream(block, tokenizer, seed=own_seed, cache=cache, report=report, not_apart=not_apart)
+            streams.append(stream)
+            parts.append(StreamSequences(stream))
+            orders.append(StreamOrder(stream, own_seed, own_separate))
+        else:
+            part = prepare_one(block)
+            parts.append(part)
+            orders.append(ShuffledOrder(len(part), own_seed, share, own_separate))
     if len(parts) == 1:
-        training, order = parts[0], ShuffledOrder(len(parts[0]), seed, share, separate)
-        return Sets(training, training if share else validation, order, _mean_loss_tokens(training))
-    weights = [weight for _, weight in blocks]
-    rates = rates_of(parts, weights, data.mixing.by)
-    mixed = MixedSequences(parts, summarize(parts, weights, data.mixing))
-    orders = [
-        ShuffledOrder(len(part), key_of("shoal", "source", seed, number), share) for number, part in enumerate(parts)
-    ]
-    repeat = data.mixing.when_exhausted == "repeat"
-    order = MixedOrder(orders, rates, seed=seed, repeat=repeat, separate=separate)
-    for sentence in describe_mixture(parts, weights, order, data.mixing.by):
-        report(sentence)
-    mean = float(np.dot(order.shares, [_mean_loss_tokens(part) for part in parts]))
-    return Sets(mixed, mixed if share else validation, order, mean)
+        training, order, mean = parts[0], orders[0], mean_loss_tokens(parts[0])
+    else:
+        weights = [weight for _, weight in blocks]
+        rates = rates_of(parts, weights, data.mixing.by)
+        repeat = data.mixing.when_exhausted == "repeat"
+        order = mixed = MixedOrder(orders, rates, seed=seed, repeat=repeat, separate=separate)
+        training = MixedSequences(parts, summarize(parts, weights, data.mixing))
+        mean = float(np.dot(mixed.shares, [mean_loss_tokens(part) for part in parts]))
+        report(describe_mixture(data, parts, mixed))
+    return Sets(training, training if share else validation, order, mean, streams)
+
+
+def describe_mixture(data: DataConfig, parts: Sequence[Sequences], order: MixedOrder) -> str:
+    """How much of each source an epoch has, in one sentence."""
+    tokens = order.shares * [part.summary.mean_length for part in parts]
+    named = []
+    for (block, _), part, share, some in zip(data.blocks(), parts, order.shares, tokens, strict=True):
+        path = block.path if isinstance(block.path, str) else f"{block.path[0]} …" if block.path else block.source
+        times = "" if order.training_count is None else f" {order.training_count * share / len(part):.2f} times"
+        named.append(f"{path}{times} ({some / tokens.sum():.0%} of the tokens)")
+    epoch = "Mixed" if order.training_count is None else f"An epoch of {order.training_count:,} sequences has"
+    return f"{epoch}: {', '.join(named)}; weights are shares of {data.mixing.by}."
+
+
+def mean_loss_tokens(sequences: Sequences) -> float:
+    return sequences.summary.loss_tokens / sequences.summary.sequences

@@ -6,22 +6,33 @@ sequence is at a position depends on the data and the seed alone, and a checkpoi
 begins.
 """
 
+import hashlib
+import json
 import pickle
 import subprocess
 import sys
 import threading
 import time
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from shoal.config.schema import DataConfig, StreamingConfig
 from shoal.data.cache import Report
+from shoal.data.formats import choose_format
 from shoal.data.order import Order, StreamState, key_of, permute
-from shoal.data.sequences import LOSS_TOKEN, Sequences, StoredSequences, Summary, open_sequences
+from shoal.data.prepare import LAYOUT, files_of, settings_of
+from shoal.data.sequences import LOSS_TOKEN, Sequences, StoredSequences, open_sequences
+from shoal.data.sources import read_records
 from shoal.data.stream_builder import StreamJob
 from shoal.data.stream_files import Cursor, StreamFolder, Want
+from shoal.data.tokenize import Errors
+from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
+from shoal.paths import cache_root
 
 PAUSE = 0.02  # seconds between two looks whether a chunk is there
 OPEN_WINDOWS = 2  # besides the newest: steps are prefetched, and their micro-batches made in several threads
@@ -47,10 +58,45 @@ class Window:
         return self.chunk + len(self.ends)
 
 
+def open_stream(
+    data: DataConfig, tokenizer: Tokenizer, *, seed: int, cache: Path | None, report: Report, not_apart: str | None
+) -> "Stream":
+    """The stream of `data`, whose first chunk exists."""
+    wanted = data.streaming if isinstance(data.streaming, StreamingConfig) else StreamingConfig()
+    settings = settings_of(data, not_apart=not_apart)
+    files = files_of(data, settings.source, None, cache_root(cache), report)
+    if settings.format == "auto":  # one format for all chunks
+        first = next(read_records(settings.source, files, Errors(skip=settings.on_error == "skip")), None)
+        settings = settings if first is None else replace(settings, format=choose_format("auto", first).name)
+    chunks_per_window = -(-wanted.shuffle_buffer // wanted.chunk)
+    described = [LAYOUT, asdict(settings), tokenizer.fingerprint, content_of(files), seed, wanted.chunk]
+    key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+    job = StreamJob(
+        folder=cache_root(cache) / "stream" / key,
+        settings=settings,
+        files=files,
+        tokenizer=tokenizer,
+        not_apart=not_apart,
+        seed=seed,
+        chunk=wanted.chunk,
+        ahead=chunks_per_window,
+    )
+    report(
+        f"Streaming {len(files):,} file{'s' if len(files) > 1 else ''} ({settings.format}): chunks of {wanted.chunk:,} "
+        f"records, shuffled among {chunks_per_window * wanted.chunk:,}."
+    )
+    return Stream(job, key, chunks_per_window=chunks_per_window, report=report)
+
+
+def content_of(files: Sequence[Path]) -> list[tuple[str, int]]:
+    """What tells one set of streamed files from another. Their contents are not read: there may be too much."""
+    return [(file.name, file.stat().st_size) for file in files]
+
+
 class Stream:
     """The windows that this process has read, and those it reads next. Threads may share it."""
 
-    def __init__(self, job: StreamJob, *, chunks_per_window: int, report: Report) -> None:
+    def __init__(self, job: StreamJob, content: str, *, chunks_per_window: int, report: Report) -> None:
         self._job = job
         self._chunks_per_window = chunks_per_window
         self._report = report
@@ -61,7 +107,9 @@ class Stream:
         self._lock = threading.RLock()
         self._start = (0, 0, Cursor())  # position, chunk and cursor of the first window
         self._windows: list[Window] = []
-        self.sample = self._open_chunk(0, Cursor(), low=0)[0]  # for statistics
+        first = self._open_chunk(0, Cursor(), low=0)[0]
+        # Statistics of the first chunk stand for the stream's.
+        self.summary = replace(first.summary, content=content, longest=job.settings.max_length)
 
     def window_at(self, position: int) -> Window:
         """The window that holds a global position, with its parts open."""
@@ -115,7 +163,8 @@ class Stream:
     def _open_parts(self, chunk: int, cursor: Cursor, count: int) -> tuple[list[StoredSequences], Cursor]:
         """Up to `count` chunks from `chunk` on: fewer where an epoch ends."""
         low = min([chunk, *(window.chunk for window in self._windows if window.parts is not None)])
-        parts, epoch = [], cursor.epoch
+        parts: list[StoredSequences] = []
+        epoch = cursor.epoch
         while len(parts) < count and cursor.epoch == epoch:
             part, cursor = self._open_chunk(chunk + len(parts), cursor, low)
             parts.append(part)
@@ -159,9 +208,9 @@ class Stream:
 class StreamSequences(Sequences):
     """The sequences of a stream. Their numbers count from its beginning."""
 
-    def __init__(self, stream: Stream, summary: Summary) -> None:
+    def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self.summary = summary
+        self.summary = stream.summary
 
     def __len__(self) -> int:
         raise TypeError("a stream has no length")
@@ -194,13 +243,15 @@ class StreamOrder(Order):
         self.validation_count = separate or 0
 
     def sequences_at(self, first_position: int, count: int) -> np.ndarray:
-        parts = []
+        parts = [np.empty(0, dtype=np.int64)]
         position, stop = first_position, first_position + count
         while position < stop:
             window = self._stream.window_at(position)
             taken = min(stop, window.position + window.size) - position
             inside = np.arange(position - window.position, position - window.position + taken)
-            parts.append(window.position + permute(inside, window.size, key_of("shoal", "window", self._seed, window.chunk)))
+            parts.append(
+                window.position + permute(inside, window.size, key_of("shoal", "window", self._seed, window.chunk))
+            )
             position += taken
         return np.concatenate(parts)
 
@@ -210,6 +261,6 @@ class StreamOrder(Order):
     def state(self, position: int) -> StreamState:
         return [self._stream.state(position)]
 
-    def restore(self, state: StreamState) -> None:
-        if state:
-            self._stream.restore(state[0])
+    def restore(self, state: StreamState, position: int) -> None:
+        begin = {"position": position, "chunk": 0, "epoch": 0, "file": 0, "record": 0}
+        self._stream.restore(state[0] if state else begin)

@@ -2,7 +2,7 @@
 
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 from shoal.data.encode import Encoded, encode
 from shoal.data.formats import Document, Format, Options, choose_format, read_document
 from shoal.data.sequences import ArrayWriter, Summary
-from shoal.data.sources import Record, read_records
+from shoal.data.sources import Record
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 
@@ -55,7 +55,7 @@ class Corpus:
         return loaded
 
 
-class _ErrorPolicy:
+class Errors:
     """data.on_error: raise the first mistake, or count mistakes and keep the first."""
 
     def __init__(self, skip: bool) -> None:
@@ -70,26 +70,24 @@ class _ErrorPolicy:
         self.first = self.first or str(mistake)
 
 
-def tokenize_files(
+def tokenize_records(
     folder: Path,
-    files: Sequence[Path],
+    records: Iterator[Record],
     tokenizer: Tokenizer,
     *,
-    source: str,
     format_name: str,
-    train_on: str,
-    skip: bool,
+    options: Options,
+    errors: Errors,
     progress: Progress,
+    where: str,
     key: str,
     not_apart: str | None = None,
 ) -> Corpus:
-    """Read, format and tokenize every document of `files`, which `key` names, into `folder`. `not_apart`: why documents
-    that are not joined to one stream are refused."""
-    errors = _ErrorPolicy(skip)
-    records = read_records(source, files, errors)
+    """Format and tokenize every record into `folder`. `not_apart`: why documents that are not joined to one stream are
+    refused."""
     first = next(records, None)
     if first is None:
-        raise _nothing(files, errors, "no record", key)
+        raise _nothing(where, errors, "no record", key)
     chosen = choose_format(format_name, first)
     if not_apart is not None and not chosen.joined:
         raise cannot_pack(not_apart)
@@ -99,11 +97,11 @@ def tokenize_files(
         ArrayWriter(folder / "flags.npy", np.dtype(np.uint8)) as flags,
     ):
         writer = _Writer(tokens, flags)
-        for batch in _batches(_documents(chain([first], records), chosen, Options(train_on), errors)):
+        for batch in _batches(_documents(chain([first], records), chosen, options, errors)):
             writer.write(encode(tokenizer, batch))
             progress.tick(f"Tokenizing: {len(writer.lengths):,} documents, {tokens.length:,} tokens so far.")
     if not writer.lengths:
-        raise _nothing(files, errors, "no text", key)
+        raise _nothing(where, errors, "no text", key)
     return Corpus(
         folder,
         chosen,
@@ -130,13 +128,12 @@ def cannot_pack(reason: str) -> UserMistake:
     return UserMistake(f"data.pack is true, but {reason}; set data.pack: false, or leave it out.")
 
 
-def _nothing(files: Sequence[Path], errors: _ErrorPolicy, what: str, key: str) -> UserMistake:
-    where = str(files[0]) if len(files) == 1 else f"the {len(files):,} files starting with {files[0]}"
+def _nothing(where: str, errors: Errors, what: str, key: str) -> UserMistake:
     skipped = f" ({errors.count:,} were skipped; the first: {errors.first})" if errors.count else ""
     return UserMistake(f"There is {what} in {where}{skipped}. Check {key}.")
 
 
-def _documents(records: Iterator[Record], chosen: Format, options: Options, errors: _ErrorPolicy) -> Iterator[Document]:
+def _documents(records: Iterator[Record], chosen: Format, options: Options, errors: Errors) -> Iterator[Document]:
     """The documents of the valid records."""
     continues = False
     for record in records:

@@ -41,6 +41,7 @@ class LocalProcesses:
         check_folder(request, config, reporter, resume=begin.resume, overwrite=request.overwrite)
         inputs = read_inputs(config, reporter)
         preflight(config, inputs, self.processes, device, start_from=begin.checkpoint)
+        inputs.sets.stand_by()
         with own_folder(request, config, inputs, reporter, resume=begin.resume, overwrite=request.overwrite):
             run.create(config, overwrite=request.overwrite, say=reporter.say)
             reporter.say(f"Starting {self.processes} {'process' if self.processes == 1 else 'processes'} …")

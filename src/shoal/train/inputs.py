@@ -46,15 +46,16 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end
     not_apart = why_not_packed(plan.model_type)
     sets = prepare_sets(config.data, tokenizer, seed=config.seed, report=reporter.say, not_apart=not_apart)
+    sequences = sets.order.training_count or sets.training.summary.sequences  # of a stream, those of its first chunk
     steps = count_steps(
         epochs=config.train.epochs,
         steps=config.train.steps,
         tokens=config.train.tokens,
-        sequences=sets.order.training_count,
-        loss_tokens=sets.training.summary.loss_tokens * sets.order.training_count // len(sets.training),
+        sequences=sequences,
+        loss_tokens=round(sets.mean_loss_tokens * sequences),
         global_batch=config.train.global_batch,
     )
-    for doubt in doubts(config, steps, sets.order.training_count):
+    for doubt in doubts(config, steps, sequences):
         reporter.warn(doubt)
     return Inputs(plan, tokenizer, sets, steps)
 

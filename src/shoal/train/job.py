@@ -18,6 +18,7 @@ from shoal.optim.optimizer import NamedOptimizer
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.resolved import ResolvedRun
+from shoal.train.data_changes import fingerprint
 from shoal.train.hooks import Hooks
 from shoal.train.inputs import Inputs
 from shoal.train.log import StepLog
@@ -71,5 +72,9 @@ class Job:
             controls=self.controls,
             ranks=self.ranks,
         )
+        # A stream of other data, for `--from`, begins here.
+        same = self.progress.data.get("training") == fingerprint(self.inputs.sets)["training"]
+        position = self.progress.step * self.resolved.global_batch
+        self.inputs.sets.order.restore(self.progress.stream if same else [], position)
         self.model.weights_changed()
         self.saved = checkpoint

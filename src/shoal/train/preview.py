@@ -32,7 +32,7 @@ class Preview:
     grad_accum_steps: int
     global_batch: int
     steps: int
-    training_sequences: int
+    training_sequences: int | None  # None: the data is streamed
     validation_sequences: int
     tokens: int  # loss tokens of the complete run, about
     learning_rates: list[float]  # the learning rate at evenly spaced steps
@@ -53,7 +53,8 @@ class Preview:
                 f"batch      {self.global_batch} sequences per step: micro-batch {self.micro_batch}, "
                 f"{describe_accumulation(self.grad_accum_steps)}",
                 f"length     {self.steps:,} steps, about {self.tokens:,} loss tokens; "
-                f"{self.training_sequences:,} training sequences, {self.validation_sequences:,} validation sequences",
+                f"{_counted(self.training_sequences)} training sequences, "
+                f"{self.validation_sequences:,} validation sequences",
                 "",
                 "learning rate",
                 *draw(self.learning_rates, self.steps),
@@ -74,7 +75,6 @@ def preview(checked: Preflight) -> Preview:
     shown = min(COLUMNS, inputs.steps)
     steps = [index * (inputs.steps - 1) // max(1, shown - 1) for index in range(shown)]
     sets = inputs.sets
-    tokens_per_sequence = sets.training.summary.loss_tokens / len(sets.training)
     return Preview(
         parameters=prepared.parameters,
         trained_parameters=prepared.trained_parameters,
@@ -89,10 +89,14 @@ def preview(checked: Preflight) -> Preview:
         steps=inputs.steps,
         training_sequences=sets.order.training_count,
         validation_sequences=sets.order.validation_count,
-        tokens=round(inputs.steps * resolved.global_batch * tokens_per_sequence),
+        tokens=round(inputs.steps * resolved.global_batch * sets.mean_loss_tokens),
         learning_rates=[peak * factor_at(step) for step in steps],
         sample=mark_loss_tokens(inputs, find_objective(config.train.objective)),
     )
+
+
+def _counted(number: int | None) -> str:
+    return "streamed" if number is None else f"{number:,}"
 
 
 def mark_loss_tokens(inputs: Inputs, objective: Objective) -> str:

@@ -92,6 +92,7 @@ def save(job: Job, *, wait: bool) -> None:
     job.hooks.on_activity(job.progress.step, "saving")
     job.progress.metrics = metrics_of_this_step(job)
     job.progress.skipped = job.log.skipped
+    job.progress.stream = job.inputs.sets.order.state(job.progress.step * job.resolved.global_batch)
     parts = state.collect(
         tensors=job.model.saved,
         placement=job.model.placement,
