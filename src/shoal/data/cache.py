@@ -46,26 +46,28 @@ def obtain(root: Path, key: str, build: Callable[[Path], None], report: Report) 
     return entry, False
 
 
-def build_folder(entry: Path, build: Callable[[Path], None]) -> None:
-    """Let `build` fill a folder, which becomes `entry` when it is complete and on disk."""
+def build_folder(entry: Path, build: Callable[[Path], None], *, durable: bool = True) -> None:
+    """Let `build` fill a folder, which becomes `entry` when it is complete and, if `durable`, on disk."""
     for leftover in entry.parent.glob(f"{entry.name}.new-*"):  # of a process that died: this one holds the lock
         shutil.rmtree(leftover, ignore_errors=True)
     folder = entry.with_name(f"{entry.name}.new-{os.getpid()}")
     folder.mkdir()
     try:
         build(folder)
-        contents = {file.name: [file.stat().st_size, checksum(file)] for file in sorted(folder.iterdir())}
-        (folder / CONTENTS).write_text(json.dumps(contents, indent=2) + "\n")
-        for file in folder.iterdir():
-            sync(file)
-        sync(folder)
+        if durable:
+            contents = {file.name: [file.stat().st_size, checksum(file)] for file in sorted(folder.iterdir())}
+            (folder / CONTENTS).write_text(json.dumps(contents, indent=2) + "\n")
+            for file in folder.iterdir():
+                sync(file)
+            sync(folder)
         # A damaged entry may be memory-mapped by a running process, which keeps its files after removal.
         if entry.is_dir():
             shutil.rmtree(entry)
         else:
             entry.unlink(missing_ok=True)
         folder.rename(entry)
-        sync(entry.parent)
+        if durable:
+            sync(entry.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

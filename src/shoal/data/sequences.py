@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -160,8 +159,6 @@ class ArrayWriter:
         assert len(text) == room
         self._file.seek(0)
         self._file.write(magic + room.to_bytes(2, "little") + text)
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
 
     def __enter__(self) -> "ArrayWriter":

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from shoal.data.cache import Report
 from shoal.data.formats import choose_format
 from shoal.data.order import Order, StreamState, key_of, permute
 from shoal.data.prepare import LAYOUT, files_of, settings_of
-from shoal.data.sequences import LOSS_TOKEN, Sequences, StoredSequences, open_sequences
+from shoal.data.sequences import Sequences, StoredSequences, open_sequences
 from shoal.data.sources import read_records
 from shoal.data.stream_builder import StreamJob
 from shoal.data.stream_files import Cursor, StreamFolder, Want
@@ -114,18 +114,26 @@ class Stream:
     def window_at(self, position: int) -> Window:
         """The window that holds a global position, with its parts open."""
         with self._lock:
-            if position < self._start[0]:
-                raise ValueError(f"position {position} is before the start of the stream at {self._start[0]}")
-            while not self._windows or position >= self._windows[-1].position + self._windows[-1].size:
-                self._windows.append(self._next_window())
-                self._close_old()
-            window = self._windows[bisect_right(self._windows, position, key=lambda one: one.position) - 1]
+            window = self._find(position)
             if window.parts is None:  # training was rolled back
                 window.parts = self._open_parts(window.chunk, window.cursor, len(window.ends))[0]
             return window
 
+    def _find(self, position: int) -> Window:
+        if position < self._start[0]:
+            raise ValueError(f"position {position} is before the start of the stream at {self._start[0]}")
+        while not self._windows or position >= self._windows[-1].position + self._windows[-1].size:
+            self._windows.append(self._next_window())
+            for old in self._windows[: -1 - OPEN_WINDOWS]:
+                old.parts = None
+            newest = self._windows[-1]
+            self._reader.ask(Want(self._low(newest.chunk), newest.next_chunk, newest.after))
+        return self._windows[bisect_right(self._windows, position, key=lambda one: one.position) - 1]
+
     def state(self, position: int) -> dict[str, int]:
-        window = self.window_at(position)
+        """Where the window that holds a position begins, for `restore`."""
+        with self._lock:
+            window = self._find(position)
         cursor = window.cursor
         return {
             "position": window.position,
@@ -162,7 +170,7 @@ class Stream:
 
     def _open_parts(self, chunk: int, cursor: Cursor, count: int) -> tuple[list[StoredSequences], Cursor]:
         """Up to `count` chunks from `chunk` on: fewer where an epoch ends."""
-        low = min([chunk, *(window.chunk for window in self._windows if window.parts is not None)])
+        low = self._low(chunk)
         parts: list[StoredSequences] = []
         epoch = cursor.epoch
         while len(parts) < count and cursor.epoch == epoch:
@@ -170,19 +178,22 @@ class Stream:
             parts.append(part)
         return parts, cursor
 
-    def _close_old(self) -> None:
-        for window in self._windows[: -1 - OPEN_WINDOWS]:
-            window.parts = None
+    def _low(self, chunk: int) -> int:
+        """The first chunk that is still needed, if `chunk` is."""
+        return min([chunk, *(window.chunk for window in self._windows if window.parts is not None)])
 
     def _open_chunk(self, number: int, cursor: Cursor, low: int) -> tuple[StoredSequences, Cursor]:
         self._reader.ask(Want(low, number, cursor))
-        path = self._folder.chunk(number)
+        path, started = self._folder.chunk(number), False
         while not path.exists():
-            if self._builder is None or self._builder.poll() is not None:
-                if (failure := self._folder.failure()) is not None and self._builder is not None:
+            status = None if self._builder is None else self._builder.poll()
+            if status:
+                raise RuntimeError(f"the process that tokenizes the stream ended with status {status}")
+            if (self._builder is None or status == 0) and not self._folder.has_builder():
+                if started and (failure := self._folder.failure()) is not None:
                     raise UserMistake(failure)
-                if not self._folder.has_builder():
-                    self._start_builder()
+                self._start_builder()
+                started = True
             time.sleep(PAUSE)
         opened, after = open_sequences(path), self._folder.next_cursor(number)
         self._reader.ask(Want(low, number + 1, after))  # the next one is built while this one is used
@@ -195,7 +206,7 @@ class Stream:
 
     def _start_builder(self) -> None:
         self._builder = subprocess.Popen(
-            [sys.executable, "-m", "shoal.data.stream_builder"],
+            [sys.executable, "-c", "from shoal.data.stream_builder import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a signal to the run is for its ranks: they finish their step
@@ -216,21 +227,35 @@ class StreamSequences(Sequences):
         raise TypeError("a stream has no length")
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        window = self._stream.window_at(index)
-        assert window.parts is not None
-        local = index - window.position
-        part = bisect_right(window.ends, local)
-        return window.parts[part][local - (int(window.ends[part - 1]) if part else 0)]
+        ((part, local, _),) = self._parts(np.array([index]))
+        return part[int(local[0])]
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        return np.array([len(self[int(index)][0]) for index in indices.reshape(-1)]).reshape(indices.shape)
+        return self._each(indices, lambda part, local: part.lengths(local))
 
     def loss_tokens(self, indices: np.ndarray) -> np.ndarray:
-        return np.array([self._count(int(index)) for index in indices.reshape(-1)]).reshape(indices.shape)
+        return self._each(indices, lambda part, local: part.loss_tokens(local))
 
-    def _count(self, index: int) -> int:
-        _, flags = self[index]
-        return int(np.count_nonzero(flags[1:] & LOSS_TOKEN))
+    def _each(self, indices: np.ndarray, count: Callable[[Sequences, np.ndarray], np.ndarray]) -> np.ndarray:
+        found = np.empty(indices.size, dtype=np.int64)
+        for part, local, here in self._parts(indices.reshape(-1)):
+            found[here] = count(part, local)
+        return found.reshape(indices.shape)
+
+    def _parts(self, indices: np.ndarray) -> Iterator[tuple[Sequences, np.ndarray, np.ndarray]]:
+        """Each chunk that has some of these sequences, which it has, and where they are among `indices`."""
+        left = np.arange(len(indices))
+        while len(left):
+            window = self._stream.window_at(int(indices[left[0]]))
+            assert window.parts is not None
+            local = indices[left] - window.position
+            inside = (local >= 0) & (local < window.size)
+            number = np.searchsorted(window.ends, local, side="right")
+            for part, (sequences, end) in enumerate(zip(window.parts, window.ends, strict=True)):
+                here = inside & (number == part)
+                if here.any():
+                    yield sequences, local[here] - (end - len(sequences)), left[here]
+            left = left[~inside]
 
 
 class StreamOrder(Order):

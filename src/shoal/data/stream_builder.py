@@ -1,4 +1,4 @@
-"""The process that tokenizes streamed data ahead of training: `python -m shoal.data.stream_builder`.
+"""The process that tokenizes streamed data ahead of training.
 
 A process of its own, because tokenizing in the one that trains would take turns with it. It ends when nobody reads the
 stream any more.
@@ -10,7 +10,7 @@ import pickle
 import select
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from shoal.data.cache import build_folder
 from shoal.data.order import key_of, permute
 from shoal.data.sources import Record, read_records
 from shoal.data.sources.find import PATH
-from shoal.data.stream_files import NEXT, Cursor, StreamFolder, Want
+from shoal.data.stream_files import ALL, NEXT, Cursor, StreamFolder, Want
 from shoal.data.tokenize import Errors
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.data.write import Settings, write_sequences
@@ -55,6 +55,11 @@ class RecordStream:
         self._records = self._read(cursor)
         self._following = next(self._records, None)
 
+    @property
+    def ended(self) -> bool:
+        """Whether the epoch is over."""
+        return self._following is None
+
     def take(self, count: int) -> Iterator[Record]:
         """The next `count` records, or those that are left in the epoch. Moves the cursor along."""
         for left in range(count - 1, -1, -1):
@@ -79,7 +84,7 @@ class RecordStream:
                 yield record, Cursor(start.epoch, place, number)
 
 
-def build_chunks(job: StreamJob) -> None:
+def build_chunks(job: StreamJob, starter_is_gone: Callable[[], bool]) -> None:
     """Build the chunks that readers need and some ahead of them, until there are no readers."""
     folder = StreamFolder(job.folder)
     stream: RecordStream | None = None
@@ -97,7 +102,7 @@ def build_chunks(job: StreamJob) -> None:
             time.sleep(PAUSE)
             continue
         number, cursor = missing
-        if stream is None or stream.cursor != cursor:
+        if stream is None or stream.ended or stream.cursor != cursor:
             stream = RecordStream(job, cursor)
         build_chunk(job, folder, number, stream)
 
@@ -132,10 +137,10 @@ def build_chunk(job: StreamJob, folder: StreamFolder, number: int, stream: Recor
         (path / NEXT).write_text(json.dumps(asdict(stream.cursor)))
         stream.errors.count, stream.errors.first = 0, None  # each chunk has its own
 
-    build_folder(folder.chunk(number), build)
+    build_folder(folder.chunk(number), build, durable=False)
 
 
-def starter_is_gone() -> bool:
+def _starter_is_gone() -> bool:
     """Whether the process that started this one has closed its end of our input, as it does when it dies."""
     ready, _, _ = select.select([sys.stdin], [], [], 0)
     return bool(ready) and not os.read(sys.stdin.fileno(), 1)
@@ -150,15 +155,12 @@ def main() -> None:
         if not alone:
             return
         folder.report_failure(None)
+        folder.delete_before(ALL)  # chunks are not synced to disk: those of a builder that died may be incomplete
         try:
-            build_chunks(job)
+            build_chunks(job, _starter_is_gone)
         except UserMistake as mistake:
             folder.report_failure(str(mistake))
         except OSError as error:
             folder.report_failure(f"The stream cannot be written to {job.folder}: {error.strerror}.")
         else:
             folder.delete()  # nobody reads it
-
-
-if __name__ == "__main__":
-    main()

@@ -19,6 +19,7 @@ from typing import IO
 
 from shoal.files import write_atomically
 
+ALL = 10**8  # no stream has as many chunks
 NEXT = "next.json"  # in a chunk: where the one after it begins
 
 

@@ -1,0 +1,206 @@
+"""Streamed data: the same order for every reader, from every checkpoint, with bounded disk space."""
+
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.config.schema import DataConfig
+from shoal.data import load_tokenizer, stream_builder
+from shoal.data.sets import Sets, prepare_sets
+from shoal.data.stream import Stream
+from shoal.data.stream_files import StreamFolder
+from shoal.mistakes import UserMistake
+
+BYTES = load_tokenizer("bytes")
+
+
+def write_files(folder: Path, sizes: list[int]) -> list[str]:
+    """Files with so many records, each of which has a text of its own."""
+    texts = []
+    for number, size in enumerate(sizes):
+        some = [f"{number}:{record}" for record in range(size)]
+        (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
+        texts += some
+    return texts
+
+
+def open_sets(folder: Path, said: list[str] | None = None, **changes: Any) -> Sets:
+    """A stream of the files of a folder, one record per sequence."""
+    values: dict[str, Any] = {"path": str(folder / "*.jsonl"), "max_length": 64, "pack": False, "validation": 0}
+    data = DataConfig(**{**values, "streaming": {"chunk": 4, "shuffle_buffer": 8}, **changes})
+    report = (lambda sentence: None) if said is None else said.append
+    return prepare_sets(data, BYTES, seed=7, cache=folder / "cache", report=report)
+
+
+def read(sets: Sets, first: int, count: int) -> list[str]:
+    """The texts at these positions."""
+    texts = []
+    for number in sets.order.training_sequences(first, count).tolist():
+        tokens, _ = sets.training[number]
+        assert tokens[-1] == BYTES.end
+        texts.append(BYTES.decode(tokens[:-1]))
+    return texts
+
+
+def close(sets: Sets) -> None:
+    for stream in sets.streams:
+        stream.close()
+
+
+@pytest.fixture
+def _in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builders that are threads of this process, which start at once."""
+
+    def start(stream: Stream) -> None:
+        job = stream._job
+        folder = StreamFolder(job.folder)
+
+        def build() -> None:
+            # The test may end and delete the folder while the next chunk is made.
+            with suppress(OSError), folder.only_builder() as alone:
+                if alone:
+                    stream_builder.build_chunks(job, lambda: True)
+
+        thread = threading.Thread(target=build, daemon=True)
+        thread.start()
+        time.sleep(0.01)
+
+    monkeypatch.setattr(stream_builder, "PAUSE", 0.001)
+    monkeypatch.setattr("shoal.data.stream.PAUSE", 0.001)
+    monkeypatch.setattr(Stream, "_start_builder", start)
+
+
+@pytest.mark.usefixtures("_in_threads")
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    chunk=st.integers(1, 6),
+    buffer=st.integers(1, 14),
+    resume_at=st.integers(0, 30),
+    batches=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+)
+@settings(max_examples=12, deadline=None)
+def test_every_epoch_has_every_record_once_and_any_checkpoint_continues(
+    sizes: list[int], chunk: int, buffer: int, resume_at: int, batches: list[int]
+) -> None:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        texts = write_files(Path(name), sizes)
+        streaming = {"chunk": chunk, "shuffle_buffer": buffer}
+        first, second = (open_sets(Path(name), streaming=streaming) for _ in range(2))
+        total = 2 * len(texts) + sum(batches)
+        whole = read(first, 0, total)
+        assert Counter(whole[: len(texts)]) == Counter(whole[len(texts) : 2 * len(texts)]) == Counter(texts)
+        at = min(resume_at, total - sum(batches))
+        second.order.restore(first.order.state(at), at)
+        for size in batches:  # of any world size
+            assert read(second, at, size) == whole[at : at + size]
+            at += size
+        close(first)
+        close(second)
+
+
+@pytest.mark.usefixtures("_in_threads")
+def test_packed_text_and_mixtures_are_streamed_too(tmp_path: Path) -> None:
+    texts = write_files(tmp_path, [9, 5])
+    packed = open_sets(tmp_path, pack=True, max_length=16)
+    assert all(len(packed.training[number][0]) <= 17 for number in packed.order.training_sequences(0, 20).tolist())
+    close(packed)
+    blocks = [{"path": str(tmp_path / "0.jsonl"), "weight": 1}, {"path": str(tmp_path / "1.jsonl"), "weight": 2}]
+    first, second = (open_sets(tmp_path, path=None, source=blocks, mixing={"by": "examples"}) for _ in range(2))
+    whole = read(first, 0, 60)
+    assert Counter(text[0] for text in whole) == {"0": 20, "1": 40}
+    assert set(whole) == set(texts)
+    second.order.restore(first.order.state(33), 33)
+    assert read(second, 33, 20) == whole[33:53]
+    close(first)
+    close(second)
+
+
+@pytest.mark.usefixtures("_in_threads")
+def test_another_stream_begins_where_a_run_from_a_checkpoint_continues(tmp_path: Path) -> None:
+    write_files(tmp_path, [20])
+    first, second = open_sets(tmp_path), open_sets(tmp_path)
+    second.order.restore([], 100)
+    assert read(second, 100, 8) == read(first, 0, 8)
+    close(first)
+    close(second)
+
+
+@pytest.fixture
+def streamed(tmp_path: Path) -> Iterator[Callable[..., Sets]]:
+    """Opens streams with real builders, and closes them."""
+    opened = []
+
+    def open_one(**changes: Any) -> Sets:
+        opened.append(open_sets(tmp_path, **changes))
+        return opened[-1]
+
+    yield open_one
+    for sets in opened:
+        close(sets)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def test_a_builder_serves_all_readers_and_is_replaced_when_it_dies(
+    tmp_path: Path, streamed: Callable[..., Sets]
+) -> None:
+    write_files(tmp_path, [40, 25])
+    first, second = streamed(), streamed()
+    (folder,) = (tmp_path / "cache" / "stream").iterdir()
+    for step in range(10):
+        assert read(first, 3 * step, 3) == read(second, 3 * step, 3)
+    # Chunks that nobody needs are deleted, and not many are made ahead.
+    wait_until(lambda: not (folder / "chunk-00000000").exists())
+    assert len(list(folder.glob("chunk-*"))) <= 14
+    builder = first.streams[0]._builder  # the other reader found it running
+    assert builder is not None
+    assert second.streams[0]._builder is None
+    os.kill(builder.pid, signal.SIGKILL)
+    builder.wait()
+    assert read(second, 30, 60) == read(streamed(), 30, 60)
+
+
+def test_the_folder_is_removed_when_nobody_reads_it(tmp_path: Path, streamed: Callable[..., Sets]) -> None:
+    write_files(tmp_path, [9])
+    sets = streamed()
+    (folder,) = (tmp_path / "cache" / "stream").iterdir()
+    sets.stand_by()
+    assert folder.exists()
+    close(sets)
+    wait_until(lambda: not folder.exists())
+
+
+def test_a_broken_record_ends_every_reader_with_its_place(tmp_path: Path) -> None:
+    write_files(tmp_path, [9])
+    (tmp_path / "0.jsonl").open("a").write('{"text": \n')
+    sets = open_sets(tmp_path)
+    with pytest.raises(UserMistake, match=r"0\.jsonl:10 is not a JSON record"):
+        read(sets, 0, 30)
+    close(sets)
+
+
+def test_skipped_records_are_counted(tmp_path: Path) -> None:
+    write_files(tmp_path, [9])
+    (tmp_path / "0.jsonl").open("a").write('{"text": \n')
+    said: list[str] = []
+    sets = open_sets(tmp_path, said, on_error="skip")
+    assert len(set(read(sets, 0, 9))) == 9
+    assert any("1 invalid records" in sentence and "0.jsonl:10" in sentence for sentence in said)
+    close(sets)
