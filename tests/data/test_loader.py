@@ -2,14 +2,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from shoal.data import Order, Sequences, ShuffledOrder
-from shoal.data.loader import MicroBatch, StepBatch, batches, evaluation_batches
+from shoal.config.schema import DataConfig
+from shoal.data import Order, Sequences, ShuffledOrder, load_tokenizer, prepare
+from shoal.data.loader import MicroBatch, StepBatch, batches, collate_next_token, evaluation_batches
 from shoal.data.order import Spans
 from shoal.data.sequences import LOSS_TOKEN
 
@@ -125,6 +127,26 @@ def test_positions_restart_at_each_document_and_padding_is_a_document_of_its_own
                 assert batch.documents[line].tolist() == documents
             same = batch.documents[:, :, None] == batch.documents[:, None, :]
             assert (same & torch.ones(20, 20, dtype=torch.bool).tril()).any(-1).all()
+
+
+def test_documents_of_a_stream_can_be_kept_apart(tmp_path: Path) -> None:
+    # abc. defghijklm. no.   The second sequence begins and ends inside a document.
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "abc"}\n{"text": "defghijklm"}\n{"text": "no"}\n')
+    data = DataConfig(source="json", path=str(file), max_length=6, document_mask=True, pack=True)
+    sequences = prepare(data, load_tokenizer("bytes"), report=lambda sentence: None)
+    batch = collate_next_token(sequences, np.arange(len(sequences)), pad=PAD)
+    assert batch.positions is not None
+    assert batch.documents is not None
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
+    assert batch.documents.tolist() == [[0, 0, 0, 0, 1, 1], [0] * 6, [0, 0, 0, 1, 1, 2]]
+    end = 257
+    assert batch.inputs.tolist() == [[*b"abc", end, *b"de"], [*b"fghijk"], [*b"lm", end, *b"no", PAD]]
+    assert batch.labels.tolist() == [
+        [*b"bc", end, -100, *b"ef"],
+        [*b"ghijkl"],
+        [ord("m"), end, -100, ord("o"), end, -100],
+    ]
 
 
 @pytest.mark.parametrize("workers", [1, 3])

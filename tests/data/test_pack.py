@@ -21,7 +21,7 @@ def test_splitting_documents_loses_no_label_and_never_crosses_a_document_boundar
     for _ in range(50):
         lengths = random.integers(1, 40, random.integers(1, 20))
         length = int(random.integers(1, 15))
-        bounds = split_documents(lengths, length, split=True)
+        bounds = split_documents(lengths, length, "split")
         boundaries = np.concatenate([[0], np.cumsum(lengths)])
         labels = [
             index for start, end in zip(bounds.starts, bounds.ends, strict=True) for index in range(start + 1, end)
@@ -33,10 +33,10 @@ def test_splitting_documents_loses_no_label_and_never_crosses_a_document_boundar
 
 
 def test_truncated_documents_are_counted() -> None:
-    bounds = split_documents(np.array([3, 6, 7, 2]), 5, split=False)
+    bounds = split_documents(np.array([3, 6, 7, 2]), 5, "truncate")
     assert bounds.starts.tolist() == [0, 3, 9, 16]
     assert bounds.ends.tolist() == [3, 9, 15, 18]
-    assert bounds.truncated == 1
+    assert bounds.long == 1
 
 
 def test_packing_takes_each_document_once_and_overfills_no_sequence() -> None:

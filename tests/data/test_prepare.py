@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.data import Sequences, load_tokenizer, prepare, prepare_sets, tokenize
+from shoal.data import Sequences, load_tokenizer, prepare, prepare_sets, progress, tokenize
 from shoal.data.formats import alpaca_prompt
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN, ArrayWriter
 from shoal.data.sources import text
@@ -187,9 +187,23 @@ def test_a_long_preparation_reports_progress(
     write: Write, settings: Any, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 100_000, 3))
-    monkeypatch.setattr(tokenize.time, "monotonic", lambda: next(clock))
-    prepare(settings(path=write("a.txt", "abc")), BYTES, report=said.append)
-    assert said[0].startswith("Tokenizing: 1 documents, 4 tokens")
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(tokenize, "_RECORDS_AT_ONCE", 1)
+    file = write("a.jsonl", [{"instruction": "abc", "output": "d"}] * 4)
+    prepare(settings(source="json", path=file, max_length=200), BYTES, report=said.append)
+    # One tick of the clock, of three seconds, per record: a quarter of the file each.
+    assert said[1] == "Tokenizing: 1 examples (0.3/s), 9 s left."
+    assert "Packing: 4 documents (1.3/s), 0 s left." in said
+
+
+def test_rates_and_times_are_short() -> None:
+    assert [progress.shorten(rate) for rate in (0.31, 42.4, 8_437.0, 1_234_567.0)] == [
+        "0.3",
+        "42",
+        "8,440",
+        "1,230,000",
+    ]
+    assert [progress.duration(seconds) for seconds in (31, 700, 12_000)] == ["31 s", "12 min", "3 h 20 min"]
 
 
 # Validation
@@ -316,8 +330,7 @@ def test_whatever_changes_the_sequences_prepares_them_again(write: Write, settin
     prepare(settings(**base), other, report=quiet)
     write("a.jsonl", [{"instruction": "a", "output": "longer"}])
     assert entries() == 7
-    os.utime(file, ns=(1, 1))
-    assert entries() == 8
+    assert [entries(long_documents="split"), entries(document_mask=True)] == [8, 9]
 
 
 def _truncate(entry: Path) -> None:

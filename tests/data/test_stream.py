@@ -69,7 +69,7 @@ def _in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def build() -> None:
             # The test may end and delete the folder while the next chunk is made.
-            with suppress(OSError), folder.only_builder() as alone:
+            with suppress(OSError, UserMistake), folder.only_builder() as alone:
                 if alone:
                     stream_builder.build_chunks(job, lambda: True)
 

@@ -34,7 +34,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Encoded:
     for document in documents:
         found = [(next(encoded), loss) for _, loss in document.segments]
         alone = not document.continues and not document.continued
-        if alone and not any(text for text, _ in document.segments):
+        if alone and not any(len(ids) for ids, _ in found):
             empty += 1
             continue
         if begin is not None and document.begin and not document.continues:

@@ -199,6 +199,7 @@ def collate_next_token(
         labels[line, :used] = np.where(flags[1:] & LOSS_TOKEN, tokens[1:].astype(np.int64), IGNORED)
         if positions is not None and documents is not None:
             begins = (np.asarray(flags[:-1]) & DOCUMENT) != 0
+            begins[0] = True  # a sequence of a stream may begin inside a document
             number = np.cumsum(begins) - 1
             counting = np.arange(width)
             positions[line] = counting

@@ -54,7 +54,7 @@ class MixedOrder(Order):
     """An order over several orders, each of which advances at its own rate.
 
     Item j of a source is due at time (j + ½) / rate, and the items of all sources follow each other by time. After any
-    number of positions each source has had its share to within one sequence. With `repeat` a source that runs out
+    number of positions each source has had its share to within a sequence or two. With `repeat` a source that runs out
     starts its next epoch, and an epoch of the mixture is over when the last source has been read once. Without, a
     source that runs out drops out until all have, so that an epoch has every sequence once.
     """

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_DOCUMENTS_AT_ONCE = 1 << 16  # Python objects of all at once would take ten times the memory of the arrays
+
 
 @dataclass(frozen=True)
 class Bounds:
-    """Sequence k is tokens[starts[k] : ends[k]]. `truncated` counts documents cut at the maximum length."""
+    """Sequence k is tokens[starts[k] : ends[k]]. `long` counts documents longer than the maximum length."""
 
     starts: np.ndarray
     ends: np.ndarray
-    truncated: int = 0
+    long: int = 0
 
 
 def split_stream(tokens: int, length: int) -> Bounds:
@@ -28,16 +30,22 @@ def split_stream(tokens: int, length: int) -> Bounds:
     return Bounds(starts, np.minimum(starts + length + 1, tokens))
 
 
-def split_documents(lengths: np.ndarray, length: int, *, split: bool) -> Bounds:
-    """One document per sequence. Longer ones become several (`split`, overlapping as in a stream) or are truncated."""
+def split_documents(lengths: np.ndarray, length: int, long: str) -> Bounds:
+    """One document per sequence. `long`: longer ones become several sequences that overlap as in a stream (`split`),
+    end at the maximum length (`truncate`), or are left out (`drop`)."""
     lengths = lengths.astype(np.int64)
     firsts = np.cumsum(lengths) - lengths
-    if not split:
-        return Bounds(firsts, firsts + np.minimum(lengths, length + 1), int(np.sum(lengths > length + 1)))
+    too_long = lengths > length + 1
+    count = int(np.sum(too_long))
+    if long == "truncate":
+        return Bounds(firsts, firsts + np.minimum(lengths, length + 1), count)
+    if long == "drop":
+        return Bounds(firsts[~too_long], (firsts + lengths)[~too_long], count)
+    assert long == "split"
     parts = np.maximum(-(-(lengths - 1) // length), 1)
     number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
     starts = np.repeat(firsts, parts) + number * length
-    return Bounds(starts, np.minimum(starts + length + 1, np.repeat(firsts + lengths, parts)))
+    return Bounds(starts, np.minimum(starts + length + 1, np.repeat(firsts + lengths, parts)), count)
 
 
 @dataclass(frozen=True)
@@ -58,25 +66,27 @@ def fit_documents(lengths: np.ndarray, capacity: int) -> Packing:
     """
     assert lengths.size == 0 or (lengths.min() > 0 and lengths.max() <= capacity)
     by_size = np.argsort(-lengths.astype(np.int64), kind="stable")
-    packed: list[list[int]] = []
+    sizes = lengths[by_size]
+    assigned = np.empty(lengths.size, dtype=np.int64)  # the sequence of each document, in the order of `by_size`
     with_room: list[list[int]] = [[] for _ in range(capacity)]
-    occupied = 0
-    for document, size in zip(by_size.tolist(), lengths[by_size].tolist(), strict=True):
-        fitting = occupied >> size
-        if fitting:
-            room = size + (fitting & -fitting).bit_length() - 1
-            index = with_room[room].pop()
-            if not with_room[room]:
-                occupied ^= 1 << room
-            packed[index].append(document)
-        else:
-            room, index = capacity, len(packed)
-            packed.append([document])
-        left = room - size
-        if left:
-            with_room[left].append(index)
-            occupied |= 1 << left
-    order = np.fromiter(
-        (document for documents in packed for document in documents), dtype=np.int64, count=lengths.size
-    )
-    return Packing(order, np.array([len(documents) for documents in packed], dtype=np.int64))
+    occupied = sequences = 0
+    for at in range(0, lengths.size, _DOCUMENTS_AT_ONCE):
+        chosen = []
+        for size in sizes[at : at + _DOCUMENTS_AT_ONCE].tolist():
+            fitting = occupied >> size
+            if fitting:
+                room = size + (fitting & -fitting).bit_length() - 1
+                index = with_room[room].pop()
+                if not with_room[room]:
+                    occupied ^= 1 << room
+            else:
+                room, index = capacity, sequences
+                sequences += 1
+            left = room - size
+            if left:
+                with_room[left].append(index)
+                occupied |= 1 << left
+            chosen.append(index)
+        assigned[at : at + len(chosen)] = chosen
+    order = by_size[np.argsort(assigned, kind="stable")]
+    return Packing(order, np.bincount(assigned, minlength=sequences))

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from shoal.config.schema import DataConfig
 from shoal.data.cache import Report, obtain
+from shoal.data.content import hash_contents, read_states
+from shoal.data.progress import Progress
 from shoal.data.sequences import Sequences, open_sequences
 from shoal.data.sources import read_records
 from shoal.data.sources.find import PATH, VALIDATION, find_files, find_source
-from shoal.data.tokenize import Errors, cannot_pack
+from shoal.data.tokenize import Errors
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.data.write import Settings, write_sequences
 from shoal.mistakes import UserMistake
@@ -36,23 +38,26 @@ def prepare(
     settings = settings_of(data, path, not_apart)
     named_by = PATH if path is None else VALIDATION
     files = files_of(data, settings.source, path, cache_root(cache), report)
-    before = _states(files)
-    described = [LAYOUT, asdict(settings), tokenizer.fingerprint, before]
+    before = read_states(files)
+    content = hash_contents(before, cache_root(cache) / "hashes", Progress(report))
+    described = [LAYOUT, asdict(settings), tokenizer.fingerprint, content]
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
         _write_sequences(folder, settings, files, tokenizer, report, named_by, not_apart)
-        if _states(files) != before:
+        if read_states(files) != before:
             raise UserMistake("The data changed while it was read. Start again once it is complete.")
 
     entry, ready = obtain(cache_root(cache) / "data", key, build, report)
     sequences = open_sequences(entry)
-    if sequences.separate and not_apart is not None:  # cached for another model
-        raise cannot_pack(not_apart)
+    if sequences.separate:  # it may have been cached for another model
+        settings.refuse(sequences.summary.joined, not_apart)
     for sentence in sequences.summary.sentences():
         report(sentence)
     if data.pack == "auto" and not_apart is not None and not sequences.summary.joined:
         report(f"data.pack auto: one document per sequence, because {not_apart}.")
+    if data.document_mask and not (sequences.summary.joined and settings.pack):
+        report("data.document_mask has no effect: it is for plain text that is packed.")
     if ready:
         report(f"Using cached tokenized data: {entry}.")
     return sequences
@@ -69,6 +74,8 @@ def settings_of(data: DataConfig, path: object = None, not_apart: str | None = N
         pack_apart=data.pack is True or (data.pack == "auto" and not_apart is None),
         train_on=str(data.train_on),
         on_error=str(data.on_error),
+        long_documents=str(data.long_documents),
+        document_mask=bool(data.document_mask),
     )
 
 
@@ -82,14 +89,6 @@ def files_of(data: DataConfig, source: str, path: object, cache: Path, report: R
 
         return [played_file(Match(data.games, data.plies, data.player), cache, report)]
     return find_files(source, wanted, PATH if path is None else VALIDATION)
-
-
-def _states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    try:
-        states = [(str(file), file.stat()) for file in files]
-    except OSError as error:  # a link to nowhere in a folder, or a file that was removed a moment ago
-        raise UserMistake(f"{error.filename} cannot be read: {error.strerror}.") from None
-    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
 def _write_sequences(
@@ -112,4 +111,5 @@ def _write_sequences(
         where=str(files[0]) if len(files) == 1 else f"the {len(files):,} files starting with {files[0]}",
         key=key,
         not_apart=not_apart,
+        sizes={Path(one.path): one.size for one in read_states(files)},
     )

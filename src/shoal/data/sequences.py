@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ _DETERMINE_SEQUENCES = ("tokens", "flags", "starts", "ends")
 
 @dataclass(frozen=True)
 class Summary:
-    """The statistics of a preparation. `dropped`: documents or sequences without a loss token, left out."""
+    """The statistics of a preparation. Documents longer than the maximum length were `truncated`, `split`, or left out
+    (`too_long`). `dropped`: documents or sequences without a loss token, left out."""
 
     format: str
     joined: bool  # documents follow each other in one stream
@@ -29,7 +31,10 @@ class Summary:
     loss_tokens: int
     loss_token_share: float  # of the labels, padding not counted
     content: str  # a hash of the sequences: the same wherever their files are and whenever they were written
+    filled: float | None = None  # share of the inputs of full sequences that hold a token; None: not packed
     truncated: int = 0
+    split: int = 0
+    too_long: int = 0
     dropped: int = 0
     empty: int = 0
     skipped: int = 0
@@ -42,12 +47,19 @@ class Summary:
 
     def sentences(self) -> list[str]:
         """The summary for a person: the first sentence says what there is, the others what was left out."""
+        sequences = f"{self.sequences:,} sequences"
+        if self.filled is not None:
+            sequences = f"packed into {sequences}, {self.filled:.1%} full"
         said = [
-            f"{self.documents:,} documents ({self.format}), {self.tokens:,} tokens, {self.sequences:,} sequences; "
+            f"{self.documents:,} documents ({self.format}), {self.tokens:,} tokens, {sequences}; "
             f"{self.loss_token_share:.0%} of tokens count in the loss."
         ]
         if self.truncated:
             said.append(f"{self.truncated:,} documents are longer than data.max_length and were truncated.")
+        if self.split:
+            said.append(f"{self.split:,} documents are longer than data.max_length and were split into sequences.")
+        if self.too_long:
+            said.append(f"{self.too_long:,} documents are longer than data.max_length and were left out.")
         if self.dropped:
             said.append(f"{self.dropped:,} documents or sequences have no loss tokens and were left out.")
         if self.empty:
@@ -112,11 +124,21 @@ class StoredSequences(Sequences):
 def open_sequences(folder: Path) -> StoredSequences:
     """The sequences in `folder`, memory-mapped."""
     tokens, flags, starts, ends, counted = (
-        np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-        for name in ("tokens", "flags", "starts", "ends", "loss_tokens")
+        load_array(folder / f"{name}.npy") for name in ("tokens", "flags", "starts", "ends", "loss_tokens")
     )
     summary = Summary(**json.loads((folder / "summary.json").read_text()))
     return StoredSequences(tokens, flags, starts, ends, counted, summary)
+
+
+_header = threading.Lock()
+
+
+def load_array(path: Path) -> np.ndarray:
+    """A `.npy` file, memory-mapped."""
+    # numpy parses the header with `ast`, which in Python 3.11 fails in two threads at once.
+    with _header:
+        loaded: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    return loaded
 
 
 def hash_sequences(folder: Path) -> str:

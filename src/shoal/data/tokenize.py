@@ -1,36 +1,28 @@
-"""Tokenize documents into two files, tokens and flags. Streaming: the corpus never has to fit in memory."""
+"""Tokenize records into two files, tokens and flags. Streaming: the corpus never has to fit in memory."""
 
-import time
 from array import array
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
 
+from shoal.data import workers
 from shoal.data.encode import Encoded, encode
 from shoal.data.formats import Document, Format, Options, choose_format, read_document
-from shoal.data.sequences import ArrayWriter, Summary
+from shoal.data.progress import Progress
+from shoal.data.sequences import ArrayWriter, Summary, load_array
 from shoal.data.sources import Record
-from shoal.data.tokenizer_base import Tokenizer
+from shoal.data.tokenizer_base import Tokenizer, disable_threads
 from shoal.mistakes import UserMistake
 
-_CHARACTERS_AT_ONCE = 1 << 21
-_RECORDS_AT_ONCE = 1 << 13
+_CHARACTERS_AT_ONCE = 1 << 18
+_RECORDS_AT_ONCE = 1 << 12
 
-
-class Progress:
-    """Reports after two seconds and then every ten: a quick preparation prints nothing."""
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
-        self._next = time.monotonic() + 2
-
-    def tick(self, sentence: str) -> None:
-        if time.monotonic() >= self._next:
-            self._report(sentence)
-            self._next = time.monotonic() + 10
+# Smaller data is tokenized in this process: starting others takes as long.
+WORTH_WORKERS = 1 << 22  # characters
 
 
 @dataclass(frozen=True)
@@ -46,28 +38,100 @@ class Corpus:
     def documents(self) -> int:
         return self.summary.documents
 
-    @property
-    def tokens(self) -> int:
-        return self.summary.tokens
-
     def load(self, name: str) -> np.ndarray:
-        loaded: np.ndarray = np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-        return loaded
+        return load_array(self.folder / f"{name}.npy")
 
 
 class Errors:
-    """data.on_error: raise the first mistake, or count mistakes and keep the first."""
+    """data.on_error, for the reader of records to call: raise the first mistake, or skip and count.
+
+    Mistakes of the reader wait in `unread` until the records before them are formatted, which may fail too: `first` is
+    the first in the order of the records.
+    """
 
     def __init__(self, skip: bool) -> None:
         self.skip = skip
         self.count = 0
         self.first: str | None = None
+        self.unread: list[str] = []
 
     def __call__(self, mistake: UserMistake) -> None:
         if not self.skip:
             raise mistake
-        self.count += 1
-        self.first = self.first or str(mistake)
+        self.unread.append(str(mistake))
+
+    def take(self) -> "list[Mistake]":
+        taken = [Mistake(message) for message in self.unread]
+        self.unread.clear()
+        return taken
+
+    def add(self, messages: list[str], count: int) -> None:
+        self.count += count
+        if self.first is None and messages:
+            self.first = messages[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A place in the data where reading failed; `ends`: nothing can be read after it."""
+
+    message: str
+    ends: bool = False
+
+
+@dataclass(slots=True)
+class Batch:
+    """Records that are tokenized together, with the mistakes of reading between them."""
+
+    items: list[Record | Mistake]
+    continues: bool = False  # the first record continues a document of the previous batch
+    characters: int = 0
+    share: float | None = None  # of the data that has been read with its last record
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The tokens of a batch. `stopped`: the mistake that ends the preparation; then there are no tokens."""
+
+    encoded: Encoded | None
+    mistakes: int = 0
+    first: list[str] = field(default_factory=list)
+    stopped: str | None = None
+    share: float | None = None  # as of the batch
+
+
+@dataclass(frozen=True)
+class BatchTokenizer:
+    """Formats and tokenizes batches: a pure function, in this process or in a worker."""
+
+    tokenizer: Tokenizer
+    format: Format
+    options: Options
+    skip: bool
+    dtype: np.dtype
+
+    def __call__(self, batch: Batch) -> Tokenized:
+        documents: list[Document] = []
+        mistakes: list[str] = []
+        continues = batch.continues
+        for item in batch.items:
+            if isinstance(item, Mistake):
+                if item.ends:
+                    return Tokenized(None, stopped=item.message)
+                mistakes.append(item.message)
+                continue
+            try:
+                document = read_document(self.format, item, self.options)
+            except UserMistake as mistake:
+                if not self.skip:
+                    return Tokenized(None, stopped=str(mistake))
+                mistakes.append(str(mistake))
+            else:
+                documents.append(replace(document, continues=continues, continued=item.continued))
+            continues = item.continued
+        encoded = encode(self.tokenizer, documents)
+        compact = replace(encoded, ids=encoded.ids.astype(self.dtype))
+        return Tokenized(compact, len(mistakes), mistakes[:1], share=batch.share)
 
 
 def tokenize_records(
@@ -81,25 +145,36 @@ def tokenize_records(
     progress: Progress,
     where: str,
     key: str,
-    not_apart: str | None = None,
+    sizes: Mapping[Path, int] | None = None,
+    check: Callable[[Format], None] = lambda chosen: None,
 ) -> Corpus:
-    """Format and tokenize every record into `folder`. `not_apart`: why documents that are not joined to one stream are
-    refused."""
+    """Format and tokenize every record into `folder`, with worker processes if there is much text and more than one
+    core; the result does not depend on their number.
+
+    `sizes` has the bytes of each file, in order, and tells how long it takes. `check` may refuse the format.
+    """
     first = next(records, None)
     if first is None:
+        errors.add(errors.unread[:1], len(errors.unread))
         raise _nothing(where, errors, "no record", key)
     chosen = choose_format(format_name, first)
-    if not_apart is not None and not chosen.joined:
-        raise cannot_pack(not_apart)
-    small = tokenizer.size <= 1 << 16
+    check(chosen)
+    dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.int32)
+    work = BatchTokenizer(tokenizer, chosen, options, errors.skip, dtype)
+    batches = _batches(chain([first], records), errors, _Place(sizes or {}))
     with (
-        ArrayWriter(folder / "tokens.npy", np.dtype(np.uint16 if small else np.int32)) as tokens,
+        ArrayWriter(folder / "tokens.npy", dtype) as tokens,
         ArrayWriter(folder / "flags.npy", np.dtype(np.uint8)) as flags,
+        closing(_tokenize(work, batches)) as tokenized,
     ):
         writer = _Writer(tokens, flags)
-        for batch in _batches(_documents(chain([first], records), chosen, options, errors)):
-            writer.write(encode(tokenizer, batch))
-            progress.tick(f"Tokenizing: {len(writer.lengths):,} documents, {tokens.length:,} tokens so far.")
+        progress.begin()
+        for one in tokenized:
+            if one.encoded is None:
+                raise UserMistake(one.stopped)
+            errors.add(one.first, one.mistakes)
+            writer.write(one.encoded)
+            progress.tick("Tokenizing", len(writer.lengths), "examples", one.share)
     if not writer.lengths:
         raise _nothing(where, errors, "no text", key)
     return Corpus(
@@ -124,40 +199,68 @@ def tokenize_records(
     )
 
 
-def cannot_pack(reason: str) -> UserMistake:
-    return UserMistake(f"data.pack is true, but {reason}; set data.pack: false, or leave it out.")
-
-
 def _nothing(where: str, errors: Errors, what: str, key: str) -> UserMistake:
     skipped = f" ({errors.count:,} were skipped; the first: {errors.first})" if errors.count else ""
     return UserMistake(f"There is {what} in {where}{skipped}. Check {key}.")
 
 
-def _documents(records: Iterator[Record], chosen: Format, options: Options, errors: Errors) -> Iterator[Document]:
-    """The documents of the valid records."""
-    continues = False
-    for record in records:
-        try:
-            document = read_document(chosen, record, options)
-        except UserMistake as mistake:
-            errors(mistake)
-        else:
-            yield replace(document, continues=continues, continued=record.continued)
-            continues = record.continued
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents grouped for one call of the tokenizer, bounded in number and characters."""
-    batch: list[Document] = []
+def _tokenize(work: BatchTokenizer, batches: Iterator[Batch]) -> Generator[Tokenized, None, None]:
+    """The tokens of each batch, in order."""
+    begun: list[Batch] = []
     characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += sum(len(text) for text, _ in document.segments)
-        if characters >= _CHARACTERS_AT_ONCE or len(batch) >= _RECORDS_AT_ONCE:
+    while (characters < WORTH_WORKERS or len(begun) < 2) and (batch := next(batches, None)) is not None:
+        begun.append(batch)
+        characters += batch.characters
+    every = chain(begun, batches)
+    many = characters >= WORTH_WORKERS and len(begun) > 1
+    if many and (count := workers.choose_workers()):
+        yield from workers.map_in_order(work, every, count, disable_threads)
+    else:
+        yield from map(work, every)
+
+
+class _Place:
+    """How much of the data lies before a record, as a share of all bytes."""
+
+    def __init__(self, sizes: Mapping[Path, int]) -> None:
+        self._total = sum(sizes.values())
+        self._before = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+
+    def share(self, record: Record) -> float | None:
+        before = self._before.get(record.file)
+        return None if before is None else (before + record.read) / max(self._total, 1)
+
+
+def _batches(records: Iterator[Record], errors: Errors, place: _Place) -> Iterator[Batch]:
+    """Records grouped for one call of the tokenizer, bounded in number and characters."""
+    batch = Batch([])
+    while True:
+        try:
+            record = next(records, None)
+        except UserMistake as mistake:  # reported once the records before it are formatted: they may have mistakes too
+            batch.items += [*errors.take(), Mistake(str(mistake), ends=True)]
+            break
+        batch.items += errors.take()
+        if record is None:
+            break
+        batch.items.append(record)
+        batch.characters += _characters(record.fields)
+        if batch.characters >= _CHARACTERS_AT_ONCE or len(batch.items) >= _RECORDS_AT_ONCE:
+            batch.share = place.share(record)
             yield batch
-            batch, characters = [], 0
-    if batch:
+            batch = Batch([], continues=record.continued)
+    if batch.items:
         yield batch
+
+
+def _characters(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_characters, value))
+    return getattr(value, "size", 1)  # of an array of token ids
 
 
 class _Writer:

@@ -57,6 +57,13 @@ def disable_parallelism() -> None:
     os.environ.setdefault(_PARALLELISM, _OURS)
 
 
+def disable_threads() -> None:
+    """For a worker process: the library encodes in the calling thread only, whatever the environment says."""
+    global _pool_owner
+    _pool_owner = 0  # no process
+    os.environ[_PARALLELISM] = _OURS
+
+
 @contextmanager
 def parallel_when_safe() -> Iterator[None]:
     """Enable the library's threads while encoding in bulk."""

@@ -1,6 +1,6 @@
 """Records to a folder of prepared sequences: tokenize, split or truncate, pack."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,14 +8,23 @@ import numpy as np
 
 from shoal.data import pack
 from shoal.data.cache import Report
-from shoal.data.formats import Options
-from shoal.data.sequences import LOSS_TOKEN, ArrayWriter, hash_sequences, write_array, write_summary
+from shoal.data.formats import Format, Options
+from shoal.data.progress import Progress
+from shoal.data.sequences import (
+    DOCUMENT,
+    LOSS_TOKEN,
+    ArrayWriter,
+    Summary,
+    hash_sequences,
+    write_array,
+    write_summary,
+)
 from shoal.data.sources import Record
-from shoal.data.tokenize import Corpus, Errors, Progress, tokenize_records
+from shoal.data.tokenize import Corpus, Errors, tokenize_records
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 
-_TOKENS_AT_ONCE = 1 << 22
+_TOKENS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,18 @@ class Settings:
     pack_apart: bool  # documents that must not attend to each other
     train_on: str
     on_error: str
+    long_documents: str = "auto"
+    document_mask: bool = False  # documents of a stream do not attend to each other either
+
+    def refuse(self, joined: bool, not_apart: str | None) -> None:
+        """A UserMistake if documents must not attend to each other, but the model cannot keep them apart."""
+        if not_apart is not None and self.pack_apart and not joined:
+            raise UserMistake(f"data.pack is true, but {not_apart}; set data.pack: false, or leave it out.")
+        if not_apart is not None and self.pack and self.document_mask and joined:
+            raise UserMistake(
+                f"data.document_mask is true, but {not_apart}; leave it out, or set data.pack: false, which makes a "
+                "sequence of each document."
+            )
 
 
 def write_sequences(
@@ -42,12 +63,18 @@ def write_sequences(
     where: str,
     key: str,
     not_apart: str | None = None,
+    sizes: Mapping[Path, int] | None = None,
 ) -> None:
     """Write the sequences of `records` into `folder`, for `open_sequences`.
 
     `errors` is what the reader of `records` calls for a bad one. Messages say that the records are in `where`, which
-    the config's `key` names. `not_apart` is the reason if the model cannot keep packed documents apart.
+    the config's `key` names. `not_apart` is the reason if the model cannot keep packed documents apart. `sizes`: the
+    bytes of the files, in order, to report how long it takes.
     """
+
+    def check(chosen: Format) -> None:
+        settings.refuse(chosen.joined, not_apart)
+
     progress = Progress(report)
     corpus = tokenize_records(
         folder,
@@ -59,45 +86,76 @@ def write_sequences(
         progress=progress,
         where=where,
         key=key,
-        not_apart=not_apart if settings.pack_apart else None,
+        sizes=sizes,
+        check=check,
     )
-    length = settings.max_length
-    separate = settings.pack_apart and not corpus.format.joined
-    if settings.pack and corpus.format.joined:
-        bounds = pack.split_stream(corpus.tokens, length)
-    else:
-        bounds = pack.split_documents(corpus.lengths, length, split=corpus.format.joined)
+    progress.begin()
+    joined, length = corpus.format.joined, settings.max_length
+    stream = settings.pack and joined
+    separate = settings.document_mask if stream else settings.pack_apart and not joined
+    long = settings.long_documents
+    if long == "auto":
+        long = "split" if joined else "truncate"
+    bounds, affected = _bounds(corpus, length, long, stream, progress)
     loss_tokens = count_loss_tokens(corpus.load("flags"), bounds)
     kept = loss_tokens > 0
+    summary = replace(
+        corpus.summary,
+        separate=separate,
+        truncated=affected if long == "truncate" else 0,
+        split=affected if long == "split" else 0,
+        too_long=affected if long == "drop" else 0,
+        dropped=int(np.sum(~kept)),
+    )
     if not kept.any():
-        raise UserMistake(
-            f"None of the {corpus.documents:,} documents in {key} has a loss token"
-            + (
-                f": {bounds.truncated:,} were truncated at data.max_length {length}. Raise it."
-                if bounds.truncated
-                else "."
-            )
-        )
+        raise _nothing_to_learn(summary, key, length)
     starts, ends, loss_tokens = bounds.starts[kept], bounds.ends[kept], loss_tokens[kept]
-    if separate:
+    if separate and not stream:
         starts, ends, loss_tokens = _write_packed(corpus, starts, ends, loss_tokens, length + 1, progress)
     write_array(folder / "starts.npy", starts)
     write_array(folder / "ends.npy", ends)
     write_array(folder / "loss_tokens.npy", loss_tokens.astype(np.int32))
-    trained = int(loss_tokens.sum(dtype=np.int64))
+    trained, inputs = int(loss_tokens.sum(dtype=np.int64)), int((ends - starts - 1).sum())
     write_summary(
         folder,
         replace(
-            corpus.summary,
-            separate=separate,
+            summary,
             sequences=len(starts),
             longest=int((ends - starts).max()) - 1,
             loss_tokens=trained,
-            loss_token_share=trained / int((ends - starts - 1).sum()),
+            loss_token_share=trained / inputs,
+            filled=inputs / (len(starts) * length) if stream or separate else None,
             content=hash_sequences(folder),
-            truncated=bounds.truncated,
-            dropped=int(np.sum(~kept)),
         ),
+    )
+
+
+def _bounds(corpus: Corpus, length: int, long: str, stream: bool, progress: Progress) -> tuple[pack.Bounds, int]:
+    """Where the sequences are (the documents, if they are packed later), and how many documents were too long."""
+    if stream and long == "split":
+        return pack.split_stream(int(corpus.lengths.sum()), length), 0
+    bounds = pack.split_documents(corpus.lengths, length, long)
+    if not stream:
+        return bounds, bounds.long
+    if bounds.long:
+        _rewrite(corpus, bounds.starts, bounds.ends - bounds.starts, progress)
+    return pack.split_stream(int((bounds.ends - bounds.starts).sum()), length), bounds.long
+
+
+def _nothing_to_learn(summary: Summary, key: str, length: int) -> UserMistake:
+    if summary.too_long == summary.documents:
+        return UserMistake(
+            f"All {summary.documents:,} documents in {key} are longer than data.max_length {length}, and "
+            "data.long_documents is drop. Raise data.max_length, or set data.long_documents: split."
+        )
+    if summary.truncated:
+        return UserMistake(
+            f"None of the {summary.documents:,} documents in {key} has a loss token: {summary.truncated:,} were "
+            f"truncated at data.max_length {length}. Raise it, or set data.long_documents: split."
+        )
+    return UserMistake(
+        f"None of the {summary.documents:,} documents in {key} has a loss token. Check that they have answers, or set "
+        "data.train_on: all."
     )
 
 
@@ -123,24 +181,33 @@ def _write_packed(
     """Rewrite the documents in packing order, so that each sequence is contiguous in the file."""
     packing = pack.fit_documents(ends - starts, capacity)
     starts, lengths = starts[packing.order], (ends - starts)[packing.order]
-    after = np.cumsum(lengths)
-    for name in ("tokens", "flags"):
-        values = corpus.load(name)
-        unpacked = corpus.folder / f"{name}.npy"
-        packed = corpus.folder / f"{name}-packed.npy"
-        with ArrayWriter(packed, values.dtype) as writer:
-            first = 0
-            while first < len(starts):
-                done = writer.length
-                last = max(int(np.searchsorted(after, done + _TOKENS_AT_ONCE, side="right")), first + 1)
-                here = lengths[first:last]
-                shift = starts[first:last] - (after[first:last] - here - done)
-                writer.append(values[np.repeat(shift, here) + np.arange(int(here.sum()))])
-                first = last
-                progress.tick(f"Packing: {writer.length:,} of {after[-1]:,} tokens.")
-        packed.replace(unpacked)
+    _rewrite(corpus, starts, lengths, progress)
     last_documents = np.cumsum(packing.counts)
-    packed_ends = after[last_documents - 1]
+    packed_ends = np.cumsum(lengths)[last_documents - 1]
     packed_starts = np.concatenate([[0], packed_ends[:-1]])
     packed_loss_tokens = np.add.reduceat(loss_tokens[packing.order], last_documents - packing.counts)
     return packed_starts, packed_ends, packed_loss_tokens
+
+
+def _rewrite(corpus: Corpus, starts: np.ndarray, lengths: np.ndarray, progress: Progress) -> None:
+    """Replace the files by these parts of them, one after another. Each part is a document from now on."""
+    after = np.cumsum(lengths)
+    tokens, flags = corpus.load("tokens"), corpus.load("flags")
+    files = {name: corpus.folder / f"{name}-packed.npy" for name in ("tokens", "flags")}
+    with ArrayWriter(files["tokens"], tokens.dtype) as writer, ArrayWriter(files["flags"], flags.dtype) as flag_writer:
+        first = 0
+        while first < len(starts):
+            done = writer.length
+            last = max(int(np.searchsorted(after, done + _TOKENS_AT_ONCE, side="right")), first + 1)
+            here = lengths[first:last]
+            begins = after[first:last] - here - done
+            indices = np.repeat(starts[first:last] - begins, here) + np.arange(int(here.sum()))
+            writer.append(tokens[indices])
+            marks = flags[indices]
+            marks[begins] = DOCUMENT  # also where a part of a split document begins
+            flag_writer.append(marks)
+            first = last
+            progress.tick("Packing", last, "documents", writer.length / int(after[-1]))
+    del tokens, flags
+    for name, file in files.items():
+        file.replace(corpus.folder / f"{name}.npy")

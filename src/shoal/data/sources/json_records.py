@@ -27,8 +27,10 @@ def read_json(file: Path, on_bad: OnBad) -> Iterator[Record]:
 
 
 def _read_json_lines(file: Path, on_bad: OnBad) -> Iterator[Record]:
+    read = 0
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
+            read += len(line)
             if not line.strip():
                 continue
             try:
@@ -42,7 +44,7 @@ def _read_json_lines(file: Path, on_bad: OnBad) -> Iterator[Record]:
             except ValueError:
                 on_bad(_not_json(file, number, _TOO_LONG))
             else:
-                yield from _object(value, file, number, on_bad)
+                yield from _object(value, file, number, on_bad, read)
 
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -111,9 +113,9 @@ def _skip_space(text: str, at: int) -> int:
     return match.end()
 
 
-def _object(value: object, file: Path, line: int, on_bad: OnBad) -> Iterator[Record]:
+def _object(value: object, file: Path, line: int, on_bad: OnBad, read: int = 0) -> Iterator[Record]:
     if isinstance(value, dict):
-        yield Record(value, file, line)
+        yield Record(value, file, line, read=read)
     else:
         problem = f"an object with named keys is needed, found a {type(value).__name__}"
         on_bad(_not_json(file, line, problem, skippable=True))

@@ -13,12 +13,14 @@ OnBad = Callable[[UserMistake], None]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of a source. `continued`: the next record continues the same document."""
+    """One record of a source. `continued`: the next record continues the same document. `read`: bytes of the file up to
+    its end, where the reader knows them; only progress is computed from it."""
 
     fields: dict[str, Any]
     file: Path
     line: int | None = None
     continued: bool = False
+    read: int = 0
 
     @property
     def where(self) -> str:

@@ -38,7 +38,7 @@ def _text_chunks(file: Path) -> Iterator[Record]:
             block = stream.read(CHUNK)
             if block:
                 split = _split_point(rest)
-                yield Record({"text": rest[:split].decode()}, file, continued=True)
+                yield Record({"text": rest[:split].decode()}, file, continued=True, read=stream.tell())
                 rest = rest[split:] + block
     yield Record({"text": rest.decode()}, file)
 
