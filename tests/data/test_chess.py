@@ -11,7 +11,7 @@ import pytest
 from shoal.config.schema_model import ShapeConfig
 from shoal.data import chess_games, chess_player, load_tokenizer, prepare
 from shoal.data.chess_games import Match, play, played_file
-from shoal.data.sources import read_records
+from shoal.data.sources import Reading, read_records
 from shoal.data.sources.find import find_files
 from shoal.mistakes import UserMistake
 
@@ -21,7 +21,7 @@ TEXTS = ["", "e2e4", "e2e4 e7e5 g1f3", "a7a8q h2h1r b7a8b g7g8n", "e1g1 e8c8", "
 
 
 def games_in(path: Path) -> list[str]:
-    return [record.fields["text"] for record in read_records("chess", find_files("chess", path))]
+    return [record.fields["text"] for record in read_records(Reading("chess", tuple(find_files("chess", path))))]
 
 
 def replay(game: str) -> chess.Board:

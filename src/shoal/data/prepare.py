@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,9 @@ from shoal.data.sequences import (
     write_array,
     write_summary,
 )
-from shoal.data.sources.find import PATH, VALIDATION, find_files, find_source
+from shoal.data.sources import Reading
+from shoal.data.sources.find import PATH, VALIDATION, find_reading, find_source
+from shoal.data.token_files import open_token_sequences, write_token_sequences
 from shoal.data.tokenize import Corpus, Progress, cannot_pack, tokenize_files
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
@@ -40,6 +42,10 @@ class Settings:
     """What determines the sequences, besides the files and the tokenizer. All of it is part of the cache key."""
 
     source: str
+    split: str
+    subset: str | None
+    columns: Mapping[str, str]
+    token_dtype: str
     format: str
     max_length: int
     pack: bool  # documents that are joined to one stream
@@ -87,9 +93,13 @@ def prepare(
     not_apart: str | None = None,
 ) -> Sequences:
     """The sequences of `data` (or of `path`, its validation data), from the cache if they are there and complete."""
-    source = find_source(data.source, data.path if path is None else path)
+    reading = _find(data, path, cache_root(cache), report)
     settings = Settings(
-        source=source,
+        source=reading.source,
+        split=reading.split,
+        subset=reading.subset,
+        columns=dict(reading.columns),
+        token_dtype=str(data.token_dtype),
         format=str(data.format),
         max_length=int(data.max_length),
         pack=bool(data.pack),
@@ -98,18 +108,32 @@ def prepare(
         on_error=str(data.on_error),
     )
     named_by = PATH if path is None else VALIDATION
-    files = _files(data, source, path, cache_root(cache), report)
-    before = _states(files)
+    tokenized = reading.source == "tokens"
+    if tokenized:
+        _check_tokenized(data)
+    before = _states(reading.files)
     described = [LAYOUT, asdict(settings), tokenizer.fingerprint, before]
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
-        _write_sequences(folder, settings, files, tokenizer, report, named_by, not_apart)
-        if _states(files) != before:
+        if tokenized:
+            write_token_sequences(
+                folder,
+                reading,
+                tokenizer,
+                dtype=settings.token_dtype,
+                length=settings.max_length,
+                key=named_by,
+                progress=Progress(report),
+            )
+        else:
+            _write_sequences(folder, settings, reading, tokenizer, report, named_by, not_apart)
+        if _states(reading.files) != before:
             raise UserMistake("The data changed while it was read. Start again once it is complete.")
 
     entry, ready = obtain(cache_root(cache) / "data", key, build, report)
-    sequences = open_sequences(entry)
+    sequences: Sequences
+    sequences = open_token_sequences(entry, separate=data.document_mask) if tokenized else open_sequences(entry)
     if sequences.separate and not_apart is not None:  # cached for another model
         raise cannot_pack(not_apart)
     for sentence in sequences.summary.sentences():
@@ -121,15 +145,24 @@ def prepare(
     return sequences
 
 
-def _files(data: DataConfig, source: str, path: object, cache: Path, report: Report) -> list[Path]:
+def _find(data: DataConfig, path: object, cache: Path, report: Report) -> Reading:
     wanted = data.path if path is None else path
+    source = data.source if wanted is None else find_source(data.source, wanted)
     if source == "chess" and find_spec("chess") is None:
         raise UserMistake("data.source chess needs the package chess: pip install 'shoal[chess]'.")
     if source == "chess" and wanted is None:
         from shoal.data.chess_games import Match, played_file
 
-        return [played_file(Match(data.games, data.plies, data.player), cache, report)]
-    return find_files(source, wanted, PATH if path is None else VALIDATION)
+        return Reading("chess", (played_file(Match(data.games, data.plies, data.player), cache, report),))
+    return find_reading(data, path)
+
+
+def _check_tokenized(data: DataConfig) -> None:
+    """A UserMistake if an option asks for what tokens do not tell."""
+    if data.format not in ("auto", "text"):
+        raise UserMistake(f"data.source tokens has no records of format {data.format}. Use data.format: auto.")
+    if not data.pack:
+        raise UserMistake("data.source tokens is one stream of documents; data.pack: false is not supported for it.")
 
 
 def _states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
@@ -143,7 +176,7 @@ def _states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
 def _write_sequences(
     folder: Path,
     settings: Settings,
-    files: Sequence[Path],
+    reading: Reading,
     tokenizer: Tokenizer,
     report: Report,
     key: str,
@@ -152,9 +185,8 @@ def _write_sequences(
     progress = Progress(report)
     corpus = tokenize_files(
         folder,
-        files,
+        reading,
         tokenizer,
-        source=settings.source,
         format_name=settings.format,
         train_on=settings.train_on,
         skip=settings.on_error == "skip",

@@ -12,7 +12,7 @@ import numpy as np
 from shoal.data.encode import Encoded, encode
 from shoal.data.formats import Document, Format, Options, choose_format, read_document
 from shoal.data.sequences import ArrayWriter, Summary
-from shoal.data.sources import Record, read_records
+from shoal.data.sources import Reading, Record, read_records
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 
@@ -72,10 +72,9 @@ class _ErrorPolicy:
 
 def tokenize_files(
     folder: Path,
-    files: Sequence[Path],
+    reading: Reading,
     tokenizer: Tokenizer,
     *,
-    source: str,
     format_name: str,
     train_on: str,
     skip: bool,
@@ -83,13 +82,13 @@ def tokenize_files(
     key: str,
     not_apart: str | None = None,
 ) -> Corpus:
-    """Read, format and tokenize every document of `files`, which `key` names, into `folder`. `not_apart`: why documents
-    that are not joined to one stream are refused."""
+    """Read, format and tokenize every document of `reading`, which `key` names, into `folder`. `not_apart`: why
+    documents that are not joined to one stream are refused."""
     errors = _ErrorPolicy(skip)
-    records = read_records(source, files, errors)
+    records = read_records(reading, errors)
     first = next(records, None)
     if first is None:
-        raise _nothing(files, errors, "no record", key)
+        raise _nothing(reading.files, errors, "no record", key)
     chosen = choose_format(format_name, first)
     if not_apart is not None and not chosen.joined:
         raise cannot_pack(not_apart)
@@ -103,7 +102,7 @@ def tokenize_files(
             writer.write(encode(tokenizer, batch))
             progress.tick(f"Tokenizing: {len(writer.lengths):,} documents, {tokens.length:,} tokens so far.")
     if not writer.lengths:
-        raise _nothing(files, errors, "no text", key)
+        raise _nothing(reading.files, errors, "no text", key)
     return Corpus(
         folder,
         chosen,

@@ -1,7 +1,7 @@
 """A record of a source: a dictionary with its file and line, and what to do with one that cannot be read."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,18 @@ class Record:
     @property
     def where(self) -> str:
         return str(self.file) if self.line is None else f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read, and how. `root`: for hf, the folder with `files`, or the id of a dataset in the local cache."""
+
+    source: str
+    files: tuple[Path, ...]
+    columns: Mapping[str, str] = field(default_factory=dict)  # a format's name of a column → the data's name
+    split: str = "train"
+    subset: str | None = None
+    root: Path | str | None = None
 
 
 def stop(mistake: UserMistake) -> None:
