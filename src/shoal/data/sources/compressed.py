@@ -11,8 +11,7 @@ from typing import Any, BinaryIO, cast
 
 from shoal.mistakes import UserMistake
 
-_COMPRESSED_AT_ONCE = 1 << 14  # bytes; zstd may expand each many times
-_BUFFER = 1 << 18
+_BUFFER, _LEAST = 1 << 18, 1 << 6  # bytes
 
 
 @contextmanager
@@ -49,13 +48,14 @@ class _ZstdStream(io.RawIOBase):
         self._frame = zstandard.ZstdDecompressor().decompressobj
         self._current: Any = None
         self._left, self._ready = b"", memoryview(b"")
+        self._at_once = _LEAST  # compressed bytes: as many as give about one buffer
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            data = self._left or self._raw.read(_COMPRESSED_AT_ONCE)
+            data = self._left or self._raw.read(self._at_once)
             self._left = b""
             if not data:
                 if self._current is not None:
@@ -64,6 +64,7 @@ class _ZstdStream(io.RawIOBase):
             if self._current is None:
                 self._current = self._frame()
             self._ready = memoryview(self._current.decompress(data))
+            self._at_once = min(max(_BUFFER * len(data) // max(len(self._ready), 1), _LEAST), _BUFFER)
             if self._current.eof:
                 self._left, self._current = self._current.unused_data, None
         count = min(len(buffer), len(self._ready))

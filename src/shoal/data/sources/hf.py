@@ -6,24 +6,29 @@ Never uses the network and never runs code that comes with a dataset.
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import shoal.offline  # noqa: F401
+from shoal.catalogue.data_files import source_of_name
 from shoal.data.sources.compressed import load_package
-from shoal.data.sources.record import OnBad, Reading, Record
+from shoal.data.sources.csv_rows import read_csv
+from shoal.data.sources.json_records import read_json
+from shoal.data.sources.parquet import ROWS_AT_ONCE, read_parquet
+from shoal.data.sources.record import OnBad, Reading, Record, file_by_file
 from shoal.mistakes import UserMistake
 
-ROWS_AT_ONCE = 256
 # What `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write.
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
 _ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
 _SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", re.ASCII)
 # The builders of `datasets` that give rows of text. Others decode images or audio, or read formats with code in them.
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text")
+_OWN_READERS = {"json": read_json, "csv": read_csv, "parquet": read_parquet}
 
 
 def is_id(name: str) -> bool:
@@ -66,26 +71,66 @@ def dataset_files(root: Path | str, subset: str | None) -> list[Path]:
 
 
 def read_hf(reading: Reading, on_bad: OnBad) -> Iterator[Record]:
-    """The rows of one split. A record's line is the number of its row in the split, from 1."""
+    """The rows of one split."""
     root = reading.root
     assert root is not None
+    found = False
     with _one_sentence(root):
         wanted = parse_split(reading.split)
         rows = _open_split(root, wanted.name, reading.subset)
-        first, last = wanted.bounds(rows)
-        where = Path(root)
+        for record in rows.records(on_bad, *wanted.bounds(rows)):
+            found = True
+            yield record
+    if not found:
+        on_bad(UserMistake(f"{root} has no rows in data.split {reading.split}. Choose another split."))
+
+
+class Rows(Protocol):
+    """The rows of a split."""
+
+    def count(self) -> int: ...
+
+    def records(self, on_bad: OnBad, first: int = 0, last: int | None = None) -> Iterator[Record]:
+        """The rows from `first` to before `last`."""
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Data files, read as by their own source, so that a record knows its file and line."""
+
+    kind: str
+    files: tuple[Path, ...]
+
+    def count(self) -> int:
+        return sum(1 for _ in self.records(lambda mistake: None))
+
+    def records(self, on_bad: OnBad, first: int = 0, last: int | None = None) -> Iterator[Record]:
+        return islice(file_by_file(_OWN_READERS[self.kind])(Reading(self.kind, self.files), on_bad), first, last)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A `Dataset` or `IterableDataset`. A record's line is the number of its row in the split, from 1."""
+
+    rows: Any
+    root: Path
+
+    def count(self) -> int:
+        if hasattr(self.rows, "__len__"):
+            return len(self.rows)
+        return sum(len(batch) for batch in self.rows.with_format("arrow").iter(batch_size=1 << 13))
+
+    def records(self, on_bad: OnBad, first: int = 0, last: int | None = None) -> Iterator[Record]:
         number = 0
-        for batch in rows.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
+        # As Arrow, so that nothing is decoded: a column of images stays as it is.
+        for batch in self.rows.with_format("arrow").iter(batch_size=ROWS_AT_ONCE):
             if last is not None and number >= last:
-                break
-            count = len(batch)
-            if number + count > first:
+                return
+            if number + len(batch) > first:
                 for index, fields in enumerate(batch.to_pylist(), start=number):
                     if index >= first and (last is None or index < last):
-                        yield Record(fields, where, index + 1)
-            number += count
-    if number <= first or (last is not None and last <= first):
-        on_bad(UserMistake(f"{root} has no rows in data.split {reading.split}. Choose another split."))
+                        yield Record(fields, self.root, index + 1)
+            number += len(batch)
 
 
 @dataclass(frozen=True)
@@ -101,9 +146,9 @@ class Split:
         """Whether rows must be counted to find the slice."""
         return any(bound is not None and not bound.isdigit() for bound in (self.first, self.last))
 
-    def bounds(self, rows: Any) -> tuple[int, int | None]:
+    def bounds(self, rows: Rows) -> tuple[int, int | None]:
         """The first row and the one after the last; None: all that follow."""
-        length = _count(rows) if self.needs_length else None
+        length = rows.count() if self.needs_length else None
         return _row(self.first, length) or 0, _row(self.last, length)
 
 
@@ -122,37 +167,46 @@ def _row(bound: str | None, length: int | None) -> int | None:
     return min(max(row + length if row < 0 else row, 0), length)
 
 
-def _count(rows: Any) -> int:
-    if hasattr(rows, "__len__"):
-        return len(rows)
-    return sum(len(batch) for batch in rows.with_format("arrow").iter(batch_size=1 << 13))
-
-
-def _open_split(root: Path | str, name: str, subset: str | None) -> Any:
-    """The rows of a split: a `Dataset`, or an `IterableDataset` of a folder with data files."""
+def _open_split(root: Path | str, name: str, subset: str | None) -> Rows:
     if isinstance(root, Path) and is_saved(root):
         datasets = _library()
         found = datasets.load_from_disk(str(root))
         if not isinstance(found, datasets.DatasetDict):
             if name not in ("train", str(found.split)):
                 raise UserMistake(f"{root} is one dataset without splits, so data.split {name} is not in it.")
-            return found
-        if name not in found:
-            raise _no_split(root, name, list(found))
-        return found[name]
+            return _Table(found, root)
+        _check_split(root, name, found)
+        return _Table(found[name], root)
     builder = _builder(root, subset)
     if isinstance(root, str):
-        splits = builder.info.splits or {}
-        if name not in splits:
-            raise _no_split(root, name, list(splits))
-        return builder.as_dataset(split=name)
+        _check_split(root, name, builder.info.splits or {})
+        return _Table(builder.as_dataset(split=name), Path(root))
     kind = type(builder).__module__.split(".")[-1]
     if kind not in _BUILDERS:
         raise UserMistake(f"{root} holds a dataset of kind {kind}; supported kinds: {', '.join(_BUILDERS)}.")
-    splits = builder.config.data_files
+    _check_split(root, name, builder.config.data_files)
+    files = tuple(Path(file) for file in builder.config.data_files[name])
+    if (
+        kind in _OWN_READERS
+        and _is_default(builder.config)
+        and all(source_of_name(file.name) == kind for file in files)
+    ):
+        return _Files(kind, files)
+    return _Table(builder.as_streaming_dataset(split=name), root)
+
+
+def _is_default(config: Any) -> bool:
+    """Whether the README sets no option of how the files are read, such as a separator."""
+    default = type(config)()
+    said = ("name", "version", "data_dir", "data_files", "description", "features")
+    return all(
+        getattr(config, one.name) == getattr(default, one.name) for one in fields(config) if one.name not in said
+    )
+
+
+def _check_split(root: Path | str, name: str, splits: Collection[str]) -> None:
     if name not in splits:
-        raise _no_split(root, name, list(splits))
-    return builder.as_streaming_dataset(split=name)
+        raise UserMistake(f"data.split {name} is not in {root}; its splits are {', '.join(splits) or '(none)'}.")
 
 
 def _builder(root: Path | str, subset: str | None) -> Any:
@@ -204,7 +258,3 @@ def _one_sentence(root: Path | str) -> Iterator[None]:
         raise UserMistake(
             f"The dataset {root} cannot be read ({reason}). Check data.path, split and subset."
         ) from error
-
-
-def _no_split(root: Path | str, name: str, found: list[str]) -> UserMistake:
-    return UserMistake(f"data.split {name} is not in {root}; its splits are {', '.join(found) or '(none)'}.")

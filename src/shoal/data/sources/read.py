@@ -4,7 +4,6 @@ A new source is one reader and one line in `READERS`.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from shoal.catalogue.data_files import SUFFIXES
 from shoal.data.sources.chess import read_chess
@@ -13,28 +12,12 @@ from shoal.data.sources.csv_rows import read_csv
 from shoal.data.sources.hf import read_hf
 from shoal.data.sources.json_records import read_json
 from shoal.data.sources.parquet import read_parquet
-from shoal.data.sources.record import OnBad, Reading, Record, stop
+from shoal.data.sources.record import OnBad, Reading, Record, file_by_file, stop
 from shoal.data.sources.text import read_text
 from shoal.mistakes import UserMistake
 
 Reader = Callable[[Reading, OnBad], Iterator[Record]]
-FileReader = Callable[[Path, OnBad], Iterator[Record]]
 TOKENS = "tokens"  # has no records: its files are memory-mapped as they are (data/token_files.py)
-
-
-def file_by_file(read: FileReader) -> Reader:
-    """A reader of many files from a reader of one."""
-
-    def read_files(reading: Reading, on_bad: OnBad) -> Iterator[Record]:
-        for file in reading.files:
-            try:
-                yield from read(file, on_bad)
-            except OSError as error:
-                raise UserMistake(
-                    f"{file} cannot be read ({error.strerror}). Check the path and its permissions."
-                ) from error
-
-    return read_files
 
 
 READERS: dict[str, Reader] = {

@@ -1,6 +1,6 @@
 """A record of a source: a dictionary with its file and line, and what to do with one that cannot be read."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,21 @@ class Reading:
     split: str = "train"
     subset: str | None = None
     root: Path | str | None = None
+
+
+def file_by_file(read: Callable[[Path, OnBad], Iterator[Record]]) -> Callable[[Reading, OnBad], Iterator[Record]]:
+    """A reader of many files from a reader of one."""
+
+    def read_files(reading: Reading, on_bad: OnBad) -> Iterator[Record]:
+        for file in reading.files:
+            try:
+                yield from read(file, on_bad)
+            except OSError as error:
+                raise UserMistake(
+                    f"{file} cannot be read ({error.strerror}). Check the path and its permissions."
+                ) from error
+
+    return read_files
 
 
 def stop(mistake: UserMistake) -> None:
