@@ -130,19 +130,18 @@ def test_a_sequence_never_spans_two_files_and_each_token_is_a_label_once(
     for number, stream in enumerate(streams):
         write(f"shards/{number}.bin", stream.astype("<u2").tobytes())
     sequences = prepared(tmp_path / "shards", max_length=length)
-    expected = [one for stream in streams for one in split(stream, length)]
-    labelled = [index for index in range(len(sequences)) if sequences.loss_tokens(np.array([index]))[0]]
-    assert labelled == list(range(len(sequences)))
-    assert sequences.summary.dropped == len(expected) - len(sequences)
-    assert contents(sequences) == [one for one in expected if one in contents(sequences)]
-    labels = [
-        token
-        for index in range(len(sequences))
-        for token, flag in list(zip(*sequences[index], strict=True))[1:]
-        if flag & LOSS_TOKEN
-    ]
-    wanted = [int(b) for stream in streams for a, b in pairwise(stream) if a != END]
-    assert labels == wanted
+    expected = []
+    for stream in streams:
+        begins = np.concatenate([[True], stream[:-1] == END])
+        flags = np.where(begins, DOCUMENT, LOSS_TOKEN)
+        cut = zip(split(stream, length), split(flags, length), strict=True)
+        expected += [(tokens, kinds) for tokens, kinds in cut if LOSS_TOKEN in kinds[1:]]
+    assert [
+        (tokens.tolist(), flags.tolist()) for tokens, flags in map(sequences.__getitem__, range(len(sequences)))
+    ] == (expected)
+    counted = [sum(kind == LOSS_TOKEN for kind in kinds[1:]) for _, kinds in expected]
+    assert sequences.loss_tokens(np.arange(len(sequences))).tolist() == counted
+    assert sum(counted) == sum(a != END for stream in streams for a, _ in pairwise(stream))
 
 
 def test_sequences_without_a_loss_token_are_left_out(write: Write) -> None:
