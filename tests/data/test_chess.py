@@ -1,3 +1,4 @@
+import gzip
 import random
 import subprocess
 import sys
@@ -230,3 +231,8 @@ def test_without_the_package_it_says_what_to_install(
     monkeypatch.setattr(sys.modules["shoal.data.prepare"], "find_spec", lambda name: None)
     with pytest.raises(UserMistake, match=r"needs the package chess: pip install 'shoal\[chess\]'"):
         prepare(settings(source="chess"), load_tokenizer("chess"), report=said.append)
+
+
+def test_compressed_games_are_read(write: Write) -> None:
+    assert games_in(write("games.pgn.gz", gzip.compress(b"1. e4 e5 2. Nf3 *\n"))) == ["e2e4 e7e5 g1f3"]
+    assert games_in(write("games.uci.gz", gzip.compress(b"e2e4 e7e5\n"))) == ["e2e4 e7e5"]

@@ -216,8 +216,8 @@ def test_another_split_is_the_validation_data(made: Path) -> None:
     assert sets.validation is not None
     assert (sets.training.summary.documents, sets.validation.summary.documents) == (10, 3)
     wrong = config.model_copy(update={"validation": "dev"})
-    with pytest.raises(UserMistake, match="its splits are train, test"):
-        prepare_sets(wrong, load_tokenizer("bytes"), seed=0, report=lambda _: None)
+    with pytest.raises(UserMistake, match=r"data\.split dev is not in .*; its splits are train, test"):
+        check_first_record(wrong)
 
 
 def test_a_column_of_chess_moves_is_tokenized_as_moves(hub: Path, tmp_path: Path) -> None:

@@ -291,6 +291,8 @@ def test_what_the_names_do_not_tell_is_one_sentence_that_lists_the_sources(write
     write("mixed/a.csv", b"x")
     with pytest.raises(UserMistake, match=r"several kinds in .*mixed: csv, json\. Set data\.source\.$"):
         find_source("auto", tmp_path / "mixed")
+    with pytest.raises(UserMistake, match=r"several kinds in data\.path: csv, json\. Set data\.source\.$"):
+        find_source("auto", [tmp_path / "mixed" / "a.jsonl", tmp_path / "mixed" / "a.csv"])
     with pytest.raises(UserMistake, match=r"holds no \.parquet files"):
         find_files("parquet", tmp_path / "mixed")
 

@@ -14,15 +14,14 @@ def check_first_record(data: DataConfig) -> None:
     """A UserMistake if there are no files, or if their first record has no known format."""
     if data.source == "chess" and data.path is None:
         return
-    reading = find_reading(data)
+    readings = [find_reading(data)]
     if isinstance(data.validation, str):
-        find_reading(data, data.validation)
-    if not _is_quick(reading):
-        return
+        readings.append(find_reading(data, data.validation))
     on_bad = ignore if data.on_error == "skip" else stop
-    first = next(read_records(reading, on_bad), None)
-    if first is not None:
-        choose_format(data.format, first)
+    for reading in readings:
+        first = next(read_records(reading, on_bad), None) if _is_quick(reading) else None
+        if first is not None:
+            choose_format(data.format, first)
 
 
 def _is_quick(reading: Reading) -> bool:

@@ -50,7 +50,15 @@ def find_source(source: object, path: object, key: str = PATH) -> str:
     """The source that reads `path`; `auto` tells by the name of the file, or of the files in a folder."""
     if source != "auto":
         return str(source)
-    name = str(_entries(path, key)[0])
+    found = {_source_of_entry(str(entry), key) for entry in _entries(path, key)}
+    if len(found) > 1:
+        raise UserMistake(
+            f"data.source auto finds several kinds in {key}: {', '.join(sorted(found))}. Set data.source."
+        )
+    return found.pop()
+
+
+def _source_of_entry(name: str, key: str) -> str:
     location = user_path(name, key)
     if location.is_dir():
         return _source_of_folder(location, key)

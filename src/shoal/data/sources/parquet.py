@@ -8,6 +8,7 @@ from shoal.data.sources.record import OnBad, Record
 from shoal.mistakes import UserMistake
 
 ROWS_AT_ONCE = 256  # so that rows of megabytes do not fill the memory
+_BUFFER = 1 << 20  # bytes per column: without it, a whole row group is held
 
 
 def read_parquet(file: Path, on_bad: OnBad) -> Iterator[Record]:
@@ -16,7 +17,7 @@ def read_parquet(file: Path, on_bad: OnBad) -> Iterator[Record]:
     parquet = load_package("pyarrow.parquet", f"{file} is a Parquet file, which")
     number = 0
     try:
-        with parquet.ParquetFile(str(file), pre_buffer=False) as opened:
+        with parquet.ParquetFile(str(file), pre_buffer=False, buffer_size=_BUFFER) as opened:
             for batch in opened.iter_batches(ROWS_AT_ONCE, use_threads=False):
                 for fields in batch.to_pylist():
                     number += 1
