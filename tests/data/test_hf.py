@@ -184,6 +184,9 @@ def test_the_network_is_never_used_for_data_that_is_elsewhere(tmp_path: Path) ->
 def test_folders_that_are_no_datasets_are_one_sentence(made: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "is empty" in refused(data(tmp_path / "empty", source="hf"))
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "data.xyz").write_text("x")
+    assert refused(data(tmp_path / "odd", source="hf")).startswith(f"The dataset {tmp_path / 'odd'} cannot be read (")
     shutil.copytree(made / "one", tmp_path / "broken")
     (arrow,) = (tmp_path / "broken").glob("*.arrow")
     arrow.write_bytes(arrow.read_bytes()[:100])

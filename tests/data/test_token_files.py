@@ -181,6 +181,9 @@ def test_attention_can_be_confined_to_documents(write: Write) -> None:
     file = write("train.bin", STREAM.astype("<u2").tobytes())
     assert not prepared(file).separate
     assert prepared(file, document_mask=True).separate
+    config = DataConfig(path=str(file), document_mask=True, validation=0)
+    with pytest.raises(UserMistake, match=r"^data\.document_mask is true, but it has ALiBi; set it to false\.$"):
+        prepare(config, BYTES, report=lambda _: None, not_apart="it has ALiBi")
 
 
 def test_the_files_are_held_out_and_ordered_like_any_data(write: Write) -> None:

@@ -5,6 +5,7 @@ from shoal.data.formats import choose_format
 from shoal.data.sources import Reading, find_reading, read_records, stop
 from shoal.data.sources.hf import parse_split
 from shoal.data.sources.json_records import is_array
+from shoal.data.token_files import check_tokenized
 from shoal.mistakes import UserMistake
 
 LARGE = 1 << 26  # bytes
@@ -19,6 +20,8 @@ def check_first_record(data: DataConfig) -> None:
         readings.append(find_reading(data, data.validation))
     on_bad = ignore if data.on_error == "skip" else stop
     for reading in readings:
+        if reading.source == "tokens":
+            check_tokenized(data)
         first = next(read_records(reading, on_bad), None) if _is_quick(reading) else None
         if first is not None:
             choose_format(data.format, first)

@@ -24,7 +24,7 @@ from shoal.data.sequences import (
 )
 from shoal.data.sources import Reading
 from shoal.data.sources.find import PATH, VALIDATION, find_reading, find_source
-from shoal.data.token_files import open_token_sequences, write_token_sequences
+from shoal.data.token_files import check_tokenized, open_token_sequences, write_token_sequences
 from shoal.data.tokenize import Corpus, Progress, cannot_pack, tokenize_files
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
@@ -110,7 +110,7 @@ def prepare(
     named_by = PATH if path is None else VALIDATION
     tokenized = reading.source == "tokens"
     if tokenized:
-        _check_tokenized(data)
+        check_tokenized(data, not_apart)
     before = _states(reading.files)
     described = [LAYOUT, asdict(settings), tokenizer.fingerprint, before]
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
@@ -155,14 +155,6 @@ def _find(data: DataConfig, path: object, cache: Path, report: Report) -> Readin
 
         return Reading("chess", (played_file(Match(data.games, data.plies, data.player), cache, report),))
     return find_reading(data, path)
-
-
-def _check_tokenized(data: DataConfig) -> None:
-    """A UserMistake if an option asks for what tokens do not tell."""
-    if data.format not in ("auto", "text"):
-        raise UserMistake(f"data.source tokens has no records of format {data.format}. Use data.format: auto.")
-    if not data.pack:
-        raise UserMistake("data.source tokens is one stream of documents; data.pack: false is not supported for it.")
 
 
 def _states(files: Sequence[Path]) -> list[tuple[str, int, int]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.config.schema import DataConfig
 from shoal.data.pack import split_stream
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN, Sequences, Summary, write_array, write_summary
 from shoal.data.sources import Reading
@@ -80,6 +81,17 @@ class TokenSequences(Sequences):
         before = np.where(numbers > 0, self._after[numbers - 1], 0)
         starts = (sequences - before) * self._length
         return numbers, starts, np.minimum(starts + self._length + 1, self._tokens[numbers])
+
+
+def check_tokenized(data: DataConfig, not_apart: str | None = None) -> None:
+    """A UserMistake if an option asks for what tokens cannot give. `not_apart`: why the model cannot confine
+    attention to documents."""
+    if data.format not in ("auto", "text"):
+        raise UserMistake(f"data.source tokens has no records of format {data.format}. Use data.format: auto.")
+    if not data.pack:
+        raise UserMistake("data.source tokens is one stream of documents; data.pack: false is not supported for it.")
+    if data.document_mask and not_apart is not None:
+        raise UserMistake(f"data.document_mask is true, but {not_apart}; set it to false.")
 
 
 def write_token_sequences(

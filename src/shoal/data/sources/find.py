@@ -114,7 +114,10 @@ def _describes_splits(readme: Path) -> bool:
             head = file.read(1 << 16)
     except OSError:
         return False
-    return head.startswith("---") and re.search(r"^configs:", head.split("---")[1], re.MULTILINE) is not None
+    return (
+        head.startswith("---")
+        and re.search(r"^(configs|dataset_info):", head.split("---")[1], re.MULTILINE) is not None
+    )
 
 
 def find_files(source: str, path: object, key: str = PATH) -> list[Path]:
