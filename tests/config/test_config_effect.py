@@ -22,6 +22,24 @@ def test_defaults_are_never_reported() -> None:
     ("useless", "useful", "world_size", "says"),
     [
         (
+            {"data": {"path": "a.jsonl", "split": "test"}},
+            {"data": {"path": "owner/name", "split": "test"}},
+            None,
+            "data.split test has no effect: only data.source hf has it.",
+        ),
+        (
+            {"data": {"source": "csv", "path": "folder", "token_dtype": "uint32"}},
+            {"data": {"path": "folder", "token_dtype": "uint32"}},
+            None,
+            "data.token_dtype uint32 has no effect: only data.source tokens has it.",
+        ),
+        (
+            {"data": {"path": "train.bin", "columns": {"text": "moves"}}},
+            {"data": {"path": "train.csv", "columns": {"text": "moves"}}},
+            None,
+            'data.columns {"text": "moves"} has no effect: tokens have no columns.',
+        ),
+        (
             {"train": {"base_batch": 8}},
             {"train": {"base_batch": 8, "lr_scaling": "linear"}},
             None,

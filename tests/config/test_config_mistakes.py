@@ -262,7 +262,7 @@ def test_a_folder_and_a_binary_file_are_not_configs() -> None:
         ("model.add_tokens=[x]", "Use a tokenizer"),
         ("adapter.kind=lora", "Use none"),
         ("adapter.rank=16", "Leave it out."),
-        ("data.source=parquet", "json or text"),
+        ("data.source=cells", "json or text"),
         ("data.source=[{source: json}]", "json or text"),
         ("data.format=chat", "Use alpaca or text."),
         ("data.train_on=last", "Use answers or all."),
@@ -287,6 +287,8 @@ def test_what_is_not_built_yet_is_refused_with_an_alternative(override: str, mea
     [
         "model.attention=eager",
         "data.source=text",
+        "data.source=parquet",
+        "data.source=tokens",
         "data.format=text",
         "data.train_on=all",
         "train.precision=16-mixed",

@@ -1,3 +1,4 @@
+import gzip
 import random
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from shoal.config.schema_model import ShapeConfig
 from shoal.data import chess_games, chess_player, load_tokenizer, prepare
 from shoal.data.chess_games import Match, play, played_file
-from shoal.data.sources import read_records
+from shoal.data.sources import Reading, read_records
 from shoal.data.sources.find import find_files
 from shoal.mistakes import UserMistake
 
@@ -21,7 +22,7 @@ TEXTS = ["", "e2e4", "e2e4 e7e5 g1f3", "a7a8q h2h1r b7a8b g7g8n", "e1g1 e8c8", "
 
 
 def games_in(path: Path) -> list[str]:
-    return [record.fields["text"] for record in read_records("chess", find_files("chess", path))]
+    return [record.fields["text"] for record in read_records(Reading("chess", tuple(find_files("chess", path))))]
 
 
 def replay(game: str) -> chess.Board:
@@ -230,3 +231,8 @@ def test_without_the_package_it_says_what_to_install(
     monkeypatch.setattr(sys.modules["shoal.data.prepare"], "find_spec", lambda name: None)
     with pytest.raises(UserMistake, match=r"needs the package chess: pip install 'shoal\[chess\]'"):
         prepare(settings(source="chess"), load_tokenizer("chess"), report=said.append)
+
+
+def test_compressed_games_are_read(write: Write) -> None:
+    assert games_in(write("games.pgn.gz", gzip.compress(b"1. e4 e5 2. Nf3 *\n"))) == ["e2e4 e7e5 g1f3"]
+    assert games_in(write("games.uci.gz", gzip.compress(b"e2e4 e7e5\n"))) == ["e2e4 e7e5"]

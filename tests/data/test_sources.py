@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shoal.data.sources import read_records, text
+from shoal.data.sources import Reading, read_records, text
 from shoal.data.sources.find import find_files
 from shoal.mistakes import UserMistake
 
@@ -12,7 +12,7 @@ Write = Callable[[str, Any], Path]
 
 
 def texts(path: object) -> list[str]:
-    return [record.fields["text"] for record in read_records("text", find_files("text", path))]
+    return [record.fields["text"] for record in read_records(Reading("text", tuple(find_files("text", path))))]
 
 
 def test_a_folder_is_read_in_sorted_order_without_hidden_files(write: Write, tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_large_file_comes_in_chunks_that_join_to_the_original(
 ) -> None:
     monkeypatch.setattr(text, "CHUNK", size)
     whole = "ab\ncdé 🐟🐟🐟 long line without an end " * 3 + "\n\nlast"
-    records = list(read_records("text", [write("a.txt", whole)]))
+    records = list(read_records(Reading("text", (write("a.txt", whole),))))
     assert "".join(record.fields["text"] for record in records) == whole
     assert [record.continued for record in records] == [True] * (len(records) - 1) + [False]
     assert (len(records) > 1) == (size < 1000)
@@ -49,28 +49,28 @@ def test_undecodable_text_names_file_and_offset(write: Write, monkeypatch: pytes
     monkeypatch.setattr(text, "CHUNK", size)
     file = write("bad.txt", "ünicode".encode() + b"\xff tail")
     with pytest.raises(UserMistake, match=rf"{file}.*offset 8"):
-        list(read_records("text", [file]))
+        list(read_records(Reading("text", (file,))))
     cut = write("cut.txt", "fish 🐟".encode()[:-1])
     with pytest.raises(UserMistake, match=rf"{cut}.*offset 5"):
-        list(read_records("text", [cut]))
+        list(read_records(Reading("text", (cut,))))
 
 
 def test_json_arrays_and_lines_know_their_lines(write: Write) -> None:
     array = write("a.json", '[\n {"text": "1"},\n\n {"text":\n "2"}, {"text": "3"}]\n')
     lines = write("a.jsonl", b'\xef\xbb\xbf{"text": "1"}\r\n\r\n{"text": "\\u00e9"}')
-    assert [(record.line, record.fields["text"]) for record in read_records("json", [array])] == [
+    assert [(record.line, record.fields["text"]) for record in read_records(Reading("json", (array,)))] == [
         (2, "1"),
         (4, "2"),
         (5, "3"),
     ]
-    assert [(record.where, record.fields["text"]) for record in read_records("json", [lines])] == [
+    assert [(record.where, record.fields["text"]) for record in read_records(Reading("json", (lines,)))] == [
         (f"{lines}:1", "1"),
         (f"{lines}:3", "é"),
     ]
 
 
 def test_objects_one_after_another_in_a_json_file_are_records(write: Write) -> None:
-    records = read_records("json", [write("a.json", '{"text": "1"}\n{"text":\n "2"}\n')])
+    records = read_records(Reading("json", (write("a.json", '{"text": "1"}\n{"text":\n "2"}\n'),)))
     assert [(record.line, record.fields["text"]) for record in records] == [(1, "1"), (2, "2")]
 
 
@@ -93,13 +93,13 @@ def test_objects_one_after_another_in_a_json_file_are_records(write: Write) -> N
 def test_json_mistakes_name_file_and_line(write: Write, name: str, content: Any, line: int, problem: str) -> None:
     file = write(name, content)
     with pytest.raises(UserMistake, match=rf"{file}:{line} .*({problem})"):
-        list(read_records("json", [file]))
+        list(read_records(Reading("json", (file,))))
 
 
 @pytest.mark.parametrize(("source", "name", "content"), [("text", "a.txt", ""), ("json", "a.json", " []\n")])
 def test_an_empty_file_is_a_mistake(write: Write, source: str, name: str, content: str) -> None:
     with pytest.raises(UserMistake, match=r"is empty.*Remove it"):
-        list(read_records(source, [write(name, content)]))
+        list(read_records(Reading(source, (write(name, content),))))
 
 
 def test_paths_that_lead_nowhere_say_so(write: Write, tmp_path: Path) -> None:
@@ -112,5 +112,5 @@ def test_paths_that_lead_nowhere_say_so(write: Write, tmp_path: Path) -> None:
         find_files("json", tmp_path / "corpus")
     with pytest.raises(UserMistake, match=r"data\.path is not set"):
         find_files("text", None)
-    with pytest.raises(UserMistake, match=r"data\.source parquet.*text, json"):
-        find_files("parquet", tmp_path / "corpus")
+    with pytest.raises(UserMistake, match=r"data\.source cells.*json, text, parquet"):
+        find_files("cells", tmp_path / "corpus")

@@ -85,7 +85,7 @@ def test_download_says_in_a_sentence_that_it_could_not(tmp_path: Path) -> None:
     )
     # A proxy without a listener simulates a machine without a network.
     unplugged = environment(tmp_path, HTTPS_PROXY="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9")
-    ended = shoal(tmp_path, "download", "nobody/nothing", env=unplugged)
+    ended = shoal(tmp_path, "download", "--dataset", "nobody/nothing", env=unplugged)
     assert (ended.status, ended.out) == (2, "")
     assert ended.err.startswith("shoal: nobody/nothing could not be downloaded (")
     assert ended.err.count("\n") == 1

@@ -7,7 +7,7 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "json": (".json", ".jsonl", ".ndjson"),
     "parquet": (".parquet",),
     "csv": (".csv", ".tsv"),
-    "tokens": (".bin", ".npy"),
+    "tokens": (".bin", ".idx", ".npy"),
     "chess": (".pgn", ".uci"),
     "text": (
         ".txt",
@@ -27,7 +27,7 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
         ".html",
     ),
 }
-COMPRESSED = (".gz", ".zst")  # may follow the suffix of a json, csv or text file
+COMPRESSED = (".gz", ".zst")  # may follow the suffix of a json, csv, chess or text file
 
 
 def uncompressed_suffix(name: str) -> str:

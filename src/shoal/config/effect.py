@@ -93,6 +93,17 @@ def _nothing_played(run: _Run) -> str | None:
     return "games are read from data.path, not generated" if data.path is not None else None
 
 
+def _only_for(source: str) -> Callable[[_Run], str | None]:
+    def reason(run: _Run) -> str | None:
+        return f"only data.source {source} has it" if not run.config.data.kinds & {source, None} else None
+
+    return reason
+
+
+def _no_columns(run: _Run) -> str | None:
+    return "tokens have no columns" if run.config.data.kinds == {"tokens"} else None
+
+
 def _optimizer_without(option: str) -> Callable[[_Run], str | None]:
     def reason(run: _Run) -> str | None:
         name = run.config.train.optimizer.name
@@ -131,6 +142,9 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("adapter.quantize", lambda run: "adapter.kind is not qlora" if run.config.adapter.kind != "qlora" else None),
     ("model.attention", _no_tiles_to_skip),
     ("data.train_on", _plain_text),
+    *((f"data.{key}", _only_for("hf")) for key in ("split", "subset")),
+    ("data.token_dtype", _only_for("tokens")),
+    ("data.columns", _no_columns),
     *((f"data.{key}", _nothing_played) for key in ("games", "plies", "player")),
     (
         "train.base_batch",

@@ -108,7 +108,8 @@ class DataConfig(Block):
         description="Chat template to use instead of the tokenizer's own: chatml, llama3, mistral, or a Jinja file.",
     )
     validation: ShareBelowOne | str = Field(
-        0.02, description="Validation data: the fraction of sequences to hold out (0: none), or a path."
+        0.02,
+        description="Validation data: the fraction to hold out (0: none), a path, or for hf another split.",
     )
     mixing: MixingConfig = Field(MixingConfig(), description="How several sources are mixed.")
     streaming: bool | StreamingConfig = Field(

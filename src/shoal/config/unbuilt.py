@@ -43,7 +43,11 @@ LIMITS = (
     Limit("adapter.dora", _only(False), "Leave it out."),
     Limit("adapter.rslora", _only(False), "Leave it out."),
     Limit("adapter.train_also", _only(()), "Leave it out."),
-    Limit("data.source", _only("auto", "json", "text", "chess"), "Convert the data to one json or text source."),
+    Limit(
+        "data.source",
+        lambda source: isinstance(source, str) and source != "cells",
+        "Convert the data to one json or text source.",
+    ),
     Limit("data.format", _only("auto", "alpaca", "text"), "Use alpaca or text."),
     Limit("data.train_on", _only("all", "answers"), "Use answers or all."),
     Limit("data.chat_template", _only(None), "Use the alpaca format."),

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
@@ -23,6 +24,7 @@ import chess.pgn
 
 from shoal.data import chess_player
 from shoal.data.cache import Report, obtain
+from shoal.data.sources.compressed import open_data
 from shoal.mistakes import UserMistake
 
 # Part of the cache key. Raise it when the same settings would give different games.
@@ -155,7 +157,7 @@ class Game:
 
 def read_lines(file: Path) -> Iterator[Game]:
     """One game per line, in UCI moves."""
-    with file.open(encoding="utf-8-sig", errors="replace") as stream:
+    with open_data(file) as raw, TextIOWrapper(raw, encoding="utf-8-sig", errors="replace") as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 yield Game(number, " ".join(line.split()), find_problem(line.split()))
@@ -171,7 +173,7 @@ def find_problem(moves: Sequence[str]) -> str | None:
 
 def read_pgn(file: Path) -> Iterator[Game]:
     """The main lines of a PGN file's games."""
-    with file.open(encoding="utf-8-sig", errors="replace") as stream:
+    with open_data(file) as raw, TextIOWrapper(raw, encoding="utf-8-sig", errors="replace") as stream:
         lines = _CountedLines(stream)
         while (game := chess.pgn.read_game(lines, Visitor=_QuietBuilder)) is not None:  # type: ignore[call-overload]
             problem = None

@@ -2,11 +2,12 @@
 
 from shoal.config.schema import DataConfig
 from shoal.data.formats import choose_format
-from shoal.data.sources import read_records, stop
-from shoal.data.sources.find import VALIDATION, find_files, find_source
+from shoal.data.sources import Reading, find_reading, read_records, stop
+from shoal.data.sources.hf import parse_split
+from shoal.data.sources.json_records import is_array
+from shoal.data.token_files import check_tokenized
 from shoal.mistakes import UserMistake
 
-READ_FROM_FILES = ("json", "text")
 LARGE = 1 << 26  # bytes
 
 
@@ -14,18 +15,27 @@ def check_first_record(data: DataConfig) -> None:
     """A UserMistake if there are no files, or if their first record has no known format."""
     if data.source == "chess" and data.path is None:
         return
-    source = find_source(data.source, data.path)
-    files = find_files(source, data.path)
+    readings = [find_reading(data)]
     if isinstance(data.validation, str):
-        find_files(find_source(data.source, data.validation), data.validation, VALIDATION)
-    if source not in READ_FROM_FILES:
-        return
-    if files[0].suffix == ".json" and files[0].is_file() and files[0].stat().st_size > LARGE:
-        return  # it would be read to its end
+        readings.append(find_reading(data, data.validation))
     on_bad = ignore if data.on_error == "skip" else stop
-    first = next(read_records(source, files, on_bad), None)
-    if first is not None:
-        choose_format(data.format, first)
+    for reading in readings:
+        if reading.source == "tokens":
+            check_tokenized(data)
+        first = next(read_records(reading, on_bad), None) if _is_quick(reading) else None
+        if first is not None:
+            choose_format(data.format, first)
+
+
+def _is_quick(reading: Reading) -> bool:
+    """Whether the first record is found without reading much more."""
+    if reading.source in ("tokens", "chess"):
+        return False
+    if reading.source == "hf":
+        return not parse_split(reading.split).needs_length
+    first = reading.files[0]
+    whole = reading.source == "text" or (reading.source == "json" and is_array(first))
+    return not (whole and first.is_file() and first.stat().st_size > LARGE)
 
 
 def ignore(mistake: UserMistake) -> None:

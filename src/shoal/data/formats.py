@@ -59,7 +59,7 @@ def choose_format(name: str, first: Record) -> Format:
     wanted = "; ".join(f"{one.name}: {', '.join(one.keys)}" for one in FORMATS.values())
     raise UserMistake(
         f"data.format auto does not recognize {first.where}, which has the keys {_keys(first)}. Known formats need "
-        f"({wanted}). Rename the keys, or set data.format."
+        f"({wanted}). Name the keys in data.columns, or set data.format."
     )
 
 

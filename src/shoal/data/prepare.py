@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +11,9 @@ from shoal.data.cache import Report, obtain
 from shoal.data.content import hash_contents, read_states
 from shoal.data.progress import Progress
 from shoal.data.sequences import Sequences, open_sequences
-from shoal.data.sources import read_records
-from shoal.data.sources.find import PATH, VALIDATION, find_files, find_source
+from shoal.data.sources import Reading, read_records
+from shoal.data.sources.find import PATH, VALIDATION, find_reading, find_source
+from shoal.data.token_files import check_tokenized, open_token_sequences, write_token_sequences
 from shoal.data.tokenize import Errors
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.data.write import Settings, write_sequences
@@ -22,7 +22,7 @@ from shoal.paths import cache_root
 
 # Part of every cache key. Raise it whenever the same text and settings would give other sequences than before (a
 # prompt's wording, a packing rule, the meaning of a flag), or other files.
-LAYOUT = 3
+LAYOUT = 4
 
 
 def prepare(
@@ -35,21 +35,37 @@ def prepare(
     not_apart: str | None = None,
 ) -> Sequences:
     """The sequences of `data` (or of `path`, its validation data), from the cache if they are there and complete."""
-    settings = settings_of(data, path, not_apart)
+    reading = reading_of(data, path, cache_root(cache), report)
+    settings = settings_of(data, reading, not_apart)
     named_by = PATH if path is None else VALIDATION
-    files = files_of(data, settings.source, path, cache_root(cache), report)
-    before = read_states(files)
-    content = hash_contents(before, cache_root(cache) / "hashes", Progress(report))
+    tokenized = reading.source == "tokens"
+    if tokenized:
+        check_tokenized(data, not_apart)
+    before = read_states(reading.files)
+    # Files of tokens are used where they are, so their paths count; of others, only the content does.
+    content = before if tokenized else hash_contents(before, cache_root(cache) / "hashes", Progress(report))
     described = [LAYOUT, asdict(settings), tokenizer.fingerprint, content]
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
-        _write_sequences(folder, settings, files, tokenizer, report, named_by, not_apart)
-        if read_states(files) != before:
+        if tokenized:
+            write_token_sequences(
+                folder,
+                reading,
+                tokenizer,
+                dtype=settings.token_dtype,
+                length=settings.max_length,
+                key=named_by,
+                progress=Progress(report),
+            )
+        else:
+            _write_sequences(folder, settings, reading, tokenizer, report, named_by, not_apart)
+        if read_states(reading.files) != before:
             raise UserMistake("The data changed while it was read. Start again once it is complete.")
 
     entry, ready = obtain(cache_root(cache) / "data", key, build, report)
-    sequences = open_sequences(entry)
+    sequences: Sequences
+    sequences = open_token_sequences(entry, separate=data.document_mask) if tokenized else open_sequences(entry)
     if sequences.separate:  # it may have been cached for another model
         settings.refuse(sequences.summary.joined, not_apart)
     for sentence in sequences.summary.sentences():
@@ -63,11 +79,14 @@ def prepare(
     return sequences
 
 
-def settings_of(data: DataConfig, path: object = None, not_apart: str | None = None) -> Settings:
-    """What `data` says about the sequences of its files, or of `path`."""
-    source = "auto" if path is not None and not isinstance(data.source, str) else data.source
+def settings_of(data: DataConfig, reading: Reading, not_apart: str | None = None) -> Settings:
+    """What `data` says about the sequences of `reading`."""
     return Settings(
-        source=find_source(source, data.path if path is None else path),
+        source=reading.source,
+        split=reading.split,
+        subset=reading.subset,
+        columns=dict(reading.columns),
+        token_dtype=str(data.token_dtype),
         format=str(data.format),
         max_length=int(data.max_length),
         pack=bool(data.pack),
@@ -79,32 +98,35 @@ def settings_of(data: DataConfig, path: object = None, not_apart: str | None = N
     )
 
 
-def files_of(data: DataConfig, source: str, path: object, cache: Path, report: Report) -> list[Path]:
-    """The files of `data`, or of `path`; chess games are generated if there is no path."""
+def reading_of(data: DataConfig, path: object, cache: Path, report: Report) -> Reading:
+    """What is read for `data`, or for `path`; chess games are generated if there is no path."""
     wanted = data.path if path is None else path
+    if path is not None and not isinstance(data.source, str):  # of a mixture
+        data = data.model_copy(update={"source": "auto"})
+    source = data.source if wanted is None else find_source(data.source, wanted)
     if source == "chess" and find_spec("chess") is None:
         raise UserMistake("data.source chess needs the package chess: pip install 'shoal[chess]'.")
     if source == "chess" and wanted is None:
         from shoal.data.chess_games import Match, played_file
 
-        return [played_file(Match(data.games, data.plies, data.player), cache, report)]
-    return find_files(source, wanted, PATH if path is None else VALIDATION)
+        return Reading("chess", (played_file(Match(data.games, data.plies, data.player), cache, report),))
+    return find_reading(data, path)
 
 
 def _write_sequences(
     folder: Path,
     settings: Settings,
-    files: Sequence[Path],
+    reading: Reading,
     tokenizer: Tokenizer,
     report: Report,
     key: str,
     not_apart: str | None,
 ) -> None:
-    errors = Errors(settings.on_error == "skip")
+    errors, files = Errors(settings.on_error == "skip"), reading.files
     write_sequences(
         folder,
         settings,
-        read_records(settings.source, files, errors),
+        read_records(reading, errors),
         tokenizer,
         errors=errors,
         report=report,

@@ -24,7 +24,7 @@ from shoal.config.schema import DataConfig, StreamingConfig
 from shoal.data.cache import Report
 from shoal.data.formats import choose_format
 from shoal.data.order import Order, StreamState, key_of, permute
-from shoal.data.prepare import LAYOUT, files_of, settings_of
+from shoal.data.prepare import LAYOUT, reading_of, settings_of
 from shoal.data.sequences import Sequences, StoredSequences, open_sequences
 from shoal.data.sources import read_records
 from shoal.data.stream_builder import StreamJob
@@ -63,10 +63,10 @@ def open_stream(
 ) -> "Stream":
     """The stream of `data`, whose first chunk exists."""
     wanted = data.streaming if isinstance(data.streaming, StreamingConfig) else StreamingConfig()
-    settings = settings_of(data, not_apart=not_apart)
-    files = files_of(data, settings.source, None, cache_root(cache), report)
+    reading = reading_of(data, None, cache_root(cache), report)
+    settings, files = settings_of(data, reading, not_apart), reading.files
     if settings.format == "auto":  # one format for all chunks
-        first = next(read_records(settings.source, files, Errors(skip=settings.on_error == "skip")), None)
+        first = next(read_records(reading, Errors(skip=settings.on_error == "skip")), None)
         settings = settings if first is None else replace(settings, format=choose_format("auto", first).name)
     chunks_per_window = -(-wanted.shuffle_buffer // wanted.chunk)
     described = [LAYOUT, asdict(settings), tokenizer.fingerprint, content_of(files), seed, wanted.chunk]
@@ -74,7 +74,7 @@ def open_stream(
     job = StreamJob(
         folder=cache_root(cache) / "stream" / key,
         settings=settings,
-        files=files,
+        reading=reading,
         tokenizer=tokenizer,
         not_apart=not_apart,
         seed=seed,

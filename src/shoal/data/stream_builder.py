@@ -19,7 +19,7 @@ import numpy as np
 
 from shoal.data.cache import build_folder
 from shoal.data.order import key_of, permute
-from shoal.data.sources import Record, read_records
+from shoal.data.sources import Reading, Record, read_records
 from shoal.data.sources.find import PATH
 from shoal.data.stream_files import ALL, NEXT, Cursor, StreamFolder, Want
 from shoal.data.tokenize import Errors
@@ -37,7 +37,7 @@ class StreamJob:
 
     folder: Path
     settings: Settings
-    files: Sequence[Path]
+    reading: Reading
     tokenizer: Tokenizer
     not_apart: str | None
     seed: int
@@ -75,11 +75,13 @@ class RecordStream:
 
     def _read(self, start: Cursor) -> Iterator[tuple[Record, Cursor]]:
         """Records, and the cursor after each."""
-        files = self._job.files
-        order = permute(np.arange(len(files)), len(files), key_of("shoal", "files", self._job.seed, start.epoch))
-        for place in range(start.file, len(files)):
+        # A dataset of several files in one folder is read as a whole.
+        whole = self._job.reading
+        readings = [whole] if whole.root is not None else [replace(whole, files=(file,)) for file in whole.files]
+        order = permute(np.arange(len(readings)), len(readings), key_of("shoal", "files", self._job.seed, start.epoch))
+        for place in range(start.file, len(readings)):
             skipped = start.record if place == start.file else 0
-            records = read_records(self._job.settings.source, [files[int(order[place])]], self.errors)
+            records = read_records(readings[int(order[place])], self.errors)
             for number, record in enumerate(islice(records, skipped, None), start=skipped + 1):
                 yield record, Cursor(start.epoch, place, number)
 

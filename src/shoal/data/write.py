@@ -32,6 +32,10 @@ class Settings:
     """What determines the sequences, besides the files and the tokenizer. All of it is part of the cache key."""
 
     source: str
+    split: str
+    subset: str | None
+    columns: Mapping[str, str]
+    token_dtype: str
     format: str
     max_length: int
     pack: bool  # documents that are joined to one stream

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from shoal.config.run import RunDirectory
 from shoal.data.formats import alpaca_prompt, choose_format
-from shoal.data.sources import read_records
-from shoal.data.sources.find import find_files, find_source
+from shoal.data.sources import find_reading, read_records
 from shoal.mistakes import UserMistake
 from shoal.use.load import LoadedRun
 
@@ -66,8 +65,7 @@ def _trained_format(loaded: LoadedRun) -> str | None:
     if not isinstance(data.source, str):
         return None
     try:
-        source = find_source(data.source, data.path)
-        first = next(read_records(source, find_files(source, data.path)), None)
+        first = next(read_records(find_reading(data)), None)
         return None if first is None else choose_format("auto", first).name
     except UserMistake:
         return None

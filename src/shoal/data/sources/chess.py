@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from shoal.catalogue.data_files import uncompressed_suffix
 from shoal.data.sources.record import OnBad, Record
 from shoal.mistakes import UserMistake
 
@@ -11,7 +12,7 @@ def read_chess(file: Path, on_bad: OnBad) -> Iterator[Record]:
     """One document per game, in UCI moves: one game per line, or a PGN file."""
     from shoal.data import chess_games  # slow to import, and most runs do not need it
 
-    games = chess_games.read_pgn(file) if file.suffix.lower() == ".pgn" else chess_games.read_lines(file)
+    games = chess_games.read_pgn(file) if uncompressed_suffix(file.name) == ".pgn" else chess_games.read_lines(file)
     found = False
     for game in games:
         found = True

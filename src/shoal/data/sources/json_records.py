@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from shoal.catalogue.data_files import uncompressed_suffix
+from shoal.data.sources.compressed import open_data
 from shoal.data.sources.record import OnBad, Record
 from shoal.mistakes import UserMistake
 
@@ -14,21 +16,29 @@ _BLOCK = 1 << 20
 
 
 def read_json(file: Path, on_bad: OnBad) -> Iterator[Record]:
-    """`.json`: an array of objects (or concatenated objects). Any other suffix: one object per line."""
-    reader = _read_json_array if file.suffix.lower() == ".json" else _read_json_lines
+    """`.json`: an array of objects (or concatenated objects). Any other suffix: one object per line. Both also
+    compressed."""
+    reader = _read_json_array if is_array(file) else _read_json_lines
     records = 0
     for record in reader(file, on_bad):
         records += 1
         yield record
-    with file.open("rb") as stream:
-        blank = not records and not stream.read(_BLOCK).strip(b"[] \t\r\n" + codecs.BOM_UTF8)
+    if records:
+        return
+    with open_data(file) as stream:
+        blank = not stream.read(_BLOCK).strip(b"[] \t\r\n" + codecs.BOM_UTF8)
     if blank:
         on_bad(UserMistake(f"{file} is empty. Remove it, or set data.on_error: skip."))
 
 
+def is_array(file: Path) -> bool:
+    """Whether the file is read as a whole, not line by line."""
+    return uncompressed_suffix(file.name) == ".json"
+
+
 def _read_json_lines(file: Path, on_bad: OnBad) -> Iterator[Record]:
     read = 0
-    with file.open("rb") as stream:
+    with open_data(file) as stream:
         for number, line in enumerate(stream, start=1):
             read += len(line)
             if not line.strip():
@@ -55,7 +65,8 @@ _TOO_LONG = f"an integer has more than {sys.get_int_max_str_digits()} digits"
 def _read_json_array(file: Path, on_bad: OnBad) -> Iterator[Record]:
     # Element by element, so that each record has its line. After a syntax error the start of the next element is
     # unknown: it is raised whatever data.on_error says, because the rest would be lost silently.
-    data = file.read_bytes()
+    with open_data(file) as stream:
+        data = stream.read()
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -122,5 +133,5 @@ def _object(value: object, file: Path, line: int, on_bad: OnBad, read: int = 0) 
 
 
 def _not_json(file: Path, line: int, problem: str, skippable: bool = False) -> UserMistake:
-    skip = " or set data.on_error: skip" if skippable or file.suffix.lower() != ".json" else ""
+    skip = " or set data.on_error: skip" if skippable or not is_array(file) else ""
     return UserMistake(f"{file}:{line} is not a JSON record: {problem}. Fix the line{skip}.")

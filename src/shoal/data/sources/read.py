@@ -3,42 +3,52 @@
 A new source is one reader and one line in `READERS`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 from shoal.catalogue.data_files import SUFFIXES
 from shoal.data.sources.chess import read_chess
+from shoal.data.sources.columns import check_columns, rename_columns
+from shoal.data.sources.csv_rows import read_csv
+from shoal.data.sources.hf import read_hf
 from shoal.data.sources.json_records import read_json
-from shoal.data.sources.record import OnBad, Record, stop
+from shoal.data.sources.parquet import read_parquet
+from shoal.data.sources.record import OnBad, Reading, Record, file_by_file, stop
 from shoal.data.sources.text import read_text
 from shoal.mistakes import UserMistake
 
-Reader = Callable[[Path, OnBad], Iterator[Record]]
-READERS: dict[str, Reader] = {"text": read_text, "json": read_json, "chess": read_chess}
+Reader = Callable[[Reading, OnBad], Iterator[Record]]
+TOKENS = "tokens"  # has no records: its files are memory-mapped as they are (data/token_files.py)
 
 
-def read_records(source: str, files: Sequence[Path], on_bad: OnBad = stop) -> Iterator[Record]:
-    """The records of `files`, in order, read lazily."""
-    check_source(source)
-    reader = READERS[source]
-    for file in files:
-        try:
-            yield from reader(file, on_bad)
-        except OSError as error:
-            raise UserMistake(
-                f"{file} cannot be read ({error.strerror}). Check the path and its permissions."
-            ) from error
+READERS: dict[str, Reader] = {
+    "json": file_by_file(read_json),
+    "text": file_by_file(read_text),
+    "parquet": file_by_file(read_parquet),
+    "csv": file_by_file(read_csv),
+    "hf": read_hf,
+    "chess": file_by_file(read_chess),
+}
+SOURCES = (*READERS, TOKENS)
+
+
+def read_records(reading: Reading, on_bad: OnBad = stop) -> Iterator[Record]:
+    """The records of `reading`, in order, read lazily, with the names of the formats."""
+    check_source(reading.source)
+    check_columns(reading.columns)
+    if reading.source == TOKENS:
+        raise UserMistake("data.source tokens holds token ids, which are not records.")
+    records = READERS[reading.source](reading, on_bad)
+    return rename_columns(records, reading.columns, on_bad) if reading.columns else records
 
 
 def check_source(source: str) -> None:
     """A UserMistake if there is no reader for this `data.source`."""
-    if source not in READERS:
-        known = ", ".join(READERS)
-        raise UserMistake(f"data.source {source} is not supported. Supported sources: {known}.")
+    if source not in SOURCES:
+        raise UserMistake(f"data.source {source} is not supported. Supported sources: {', '.join(SOURCES)}.")
 
 
 def folder_suffixes(source: str) -> tuple[str, ...] | None:
     """Which files of a folder this source reads; None: all."""
-    if source == "text":
+    if source in ("text", "hf"):
         return None
     return (*SUFFIXES[source], ".txt") if source == "chess" else SUFFIXES[source]

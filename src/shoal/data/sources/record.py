@@ -1,7 +1,7 @@
 """A record of a source: a dictionary with its file and line, and what to do with one that cannot be read."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,33 @@ class Record:
     @property
     def where(self) -> str:
         return str(self.file) if self.line is None else f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read, and how. `root`: for hf, the folder with `files`, or the id of a dataset in the local cache."""
+
+    source: str
+    files: tuple[Path, ...]
+    columns: Mapping[str, str] = field(default_factory=dict)  # a format's name of a column → the data's name
+    split: str = "train"
+    subset: str | None = None
+    root: Path | str | None = None
+
+
+def file_by_file(read: Callable[[Path, OnBad], Iterator[Record]]) -> Callable[[Reading, OnBad], Iterator[Record]]:
+    """A reader of many files from a reader of one."""
+
+    def read_files(reading: Reading, on_bad: OnBad) -> Iterator[Record]:
+        for file in reading.files:
+            try:
+                yield from read(file, on_bad)
+            except OSError as error:
+                raise UserMistake(
+                    f"{file} cannot be read ({error.strerror}). Check the path and its permissions."
+                ) from error
+
+    return read_files
 
 
 def stop(mistake: UserMistake) -> None:

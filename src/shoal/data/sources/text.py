@@ -4,6 +4,7 @@ import codecs
 from collections.abc import Iterator
 from pathlib import Path
 
+from shoal.data.sources.compressed import open_data
 from shoal.data.sources.record import OnBad, Record
 from shoal.mistakes import UserMistake
 
@@ -14,9 +15,12 @@ CHUNK = 1 << 20
 
 
 def read_text(file: Path, on_bad: OnBad) -> Iterator[Record]:
-    """One document per file. Line ends are kept; a leading byte order mark is dropped."""
-    size = file.stat().st_size
-    bad = _first_undecodable(file)
+    """One document per file, compressed or not. Line ends are kept; a leading byte order mark is dropped."""
+    try:
+        size, bad = _first_undecodable(file)
+    except UserMistake as damaged:
+        on_bad(damaged)
+        return
     if size == 0:
         on_bad(UserMistake(f"{file} is empty. Remove it, or set data.on_error: skip."))
     elif bad is not None:
@@ -31,7 +35,7 @@ def read_text(file: Path, on_bad: OnBad) -> Iterator[Record]:
 
 
 def _text_chunks(file: Path) -> Iterator[Record]:
-    with file.open("rb") as stream:
+    with open_data(file) as stream:
         block = stream.read(CHUNK)
         rest = block[len(codecs.BOM_UTF8) :] if block.startswith(codecs.BOM_UTF8) else block
         while block:
@@ -54,18 +58,19 @@ def _split_point(data: bytes) -> int:
     return split
 
 
-def _first_undecodable(file: Path) -> int | None:
+def _first_undecodable(file: Path) -> tuple[int, int | None]:
+    """The number of bytes, and the offset of the first that is not UTF-8 (then the number is of those up to it)."""
     # Checked before the first chunk is yielded: a file is used completely or not at all.
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = 0
-    with file.open("rb") as stream:
+    with open_data(file) as stream:
         while True:
             block = stream.read(CHUNK)
             buffered = len(decoder.getstate()[0])
             try:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                return read - buffered + error.start
+                return (found := read - buffered + error.start) + 1, found
             if not block:
-                return None
+                return read, None
             read += len(block)
