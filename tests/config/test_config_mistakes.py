@@ -267,7 +267,6 @@ def test_a_folder_and_a_binary_file_are_not_configs() -> None:
         ("data.format=chat", "Use alpaca or text."),
         ("data.train_on=last", "Use answers or all."),
         ("data.chat_template=x", "alpaca"),
-        ("data.streaming=true", "Use false"),
         ("train.compile=thunder", "Use auto."),
         ("parallel.engine=deepspeed", "Use native."),
         ("log.to=[csv, wandb]", "Use tensorboard or csv."),
