@@ -36,6 +36,7 @@ def read_shape(model: ModelConfig) -> ModelShape:
     else:
         assert model.from_ is not None, "the config demands one of model.from and model.shape"
         shape = _from_name(model.from_)
+    # At most: without the tokenizer it is not known whether the vocabulary has spare rows for them.
     return replace(shape, vocab=shape.vocab + len(model.add_tokens))
 
 
