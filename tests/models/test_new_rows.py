@@ -17,6 +17,7 @@ from tests.models.test_every_type import perturb
 # A tied and an untied head, one with a bias, and one that is stored by another name than the embedding's.
 QUICK = ("camembert", "gpt2", "gptj", "llama")
 ADDED = (VOCAB, VOCAB + 1, VOCAB + 2)
+GROWN = 128  # VOCAB is a multiple of 32
 RESIZED_BY_TRANSFORMERS = [name for name in TYPES if name not in NEVER_CAUSAL and name != "xlstm"]
 
 
@@ -45,14 +46,14 @@ def test_added_tokens_are_the_mean_of_the_others_in_embedding_head_and_bias(mode
     model = perturb(plain(settings)).eval()
     model.save_pretrained(tmp_path)
     ours = extended(tmp_path)
-    model.resize_token_embeddings(VOCAB + len(ADDED), mean_resizing=False)
+    model.resize_token_embeddings(GROWN, mean_resizing=False)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for parameter in {embedding.weight, *head.parameters(recurse=False)}:
-        set_to_mean(parameter, ADDED, VOCAB)
+        set_to_mean(parameter, tuple(range(VOCAB, GROWN)), VOCAB)
     model.set_attn_implementation("eager")
     tokens = torch.tensor([[1, VOCAB, 5, VOCAB + 2, 7, VOCAB + 1, 9, 3]])
     expected, found = (one(input_ids=tokens, use_cache=False).logits for one in (model, ours))
-    assert found.shape[-1] == VOCAB + len(ADDED)
+    assert found.shape[-1] == GROWN
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -73,15 +73,18 @@ def alone(config_of, tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.parametrize("base", ["tied", "untied"])
-def test_new_rows_start_as_the_mean_and_old_rows_as_they_were(base, bases, config_of, tmp_path):
+def test_new_rows_start_as_the_mean_and_old_rows_as_they_were(base, bases, config_of, tmp_path, capfd):
     names = [EMBEDDING[base]] + ([HEAD] if base == "untied" else [])
     run = train_on(1, config_of(base, freeze=names, train__steps=1), tmp_path)
+    said = capfd.readouterr().err
+    assert all(f"{name} is frozen, so its rows of added tokens stay" in said for name in names)
     known = len(AutoTokenizer.from_pretrained(bases[base]))
     before, after = AutoModelForCausalLM.from_pretrained(bases[base], dtype=torch.float32), weights(run)
     assert (HEAD in after) == (base == "untied")
     for name in names:
         old, rows = before.get_parameter(name).detach()[:known], after[name]
-        assert rows.shape[0] == known + len(TOKENS)
+        # 275 and 276 before: odd, and a multiple of four.
+        assert rows.shape[0] == {"tied": 278, "untied": 280}[base]
         assert torch.equal(rows[:known], old)
         assert all(torch.equal(row, rows[-1]) for row in rows[known:])
         torch.testing.assert_close(rows[-1], old.double().mean(0).float(), rtol=1e-6, atol=0)
@@ -99,7 +102,7 @@ def test_every_strategy_starts_from_the_same_rows(base, parallel, bitwise, alone
     assert losses == (wanted if bitwise else pytest.approx(wanted, rel=2e-6))
     one, other = weights(run), weights(expected)
     assert all(torch.allclose(one[name], other[name], atol=4e-5) for name in one)
-    new = one[EMBEDDING[base]][-len(TOKENS) :]
+    new = one[EMBEDDING[base]][275:]
     assert not torch.allclose(new[0], new[1])  # trained, each on its own
 
 
@@ -116,7 +119,8 @@ def test_an_export_has_the_tokens_and_the_same_logits(base, alone, bases, tmp_pa
     folder, known = api.export(alone(base), tmp_path / "export"), len(AutoTokenizer.from_pretrained(bases[base]))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     loaded = api.load_run(alone(base), device="cpu")
-    assert model.config.vocab_size == model.lm_head.weight.shape[0] == len(tokenizer) == known + len(TOKENS)
+    assert model.config.vocab_size == model.lm_head.weight.shape[0] == {"tied": 278, "untied": 280}[base]
+    assert len(tokenizer) == known + len(TOKENS)
     assert model.config.tie_word_embeddings == (base == "tied")
     ids = tokenizer("<|im_start|>user\nthe cat<|im_end|>")["input_ids"]
     assert (ids[0], ids[-1]) == (known, known + 1)
@@ -137,7 +141,9 @@ def test_bytes_has_the_tokens_in_training_in_use_and_in_the_export(chats, tmp_pa
     assert loaded.tokenizer.decode(ids) == text == exported.decode(ids)
     assert loaded.tokenizer.decode(ids, keep_special=False) == "aé<|end|>"
     assert loaded.tokenizer.fingerprint != load_tokenizer("bytes").fingerprint
-    assert loaded.model.get_input_embeddings().weight.shape[0] == 262  # 260 in the shape, of which 259 are used
+    assert (
+        loaded.model.get_input_embeddings().weight.shape[0] == 264
+    )  # 262 are used; a multiple of four, as 260 in the shape
 
 
 def read(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> tuple[Inputs, str]:

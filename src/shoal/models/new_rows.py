@@ -20,7 +20,7 @@ from shoal.models.tensor_slices import TensorSlice, whole
 class NewRows:
     """Which rows of the embedding and the head are new."""
 
-    indices: tuple[int, ...]  # the ids of the added tokens
+    indices: tuple[int, ...]  # the ids of the added tokens, and rows that only round the vocabulary up
     known: int  # ids below this are the tokens of the mean; rows between may be spare ones, which were never trained
     beyond: int  # the number of new rows that the files do not have: the last ones
 

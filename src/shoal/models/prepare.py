@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.catalogue.causal_models import why_not_causal
 from shoal.catalogue.families import ATTENTION_DROPOUT, HIDDEN_DROPOUT, OTHER_DROPOUT
-from shoal.catalogue.shapes import find_shape
+from shoal.catalogue.shapes import find_shape, grown_vocabulary
 from shoal.config.schema import ModelConfig
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, matmul_parameters, read_anatomy
@@ -52,7 +52,7 @@ class Blueprint:
         """The model with a row for each of the `added` token ids, all other ids being below `known`. Its vocabulary
         grows only if it has no spare rows for them."""
         vocabulary = self.vocabulary
-        size = max(vocabulary, *(index + 1 for index in added))
+        size = grown_vocabulary(vocabulary, max(added) + 1)
         settings = copy.deepcopy(self.settings)
         settings.get_text_config().vocab_size = size
         indices = sorted({*added, *range(vocabulary, size)})

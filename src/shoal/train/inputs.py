@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 
 from shoal.catalogue.causal_models import why_no_new_tokens, why_not_packed
+from shoal.catalogue.shapes import VOCABULARY_MULTIPLE
 from shoal.config.schema import Config, ModelConfig
 from shoal.data.prepare import Sets, prepare_sets
 from shoal.data.tokenizer import BUILT_IN, load_tokenizer
@@ -80,8 +82,11 @@ def _with_tokens(plan: Blueprint, tokenizer: Tokenizer, tokens: Sequence[str], r
     if known > vocabulary:  # by tokens that are not listed
         return plan
     plan = plan.with_tokens(new, known)
-    grown = f"the vocabulary grows from {vocabulary:,} to {plan.vocabulary:,}"
-    room = grown if plan.vocabulary > vocabulary else f"the vocabulary of {vocabulary:,} has spare rows for them"
+    room = f"the vocabulary of {vocabulary:,} has spare rows for them"
+    if plan.vocabulary > vocabulary:
+        multiple = gcd(vocabulary, VOCABULARY_MULTIPLE)
+        rounded = f", a multiple of {multiple} as before" if plan.vocabulary > tokenizer.size else ""
+        room = f"the vocabulary grows from {vocabulary:,} to {plan.vocabulary:,}{rounded}"
     start = "" if plan.folder is None else f", and each new row starts as the mean of the {known:,} rows before"
     reporter.say(f"model.add_tokens: {len(new)} new {'tokens' if len(new) > 1 else 'token'}; {room}{start}.")
     return plan

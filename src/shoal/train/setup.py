@@ -150,6 +150,8 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
     for name in prepared.new_rows:
         if not prepared.model.get_parameter(name).requires_grad:
             reporter.warn(f"model.freeze: {name} is frozen, so its rows of added tokens stay as they start.")
+    if prepared.new_rows and checkpoint is not None and checkpoint == start.checkpoint:
+        reporter.warn(f"model.add_tokens: the rows of added tokens are those in {checkpoint}, not the mean.")
 
     objective, emulated = find_objective(config.train.objective), _emulated(config, ranks)
     model, optimizer = build(
