@@ -259,7 +259,6 @@ def test_a_folder_and_a_binary_file_are_not_configs() -> None:
     ("override", "meanwhile"),
     [
         ("model.attention=flash", "Use auto"),
-        ("model.add_tokens=[x]", "Use a tokenizer"),
         ("adapter.kind=lora", "Use none"),
         ("adapter.rank=16", "Leave it out."),
         ("data.source=cells", "json or text"),

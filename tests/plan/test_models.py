@@ -89,6 +89,8 @@ def test_the_dropout_of_a_model_is_read(tmp_path: Path):
 
 def test_added_tokens_widen_the_vocabulary():
     assert read_shape(ModelConfig(shape="gpt2", add_tokens=("<a>", "<b>"))).vocab == 50259
+    # One that the head's kernels like stays so: a multiple of 64.
+    assert read_shape(ModelConfig(shape="llama3-8b", add_tokens=("<a>", "<b>"))).vocab == 128320
 
 
 def test_local_gpus_are_read_from_the_driver(tmp_path: Path):

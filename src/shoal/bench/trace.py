@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from shoal.bench.ledger import Ledger, Peak
-from shoal.config.schema import Config
+from shoal.config.schema import Config, ModelConfig
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.mistakes import UserMistake
 from shoal.models.loss import KERNEL_CHUNK_LOGITS, HeadAndLoss
-from shoal.models.prepare import PreparedModel, blueprint, prepare_model
+from shoal.models.prepare import Blueprint, PreparedModel, blueprint, prepare_model
 from shoal.models.tensor_slices import local_tensor
 from shoal.objectives import find_objective
 from shoal.optim.adamw import AdamW
@@ -74,7 +74,7 @@ def trace(choice: ResolvedRun, report: Callable[[str], None] = lambda _: None) -
     config, run = choice.config, choice.run
     check_traceable(config, run)
     prepared = prepare_model(
-        blueprint(config.model),
+        _blueprint(config.model),
         attention=config.model.attention,
         longest=config.data.max_length,
         freeze=config.model.freeze,
@@ -97,6 +97,14 @@ def trace(choice: ResolvedRun, report: Callable[[str], None] = lambda _: None) -
             ledger.label((local_tensor(state) for state in step.optimizer.state().values()), "optimizer state")
             report(f"step {number + 1} of {STEPS} traced")
         return Traced(timeline.peaks(ledger.names), parameters)
+
+
+def _blueprint(model: ModelConfig) -> Blueprint:
+    """The model as the forecast counts it: without a tokenizer, a vocabulary may have spare rows for added tokens."""
+    plan = blueprint(model)
+    if not model.add_tokens:
+        return plan
+    return plan.with_tokens(range(plan.vocabulary, plan.vocabulary + len(model.add_tokens)), plan.vocabulary)
 
 
 def _build(prepared: PreparedModel, choice: ResolvedRun, ledger: Ledger, on_gpu: bool) -> TrainStep:

@@ -59,6 +59,19 @@ NEVER_CAUSAL = {
     "prophetnet": "it predicts several tokens at once",
     "reformer": "its buckets depend on later tokens",
 }
+# Types with other tensors than embedding and head that have a row per token.
+ROWS_ELSEWHERE = {
+    "blt": "its tokens are bytes, which are also hashed",
+    "deepseek_v4": "its first layers have a table of each token's experts",
+    "marian": "its decoder has a vocabulary of its own",
+}
+
+
+def why_no_new_tokens(model_type: str, settings: Any) -> str | None:
+    """Why tokens cannot be added to a model with these settings; None: they can."""
+    if getattr(settings, "hidden_size_per_layer_input", None):
+        return f"{model_type} has an embedding per layer"
+    return f"{model_type}: {ROWS_ELSEWHERE[model_type]}" if model_type in ROWS_ELSEWHERE else None
 
 
 def why_not_packed(model_type: str) -> str | None:

@@ -1,6 +1,7 @@
 """The blocks `model` and `adapter`."""
 
 import re
+from collections import Counter
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -88,7 +89,11 @@ class ModelConfig(Block):
         None, description="Dropout probability of every dropout the model has; null: as in its config."
     )
     freeze: Texts = Field((), description="Patterns of parameter names to freeze.")
-    add_tokens: Texts = Field((), description="Tokens to add to the vocabulary; the embedding is resized.")
+    add_tokens: Texts = Field(
+        (),
+        description="Tokens to add to the vocabulary, such as those of a chat template; embedding and head get a row "
+        "for each, which starts as the mean of the others.",
+    )
 
     @model_validator(mode="after")
     def _the_shape_is_known(self) -> "ModelConfig":
@@ -97,6 +102,14 @@ class ModelConfig(Block):
                 find_shape(self.shape)
             except UserMistake as mistake:
                 raise contradiction(str(mistake), "shape") from None
+        return self
+
+    @model_validator(mode="after")
+    def _each_token_once(self) -> "ModelConfig":
+        if "" in self.add_tokens:
+            raise contradiction("model.add_tokens: a token must not be empty; leave it out.", "add_tokens")
+        if repeated := [token for token, count in Counter(self.add_tokens).items() if count > 1]:
+            raise contradiction(f"model.add_tokens lists {repeated[0]} more than once; list it once.", "add_tokens")
         return self
 
     @model_validator(mode="after")

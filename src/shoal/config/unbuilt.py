@@ -33,7 +33,6 @@ class Limit:
 # Remove a line when its feature is built. Keys that are not in this table are built.
 LIMITS = (
     Limit("model.attention", _not("flash"), "Use auto, which uses PyTorch's flash attention."),
-    Limit("model.add_tokens", _only(()), "Use a tokenizer that has the tokens."),
     Limit("adapter.kind", _only("none"), "Use none, which trains the model itself."),
     Limit("adapter.rank", _only(8), "Leave it out."),
     Limit("adapter.alpha", _only(16.0), "Leave it out."),

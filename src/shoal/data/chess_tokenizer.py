@@ -26,6 +26,7 @@ class ChessTokenizer(Tokenizer):
     def __init__(self) -> None:
         self.name = "chess"
         self.size = len(self.TOKENS)
+        self.added: dict[str, int] = {}
         self._ids = {token: number for number, token in enumerate(self.TOKENS)}
         self.begin, self.end, self.pad, self._unknown = (self._ids[token] for token in self.SPECIAL)
         self.prepends_begin = True  # so that the first move is a loss token too

@@ -5,6 +5,7 @@ transformers takes seconds to import, so it is imported lazily; `bytes` encodes 
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,17 @@ from shoal.paths import user_path
 BUILT_IN = ("bytes", "chess")
 
 
-def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer called `name`: `bytes`, `chess`, or the one in `folder`.
+def load_tokenizer(name: str, folder: Path | None = None, *, add_tokens: Sequence[str] = ()) -> Tokenizer:
+    """The tokenizer called `name`: `bytes`, `chess`, or the one in `folder`, with `add_tokens` in its vocabulary.
 
     Without `folder`, `name` is a folder or an id in the local Hugging Face cache. Never uses the network and never runs
     code that comes with a tokenizer.
     """
     if name == "bytes":
-        return ByteTokenizer()
+        return ByteTokenizer(add_tokens)
     if name == "chess":
+        if add_tokens:
+            raise UserMistake("model.add_tokens: the tokenizer chess encodes moves and nothing else; leave it out.")
         return ChessTokenizer()
     disable_parallelism()
     from transformers import AutoTokenizer
@@ -45,30 +48,44 @@ def load_tokenizer(name: str, folder: Path | None = None) -> Tokenizer:
             f"No tokenizer could be loaded from {location} ({reason}). Set model.tokenizer to a folder with a "
             "tokenizer.json, to an id that is in the local Hugging Face cache, to `bytes`, or to `chess`."
         ) from error
-    return PretrainedTokenizer(name, loaded)
+    return PretrainedTokenizer(name, loaded, add_tokens)
 
 
 class ByteTokenizer(Tokenizer):
     """One token per UTF-8 byte: id = byte value, then three special tokens.
 
-    The name of a special token inside a text is encoded as text: no document can contain an end token.
+    The name of a special token inside a text is encoded as text: no document can contain an end token. Tokens that are
+    added to the vocabulary are found in texts: chat templates write them there.
     """
 
     SPECIAL = ("<|begin|>", "<|end|>", "<|pad|>")
 
-    def __init__(self) -> None:
+    def __init__(self, add_tokens: Sequence[str] = ()) -> None:
         self.name = "bytes"
         self.begin, self.end, self.pad = 256, 257, 258
         self.prepends_begin = False
-        self.size = 259
+        present = {*self.SPECIAL, *_byte_level_alphabet()}
+        new = [token for token in add_tokens if token not in present]
+        self.added = {token: 259 + index for index, token in enumerate(new)}
+        self.size = 259 + len(new)
+        self._tokens = (*self.SPECIAL, *new)  # from id 256
+        longest_first = sorted(map(re.escape, new), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(longest_first)})") if new else None
         self._hugging_face: Any = None
 
     @property
     def fingerprint(self) -> str:
-        return "bytes-1"
+        return f"bytes-1 and {list(self.added)}" if self.added else "bytes-1"
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if self._pattern is not None:
+            return [np.concatenate([self._encode(part) for part in self._pattern.split(text)]) for text in texts]
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
+
+    def _encode(self, part: str) -> np.ndarray:
+        if part in self.added:
+            return np.array([self.added[part]], dtype=np.int32)
+        return np.frombuffer(part.encode(), dtype=np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = True) -> str:
         decoded = bytearray()
@@ -76,7 +93,7 @@ class ByteTokenizer(Tokenizer):
             if token < 256:
                 decoded.append(token)
             elif keep_special:
-                decoded += self.SPECIAL[token - 256].encode()
+                decoded += self._tokens[token - 256].encode()
         return decoded.decode(errors="replace")
 
     @property
@@ -100,13 +117,14 @@ class ByteTokenizer(Tokenizer):
                 clean_up_tokenization_spaces=False,
                 split_special_tokens=True,
             )
+            _add(self._hugging_face, list(self.added))
         return self._hugging_face
 
 
 class PretrainedTokenizer(Tokenizer):
     """A Hugging Face tokenizer behind the `Tokenizer` interface."""
 
-    def __init__(self, name: str, loaded: Any) -> None:
+    def __init__(self, name: str, loaded: Any, add_tokens: Sequence[str] = ()) -> None:
         if loaded.eos_token_id is None:
             raise UserMistake(
                 f"The tokenizer {name} has no end token, which separates documents. Add an `eos_token` "
@@ -118,7 +136,8 @@ class PretrainedTokenizer(Tokenizer):
         self.end = int(loaded.eos_token_id)
         self.begin = None if loaded.bos_token_id is None else int(loaded.bos_token_id)
         self.pad = self.end if loaded.pad_token_id is None else int(loaded.pad_token_id)
-        self.size = len(loaded)
+        self.added = _add(loaded, add_tokens)
+        self.size = max([len(loaded), *(number + 1 for number in self.added.values())])
         # Found by calling it: `add_bos_token` in the tokenizer's config is often missing or wrong.
         first = list(loaded("a", return_attention_mask=False)["input_ids"])[:1]
         self.prepends_begin = self.begin is not None and first == [self.begin]
@@ -162,6 +181,26 @@ class PretrainedTokenizer(Tokenizer):
         text = self._loaded.decode([int(token) for token in ids], skip_special_tokens=not keep_special)
         assert isinstance(text, str)
         return text
+
+
+def _add(loaded: Any, tokens: Sequence[str]) -> dict[str, int]:
+    """Add those of `tokens` that the vocabulary does not have, as special tokens; returns their ids."""
+    before = loaded.get_vocab()
+    new = [token for token in tokens if token not in before]
+    if not new:
+        return {}
+    from transformers import AddedToken
+
+    # A tokenizer that encodes special tokens in a text as text would never produce those of a chat template.
+    special = not getattr(loaded, "split_special_tokens", False)
+    loaded.add_tokens([AddedToken(token, special=special, normalized=False) for token in new], special_tokens=special)
+    added = {token: int(loaded.convert_tokens_to_ids(token)) for token in new}
+    if taken := set(added.values()) & set(before.values()):
+        raise UserMistake(
+            f"model.add_tokens: this tokenizer's ids have gaps, and it gave an added token the id {min(taken)}, which "
+            "is another token's; add them to its files, and then list them here."
+        )
+    return added
 
 
 def _byte_level_alphabet() -> dict[str, int]:

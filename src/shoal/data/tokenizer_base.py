@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ class Tokenizer(ABC):
     prepends_begin: bool  # whether documents start with `begin` (Llama: yes, GPT-2: no)
     pad: int  # masked in the loss, so the end token serves if there is no pad token
     size: int  # ids are below this, added tokens included
+    added: Mapping[str, int]  # the ids of the tokens of model.add_tokens that the tokenizer did not have
 
     @property
     @abstractmethod
@@ -38,6 +39,10 @@ class Tokenizer(ABC):
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_many([text])[0]
+
+    def id_of(self, token: str) -> int:
+        """The id of a token of the vocabulary."""
+        return int(self.hugging_face.convert_tokens_to_ids(token))
 
     def save(self, folder: Path) -> None:
         """Write a folder that `AutoTokenizer.from_pretrained` loads."""

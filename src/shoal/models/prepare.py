@@ -3,8 +3,9 @@
 Training, preflight, benchmarks, loading and conversion all begin here; `models.weights` then gives it memory.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from torch import nn
 
 from shoal.catalogue.causal_models import why_not_causal
 from shoal.catalogue.families import ATTENTION_DROPOUT, HIDDEN_DROPOUT, OTHER_DROPOUT
-from shoal.catalogue.shapes import find_shape
+from shoal.catalogue.shapes import find_shape, grown_vocabulary
 from shoal.config.schema import ModelConfig
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, matmul_parameters, read_anatomy
 from shoal.models.attention import choose_attention
 from shoal.models.families import transformers_config
 from shoal.models.hub import local_folder
+from shoal.models.new_rows import NewRows
 from shoal.models.read_config import read_settings, unbuildable
 
 
@@ -30,6 +32,7 @@ class Blueprint:
 
     settings: Any  # transformers.PretrainedConfig
     folder: Path | None
+    new_rows: NewRows | None = None  # of added tokens
 
     @property
     def vocabulary(self) -> int:
@@ -44,6 +47,18 @@ class Blueprint:
         """The longest sequence the model supports, if its config states it."""
         value = getattr(self.settings.get_text_config(), "max_position_embeddings", None)
         return int(value) if value else None
+
+    def with_tokens(self, added: Sequence[int], known: int) -> "Blueprint":
+        """The model with a row for each of the `added` token ids, all other ids being below `known`. Its vocabulary
+        grows only if it has no spare rows for them."""
+        vocabulary = self.vocabulary
+        size = grown_vocabulary(vocabulary, max(added) + 1)
+        settings = copy.deepcopy(self.settings)
+        settings.get_text_config().vocab_size = size
+        indices = sorted({*added, *range(vocabulary, size)})
+        return replace(
+            self, settings=settings, new_rows=NewRows(tuple(indices), min(known, vocabulary), size - vocabulary)
+        )
 
 
 def blueprint(model: ModelConfig) -> Blueprint:
@@ -87,6 +102,7 @@ class PreparedModel:
     parameters: int
     trained_parameters: int
     matmul_parameters: int  # as the MFU formula counts them
+    new_rows: Mapping[str, NewRows] = field(default_factory=dict)  # by the parameter's name
 
     @property
     def architecture(self) -> str:
@@ -110,7 +126,15 @@ def prepare_model(
         parameters=sum(one.numel() for one in parameters.values()),
         trained_parameters=sum(one.numel() for one in parameters.values() if one.requires_grad),
         matmul_parameters=matmul_parameters(parameters, anatomy),
+        new_rows={} if plan.new_rows is None else dict.fromkeys(_with_a_row_per_token(model, anatomy), plan.new_rows),
     )
+
+
+def _with_a_row_per_token(model: Any, anatomy: Anatomy) -> list[str]:
+    """The parameters of embedding and head, by the names under which `named_parameters` lists them."""
+    modules = (model.get_submodule(anatomy.embedding), model.get_submodule(anatomy.head))
+    held = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in held]
 
 
 def _build_on_meta(plan: Blueprint, *, attention: str, longest: int) -> Any:

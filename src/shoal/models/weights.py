@@ -6,9 +6,9 @@ depend on the parallel layout.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.conversion import Tensors, convert
 from shoal.models.names import counted, sources_in_files, unused_in_files
+from shoal.models.new_rows import ExtendedRows, NewRows
 from shoal.models.stored import Stored, equal_values, open_folder
 from shoal.models.tensor_slices import (
     Split,
@@ -33,6 +34,7 @@ from shoal.models.tensor_slices import (
 
 Slots = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 NOT_SPLIT: Splits = {}
+NO_NEW_ROWS: Mapping[str, NewRows] = {}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Weights:
 
     folder: Path | None
     seed: int
+    new_rows: Mapping[str, NewRows] = field(default_factory=dict)  # of added tokens, if there is a folder
 
 
 def materialize(
@@ -64,7 +67,7 @@ def materialize(
         home = torch.device("cpu") if offload and isinstance(parameter, DTensor) else device
         _allocate(parameter, slots, home, vectors if vectors is not None and parameter.dim() < 2 else dtype)
     if source is not None and source.folder is not None:
-        _read_weights(model, source.folder, splits)
+        _read_weights(model, source.folder, splits, source.new_rows)
     elif source is not None:
         _draw_weights(model, anatomy, device, source.seed, splits)
     _restore_buffers(model, device)
@@ -200,8 +203,10 @@ def _unset_buffer(model: nn.Module) -> str | None:
     return next(unset, None)
 
 
-def locate_weights(model: Any, folder: Path, splits: Splits = NOT_SPLIT) -> dict[str, Stored]:
-    """The stored tensor of each parameter. Reads headers only, and checks shapes."""
+def locate_weights(
+    model: Any, folder: Path, splits: Splits = NOT_SPLIT, new_rows: Mapping[str, NewRows] = NO_NEW_ROWS
+) -> dict[str, Stored]:
+    """The stored tensor of each parameter, with `new_rows` of added tokens. Reads headers only, and checks shapes."""
     files = open_folder(folder)
     parameters = dict(model.named_parameters())
     names = _parameter_names(model)
@@ -220,6 +225,7 @@ def locate_weights(model: Any, folder: Path, splits: Splits = NOT_SPLIT) -> dict
             origin[names[name]] = f"{files.file_of(first)} holds {first}"
     if missing := [name for name in parameters if name not in found]:
         raise UserMistake(f"{folder} holds no tensor {counted(missing)}, which {type(model).__name__} needs.")
+    found |= {name: ExtendedRows(found[name], rows) for name, rows in new_rows.items() if name in parameters}
     for name, parameter in parameters.items():
         if found[name].shape != (wanted := whole_shape(parameter, splits.get(name))):
             raise UserMistake(
@@ -234,10 +240,10 @@ def _parameter_names(model: nn.Module) -> dict[str, str]:
     return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
-def check_stored(model: Any, folder: Path) -> None:
+def check_stored(model: Any, folder: Path, new_rows: Mapping[str, NewRows] = NO_NEW_ROWS) -> None:
     """A UserMistake if the files of `folder` are not this model: a tensor is missing, left over, of another shape, or
     differs from the one it is tied to. `model` is the whole model, not a stage of a pipeline."""
-    locate_weights(model, folder)
+    locate_weights(model, folder, new_rows=new_rows)
     files = open_folder(folder)
     sources = sources_in_files(model, files.files)
     if unused := unused_in_files(model, files.files, sources):
@@ -255,9 +261,9 @@ def check_stored(model: Any, folder: Path) -> None:
                 )
 
 
-def _read_weights(model: Any, folder: Path, splits: Splits) -> None:
+def _read_weights(model: Any, folder: Path, splits: Splits, new_rows: Mapping[str, NewRows]) -> None:
     """Each rank reads its own slices of each tensor."""
-    stored = locate_weights(model, folder, splits)
+    stored = locate_weights(model, folder, splits, new_rows)
     for name, parameter in model.named_parameters():
         for mapping in slice_mappings(parameter, splits.get(name)):
             local_tensor(parameter)[mapping.local.slices].copy_(stored[name].read(mapping.whole))

@@ -98,7 +98,7 @@ def parallelize(
             stage.anatomy,
             device=ranks.device,
             dtype=precision.weights,
-            source=Weights(prepared.folder, config.seed) if values else None,
+            source=Weights(prepared.folder, config.seed, prepared.new_rows) if values else None,
             splits=done.splits,
             offload=config.parallel.offload == "cpu",
         )

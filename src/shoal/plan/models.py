@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.catalogue.families import BY_MODEL_TYPE, FAMILIES, HIDDEN_DROPOUT
-from shoal.catalogue.shapes import NAMED, ModelShape, find_shape
+from shoal.catalogue.shapes import NAMED, ModelShape, find_shape, grown_vocabulary
 from shoal.config.schema import ModelConfig
 from shoal.config.schema_base import MOST_IN_SIZE, MOST_LAYERS
 from shoal.mistakes import UserMistake, suggestion
@@ -36,7 +36,8 @@ def read_shape(model: ModelConfig) -> ModelShape:
     else:
         assert model.from_ is not None, "the config demands one of model.from and model.shape"
         shape = _from_name(model.from_)
-    return replace(shape, vocab=shape.vocab + len(model.add_tokens))
+    # At most: without the tokenizer it is not known whether the vocabulary has spare rows for them.
+    return replace(shape, vocab=grown_vocabulary(shape.vocab, shape.vocab + len(model.add_tokens)))
 
 
 def has_dropout(model: ModelConfig) -> bool:

@@ -1,10 +1,13 @@
 """The inputs of a run: model config, tokenizer and datasets. Read before any process group exists."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 
-from shoal.catalogue.causal_models import why_not_packed
-from shoal.config.schema import Config
+from shoal.catalogue.causal_models import why_no_new_tokens, why_not_packed
+from shoal.catalogue.shapes import VOCABULARY_MULTIPLE
+from shoal.config.schema import Config, ModelConfig
 from shoal.data.sets import Sets, prepare_sets
 from shoal.data.tokenizer import BUILT_IN, load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
@@ -30,11 +33,14 @@ class Inputs:
 def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     """Read model config, tokenizer and datasets. Needs no accelerator and no other rank."""
     plan = blueprint(config.model)
-    tokenizer = _tokenizer(config, plan.folder)
+    tokenizer = load_model_tokenizer(config.model, plan.folder)
+    if config.model.add_tokens:
+        plan = _with_tokens(plan, tokenizer, config.model.add_tokens, reporter)
     if tokenizer.size > plan.vocabulary:
         raise UserMistake(
             f"The tokenizer has {tokenizer.size} tokens, but the model's vocabulary is {plan.vocabulary}; "
-            "give model.shape a vocab at least that large, or another model.tokenizer."
+            "give model.shape a vocab at least that large, another model.tokenizer, or the tokens that the model does "
+            "not have as model.add_tokens."
         )
     if plan.positions is not None and config.data.max_length > plan.positions:
         raise UserMistake(
@@ -60,15 +66,43 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     return Inputs(plan, tokenizer, sets, steps)
 
 
-def _tokenizer(config: Config, model_folder: Path | None) -> Tokenizer:
-    name = config.model.tokenizer
+def _with_tokens(plan: Blueprint, tokenizer: Tokenizer, tokens: Sequence[str], reporter: Reporter) -> Blueprint:
+    """The model with rows for the added tokens; says what became of them."""
+    vocabulary, ids = plan.vocabulary, {token: tokenizer.id_of(token) for token in tokens}
+    # A tokenizer may have been given its tokens already, and the model not.
+    new = [ids[token] for token in tokens if token in tokenizer.added or ids[token] >= vocabulary]
+    if present := [token for token in tokens if token not in tokenizer.added]:
+        reporter.say(f"model.add_tokens: the tokenizer has {', '.join(present)} already.")
+    if not new:
+        return plan
+    if (reason := why_no_new_tokens(plan.model_type, plan.settings.get_text_config())) is not None:
+        raise UserMistake(
+            f"model.add_tokens: {reason}, for which shoal has no new rows; leave it out, or use another model."
+        )
+    known = tokenizer.size - len(new)
+    if known > vocabulary:  # by tokens that are not listed
+        return plan
+    plan = plan.with_tokens(new, known)
+    room = f"the vocabulary of {vocabulary:,} has spare rows for them"
+    if plan.vocabulary > vocabulary:
+        multiple = gcd(vocabulary, VOCABULARY_MULTIPLE)
+        rounded = f", a multiple of {multiple} as before" if plan.vocabulary > tokenizer.size else ""
+        room = f"the vocabulary grows from {vocabulary:,} to {plan.vocabulary:,}{rounded}"
+    start = "" if plan.folder is None else f", and each new row starts as the mean of the {known:,} rows before"
+    reporter.say(f"model.add_tokens: {len(new)} new {'tokens' if len(new) > 1 else 'token'}; {room}{start}.")
+    return plan
+
+
+def load_model_tokenizer(model: ModelConfig, folder: Path | None) -> Tokenizer:
+    """The tokenizer of a config, with its added tokens. `folder` is that of the model, if there is one."""
+    name, added = model.tokenizer, model.add_tokens
     if name in BUILT_IN:
-        return load_tokenizer(name)
+        return load_tokenizer(name, add_tokens=added)
     if name is not None:
-        folder = user_path(name, "model.tokenizer")
-        return load_tokenizer(name, folder if folder.is_dir() else local_folder(name))
-    if model_folder is None:
+        given = user_path(name, "model.tokenizer")
+        return load_tokenizer(name, given if given.is_dir() else local_folder(name), add_tokens=added)
+    if folder is None:
         raise UserMistake(
             "model.shape gives random weights and no tokenizer; set model.tokenizer to a folder, a cached id, or bytes."
         )
-    return load_tokenizer(str(model_folder), model_folder)
+    return load_tokenizer(str(folder), folder, add_tokens=added)

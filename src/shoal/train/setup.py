@@ -101,7 +101,7 @@ def preflight(
     resolved = resolve_run(config, prepared, machine_here(config, device, world_size), overrides=overrides)
     _check(prepared, resolved, device)
     if inputs.blueprint.folder is not None:
-        check_stored(model, inputs.blueprint.folder)
+        check_stored(model, inputs.blueprint.folder, prepared.new_rows)
     if start_from is not None:
         check_checkpoint(start_from, config)
     return Preflight(inputs, prepared, resolved, device)
@@ -147,6 +147,11 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
     if checkpoint is not None and checkpoint != start.checkpoint:
         check_same_data(read_progress(checkpoint).data, fingerprint(inputs.sets))
     flops = count_flops(prepared, resolved.mesh)
+    for name in prepared.new_rows:
+        if not prepared.model.get_parameter(name).requires_grad:
+            reporter.warn(f"model.freeze: {name} is frozen, so its rows of added tokens stay as they start.")
+    if prepared.new_rows and checkpoint is not None and checkpoint == start.checkpoint:
+        reporter.warn(f"model.add_tokens: the rows of added tokens are those in {checkpoint}, not the mean.")
 
     objective, emulated = find_objective(config.train.objective), _emulated(config, ranks)
     model, optimizer = build(

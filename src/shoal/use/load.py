@@ -99,7 +99,7 @@ def _load_checkpoint(
     checkpoint = choose_checkpoint(run.path, step)
     plan = read_blueprint(run.model)
     # The run's own copy, unless the name is that of a built-in tokenizer.
-    tokenizer = load_tokenizer(config.model.tokenizer or str(run.model), run.model)
+    tokenizer = load_tokenizer(config.model.tokenizer or str(run.model), run.model, add_tokens=config.model.add_tokens)
     prepared = prepare_model(plan, attention=config.model.attention, longest=config.data.max_length)
     model, anatomy = prepared.model, prepared.anatomy
     saved = read_precision(config.train.precision, config.train.reduce_dtype).weights
