@@ -1,7 +1,7 @@
 """Mistakes in the data that can be found in a moment, before torch is imported: a wrong path, an unknown format."""
 
 from shoal.config.schema import DataConfig
-from shoal.data.formats import choose_format
+from shoal.data.formats import choose_format, refuse_pairs
 from shoal.data.sources import read_records, stop
 from shoal.data.sources.find import VALIDATION, find_files, find_source
 from shoal.mistakes import UserMistake
@@ -25,7 +25,7 @@ def check_first_record(data: DataConfig) -> None:
     on_bad = ignore if data.on_error == "skip" else stop
     first = next(read_records(source, files, on_bad), None)
     if first is not None:
-        choose_format(data.format, first)
+        refuse_pairs(choose_format(data.format, first))
 
 
 def ignore(mistake: UserMistake) -> None:

@@ -12,6 +12,8 @@ import numpy as np
 from shoal.config.schema import DataConfig
 from shoal.data import pack
 from shoal.data.cache import Report, obtain
+from shoal.data.chat_template import ChatTemplate, split_markers, tokenizer_template
+from shoal.data.formats import MAY_HAVE_CHATS, Options
 from shoal.data.order import Order
 from shoal.data.sequences import (
     LOSS_TOKEN,
@@ -46,6 +48,7 @@ class Settings:
     pack_apart: bool  # documents that must not attend to each other
     train_on: str
     on_error: str
+    chat_template: str | None  # its fingerprint
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def prepare(
 ) -> Sequences:
     """The sequences of `data` (or of `path`, its validation data), from the cache if they are there and complete."""
     source = find_source(data.source, data.path if path is None else path)
+    template = tokenizer_template(tokenizer, data.chat_template) if data.format in MAY_HAVE_CHATS else None
     settings = Settings(
         source=source,
         format=str(data.format),
@@ -96,6 +100,7 @@ def prepare(
         pack_apart=data.pack is True or (data.pack == "auto" and not_apart is None),
         train_on=str(data.train_on),
         on_error=str(data.on_error),
+        chat_template=None if template is None else template.fingerprint,
     )
     named_by = PATH if path is None else VALIDATION
     files = _files(data, source, path, cache_root(cache), report)
@@ -104,7 +109,7 @@ def prepare(
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
-        _write_sequences(folder, settings, files, tokenizer, report, named_by, not_apart)
+        _write_sequences(folder, settings, files, tokenizer, template, report, named_by, not_apart)
         if _states(files) != before:
             raise UserMistake("The data changed while it was read. Start again once it is complete.")
 
@@ -114,6 +119,8 @@ def prepare(
         raise cannot_pack(not_apart)
     for sentence in sequences.summary.sentences():
         report(sentence)
+    if sequences.summary.format == "chat" and (split := split_markers(tokenizer, data.chat_template)) is not None:
+        report(split)
     if data.pack == "auto" and not_apart is not None and not sequences.summary.joined:
         report(f"data.pack auto: one document per sequence, because {not_apart}.")
     if ready:
@@ -145,6 +152,7 @@ def _write_sequences(
     settings: Settings,
     files: Sequence[Path],
     tokenizer: Tokenizer,
+    template: ChatTemplate | None,
     report: Report,
     key: str,
     not_apart: str | None,
@@ -156,7 +164,7 @@ def _write_sequences(
         tokenizer,
         source=settings.source,
         format_name=settings.format,
-        train_on=settings.train_on,
+        options=Options(settings.train_on, template),
         skip=settings.on_error == "skip",
         progress=progress,
         not_apart=not_apart if settings.pack_apart else None,

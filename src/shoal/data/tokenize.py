@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.data.chat_template import no_template
 from shoal.data.encode import Encoded, encode
-from shoal.data.formats import Document, Format, Options, choose_format, read_document
+from shoal.data.formats import Document, Format, Options, choose_format, read_document, refuse_pairs
 from shoal.data.sequences import ArrayWriter, Summary
 from shoal.data.sources import Record, read_records
 from shoal.data.tokenizer_base import Tokenizer
@@ -77,7 +78,7 @@ def tokenize_files(
     *,
     source: str,
     format_name: str,
-    train_on: str,
+    options: Options,
     skip: bool,
     progress: Progress,
     key: str,
@@ -91,6 +92,9 @@ def tokenize_files(
     if first is None:
         raise _nothing(files, errors, "no record", key)
     chosen = choose_format(format_name, first)
+    refuse_pairs(chosen)
+    if chosen.name == "chat" and options.template is None:
+        raise no_template(tokenizer.name)
     if not_apart is not None and not chosen.joined:
         raise cannot_pack(not_apart)
     small = tokenizer.size <= 1 << 16
@@ -99,7 +103,7 @@ def tokenize_files(
         ArrayWriter(folder / "flags.npy", np.dtype(np.uint8)) as flags,
     ):
         writer = _Writer(tokens, flags)
-        for batch in _batches(_documents(chain([first], records), chosen, Options(train_on), errors)):
+        for batch in _batches(_documents(chain([first], records), chosen, options, errors)):
             writer.write(encode(tokenizer, batch))
             progress.tick(f"Tokenizing: {len(writer.lengths):,} documents, {tokens.length:,} tokens so far.")
     if not writer.lengths:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from shoal.catalogue.causal_models import why_not_packed
 from shoal.config.schema import Config
+from shoal.data.chat_template import end_ids, read_template
 from shoal.data.prepare import Sets, prepare_sets
 from shoal.data.tokenizer import BUILT_IN, load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
@@ -31,6 +32,8 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     """Read model config, tokenizer and datasets. Needs no accelerator and no other rank."""
     plan = blueprint(config.model)
     tokenizer = _tokenizer(config, plan.folder)
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = read_template(config.data.chat_template)  # so that it is saved and exported
     if tokenizer.size > plan.vocabulary:
         raise UserMistake(
             f"The tokenizer has {tokenizer.size} tokens, but the model's vocabulary is {plan.vocabulary}; "
@@ -46,6 +49,12 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end
     not_apart = why_not_packed(plan.model_type)
     sets = prepare_sets(config.data, tokenizer, seed=config.seed, report=reporter.say, not_apart=not_apart)
+    if "chat" in sets.training.summary.format:
+        # Generation has to stop where a turn ends, which may be another token than the one that ends a text.
+        present = plan.settings.eos_token_id
+        present = present if isinstance(present, list | tuple) else [present]
+        ends = list(dict.fromkeys([*(int(token) for token in present if token is not None), *end_ids(tokenizer)]))
+        plan.settings.eos_token_id = ends if len(ends) > 1 else ends[0]
     steps = count_steps(
         epochs=config.train.epochs,
         steps=config.train.steps,
