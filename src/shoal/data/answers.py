@@ -67,50 +67,80 @@ class _Finder:
         self._text = text
 
     def find(self, index: int) -> Span:
-        """The answer at `index` starts where the prompt before it ends, and ends where a rendering up to it ends."""
-        prompt = self._try(self._messages[:index], prompt=True) if index else None
-        start = len(prompt) if prompt is not None and self._text.startswith(prompt) else None
+        """The answer at `index` starts where the prompt before it ends, and ends where a rendering up to it ends.
+
+        Templates render some turns differently when they are the last (Qwen 3 keeps the thinking of the last one only,
+        Phi 3 writes an end token after it), so either place may have to be found in another way.
+        """
+        start = self._start(index)
         last = index == len(self._messages) - 1
         until = self._text if last else self._try(self._messages[: index + 1])
-        end = len(until) if until is not None and self._text.startswith(until) else None
-        if start is None or end is None or end <= start:
-            # The template renders a prompt, or a last turn, differently (Qwen 3 keeps its thinking, for example).
-            content, ending = self._content(index)
-            start = content[0] if start is None else start
-            end = content[1] + len(ending) if end is None or end <= start else end
+        if until is not None and self._text.startswith(until):
+            end = len(until)
+        else:
+            end = self._same_ending(start, until) or self._end_of_content(index)
         if end <= start:
             raise Ambiguous
-        return start, self._trimmed(start, end)
-
-    def _trimmed(self, start: int, end: int) -> int:
-        """Without the white space after the token that ends the turn: the model stops before it."""
+        # Without the white space after the token that ends the turn: the model stops before it.
         stripped = self._text[start:end].rstrip()
-        return start + len(stripped) if stripped.endswith(self._template.added) else end
+        return start, start + len(stripped) if stripped.endswith(self._template.added) else end
 
-    def _content(self, index: int) -> tuple[Span, str]:
-        """Where the content of a message is, and how its turn ends, by rendering a placeholder in its place."""
+    def _start(self, index: int) -> int:
+        prompt = self._try(self._messages[:index], prompt=True) if index else None
+        if prompt is not None and self._text.startswith(prompt):
+            return len(prompt)
+        if "tool_calls" not in self._messages[index]:
+            return self._content(index)[0]
+        before = self._try(self._messages[:index])
+        if prompt is None or before is None or not self._text.startswith(before) or not prompt.startswith(before):
+            raise Ambiguous
+        # The prompt begins an answer in words (such as <think>) where this turn calls a tool: the header is what both
+        # have in common, up to a token or a line.
+        shared = len(before)
+        while shared < len(prompt) and self._text.startswith(prompt[: shared + 1]):
+            shared += 1
+        header = prompt[len(before) : shared]
+        ends = [header.rfind(token) + len(token) for token in {"\n", *self._template.added} if token in header]
+        if not ends:
+            raise Ambiguous
+        return len(before) + max(ends)
+
+    def _same_ending(self, start: int, until: str | None) -> int | None:
+        """The end of a turn that is, from `start` to its closing token, also the end of the rendering up to it."""
+        stripped = "" if until is None else until.rstrip()
+        token = next((token for token in self._template.added if stripped.endswith(token)), None)
+        at = -1 if token is None else self._text.find(token, start)
+        if token is None or at < 0 or not stripped.endswith(self._text[start : at + len(token)]):
+            return None
+        return at + len(token)
+
+    def _end_of_content(self, index: int) -> int:
+        after = self._text[self._content(index)[1] :]
+        blank = len(after) - len(after.lstrip())
+        token = self._template.token_at(after[blank:])
+        if token in self._template.ends_of_turn:
+            return len(self._text) - len(after) + blank + len(token)
+        # No token ends the turn: the text that also ends a last turn does.
+        closing = self._around([*self._messages[:index], self._replaced(index)])[1].rstrip()
+        if token or not after.startswith(closing):
+            raise Ambiguous
+        return len(self._text) - len(after) + len(closing)
+
+    def _content(self, index: int) -> Span:
+        """Where the content of a message is, by rendering a placeholder in its place."""
         message = self._messages[index]
         if not message["content"] or "tool_calls" in message:
             raise Ambiguous
-        replaced = {**message, "content": PLACEHOLDER}
-        before, after = self._around([*self._messages[:index], replaced, *self._messages[index + 1 :]])
+        before, after = self._around([*self._messages[:index], self._replaced(index), *self._messages[index + 1 :]])
         start, end = len(before), len(self._text) - len(after)
         if end < start or not self._text.startswith(before) or not self._text.endswith(after):
             raise Ambiguous
         if self._text[start:end].strip() not in message["content"]:
             raise Ambiguous
-        return (start, end), self._ending(index, after, replaced)
+        return start, end
 
-    def _ending(self, index: int, after: str, replaced: dict[str, object]) -> str:
-        """What ends the turn: the token after the content, or without one the text that also ends a last turn."""
-        blank = len(after) - len(after.lstrip())
-        token = self._template.token_at(after[blank:])
-        if token in self._template.ends_of_turn:
-            return after[: blank + len(token)]
-        closing = self._around([*self._messages[:index], replaced])[1].rstrip()
-        if token or not after.startswith(closing):
-            raise Ambiguous
-        return closing
+    def _replaced(self, index: int) -> dict[str, object]:
+        return {**self._messages[index], "content": PLACEHOLDER}
 
     def _around(self, messages: Messages) -> tuple[str, str]:
         rendered = self._try(messages)

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shoal.data.document import shortened
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake, suggestion
 from shoal.paths import user_path
@@ -58,6 +59,9 @@ class ChatTemplate:
 
     def render(self, messages: Messages, tools: Any = None, *, prompt: bool = False) -> tuple[str, list[Span]]:
         """The text, and its spans in generation blocks. `prompt`: with the beginning of an answer."""
+        return self._render(list(map(_with_parts, messages)) if self.takes_parts else messages, tools, prompt=prompt)
+
+    def _render(self, messages: Messages, tools: Any = None, *, prompt: bool = False) -> tuple[str, list[Span]]:
         # Imported here: seconds, and most runs have no conversations.
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -73,8 +77,22 @@ class ChatTemplate:
                 **dict(self.special),
             )
         except Exception as error:  # a template is a program and can raise anything
-            raise TemplateFailed(" ".join(str(error).split()) or type(error).__name__) from error
+            reason = shortened(" ".join(str(error).split())) or type(error).__name__
+            raise TemplateFailed(reason if reason[-1] in ".!?…" else f"{reason}.") from error
         return str(rendered[0]), [(start, end) for start, end in spans[0] if end > start] if marked else []
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the content of a message must be a list of parts, as in templates for images and text."""
+        opening, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": PLACEHOLDER}
+        for parts in (False, True):
+            messages = [_with_parts(one) if parts else one for one in (opening, answer)]
+            try:
+                if PLACEHOLDER in self._render(messages)[0]:
+                    return parts
+            except TemplateFailed:
+                continue
+        return False
 
     @cached_property
     def ends_of_turn(self) -> tuple[str, ...]:
@@ -94,6 +112,11 @@ class ChatTemplate:
         if not text.startswith(self.added):  # quick, where a vocabulary has thousands of added tokens
             return ""
         return next(token for token in self.added if text.startswith(token))
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def tokenizer_template(tokenizer: Tokenizer, chosen: str | None = None) -> ChatTemplate | None:

@@ -22,7 +22,7 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages with `role` and `content` (None only beside tool calls). `given`: how many of the first messages are a
+    """Messages with `role`, `content` and whatever else they have. `given`: how many of the first messages are a
     prompt, whose answers are not learned."""
 
     messages: list[Message]
@@ -31,13 +31,12 @@ class Conversation:
     answers: list[int] = field(default_factory=list)  # indices of the assistant's messages after the prompt
 
     def variants(self) -> Iterator[list[Message]]:
-        """The messages as different templates want them: no content of a tool call may be None or "", and arguments a
-        dictionary or JSON."""
+        """The messages as different templates want them: beside tool calls, no content is "" or None, and arguments
+        are a dictionary or JSON."""
         yield self.messages
         if any("tool_calls" in message for message in self.messages):
-            for arguments in (False, True):
-                for content in (None, ""):
-                    yield [_variant(message, content, arguments) for message in self.messages]
+            for content, as_json in ((None, False), ("", True), (None, True)):
+                yield [_variant(message, content, as_json) for message in self.messages]
 
 
 def read_conversation(record: Record) -> Conversation:
@@ -97,7 +96,7 @@ def _message(record: Record, where: str, value: Any) -> Message:
     if named == "function_call":
         calls, content = _called(record, where, content), None
     if role == "assistant" and calls:
-        return {"role": role, "content": content, **kept, "tool_calls": _tool_calls(record, where, calls)}
+        return {"role": role, "content": content or "", **kept, "tool_calls": _tool_calls(record, where, calls)}
     if content is None:
         raise UserMistake(f"{record.where}: the {content_key} of {where} is null. {REMEDY}")
     if role == "assistant" and not content.strip():
