@@ -50,17 +50,18 @@ def render_conversation(record: Record, conversation: Conversation, options: Opt
 
 def _render(record: Record, template: ChatTemplate, conversation: Conversation) -> tuple[Conversation, str, list[Span]]:
     """The conversation in the variant that the template takes, and its text with the generation blocks in it."""
-    failure: TemplateFailed | None = None
+    failures: list[TemplateFailed | None] = []
     for messages in conversation.variants():
         try:
             text, blocks = template.render(messages, conversation.tools)
         except TemplateFailed as error:
-            failure = failure or error
+            failures.append(error)
             continue
         if _has_calls(template, conversation, messages):
             return replace(conversation, messages=messages), text, blocks
-    if failure is not None:
-        raise failure
+        failures.append(None)
+    if (refused := failures[0]) is not None and None not in failures:
+        raise refused
     raise UserMistake(f"{record.where} has tool calls, which the chat template leaves out. {REMEDY}")
 
 
