@@ -96,7 +96,7 @@ def test_tool_calls_have_the_same_form_whatever_the_record_has() -> None:
     document = read_document(FORMATS["chat"], record(messages=openai, tools=[schema]), options())
     assert trained(document) == [
         '<tool_call>{"name": "look", "arguments": {"place": "mat"}}</tool_call><|im_end|>',
-        "There.<|im_end|>",
+        "There.<|im_end|>\n",
     ]
 
 
@@ -107,7 +107,7 @@ def test_of_a_prompt_and_a_completion_only_the_completion_is_learned() -> None:
     assert read_document(completion, one, Options("answers")).segments == [("1 + 1 = ", False), ("2", True)]
     assert read_document(completion, one, Options("all")).segments == [("1 + 1 = 2", True)]
     messages = record(prompt=[user("One?"), assistant("Two."), user("Three?")], completion=[assistant("Four.")])
-    assert trained(read_document(choose_format("auto", messages), messages, options())) == ["Four.<|im_end|>"]
+    assert trained(read_document(choose_format("auto", messages), messages, options())) == ["Four.<|im_end|>\n"]
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_prepared_conversation_trains_on_its_answers(
     sequences = prepare(chosen, BYTES, report=said.append)
     tokens, flags = sequences[0]
     assert BYTES.decode(tokens) == ("<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>\n<|end|>")
-    assert BYTES.decode(tokens[(flags & LOSS_TOKEN) > 0]) == "Two.<|im_end|><|end|>"
+    assert BYTES.decode(tokens[(flags & LOSS_TOKEN) > 0]) == "Two.<|im_end|>\n<|end|>"
     assert said[0].startswith("1 documents (chat)")
     assert any(sentence.startswith("2 invalid records or files were skipped; the first: ") for sentence in said)
     assert any("model.add_tokens: [" in sentence and "<|im_start|>" in sentence for sentence in said)
@@ -236,7 +236,7 @@ def test_a_pair_of_conversations_differs_in_what_is_learned(fields: dict[str, An
     assert choose_format("auto", record(**fields)).name == "preference"
     chosen, rejected = read_pair(record(**fields), options())
     assert text_of(chosen) == "<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>\n"
-    assert (trained(chosen), trained(rejected)) == (["Two.<|im_end|>"], ["Six.<|im_end|>"])
+    assert (trained(chosen), trained(rejected)) == (["Two.<|im_end|>\n"], ["Six.<|im_end|>\n"])
     assert text_of(rejected) == text_of(chosen).replace("Two.", "Six.")
 
 

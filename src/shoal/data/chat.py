@@ -45,6 +45,8 @@ def render_conversation(record: Record, conversation: Conversation, options: Opt
             f"{record.where}: the chat template does not tell where the answers are. Set data.chat_template to a "
             "template with {% generation %} blocks, set data.train_on: all, or set data.on_error: skip."
         ) from None
+    if end and spans and not text[spans[-1][1] :].strip():
+        spans[-1] = (spans[-1][0], len(text))  # the model has to write all that precedes the end token
     return Document(_segments(text, spans), whole=True, begin=False, end=end)
 
 
