@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.data.chat_template import NAMED, read_template, tokenizer_template
+from shoal.data.chat_template import NAMED, end_ids, read_template, tokenizer_template
 from shoal.data.encode import encode
 from shoal.data.formats import FORMATS, Options, read_document
 from shoal.data.sequences import LOSS_TOKEN
@@ -172,6 +172,13 @@ def test_the_end_of_a_turn_is_trained_where_a_block_leaves_it_out(tokenizer: Pre
     added = [index for index, (one, other) in enumerate(zip(mask, narrower, strict=True)) if one != other]
     assert [ids[index] for index in added] == [end] * 3
     assert all(mask[index] == "1" == narrower[index - 1] for index in added)
+
+
+def test_generation_stops_where_a_turn_ends(tokenizer: PretrainedTokenizer) -> None:
+    ends = {"qwen25": ["</s>", "<|im_end|>"], "zephyr": ["</s>"], "phi3": ["</s>", "<|end|>"]}
+    for family, expected in ends.items():
+        tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
+        assert [tokenizer.decode([token]) for token in end_ids(tokenizer)] == expected
 
 
 def test_an_answer_that_no_token_closes_is_closed_by_the_end_token(tokenizer: PretrainedTokenizer) -> None:
