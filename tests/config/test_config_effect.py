@@ -95,6 +95,12 @@ def test_defaults_are_never_reported() -> None:
             "data.train_on all has no effect: plain text has no answers, so every token counts.",
         ),
         (
+            {"data": {"chat_template": "chatml", "format": "alpaca"}},
+            {"data": {"chat_template": "chatml", "format": "chat"}},
+            None,
+            "data.chat_template chatml has no effect: data.format is alpaca.",
+        ),
+        (
             {"train": {"schedule": {"name": "constant", "min_ratio": 0.5}}},
             {"train": {"schedule": {"name": "linear", "min_ratio": 0.5}}},
             None,

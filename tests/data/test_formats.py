@@ -49,3 +49,14 @@ def test_records_that_do_not_match_the_format_name_their_file_and_line() -> None
         read_document(alpaca, record(instruction="x", output=3), Options("answers"))
     with pytest.raises(UserMistake, match=r"data\.jsonl:7: text holds a lone surrogate at position 1"):
         read_document(choose_format("text", record()), record(text="a\ud83d"), Options("answers"))
+    with pytest.raises(UserMistake, match=r"data\.jsonl:7: text must be a string, found null.*on_error: skip"):
+        read_document(choose_format("text", record()), record(text=None), Options("answers"))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"instruction": "Be silent.", "output": ""}, {"prompt": "Be silent.", "completion": " \n"}]
+)
+def test_an_empty_answer_is_a_mistake_that_can_be_skipped(fields: dict[str, Any]) -> None:
+    one = record(**fields)
+    with pytest.raises(UserMistake, match=r"data\.jsonl:7: (output|completion) is empty.*data\.on_error: skip"):
+        read_document(choose_format("auto", one), one, Options("answers"))

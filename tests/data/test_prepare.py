@@ -119,11 +119,6 @@ def test_the_loss_counts_only_the_answer_and_its_end_token(write: Write, setting
     assert labels(everything) == [contents(sequences)[0][1:]]
 
 
-def test_an_empty_answer_still_trains_to_stop(write: Write, settings: Any) -> None:
-    file = write("a.json", [{"instruction": "Be silent.", "output": ""}])
-    assert labels(prepare(settings(source="json", path=file, max_length=300), BYTES, report=quiet)) == [[END]]
-
-
 def test_packing_keeps_documents_whole_and_loses_or_repeats_none(write: Write, settings: Any) -> None:
     documents = alpaca_records(60)
     file = write("a.jsonl", documents)

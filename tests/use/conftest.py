@@ -97,6 +97,26 @@ def chat_run(runs: Path, text: Path, lively: Path) -> Path:
     )
 
 
+@pytest.fixture(scope="session")
+def conversation_run(runs: Path, lively: Path) -> Path:
+    """Trained on conversations, with a template by name for a tokenizer that has none."""
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "import this"}]
+    chats = runs.parent / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"messages": turns * 2}) + "\n")
+    return train(
+        1,
+        chats,
+        runs,
+        lively,
+        name="conversations",
+        train__steps=2,
+        data__source="json",
+        data__chat_template="chatml",
+        data__max_length=256,
+        data__validation=0,
+    )
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a command ended."""

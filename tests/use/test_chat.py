@@ -8,6 +8,7 @@ from shoal.mistakes import UserMistake
 from shoal.use.chat import Chat, converse
 from shoal.use.generate import Sampling, generate
 from shoal.use.load import load_run
+from shoal.use.prompt import make_prompt
 
 GREEDY = Sampling(tokens=12, temperature=0)
 
@@ -95,6 +96,24 @@ def test_a_run_trained_on_instructions_does_not_use_the_chat_template_of_its_tok
     # Where no template was trained, the tokenizer's is used, and that is said.
     Chat(load_run(chat_run, device="cpu"), GREEDY, said.append)
     assert "unseen in this training" in said[1]
+
+
+def test_a_run_trained_on_conversations_renders_prompts_as_in_training(conversation_run, tmp_path):
+    loaded, said = load_run(conversation_run, device="cpu"), []
+    wanted = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    prompt = make_prompt(loaded, "hello")
+    assert loaded.tokenizer.decode(prompt.ids) == wanted
+    assert not prompt.continues
+    assert loaded.tokenizer.decode(make_prompt(loaded, "hello", raw=True).ids) == "hello"
+    chat = Chat(loaded, GREEDY, said.append)
+    assert "unseen" not in "".join(said)
+    assert "".join(chat.ask("hello")) == generate(loaded, "hello", tokens=GREEDY.tokens, temperature=0)
+    assert [message["role"] for message in chat.history] == ["user", "assistant"]
+    # The template is exported with the tokenizer.
+    exported = AutoTokenizer.from_pretrained(api.export(conversation_run, tmp_path / "hf"))
+    messages = [{"role": "user", "content": "hello"}]
+    assert exported.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == wanted
+    assert exported.apply_chat_template(messages, add_generation_prompt=True)["input_ids"] == prompt.ids
 
 
 def test_a_run_without_chat_template_or_instructions_is_refused(text_run, tmp_path, shoal):

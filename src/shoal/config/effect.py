@@ -78,6 +78,14 @@ def _plain_text(run: _Run) -> str | None:
     )
 
 
+def _no_chats(run: _Run) -> str | None:
+    data = run.config.data
+    formats = {block.format for block, _ in data.blocks()}
+    if data.kinds <= {"text", "tokens", "chess"}:
+        return "the data has no conversations"
+    return f"data.format is {data.format}" if not formats & {"auto", "chat", "completion", "preference"} else None
+
+
 def _no_tiles_to_skip(run: _Run) -> str | None:
     if run.config.model.attention != "flex":
         return None
@@ -145,6 +153,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     *((f"data.{key}", _only_for("hf")) for key in ("split", "subset")),
     ("data.token_dtype", _only_for("tokens")),
     ("data.columns", _no_columns),
+    ("data.chat_template", _no_chats),
     *((f"data.{key}", _nothing_played) for key in ("games", "plies", "player")),
     (
         "train.base_batch",

@@ -33,6 +33,14 @@ class ChessTokenizer(Tokenizer):
         self._hugging_face: Any = None
 
     @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        return None
+
+    @chat_template.setter
+    def chat_template(self, text: str) -> None:
+        raise UserMistake("The tokenizer chess has only moves, so it has no use for data.chat_template; leave it out.")
+
+    @property
     def fingerprint(self) -> str:
         return "chess-1"
 

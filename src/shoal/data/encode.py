@@ -24,7 +24,9 @@ class Encoded:
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Encoded:
     """Each document: the begin token where the tokenizer prepends one, the text, the end token."""
     begin = None if tokenizer.begin is None or not tokenizer.prepends_begin else tokenizer.begin
-    encoded = iter(tokenizer.encode_many([text for one in documents for text, _ in one.segments]))
+    encoded = iter(tokenizer.encode_many([text for one in documents if not one.whole for text, _ in one.segments]))
+    conversations = [_text(one) for one in documents if one.whole]
+    wholes = iter(tokenizer.encode_with_offsets(conversations) if conversations else ())
     parts: list[np.ndarray] = []
     trained: list[bool] = []
     firsts: list[int] = []  # where documents begin
@@ -32,7 +34,11 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Encoded:
     continued: list[bool] = []
     empty = written = 0
     for document in documents:
-        found = [(next(encoded), loss) for _, loss in document.segments]
+        found = (
+            _runs(document, *next(wholes))
+            if document.whole
+            else [(next(encoded), loss) for _, loss in document.segments]
+        )
         alone = not document.continues and not document.continued
         if alone and not any(len(ids) for ids, _ in found):
             empty += 1
@@ -40,8 +46,9 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Encoded:
         if begin is not None and document.begin and not document.continues:
             found.insert(0, (np.array([begin], dtype=np.int32), False))
         if document.end and not document.continued:
-            # The end token is a loss token if the last segment is.
-            found.append((np.array([tokenizer.end], dtype=np.int32), document.segments[-1][1]))
+            # The end token is a loss token if the last segment is. After a conversation it closes an answer.
+            trained_end = any(loss for _, loss in document.segments) if document.whole else document.segments[-1][1]
+            found.append((np.array([tokenizer.end], dtype=np.int32), trained_end))
         added = sum(len(ids) for ids, _ in found)
         if added and not document.continues:
             firsts.append(written)
@@ -59,3 +66,22 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Encoded:
     flags = np.repeat(np.array(trained, dtype=np.uint8) * np.uint8(LOSS_TOKEN), [len(part) for part in parts])
     flags[firsts] = DOCUMENT  # and not a loss token: no input of the document precedes it
     return Encoded(ids, flags, np.array(lengths, dtype=np.int64), np.array(continued, dtype=bool), empty)
+
+
+def _text(document: Document) -> str:
+    return "".join(text for text, _ in document.segments)
+
+
+def _runs(document: Document, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> list[tuple[np.ndarray, bool]]:
+    """The tokens of a document that is one text, in runs. A token that has any character of a trained segment is
+    trained, as in transformers."""
+    runs: list[tuple[np.ndarray, bool]] = []
+    done = at = 0
+    for text, trained in document.segments:
+        if trained:
+            first = max(int(np.searchsorted(ends, at, side="right")), done)
+            last = max(int(np.searchsorted(starts, at + len(text), side="left")), first)
+            runs += [(ids[done:first], False), (ids[first:last], True)]
+            done = last
+        at += len(text)
+    return [*runs, (ids[done:], False)]

@@ -1,7 +1,7 @@
 """Mistakes in the data that can be found in a moment, before torch is imported: a wrong path, an unknown format."""
 
 from shoal.config.schema import DataConfig
-from shoal.data.formats import choose_format
+from shoal.data.formats import choose_format, refuse_pairs
 from shoal.data.sources import Reading, find_reading, read_records, stop
 from shoal.data.sources.hf import parse_split
 from shoal.data.sources.json_records import is_array
@@ -24,7 +24,7 @@ def check_first_record(data: DataConfig) -> None:
             check_tokenized(data)
         first = next(read_records(reading, on_bad), None) if _is_quick(reading) else None
         if first is not None:
-            choose_format(data.format, first)
+            refuse_pairs(choose_format(data.format, first))
 
 
 def _is_quick(reading: Reading) -> bool:

@@ -6,46 +6,62 @@ A new format is one function and one line in `FORMATS`.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from shoal.data.chat import read_chat
+from shoal.data.document import Document, Options, Segment, listed_keys, read_answer, read_string
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake, suggestion
-from shoal.paths import LONGEST_SHOWN
 
-Segment = tuple[str, bool]  # the text, and whether the loss counts it
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A document as text. Its segments are tokenized separately, so that a prompt has the same tokens as in generation,
-    or as one text (`whole`), as a chat template is."""
-
-    segments: list[Segment]
-    whole: bool = False
-    begin: bool = True  # the tokenizer's begin token is prepended, if it does so
-    end: bool = True  # the end token is appended
-    continues: bool = False  # a document that the previous one of its file began
-    continued: bool = False  # by the next
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user chose about the content of documents."""
-
-    train_on: str = "answers"
+__all__ = [
+    "FORMATS",
+    "MAY_HAVE_CHATS",
+    "Document",
+    "Format",
+    "Options",
+    "alpaca_prompt",
+    "check_keys",
+    "choose_format",
+    "merge_segments",
+    "read_document",
+    "refuse_pairs",
+]
 
 
 @dataclass(frozen=True)
 class Format:
-    """`keys`: required in every record, and how `auto` recognizes the format. `joined`: documents are concatenated into
-    one stream (pretraining) rather than kept apart by the attention mask (instructions)."""
+    """`needs`: the keys of a record, one of these sets in each, and how `auto` recognizes the format. `joined`:
+    documents are concatenated into one stream (pretraining) rather than kept apart by the attention mask
+    (instructions). `pairs`: a record is two documents, which `document` cannot be."""
 
     name: str
-    keys: tuple[str, ...]
+    needs: tuple[tuple[str, ...], ...]
     document: Callable[[Record, Options], Document]
     joined: bool = False
+    pairs: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(key for keys in self.needs for key in keys)
+
+    @property
+    def described(self) -> str:
+        return " or ".join(" and ".join(keys) for keys in self.needs)
+
+    def fits(self, record: Record) -> bool:
+        return any(all(key in record.fields for key in keys) for keys in self.needs)
 
 
 def choose_format(name: str, first: Record) -> Format:
-    """The format called `name`; `auto` chooses by the keys of the first record."""
+    """The format called `name`; `auto` chooses by the keys of the first record.
+
+    A prompt and a completion that are messages are a conversation.
+    """
+    chosen = _find_format(name, first)
+    if chosen.name == "completion" and any(isinstance(first.fields.get(key), list) for key in chosen.keys):
+        return FORMATS["chat"]
+    return chosen
+
+
+def _find_format(name: str, first: Record) -> Format:
     if name != "auto":
         if name not in FORMATS:
             raise UserMistake(
@@ -54,24 +70,23 @@ def choose_format(name: str, first: Record) -> Format:
             )
         return FORMATS[name]
     for candidate in FORMATS.values():
-        if all(key in first.fields for key in candidate.keys):
+        if candidate.fits(first):
             return candidate
-    wanted = "; ".join(f"{one.name}: {', '.join(one.keys)}" for one in FORMATS.values())
+    wanted = "; ".join(f"{one.name}: {one.described}" for one in FORMATS.values())
     raise UserMistake(
-        f"data.format auto does not recognize {first.where}, which has the keys {_keys(first)}. Known formats need "
-        f"({wanted}). Name the keys in data.columns, or set data.format."
+        f"data.format auto does not recognize {first.where}, which has the keys {listed_keys(first)}. Known formats "
+        f"need ({wanted}). Name the keys in data.columns, or set data.format."
     )
 
 
 def read_document(chosen: Format, record: Record, options: Options) -> Document:
-    """The document of a record; adjacent segments of the same kind are merged before tokenization."""
-    missing = [key for key in chosen.keys if key not in record.fields]
-    if missing:
-        raise UserMistake(
-            f"{record.where} lacks {', '.join(missing)}, which data.format {chosen.name} needs; its keys are "
-            f"{_keys(record)}. Fix the record, choose another data.format, or set data.on_error: skip."
-        )
-    document = chosen.document(record, options)
+    """The document of a record."""
+    check_keys(chosen, record)
+    return merge_segments(chosen.document(record, options))
+
+
+def merge_segments(document: Document) -> Document:
+    """The document with adjacent segments of the same kind as one, for tokenization."""
     merged: list[Segment] = []
     for text, trained in document.segments:
         if merged and merged[-1][1] == trained:
@@ -81,8 +96,19 @@ def read_document(chosen: Format, record: Record, options: Options) -> Document:
     return replace(document, segments=merged)
 
 
+def check_keys(chosen: Format, record: Record) -> None:
+    """A UserMistake if the record lacks a key that its format needs."""
+    if not chosen.fits(record):
+        missing = [key for key in chosen.needs[0] if key not in record.fields]
+        lacking = ", ".join(missing) if len(chosen.needs) == 1 else chosen.described
+        raise UserMistake(
+            f"{record.where} lacks {lacking}, which data.format {chosen.name} needs; its keys are "
+            f"{listed_keys(record)}. Fix the record, choose another data.format, or set data.on_error: skip."
+        )
+
+
 def _text(record: Record, options: Options) -> Document:
-    return Document([(_string(record, "text"), True)])  # every token counts in the loss, so train_on has no effect
+    return Document([(read_string(record, "text"), True)])  # every token counts in the loss, so train_on has no effect
 
 
 # The prompt of Stanford Alpaca, with which its many descendants were trained too. It ends where the answer begins, so
@@ -106,36 +132,37 @@ def alpaca_prompt(instruction: str, material: str = "") -> str:
 
 
 def _alpaca(record: Record, options: Options) -> Document:
-    material = "" if record.fields.get("input") is None else _string(record, "input")
-    prompt = alpaca_prompt(_string(record, "instruction"), material)
-    return Document([(prompt, options.train_on == "all"), (_string(record, "output"), True)])
+    material = "" if record.fields.get("input") is None else read_string(record, "input")
+    prompt = alpaca_prompt(read_string(record, "instruction"), material)
+    return Document([(prompt, options.train_on == "all"), (read_answer(record, "output"), True)])
 
 
-def _string(record: Record, key: str) -> str:
-    value = record.fields[key]
-    if not isinstance(value, str):
+def _completion(record: Record, options: Options) -> Document:
+    prompt = read_string(record, "prompt")
+    return Document([(prompt, options.train_on == "all"), (read_answer(record, "completion"), True)])
+
+
+def refuse_pairs(chosen: Format) -> None:
+    """A UserMistake if the records of the format are pairs, which an objective for single documents cannot train on."""
+    if chosen.pairs:
         raise UserMistake(
-            f"{record.where}: {key} must be a string, found {type(value).__name__}. Fix the record, or set "
-            "data.on_error: skip."
+            f"data.format {chosen.name} has pairs of answers (chosen, rejected), which train.objective causal_lm "
+            "cannot train on; to train on the chosen ones, set data.format: completion and data.columns: "
+            "{completion: chosen}, or data.format: chat and data.columns: {messages: chosen}."
         )
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # JSON can hold a lone surrogate, which has no UTF-8 encoding
-        raise UserMistake(
-            f"{record.where}: {key} holds a lone surrogate at position {error.start} (an unpaired \\u escape). "
-            "Fix the record, or set data.on_error: skip."
-        ) from error
-    return value
 
 
-def _keys(record: Record) -> str:
-    # Keys may be of any length, and may hold lone surrogates, which cannot be printed.
-    listed = ", ".join(record.fields).encode(errors="backslashreplace").decode() or "(none)"
-    return listed if len(listed) <= LONGEST_SHOWN else f"{listed[:LONGEST_SHOWN]}…"
+def _pair(record: Record, options: Options) -> Document:
+    raise AssertionError("a record of pairs has no single document")
 
 
 # `auto` takes the first match, so formats with more keys come first.
 FORMATS: dict[str, Format] = {
-    "alpaca": Format("alpaca", ("instruction", "output"), _alpaca),
-    "text": Format("text", ("text",), _text, joined=True),
+    "alpaca": Format("alpaca", (("instruction", "output"),), _alpaca),
+    "preference": Format("preference", (("chosen", "rejected"),), _pair, pairs=True),
+    "completion": Format("completion", (("prompt", "completion"),), _completion),
+    "chat": Format("chat", (("messages",), ("conversations",), ("prompt", "completion")), read_chat),
+    "text": Format("text", (("text",),), _text, joined=True),
 }
+
+MAY_HAVE_CHATS = ("auto", "chat", "completion", "preference")  # values of data.format

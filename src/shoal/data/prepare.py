@@ -8,7 +8,9 @@ from pathlib import Path
 
 from shoal.config.schema import DataConfig
 from shoal.data.cache import Report, obtain
+from shoal.data.chat_template import ChatTemplate, split_markers, tokenizer_template
 from shoal.data.content import hash_contents, read_states
+from shoal.data.formats import MAY_HAVE_CHATS, Options
 from shoal.data.progress import Progress
 from shoal.data.sequences import Sequences, open_sequences
 from shoal.data.sources import Reading, read_records
@@ -36,7 +38,8 @@ def prepare(
 ) -> Sequences:
     """The sequences of `data` (or of `path`, its validation data), from the cache if they are there and complete."""
     reading = reading_of(data, path, cache_root(cache), report)
-    settings = settings_of(data, reading, not_apart)
+    template = template_of(data, tokenizer)
+    settings = settings_of(data, reading, template, not_apart)
     named_by = PATH if path is None else VALIDATION
     tokenized = reading.source == "tokens"
     if tokenized:
@@ -59,7 +62,7 @@ def prepare(
                 progress=Progress(report),
             )
         else:
-            _write_sequences(folder, settings, reading, tokenizer, report, named_by, not_apart)
+            _write_sequences(folder, settings, reading, tokenizer, template, report, named_by, not_apart)
         if read_states(reading.files) != before:
             raise UserMistake("The data changed while it was read. Start again once it is complete.")
 
@@ -70,6 +73,8 @@ def prepare(
         settings.refuse(sequences.summary.joined, not_apart)
     for sentence in sequences.summary.sentences():
         report(sentence)
+    if sequences.summary.format == "chat" and (split := split_markers(tokenizer, data.chat_template)) is not None:
+        report(split)
     if data.pack == "auto" and not_apart is not None and not sequences.summary.joined:
         report(f"data.pack auto: one document per sequence, because {not_apart}.")
     if data.document_mask and not (sequences.summary.joined and settings.pack):
@@ -79,7 +84,14 @@ def prepare(
     return sequences
 
 
-def settings_of(data: DataConfig, reading: Reading, not_apart: str | None = None) -> Settings:
+def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template, if there is one and the format may need it."""
+    return tokenizer_template(tokenizer, data.chat_template) if data.format in MAY_HAVE_CHATS else None
+
+
+def settings_of(
+    data: DataConfig, reading: Reading, template: ChatTemplate | None, not_apart: str | None = None
+) -> Settings:
     """What `data` says about the sequences of `reading`."""
     return Settings(
         source=reading.source,
@@ -95,6 +107,7 @@ def settings_of(data: DataConfig, reading: Reading, not_apart: str | None = None
         on_error=str(data.on_error),
         long_documents=str(data.long_documents),
         document_mask=bool(data.document_mask),
+        chat_template=None if template is None else template.fingerprint,
     )
 
 
@@ -118,6 +131,7 @@ def _write_sequences(
     settings: Settings,
     reading: Reading,
     tokenizer: Tokenizer,
+    template: ChatTemplate | None,
     report: Report,
     key: str,
     not_apart: str | None,
@@ -128,6 +142,7 @@ def _write_sequences(
         settings,
         read_records(reading, errors),
         tokenizer,
+        options=Options(settings.train_on, template),
         errors=errors,
         report=report,
         where=str(files[0]) if len(files) == 1 else f"the {len(files):,} files starting with {files[0]}",

@@ -22,9 +22,9 @@ import numpy as np
 
 from shoal.config.schema import DataConfig, StreamingConfig
 from shoal.data.cache import Report
-from shoal.data.formats import choose_format
+from shoal.data.formats import Options, choose_format
 from shoal.data.order import Order, StreamState, key_of, permute
-from shoal.data.prepare import LAYOUT, reading_of, settings_of
+from shoal.data.prepare import LAYOUT, reading_of, settings_of, template_of
 from shoal.data.sequences import Sequences, StoredSequences, open_sequences
 from shoal.data.sources import read_records
 from shoal.data.stream_builder import StreamJob
@@ -64,7 +64,8 @@ def open_stream(
     """The stream of `data`, whose first chunk exists."""
     wanted = data.streaming if isinstance(data.streaming, StreamingConfig) else StreamingConfig()
     reading = reading_of(data, None, cache_root(cache), report)
-    settings, files = settings_of(data, reading, not_apart), reading.files
+    template, files = template_of(data, tokenizer), reading.files
+    settings = settings_of(data, reading, template, not_apart)
     if settings.format == "auto":  # one format for all chunks
         first = next(read_records(reading, Errors(skip=settings.on_error == "skip")), None)
         settings = settings if first is None else replace(settings, format=choose_format("auto", first).name)
@@ -76,6 +77,7 @@ def open_stream(
         settings=settings,
         reading=reading,
         tokenizer=tokenizer,
+        options=Options(settings.train_on, template),
         not_apart=not_apart,
         seed=seed,
         chunk=wanted.chunk,

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from shoal.data.cache import build_folder
+from shoal.data.formats import Options
 from shoal.data.order import key_of, permute
 from shoal.data.sources import Reading, Record, read_records
 from shoal.data.sources.find import PATH
@@ -39,6 +40,7 @@ class StreamJob:
     settings: Settings
     reading: Reading
     tokenizer: Tokenizer
+    options: Options
     not_apart: str | None
     seed: int
     chunk: int  # records
@@ -130,6 +132,7 @@ def build_chunk(job: StreamJob, folder: StreamFolder, number: int, stream: Recor
             job.settings,
             stream.take(job.chunk),
             job.tokenizer,
+            options=job.options,
             errors=stream.errors,
             report=lambda sentence: None,
             where=f"chunk {number} of the stream",

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from shoal.data import workers
+from shoal.data.chat_template import no_template
 from shoal.data.encode import Encoded, encode
-from shoal.data.formats import Document, Format, Options, choose_format, read_document
+from shoal.data.formats import Document, Format, Options, choose_format, read_document, refuse_pairs
 from shoal.data.progress import Progress
 from shoal.data.sequences import ArrayWriter, Summary, load_array
 from shoal.data.sources import Record
@@ -158,6 +159,9 @@ def tokenize_records(
         errors.add(errors.unread[:1], len(errors.unread))
         raise _nothing(where, errors, "no record", key)
     chosen = choose_format(format_name, first)
+    refuse_pairs(chosen)
+    if chosen.name == "chat" and options.template is None:
+        raise no_template(tokenizer.name)
     check(chosen)
     dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.int32)
     work = BatchTokenizer(tokenizer, chosen, options, errors.skip, dtype)

@@ -14,7 +14,7 @@ import numpy as np
 
 import shoal.offline  # noqa: F401
 from shoal.data.chess_tokenizer import ChessTokenizer
-from shoal.data.tokenizer_base import Tokenizer, disable_parallelism, parallel_when_safe
+from shoal.data.tokenizer_base import Offsets, Tokenizer, disable_parallelism, parallel_when_safe
 from shoal.mistakes import UserMistake
 from shoal.paths import user_path
 
@@ -72,6 +72,15 @@ class ByteTokenizer(Tokenizer):
         longest_first = sorted(map(re.escape, new), key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(longest_first)})") if new else None
         self._hugging_face: Any = None
+        self._chat_template: str | None = None
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        return self._chat_template
+
+    @chat_template.setter
+    def chat_template(self, text: str) -> None:
+        self._chat_template, self._hugging_face = text, None
 
     @property
     def fingerprint(self) -> str:
@@ -86,6 +95,25 @@ class ByteTokenizer(Tokenizer):
         if part in self.added:
             return np.array([self.added[part]], dtype=np.int32)
         return np.frombuffer(part.encode(), dtype=np.uint8).astype(np.int32)
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Offsets]:
+        found = []
+        for text in texts:
+            ids, starts, ends, at = [], [], [], 0
+            for part in [text] if self._pattern is None else self._pattern.split(text):
+                encoded = self._encode(part)
+                inside = np.cumsum((encoded & 0xC0) != 0x80) - 1  # every other byte continues a character
+                whole = part in self.added
+                ids.append(encoded)
+                starts.append(at + (0 * inside if whole else inside))
+                ends.append(at + (0 * inside + len(part) if whole else inside + 1))
+                at += len(part)
+            found.append((np.concatenate(ids), np.concatenate(starts), np.concatenate(ends)))
+        return found
+
+    def template_tokens(self) -> tuple[dict[str, str], list[str]]:
+        begin, end, pad = self.SPECIAL
+        return {"bos_token": begin, "eos_token": end, "pad_token": pad}, []
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = True) -> str:
         decoded = bytearray()
@@ -116,6 +144,7 @@ class ByteTokenizer(Tokenizer):
                 pad_token=pad,
                 clean_up_tokenization_spaces=False,
                 split_special_tokens=True,
+                chat_template=self._chat_template,
             )
             _add(self._hugging_face, list(self.added))
         return self._hugging_face
@@ -147,6 +176,15 @@ class PretrainedTokenizer(Tokenizer):
         return self._loaded
 
     @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        template: str | dict[str, str] | None = getattr(self._loaded, "chat_template", None)
+        return template
+
+    @chat_template.setter
+    def chat_template(self, text: str) -> None:
+        self._loaded.chat_template = text
+
+    @property
     def fingerprint(self) -> str:
         if self._fingerprint is None:
             backend = getattr(self._loaded, "backend_tokenizer", None)
@@ -165,17 +203,45 @@ class PretrainedTokenizer(Tokenizer):
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         if not texts:
             return []
-        backend = getattr(self._loaded, "backend_tokenizer", None)
+        backend = self._backend()
         if backend is None:
             ids = self._loaded(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
             return [np.asarray(one, dtype=np.int32) for one in ids["input_ids"]]
-        # The backend directly: transformers would also build Python lists of the masks and offsets.
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = bool(getattr(self._loaded, "split_special_tokens", False))
         with parallel_when_safe():
             encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Offsets]:
+        if not texts:
+            return []
+        backend = self._backend()
+        if backend is None:
+            return super().encode_with_offsets(texts)
+        with parallel_when_safe():
+            encodings = backend.encode_batch(list(texts), add_special_tokens=False)
+        found = []
+        for encoding in encodings:
+            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            found.append((np.asarray(encoding.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1]))
+        return found
+
+    def _backend(self) -> Any:
+        """The tokenizers library directly: transformers would also build Python lists of the masks and offsets."""
+        backend = getattr(self._loaded, "backend_tokenizer", None)
+        if backend is not None:
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode_special_tokens = bool(getattr(self._loaded, "split_special_tokens", False))
+        return backend
+
+    def template_tokens(self) -> tuple[dict[str, str], list[str]]:
+        special = {
+            name: str(token) for name, token in self._loaded.special_tokens_map.items() if isinstance(token, str)
+        }
+        if getattr(self._loaded, "split_special_tokens", False):
+            return special, []
+        added = {str(token) for token in getattr(self._loaded, "added_tokens_decoder", {}).values()}
+        return special, sorted(added | {str(token) for token in self._loaded.all_special_tokens})
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = True) -> str:
         text = self._loaded.decode([int(token) for token in ids], skip_special_tokens=not keep_special)

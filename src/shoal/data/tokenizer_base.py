@@ -9,6 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from shoal.mistakes import UserMistake
+
+Offsets = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids; start and end of each token, in characters
+
 
 class Tokenizer(ABC):
     """The interface that shoal uses. `hugging_face` is the object other libraries expect."""
@@ -23,6 +27,15 @@ class Tokenizer(ABC):
 
     @property
     @abstractmethod
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The chat template, or several by name. It is saved with the tokenizer."""
+
+    @chat_template.setter
+    @abstractmethod
+    def chat_template(self, text: str) -> None: ...
+
+    @property
+    @abstractmethod
     def hugging_face(self) -> Any: ...
 
     @property
@@ -33,6 +46,18 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids (int32) of each text, without added special tokens."""
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[Offsets]:
+        """Like `encode_many`, with the characters of each token."""
+        raise UserMistake(
+            f"The tokenizer {self.name} does not tell which characters a token has, so it cannot train on answers in "
+            "a conversation. Set model.tokenizer to one with a tokenizer.json, or data.train_on: all."
+        )
+
+    def template_tokens(self) -> tuple[dict[str, str], list[str]]:
+        """The special tokens that a chat template names (bos_token, eos_token …), and every text that is always one
+        token wherever it stands."""
+        return {}, []
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = True) -> str: ...

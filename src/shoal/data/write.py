@@ -42,6 +42,7 @@ class Settings:
     pack_apart: bool  # documents that must not attend to each other
     train_on: str
     on_error: str
+    chat_template: str | None = None  # its fingerprint
     long_documents: str = "auto"
     document_mask: bool = False  # documents of a stream do not attend to each other either
 
@@ -62,6 +63,7 @@ def write_sequences(
     records: Iterator[Record],
     tokenizer: Tokenizer,
     *,
+    options: Options,
     errors: Errors,
     report: Report,
     where: str,
@@ -85,7 +87,7 @@ def write_sequences(
         records,
         tokenizer,
         format_name=settings.format,
-        options=Options(settings.train_on),
+        options=options,
         errors=errors,
         progress=progress,
         where=where,

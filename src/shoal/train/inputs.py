@@ -8,6 +8,7 @@ from pathlib import Path
 from shoal.catalogue.causal_models import why_no_new_tokens, why_not_packed
 from shoal.catalogue.shapes import VOCABULARY_MULTIPLE
 from shoal.config.schema import Config, ModelConfig
+from shoal.data.chat_template import end_ids, read_template
 from shoal.data.sets import Sets, prepare_sets
 from shoal.data.tokenizer import BUILT_IN, load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
@@ -36,6 +37,8 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     tokenizer = load_model_tokenizer(config.model, plan.folder)
     if config.model.add_tokens:
         plan = _with_tokens(plan, tokenizer, config.model.add_tokens, reporter)
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = read_template(config.data.chat_template)  # so that it is saved and exported
     if tokenizer.size > plan.vocabulary:
         raise UserMistake(
             f"The tokenizer has {tokenizer.size} tokens, but the model's vocabulary is {plan.vocabulary}; "
@@ -52,6 +55,12 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end
     not_apart = why_not_packed(plan.model_type)
     sets = prepare_sets(config.data, tokenizer, seed=config.seed, report=reporter.say, not_apart=not_apart)
+    if "chat" in sets.training.summary.format:
+        # Generation has to stop where a turn ends, which may be another token than the one that ends a text.
+        present = plan.settings.eos_token_id
+        present = present if isinstance(present, list | tuple) else [present]
+        ends = list(dict.fromkeys([*(int(token) for token in present if token is not None), *end_ids(tokenizer)]))
+        plan.settings.eos_token_id = ends if len(ends) > 1 else ends[0]
     sequences = sets.order.training_count or sets.training.summary.sequences  # of a stream, those of its first chunk
     steps = count_steps(
         epochs=config.train.epochs,

@@ -1,12 +1,18 @@
 """Chat with a model, one line per message, in the format it was trained on."""
 
 from collections.abc import Callable, Generator, Iterable
-from typing import Any
 
 from shoal.mistakes import UserMistake
 from shoal.use.generate import Answer, Sampling
 from shoal.use.load import LoadedRun
-from shoal.use.prompt import Prompt, make_prompt, room_for_answer, trained_on_instructions
+from shoal.use.prompt import (
+    Prompt,
+    chat_prompt,
+    make_prompt,
+    room_for_answer,
+    trained_on_chats,
+    trained_on_instructions,
+)
 
 RESET = "/reset"
 
@@ -22,18 +28,18 @@ class Chat:
         self._loaded = loaded
         self._sampling = sampling
         self._say = say
-        instructions = trained_on_instructions(loaded)
+        instructions, chats = trained_on_instructions(loaded), trained_on_chats(loaded)
         # A run answers in the format it was trained on, even if its tokenizer came with a chat template.
-        self._template = not instructions and bool(getattr(loaded.tokenizer.hugging_face, "chat_template", None))
+        self._template = not instructions and bool(loaded.tokenizer.chat_template)
         if instructions:
             say("Trained on instructions: each line is an independent instruction, without history. Ctrl-D exits.")
         elif self._template:
-            if loaded.config is not None:
+            if loaded.config is not None and not chats:
                 say("Not trained on instructions: the chat template is the tokenizer's own, unseen in this training.")
             say(f"Ctrl-D exits, {RESET} clears the history.")
         else:
             reason = (
-                "the run was not trained on instructions"
+                "the run was not trained on instructions or conversations"
                 if loaded.config
                 else "a Hugging Face folder does not record how it was trained"
             )
@@ -69,12 +75,7 @@ class Chat:
         return Prompt(ids, continues=False)
 
     def _ids(self, messages: list[Message]) -> list[int]:
-        tokenizer: Any = self._loaded.tokenizer.hugging_face
-        try:
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # a template is a program and can raise anything
-            raise UserMistake(f"The chat template of {self._loaded.path} failed: {error}") from None
-        return [int(token) for token in ids]
+        return chat_prompt(self._loaded, messages).ids
 
 
 def converse(chat: Chat, lines: Iterable[str], write: Callable[[str], None], say: Callable[[str], None]) -> None:

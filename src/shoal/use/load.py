@@ -13,6 +13,7 @@ from shoal.checkpoint.store import MANIFEST
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
+from shoal.data.chat_template import read_template
 from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake, nearest
@@ -100,6 +101,8 @@ def _load_checkpoint(
     plan = read_blueprint(run.model)
     # The run's own copy, unless the name is that of a built-in tokenizer.
     tokenizer = load_tokenizer(config.model.tokenizer or str(run.model), run.model, add_tokens=config.model.add_tokens)
+    if tokenizer.chat_template is None and config.data.chat_template is not None:  # a built-in one has none
+        tokenizer.chat_template = read_template(str(run.model / "chat_template.jinja"))
     prepared = prepare_model(plan, attention=config.model.attention, longest=config.data.max_length)
     model, anatomy = prepared.model, prepared.anatomy
     saved = read_precision(config.train.precision, config.train.reduce_dtype).weights

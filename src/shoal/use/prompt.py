@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 
 from shoal.config.run import RunDirectory
+from shoal.data.chat_template import TemplateFailed, no_template, tokenizer_template
 from shoal.data.formats import alpaca_prompt, choose_format
 from shoal.data.sources import find_reading, read_records
 from shoal.mistakes import UserMistake
@@ -19,11 +20,13 @@ class Prompt:
 
 
 def make_prompt(loaded: LoadedRun, text: str, *, raw: bool = False) -> Prompt:
-    """Tokenize `text` as in training: with the instruction template if the run was trained with it, unless `raw`."""
+    """Tokenize `text` as in training: as an instruction or a user's turn if the run was trained so, unless `raw`."""
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes on the command line that are not UTF-8
         raise UserMistake("The prompt is not text in UTF-8.") from None
+    if not raw and trained_on_chats(loaded):
+        return chat_prompt(loaded, [{"role": "user", "content": text}])
     wrapped = not raw and trained_on_instructions(loaded)
     tokenizer = loaded.tokenizer
     ids = tokenizer.encode(alpaca_prompt(text) if wrapped else text).tolist()
@@ -33,8 +36,24 @@ def make_prompt(loaded: LoadedRun, text: str, *, raw: bool = False) -> Prompt:
     return Prompt(ids or [tokenizer.end], continues=not wrapped)
 
 
+def chat_prompt(loaded: LoadedRun, messages: list[dict[str, str]]) -> Prompt:
+    """The conversation so far and the beginning of the answer, by the chat template of the tokenizer."""
+    template = tokenizer_template(loaded.tokenizer)
+    if template is None:
+        raise no_template(f"of {loaded.path}")
+    try:
+        text = template.render(messages, prompt=True)[0]
+    except TemplateFailed as error:
+        raise UserMistake(f"The chat template of {loaded.path} failed: {error}") from None
+    return Prompt(loaded.tokenizer.encode(text).tolist(), continues=False)
+
+
 def trained_on_instructions(loaded: LoadedRun) -> bool:
     return _trained_format(loaded) == "alpaca"
+
+
+def trained_on_chats(loaded: LoadedRun) -> bool:
+    return _trained_format(loaded) == "chat"
 
 
 def room_for_answer(loaded: LoadedRun, ids: list[int], tokens: int) -> int:

@@ -1,0 +1,75 @@
+"""A document as text, what the user chose about documents, and how fields of a record are read."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shoal.data.sources import Record
+from shoal.mistakes import UserMistake
+from shoal.paths import LONGEST_SHOWN
+
+if TYPE_CHECKING:
+    from shoal.data.chat_template import ChatTemplate
+
+Segment = tuple[str, bool]  # the text, and whether the loss counts it
+
+REMEDY = "Fix the record, or set data.on_error: skip."
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document as text. Its segments are tokenized separately, so that a prompt has the same tokens as in generation,
+    or as one text (`whole`), as a chat template is."""
+
+    segments: list[Segment]
+    whole: bool = False
+    begin: bool = True  # the tokenizer's begin token is prepended, if it does so
+    end: bool = True  # the end token is appended
+    continues: bool = False  # a document that the previous one of its file began
+    continued: bool = False  # by the next
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose about the content of documents. `template`: None if the tokenizer has none either."""
+
+    train_on: str = "answers"
+    template: "ChatTemplate | None" = None
+
+
+def read_string(record: Record, key: str) -> str:
+    """The field called `key`, which must be text."""
+    value = record.fields[key]
+    if not isinstance(value, str):
+        found = "null" if value is None else type(value).__name__
+        raise UserMistake(f"{record.where}: {key} must be a string, found {found}. {REMEDY}")
+    check_unicode(record, key, value)
+    return value
+
+
+def read_answer(record: Record, key: str) -> str:
+    """The field called `key`, which must be text that is not blank."""
+    value = read_string(record, key)
+    if not value.strip():
+        raise UserMistake(f"{record.where}: {key} is empty, so there is no answer to learn. {REMEDY}")
+    return value
+
+
+def check_unicode(record: Record, what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can hold a lone surrogate, which has no UTF-8 encoding
+        raise UserMistake(
+            f"{record.where}: {what} holds a lone surrogate at position {error.start} (an unpaired \\u escape). "
+            f"{REMEDY}"
+        ) from error
+
+
+def listed_keys(record: Record) -> str:
+    """The keys of a record, for a sentence."""
+    return shortened(", ".join(record.fields)) or "(none)"
+
+
+def shortened(text: str) -> str:
+    """`text` as it can be printed: values may be of any length, and may hold lone surrogates."""
+    printable = text.encode(errors="backslashreplace").decode()
+    return printable if len(printable) <= LONGEST_SHOWN else f"{printable[:LONGEST_SHOWN]}…"
