@@ -14,6 +14,7 @@ from shoal.data import pack
 from shoal.data.cache import Report, obtain
 from shoal.data.order import Order
 from shoal.data.sequences import (
+    DOCUMENT_LENGTHS,
     LOSS_TOKEN,
     ArrayWriter,
     Sequences,
@@ -182,6 +183,7 @@ def _write_sequences(
     starts, ends, loss_tokens = bounds.starts[kept], bounds.ends[kept], loss_tokens[kept]
     if separate:
         starts, ends, loss_tokens = _write_packed(corpus, starts, ends, loss_tokens, length + 1, progress)
+    write_array(folder / DOCUMENT_LENGTHS, corpus.lengths)
     write_array(folder / "starts.npy", starts)
     write_array(folder / "ends.npy", ends)
     write_array(folder / "loss_tokens.npy", loss_tokens.astype(np.int32))

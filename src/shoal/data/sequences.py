@@ -13,6 +13,7 @@ import numpy as np
 LOSS_TOKEN = 1  # flag: the loss counts this token as a label
 DOCUMENT = 2  # flag: the first token of a document, and therefore never a loss token
 
+DOCUMENT_LENGTHS = "document_lengths.npy"
 _DETERMINE_SEQUENCES = ("tokens", "flags", "starts", "ends")
 
 
@@ -88,6 +89,7 @@ class StoredSequences(Sequences):
     ends: np.ndarray
     counted: np.ndarray  # loss tokens of each sequence
     summary: Summary
+    documents: np.ndarray | None = None  # tokens of each document before it was truncated or split, in source order
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -108,11 +110,17 @@ class StoredSequences(Sequences):
 def open_sequences(folder: Path) -> StoredSequences:
     """The sequences in `folder`, memory-mapped."""
     tokens, flags, starts, ends, counted = (
-        np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-        for name in ("tokens", "flags", "starts", "ends", "loss_tokens")
+        _mapped(folder / f"{name}.npy") for name in ("tokens", "flags", "starts", "ends", "loss_tokens")
     )
     summary = Summary(**json.loads((folder / "summary.json").read_text()))
-    return StoredSequences(tokens, flags, starts, ends, counted, summary)
+    lengths = folder / DOCUMENT_LENGTHS
+    documents = _mapped(lengths) if lengths.exists() else None
+    return StoredSequences(tokens, flags, starts, ends, counted, summary, documents)
+
+
+def _mapped(file: Path) -> np.ndarray:
+    # As a plain array: to slice a numpy.memmap takes several times as long.
+    return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
 
 
 def hash_sequences(folder: Path) -> str:
