@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from shoal.data.sequences import (
     write_array,
     write_summary,
 )
+from shoal.data.sources import OnBad, Record, read_records
 from shoal.data.sources.find import PATH, VALIDATION, find_files, find_source
 from shoal.data.tokenize import Corpus, Progress, cannot_pack, tokenize_files
 from shoal.data.tokenizer_base import Tokenizer
@@ -120,6 +121,12 @@ def prepare(
     if ready:
         report(f"Using cached tokenized data: {entry}.")
     return sequences
+
+
+def read_source(data: DataConfig, *, cache: Path | None = None, report: Report, on_bad: OnBad) -> Iterator[Record]:
+    """The records of `data.path`, as `prepare` reads them."""
+    source = find_source(data.source, data.path)
+    return read_records(source, _files(data, source, None, cache_root(cache), report), on_bad)
 
 
 def _files(data: DataConfig, source: str, path: object, cache: Path, report: Report) -> list[Path]:

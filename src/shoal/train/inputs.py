@@ -1,20 +1,17 @@
 """The inputs of a run: model config, tokenizer and datasets. Read before any process group exists."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from shoal.catalogue.causal_models import why_not_packed
 from shoal.config.schema import Config
 from shoal.data.prepare import Sets, prepare_sets
-from shoal.data.tokenizer import BUILT_IN, load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
-from shoal.models.hub import local_folder
 from shoal.models.prepare import Blueprint, blueprint
 from shoal.observe.progress import Reporter
-from shoal.paths import user_path
 from shoal.plan.batches import count_steps
 from shoal.train.schedule import doubts
+from shoal.train.tokenizer import choose_tokenizer
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Inputs:
 def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     """Read model config, tokenizer and datasets. Needs no accelerator and no other rank."""
     plan = blueprint(config.model)
-    tokenizer = _tokenizer(config, plan.folder)
+    tokenizer = choose_tokenizer(config.model, plan.folder)
     if tokenizer.size > plan.vocabulary:
         raise UserMistake(
             f"The tokenizer has {tokenizer.size} tokens, but the model's vocabulary is {plan.vocabulary}; "
@@ -57,17 +54,3 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     for doubt in doubts(config, steps, sets.order.training_count):
         reporter.warn(doubt)
     return Inputs(plan, tokenizer, sets, steps)
-
-
-def _tokenizer(config: Config, model_folder: Path | None) -> Tokenizer:
-    name = config.model.tokenizer
-    if name in BUILT_IN:
-        return load_tokenizer(name)
-    if name is not None:
-        folder = user_path(name, "model.tokenizer")
-        return load_tokenizer(name, folder if folder.is_dir() else local_folder(name))
-    if model_folder is None:
-        raise UserMistake(
-            "model.shape gives random weights and no tokenizer; set model.tokenizer to a folder, a cached id, or bytes."
-        )
-    return load_tokenizer(str(model_folder), model_folder)

@@ -1,0 +1,311 @@
+"""What the model sees of a dataset: its first examples, or packed sequences of them, decoded.
+
+Only the first records are read, so that this is quick for data of any size.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from shoal.config.schema import DataConfig
+from shoal.data import pack
+from shoal.data.cache import Report
+from shoal.data.encode import encode
+from shoal.data.formats import Document, Format, Options, choose_format, read_document
+from shoal.data.order import permute
+from shoal.data.prepare import count_loss_tokens, read_source
+from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
+from shoal.data.sources import Record
+from shoal.data.sources.find import find_source
+from shoal.data.spans import Span, decode_spans
+from shoal.data.tokenizer_base import Tokenizer
+from shoal.mistakes import UserMistake
+
+RECORDS_TO_PACK = 2_000
+CHARACTERS_TO_PACK = 1 << 22
+RECORDS_TO_DRAW_FROM = 10_000
+
+
+@dataclass(frozen=True)
+class Example:
+    """One document. `fate` is kept, truncated, split or dropped; `reason` says why it is not kept as it is."""
+
+    number: int  # of the record, from 0
+    where: str  # its file and line
+    tokens: int
+    loss_tokens: int  # of those that are kept
+    fate: str
+    reason: str | None
+    continued: bool  # there is more of this document in its file, which is read in parts
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class PackedDocument:
+    """A document, or a part of one, in a sequence."""
+
+    number: int  # within the sequence, from 1
+    where: str
+    tokens: int
+    first_position: int
+    continues: bool  # the sequence before it has its beginning
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class PackedSequence:
+    """A sequence as it is trained on."""
+
+    number: int  # of the packed records, from 0
+    inputs: int
+    loss_tokens: int
+    documents: list[PackedDocument]
+
+
+@dataclass(frozen=True)
+class SourcePreview:
+    """The examples of one source, or its sequences."""
+
+    source: str
+    path: str | None
+    format: str
+    template: str | None  # of format chat: data.chat_template, or "tokenizer" for its own
+    separate: bool  # packed documents do not attend to each other, and their positions restart
+    max_length: int
+    records: int  # how many were read
+    skipped: int
+    first_skipped: str | None
+    examples: list[Example]
+    sequences: list[PackedSequence]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which examples or sequences are shown: `count` from `first` on, or drawn at random with `seed`."""
+
+    count: int = 3
+    first: int = 0
+    seed: int | None = None
+    sequences: bool = False
+
+
+def preview_source(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    choice: Choice,
+    *,
+    report: Report,
+    cache: Path | None = None,
+    not_apart: str | None = None,
+) -> SourcePreview:
+    """Decode the chosen examples or sequences of one source. `not_apart` is as in `prepare`."""
+    reader = _Reader(data, report, cache)
+    separate = (data.pack is True or (data.pack == "auto" and not_apart is None)) and not reader.format.joined
+    separate = separate or (data.document_mask and reader.format.joined)
+    examples: list[Example] = []
+    sequences: list[PackedSequence] = []
+    if choice.sequences:
+        sequences = _sequences(reader, tokenizer, choice, separate)
+    else:
+        examples = [_example(tokenizer, reader, *one) for one in _chosen(reader, choice)]
+    chat = reader.format.name == "chat"
+    return SourcePreview(
+        source=find_source(data.source, data.path),
+        path=_shown_path(data),
+        format=reader.format.name,
+        template=(data.chat_template or "tokenizer") if chat else None,
+        separate=separate,
+        max_length=data.max_length,
+        records=reader.read,
+        skipped=reader.skipped,
+        first_skipped=reader.first_skipped,
+        examples=examples,
+        sequences=sequences,
+    )
+
+
+def _shown_path(data: DataConfig) -> str | None:
+    return data.path if data.path is None or isinstance(data.path, str) else ", ".join(data.path)
+
+
+Numbered = tuple[int, Record, Document]
+
+
+class _Reader:
+    """The documents of a source, with their records. Bad records stop it or are counted, as data.on_error says."""
+
+    def __init__(self, data: DataConfig, report: Report, cache: Path | None) -> None:
+        self.data = data
+        self.options = Options(str(data.train_on))
+        self.read = self.skipped = 0
+        self.first_skipped: str | None = None
+        self._records = read_source(data, cache=cache, report=report, on_bad=self._on_bad)
+        self._first = next(self._records, None)
+        if self._first is None:
+            raise UserMistake(f"There is no record in {_shown_path(data)}. Check data.path.")
+        self.format: Format = choose_format(str(data.format), self._first)
+
+    def _on_bad(self, mistake: UserMistake) -> None:
+        if self.data.on_error != "skip":
+            raise mistake
+        self.skipped += 1
+        self.first_skipped = self.first_skipped or str(mistake)
+
+    def __iter__(self) -> Iterator[Numbered]:
+        assert self._first is not None
+        continues = False
+        record: Record | None = self._first
+        while record is not None:
+            number, self.read = self.read, self.read + 1
+            try:
+                document = read_document(self.format, record, self.options)
+            except UserMistake as mistake:
+                self._on_bad(mistake)
+            else:
+                yield number, record, replace(document, continues=continues, continued=record.continued)
+                continues = record.continued
+            record = next(self._records, None)
+
+
+def _chosen(reader: _Reader, choice: Choice) -> list[Numbered]:
+    """The chosen documents. Of a document that is read in parts, the first part only."""
+    beginnings = (one for one in reader if not one[2].continues)
+    if choice.seed is None:
+        return list(islice(beginnings, choice.first, choice.first + choice.count))
+    # Reservoir sampling: no more than the sample is kept.
+    draw = random.Random(choice.seed)
+    drawn: list[Numbered] = []
+    for seen, one in enumerate(islice(beginnings, choice.first, choice.first + RECORDS_TO_DRAW_FROM)):
+        if seen < choice.count:
+            drawn.append(one)
+        elif (slot := draw.randrange(seen + 1)) < choice.count:
+            drawn[slot] = one
+    return sorted(drawn, key=lambda one: one[0])
+
+
+def long_documents(data: DataConfig, chosen: Format) -> str:
+    """What happens to documents longer than data.max_length: truncate, split or drop."""
+    if data.long_documents != "auto":
+        return str(data.long_documents)
+    return "split" if chosen.joined else "truncate"
+
+
+def _example(tokenizer: Tokenizer, reader: _Reader, number: int, record: Record, document: Document) -> Example:
+    data = reader.data
+    encoded = encode(tokenizer, [document])
+    ids, trained = encoded.ids, (encoded.flags & LOSS_TOKEN) != 0
+    most = data.max_length + 1  # of these, the last is a label only
+    fate, reason = "kept", None
+    if not len(ids):
+        fate, reason = "dropped", "it is empty"
+    elif len(ids) > most:
+        policy = long_documents(data, reader.format)
+        fate = {"truncate": "truncated", "split": "split", "drop": "dropped"}[policy]
+        reason = f"it is longer than data.max_length {data.max_length}"
+    kept = ids[:most] if fate == "truncated" else ids
+    trained = trained[: len(kept)]
+    if fate in ("kept", "truncated") and not trained[1:].any():
+        fate, reason = "dropped", "it has no loss token" + (" before data.max_length" if fate == "truncated" else "")
+    return Example(
+        number=number,
+        where=record.where,
+        tokens=len(ids),
+        loss_tokens=int(trained[1:].sum()),
+        fate=fate,
+        reason=reason,
+        continued=record.continued,
+        spans=decode_spans(tokenizer, kept, trained),
+    )
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The first documents of a source, one after another."""
+
+    ids: np.ndarray
+    flags: np.ndarray
+    lengths: np.ndarray  # of each document
+    where: list[str]
+
+
+def _first_tokens(reader: _Reader, tokenizer: Tokenizer) -> _Tokens:
+    documents: list[Document] = []
+    places: list[str] = []
+    characters = 0
+    for _, record, document in islice(reader, RECORDS_TO_PACK):
+        characters += sum(len(text) for text, _ in document.segments)
+        ends = characters >= CHARACTERS_TO_PACK
+        documents.append(replace(document, continued=False) if ends else document)
+        places.append(record.where)
+        if ends:
+            break
+    ids, flags, lengths, where = [], [], [], []
+    unfinished = 0
+    for document, place in zip(documents, places, strict=True):
+        encoded = encode(tokenizer, [document])
+        ids.append(encoded.ids)
+        flags.append(encoded.flags)
+        unfinished += len(encoded.ids)
+        if not document.continued and unfinished:
+            lengths.append(unfinished)
+            where.append(place)
+            unfinished = 0
+    if not lengths:
+        raise UserMistake(f"There is no text in the first {len(documents):,} records. Check data.path.")
+    return _Tokens(np.concatenate(ids), np.concatenate(flags), np.array(lengths, dtype=np.int64), where)
+
+
+def _sequences(reader: _Reader, tokenizer: Tokenizer, choice: Choice, separate: bool) -> list[PackedSequence]:
+    """Pack the first records as `prepare` packs all, and show some sequences in a random order, as training does."""
+    data, joined = reader.data, reader.format.joined
+    found = _first_tokens(reader, tokenizer)
+    length = data.max_length
+    if data.pack and joined:
+        bounds = pack.split_stream(int(found.lengths.sum()), length)
+    else:
+        bounds = pack.split_documents(found.lengths, length, split=long_documents(data, reader.format) == "split")
+    counted = count_loss_tokens(found.flags, bounds)
+    starts, ends = bounds.starts[counted > 0], bounds.ends[counted > 0]
+    if not len(starts):
+        raise UserMistake(
+            f"None of the first {reader.read:,} records has a loss token within data.max_length {length}."
+        )
+    pieces = [[(int(start), int(end))] for start, end in zip(starts, ends, strict=True)]
+    if separate and not joined:
+        packing = pack.fit_documents(ends - starts, length + 1)
+        groups = np.split(packing.order, np.cumsum(packing.counts)[:-1])
+        pieces = [[(int(starts[one]), int(ends[one])) for one in group] for group in groups]
+    shown = permute(np.arange(len(pieces)), len(pieces), choice.seed or 0)[choice.first : choice.first + choice.count]
+    return [_sequence(tokenizer, found, int(number), pieces[number], separate) for number in shown]
+
+
+def _sequence(
+    tokenizer: Tokenizer, found: _Tokens, number: int, pieces: list[tuple[int, int]], separate: bool
+) -> PackedSequence:
+    firsts = np.cumsum(found.lengths) - found.lengths
+    documents: list[PackedDocument] = []
+    position = loss_tokens = 0
+    for start, end in pieces:
+        begins = np.flatnonzero(found.flags[start + 1 : end] & DOCUMENT) + start + 1
+        for first, last in zip([start, *begins.tolist()], [*begins.tolist(), end], strict=True):
+            index = int(np.searchsorted(firsts, first, side="right")) - 1
+            trained = (found.flags[first:last] & LOSS_TOKEN) != 0
+            if not position:
+                trained[:1] = False  # nothing precedes it in this sequence
+            loss_tokens += int(trained.sum())
+            documents.append(
+                PackedDocument(
+                    number=len(documents) + 1,
+                    where=found.where[index],
+                    tokens=last - first,
+                    first_position=0 if separate else position,
+                    continues=first > int(firsts[index]),
+                    spans=decode_spans(tokenizer, found.ids[first:last], trained),
+                )
+            )
+            position += last - first
+    return PackedSequence(number, position - 1, loss_tokens, documents)

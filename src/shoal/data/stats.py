@@ -1,0 +1,231 @@
+"""Statistics of a dataset: lengths, truncation, duplicates, how well it packs."""
+
+import hashlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shoal.config.schema import DataConfig
+from shoal.data import pack
+from shoal.data.cache import Report
+from shoal.data.formats import Format, Options, choose_format, read_document
+from shoal.data.prepare import read_source
+from shoal.data.sequences import DOCUMENT, Sequences, StoredSequences
+from shoal.data.sources.find import find_source
+from shoal.data.sources.read import READERS
+from shoal.data.sources.record import Record
+from shoal.data.tokenize import Progress
+from shoal.mistakes import UserMistake
+
+_TOKENS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Documents with at least `shortest` and at most `longest` tokens."""
+
+    shortest: int
+    longest: int
+    documents: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths of documents in tokens, before any is truncated or split."""
+
+    mean: float
+    median: int
+    p90: int
+    p99: int
+    max: int
+    histogram: list[Bin]
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Documents with the same text and the same loss tokens as an earlier one."""
+
+    documents: int  # copies: the first of its kind is not one
+    first: str | None  # where the first copy is
+    copy_of: str | None  # and where it stands before
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Sequences, and the share of their max_length slots that hold tokens."""
+
+    sequences: int
+    filled: float
+
+
+@dataclass(frozen=True)
+class Packing:
+    """`chosen`: packed or unpacked, as this config does. `unpacked` pads each document to max_length."""
+
+    chosen: str
+    packed: Filling
+    unpacked: Filling
+
+
+@dataclass(frozen=True)
+class SourceStats:
+    """The statistics of one source. `duplicates` is None for data without records."""
+
+    source: str
+    path: str | None
+    weight: float
+    format: str
+    documents: int
+    tokens: int
+    loss_tokens: int  # of the sequences
+    loss_token_share: float
+    lengths: Lengths
+    longer: int  # documents longer than max_length
+    truncated: int
+    tokens_lost: int  # to truncation
+    dropped: int
+    empty: int
+    skipped: int
+    first_skipped: str | None
+    duplicates: Duplicates | None
+    packing: Packing
+
+
+def measure_source(
+    data: DataConfig, sequences: Sequences, *, weight: float = 1.0, report: Report, cache: Path | None = None
+) -> SourceStats:
+    """The statistics of one source; `sequences` is what `prepare` made of it."""
+    summary, length = sequences.summary, data.max_length
+    lengths = document_lengths(sequences)
+    over = lengths[lengths > length + 1]
+    lost = int((over - (length + 1)).sum()) if summary.truncated else 0
+    return SourceStats(
+        source=find_source(data.source, data.path),
+        path=data.path if data.path is None or isinstance(data.path, str) else ", ".join(data.path),
+        weight=weight,
+        format=summary.format,
+        documents=summary.documents,
+        tokens=summary.tokens,
+        loss_tokens=summary.loss_tokens,
+        loss_token_share=round(summary.loss_token_share, 4),
+        lengths=describe_lengths(lengths),
+        longer=len(over),
+        truncated=summary.truncated,
+        tokens_lost=lost,
+        dropped=summary.dropped,
+        empty=summary.empty,
+        skipped=summary.skipped,
+        first_skipped=summary.first_skipped,
+        duplicates=find_duplicates(data, report=report, cache=cache),
+        packing=_packing(sequences, lengths, length),
+    )
+
+
+def document_lengths(sequences: Sequences) -> np.ndarray:
+    """The tokens of each document. Where the cache does not have them: as they stand in the sequences."""
+    assert isinstance(sequences, StoredSequences)
+    if sequences.documents is not None:
+        return sequences.documents
+    found = []
+    flags = sequences.flags
+    for start in range(0, len(flags), _TOKENS_AT_ONCE):
+        found.append(np.flatnonzero(flags[start : start + _TOKENS_AT_ONCE] & DOCUMENT) + start)
+    firsts = np.concatenate(found)
+    if not len(firsts) or firsts[0] != 0:
+        firsts = np.concatenate([[0], firsts])
+    return np.diff(firsts, append=len(flags))
+
+
+def describe_lengths(lengths: np.ndarray) -> Lengths:
+    """Percentiles (lengths that occur, none in between) and a histogram whose bins double."""
+    median, p90, p99 = (int(one) for one in np.percentile(lengths, [50, 90, 99], method="higher"))
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    lows = [1 << power for power in range(max(shortest.bit_length() - 1, 0), max(longest.bit_length(), 1))]
+    counts, _ = np.histogram(lengths, [*lows, lows[-1] * 2])
+    return Lengths(
+        mean=round(float(lengths.mean()), 1),
+        median=median,
+        p90=p90,
+        p99=p99,
+        max=longest,
+        histogram=[Bin(low, low * 2 - 1, int(count)) for low, count in zip(lows, counts, strict=True)],
+    )
+
+
+def _packing(sequences: Sequences, lengths: np.ndarray, length: int) -> Packing:
+    joined = sequences.summary.joined
+    stored = sequences.lengths(np.arange(len(sequences)))
+    actual = _filling(stored, length)
+    single = pack.split_documents(lengths, length, split=joined)
+    unpacked = single.ends - single.starts
+    if joined:
+        # One stream has a single sequence that is not full; of documents one by one, each has one.
+        bounds = pack.split_stream(int(lengths.sum()), length)
+        full = int(np.count_nonzero(stored == length + 1)) >= len(stored) - 1
+        packed = actual if full else _filling(bounds.ends - bounds.starts, length)
+        return Packing("packed" if full else "unpacked", packed, _filling(unpacked, length) if full else actual)
+    if sequences.separate:
+        return Packing("packed", actual, _filling(unpacked, length))
+    fitted = pack.fit_documents(stored, length + 1)
+    filled = float((stored - 1).sum()) / (len(fitted.counts) * length)
+    return Packing("unpacked", Filling(len(fitted.counts), round(filled, 4)), actual)
+
+
+def _filling(tokens: np.ndarray, length: int) -> Filling:
+    """Of sequences with these many tokens, each of which has one input less."""
+    return Filling(len(tokens), round(float((tokens - 1).sum()) / (max(len(tokens), 1) * length), 4))
+
+
+def find_duplicates(data: DataConfig, *, report: Report, cache: Path | None = None) -> Duplicates | None:
+    """Compare the text of all documents, by a hash of 8 bytes: about 24 bytes of memory per document."""
+    if find_source(data.source, data.path) not in READERS:
+        return None
+    progress = Progress(report)
+    hashes, lines, files = array("Q"), array("q"), array("l")
+    names: dict[Path, int] = {}
+    for digest, record in _hashes(read_source(data, cache=cache, report=lambda _: None, on_bad=_ignore), data):
+        hashes.append(digest)
+        lines.append(-1 if record.line is None else record.line)
+        files.append(names.setdefault(record.file, len(names)))
+        progress.tick(f"Looking for duplicates: {len(hashes):,} documents so far.")
+    values = np.frombuffer(hashes, dtype=np.uint64)
+    order = np.argsort(values, kind="stable")  # equal ones keep their order, so the first of each kind is the original
+    copies = order[1:][values[order[1:]] == values[order[:-1]]]
+    if not len(copies):
+        return Duplicates(0, None, None)
+    copy = int(copies.min())
+    original = int(np.flatnonzero(values == values[copy])[0])
+
+    def where(index: int) -> str:
+        return Record({}, list(names)[files[index]], None if lines[index] < 0 else lines[index]).where
+
+    return Duplicates(len(copies), where(copy), where(original))
+
+
+def _hashes(records: Iterator[Record], data: DataConfig) -> Iterator[tuple[int, Record]]:
+    """A hash of each document, and the record that ends it. Documents without text are not compared."""
+    chosen: Format | None = None
+    options = Options(str(data.train_on))
+    digest, empty = hashlib.blake2b(digest_size=8), True
+    for record in records:
+        chosen = chosen or choose_format(str(data.format), record)
+        try:
+            document = read_document(chosen, record, options)
+        except UserMistake as mistake:
+            _ignore(mistake)
+        else:
+            for text, trained in document.segments:
+                written = text.encode()
+                digest.update(b"%d %d " % (trained, len(written)) + written)
+                empty = empty and not written
+        if not record.continued:
+            if not empty:
+                yield int.from_bytes(digest.digest(), "little"), record
+            digest, empty = hashlib.blake2b(digest_size=8), True
+
+
+def _ignore(mistake: UserMistake) -> None:
+    """The data has been prepared, so what is wrong with it has been counted."""
