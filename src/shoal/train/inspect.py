@@ -100,7 +100,9 @@ class DataStats:
         )
         lines.append(f"steps        {self.steps_per_epoch:,g} per epoch with train.global_batch {self.global_batch:,}")
         if self.steps is not None:
-            lines.append(f"run          {self.steps:,} steps, {self.epochs:,g} epochs")
+            lines.append(
+                f"run          {self.steps:,} steps, {self.epochs:,g} {'epoch' if self.epochs == 1 else 'epochs'}"
+            )
         if self.problem is not None:
             lines.append(f"run          {self.problem}")
         return "\n".join(lines)
