@@ -4,7 +4,6 @@ Only the first records are read, so that this is quick for data of any size.
 """
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -14,10 +13,11 @@ import numpy as np
 from shoal.config.schema import DataConfig
 from shoal.data import pack
 from shoal.data.cache import Report
+from shoal.data.documents import Documents, Numbered, has_records, long_documents, shown_path
 from shoal.data.encode import encode
-from shoal.data.formats import Document, Format, Options, choose_format, read_document
+from shoal.data.formats import Document
 from shoal.data.order import permute
-from shoal.data.prepare import count_loss_tokens, read_source
+from shoal.data.prepare import count_loss_tokens, prepare
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
 from shoal.data.sources import Record
 from shoal.data.sources.find import find_source
@@ -103,7 +103,9 @@ def preview_source(
     not_apart: str | None = None,
 ) -> SourcePreview:
     """Decode the chosen examples or sequences of one source. `not_apart` is as in `prepare`."""
-    reader = _Reader(data, report, cache)
+    if not has_records(data):
+        return _preview_prepared(data, tokenizer, choice, report=report, cache=cache, not_apart=not_apart)
+    reader = Documents(data, tokenizer, report=report, cache=cache)
     separate = (data.pack is True or (data.pack == "auto" and not_apart is None)) and not reader.format.joined
     separate = separate or (data.document_mask and reader.format.joined)
     examples: list[Example] = []
@@ -115,7 +117,7 @@ def preview_source(
     chat = reader.format.name == "chat"
     return SourcePreview(
         source=find_source(data.source, data.path),
-        path=_shown_path(data),
+        path=shown_path(data),
         format=reader.format.name,
         template=(data.chat_template or "tokenizer") if chat else None,
         separate=separate,
@@ -128,50 +130,44 @@ def preview_source(
     )
 
 
-def _shown_path(data: DataConfig) -> str | None:
-    return data.path if data.path is None or isinstance(data.path, str) else ", ".join(data.path)
+def _preview_prepared(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    choice: Choice,
+    *,
+    report: Report,
+    cache: Path | None,
+    not_apart: str | None,
+) -> SourcePreview:
+    """The sequences of token files, which have no records."""
+    prepared = prepare(data, tokenizer, cache=cache, report=report, not_apart=not_apart)
+    count = len(prepared)
+    if choice.seed is None:
+        numbers = np.arange(min(choice.first, count), min(choice.first + choice.count, count))
+    else:
+        numbers = permute(np.arange(min(choice.count, count)), count, choice.seed)
+    found = []
+    for number in numbers.tolist():
+        tokens, flags = prepared[number]
+        begins = np.union1d([0], np.flatnonzero(flags & DOCUMENT)).astype(int).tolist()
+        where = [shown_path(data) or str(data.source)] * len(begins)
+        found.append(_packed(tokenizer, number, tokens, flags, begins, where, prepared.separate))
+    return SourcePreview(
+        source=find_source(data.source, data.path),
+        path=shown_path(data),
+        format=prepared.summary.format,
+        template=None,
+        separate=prepared.separate,
+        max_length=data.max_length,
+        records=0,
+        skipped=0,
+        first_skipped=None,
+        examples=[],
+        sequences=found,
+    )
 
 
-Numbered = tuple[int, Record, Document]
-
-
-class _Reader:
-    """The documents of a source, with their records. Bad records stop it or are counted, as data.on_error says."""
-
-    def __init__(self, data: DataConfig, report: Report, cache: Path | None) -> None:
-        self.data = data
-        self.options = Options(str(data.train_on))
-        self.read = self.skipped = 0
-        self.first_skipped: str | None = None
-        self._records = read_source(data, cache=cache, report=report, on_bad=self._on_bad)
-        self._first = next(self._records, None)
-        if self._first is None:
-            raise UserMistake(f"There is no record in {_shown_path(data)}. Check data.path.")
-        self.format: Format = choose_format(str(data.format), self._first)
-
-    def _on_bad(self, mistake: UserMistake) -> None:
-        if self.data.on_error != "skip":
-            raise mistake
-        self.skipped += 1
-        self.first_skipped = self.first_skipped or str(mistake)
-
-    def __iter__(self) -> Iterator[Numbered]:
-        assert self._first is not None
-        continues = False
-        record: Record | None = self._first
-        while record is not None:
-            number, self.read = self.read, self.read + 1
-            try:
-                document = read_document(self.format, record, self.options)
-            except UserMistake as mistake:
-                self._on_bad(mistake)
-            else:
-                yield number, record, replace(document, continues=continues, continued=record.continued)
-                continues = record.continued
-            record = next(self._records, None)
-
-
-def _chosen(reader: _Reader, choice: Choice) -> list[Numbered]:
+def _chosen(reader: Documents, choice: Choice) -> list[Numbered]:
     """The chosen documents. Of a document that is read in parts, the first part only."""
     beginnings = (one for one in reader if not one[2].continues)
     if choice.seed is None:
@@ -187,14 +183,7 @@ def _chosen(reader: _Reader, choice: Choice) -> list[Numbered]:
     return sorted(drawn, key=lambda one: one[0])
 
 
-def long_documents(data: DataConfig, chosen: Format) -> str:
-    """What happens to documents longer than data.max_length: truncate, split or drop."""
-    if data.long_documents != "auto":
-        return str(data.long_documents)
-    return "split" if chosen.joined else "truncate"
-
-
-def _example(tokenizer: Tokenizer, reader: _Reader, number: int, record: Record, document: Document) -> Example:
+def _example(tokenizer: Tokenizer, reader: Documents, number: int, record: Record, document: Document) -> Example:
     data = reader.data
     encoded = encode(tokenizer, [document])
     ids, trained = encoded.ids, (encoded.flags & LOSS_TOKEN) != 0
@@ -203,7 +192,7 @@ def _example(tokenizer: Tokenizer, reader: _Reader, number: int, record: Record,
     if not len(ids):
         fate, reason = "dropped", "it is empty"
     elif len(ids) > most:
-        policy = long_documents(data, reader.format)
+        policy = long_documents(data, reader.format.joined)
         fate = {"truncate": "truncated", "split": "split", "drop": "dropped"}[policy]
         reason = f"it is longer than data.max_length {data.max_length}"
     kept = ids[:most] if fate == "truncated" else ids
@@ -232,7 +221,7 @@ class _Tokens:
     where: list[str]
 
 
-def _first_tokens(reader: _Reader, tokenizer: Tokenizer) -> _Tokens:
+def _first_tokens(reader: Documents, tokenizer: Tokenizer) -> _Tokens:
     documents: list[Document] = []
     places: list[str] = []
     characters = 0
@@ -259,7 +248,7 @@ def _first_tokens(reader: _Reader, tokenizer: Tokenizer) -> _Tokens:
     return _Tokens(np.concatenate(ids), np.concatenate(flags), np.array(lengths, dtype=np.int64), where)
 
 
-def _sequences(reader: _Reader, tokenizer: Tokenizer, choice: Choice, separate: bool) -> list[PackedSequence]:
+def _sequences(reader: Documents, tokenizer: Tokenizer, choice: Choice, separate: bool) -> list[PackedSequence]:
     """Pack the first records as `prepare` packs all, and show some sequences in a random order, as training does."""
     data, joined = reader.data, reader.format.joined
     found = _first_tokens(reader, tokenizer)
@@ -267,7 +256,9 @@ def _sequences(reader: _Reader, tokenizer: Tokenizer, choice: Choice, separate: 
     if data.pack and joined:
         bounds = pack.split_stream(int(found.lengths.sum()), length)
     else:
-        bounds = pack.split_documents(found.lengths, length, split=long_documents(data, reader.format) == "split")
+        bounds = pack.split_documents(
+            found.lengths, length, split=long_documents(data, reader.format.joined) == "split"
+        )
     counted = count_loss_tokens(found.flags, bounds)
     starts, ends = bounds.starts[counted > 0], bounds.ends[counted > 0]
     if not len(starts):
@@ -280,32 +271,39 @@ def _sequences(reader: _Reader, tokenizer: Tokenizer, choice: Choice, separate: 
         groups = np.split(packing.order, np.cumsum(packing.counts)[:-1])
         pieces = [[(int(starts[one]), int(ends[one])) for one in group] for group in groups]
     shown = permute(np.arange(len(pieces)), len(pieces), choice.seed or 0)[choice.first : choice.first + choice.count]
-    return [_sequence(tokenizer, found, int(number), pieces[number], separate) for number in shown]
-
-
-def _sequence(
-    tokenizer: Tokenizer, found: _Tokens, number: int, pieces: list[tuple[int, int]], separate: bool
-) -> PackedSequence:
     firsts = np.cumsum(found.lengths) - found.lengths
-    documents: list[PackedDocument] = []
-    position = loss_tokens = 0
-    for start, end in pieces:
-        begins = np.flatnonzero(found.flags[start + 1 : end] & DOCUMENT) + start + 1
-        for first, last in zip([start, *begins.tolist()], [*begins.tolist(), end], strict=True):
-            index = int(np.searchsorted(firsts, first, side="right")) - 1
-            trained = (found.flags[first:last] & LOSS_TOKEN) != 0
-            if not position:
-                trained[:1] = False  # nothing precedes it in this sequence
-            loss_tokens += int(trained.sum())
-            documents.append(
-                PackedDocument(
-                    number=len(documents) + 1,
-                    where=found.where[index],
-                    tokens=last - first,
-                    first_position=0 if separate else position,
-                    continues=first > int(firsts[index]),
-                    spans=decode_spans(tokenizer, found.ids[first:last], trained),
-                )
-            )
-            position += last - first
-    return PackedSequence(number, position - 1, loss_tokens, documents)
+    sequences = []
+    for number in shown.tolist():
+        at = np.concatenate([np.arange(start, end) for start, end in pieces[number]])
+        ids, flags = found.ids[at], found.flags[at]
+        parts = np.cumsum([0, *(end - start for start, end in pieces[number])])[:-1]
+        begins = np.union1d(parts, np.flatnonzero(flags & DOCUMENT))
+        where = [found.where[one] for one in (np.searchsorted(firsts, at[begins], side="right") - 1).tolist()]
+        sequences.append(_packed(tokenizer, number, ids, flags, begins.tolist(), where, separate))
+    return sequences
+
+
+def _packed(
+    tokenizer: Tokenizer,
+    number: int,
+    ids: np.ndarray,
+    flags: np.ndarray,
+    begins: list[int],
+    where: list[str],
+    separate: bool,
+) -> PackedSequence:
+    """The sequence with these tokens, whose documents begin at `begins` and are from `where`."""
+    trained = (flags & LOSS_TOKEN) != 0
+    trained[:1] = False  # no input precedes it
+    documents = [
+        PackedDocument(
+            number=index,
+            where=place,
+            tokens=last - first,
+            first_position=0 if separate else first,
+            continues=not flags[first] & DOCUMENT,
+            spans=decode_spans(tokenizer, ids[first:last], trained[first:last]),
+        )
+        for index, (place, first, last) in enumerate(zip(where, begins, [*begins[1:], len(ids)], strict=True), start=1)
+    ]
+    return PackedSequence(number, len(ids) - 1, int(trained.sum()), documents)

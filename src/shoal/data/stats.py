@@ -11,14 +11,12 @@ import numpy as np
 from shoal.config.schema import DataConfig
 from shoal.data import pack
 from shoal.data.cache import Report
-from shoal.data.formats import Format, Options, choose_format, read_document
-from shoal.data.prepare import read_source
+from shoal.data.documents import Documents, has_records, long_documents, shown_path
 from shoal.data.sequences import DOCUMENT, Sequences, StoredSequences
 from shoal.data.sources.find import find_source
-from shoal.data.sources.read import READERS
 from shoal.data.sources.record import Record
 from shoal.data.tokenize import Progress
-from shoal.mistakes import UserMistake
+from shoal.data.tokenizer_base import Tokenizer
 
 _TOKENS_AT_ONCE = 1 << 22
 
@@ -63,16 +61,18 @@ class Filling:
 
 @dataclass(frozen=True)
 class Packing:
-    """`chosen`: packed or unpacked, as this config does. `unpacked` pads each document to max_length."""
+    """`chosen`: packed or unpacked, as this config does. `unpacked` pads each document to max_length; it is None where
+    the lengths of documents are not known."""
 
     chosen: str
     packed: Filling
-    unpacked: Filling
+    unpacked: Filling | None
 
 
 @dataclass(frozen=True)
 class SourceStats:
-    """The statistics of one source. `duplicates` is None for data without records."""
+    """The statistics of one source. Token files have no records, so that `duplicates` is None; nor are the lengths of
+    their documents stored, unless they are marked."""
 
     source: str
     path: str | None
@@ -82,7 +82,7 @@ class SourceStats:
     tokens: int
     loss_tokens: int  # of the sequences
     loss_token_share: float
-    lengths: Lengths
+    lengths: Lengths | None
     longer: int  # documents longer than max_length
     truncated: int
     tokens_lost: int  # to truncation
@@ -95,23 +95,29 @@ class SourceStats:
 
 
 def measure_source(
-    data: DataConfig, sequences: Sequences, *, weight: float = 1.0, report: Report, cache: Path | None = None
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    sequences: Sequences,
+    *,
+    weight: float = 1.0,
+    report: Report,
+    cache: Path | None = None,
 ) -> SourceStats:
     """The statistics of one source; `sequences` is what `prepare` made of it."""
     summary, length = sequences.summary, data.max_length
     lengths = document_lengths(sequences)
-    over = lengths[lengths > length + 1]
+    over = np.empty(0, np.int64) if lengths is None else lengths[lengths > length + 1]
     lost = int((over - (length + 1)).sum()) if summary.truncated else 0
     return SourceStats(
         source=find_source(data.source, data.path),
-        path=data.path if data.path is None or isinstance(data.path, str) else ", ".join(data.path),
+        path=shown_path(data),
         weight=weight,
         format=summary.format,
         documents=summary.documents,
         tokens=summary.tokens,
         loss_tokens=summary.loss_tokens,
         loss_token_share=round(summary.loss_token_share, 4),
-        lengths=describe_lengths(lengths),
+        lengths=None if lengths is None else describe_lengths(lengths),
         longer=len(over),
         truncated=summary.truncated,
         tokens_lost=lost,
@@ -119,14 +125,15 @@ def measure_source(
         empty=summary.empty,
         skipped=summary.skipped,
         first_skipped=summary.first_skipped,
-        duplicates=find_duplicates(data, report=report, cache=cache),
-        packing=_packing(sequences, lengths, length),
+        duplicates=find_duplicates(data, tokenizer, report=report, cache=cache),
+        packing=_packing(data, sequences, lengths),
     )
 
 
-def document_lengths(sequences: Sequences) -> np.ndarray:
-    """The tokens of each document. Where the cache does not have them: as they stand in the sequences."""
-    assert isinstance(sequences, StoredSequences)
+def document_lengths(sequences: Sequences) -> np.ndarray | None:
+    """The tokens of each document; where they were not stored, as they stand in the sequences, if they do."""
+    if not isinstance(sequences, StoredSequences):
+        return None
     if sequences.documents is not None:
         return sequences.documents
     found = []
@@ -155,23 +162,23 @@ def describe_lengths(lengths: np.ndarray) -> Lengths:
     )
 
 
-def _packing(sequences: Sequences, lengths: np.ndarray, length: int) -> Packing:
-    joined = sequences.summary.joined
+def _packing(data: DataConfig, sequences: Sequences, lengths: np.ndarray | None) -> Packing:
+    joined, length = sequences.summary.joined, data.max_length
     stored = sequences.lengths(np.arange(len(sequences)))
     actual = _filling(stored, length)
-    single = pack.split_documents(lengths, length, split=joined)
-    unpacked = single.ends - single.starts
-    if joined:
-        # One stream has a single sequence that is not full; of documents one by one, each has one.
-        bounds = pack.split_stream(int(lengths.sum()), length)
-        full = int(np.count_nonzero(stored == length + 1)) >= len(stored) - 1
-        packed = actual if full else _filling(bounds.ends - bounds.starts, length)
-        return Packing("packed" if full else "unpacked", packed, _filling(unpacked, length) if full else actual)
-    if sequences.separate:
-        return Packing("packed", actual, _filling(unpacked, length))
-    fitted = pack.fit_documents(stored, length + 1)
-    filled = float((stored - 1).sum()) / (len(fitted.counts) * length)
-    return Packing("unpacked", Filling(len(fitted.counts), round(filled, 4)), actual)
+    is_packed = bool(data.pack) if joined else sequences.separate
+    if is_packed:
+        if lengths is None:
+            return Packing("packed", actual, None)
+        split = long_documents(data, joined) == "split"
+        single = pack.split_documents(lengths, length, split=split)
+        return Packing("packed", actual, _filling(single.ends - single.starts, length))
+    if joined and lengths is not None:
+        stream = pack.split_stream(int(lengths.sum()), length)
+        return Packing("unpacked", _filling(stream.ends - stream.starts, length), actual)
+    counts = pack.fit_documents(stored, length + 1).counts
+    packed = Filling(len(counts), round(float(stored.sum() - len(counts)) / (len(counts) * length), 4))
+    return Packing("unpacked", packed, actual)
 
 
 def _filling(tokens: np.ndarray, length: int) -> Filling:
@@ -179,14 +186,18 @@ def _filling(tokens: np.ndarray, length: int) -> Filling:
     return Filling(len(tokens), round(float((tokens - 1).sum()) / (max(len(tokens), 1) * length), 4))
 
 
-def find_duplicates(data: DataConfig, *, report: Report, cache: Path | None = None) -> Duplicates | None:
+def find_duplicates(
+    data: DataConfig, tokenizer: Tokenizer, *, report: Report, cache: Path | None = None
+) -> Duplicates | None:
     """Compare the text of all documents, by a hash of 8 bytes: about 24 bytes of memory per document."""
-    if find_source(data.source, data.path) not in READERS:
+    if not has_records(data):
         return None
     progress = Progress(report)
     hashes, lines, files = array("Q"), array("q"), array("l")
     names: dict[Path, int] = {}
-    for digest, record in _hashes(read_source(data, cache=cache, report=lambda _: None, on_bad=_ignore), data):
+    # Bad records were counted when the data was prepared.
+    skipping = data.model_copy(update={"on_error": "skip"})
+    for digest, record in _hashes(Documents(skipping, tokenizer, report=lambda _: None, cache=cache)):
         hashes.append(digest)
         lines.append(-1 if record.line is None else record.line)
         files.append(names.setdefault(record.file, len(names)))
@@ -205,27 +216,15 @@ def find_duplicates(data: DataConfig, *, report: Report, cache: Path | None = No
     return Duplicates(len(copies), where(copy), where(original))
 
 
-def _hashes(records: Iterator[Record], data: DataConfig) -> Iterator[tuple[int, Record]]:
+def _hashes(documents: Documents) -> Iterator[tuple[int, Record]]:
     """A hash of each document, and the record that ends it. Documents without text are not compared."""
-    chosen: Format | None = None
-    options = Options(str(data.train_on))
     digest, empty = hashlib.blake2b(digest_size=8), True
-    for record in records:
-        chosen = chosen or choose_format(str(data.format), record)
-        try:
-            document = read_document(chosen, record, options)
-        except UserMistake as mistake:
-            _ignore(mistake)
-        else:
-            for text, trained in document.segments:
-                written = text.encode()
-                digest.update(b"%d %d " % (trained, len(written)) + written)
-                empty = empty and not written
+    for _, record, document in documents:
+        for text, trained in document.segments:
+            written = text.encode()
+            digest.update(b"%d %d " % (trained, len(written)) + written)
+            empty = empty and not written
         if not record.continued:
             if not empty:
                 yield int.from_bytes(digest.digest(), "little"), record
             digest, empty = hashlib.blake2b(digest_size=8), True
-
-
-def _ignore(mistake: UserMistake) -> None:
-    """The data has been prepared, so what is wrong with it has been counted."""

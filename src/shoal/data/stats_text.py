@@ -17,13 +17,13 @@ def source_lines(stats: SourceStats, max_length: int, *, titled: bool) -> Iterat
     yield (
         f"tokens       {stats.tokens:,}; {stats.loss_tokens:,} in the loss, {stats.loss_token_share:.1%} of the labels"
     )
-    lengths = stats.lengths
-    yield (
-        f"length       median {lengths.median:,}, mean {lengths.mean:,.1f}, 90% up to {lengths.p90:,}, 99% up to "
-        f"{lengths.p99:,}, longest {lengths.max:,} tokens"
-    )
-    yield from (f"             {line}" for line in _bars(lengths.histogram, max_length))
-    yield f"too long     {_too_long(stats, max_length)}"
+    if (lengths := stats.lengths) is not None:
+        yield (
+            f"length       median {lengths.median:,}, mean {lengths.mean:,.1f}, 90% up to {lengths.p90:,}, 99% up to "
+            f"{lengths.p99:,}, longest {lengths.max:,} tokens"
+        )
+        yield from (f"             {line}" for line in _bars(lengths.histogram, max_length))
+        yield f"too long     {_too_long(stats, max_length)}"
     if (copies := stats.duplicates) is not None:
         found = f"{copies.documents:,}"
         if copies.documents:
@@ -42,9 +42,9 @@ def source_lines(stats: SourceStats, max_length: int, *, titled: bool) -> Iterat
     if stats.first_skipped is not None:
         yield f"             the first invalid one: {printable(stats.first_skipped)}"
     packing = stats.packing
-    here, other = (packing.packed, packing.unpacked)[:: 1 if packing.chosen == "packed" else -1]
-    others = "unpacked" if packing.chosen == "packed" else "packed"
-    yield f"packing      {packing.chosen}: {_filling(here)}; {others}: {_filling(other)}"
+    ways = {"packed": packing.packed, "unpacked": packing.unpacked}
+    ways = {packing.chosen: ways.pop(packing.chosen), **ways}
+    yield "packing      " + "; ".join(f"{name}: {_filling(one)}" for name, one in ways.items() if one is not None)
 
 
 def _filling(filling: Filling) -> str:

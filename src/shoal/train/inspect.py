@@ -169,7 +169,7 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
     for block, weight in blocks:
         alone = len(blocks) == 1
         prepared = sets.training if alone else prepare(block, tokenizer, report=report, not_apart=not_apart)
-        sources.append(measure_source(block, prepared, weight=weight, report=report))
+        sources.append(measure_source(block, tokenizer, prepared, weight=weight, report=report))
     order, summary, train = sets.order, sets.training.summary, config.train
     share = order.training_count / len(sets.training)
     loss_tokens = int(summary.loss_tokens * share)
