@@ -67,6 +67,7 @@ def test_what_happens_to_an_example_is_said(write: Write) -> None:
     assert truncated.spans[-1].text == "b" * 20  # max_length inputs, and the last label
     assert truncated.loss_tokens == 20
     assert dropped.reason == "it has no loss token before data.max_length"
+    assert [examples(file, f"data.max_length={PROMPT + most}")[2].fate for most in (1, 2)] == ["truncated", "kept"]
     text = write("a.txt", "x" * 50)
     (split,) = examples(text, "data.max_length=16")
     assert (split.fate, split.tokens) == ("split", 51)
@@ -104,7 +105,7 @@ def test_sequences_are_packed_as_training_packs_them(kind: str, override: str, w
     sizes = random.integers(1, 60, 40).tolist()
     records = [pair("a", "b" * size) if kind == "alpaca" else {"text": "c" * size} for size in sizes]
     file = write("a.jsonl", records)
-    length = PROMPT + 100 if kind == "alpaca" else 50
+    length = 3 * PROMPT if kind == "alpaca" else 50
     overrides = ["model.tokenizer=bytes", f"data.max_length={length}", override]
     (source,) = api.data_preview(file, overrides, sequences=True, examples=1000).sources
     data = DataConfig(path=str(file), max_length=length, pack="auto" if override.endswith("auto") else False)
