@@ -205,7 +205,7 @@ def collate_next_token(
     positions = documents = None
     if begins is not None:
         first = (begins & DOCUMENT) != 0
-        first[:, 0] = True
+        first[:, 0] = True  # a sequence of a stream may begin inside a document
         columns = np.arange(width)
         # Positions in the padding continue the last document's: no position exceeds the length, and no kernel takes the
         # padding for a new document.

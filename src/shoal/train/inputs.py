@@ -11,7 +11,7 @@ from shoal.models.prepare import Blueprint, blueprint
 from shoal.observe.progress import Reporter
 from shoal.plan.batches import count_steps
 from shoal.train.schedule import doubts
-from shoal.train.tokenizer import choose_tokenizer
+from shoal.train.tokenizer import load_model_tokenizer
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Inputs:
 def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     """Read model config, tokenizer and datasets. Needs no accelerator and no other rank."""
     plan = blueprint(config.model)
-    tokenizer = choose_tokenizer(config.model, plan.folder)
+    tokenizer = load_model_tokenizer(config.model, plan.folder)
     if tokenizer.size > plan.vocabulary:
         raise UserMistake(
             f"The tokenizer has {tokenizer.size} tokens, but the model's vocabulary is {plan.vocabulary}; "

@@ -25,7 +25,7 @@ from shoal.models.hub import local_folder
 from shoal.models.read_config import read_settings
 from shoal.paths import user_path
 from shoal.plan.batches import count_steps
-from shoal.train.tokenizer import choose_tokenizer
+from shoal.train.tokenizer import load_model_tokenizer
 
 Report = Callable[[str], None]
 
@@ -128,7 +128,7 @@ def find_subject(file: Path | str | None, overrides: Sequence[str], report: Repo
         report("No tokenizer is given: one token per byte. Set model.tokenizer=FOLDER for that of your model.")
         tokenizer = load_tokenizer("bytes")
     else:
-        tokenizer = choose_tokenizer(model, folder)
+        tokenizer = load_model_tokenizer(model, folder)
     return Subject(None if file is None else str(file), config, tokenizer, not_apart)
 
 

@@ -10,7 +10,7 @@ from shoal.models.hub import local_folder
 from shoal.paths import user_path
 
 
-def choose_tokenizer(model: ModelConfig, model_folder: Path | None) -> Tokenizer:
+def load_model_tokenizer(model: ModelConfig, model_folder: Path | None) -> Tokenizer:
     """`model.tokenizer`, or that of the model in `model_folder`."""
     name = model.tokenizer
     if name in BUILT_IN:
