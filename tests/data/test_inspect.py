@@ -152,7 +152,7 @@ def test_the_statistics_are_those_of_the_documents(write: Write) -> None:
     assert (found.documents, source.tokens) == (7, sum(sizes) + dropped)
     assert (source.lengths.median, source.lengths.max) == (sorted([*sizes, dropped])[3], PROMPT + 902)
     assert sum(one.documents for one in source.lengths.histogram) == 7
-    assert (source.longer, source.truncated, source.dropped) == (2, 2, 1)
+    assert (source.longer, source.long_documents, source.dropped) == (2, "truncate", 1)
     assert source.tokens_lost == PROMPT + 902 + dropped - 2 * (length + 1)
     assert (source.skipped, source.empty) == (1, 0)
     assert source.first_skipped is not None

@@ -232,20 +232,26 @@ def _first_tokens(reader: Documents, tokenizer: Tokenizer) -> _Tokens:
         places.append(record.where)
         if ends:
             break
-    ids, flags, lengths, where = [], [], [], []
-    unfinished = 0
+    found: list[tuple[str, np.ndarray, np.ndarray]] = []
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
     for document, place in zip(documents, places, strict=True):
         encoded = encode(tokenizer, [document])
-        ids.append(encoded.ids)
-        flags.append(encoded.flags)
-        unfinished += len(encoded.ids)
-        if not document.continued and unfinished:
-            lengths.append(unfinished)
-            where.append(place)
-            unfinished = 0
-    if not lengths:
+        parts.append((encoded.ids, encoded.flags))
+        if not document.continued:
+            ids, flags = (np.concatenate(values) for values in zip(*parts, strict=True))
+            found += [(place, ids, flags)] if len(ids) else []
+            parts = []
+    data, most = reader.data, reader.data.max_length + 1
+    if data.pack and reader.format.joined and (policy := long_documents(data, joined=True)) != "split":
+        # The stream is split into sequences, but the user wants no document in several.
+        found = [
+            (place, ids[:most], flags[:most]) for place, ids, flags in found if policy != "drop" or len(ids) <= most
+        ]
+    if not found:
         raise UserMistake(f"There is no text in the first {len(documents):,} records. Check data.path.")
-    return _Tokens(np.concatenate(ids), np.concatenate(flags), np.array(lengths, dtype=np.int64), where)
+    where, tokens, marks = (list(values) for values in zip(*found, strict=True))
+    lengths = np.array([len(one) for one in tokens], dtype=np.int64)
+    return _Tokens(np.concatenate(tokens), np.concatenate(marks), lengths, where)
 
 
 def _sequences(reader: Documents, tokenizer: Tokenizer, choice: Choice, separate: bool) -> list[PackedSequence]:

@@ -84,9 +84,9 @@ class SourceStats:
     loss_token_share: float
     lengths: Lengths | None
     longer: int  # documents longer than max_length
-    truncated: int
-    tokens_lost: int  # to truncation
-    dropped: int
+    long_documents: str  # what happens to these: truncate, split, drop
+    tokens_lost: int  # because of that
+    dropped: int  # documents or sequences without a loss token
     empty: int
     skipped: int
     first_skipped: str | None
@@ -107,7 +107,9 @@ def measure_source(
     summary, length = sequences.summary, data.max_length
     lengths = document_lengths(sequences)
     over = np.empty(0, np.int64) if lengths is None else lengths[lengths > length + 1]
-    lost = int((over - (length + 1)).sum()) if summary.truncated else 0
+    policy = long_documents(data, summary.joined)
+    kept_of_each = {"truncate": length + 1, "drop": 0}
+    lost = int((over - kept_of_each[policy]).sum()) if policy in kept_of_each else 0
     return SourceStats(
         source=find_source(data.source, data.path),
         path=shown_path(data),
@@ -119,7 +121,7 @@ def measure_source(
         loss_token_share=round(summary.loss_token_share, 4),
         lengths=None if lengths is None else describe_lengths(lengths),
         longer=len(over),
-        truncated=summary.truncated,
+        long_documents=policy,
         tokens_lost=lost,
         dropped=summary.dropped,
         empty=summary.empty,

@@ -56,9 +56,10 @@ def _too_long(stats: SourceStats, max_length: int) -> str:
         return f"none is longer than max_length {max_length:,}"
     share = stats.longer / stats.documents
     what = f"{stats.longer:,} documents ({share:.1%}) are longer than max_length {max_length:,}"
-    if not stats.truncated:
-        return what
-    return f"{what}; truncated, {stats.tokens_lost:,} tokens ({stats.tokens_lost / stats.tokens:.1%}) are lost"
+    done = {"truncate": "truncated", "drop": "left out", "split": "split, no token is lost"}[stats.long_documents]
+    if stats.long_documents == "split":
+        return f"{what}; {done}"
+    return f"{what}; {done}, {stats.tokens_lost:,} tokens ({stats.tokens_lost / stats.tokens:.1%}) are lost"
 
 
 def _bars(bins: list[Bin], max_length: int) -> Iterator[str]:
