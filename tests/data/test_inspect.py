@@ -195,6 +195,9 @@ def test_data_for_less_than_one_step_is_described_too(write: Write) -> None:
     found = api.data_stats(write("a.jsonl", [pair("a", "b")] * 3), ["data.validation=0"])
     assert (found.steps, found.epochs) == (None, None)
     assert "less than one step of train.global_batch 64" in found.text()
+    single = api.data_stats(write("b.jsonl", [pair("a", "b")]), ["train.steps=4"])
+    assert (single.documents, single.training_sequences, single.steps) == (1, 1, 4)
+    assert "a single sequence, which cannot be both trained on and held out" in str(single.problem)
 
 
 def test_the_fill_of_a_stream_is_compared_with_documents_one_by_one(write: Write) -> None:

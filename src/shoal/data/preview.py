@@ -243,7 +243,7 @@ def _first_tokens(reader: Documents, tokenizer: Tokenizer) -> _Tokens:
             parts = []
     data, most = reader.data, reader.data.max_length + 1
     if data.pack and reader.format.joined and (policy := long_documents(data, joined=True)) != "split":
-        # The stream is split into sequences, but the user wants no document in several.
+        # Before they are joined to a stream, whose sequences are split without regard to documents.
         found = [
             (place, ids[:most], flags[:most]) for place, ids, flags in found if policy != "drop" or len(ids) <= most
         ]

@@ -12,8 +12,9 @@ from shoal.config.interpolate import escape
 from shoal.config.load import load_config
 from shoal.config.resolve import with_global_batch
 from shoal.config.run import RunDirectory
-from shoal.config.schema import Config
-from shoal.data.prepare import prepare, prepare_sets
+from shoal.config.schema import Config, DataConfig
+from shoal.data.order import Order
+from shoal.data.prepare import Sets, prepare, prepare_sets
 from shoal.data.preview import Choice, SourcePreview, preview_source
 from shoal.data.preview_text import Piece, plain_text, source_pieces
 from shoal.data.stats import SourceStats, measure_source
@@ -162,7 +163,7 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
     config = _with_batch(subject.config)
     data = config.data.model_copy(update={"streaming": False})  # counted as a whole
     tokenizer, not_apart = subject.tokenizer, subject.not_apart
-    sets = prepare_sets(data, tokenizer, seed=config.seed, report=report, not_apart=not_apart)
+    sets, problem = _prepare(data, tokenizer, config.seed, report, not_apart)
     report("The tokenized data is in the cache: training with the same settings and tokenizer starts with it.")
     blocks = data.blocks()
     sources = []
@@ -173,7 +174,7 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
     order, summary, train = sets.order, sets.training.summary, config.train
     share = order.training_count / len(sets.training)
     loss_tokens = int(summary.loss_tokens * share)
-    steps, problem = None, None
+    steps = None
     try:
         steps = count_steps(
             epochs=train.epochs,
@@ -184,7 +185,7 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
             global_batch=train.global_batch,
         )
     except UserMistake as mistake:
-        problem = str(mistake)
+        problem = problem or str(mistake)
     inputs = summary.loss_tokens / summary.loss_token_share
     return DataStats(
         file=subject.file,
@@ -204,6 +205,21 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
         problem=problem,
         sources=sources,
     )
+
+
+def _prepare(
+    data: DataConfig, tokenizer: Tokenizer, seed: int, report: Report, not_apart: str | None
+) -> tuple[Sets, str | None]:
+    """The sets of a run. If there is too little data to hold some out: all of it, and why training would refuse."""
+    if isinstance(data.validation, str) or len(data.blocks()) > 1:
+        return prepare_sets(data, tokenizer, seed=seed, report=report, not_apart=not_apart), None
+    share = float(data.validation)
+    whole = data.model_copy(update={"validation": 0.0})
+    sets = prepare_sets(whole, tokenizer, seed=seed, report=report, not_apart=not_apart)
+    try:
+        return Sets(sets.training, sets.training if share else None, Order(len(sets.training), seed, share)), None
+    except UserMistake as mistake:
+        return sets, str(mistake)
 
 
 def _with_batch(config: Config) -> Config:
