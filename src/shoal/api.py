@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shoal.convert.imports import Imported
     from shoal.plan.report import Plan
     from shoal.train.hooks import Hook
+    from shoal.train.inspect import DataPreview, DataStats
     from shoal.train.loop import Summary
     from shoal.train.preview import Preview
     from shoal.use.evaluate import Evaluation
@@ -42,6 +43,8 @@ __all__ = [
     "config_from_mapping",
     "config_to_yaml",
     "config_values",
+    "data_preview",
+    "data_stats",
     "download",
     "dry_run",
     "evaluate",
@@ -104,6 +107,41 @@ def dry_run(config: Config) -> Preview:
     from shoal.launch.run import dry_run
 
     return dry_run(config)
+
+
+def data_preview(
+    file: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    examples: int = 3,
+    first: int = 0,
+    seed: int | None = None,
+    sequences: bool = False,
+    report: Callable[[str], None] = lambda _: None,
+) -> DataPreview:
+    """Decode `examples` examples of the data, from the record `first` on, or drawn at random with `seed`.
+
+    `file` is a config, a run's folder, or a data file or folder; with None, `overrides` name the data. With
+    `sequences`, packed sequences are decoded instead. Reads only the first records, and imports torch only if the
+    tokenizer's library does.
+    """
+    from shoal.data.preview import Choice
+    from shoal.train.inspect import preview_data
+
+    choice = Choice(count=examples, first=first, seed=seed, sequences=sequences)
+    return preview_data(file, overrides, choice=choice, drawn=seed is not None, report=report)
+
+
+def data_stats(
+    file: Path | str | None, overrides: Sequence[str] = (), *, report: Callable[[str], None] = lambda _: None
+) -> DataStats:
+    """Describe all of the data: lengths, truncation, duplicates, packing, and the steps of a run with it.
+
+    `file` is as in `data_preview`. The data is tokenized into the cache, where training finds it.
+    """
+    from shoal.train.inspect import measure_data
+
+    return measure_data(file, overrides, report=report)
 
 
 def _check_inputs(config: Config) -> None:

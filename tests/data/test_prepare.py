@@ -300,7 +300,7 @@ def test_the_second_preparation_reads_no_source(
     monkeypatch.setattr(sys.modules["shoal.data.prepare"], "read_records", None)
     second = prepare(data, BYTES, report=said.append)
     assert contents(second) == contents(first)
-    assert isinstance(second.tokens, np.memmap)
+    assert isinstance(second.tokens.base, np.memmap)
     assert "Using cached tokenized data" in said[-1]
 
 

@@ -1,14 +1,19 @@
 """Hooks see every event of a run, on every rank, and end with it."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shoal import api
+from shoal.config.schema import DataConfig
+from shoal.data import StoredSequences
 from shoal.mistakes import UserMistake
-from shoal.train.hooks import Fault, Hook
+from shoal.observe.progress import Reporter
+from shoal.train.hooks import Fault, Hook, LogInterval, RunStart
+from shoal.train.slow_data import SlowDataWarning
 from tests.harness import run_ranks, settings
 
 
@@ -126,3 +131,58 @@ def test_hooks_are_refused_where_other_processes_train(instructions: Path, tmp_p
     with pytest.raises(UserMistake, match="start the program with torchrun"):
         train_with([Recorder()], config, tmp_path)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_waits_for_data_is_told_the_remedy_once(instructions: Path, tmp_path: Path) -> None:
+    config = settings(instructions, train__steps=24, data__max_length=16, data__train_on="all", data__workers=0)
+
+    def be() -> list[str]:
+        read, warned = StoredSequences.__getitem__, []
+
+        def read_slowly(self: StoredSequences, index: int) -> Any:
+            time.sleep(0.005)
+            return read(self, index)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StoredSequences, "__getitem__", read_slowly)
+            patch.setattr(Reporter, "warn", lambda self, text: warned.append(text))
+            train_with([], config, tmp_path)
+        return [text for text in warned if "waits for data" in text]
+
+    (warned,) = run_ranks(1, be)
+    assert len(warned) == 1
+    assert "set data.workers: 2, so that batches are prepared in the background" in warned[0]
+
+
+def warnings_of(waits: list[float], *, every: int = 1, resumed_at: int = 0, **data: Any) -> list[str]:
+    """What the hook says of steps of one second each that wait this long for data."""
+    warned: list[str] = []
+    hook = SlowDataWarning(DataConfig(**data), warned.append)
+    hook.on_run_start(RunStart(Path(), None, None, resumed_at, resumed_at + len(waits)))  # type: ignore[arg-type]
+    for first in range(0, len(waits), every):
+        window = waits[first : first + every]
+        interval = LogInterval(resumed_at + first + len(window), len(window), float(len(window)), 0, None, 0.0, None)
+        hook.on_metrics({"data_seconds": sum(window) / len(window)}, interval)
+    return warned
+
+
+@pytest.mark.parametrize("every", [1, 4, 20])
+def test_only_lasting_waits_above_five_percent_of_the_step_are_warned_of(every: int) -> None:
+    warm = [0.0] * 20  # with one line every 20 steps, the first line has the warmup in it
+    assert warnings_of([*warm, *[0.04] * 40], every=every) == []
+    assert warnings_of([9.0, 9.0, 9.0, *[0.0] * 57], every=every) == []
+    assert warnings_of([9.0, 9.0, 9.0, *[0.0] * 57], every=every, resumed_at=100) == []
+    assert warnings_of([*warm, 0.4, *[0.0] * 39], every=every) == []  # one step alone
+    assert len(warnings_of([*warm, *[0.06] * 60], every=every)) == 1
+
+
+def test_the_remedy_is_one_that_is_left() -> None:
+    slow = [0.5] * 30
+    (few,) = warnings_of(slow, workers=1)
+    assert "waits for data 50% of the time (0.5000 s of each step of 1.0000 s): raise data.workers (now 1)" in few
+    assert "SHOAL_CACHE" in few
+    (many,) = warnings_of(slow, workers=1024)
+    assert "workers" not in many
+    (streaming,) = warnings_of(slow, workers=1024, streaming=True)
+    assert "set data.streaming: false" in streaming
+    assert "SHOAL_CACHE" not in streaming

@@ -15,6 +15,7 @@ from shoal.cli.checkpoints import checkpoints
 from shoal.cli.common import FAILED, MISTAKEN, ConfigCommand
 from shoal.cli.config import config_app
 from shoal.cli.convert import export_command, import_command
+from shoal.cli.data import data_app
 from shoal.cli.plan import plan_command
 from shoal.cli.train import TrainCommand, download, init, train
 from shoal.cli.use import chat, evaluate, generate
@@ -29,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command("checkpoints")(checkpoints)
 app.command("plan", cls=ConfigCommand)(plan_command)

@@ -20,10 +20,10 @@ MOST_SENTENCES = 50  # per error message
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
-def validate(given: Mapping[str, Any], origins: Origins) -> Config:
+def validate(given: Mapping[str, Any], origins: Origins, *, needs_model: bool = True) -> Config:
     """The config that `given` describes, or a UserMistake with one line for each error."""
     try:
-        return Config.model_validate(given)
+        return Config.model_validate(given, context={"needs_model": needs_model})
     except ValidationError as error:
         raise UserMistake("\n".join(_sentences(error, given, origins))) from error
 

@@ -23,11 +23,14 @@ _KEY_PART = re.compile(r"\.?([^.\[\]=\s]+)|\[([^\[\]]+)\]")
 MOST_FILES = 100
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, planned: bool = False) -> Config:
+def load_config(
+    path: Path | str | None, overrides: Sequence[str] = (), *, planned: bool = False, needs_model: bool = True
+) -> Config:
     """Read a YAML file and its includes, apply `key=value` overrides, and validate the result.
 
     Errors raise UserMistake with one line for each mistake, which names the file and line or the override. With
-    `planned` the config may use what is not built yet but can be forecast.
+    `planned` the config may use what is not built yet but can be forecast. Without `needs_model` it may leave the model
+    out, to look at its data.
     """
     origins = Origins(whole=str(path) if path is not None else "")
     tree: dict[str, Any] = {}
@@ -46,7 +49,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, plann
         origins.lay_override(document, override)
         refuse_unsafe(document.value, origins, override.path)
         tree = _merge(tree, _nested(override.path, document.value))
-    return _finish(tree, origins, planned=planned)
+    return _finish(tree, origins, planned=planned, needs_model=needs_model)
 
 
 def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
@@ -79,8 +82,8 @@ def json_schema() -> dict[str, Any]:
     return show_shorthands(Config.model_json_schema())
 
 
-def _finish(tree: dict[str, Any], origins: Origins, *, planned: bool = False) -> Config:
-    config = validate(resolve(tree, origins), origins)
+def _finish(tree: dict[str, Any], origins: Origins, *, planned: bool = False, needs_model: bool = True) -> Config:
+    config = validate(resolve(tree, origins), origins, needs_model=needs_model)
     if not planned:
         refuse_unbuilt(config, origins)
     refuse_combinations(config, origins)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, get_args
 
 from annotated_types import Ge, Le
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -107,9 +107,10 @@ class Config(Block):
         return name
 
     @model_validator(mode="after")
-    def _has_a_model(self) -> "Config":
+    def _has_a_model(self, info: ValidationInfo) -> "Config":
         # Not in ModelConfig, whose defaults must be valid for a config without the block.
-        if self.model.from_ is None and self.model.shape is None:
+        needed = info.context is None or info.context.get("needs_model", True)
+        if needed and self.model.from_ is None and self.model.shape is None:
             raise contradiction(
                 "model.from or model.shape must be given: from loads weights, shape initializes random ones."
             )

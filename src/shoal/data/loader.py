@@ -191,24 +191,28 @@ def collate_next_token(
     shape = (len(found), width)
     inputs = np.full(shape, pad, dtype=np.int64)
     labels = np.full(shape, IGNORED, dtype=np.int64)
-    positions = np.zeros(shape, dtype=np.int64) if sequences.separate else None
-    documents = np.zeros(shape, dtype=np.int32) if sequences.separate else None
+    counted = np.zeros(shape, dtype=np.uint8)  # the flags of the labels
+    begins = np.zeros(shape, dtype=np.uint8) if sequences.separate else None  # the flags of the inputs
     for line, (tokens, flags) in enumerate(found):
         used = len(tokens) - 1
         inputs[line, :used] = tokens[:-1]
-        labels[line, :used] = np.where(flags[1:] & LOSS_TOKEN, tokens[1:].astype(np.int64), IGNORED)
-        if positions is not None and documents is not None:
-            begins = (np.asarray(flags[:-1]) & DOCUMENT) != 0
-            begins[0] = True  # a sequence of a stream may begin inside a document
-            number = np.cumsum(begins) - 1
-            counting = np.arange(width)
-            positions[line] = counting
-            positions[line, :used] -= np.flatnonzero(begins)[number]
-            documents[line, :used] = number
-            documents[line, used:] = number[-1] + 1
-            # Positions in the padding continue the last document's: no position exceeds the length, and no kernel takes
-            # the padding for a new document.
-            positions[line, used:] -= np.flatnonzero(begins)[-1]
+        labels[line, :used] = tokens[1:]
+        counted[line, :used] = flags[1:]
+        if begins is not None:
+            begins[line, :used] = flags[:-1]
+    # All else for the whole micro-batch at once: few calls, in most of which numpy lets the other threads run.
+    np.copyto(labels, IGNORED, where=(counted & LOSS_TOKEN) == 0)
+    positions = documents = None
+    if begins is not None:
+        first = (begins & DOCUMENT) != 0
+        first[:, 0] = True  # a sequence of a stream may begin inside a document
+        columns = np.arange(width)
+        # Positions in the padding continue the last document's: no position exceeds the length, and no kernel takes the
+        # padding for a new document.
+        positions = columns - np.maximum.accumulate(np.where(first, columns, 0), axis=1)
+        for line, (tokens, _) in enumerate(found):
+            first[line, len(tokens) - 1 : len(tokens)] = True  # the padding, which is a document of its own
+        documents = np.cumsum(first, axis=1, dtype=np.int32) - np.int32(1)
     return MicroBatch(
         torch.from_numpy(inputs),
         torch.from_numpy(labels),

@@ -30,6 +30,13 @@ def split_stream(tokens: int, length: int) -> Bounds:
     return Bounds(starts, np.minimum(starts + length + 1, tokens))
 
 
+def rule_for_long(chosen: str, joined: bool) -> str:
+    """What happens to documents longer than data.max_length: truncate, split or drop; `auto` by their kind."""
+    if chosen != "auto":
+        return chosen
+    return "split" if joined else "truncate"
+
+
 def split_documents(lengths: np.ndarray, length: int, long: str) -> Bounds:
     """One document per sequence. `long`: longer ones become several sequences that overlap as in a stream (`split`),
     end at the maximum length (`truncate`), or are left out (`drop`)."""

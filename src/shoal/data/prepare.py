@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from shoal.data.content import hash_contents, read_states
 from shoal.data.formats import MAY_HAVE_CHATS, Options
 from shoal.data.progress import Progress
 from shoal.data.sequences import Sequences, open_sequences
-from shoal.data.sources import Reading, read_records
+from shoal.data.sources import OnBad, Reading, Record, read_records
 from shoal.data.sources.find import PATH, VALIDATION, find_reading, find_source
 from shoal.data.token_files import check_tokenized, open_token_sequences, write_token_sequences
 from shoal.data.tokenize import Errors
@@ -109,6 +110,11 @@ def settings_of(
         document_mask=bool(data.document_mask),
         chat_template=None if template is None else template.fingerprint,
     )
+
+
+def read_source(data: DataConfig, *, cache: Path | None = None, report: Report, on_bad: OnBad) -> Iterator[Record]:
+    """The records of `data.path`, as `prepare` reads them."""
+    return read_records(reading_of(data, None, cache_root(cache), report), on_bad)
 
 
 def reading_of(data: DataConfig, path: object, cache: Path, report: Report) -> Reading:

@@ -13,6 +13,7 @@ import numpy as np
 LOSS_TOKEN = 1  # flag: the loss counts this token as a label
 DOCUMENT = 2  # flag: the first token of a document, and therefore never a loss token
 
+DOCUMENT_LENGTHS = "document_lengths.npy"
 _DETERMINE_SEQUENCES = ("tokens", "flags", "starts", "ends")
 
 
@@ -44,6 +45,10 @@ class Summary:
     def mean_length(self) -> float:
         """Inputs per sequence, without padding."""
         return self.loss_tokens / self.loss_token_share / self.sequences
+
+    @property
+    def mean_loss_tokens(self) -> float:
+        return self.loss_tokens / self.sequences
 
     def sentences(self) -> list[str]:
         """The summary for a person: the first sentence says what there is, the others what was left out."""
@@ -104,6 +109,7 @@ class StoredSequences(Sequences):
     ends: np.ndarray
     counted: np.ndarray  # loss tokens of each sequence
     summary: Summary
+    documents: np.ndarray | None = None  # tokens of each document before it was truncated or split, in source order
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -127,7 +133,9 @@ def open_sequences(folder: Path) -> StoredSequences:
         load_array(folder / f"{name}.npy") for name in ("tokens", "flags", "starts", "ends", "loss_tokens")
     )
     summary = Summary(**json.loads((folder / "summary.json").read_text()))
-    return StoredSequences(tokens, flags, starts, ends, counted, summary)
+    lengths = folder / DOCUMENT_LENGTHS
+    documents = load_array(lengths) if lengths.exists() else None
+    return StoredSequences(tokens, flags, starts, ends, counted, summary, documents)
 
 
 _header = threading.Lock()
@@ -137,8 +145,8 @@ def load_array(path: Path) -> np.ndarray:
     """A `.npy` file, memory-mapped."""
     # numpy parses the header with `ast`, which in Python 3.11 fails in two threads at once.
     with _header:
-        loaded: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    return loaded
+        mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+    return np.asarray(mapped)  # a plain array: to slice a numpy.memmap takes several times as long
 
 
 def hash_sequences(folder: Path) -> str:

@@ -24,7 +24,8 @@ class Sets:
     training: Sequences
     validation: Sequences | None
     order: Order
-    mean_loss_tokens: float  # of a training sequence
+    mean_length: float  # inputs of a training sequence
+    mean_loss_tokens: float
     streams: Sequence[Stream] = ()
 
     def stand_by(self) -> None:
@@ -66,16 +67,18 @@ def prepare_sets(
             parts.append(part)
             orders.append(ShuffledOrder(len(part), own_seed, share, own_separate))
     if len(parts) == 1:
-        training, order, mean = parts[0], orders[0], mean_loss_tokens(parts[0])
+        training, order, shares = parts[0], orders[0], np.ones(1)
     else:
         weights = [weight for _, weight in blocks]
         rates = rates_of(parts, weights, data.mixing.by)
         repeat = data.mixing.when_exhausted == "repeat"
         order = mixed = MixedOrder(orders, rates, seed=seed, repeat=repeat, separate=separate)
         training = MixedSequences(parts, summarize(parts, weights, data.mixing))
-        mean = float(np.dot(mixed.shares, [mean_loss_tokens(part) for part in parts]))
+        shares = mixed.shares
         report(describe_mixture(data, parts, mixed))
-    return Sets(training, training if share else validation, order, mean, streams)
+    lengths = float(np.dot(shares, [part.summary.mean_length for part in parts]))
+    loss_tokens = float(np.dot(shares, [part.summary.mean_loss_tokens for part in parts]))
+    return Sets(training, training if share else validation, order, lengths, loss_tokens, streams)
 
 
 def describe_mixture(data: DataConfig, parts: Sequence[Sequences], order: MixedOrder) -> str:
@@ -88,7 +91,3 @@ def describe_mixture(data: DataConfig, parts: Sequence[Sequences], order: MixedO
         named.append(f"{path}{times} ({some / tokens.sum():.0%} of the tokens)")
     epoch = "Mixed" if order.training_count is None else f"An epoch of {order.training_count:,} sequences has"
     return f"{epoch}: {', '.join(named)}; weights are shares of {data.mixing.by}."
-
-
-def mean_loss_tokens(sequences: Sequences) -> float:
-    return sequences.summary.loss_tokens / sequences.summary.sequences

@@ -12,6 +12,7 @@ from shoal.data.formats import Format, Options
 from shoal.data.progress import Progress
 from shoal.data.sequences import (
     DOCUMENT,
+    DOCUMENT_LENGTHS,
     LOSS_TOKEN,
     ArrayWriter,
     Summary,
@@ -99,9 +100,7 @@ def write_sequences(
     joined, length = corpus.format.joined, settings.max_length
     stream = settings.pack and joined
     separate = settings.document_mask if stream else settings.pack_apart and not joined
-    long = settings.long_documents
-    if long == "auto":
-        long = "split" if joined else "truncate"
+    long = pack.rule_for_long(settings.long_documents, joined)
     bounds, affected = _bounds(corpus, length, long, stream, progress)
     loss_tokens = count_loss_tokens(corpus.load("flags"), bounds)
     kept = loss_tokens > 0
@@ -118,6 +117,7 @@ def write_sequences(
     starts, ends, loss_tokens = bounds.starts[kept], bounds.ends[kept], loss_tokens[kept]
     if separate and not stream:
         starts, ends, loss_tokens = _write_packed(corpus, starts, ends, loss_tokens, length + 1, progress)
+    write_array(folder / DOCUMENT_LENGTHS, corpus.lengths)
     write_array(folder / "starts.npy", starts)
     write_array(folder / "ends.npy", ends)
     write_array(folder / "loss_tokens.npy", loss_tokens.astype(np.int32))

@@ -14,6 +14,7 @@ from shoal.resilience.watchdog import Watchdog, print_sentence
 from shoal.train.compare import Comparison
 from shoal.train.hooks import Fault, Hook, LogInterval, RunStart, StepEnd, Values
 from shoal.train.job import Job
+from shoal.train.slow_data import SlowDataWarning
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ def default_hooks(job: Job, context: LaunchContext, others: Sequence[Hook] = ())
         ProgressLines(reporter),
         Comparison(job.run, job.resolved, job.plan, reporter),
         StragglerDetection(config.train.slow_rank, ranks, reporter.warn),
+        SlowDataWarning(config.data, reporter.warn),
         *others,
         HangDetection(watchdog),  # last, so that it ends first: what others do at the end may take long
     ]

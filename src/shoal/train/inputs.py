@@ -3,22 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from pathlib import Path
 
 from shoal.catalogue.causal_models import why_no_new_tokens, why_not_packed
 from shoal.catalogue.shapes import VOCABULARY_MULTIPLE
-from shoal.config.schema import Config, ModelConfig
+from shoal.config.schema import Config
 from shoal.data.chat_template import end_ids, read_template
 from shoal.data.sets import Sets, prepare_sets
-from shoal.data.tokenizer import BUILT_IN, load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
-from shoal.models.hub import local_folder
 from shoal.models.prepare import Blueprint, blueprint
 from shoal.observe.progress import Reporter
-from shoal.paths import user_path
 from shoal.plan.batches import count_steps
 from shoal.train.schedule import doubts
+from shoal.train.tokenizer import load_model_tokenizer
 
 
 @dataclass(frozen=True)
@@ -100,18 +97,3 @@ def _with_tokens(plan: Blueprint, tokenizer: Tokenizer, tokens: Sequence[str], r
     start = "" if plan.folder is None else f", and each new row starts as the mean of the {known:,} rows before"
     reporter.say(f"model.add_tokens: {len(new)} new {'tokens' if len(new) > 1 else 'token'}; {room}{start}.")
     return plan
-
-
-def load_model_tokenizer(model: ModelConfig, folder: Path | None) -> Tokenizer:
-    """The tokenizer of a config, with its added tokens. `folder` is that of the model, if there is one."""
-    name, added = model.tokenizer, model.add_tokens
-    if name in BUILT_IN:
-        return load_tokenizer(name, add_tokens=added)
-    if name is not None:
-        given = user_path(name, "model.tokenizer")
-        return load_tokenizer(name, given if given.is_dir() else local_folder(name), add_tokens=added)
-    if folder is None:
-        raise UserMistake(
-            "model.shape gives random weights and no tokenizer; set model.tokenizer to a folder, a cached id, or bytes."
-        )
-    return load_tokenizer(str(folder), folder, add_tokens=added)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal.data.loader import IGNORED
+from shoal.data.spans import CLOSE, OPEN, decode_spans, mark, shorten
 from shoal.objectives import Objective, find_objective
 from shoal.plan.resolved import describe_accumulation
 from shoal.train.inputs import Inputs
@@ -13,8 +14,6 @@ from shoal.train.setup import Preflight
 
 MOST_CHARACTERS = 700
 COLUMNS, LINES = 60, 8
-# Delimiters of loss tokens.
-OPEN, CLOSE = "⟦", "⟧"
 
 
 @dataclass(frozen=True)
@@ -101,21 +100,14 @@ def _counted(number: int | None) -> str:
 
 def mark_loss_tokens(inputs: Inputs, objective: Objective) -> str:
     """The first training sequence as text, with its loss tokens marked."""
+    training = inputs.sets.training
     first = inputs.sets.order.training_sequences(0, 1)
-    batch = objective.collate(inputs.sets.training, first, pad=inputs.tokenizer.pad)
-    tokens, labels = batch.inputs[0].tolist(), batch.labels[0].tolist()
+    tokens, _ = training[int(first[0])]
+    labels = objective.collate(training, first, pad=inputs.tokenizer.pad).labels[0].tolist()
     # Labels are shifted by one: a label's index is that of the token before it.
-    trained = [False, *(label != IGNORED for label in labels)]
-    tokens = [*tokens, labels[-1] if labels[-1] != IGNORED else inputs.tokenizer.pad]
-    spans: list[str] = []
-    start = 0
-    for index in range(1, len(tokens) + 1):
-        if index == len(tokens) or trained[index] != trained[start]:
-            text = inputs.tokenizer.decode(tokens[start:index])
-            spans.append(f"{OPEN}{text}{CLOSE}" if trained[start] else text)
-            start = index
-    whole = "".join(spans)
-    return whole if len(whole) <= MOST_CHARACTERS else whole[:MOST_CHARACTERS] + " …"
+    trained = [False, *(label != IGNORED for label in labels[: len(tokens) - 1])]
+    spans, shortened = shorten(decode_spans(inputs.tokenizer, tokens, trained), MOST_CHARACTERS)
+    return mark(spans) + (" …" if shortened else "")
 
 
 def draw(values: Sequence[float], steps: int) -> list[str]:

@@ -17,7 +17,7 @@ from shoal.config.run import RunDirectory, differences
 from shoal.config.schema import Config
 from shoal.data.order import ShuffledOrder
 from shoal.data.prepare import prepare
-from shoal.data.sets import Sets, mean_loss_tokens, prepare_sets
+from shoal.data.sets import Sets, prepare_sets
 from shoal.mistakes import UserMistake
 from shoal.models.attention import choose_attention
 from shoal.models.emulate import emulated_dtypes, emulated_matmuls
@@ -132,7 +132,8 @@ def choose_sequences(
     if other and "data.validation" not in keys:
         sequences = prepare(config.data, loaded.tokenizer, report=report, not_apart=not_apart)
         order = ShuffledOrder(len(sequences), config.seed, separate=len(sequences))
-        return Sets(sequences, sequences, order, mean_loss_tokens(sequences))
+        summary = sequences.summary
+        return Sets(sequences, sequences, order, summary.mean_length, summary.mean_loss_tokens)
     if not config.data.validation:
         raise UserMistake(
             f"{loaded.path} has no held-out data (data.validation is 0); give other data, such as data.path=FILE."

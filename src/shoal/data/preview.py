@@ -1,0 +1,314 @@
+"""What the model sees of a dataset: its first examples, or packed sequences of them, decoded.
+
+Only the first records are read, so that this is quick for data of any size.
+"""
+
+import random
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from shoal.config.schema import DataConfig
+from shoal.data import pack
+from shoal.data.cache import Report
+from shoal.data.documents import Documents, Numbered, has_records, long_documents, shown_path
+from shoal.data.encode import encode
+from shoal.data.formats import Document
+from shoal.data.order import permute
+from shoal.data.prepare import prepare
+from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
+from shoal.data.sources import Record
+from shoal.data.sources.find import find_source
+from shoal.data.spans import Span, decode_spans
+from shoal.data.tokenizer_base import Tokenizer
+from shoal.data.write import count_loss_tokens
+from shoal.mistakes import UserMistake
+
+RECORDS_TO_PACK = 2_000
+CHARACTERS_TO_PACK = 1 << 22
+RECORDS_TO_DRAW_FROM = 10_000
+
+
+@dataclass(frozen=True)
+class Example:
+    """One document. `fate` is kept, truncated, split or dropped; `reason` says why it is not kept as it is."""
+
+    number: int  # of the record, from 0
+    where: str  # its file and line
+    tokens: int
+    loss_tokens: int  # of those that are kept
+    fate: str
+    reason: str | None
+    continued: bool  # there is more of this document in its file, which is read in parts
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class PackedDocument:
+    """A document, or a part of one, in a sequence."""
+
+    number: int  # within the sequence, from 1
+    where: str
+    tokens: int
+    first_position: int
+    continues: bool  # the sequence before it has its beginning
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class PackedSequence:
+    """A sequence as it is trained on."""
+
+    number: int  # of the packed records, from 0
+    inputs: int
+    loss_tokens: int
+    documents: list[PackedDocument]
+
+
+@dataclass(frozen=True)
+class SourcePreview:
+    """The examples of one source, or its sequences."""
+
+    source: str
+    path: str | None
+    format: str
+    template: str | None  # of format chat: data.chat_template, or "tokenizer" for its own
+    separate: bool  # packed documents do not attend to each other, and their positions restart
+    max_length: int
+    records: int  # how many were read
+    skipped: int
+    first_skipped: str | None
+    examples: list[Example]
+    sequences: list[PackedSequence]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which examples or sequences are shown: `count` from `first` on, or drawn at random with `seed`."""
+
+    count: int = 3
+    first: int = 0
+    seed: int | None = None
+    sequences: bool = False
+
+
+def preview_source(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    choice: Choice,
+    *,
+    report: Report,
+    cache: Path | None = None,
+    not_apart: str | None = None,
+) -> SourcePreview:
+    """Decode the chosen examples or sequences of one source. `not_apart` is as in `prepare`."""
+    if not has_records(data):
+        return _preview_prepared(data, tokenizer, choice, report=report, cache=cache, not_apart=not_apart)
+    reader = Documents(data, tokenizer, report=report, cache=cache)
+    separate = (data.pack is True or (data.pack == "auto" and not_apart is None)) and not reader.format.joined
+    separate = separate or (data.document_mask and reader.format.joined)
+    examples: list[Example] = []
+    sequences: list[PackedSequence] = []
+    if choice.sequences:
+        sequences = _sequences(reader, tokenizer, choice, separate)
+    else:
+        examples = [_example(tokenizer, reader, *one) for one in _chosen(reader, choice)]
+    chat = reader.format.name == "chat"
+    return SourcePreview(
+        source=find_source(data.source, data.path),
+        path=shown_path(data),
+        format=reader.format.name,
+        template=(data.chat_template or "tokenizer") if chat else None,
+        separate=separate,
+        max_length=data.max_length,
+        records=reader.read,
+        skipped=reader.skipped,
+        first_skipped=reader.first_skipped,
+        examples=examples,
+        sequences=sequences,
+    )
+
+
+def _preview_prepared(
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    choice: Choice,
+    *,
+    report: Report,
+    cache: Path | None,
+    not_apart: str | None,
+) -> SourcePreview:
+    """The sequences of token files, which have no records."""
+    prepared = prepare(data, tokenizer, cache=cache, report=report, not_apart=not_apart)
+    count = len(prepared)
+    if choice.seed is None:
+        numbers = np.arange(min(choice.first, count), min(choice.first + choice.count, count))
+    else:
+        numbers = permute(np.arange(min(choice.count, count)), count, choice.seed)
+    found = []
+    for number in numbers.tolist():
+        tokens, flags = prepared[number]
+        begins = np.union1d([0], np.flatnonzero(flags & DOCUMENT)).astype(int).tolist()
+        where = [shown_path(data) or str(data.source)] * len(begins)
+        found.append(_packed(tokenizer, number, tokens, flags, begins, where, prepared.separate))
+    return SourcePreview(
+        source=find_source(data.source, data.path),
+        path=shown_path(data),
+        format=prepared.summary.format,
+        template=None,
+        separate=prepared.separate,
+        max_length=data.max_length,
+        records=0,
+        skipped=0,
+        first_skipped=None,
+        examples=[],
+        sequences=found,
+    )
+
+
+def _chosen(reader: Documents, choice: Choice) -> list[Numbered]:
+    """The chosen documents. Of a document that is read in parts, the first part only."""
+    beginnings = (one for one in reader if not one[2].continues)
+    if choice.seed is None:
+        return list(islice(beginnings, choice.first, choice.first + choice.count))
+    # Reservoir sampling: no more than the sample is kept.
+    draw = random.Random(choice.seed)
+    drawn: list[Numbered] = []
+    for seen, one in enumerate(islice(beginnings, choice.first, choice.first + RECORDS_TO_DRAW_FROM)):
+        if seen < choice.count:
+            drawn.append(one)
+        elif (slot := draw.randrange(seen + 1)) < choice.count:
+            drawn[slot] = one
+    return sorted(drawn, key=lambda one: one[0])
+
+
+def _example(tokenizer: Tokenizer, reader: Documents, number: int, record: Record, document: Document) -> Example:
+    data = reader.data
+    encoded = encode(tokenizer, [document])
+    ids, trained = encoded.ids, (encoded.flags & LOSS_TOKEN) != 0
+    most = data.max_length + 1  # of these, the last is a label only
+    fate, reason = "kept", None
+    if not len(ids):
+        fate, reason = "dropped", "it is empty"
+    elif len(ids) > most:
+        policy = long_documents(data, reader.format.joined)
+        fate = {"truncate": "truncated", "split": "split", "drop": "dropped"}[policy]
+        reason = f"it is longer than data.max_length {data.max_length}"
+    kept = ids[:most] if fate == "truncated" else ids
+    trained = trained[: len(kept)]
+    if fate in ("kept", "truncated") and not trained[1:].any():
+        fate, reason = "dropped", "it has no loss token" + (" before data.max_length" if fate == "truncated" else "")
+    return Example(
+        number=number,
+        where=record.where,
+        tokens=len(ids),
+        loss_tokens=int(trained[1:].sum()),
+        fate=fate,
+        reason=reason,
+        continued=record.continued,
+        spans=decode_spans(tokenizer, kept, trained),
+    )
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The first documents of a source, one after another."""
+
+    ids: np.ndarray
+    flags: np.ndarray
+    lengths: np.ndarray  # of each document
+    where: list[str]
+
+
+def _first_tokens(reader: Documents, tokenizer: Tokenizer) -> _Tokens:
+    documents: list[Document] = []
+    places: list[str] = []
+    characters = 0
+    for _, record, document in islice(reader, RECORDS_TO_PACK):
+        characters += sum(len(text) for text, _ in document.segments)
+        ends = characters >= CHARACTERS_TO_PACK
+        documents.append(replace(document, continued=False) if ends else document)
+        places.append(record.where)
+        if ends:
+            break
+    found: list[tuple[str, np.ndarray, np.ndarray]] = []
+    parts: list[tuple[np.ndarray, np.ndarray]] = []
+    for document, place in zip(documents, places, strict=True):
+        encoded = encode(tokenizer, [document])
+        parts.append((encoded.ids, encoded.flags))
+        if not document.continued:
+            ids, flags = (np.concatenate(values) for values in zip(*parts, strict=True))
+            found += [(place, ids, flags)] if len(ids) else []
+            parts = []
+    data, most = reader.data, reader.data.max_length + 1
+    if data.pack and reader.format.joined and (policy := long_documents(data, joined=True)) != "split":
+        # Before they are joined to a stream, whose sequences are split without regard to documents.
+        found = [
+            (place, ids[:most], flags[:most]) for place, ids, flags in found if policy != "drop" or len(ids) <= most
+        ]
+    if not found:
+        raise UserMistake(f"There is no text in the first {len(documents):,} records. Check data.path.")
+    where, tokens, marks = (list(values) for values in zip(*found, strict=True))
+    lengths = np.array([len(one) for one in tokens], dtype=np.int64)
+    return _Tokens(np.concatenate(tokens), np.concatenate(marks), lengths, where)
+
+
+def _sequences(reader: Documents, tokenizer: Tokenizer, choice: Choice, separate: bool) -> list[PackedSequence]:
+    """Pack the first records as `prepare` packs all, and show some sequences in a random order, as training does."""
+    data, joined = reader.data, reader.format.joined
+    found = _first_tokens(reader, tokenizer)
+    length = data.max_length
+    if data.pack and joined:
+        bounds = pack.split_stream(int(found.lengths.sum()), length)
+    else:
+        bounds = pack.split_documents(found.lengths, length, long_documents(data, joined))
+    counted = count_loss_tokens(found.flags, bounds)
+    starts, ends = bounds.starts[counted > 0], bounds.ends[counted > 0]
+    if not len(starts):
+        raise UserMistake(
+            f"None of the first {reader.read:,} records has a loss token within data.max_length {length}."
+        )
+    pieces = [[(int(start), int(end))] for start, end in zip(starts, ends, strict=True)]
+    if separate and not joined:
+        packing = pack.fit_documents(ends - starts, length + 1)
+        groups = np.split(packing.order, np.cumsum(packing.counts)[:-1])
+        pieces = [[(int(starts[one]), int(ends[one])) for one in group] for group in groups]
+    shown = permute(np.arange(len(pieces)), len(pieces), choice.seed or 0)[choice.first : choice.first + choice.count]
+    firsts = np.cumsum(found.lengths) - found.lengths
+    sequences = []
+    for number in shown.tolist():
+        at = np.concatenate([np.arange(start, end) for start, end in pieces[number]])
+        ids, flags = found.ids[at], found.flags[at]
+        parts = np.cumsum([0, *(end - start for start, end in pieces[number])])[:-1]
+        begins = np.union1d(parts, np.flatnonzero(flags & DOCUMENT))
+        where = [found.where[one] for one in (np.searchsorted(firsts, at[begins], side="right") - 1).tolist()]
+        sequences.append(_packed(tokenizer, number, ids, flags, begins.tolist(), where, separate))
+    return sequences
+
+
+def _packed(
+    tokenizer: Tokenizer,
+    number: int,
+    ids: np.ndarray,
+    flags: np.ndarray,
+    begins: list[int],
+    where: list[str],
+    separate: bool,
+) -> PackedSequence:
+    """The sequence with these tokens, whose documents begin at `begins` and are from `where`."""
+    trained = (flags & LOSS_TOKEN) != 0
+    trained[:1] = False  # no input precedes it
+    documents = [
+        PackedDocument(
+            number=index,
+            where=place,
+            tokens=last - first,
+            first_position=0 if separate else first,
+            continues=not flags[first] & DOCUMENT,
+            spans=decode_spans(tokenizer, ids[first:last], trained[first:last]),
+        )
+        for index, (place, first, last) in enumerate(zip(where, begins, [*begins[1:], len(ids)], strict=True), start=1)
+    ]
+    return PackedSequence(number, len(ids) - 1, int(trained.sum()), documents)

@@ -1,0 +1,83 @@
+"""A preview of data for a person: pieces of text with a style, for a terminal with colour or without."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from shoal.data.preview import RECORDS_TO_DRAW_FROM, Example, PackedDocument, PackedSequence, SourcePreview
+from shoal.data.spans import CLOSE, OPEN, Span, printable, shorten
+
+Style = Literal["plain", "trained", "heading", "rule"]
+Piece = tuple[str, Style]
+
+
+def source_pieces(preview: SourcePreview, tokenizer: str, characters: int | None, *, drawn: bool) -> Iterator[Piece]:
+    """One source: what it is, then each example or sequence. `characters`: the most that are shown of each."""
+    template = f", chat template {_template(preview.template)}" if preview.template is not None else ""
+    named = preview.path or preview.source
+    yield f"{printable(named)}: source {preview.source}, format {preview.format}{template}", "plain"
+    yield f"; tokenizer {printable(tokenizer)}, max_length {preview.max_length:,}\n", "plain"
+    if preview.sequences:
+        yield f"packed from the first {_count(preview.records, 'record')} only\n", "plain"
+    elif drawn:
+        yield f"drawn at random from the first {min(preview.records, RECORDS_TO_DRAW_FROM):,} records\n", "plain"
+    if preview.skipped:
+        yield f"{_count(preview.skipped, 'invalid record')} skipped; the first: {preview.first_skipped}\n", "plain"
+    for example in preview.examples:
+        yield from _example_pieces(example, characters)
+    for sequence in preview.sequences:
+        yield from _sequence_pieces(sequence, preview, characters)
+    if not preview.examples and not preview.sequences:
+        yield f"\nThere are only {_count(preview.records, 'record')}.\n", "plain"
+
+
+def plain_text(pieces: Iterator[Piece]) -> str:
+    """The text without colour: loss tokens are between delimiters."""
+    return "".join(f"{OPEN}{text}{CLOSE}" if style == "trained" else text for text, style in pieces)
+
+
+def _example_pieces(example: Example, characters: int | None) -> Iterator[Piece]:
+    size = f"{_count(example.tokens, 'token')}, {example.loss_tokens:,} in the loss"
+    fate = "" if example.fate == "kept" else f"  {example.fate}: {example.reason}"
+    part = "  (the first part of a long document)" if example.continued else ""
+    yield f"\nexample {example.number}  {printable(example.where)}  {size}{fate}{part}\n", "heading"
+    yield from _span_pieces(example.spans, characters)
+
+
+def _sequence_pieces(sequence: PackedSequence, preview: SourcePreview, characters: int | None) -> Iterator[Piece]:
+    documents = _count(len(sequence.documents), "document")
+    yield (
+        f"\nsequence {sequence.number}  {sequence.inputs:,} of {preview.max_length:,} slots filled, {documents}, "
+        f"{sequence.loss_tokens:,} tokens in the loss\n",
+        "heading",
+    )
+    for document in sequence.documents:
+        yield _rule(document, preview.separate), "rule"
+        yield from _span_pieces(document.spans, characters)
+
+
+def _rule(document: PackedDocument, separate: bool) -> str:
+    if document.number == 1:
+        positions = "positions from 0"
+    elif separate:
+        positions = "positions restart at 0"
+    else:
+        positions = f"positions go on at {document.first_position:,}"
+    continues = ", continued" if document.continues else ""
+    where = printable(document.where)
+    return f"── document {document.number}{continues}  {where}  {_count(document.tokens, 'token')}, {positions} ──\n"
+
+
+def _span_pieces(spans: Sequence[Span], characters: int | None) -> Iterator[Piece]:
+    shown, shortened = (spans, False) if characters is None else shorten(spans, characters)
+    for span in shown:
+        if span.text:
+            yield printable(span.text), "trained" if span.trained else "plain"
+    yield (" …\n" if shortened else "\n"), "plain"
+
+
+def _template(name: str | None) -> str:
+    return "of the tokenizer" if name == "tokenizer" else printable(str(name))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,77 @@
+"""Statistics of a source for a person."""
+
+from collections.abc import Iterator
+
+from shoal.data.spans import printable
+from shoal.data.stats import Bin, Filling, SourceStats
+
+_WIDTH = 40
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def source_lines(stats: SourceStats, max_length: int, *, titled: bool) -> Iterator[str]:
+    """One line for each thing there is to say. `titled`: one of several sources."""
+    if titled:
+        yield f"{printable(stats.path or stats.source)}, weight {stats.weight:g}"
+    yield f"documents    {stats.documents:,} ({stats.source}, format {stats.format})"
+    yield (
+        f"tokens       {stats.tokens:,}; {stats.loss_tokens:,} in the loss, {stats.loss_token_share:.1%} of the labels"
+    )
+    if (lengths := stats.lengths) is not None:
+        yield (
+            f"length       median {lengths.median:,}, mean {lengths.mean:,.1f}, 90% up to {lengths.p90:,}, 99% up to "
+            f"{lengths.p99:,}, longest {lengths.max:,} tokens"
+        )
+        yield from (f"             {line}" for line in _bars(lengths.histogram, max_length))
+        yield f"too long     {_too_long(stats, max_length)}"
+    if (copies := stats.duplicates) is not None:
+        found = f"{copies.documents:,}"
+        if copies.documents:
+            found += f" ({copies.documents / stats.documents:.1%}); the first: {copies.first} is {copies.copy_of}"
+        yield f"duplicates   {printable(found)}"
+    left_out = [
+        f"{number:,} {what}"
+        for number, what in (
+            (stats.dropped, "without a loss token"),
+            (stats.empty, "empty"),
+            (stats.skipped, "invalid"),
+        )
+        if number
+    ]
+    yield f"left out     {', '.join(left_out) or 'none'}"
+    if stats.first_skipped is not None:
+        yield f"             the first invalid one: {printable(stats.first_skipped)}"
+    packing = stats.packing
+    ways = {"packed": packing.packed, "unpacked": packing.unpacked}
+    ways = {packing.chosen: ways.pop(packing.chosen), **ways}
+    yield "packing      " + "; ".join(f"{name}: {_filling(one)}" for name, one in ways.items() if one is not None)
+
+
+def _filling(filling: Filling) -> str:
+    return f"{filling.sequences:,} sequences, {filling.filled:.1%} of their slots filled"
+
+
+def _too_long(stats: SourceStats, max_length: int) -> str:
+    if not stats.longer:
+        return f"none is longer than max_length {max_length:,}"
+    share = stats.longer / stats.documents
+    what = f"{stats.longer:,} documents ({share:.1%}) are longer than max_length {max_length:,}"
+    done = {"truncate": "truncated", "drop": "left out", "split": "split, no token is lost"}[stats.long_documents]
+    if stats.long_documents == "split":
+        return f"{what}; {done}"
+    return f"{what}; {done}, {stats.tokens_lost:,} tokens ({stats.tokens_lost / stats.tokens:.1%}) are lost"
+
+
+def _bars(bins: list[Bin], max_length: int) -> Iterator[str]:
+    most = max(one.documents for one in bins)
+    labels = [
+        f"{one.shortest:,}–{one.longest:,}" if one.longest > one.shortest else f"{one.shortest:,}" for one in bins
+    ]
+    width = max(map(len, labels))
+    for label, one in zip(labels, bins, strict=True):
+        eighths = round(one.documents / most * _WIDTH * 8)
+        if one.documents:
+            eighths = max(eighths, 1)
+        bar = _EIGHTHS[8] * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
+        limit = "  ← max_length" if one.shortest <= max_length <= one.longest else ""
+        yield f"{label:>{width}}  {bar:<{_WIDTH}} {one.documents:,}{limit}".rstrip()
