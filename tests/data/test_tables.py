@@ -261,6 +261,7 @@ def test_a_null_in_a_table_names_its_row(write: Write, settings: Any, tmp_path: 
         (["a.JSONL"], "json"),
         (["a.json.zst", "README.md", "LICENSE.txt"], "json"),
         (["a.csv", "b.tsv.gz"], "csv"),
+        (["train-0.csv", "train-test-mixed.csv"], "csv"),
         (["x/a.parquet", "x/b.parquet"], "parquet"),
         (["train.bin", "val.bin"], "tokens"),
         (["a.bin", "a.idx"], "tokens"),

@@ -88,7 +88,8 @@ def _source_of_folder(folder: Path, key: str) -> str:
         )
     if found in _TABLES:
         training = next((name for name in sorted(names) if _TRAINING.search(name)), None)
-        held_out = next((name for name in sorted(names) if _HELD_OUT.search(name)), None)
+        others = (name for name in sorted(names) if not _TRAINING.search(name))
+        held_out = next((name for name in others if _HELD_OUT.search(name)), None)
         if training is not None and held_out is not None:
             raise UserMistake(
                 f"The folder {folder} holds several splits, such as {training} and {held_out}. Set data.source: hf to "
