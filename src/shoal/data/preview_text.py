@@ -16,7 +16,7 @@ def source_pieces(preview: SourcePreview, tokenizer: str, characters: int | None
     named = preview.path or preview.source
     yield f"{printable(named)}: source {preview.source}, format {preview.format}{template}", "plain"
     yield f"; tokenizer {printable(tokenizer)}, max_length {preview.max_length:,}\n", "plain"
-    if preview.sequences:
+    if preview.sequences and preview.records:
         yield f"packed from the first {_count(preview.records, 'record')} only\n", "plain"
     elif drawn:
         yield f"drawn at random from the first {min(preview.records, RECORDS_TO_DRAW_FROM):,} records\n", "plain"

@@ -102,9 +102,8 @@ class DataStats:
         )
         lines.append(f"steps        {self.steps_per_epoch:,g} per epoch with train.global_batch {self.global_batch:,}")
         if self.steps is not None:
-            lines.append(
-                f"run          {self.steps:,} steps, {self.epochs:,g} {'epoch' if self.epochs == 1 else 'epochs'}"
-            )
+            steps, epochs = ("" if number == 1 else "s" for number in (self.steps, self.epochs))
+            lines.append(f"run          {self.steps:,} step{steps}, {self.epochs:,g} epoch{epochs}")
         if self.problem is not None:
             lines.append(f"run          {self.problem}")
         return "\n".join(lines)
