@@ -1,5 +1,6 @@
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,15 @@ def test_of_a_prompt_and_a_completion_only_the_completion_is_learned() -> None:
     assert read_document(completion, one, Options("all")).segments == [("1 + 1 = 2", True)]
     messages = record(prompt=[user("One?"), assistant("Two."), user("Three?")], completion=[assistant("Four.")])
     assert trained(read_document(choose_format("auto", messages), messages, options())) == ["Four.<|im_end|>\n"]
+
+
+@pytest.mark.parametrize("template", ["chatml", "unmarked"])
+def test_an_answer_of_weight_0_is_not_learned(write: Write, template: str) -> None:
+    if template == "unmarked":
+        bare = re.sub(r"\{%- (end)?generation %\}", "", read_template("chatml"))
+        template = str(write("unmarked.jinja", bare))
+    one = record(messages=[user("One?"), assistant("Two.", weight=0), user("Three?"), assistant("Four.", weight=1)])
+    assert trained(read_document(FORMATS["chat"], one, options(template=template))) == ["Four.<|im_end|>\n"]
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,8 @@ class DataConfig(Block):
     )
     chat_template: str | None = Field(
         None,
-        description="Chat template to use instead of the tokenizer's own: chatml, llama3, mistral, or a Jinja file.",
+        description="Chat template to use instead of the tokenizer's own: chatml, llama3, mistral, zephyr, gemma, or a "
+        "Jinja file.",
     )
     validation: ShareBelowOne | str = Field(
         0.02,

@@ -25,7 +25,7 @@ def render_conversation(record: Record, conversation: Conversation, options: Opt
         raise no_template("of this run")
     if options.train_on != "all" and not conversation.answers:
         raise UserMistake(
-            f"{record.where} has no message of the assistant, so there is no answer to learn. Fix the record, set "
+            f"{record.where} has no message of the assistant to learn. Fix the record, set "
             "data.train_on: all, or set data.on_error: skip."
         )
     try:

@@ -28,7 +28,7 @@ class Conversation:
     messages: list[Message]
     tools: list[Any] | None = None
     given: int = 0
-    answers: list[int] = field(default_factory=list)  # indices of the assistant's messages after the prompt
+    answers: list[int] = field(default_factory=list)  # indices of the assistant's messages that are learned
 
     def variants(self) -> Iterator[list[Message]]:
         """The messages as different templates want them: beside tool calls, no content is "" or None, and arguments
@@ -57,7 +57,12 @@ def conversation(record: Record, messages: list[Message], given: int = 0) -> Con
     system = record.fields.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         messages, given = [{"role": "system", "content": system}, *messages], given + (given > 0)
-    answers = [index for index, one in enumerate(messages) if one["role"] == "assistant" and index >= given]
+    answers = [
+        index
+        for index, one in enumerate(messages)
+        # A weight of 0 is OpenAI's mark of an answer that is not learned.
+        if one["role"] == "assistant" and index >= given and one.get("weight") != 0
+    ]
     return Conversation(messages, _tools(record), given, answers)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from shoal.config.schema import DataConfig
 from shoal.data.cache import Report
-from shoal.data.formats import Document, Format, Options, choose_format, read_document
+from shoal.data.chat_template import no_template
+from shoal.data.formats import Document, Format, Options, choose_format, read_document, refuse_pairs
 from shoal.data.pack import rule_for_long
 from shoal.data.prepare import read_source, template_of
 from shoal.data.sources import Record
@@ -25,12 +26,16 @@ class Documents:
         self.data = data
         self.read = self.skipped = 0
         self.first_skipped: str | None = None
-        self._options = Options(str(data.train_on), template_of(data, tokenizer))
+        template = template_of(data, tokenizer)
+        self._options = Options(str(data.train_on), template)
         self._records = read_source(data, cache=cache, report=report, on_bad=self._on_bad)
         self._next = next(self._records, None)
         if self._next is None:
             raise UserMistake(f"There is no record in {shown_path(data)}. Check data.path.")
         self.format: Format = choose_format(str(data.format), self._next)
+        refuse_pairs(self.format)
+        if self.format.name == "chat" and template is None:
+            raise no_template(tokenizer.name)
 
     def _on_bad(self, mistake: UserMistake) -> None:
         if self.data.on_error != "skip":

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ class PretrainedTokenizer(Tokenizer):
             encodings = backend.encode_batch(list(texts), add_special_tokens=False)
         found = []
         for encoding in encodings:
-            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            offsets = np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64).reshape(-1, 2)
             found.append((np.asarray(encoding.ids, dtype=np.int32), offsets[:, 0], offsets[:, 1]))
         return found
 
