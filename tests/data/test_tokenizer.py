@@ -1,3 +1,4 @@
+import json
 import multiprocessing
 import subprocess
 import sys
@@ -7,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.data import Tokenizer, load_tokenizer
+from shoal.config.schema import DataConfig
+from shoal.data import Tokenizer, load_tokenizer, prepare, tokenize, workers
 from shoal.mistakes import UserMistake
 
 TEXTS = [
@@ -115,6 +117,20 @@ def test_a_forked_process_may_encode_after_its_parent_did(tmp_path: Path) -> Non
     process.kill()
     assert not hanging
     assert process.exitcode == 0
+
+
+def test_worker_processes_give_the_tokens_of_their_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer("mine", make_bpe(tmp_path / "bpe", begins=True))
+    texts = [f"the cat sat on mat {number} 🐟" * (number % 7) for number in range(400)]
+    expected = tokenizer.encode_many(texts)  # which may start the library's threads
+    monkeypatch.setattr(tokenize, "WORTH_WORKERS", 1)
+    monkeypatch.setattr(tokenize, "_CHARACTERS_AT_ONCE", 1000)
+    monkeypatch.setattr(workers, "available_cores", lambda: 2)
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    sequences = prepare(DataConfig(path=str(file)), tokenizer, cache=tmp_path, report=lambda sentence: None)
+    whole = [[tokenizer.begin, *ids.tolist(), tokenizer.end] for ids in expected if len(ids)]
+    assert sequences.tokens.tolist() == [token for one in whole for token in one]
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str], expected: int) -> None:

@@ -4,7 +4,8 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from shoal.data import StoredSequences, load_tokenizer, prepare, tokenize, workers
+from shoal.data import write as write_module
 from shoal.data.sources import text
 from shoal.data.tokenizer import ByteTokenizer
 from shoal.mistakes import RunFailed, UserMistake
@@ -189,6 +191,39 @@ def test_a_daemonic_process_tokenizes_alone(write: Write, settings: Any, cores: 
     daemon.join(20)
     assert daemon.exitcode == 0
     assert (tmp_path / str(daemon.pid)).exists()
+
+
+def test_a_bounded_number_of_items_is_read_ahead() -> None:
+    taken = 0
+
+    def items() -> Iterator[int]:
+        nonlocal taken
+        for number in range(100):
+            taken += 1
+            yield number
+
+    results: list[str] = []
+    for result in workers.map_in_order(str, items(), 3, lambda: None):
+        results.append(result)
+        assert taken <= len(results) + 2 * 3
+    assert results == [str(number) for number in range(100)]
+
+
+def test_memory_does_not_grow_with_the_data(write: Write, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write("a.jsonl", [{"instruction": "Repeat.", "output": "0123456789" * 900}] * 400)
+    data = settings(source="json", path=file, max_length=10_000)
+    monkeypatch.setattr(workers, "available_cores", lambda: 1)  # measured is this process
+    monkeypatch.setattr(tokenize, "WORTH_WORKERS", 1)
+    monkeypatch.setattr(tokenize, "_CHARACTERS_AT_ONCE", 1 << 16)
+    monkeypatch.setattr(write_module, "_TOKENS_AT_ONCE", 1 << 16)
+    tracemalloc.start()
+    try:
+        sequences = prepare(data, BYTES, report=quiet)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sequences.tokens.nbytes + sequences.flags.nbytes > 10 << 20
+    assert peak < 5 << 20
 
 
 def test_little_text_is_tokenized_in_this_process(write: Write, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:

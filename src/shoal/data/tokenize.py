@@ -19,11 +19,11 @@ from shoal.data.sources import Record
 from shoal.data.tokenizer_base import Tokenizer, disable_threads
 from shoal.mistakes import UserMistake
 
-_CHARACTERS_AT_ONCE = 1 << 18
+_CHARACTERS_AT_ONCE = 1 << 17
 _RECORDS_AT_ONCE = 1 << 12
 
 # Smaller data is tokenized in this process: starting others takes as long.
-WORTH_WORKERS = 1 << 22  # characters
+WORTH_WORKERS = 1 << 21  # characters
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,9 @@ class BatchTokenizer:
                     return Tokenized(None, stopped=str(mistake))
                 mistakes.append(str(mistake))
             else:
-                documents.append(replace(document, continues=continues, continued=item.continued))
+                if continues or item.continued:
+                    document = replace(document, continues=continues, continued=item.continued)
+                documents.append(document)
             continues = item.continued
         encoded = encode(self.tokenizer, documents)
         compact = replace(encoded, ids=encoded.ids.astype(self.dtype))
