@@ -246,7 +246,7 @@ def test_mapped_columns_are_trained_on_and_are_part_of_the_cache_key(write: Writ
 def test_a_null_in_a_table_names_its_row(write: Write, settings: Any, tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), file)
-    with pytest.raises(UserMistake, match=rf"{file}:2: text must be a string, found NoneType"):
+    with pytest.raises(UserMistake, match=rf"{file}:2: text must be a string, found null"):
         prepare(settings(source="auto", path=file), BYTES, report=lambda _: None)
     sequences = prepare(settings(source="auto", path=file, on_error="skip"), BYTES, report=lambda _: None)
     assert (sequences.summary.documents, sequences.summary.skipped) == (2, 1)
