@@ -34,7 +34,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from shoal.config.schema import DataConfig
 from shoal.data import load_tokenizer, prepare
-from shoal.data.formats import alpaca_prompt
+from shoal.data.formats.choose import alpaca_prompt
 from shoal.data.workers import available_cores
 
 ROUNDS = 5

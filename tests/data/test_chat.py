@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from shoal.data import load_tokenizer, prepare
-from shoal.data.chat_template import read_template, tokenizer_template
-from shoal.data.conversation import read_conversation
 from shoal.data.encode import encode
-from shoal.data.formats import FORMATS, Document, Options, choose_format, read_document
-from shoal.data.preference import read_pair
+from shoal.data.formats.chat_template import read_template, tokenizer_template
+from shoal.data.formats.choose import FORMATS, Document, Options, choose_format, read_document
+from shoal.data.formats.conversation import read_conversation
+from shoal.data.formats.preference import read_pair
 from shoal.data.sequences import LOSS_TOKEN
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.data.chat_template import NAMED, end_ids, read_template, tokenizer_template
 from shoal.data.encode import encode
-from shoal.data.formats import FORMATS, Options, read_document
+from shoal.data.formats.chat_template import NAMED, end_ids, read_template, tokenizer_template
+from shoal.data.formats.choose import FORMATS, Options, read_document
 from shoal.data.sequences import LOSS_TOKEN
 from shoal.data.sources import Record
 from shoal.data.tokenizer import PretrainedTokenizer

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from shoal.data.formats import Options, alpaca_prompt, choose_format, read_document
+from shoal.data.formats.choose import Options, alpaca_prompt, choose_format, read_document
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake
 

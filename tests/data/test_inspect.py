@@ -14,10 +14,10 @@ import yaml
 from shoal import api
 from shoal.config.schema import DataConfig
 from shoal.data import Sequences, load_tokenizer, prepare, prepare_sets
-from shoal.data.preview import Example
+from shoal.data.inspect.preview import Example
+from shoal.data.inspect.spans import Span, decode_spans, mark, printable, shorten
+from shoal.data.inspect.stats import describe_lengths, document_lengths
 from shoal.data.sequences import DOCUMENT
-from shoal.data.spans import Span, decode_spans, mark, printable, shorten
-from shoal.data.stats import describe_lengths, document_lengths
 from shoal.data.tokenizer import ByteTokenizer
 from shoal.mistakes import UserMistake
 

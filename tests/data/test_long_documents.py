@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shoal.data import StoredSequences, load_tokenizer, prepare
-from shoal.data.formats import alpaca_prompt
+from shoal.data.formats.choose import alpaca_prompt
 from shoal.data.pack import fit_documents
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
 from shoal.mistakes import UserMistake

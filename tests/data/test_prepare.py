@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shoal.data import Sequences, load_tokenizer, prepare, prepare_sets, progress, tokenize
-from shoal.data.formats import alpaca_prompt
+from shoal.data.formats.choose import alpaca_prompt
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN, ArrayWriter
 from shoal.data.sources import text
 from shoal.mistakes import UserMistake

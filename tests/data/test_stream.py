@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.config.schema import DataConfig
-from shoal.data import load_tokenizer, stream_builder
+from shoal.data import load_tokenizer
 from shoal.data.sets import Sets, prepare_sets
-from shoal.data.stream import Stream
-from shoal.data.stream_files import StreamFolder
+from shoal.data.stream import builder as stream_builder
+from shoal.data.stream.folder import StreamFolder
+from shoal.data.stream.stream import Stream
 from shoal.mistakes import UserMistake
 
 BYTES = load_tokenizer("bytes")
@@ -78,7 +79,7 @@ def _in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.01)
 
     monkeypatch.setattr(stream_builder, "PAUSE", 0.001)
-    monkeypatch.setattr("shoal.data.stream.PAUSE", 0.001)
+    monkeypatch.setattr("shoal.data.stream.stream.PAUSE", 0.001)
     monkeypatch.setattr(Stream, "_start_builder", start)
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal import api
-from shoal.data.formats import alpaca_prompt
+from shoal.data.formats.choose import alpaca_prompt
 from shoal.data.tokenizer import ByteTokenizer, load_tokenizer
 from shoal.mistakes import UserMistake
 from shoal.use.generate import Sampling, StreamDecoder, generate, stream

@@ -25,7 +25,7 @@ def instruction_data(work: Path, length: int) -> dict[str, Any]:
 
 def make_instructions(longest: int) -> list[dict[str, str]]:
     """Instructions and answers of the drawn number of byte tokens, including prompt and end token."""
-    from shoal.data.formats import alpaca_prompt
+    from shoal.data.formats.choose import alpaca_prompt
 
     source = random.Random(SEED)
     text = Path(json.__file__).read_text() + Path(random.__file__).read_text()

@@ -11,7 +11,7 @@ import typer
 from shoal.cli.common import AsJson, ConfigCommand, print_json, print_progress
 
 if TYPE_CHECKING:
-    from shoal.data.preview_text import Piece
+    from shoal.data.inspect.preview_text import Piece
 
 data_app = typer.Typer(
     help="Inspect training data, without a GPU: decoded examples, and statistics.",
@@ -103,8 +103,8 @@ def _print_pieces(pieces: "Iterator[Piece]") -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from shoal.data.preview_text import plain_text
-    from shoal.data.spans import CLOSE, OPEN
+    from shoal.data.inspect.preview_text import plain_text
+    from shoal.data.inspect.spans import CLOSE, OPEN
 
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal or console.no_color or console.color_system is None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.data.formats import Document
+from shoal.data.formats.choose import Document
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
 from shoal.data.tokenizer_base import Tokenizer
 

@@ -1,7 +1,7 @@
 """Mistakes in the data that can be found in a moment, before torch is imported: a wrong path, an unknown format."""
 
 from shoal.config.schema import DataConfig
-from shoal.data.formats import choose_format, refuse_pairs
+from shoal.data.formats.choose import choose_format, refuse_pairs
 from shoal.data.sources import Reading, find_reading, read_records, stop
 from shoal.data.sources.hf import parse_split
 from shoal.data.sources.json_records import is_array

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from shoal.config.schema import DataConfig
 from shoal.data.cache import Report, obtain
-from shoal.data.chat_template import ChatTemplate, split_markers, tokenizer_template
 from shoal.data.content import hash_contents, read_states
-from shoal.data.formats import MAY_HAVE_CHATS, Options
+from shoal.data.formats.chat_template import ChatTemplate, split_markers, tokenizer_template
+from shoal.data.formats.choose import MAY_HAVE_CHATS, Options
 from shoal.data.progress import Progress
 from shoal.data.sequences import Sequences, open_sequences
 from shoal.data.sources import OnBad, Reading, Record, read_records

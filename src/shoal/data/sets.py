@@ -13,7 +13,7 @@ from shoal.data.mixture import MixedOrder, MixedSequences, rates_of, summarize
 from shoal.data.order import Order, ShuffledOrder, key_of
 from shoal.data.prepare import prepare
 from shoal.data.sequences import Sequences
-from shoal.data.stream import Stream, StreamOrder, StreamSequences, open_stream
+from shoal.data.stream.stream import Stream, StreamOrder, StreamSequences, open_stream
 from shoal.data.tokenizer_base import Tokenizer
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from shoal.data import workers
-from shoal.data.chat_template import no_template
 from shoal.data.encode import Encoded, encode
-from shoal.data.formats import Document, Format, Options, choose_format, read_document, refuse_pairs
+from shoal.data.formats.chat_template import no_template
+from shoal.data.formats.choose import Document, Format, Options, choose_format, read_document, refuse_pairs
 from shoal.data.progress import Progress
 from shoal.data.sequences import ArrayWriter, Summary, load_array
 from shoal.data.sources import Record

@@ -8,7 +8,7 @@ import numpy as np
 
 from shoal.data import pack
 from shoal.data.cache import Report
-from shoal.data.formats import Format, Options
+from shoal.data.formats.choose import Format, Options
 from shoal.data.progress import Progress
 from shoal.data.sequences import (
     DOCUMENT,

@@ -7,7 +7,7 @@ from math import gcd
 from shoal.catalogue.causal_models import why_no_new_tokens, why_not_packed
 from shoal.catalogue.shapes import VOCABULARY_MULTIPLE
 from shoal.config.schema import Config
-from shoal.data.chat_template import end_ids, read_template
+from shoal.data.formats.chat_template import end_ids, read_template
 from shoal.data.sets import Sets, prepare_sets
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake

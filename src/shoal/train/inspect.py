@@ -13,13 +13,13 @@ from shoal.config.load import load_config
 from shoal.config.resolve import with_global_batch
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config, DataConfig
+from shoal.data.inspect.preview import Choice, SourcePreview, preview_source
+from shoal.data.inspect.preview_text import Piece, plain_text, source_pieces
+from shoal.data.inspect.stats import SourceStats, measure_source
+from shoal.data.inspect.stats_text import source_lines
 from shoal.data.order import ShuffledOrder
 from shoal.data.prepare import prepare
-from shoal.data.preview import Choice, SourcePreview, preview_source
-from shoal.data.preview_text import Piece, plain_text, source_pieces
 from shoal.data.sets import Sets, prepare_sets
-from shoal.data.stats import SourceStats, measure_source
-from shoal.data.stats_text import source_lines
 from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake

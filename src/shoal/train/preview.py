@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shoal.data.inspect.spans import CLOSE, OPEN, decode_spans, mark, shorten
 from shoal.data.loader import IGNORED
-from shoal.data.spans import CLOSE, OPEN, decode_spans, mark, shorten
 from shoal.objectives import Objective, find_objective
 from shoal.plan.resolved import describe_accumulation
 from shoal.train.inputs import Inputs

@@ -13,7 +13,7 @@ from shoal.checkpoint.store import MANIFEST
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
-from shoal.data.chat_template import read_template
+from shoal.data.formats.chat_template import read_template
 from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake, nearest

@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 
 from shoal.config.run import RunDirectory
-from shoal.data.chat_template import TemplateFailed, no_template, tokenizer_template
-from shoal.data.formats import alpaca_prompt, choose_format
+from shoal.data.formats.chat_template import TemplateFailed, no_template, tokenizer_template
+from shoal.data.formats.choose import alpaca_prompt, choose_format
 from shoal.data.sources import find_reading, read_records
 from shoal.mistakes import UserMistake
 from shoal.use.load import LoadedRun

@@ -22,13 +22,13 @@ import numpy as np
 
 from shoal.config.schema import DataConfig, StreamingConfig
 from shoal.data.cache import Report
-from shoal.data.formats import Options, choose_format
+from shoal.data.formats.choose import Options, choose_format
 from shoal.data.order import Order, StreamState, key_of, permute
 from shoal.data.prepare import LAYOUT, reading_of, settings_of, template_of
 from shoal.data.sequences import Sequences, StoredSequences, open_sequences
 from shoal.data.sources import read_records
-from shoal.data.stream_builder import StreamJob
-from shoal.data.stream_files import Cursor, StreamFolder, Want
+from shoal.data.stream.builder import StreamJob
+from shoal.data.stream.folder import Cursor, StreamFolder, Want
 from shoal.data.tokenize import Errors
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
@@ -208,7 +208,7 @@ class Stream:
 
     def _start_builder(self) -> None:
         self._builder = subprocess.Popen(
-            [sys.executable, "-c", "from shoal.data.stream_builder import main; main()"],
+            [sys.executable, "-c", "from shoal.data.stream.builder import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a signal to the run is for its ranks: they finish their step

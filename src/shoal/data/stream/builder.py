@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from shoal.data.cache import build_folder
-from shoal.data.formats import Options
+from shoal.data.formats.choose import Options
 from shoal.data.order import key_of, permute
 from shoal.data.sources import Reading, Record, read_records
 from shoal.data.sources.find import PATH
-from shoal.data.stream_files import ALL, NEXT, Cursor, StreamFolder, Want
+from shoal.data.stream.folder import ALL, NEXT, Cursor, StreamFolder, Want
 from shoal.data.tokenize import Errors
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.data.write import Settings, write_sequences

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from shoal.data.answers import Ambiguous, find_answers, is_closed
-from shoal.data.chat_template import PLACEHOLDER, ChatTemplate, Span, TemplateFailed, no_template
-from shoal.data.conversation import Conversation, Message, read_conversation
-from shoal.data.document import REMEDY, Document, Options, Segment, check_unicode
+from shoal.data.formats.answers import Ambiguous, find_answers, is_closed
+from shoal.data.formats.chat_template import PLACEHOLDER, ChatTemplate, Span, TemplateFailed, no_template
+from shoal.data.formats.conversation import Conversation, Message, read_conversation
+from shoal.data.formats.document import REMEDY, Document, Options, Segment, check_unicode
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake
 

@@ -11,7 +11,7 @@ import numpy as np
 from shoal.config.schema import DataConfig
 from shoal.data import pack
 from shoal.data.cache import Report
-from shoal.data.documents import Documents, has_records, long_documents, shown_path
+from shoal.data.inspect.documents import Documents, has_records, long_documents, shown_path
 from shoal.data.progress import Progress
 from shoal.data.sequences import DOCUMENT, Sequences, StoredSequences
 from shoal.data.sources.find import find_source

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from shoal.data.spans import printable
-from shoal.data.stats import Bin, Filling, SourceStats
+from shoal.data.inspect.spans import printable
+from shoal.data.inspect.stats import Bin, Filling, SourceStats
 
 _WIDTH = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shoal.data.document import shortened
+from shoal.data.formats.document import shortened
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake, suggestion
 from shoal.paths import user_path

@@ -8,7 +8,7 @@ from shoal.mistakes import UserMistake
 from shoal.paths import LONGEST_SHOWN
 
 if TYPE_CHECKING:
-    from shoal.data.chat_template import ChatTemplate
+    from shoal.data.formats.chat_template import ChatTemplate
 
 Segment = tuple[str, bool]  # the text, and whether the loss counts it
 

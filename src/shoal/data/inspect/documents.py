@@ -6,8 +6,8 @@ from pathlib import Path
 
 from shoal.config.schema import DataConfig
 from shoal.data.cache import Report
-from shoal.data.chat_template import no_template
-from shoal.data.formats import Document, Format, Options, choose_format, read_document, refuse_pairs
+from shoal.data.formats.chat_template import no_template
+from shoal.data.formats.choose import Document, Format, Options, choose_format, read_document, refuse_pairs
 from shoal.data.pack import rule_for_long
 from shoal.data.prepare import read_source, template_of
 from shoal.data.sources import Record

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from shoal.data.preview import RECORDS_TO_DRAW_FROM, Example, PackedDocument, PackedSequence, SourcePreview
-from shoal.data.spans import CLOSE, OPEN, Span, printable, shorten
+from shoal.data.inspect.preview import RECORDS_TO_DRAW_FROM, Example, PackedDocument, PackedSequence, SourcePreview
+from shoal.data.inspect.spans import CLOSE, OPEN, Span, printable, shorten
 
 Style = Literal["plain", "trained", "heading", "rule"]
 Piece = tuple[str, Style]

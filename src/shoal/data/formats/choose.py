@@ -6,8 +6,8 @@ A new format is one function and one line in `FORMATS`.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from shoal.data.chat import read_chat
-from shoal.data.document import Document, Options, Segment, listed_keys, read_answer, read_string
+from shoal.data.formats.chat import read_chat
+from shoal.data.formats.document import Document, Options, Segment, listed_keys, read_answer, read_string
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake, suggestion
 

@@ -13,15 +13,15 @@ import numpy as np
 from shoal.config.schema import DataConfig
 from shoal.data import pack
 from shoal.data.cache import Report
-from shoal.data.documents import Documents, Numbered, has_records, long_documents, shown_path
 from shoal.data.encode import encode
-from shoal.data.formats import Document
+from shoal.data.formats.choose import Document
+from shoal.data.inspect.documents import Documents, Numbered, has_records, long_documents, shown_path
+from shoal.data.inspect.spans import Span, decode_spans
 from shoal.data.order import permute
 from shoal.data.prepare import prepare
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
 from shoal.data.sources import Record
 from shoal.data.sources.find import find_source
-from shoal.data.spans import Span, decode_spans
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.data.write import count_loss_tokens
 from shoal.mistakes import UserMistake

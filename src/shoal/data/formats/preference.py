@@ -1,9 +1,9 @@
 """The format `preference`: a chosen and a rejected answer to the same prompt, as two documents."""
 
-from shoal.data.chat import render_conversation
-from shoal.data.conversation import Message, conversation, read_messages
-from shoal.data.document import REMEDY, Document, Options, read_answer, read_string
-from shoal.data.formats import FORMATS, check_keys, merge_segments
+from shoal.data.formats.chat import render_conversation
+from shoal.data.formats.choose import FORMATS, check_keys, merge_segments
+from shoal.data.formats.conversation import Message, conversation, read_messages
+from shoal.data.formats.document import REMEDY, Document, Options, read_answer, read_string
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake
 

@@ -1,7 +1,7 @@
 """Where answers are in a rendered conversation: by the template's generation blocks, or by comparing renderings."""
 
-from shoal.data.chat_template import PLACEHOLDER, ChatTemplate, Messages, Span, TemplateFailed
-from shoal.data.conversation import Conversation
+from shoal.data.formats.chat_template import PLACEHOLDER, ChatTemplate, Messages, Span, TemplateFailed
+from shoal.data.formats.conversation import Conversation
 
 
 class Ambiguous(Exception):

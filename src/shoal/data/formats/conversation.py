@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.data.document import REMEDY, shortened
+from shoal.data.formats.document import REMEDY, shortened
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake, suggestion
 

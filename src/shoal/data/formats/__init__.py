@@ -1,0 +1,1 @@
+"""What records mean: how each becomes a document, of which some tokens count in the loss."""

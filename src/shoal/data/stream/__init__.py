@@ -1,0 +1,1 @@
+"""Data that is tokenized while training, by a process of its own."""
