@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from shoal.config.schema import DataConfig
 from shoal.data import load_tokenizer
+from shoal.data.sequences import StoredSequences, open_sequences
 from shoal.data.sets import Sets, prepare_sets
 from shoal.data.stream import builder as stream_builder
 from shoal.data.stream.folder import StreamFolder
@@ -53,11 +55,6 @@ def read(sets: Sets, first: int, count: int) -> list[str]:
         assert tokens[-1] == BYTES.end
         texts.append(BYTES.decode(tokens[:-1]))
     return texts
-
-
-def close(sets: Sets) -> None:
-    for stream in sets.streams:
-        stream.close()
 
 
 @pytest.fixture
@@ -107,8 +104,8 @@ def test_every_epoch_has_every_record_once_and_any_checkpoint_continues(
         for size in batches:  # of any world size
             assert read(second, at, size) == whole[at : at + size]
             at += size
-        close(first)
-        close(second)
+        first.close()
+        second.close()
 
 
 @pytest.mark.usefixtures("_in_threads")
@@ -116,7 +113,7 @@ def test_packed_text_and_mixtures_are_streamed_too(tmp_path: Path) -> None:
     texts = write_files(tmp_path, [9, 5])
     packed = open_sets(tmp_path, pack=True, max_length=16)
     assert all(len(packed.training[number][0]) <= 17 for number in packed.order.training_sequences(0, 20).tolist())
-    close(packed)
+    packed.close()
     blocks = [{"path": str(tmp_path / "0.jsonl"), "weight": 1}, {"path": str(tmp_path / "1.jsonl"), "weight": 2}]
     first, second = (open_sets(tmp_path, path=None, source=blocks, mixing={"by": "examples"}) for _ in range(2))
     whole = read(first, 0, 60)
@@ -124,8 +121,8 @@ def test_packed_text_and_mixtures_are_streamed_too(tmp_path: Path) -> None:
     assert set(whole) == set(texts)
     second.order.restore(first.order.state(33), 33)
     assert read(second, 33, 20) == whole[33:53]
-    close(first)
-    close(second)
+    first.close()
+    second.close()
 
 
 @pytest.mark.usefixtures("_in_threads")
@@ -134,8 +131,102 @@ def test_another_stream_begins_where_a_run_from_a_checkpoint_continues(tmp_path:
     first, second = open_sets(tmp_path), open_sets(tmp_path)
     second.order.restore([], 100)
     assert read(second, 100, 8) == read(first, 0, 8)
-    close(first)
-    close(second)
+    first.close()
+    second.close()
+
+
+@pytest.mark.usefixtures("_in_threads")
+def test_a_run_from_a_checkpoint_with_another_batch_size_continues_at_the_next_example(tmp_path: Path) -> None:
+    write_files(tmp_path, [40, 9])
+    blocks = [{"path": str(tmp_path / f"{number}.jsonl")} for number in range(2)]
+    for source in ({}, {"path": None, "source": blocks, "mixing": {"by": "examples"}}):
+        first, smaller, larger = (open_sets(tmp_path, **source) for _ in range(3))
+        following = read(first, 18, 24)
+        for sets, at in ((smaller, 2), (larger, 64)):
+            sets.order.restore(first.order.state(18), at)
+            assert Counter(read(sets, at, 24)) == Counter(following)
+            sets.close()
+        first.close()
+
+
+@pytest.mark.usefixtures("_in_threads")
+def test_another_shuffle_buffer_is_another_order(tmp_path: Path) -> None:
+    write_files(tmp_path, [20])
+    first, second = open_sets(tmp_path), open_sets(tmp_path, streaming={"chunk": 4, "shuffle_buffer": 16})
+    assert first.training.summary.content != second.training.summary.content
+    first.close()
+    second.close()
+
+
+@pytest.mark.usefixtures("_in_threads")
+def test_files_of_the_same_name_and_size_are_different_streams(tmp_path: Path) -> None:
+    opened = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.jsonl").write_text(json.dumps({"text": name}) + "\n")
+        opened.append(open_sets(tmp_path, path=str(tmp_path / name / "0.jsonl")))
+    assert [read(sets, 0, 2) for sets in opened] == [["a", "a"], ["b", "b"]]
+    for sets in opened:
+        sets.close()
+
+
+@pytest.mark.usefixtures("_in_threads")
+@pytest.mark.parametrize("nothing", ["", None])
+def test_chunks_without_text_are_passed_over(tmp_path: Path, nothing: str | None) -> None:
+    texts = ["a", "b", nothing, nothing, nothing, "c", nothing, nothing]
+    (tmp_path / "0.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    first, second = (
+        open_sets(tmp_path, on_error="skip", streaming={"chunk": 2, "shuffle_buffer": 2}) for _ in range(2)
+    )
+    whole = read(first, 0, 12)
+    for epoch in range(4):
+        assert sorted(whole[3 * epoch : 3 * epoch + 3]) == ["a", "b", "c"]
+    second.order.restore(first.order.state(5), 5)
+    assert read(second, 5, 7) == whole[5:]
+    first.close()
+    second.close()
+
+
+@pytest.mark.usefixtures("_in_threads")
+def test_a_window_stays_open_for_a_thread_when_another_is_far_ahead(tmp_path: Path) -> None:
+    write_files(tmp_path, [40])
+    sets = open_sets(tmp_path)
+    (stream,) = sets.streams
+    window = stream.window_at(0)
+    stream.window_at(39)
+    assert window.parts is not None
+    assert len(read(sets, 0, 40)) == 40  # a step with sequences of more windows than are kept open
+    sets.close()
+
+
+@pytest.mark.usefixtures("_in_threads")
+def test_a_chunk_that_is_deleted_while_it_is_opened_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(tmp_path, [40])
+    sets = open_sets(tmp_path)
+    expected = read(sets, 0, 20)
+    sets.close()
+    deleted: list[Path] = []
+
+    def open_late(path: Path) -> StoredSequences:
+        if path.exists() and path.name not in {one.name for one in deleted}:
+            deleted.append(path)
+            shutil.rmtree(path)
+        return open_sequences(path)
+
+    monkeypatch.setattr("shoal.data.stream.stream.open_sequences", open_late)
+    again = open_sets(tmp_path)
+    assert read(again, 0, 20) == expected
+    assert deleted
+    again.close()
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    write_files(tmp_path, [4])
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(UserMistake, match=r"cache/stream cannot be written\. Set SHOAL_CACHE"):
+        open_sets(tmp_path)
 
 
 @pytest.fixture
@@ -149,7 +240,7 @@ def streamed(tmp_path: Path) -> Iterator[Callable[..., Sets]]:
 
     yield open_one
     for sets in opened:
-        close(sets)
+        sets.close()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -184,7 +275,7 @@ def test_the_folder_is_removed_when_nobody_reads_it(tmp_path: Path, streamed: Ca
     (folder,) = (tmp_path / "cache" / "stream").iterdir()
     sets.stand_by()
     assert folder.exists()
-    close(sets)
+    sets.close()
     wait_until(lambda: not folder.exists())
 
 
@@ -194,7 +285,7 @@ def test_a_broken_record_ends_every_reader_with_its_place(tmp_path: Path) -> Non
     sets = open_sets(tmp_path)
     with pytest.raises(UserMistake, match=r"0\.jsonl:10 is not a JSON record"):
         read(sets, 0, 30)
-    close(sets)
+    sets.close()
 
 
 def test_skipped_records_are_counted(tmp_path: Path) -> None:
@@ -204,4 +295,4 @@ def test_skipped_records_are_counted(tmp_path: Path) -> None:
     sets = open_sets(tmp_path, said, on_error="skip")
     assert len(set(read(sets, 0, 9))) == 9
     assert any("1 invalid records" in sentence and "0.jsonl:10" in sentence for sentence in said)
-    close(sets)
+    sets.close()

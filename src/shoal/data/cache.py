@@ -34,16 +34,19 @@ def obtain(root: Path, key: str, build: Callable[[Path], None], report: Report) 
                 report(f"The prepared data in {entry} is damaged or incomplete and is rebuilt.")
             build_folder(entry, build)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            problem = "is on a full disk"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
-            problem = "cannot be written"
-        else:
-            problem = f"cannot be used ({error.strerror})"
-        raise UserMistake(
-            f"The cache {root} {problem}. Set SHOAL_CACHE to a writable folder with enough space."
-        ) from error
+        raise unusable_cache(root, error) from error
     return entry, False
+
+
+def unusable_cache(root: Path, error: OSError) -> UserMistake:
+    """The mistake for an error of the file system in the cache `root`."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        problem = "is on a full disk"
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        problem = "cannot be written"
+    else:
+        problem = f"cannot be used ({error.strerror})"
+    return UserMistake(f"The cache {root} {problem}. Set SHOAL_CACHE to a writable folder with enough space.")
 
 
 def build_folder(entry: Path, build: Callable[[Path], None], *, durable: bool = True) -> None:

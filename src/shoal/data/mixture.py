@@ -136,6 +136,13 @@ class MixedOrder(Order):
         skipped = np.bincount(sources[: position - int(before.sum())], minlength=len(self._orders))
         return [int(count) for count in before + skipped]
 
+    def times_read(self, source: int) -> float:
+        """How often an epoch has each training sequence of a source."""
+        count = self._orders[source].training_count
+        assert count is not None
+        assert self.training_count is not None
+        return self.positions_before(self.training_count)[source] / count if self._repeat else 1.0
+
     def _interleaved(self, first: int, count: int, epoch: int) -> np.ndarray:
         sources, items = self._window(first, count)
         found = np.empty(count, dtype=np.int64)

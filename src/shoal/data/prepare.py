@@ -19,7 +19,7 @@ from shoal.data.sources.find import PATH, VALIDATION, find_reading, find_source
 from shoal.data.token_files import check_tokenized, open_token_sequences, write_token_sequences
 from shoal.data.tokenize import Errors
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.data.write import Settings, write_sequences
+from shoal.data.write import Settings, name_files, write_sequences
 from shoal.mistakes import UserMistake
 from shoal.paths import cache_root
 
@@ -151,7 +151,7 @@ def _write_sequences(
         options=Options(settings.train_on, template),
         errors=errors,
         report=report,
-        where=str(files[0]) if len(files) == 1 else f"the {len(files):,} files starting with {files[0]}",
+        where=name_files(files),
         key=key,
         not_apart=not_apart,
         sizes={Path(one.path): one.size for one in read_states(files)},

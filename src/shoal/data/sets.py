@@ -33,6 +33,11 @@ class Sets:
         for stream in self.streams:
             stream.stand_by()
 
+    def close(self) -> None:
+        """Nothing is read any more: a process that tokenizes a stream ends."""
+        for stream in self.streams:
+            stream.close()
+
 
 def prepare_sets(
     data: DataConfig,
@@ -85,9 +90,9 @@ def describe_mixture(data: DataConfig, parts: Sequence[Sequences], order: MixedO
     """How much of each source an epoch has, in one sentence."""
     tokens = order.shares * [part.summary.mean_length for part in parts]
     named = []
-    for (block, _), part, share, some in zip(data.blocks(), parts, order.shares, tokens, strict=True):
+    for number, ((block, _), some) in enumerate(zip(data.blocks(), tokens, strict=True)):
         path = block.path if isinstance(block.path, str) else f"{block.path[0]} …" if block.path else block.source
-        times = "" if order.training_count is None else f" {order.training_count * share / len(part):.2f} times"
+        times = "" if order.training_count is None else f" {order.times_read(number):.2f} times"
         named.append(f"{path}{times} ({some / tokens.sum():.0%} of the tokens)")
     epoch = "Mixed" if order.training_count is None else f"An epoch of {order.training_count:,} sequences has"
     return f"{epoch}: {', '.join(named)}; weights are shares of {data.mixing.by}."

@@ -26,6 +26,10 @@ _RECORDS_AT_ONCE = 1 << 12
 WORTH_WORKERS = 1 << 21  # characters
 
 
+class NothingToLearn(UserMistake):
+    """No record has a token that the loss counts."""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """All documents in source order, in `folder`/tokens.npy and flags.npy. `summary` has no sequences yet."""
@@ -205,9 +209,9 @@ def tokenize_records(
     )
 
 
-def _nothing(where: str, errors: Errors, what: str, key: str) -> UserMistake:
+def _nothing(where: str, errors: Errors, what: str, key: str) -> NothingToLearn:
     skipped = f" ({errors.count:,} were skipped; the first: {errors.first})" if errors.count else ""
-    return UserMistake(f"There is {what} in {where}{skipped}. Check {key}.")
+    return NothingToLearn(f"There is {what} in {where}{skipped}. Check {key}.")
 
 
 def _tokenize(work: BatchTokenizer, batches: Iterator[Batch]) -> Generator[Tokenized, None, None]:

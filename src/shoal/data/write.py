@@ -1,6 +1,6 @@
 """Records to a folder of prepared sequences: tokenize, split or truncate, pack."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from shoal.data.sequences import (
     write_summary,
 )
 from shoal.data.sources import Record
-from shoal.data.tokenize import Corpus, Errors, tokenize_records
+from shoal.data.tokenize import Corpus, Errors, NothingToLearn, tokenize_records
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 
@@ -148,18 +148,23 @@ def _bounds(corpus: Corpus, length: int, long: str, stream: bool, progress: Prog
     return pack.split_stream(int((bounds.ends - bounds.starts).sum()), length), bounds.long
 
 
-def _nothing_to_learn(summary: Summary, key: str, length: int) -> UserMistake:
+def name_files(files: Sequence[Path]) -> str:
+    """These files, for a sentence."""
+    return str(files[0]) if len(files) == 1 else f"the {len(files):,} files starting with {files[0]}"
+
+
+def _nothing_to_learn(summary: Summary, key: str, length: int) -> NothingToLearn:
     if summary.too_long == summary.documents:
-        return UserMistake(
+        return NothingToLearn(
             f"All {summary.documents:,} documents in {key} are longer than data.max_length {length}, and "
             "data.long_documents is drop. Raise data.max_length, or set data.long_documents: split."
         )
     if summary.truncated:
-        return UserMistake(
+        return NothingToLearn(
             f"None of the {summary.documents:,} documents in {key} has a loss token: {summary.truncated:,} were "
             f"truncated at data.max_length {length}. Raise it, or set data.long_documents: split."
         )
-    return UserMistake(
+    return NothingToLearn(
         f"None of the {summary.documents:,} documents in {key} has a loss token. Check that they have answers, or set "
         "data.train_on: all."
     )

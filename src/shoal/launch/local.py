@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,8 @@ class LocalProcesses:
         inputs = read_inputs(config, reporter)
         preflight(config, inputs, self.processes, device, start_from=begin.checkpoint)
         inputs.sets.stand_by()
-        with own_folder(request, config, inputs, reporter, resume=begin.resume, overwrite=request.overwrite):
+        folder = own_folder(request, config, inputs, reporter, resume=begin.resume, overwrite=request.overwrite)
+        with closing(inputs.sets), folder:
             run.create(config, overwrite=request.overwrite, say=reporter.say)
             reporter.say(f"Starting {self.processes} {'process' if self.processes == 1 else 'processes'} …")
             return self._run(request, patience=config.train.hang_timeout, reporter=reporter)

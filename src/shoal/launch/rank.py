@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def run_rank(
         if leads
         else nullcontext()
     )
-    with folder, joined(config) as ranks:
+    with closing(inputs.sets), folder, joined(config) as ranks:
         config = with_precision(asked, ranks.broadcast(config.train.precision))  # GPUs may differ
         checked = checked.agree(config, ranks, start.overrides)
         if not request.launched:

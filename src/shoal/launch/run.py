@@ -1,6 +1,7 @@
 """Start a training run: choose the launcher for it."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -77,4 +78,6 @@ def dry_run(config: Config) -> Preview:
     device = inspect_device(first_device())
     config = with_global_batch(with_precision(config, device.auto_precision), processes)
     warn_of_settings(config, processes, reporter)
-    return preview(preflight(config, read_inputs(config, reporter), processes, device))
+    inputs = read_inputs(config, reporter)
+    with closing(inputs.sets):
+        return preview(preflight(config, inputs, processes, device))

@@ -23,9 +23,9 @@ from shoal.data.order import key_of, permute
 from shoal.data.sources import Reading, Record, read_records
 from shoal.data.sources.find import PATH
 from shoal.data.stream.folder import ALL, NEXT, Cursor, StreamFolder, Want
-from shoal.data.tokenize import Errors
+from shoal.data.tokenize import Errors, NothingToLearn
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.data.write import Settings, write_sequences
+from shoal.data.write import Settings, name_files, write_sequences
 from shoal.mistakes import UserMistake
 
 PAUSE = 0.05  # seconds between two looks at what is needed
@@ -50,10 +50,10 @@ class StreamJob:
 class RecordStream:
     """The records of all files, epoch by epoch, from a cursor on."""
 
-    def __init__(self, job: StreamJob, cursor: Cursor) -> None:
+    def __init__(self, job: StreamJob, cursor: Cursor, errors: Errors | None = None) -> None:
         self._job = job
         self.cursor = cursor
-        self.errors = Errors(job.settings.on_error == "skip")
+        self.errors = errors or Errors(job.settings.on_error == "skip")
         self._records = self._read(cursor)
         self._following = next(self._records, None)
 
@@ -84,7 +84,10 @@ class RecordStream:
         for place in range(start.file, len(readings)):
             skipped = start.record if place == start.file else 0
             records = read_records(readings[int(order[place])], self.errors)
-            for number, record in enumerate(islice(records, skipped, None), start=skipped + 1):
+            if skipped:
+                next(islice(records, skipped - 1, None), None)
+                self.errors.unread.clear()  # those before the cursor belong to other chunks
+            for number, record in enumerate(records, start=skipped + 1):
                 yield record, Cursor(start.epoch, place, number)
 
 
@@ -108,7 +111,7 @@ def build_chunks(job: StreamJob, starter_is_gone: Callable[[], bool]) -> None:
         number, cursor = missing
         if stream is None or stream.ended or stream.cursor != cursor:
             stream = RecordStream(job, cursor)
-        build_chunk(job, folder, number, stream)
+        stream = build_chunk(job, folder, number, stream)
 
 
 def next_missing(folder: StreamFolder, wants: Sequence[Want], ahead: int) -> tuple[int, Cursor] | None:
@@ -123,26 +126,38 @@ def next_missing(folder: StreamFolder, wants: Sequence[Want], ahead: int) -> tup
     return None
 
 
-def build_chunk(job: StreamJob, folder: StreamFolder, number: int, stream: RecordStream) -> None:
-    """Write a chunk; it appears when it is complete."""
+def build_chunk(job: StreamJob, folder: StreamFolder, number: int, stream: RecordStream) -> RecordStream:
+    """Write a chunk, which appears when it is complete. Records without anything to learn are passed over. Returns the
+    stream after it."""
+    begin = stream.cursor
 
     def build(path: Path) -> None:
-        write_sequences(
-            path,
-            job.settings,
-            stream.take(job.chunk),
-            job.tokenizer,
-            options=job.options,
-            errors=stream.errors,
-            report=lambda sentence: None,
-            where=f"chunk {number} of the stream",
-            key=PATH,
-            not_apart=job.not_apart,
-        )
+        nonlocal stream
+        while True:
+            try:
+                write_sequences(
+                    path,
+                    job.settings,
+                    stream.take(job.chunk),
+                    job.tokenizer,
+                    options=job.options,
+                    errors=stream.errors,
+                    report=lambda sentence: None,
+                    where=name_files(job.reading.files),
+                    key=PATH,
+                    not_apart=job.not_apart,
+                )
+                break
+            except NothingToLearn:
+                if stream.cursor.epoch > begin.epoch + 1 or (stream.ended and begin == Cursor(begin.epoch)):
+                    raise  # in a whole epoch
+                if stream.ended:
+                    stream = RecordStream(job, stream.cursor, stream.errors)
         (path / NEXT).write_text(json.dumps(asdict(stream.cursor)))
         stream.errors.count, stream.errors.first = 0, None  # each chunk has its own
 
     build_folder(folder.chunk(number), build, durable=False)
+    return stream
 
 
 def _starter_is_gone() -> bool:

@@ -50,9 +50,6 @@ class StreamFolder:
         self._lock = path / "builder.lock"
         self._failure = path / "failure.txt"
 
-    def create(self) -> None:
-        self._readers.mkdir(parents=True, exist_ok=True)
-
     def chunk(self, number: int) -> Path:
         """The folder of a chunk, which is renamed into place when it is complete."""
         return self.path / f"chunk-{number:08d}"
@@ -64,10 +61,19 @@ class StreamFolder:
         """Delete the chunks that no reader needs. Those who have one of them memory-mapped keep it."""
         for folder in self.path.glob("chunk-*"):
             if folder.name < self.chunk(low).name:
-                shutil.rmtree(folder, ignore_errors=True)
+                gone = folder.with_name(f"deleted-{folder.name}")
+                with suppress(OSError):
+                    folder.rename(gone)  # at once: a chunk is complete or absent
+                shutil.rmtree(gone, ignore_errors=True)
 
     def delete(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Delete the chunks, and the folder unless there is a new reader: it starts another builder."""
+        self.delete_before(ALL)
+        self.report_failure(None)
+        with suppress(OSError):
+            self._readers.rmdir()  # fails if it has a reader
+            self._lock.unlink()
+            self.path.rmdir()
 
     # The builder
 
@@ -110,7 +116,10 @@ class StreamFolder:
         return found if readers else None
 
     def reader(self) -> "Reader":
-        return Reader(self._readers)
+        while True:
+            self._readers.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # the builder of earlier readers has just deleted it
+                return Reader(self._readers)
 
 
 class Reader:

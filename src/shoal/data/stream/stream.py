@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from shoal.config.schema import DataConfig, StreamingConfig
-from shoal.data.cache import Report
+from shoal.data.cache import Report, unusable_cache
+from shoal.data.content import read_states
 from shoal.data.formats.choose import Options, choose_format
 from shoal.data.order import Order, StreamState, key_of, permute
 from shoal.data.prepare import LAYOUT, reading_of, settings_of, template_of
@@ -71,9 +72,9 @@ def open_stream(
         settings = settings if first is None else replace(settings, format=choose_format("auto", first).name)
     chunks_per_window = -(-wanted.shuffle_buffer // wanted.chunk)
     described = [LAYOUT, asdict(settings), tokenizer.fingerprint, content_of(files), seed, wanted.chunk]
-    key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
     job = StreamJob(
-        folder=cache_root(cache) / "stream" / key,
+        # Other files may have the same names and sizes: who shares chunks has to read the very same files.
+        folder=cache_root(cache) / "stream" / _key_of([*described, read_states(files)]),
         settings=settings,
         reading=reading,
         tokenizer=tokenizer,
@@ -87,7 +88,15 @@ def open_stream(
         f"Streaming {len(files):,} file{'s' if len(files) > 1 else ''} ({settings.format}): chunks of {wanted.chunk:,} "
         f"records, shuffled among {chunks_per_window * wanted.chunk:,}."
     )
-    return Stream(job, key, chunks_per_window=chunks_per_window, report=report)
+    content = _key_of([*described, chunks_per_window])
+    try:
+        return Stream(job, content, chunks_per_window=chunks_per_window, report=report)
+    except OSError as error:
+        raise unusable_cache(job.folder.parent, error) from error
+
+
+def _key_of(described: list[object]) -> str:
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def content_of(files: Sequence[Path]) -> list[tuple[str, int]]:
@@ -103,7 +112,6 @@ class Stream:
         self._chunks_per_window = chunks_per_window
         self._report = report
         self._folder = StreamFolder(job.folder)
-        self._folder.create()
         self._reader = self._folder.reader()
         self._builder: subprocess.Popen[bytes] | None = None
         self._lock = threading.RLock()
@@ -117,9 +125,9 @@ class Stream:
         """The window that holds a global position, with its parts open."""
         with self._lock:
             window = self._find(position)
-            if window.parts is None:  # training was rolled back
+            if window.parts is None:  # training was rolled back, or a step has sequences of many windows
                 window.parts = self._open_parts(window.chunk, window.cursor, len(window.ends))[0]
-            return window
+            return replace(window)  # its parts stay open for the caller, also when another thread is far ahead
 
     def _find(self, position: int) -> Window:
         if position < self._start[0]:
@@ -133,11 +141,12 @@ class Stream:
         return self._windows[bisect_right(self._windows, position, key=lambda one: one.position) - 1]
 
     def state(self, position: int) -> dict[str, int]:
-        """Where the window that holds a position begins, for `restore`."""
+        """Where the window that holds a position begins, and that position, for `restore`."""
         with self._lock:
             window = self._find(position)
         cursor = window.cursor
         return {
+            "at": position,
             "position": window.position,
             "chunk": window.chunk,
             "epoch": cursor.epoch,
@@ -145,13 +154,15 @@ class Stream:
             "record": cursor.record,
         }
 
-    def restore(self, state: dict[str, int]) -> None:
-        """Continue with the window that begins here; earlier positions are not available any more."""
+    def restore(self, state: dict[str, int], position: int) -> None:
+        """Continue at `position` with the sequence that followed when the state was taken, which was at another
+        position if the global batch was another. Positions before its window are not available any more."""
+        first = state["position"] + position - state["at"]
         with self._lock:
-            if any(window.position == state["position"] for window in self._windows):
+            if any((window.position, window.chunk) == (first, state["chunk"]) for window in self._windows):
                 return
             cursor = Cursor(state["epoch"], state["file"], state["record"])
-            self._start, self._windows = (state["position"], state["chunk"], cursor), []
+            self._start, self._windows = (first, state["chunk"], cursor), []
 
     def stand_by(self) -> None:
         """Need no chunk any more, but keep the builder for others of this run."""
@@ -187,7 +198,7 @@ class Stream:
     def _open_chunk(self, number: int, cursor: Cursor, low: int) -> tuple[StoredSequences, Cursor]:
         self._reader.ask(Want(low, number, cursor))
         path, started = self._folder.chunk(number), False
-        while not path.exists():
+        while (found := self._read_chunk(path, number)) is None:
             status = None if self._builder is None else self._builder.poll()
             if status:
                 raise RuntimeError(f"the process that tokenizes the stream ended with status {status}")
@@ -197,7 +208,7 @@ class Stream:
                 self._start_builder()
                 started = True
             time.sleep(PAUSE)
-        opened, after = open_sequences(path), self._folder.next_cursor(number)
+        opened, after = found
         self._reader.ask(Want(low, number + 1, after))  # the next one is built while this one is used
         if opened.summary.skipped:
             self._report(
@@ -205,6 +216,14 @@ class Stream:
                 f"{opened.summary.first_skipped}"
             )
         return opened, after
+
+    def _read_chunk(self, path: Path, number: int) -> tuple[StoredSequences, Cursor] | None:
+        """A chunk and where the next one begins; None if it does not exist, or is being deleted: then the builder had
+        not read yet what this reader needs."""
+        try:
+            return open_sequences(path), self._folder.next_cursor(number)
+        except FileNotFoundError:
+            return None
 
     def _start_builder(self) -> None:
         self._builder = subprocess.Popen(
@@ -289,5 +308,5 @@ class StreamOrder(Order):
         return [self._stream.state(position)]
 
     def restore(self, state: StreamState, position: int) -> None:
-        begin = {"position": position, "chunk": 0, "epoch": 0, "file": 0, "record": 0}
-        self._stream.restore(state[0] if state else begin)
+        begin = {"at": position, "position": position, "chunk": 0, "epoch": 0, "file": 0, "record": 0}
+        self._stream.restore(state[0] if state else begin, position)
