@@ -40,6 +40,18 @@ def test_defaults_are_never_reported() -> None:
             'data.columns {"text": "moves"} has no effect: tokens have no columns.',
         ),
         (
+            {"data": {"path": "a.jsonl", "mixing": {"by": "examples"}}},
+            {"data": {"source": [{"path": "a.jsonl"}, {"path": "b.jsonl"}], "mixing": {"by": "examples"}}},
+            None,
+            "data.mixing.by examples has no effect: data.source is not a list.",
+        ),
+        (
+            {"data": {"path": "a.jsonl", "mixing": {"when_exhausted": "end"}}},
+            {"data": {"source": [{"path": "a.jsonl"}, {"path": "b.jsonl"}], "mixing": {"when_exhausted": "end"}}},
+            None,
+            "data.mixing.when_exhausted end has no effect: data.source is not a list.",
+        ),
+        (
             {"train": {"base_batch": 8}},
             {"train": {"base_batch": 8, "lr_scaling": "linear"}},
             None,

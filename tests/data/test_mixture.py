@@ -132,6 +132,21 @@ def test_a_fraction_is_held_out_of_each_source(write: Write, settings: Any, said
     assert not set(trained.tolist()) & set(held_out.tolist())
 
 
+def test_the_validation_set_of_a_mixture_may_be_a_file(write: Write, settings: Any, said: list[str]) -> None:
+    file = write("held-out.jsonl", [{"text": "of its own"}])
+    sets = mixed(write, settings, said, validation=str(file))
+    assert sets.validation is not None
+    assert sets.order.validation_sequences().tolist() == [0]
+    assert BYTES.decode(sets.validation[0][0][:-1]) == "of its own"
+
+
+def test_a_mixture_says_how_often_an_epoch_has_each_source(write: Write, settings: Any, said: list[str]) -> None:
+    mixed(write, settings, said, validation=0.2, mixing={"when_exhausted": "end"})
+    assert said[-1].count(" 1.00 times") == 2
+    mixed(write, settings, said, validation=0.2)
+    assert said[-1].count(" 1.00 times") == 1
+
+
 def test_the_content_of_a_mixture_changes_with_its_weights(write: Write, settings: Any, said: list[str]) -> None:
     first = mixed(write, settings, said).training.summary.content
     assert mixed(write, settings, said).training.summary.content == first

@@ -112,6 +112,10 @@ def _no_columns(run: _Run) -> str | None:
     return "tokens have no columns" if run.config.data.kinds == {"tokens"} else None
 
 
+def _one_source(run: _Run) -> str | None:
+    return "data.source is not a list" if isinstance(run.config.data.source, str) else None
+
+
 def _optimizer_without(option: str) -> Callable[[_Run], str | None]:
     def reason(run: _Run) -> str | None:
         name = run.config.train.optimizer.name
@@ -153,6 +157,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     *((f"data.{key}", _only_for("hf")) for key in ("split", "subset")),
     ("data.token_dtype", _only_for("tokens")),
     ("data.columns", _no_columns),
+    *((f"data.mixing.{key}", _one_source) for key in ("by", "when_exhausted")),
     ("data.chat_template", _no_chats),
     *((f"data.{key}", _nothing_played) for key in ("games", "plies", "player")),
     (

@@ -130,6 +130,9 @@ class DataConfig(Block):
                 raise contradiction(
                     "data.path contradicts a list in data.source: give each block its own path.", "path", "source"
                 )
+            for number, block in enumerate(self.source):
+                if block.path is None and block.source != "chess":  # which generates games
+                    raise contradiction(f"data.source[{number}] has no path: give each block its own.", "source")
         return self
 
     @model_validator(mode="before")

@@ -13,7 +13,7 @@ from shoal.data.content import hash_contents, read_states
 from shoal.data.formats.chat_template import ChatTemplate, split_markers, tokenizer_template
 from shoal.data.formats.choose import MAY_HAVE_CHATS, Options
 from shoal.data.progress import Progress
-from shoal.data.sequences import Sequences, open_sequences
+from shoal.data.sequences import Sequences, Summary, open_sequences
 from shoal.data.sources import OnBad, Reading, Record, read_records
 from shoal.data.sources.find import PATH, VALIDATION, find_reading, find_source
 from shoal.data.token_files import check_tokenized, open_token_sequences, write_token_sequences
@@ -74,15 +74,21 @@ def prepare(
         settings.refuse(sequences.summary.joined, not_apart)
     for sentence in sequences.summary.sentences():
         report(sentence)
-    if sequences.summary.format == "chat" and (split := split_markers(tokenizer, data.chat_template)) is not None:
-        report(split)
-    if data.pack == "auto" and not_apart is not None and not sequences.summary.joined:
-        report(f"data.pack auto: one document per sequence, because {not_apart}.")
-    if data.document_mask and not (sequences.summary.joined and settings.pack):
-        report("data.document_mask has no effect: it is for plain text that is packed.")
+    for sentence in notes(data, sequences.summary, tokenizer, not_apart):
+        report(sentence)
     if ready:
         report(f"Using cached tokenized data: {entry}.")
     return sequences
+
+
+def notes(data: DataConfig, summary: Summary, tokenizer: Tokenizer, not_apart: str | None) -> Iterator[str]:
+    """What the user may not expect of these sequences."""
+    if summary.format == "chat" and (split := split_markers(tokenizer, data.chat_template)) is not None:
+        yield split
+    if data.pack == "auto" and not_apart is not None and not summary.joined:
+        yield f"data.pack auto: one document per sequence, because {not_apart}."
+    if data.document_mask and not (summary.joined and data.pack):
+        yield "data.document_mask has no effect: it is for plain text that is packed."
 
 
 def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:

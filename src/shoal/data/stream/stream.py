@@ -25,7 +25,7 @@ from shoal.data.cache import Report, unusable_cache
 from shoal.data.content import read_states
 from shoal.data.formats.choose import Options, choose_format
 from shoal.data.order import Order, StreamState, key_of, permute
-from shoal.data.prepare import LAYOUT, reading_of, settings_of, template_of
+from shoal.data.prepare import LAYOUT, notes, reading_of, settings_of, template_of
 from shoal.data.sequences import Sequences, StoredSequences, open_sequences
 from shoal.data.sources import read_records
 from shoal.data.stream.builder import StreamJob
@@ -90,9 +90,12 @@ def open_stream(
     )
     content = _key_of([*described, chunks_per_window])
     try:
-        return Stream(job, content, chunks_per_window=chunks_per_window, report=report)
+        stream = Stream(job, content, chunks_per_window=chunks_per_window, report=report)
     except OSError as error:
         raise unusable_cache(job.folder.parent, error) from error
+    for sentence in notes(data, stream.summary, tokenizer, not_apart):
+        report(sentence)
+    return stream
 
 
 def _key_of(described: list[object]) -> str:
