@@ -78,7 +78,7 @@ def read_document(chosen: Format, record: Record, options: Options) -> Document:
             merged[-1] = (merged[-1][0] + text, trained)
         else:
             merged.append((text, trained))
-    return replace(document, segments=merged)
+    return document if len(merged) == len(document.segments) else replace(document, segments=merged)
 
 
 def _text(record: Record, options: Options) -> Document:
