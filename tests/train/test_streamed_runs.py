@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from shoal import api
+from shoal.data.stream.stream import Stream
 from tests.harness import lines, settings, train_on
 
 STEPS = 6
@@ -49,3 +52,15 @@ def test_a_mixture_has_the_same_losses_on_two_ranks(files: Path, tmp_path: Path)
     data = {"source": blocks, "validation": 0.1}
     one, two = (train_on(ranks, config(data), tmp_path / str(ranks)) for ranks in (1, 2))
     assert losses(one) == pytest.approx(losses(two), rel=2e-6)
+
+
+def test_a_streamed_run_is_evaluated_without_its_stream(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"path": str(files / "a.jsonl"), "streaming": True, "validation": str(files / "b.jsonl")}
+    made = config(data, steps=2)
+    made["eval"] = {"every": 2, "batches": 100}
+    run = train_on(1, made, tmp_path)
+    logged = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"]
+    monkeypatch.delattr(Stream, "__init__")
+    assert api.evaluate(run).metrics["loss"] == pytest.approx(logged, rel=1e-6)

@@ -129,8 +129,9 @@ def choose_sequences(
     # `data=FILE` sets the path too.
     other = "data.path" in keys or (loaded.config is not None and config.data.path != loaded.config.data.path)
     not_apart = why_not_packed(loaded.model.config.get_text_config().model_type)
-    if other and "data.validation" not in keys:
-        sequences = prepare(config.data, loaded.tokenizer, report=report, not_apart=not_apart)
+    held_out = config.data.validation if not other or "data.validation" in keys else None
+    if held_out is None or isinstance(held_out, str):  # training data is not needed, and may be a stream
+        sequences = prepare(config.data, loaded.tokenizer, report=report, path=held_out, not_apart=not_apart)
         order = ShuffledOrder(len(sequences), config.seed, separate=len(sequences))
         summary = sequences.summary
         return Sets(sequences, sequences, order, summary.mean_length, summary.mean_loss_tokens)
