@@ -296,3 +296,14 @@ def test_skipped_records_are_counted(tmp_path: Path) -> None:
     assert len(set(read(sets, 0, 9))) == 9
     assert any("1 invalid records" in sentence and "0.jsonl:10" in sentence for sentence in said)
     sets.close()
+
+
+@pytest.mark.usefixtures("_in_threads")
+def test_skipped_records_are_not_reported_for_every_chunk(tmp_path: Path) -> None:
+    lines = [line for number in range(40) for line in (json.dumps({"text": str(number)}), "{")]
+    (tmp_path / "0.jsonl").write_text("\n".join(lines))
+    said: list[str] = []
+    sets = open_sets(tmp_path, said, on_error="skip")
+    assert len(read(sets, 0, 40)) == 40
+    assert len([sentence for sentence in said if "were skipped" in sentence]) == 2
+    sets.close()

@@ -67,7 +67,7 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         loss_tokens=round(sets.mean_loss_tokens * sequences),
         global_batch=config.train.global_batch,
     )
-    for doubt in doubts(config, steps, sequences):
+    for doubt in doubts(config, steps, sets.order.training_count):
         reporter.warn(doubt)
     return Inputs(plan, tokenizer, sets, steps)
 

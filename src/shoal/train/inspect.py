@@ -164,12 +164,14 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
     data = config.data.model_copy(update={"streaming": False})  # counted as a whole
     tokenizer, not_apart = subject.tokenizer, subject.not_apart
     sets, problem = _prepare(data, tokenizer, config.seed, report, not_apart)
-    report("The tokenized data is in the cache: training with the same settings and tokenizer starts with it.")
+    if not config.data.streaming:
+        report("The tokenized data is in the cache: training with the same settings and tokenizer starts with it.")
     blocks = data.blocks()
     sources = []
     for block, weight in blocks:
         alone = len(blocks) == 1
-        prepared = sets.training if alone else prepare(block, tokenizer, report=report, not_apart=not_apart)
+        # Of a mixture, each again from the cache, which has been reported.
+        prepared = sets.training if alone else prepare(block, tokenizer, report=_say_nothing, not_apart=not_apart)
         sources.append(measure_source(block, tokenizer, prepared, weight=weight, report=report))
     order, train = sets.order, config.train
     assert order.training_count is not None
@@ -204,6 +206,10 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
         problem=problem,
         sources=sources,
     )
+
+
+def _say_nothing(sentence: str) -> None:
+    return
 
 
 def _prepare(

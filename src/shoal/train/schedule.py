@@ -34,8 +34,9 @@ def make_schedule(settings: ScheduleConfig, total: int) -> Factor:
     return factor
 
 
-def doubts(config: Config, steps: int, sequences: int) -> list[str]:
-    """Warnings of a run that is probably too short, or mostly warmup. `sequences` are those of the training set."""
+def doubts(config: Config, steps: int, sequences: int | None) -> list[str]:
+    """Warnings of a run that is probably too short, or mostly warmup. `sequences` are those of the training set; None:
+    unknown."""
     train, found = config.train, []
     warmup = warmup_steps(train.schedule.warmup, train.schedule.total_steps or steps)
     if steps < FEW_STEPS and train.steps is None:
@@ -44,9 +45,10 @@ def doubts(config: Config, steps: int, sequences: int) -> list[str]:
         smaller = max(1, steps * train.global_batch // (2 * FEW_STEPS))
         if smaller < train.global_batch:
             more = f"; train.global_batch {smaller} would give about {steps * train.global_batch // smaller}"
+        of = "" if sequences is None else f" of {sequences:,} sequences"
         found.append(
-            f"the run has only {steps} {'step' if steps == 1 else 'steps'}: {length} of {sequences:,} sequences, "
-            f"{train.global_batch} per step (train.global_batch){more}."
+            f"the run has only {steps} {'step' if steps == 1 else 'steps'}: {length}{of}, {train.global_batch} per "
+            f"step (train.global_batch){more}."
         )
     if warmup > steps:
         found.append(

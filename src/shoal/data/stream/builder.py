@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.data.cache import build_folder
+from shoal.data.cache import build_folder, unusable_cache
 from shoal.data.formats.choose import Options
 from shoal.data.order import key_of, permute
 from shoal.data.sources import Reading, Record, read_records
@@ -181,6 +181,6 @@ def main() -> None:
         except UserMistake as mistake:
             folder.report_failure(str(mistake))
         except OSError as error:
-            folder.report_failure(f"The stream cannot be written to {job.folder}: {error.strerror}.")
+            folder.report_failure(str(unusable_cache(job.folder.parent, error)))
         else:
             folder.delete()  # nobody reads it

@@ -26,7 +26,7 @@ from shoal.data.content import read_states
 from shoal.data.formats.choose import Options, choose_format
 from shoal.data.order import Order, StreamState, key_of, permute
 from shoal.data.prepare import LAYOUT, notes, reading_of, settings_of, template_of
-from shoal.data.sequences import Sequences, StoredSequences, open_sequences
+from shoal.data.sequences import Sequences, StoredSequences, Summary, open_sequences
 from shoal.data.sources import read_records
 from shoal.data.stream.builder import StreamJob
 from shoal.data.stream.folder import Cursor, StreamFolder, Want
@@ -120,6 +120,8 @@ class Stream:
         self._lock = threading.RLock()
         self._start = (0, 0, Cursor())  # position, chunk and cursor of the first window
         self._windows: list[Window] = []
+        self._counted = -1  # the last chunk whose skipped records are among `_skipped`
+        self._skipped, self._worth_saying = 0, 1
         first = self._open_chunk(0, Cursor(), low=0)[0]
         # Statistics of the first chunk stand for the stream's.
         self.summary = replace(first.summary, content=content, longest=job.settings.max_length)
@@ -213,12 +215,20 @@ class Stream:
             time.sleep(PAUSE)
         opened, after = found
         self._reader.ask(Want(low, number + 1, after))  # the next one is built while this one is used
-        if opened.summary.skipped:
-            self._report(
-                f"{opened.summary.skipped:,} invalid records or files were skipped; the first: "
-                f"{opened.summary.first_skipped}"
-            )
+        self._report_skipped(number, opened.summary)
         return opened, after
+
+    def _report_skipped(self, number: int, summary: Summary) -> None:
+        """Say what was skipped: the first time, and whenever there is ten times as much, not for every chunk."""
+        if number <= self._counted:  # opened before
+            return
+        self._counted = number
+        self._skipped += summary.skipped
+        if summary.skipped and self._skipped >= self._worth_saying:
+            self._worth_saying = 10 * self._skipped
+            self._report(
+                f"{self._skipped:,} invalid records or files were skipped so far; one of them: {summary.first_skipped}"
+            )
 
     def _read_chunk(self, path: Path, number: int) -> tuple[StoredSequences, Cursor] | None:
         """A chunk and where the next one begins; None if it does not exist, or is being deleted: then the builder had
