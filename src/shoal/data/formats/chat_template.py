@@ -171,7 +171,7 @@ def _compile(text: str, file: Path) -> None:
     try:
         render_jinja_template([[{"role": "user", "content": "a"}]], chat_template=text)
     except TemplateSyntaxError as error:
-        raise UserMistake(f"{file}:{error.lineno} is not a Jinja template: {error.message}.") from None
+        raise UserMistake(f"{file}:{error.lineno} is not a Jinja template: {str(error.message).rstrip('.')}.") from None
     except Exception:  # it compiles, and may not like this conversation
         return
 
