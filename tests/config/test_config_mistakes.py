@@ -197,6 +197,10 @@ def test_every_mistake_gets_a_line_of_its_own_in_the_order_of_the_file() -> None
         ),
         (BASE + "parallel: {wrap: {}}", "run.yaml:2: parallel.wrap takes either min_params or classes."),
         (BASE + "data: {source: []}", "run.yaml:2: data.source is an empty list: name at least one block."),
+        (
+            BASE + "data: {source: [{path: a.jsonl}, {weight: 2}]}",
+            "run.yaml:2: data.source[1] has no path: give each block its own.",
+        ),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(text: str, says: str) -> None:
