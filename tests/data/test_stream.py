@@ -159,6 +159,20 @@ def test_another_shuffle_buffer_is_another_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_in_threads")
+def test_a_run_that_stopped_at_a_bad_record_goes_on_in_the_same_order_if_it_is_skipped(tmp_path: Path) -> None:
+    write_files(tmp_path, [20])
+    (tmp_path / "0.jsonl").open("a").write('{"text": null}\n{"text": "after"}\n')
+    first, second = open_sets(tmp_path), open_sets(tmp_path, on_error="skip")
+    assert first.training.summary.content == second.training.summary.content
+    before = read(first, 0, 16)
+    second.order.restore(first.order.state(6), 6)
+    assert read(second, 6, 10) == before[6:]
+    assert "after" in read(second, 16, 5)
+    first.close()
+    second.close()
+
+
+@pytest.mark.usefixtures("_in_threads")
 def test_files_of_the_same_name_and_size_are_different_streams(tmp_path: Path) -> None:
     opened = []
     for name in ("a", "b"):

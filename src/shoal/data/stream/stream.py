@@ -71,10 +71,10 @@ def open_stream(
         first = next(read_records(reading, Errors(skip=settings.on_error == "skip")), None)
         settings = settings if first is None else replace(settings, format=choose_format("auto", first).name)
     chunks_per_window = -(-wanted.shuffle_buffer // wanted.chunk)
-    described = [LAYOUT, asdict(settings), tokenizer.fingerprint, content_of(files), seed, wanted.chunk]
+    described = [tokenizer.fingerprint, content_of(files), seed, wanted.chunk, LAYOUT]
     job = StreamJob(
         # Other files may have the same names and sizes: who shares chunks has to read the very same files.
-        folder=cache_root(cache) / "stream" / _key_of([*described, read_states(files)]),
+        folder=cache_root(cache) / "stream" / _key_of([*described, asdict(settings), read_states(files)]),
         settings=settings,
         reading=reading,
         tokenizer=tokenizer,
@@ -88,7 +88,8 @@ def open_stream(
         f"Streaming {len(files):,} file{'s' if len(files) > 1 else ''} ({settings.format}): chunks of {wanted.chunk:,} "
         f"records, shuffled among {chunks_per_window * wanted.chunk:,}."
     )
-    content = _key_of([*described, chunks_per_window])
+    # A run that stopped at a bad record had no other before: it goes on in the same order if that is skipped.
+    content = _key_of([*described, asdict(replace(settings, on_error="")), chunks_per_window])
     try:
         stream = Stream(job, content, chunks_per_window=chunks_per_window, report=report)
     except OSError as error:
