@@ -23,7 +23,8 @@ class Encoded:
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Encoded:
     """Each document: the begin token where the tokenizer prepends one, the text, the end token."""
-    begin = None if tokenizer.begin is None or not tokenizer.prepends_begin else tokenizer.begin
+    begin = None if tokenizer.begin is None or not tokenizer.prepends_begin else np.array([tokenizer.begin], np.int32)
+    end = np.array([tokenizer.end], np.int32)
     encoded = iter(tokenizer.encode_many([text for one in documents if not one.whole for text, _ in one.segments]))
     conversations = [_text(one) for one in documents if one.whole]
     wholes = iter(tokenizer.encode_with_offsets(conversations) if conversations else ())
@@ -44,11 +45,11 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Encoded:
             empty += 1
             continue
         if begin is not None and document.begin and not document.continues:
-            found.insert(0, (np.array([begin], dtype=np.int32), False))
+            found.insert(0, (begin, False))
         if document.end and not document.continued:
             # The end token is a loss token if the last segment is. After a conversation it closes an answer.
             trained_end = any(loss for _, loss in document.segments) if document.whole else document.segments[-1][1]
-            found.append((np.array([tokenizer.end], dtype=np.int32), trained_end))
+            found.append((end, trained_end))
         added = sum(len(ids) for ids, _ in found)
         if added and not document.continues:
             firsts.append(written)

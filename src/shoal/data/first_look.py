@@ -13,18 +13,21 @@ LARGE = 1 << 26  # bytes
 
 def check_first_record(data: DataConfig) -> None:
     """A UserMistake if there are no files, or if their first record has no known format."""
-    if data.source == "chess" and data.path is None:
-        return
-    readings = [find_reading(data)]
+    for block, _ in data.blocks():
+        if block.source != "chess" or block.path is not None:
+            _check(block, find_reading(block))
     if isinstance(data.validation, str):
-        readings.append(find_reading(data, data.validation))
+        whole = data if isinstance(data.source, str) else data.model_copy(update={"source": "auto"})
+        _check(whole, find_reading(whole, data.validation))
+
+
+def _check(data: DataConfig, reading: Reading) -> None:
+    if reading.source == "tokens":
+        check_tokenized(data)
     on_bad = ignore if data.on_error == "skip" else stop
-    for reading in readings:
-        if reading.source == "tokens":
-            check_tokenized(data)
-        first = next(read_records(reading, on_bad), None) if _is_quick(reading) else None
-        if first is not None:
-            refuse_pairs(choose_format(data.format, first))
+    first = next(read_records(reading, on_bad), None) if _is_quick(reading) else None
+    if first is not None:
+        refuse_pairs(choose_format(data.format, first))
 
 
 def _is_quick(reading: Reading) -> bool:

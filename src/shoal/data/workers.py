@@ -1,5 +1,6 @@
 """A function applied to many items by worker processes, with the results in the order of the items."""
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -128,6 +129,7 @@ def _serve(
         signal.signal(number, signal.SIG_IGN)
     for other in inherited:
         other.close()
+    gc.freeze()  # a collection that visits the parent's objects would copy the memory that is shared with it
     prepare()
     arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # Items are taken from the pipe at once, so that the parent's send never waits for this process to finish one:

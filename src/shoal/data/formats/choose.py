@@ -93,7 +93,7 @@ def merge_segments(document: Document) -> Document:
             merged[-1] = (merged[-1][0] + text, trained)
         else:
             merged.append((text, trained))
-    return replace(document, segments=merged)
+    return document if len(merged) == len(document.segments) else replace(document, segments=merged)
 
 
 def check_keys(chosen: Format, record: Record) -> None:
