@@ -2,12 +2,13 @@
 
     python benchmarks/data/tokenize_speed.py OUTPUT.json
 
-The data is real: the functions of Python's standard library as instructions, its files as plain text, tokenized by a
-byte-level BPE of 32,000 tokens that is trained on a part of them. `prepare` reads JSON lines and writes packed
-sequences; the bare library gets the same texts, formatted and in memory, in `encode_batch_fast` with its threads, and
-its results are thrown away. Both use all cores, and begin with a new tokenizer, whose cache is empty. They alternate,
-because the machine may be shared: `speed_of_bare` is the median of the ratios of neighbours, by the wall clock, and
-`processor_time_of_bare` that of the processor time, which depends less on other load.
+The data is real: the functions of Python's standard library and packages as instructions and as chats, their files as
+plain text, tokenized by a byte-level BPE of 32,000 tokens that is trained on a part of them. `prepare` reads JSON lines
+and writes packed sequences; the bare library gets the same texts, formatted and in memory, in `encode_batch_fast` with
+its threads, and its results are thrown away. Both use all cores, and begin with a new tokenizer, whose cache is empty.
+They alternate, because the machine may be shared: `speed_of_bare` is the median of the ratios of neighbours, by the
+wall clock, and `processor_time_of_bare` that of the processor time, which depends less on other load. Chats have no
+limit: their template is rendered too, which takes as long as to tokenize a short one.
 
 Memory is that of another process that prepares a million records as bytes, which gives the most tokens (the BPE would
 take long), and fewer with the BPE: the peak of the sum over that process and its workers, of the pages that each has to
@@ -37,8 +38,8 @@ from shoal.data import load_tokenizer, prepare
 from shoal.data.formats.choose import alpaca_prompt
 from shoal.data.workers import available_cores
 
-ROUNDS = 5
-CHARACTERS = 5_000_000
+ROUNDS = 3
+CHARACTERS = 60_000_000
 TEXTS_AT_ONCE = 2_000
 LIMIT = 0.8
 ROWS = {"bytes": 1_000_000, "bpe": 50_000}
@@ -46,14 +47,14 @@ LENGTH = 2048
 
 
 def sources() -> Iterator[str]:
-    """The files of Python's standard library."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    for file in sorted(folder.rglob("*.py")):
-        if "site-packages" not in file.parts:
+    """The files of Python's standard library, and of the packages that are installed with it."""
+    paths = sysconfig.get_paths()
+    for folder in (Path(paths["stdlib"]), Path(paths["purelib"])):
+        for file in sorted(folder.rglob("*.py")):
             try:
                 yield file.read_text(encoding="utf-8")
             except UnicodeDecodeError:
-                continue  # its tests have some in other encodings
+                continue  # the library's tests have some in other encodings
 
 
 def functions(text: str) -> Iterator[dict[str, str]]:
@@ -78,7 +79,7 @@ def train_tokenizer(folder: Path, texts: list[str]) -> None:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=32_000,
-        special_tokens=["<s>", "</s>"],
+        special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -114,7 +115,20 @@ def encode_bare(texts: list[str], folder: Path) -> np.ndarray:
 
 
 def settings(file: Path) -> DataConfig:
-    return DataConfig(source="json", path=str(file), max_length=LENGTH, pack=True, validation=0)
+    return DataConfig(source="json", path=str(file), max_length=LENGTH, pack=True, validation=0, chat_template="chatml")
+
+
+def conversation(one: dict[str, str]) -> dict[str, Any]:
+    """An instruction as a chat."""
+    turns = (("user", one["instruction"]), ("assistant", one["output"]))
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+
+def rendered(one: dict[str, str]) -> str:
+    """The same as the template chatml renders it."""
+    return "".join(
+        f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in conversation(one)["messages"]
+    )
 
 
 def prepare_all(file: Path, folder: Path, name: str = "bpe") -> tuple[np.ndarray, Any]:
@@ -225,11 +239,11 @@ def prepare_in_this_process(file: Path, folder: Path, name: str) -> None:
 
 
 def main(output: Path) -> None:
-    files = list(sources())
+    files = limited(sources(), len, 2 * CHARACTERS)
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         folder = work / "bpe"
-        train_tokenizer(folder, files[::4])
+        train_tokenizer(folder, limited(iter(files[::4]), len, 8_000_000))
         plain = limited(iter(files), len, CHARACTERS)
         every = [one for file in files for one in functions(file)]
         alpaca = limited(iter(every), lambda one: len(one["instruction"]) + len(one["output"]), CHARACTERS)
@@ -238,6 +252,9 @@ def main(output: Path) -> None:
             "machine": {"cores": available_cores(), "python": platform.python_version()},
             "limit": LIMIT,
             "alpaca": compare("alpaca", alpaca, segments, work, folder),
+            "chat": compare(
+                "chat", [conversation(one) for one in alpaca], [rendered(one) for one in alpaca], work, folder
+            ),
             "text": compare("text", [{"text": text} for text in plain], plain, work, folder),
         }
         for tokenizer, number in ROWS.items():

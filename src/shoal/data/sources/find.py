@@ -29,8 +29,9 @@ def find_reading(data: DataConfig, path: object = None) -> Reading:
     if path is None:
         return _find_reading(data, data.path, PATH, data.split)
     split = str(path)
-    of_hub = data.path is not None and find_source(data.source, data.path) == "hf"  # a mixture has no path
-    if of_hub and "/" not in split and not user_path(split, VALIDATION).exists():
+    # The sources of a mixture have paths of their own, and no splits in common.
+    one = data.path is not None and find_source(data.source, data.path) == "hf"
+    if one and "/" not in split and not user_path(split, VALIDATION).exists():
         hf.parse_split(split)
         return _find_reading(data, data.path, PATH, split)  # another split of the same dataset
     return _find_reading(data, path, VALIDATION, data.split)

@@ -46,7 +46,7 @@ def _read_json_lines(file: Path, on_bad: OnBad) -> Iterator[Record]:
             try:
                 value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except json.JSONDecodeError as error:
-                on_bad(_not_json(file, number, f"{error.msg} at column {error.colno}"))
+                on_bad(_not_json(file, number, _problem(error)))
             except UnicodeDecodeError as error:
                 on_bad(_not_json(file, number, f"byte {error.start} of the line is not UTF-8"))
             except RecursionError:
@@ -88,7 +88,7 @@ def _read_json_array(file: Path, on_bad: OnBad) -> Iterator[Record]:
         try:
             value, at = _decode(text, at)
         except json.JSONDecodeError as error:
-            raise _not_json(file, error.lineno, f"{error.msg} at column {error.colno}") from error
+            raise _not_json(file, error.lineno, _problem(error)) from error
         except RecursionError as error:
             raise _not_json(file, line, "nested too deeply") from error
         if value is _HUGE:
@@ -116,6 +116,10 @@ def _decode(text: str, at: int) -> tuple[object, int]:
         raise
     except ValueError:
         return _HUGE, _DECODER_OF_TEXT.raw_decode(text, at)[1]
+
+
+def _problem(error: json.JSONDecodeError) -> str:
+    return f"{error.msg.removesuffix(' at')} at column {error.colno}"  # some messages end in "at"
 
 
 def _skip_space(text: str, at: int) -> int:
