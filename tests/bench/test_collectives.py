@@ -17,17 +17,17 @@ from shoal.cli import main
 from shoal.mistakes import UserMistake
 from shoal.plan.ring import OPERATIONS
 from tests.harness import run_ranks
-from tests.launch.command import SHOAL, Command, Ended, descendants, environment, forked_shoal, shoal
+from tests.launch.command import SHOAL, Command, Ended, descendants, environment, forked_shoal
 
 QUICK: dict[str, Any] = {"repeat": 3, "seconds": 0.05}
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
-    """The real command, run once for several tests."""
+    """The command, run once for several tests."""
     folder = tmp_path_factory.mktemp("bench")
     options = ["--largest", "256KiB", "--repeat", "3", "--seconds", "0.05", "--output", "found/here", "--json"]
-    return shoal(folder, "bench", "collectives", *options), folder / "found" / "here"
+    return forked_shoal(folder, "bench", "collectives", *options), folder / "found" / "here"
 
 
 def test_the_command_starts_two_processes_and_prints_one_json_object(measured: tuple[Ended, Path]) -> None:

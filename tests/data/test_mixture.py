@@ -63,7 +63,7 @@ def test_after_any_number_of_positions_each_source_has_had_its_share(
 
 
 @given(sources)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_where_sources_repeat_an_epoch_is_over_when_each_has_been_read(sources: list[tuple[int, float]]) -> None:
     order = make_order(sources, repeat=True)
     assert order.training_count is not None

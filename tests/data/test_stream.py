@@ -302,6 +302,7 @@ def test_a_broken_record_ends_every_reader_with_its_place(tmp_path: Path) -> Non
     sets.close()
 
 
+@pytest.mark.usefixtures("_in_threads")
 def test_skipped_records_are_counted(tmp_path: Path) -> None:
     write_files(tmp_path, [9])
     (tmp_path / "0.jsonl").open("a").write('{"text": \n')

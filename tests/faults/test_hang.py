@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shoal.launch.join import heartbeat_file, joined_within
 from shoal.resilience.watchdog import Watchdog
 from tests.harness import PATIENCE, run_ranks, settings, train_on
-from tests.launch.command import SHOAL, Command, losses, rank_process, training_lines, write_config
+from tests.launch.command import ForkedCommand, losses, rank_process, training_lines, write_config
 
 HANG_TIMEOUT = 4.0
 
@@ -143,7 +143,7 @@ def test_a_hung_run_is_restarted_and_ends_as_if_undisturbed(instructions: Path, 
     undisturbed = train_on(2, config_of(instructions), tmp_path / "undisturbed")
     write_config(tmp_path, config_of(instructions))
     run = tmp_path / "runs" / "run"
-    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1", "--json"]) as command:
+    with ForkedCommand(tmp_path, ["train", "run.yaml", "--max-restarts", "1", "--json"]) as command:
         command.wait_until(lambda: max(training_lines(run), default=0) > 22)
         os.kill(rank_process(command.process.pid, 1), signal.SIGSTOP)
         ended = command.wait()
@@ -161,7 +161,7 @@ def test_a_hung_run_is_restarted_and_ends_as_if_undisturbed(instructions: Path, 
 def test_a_hung_run_without_restarts_fails_with_that_message(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, config_of(instructions))
     run = tmp_path / "runs" / "run"
-    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--json"]) as command:
+    with ForkedCommand(tmp_path, ["train", "run.yaml", "--json"]) as command:
         command.wait_until(lambda: len(training_lines(run)) > 2)
         os.kill(rank_process(command.process.pid, 0), signal.SIGSTOP)
         ended = command.wait()

@@ -12,11 +12,20 @@ import pytest
 import torch
 
 from shoal.checkpoint.store import damaged_file, list_complete
-from tests.harness import settings, train_on, weights
-from tests.launch.command import PATIENCE, SHOAL, Command, losses, rank_process, training_lines, write_config
+from tests.harness import reference_run, settings, train_on, weights
+from tests.launch.command import (
+    PATIENCE,
+    SHOAL,
+    Command,
+    ForkedCommand,
+    losses,
+    rank_process,
+    training_lines,
+    write_config,
+)
 
 pytestmark = pytest.mark.slow
-SAVE_EVERY, KILLS = 10, 6
+SAVE_EVERY, KILLS = 10, 4
 
 
 def config(data: Path, steps: int) -> dict[str, Any]:
@@ -51,10 +60,10 @@ def half_written(run: Path) -> bool:
 def test_a_rank_killed_in_the_middle_of_a_save_costs_a_restart_and_nothing_else(
     rank: int, instructions: Path, tmp_path: Path
 ) -> None:
-    undisturbed = train_on(2, config(instructions, 60), tmp_path / "undisturbed")
+    undisturbed = reference_run(config(instructions, 60), 2)
     write_config(tmp_path, config(instructions, 60))
     run = tmp_path / "runs" / "run"
-    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1", "--json"]) as command:
+    with ForkedCommand(tmp_path, ["train", "run.yaml", "--max-restarts", "1", "--json"]) as command:
         command.wait_until(lambda: bool(list_complete(run / "checkpoints")))
         victim = rank_process(command.process.pid, rank)
         deadline = time.perf_counter() + PATIENCE
@@ -82,7 +91,7 @@ def test_a_run_begun_from_another_checkpoint_and_killed_before_its_first_save_re
     write_config(tmp_path, settled)
     run = tmp_path / "runs" / "run"
     start = ["--from", str(first / "checkpoints" / "step-00000020")]
-    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", *start, "--max-restarts", "1", "--json"]) as command:
+    with ForkedCommand(tmp_path, ["train", "run.yaml", *start, "--max-restarts", "1", "--json"]) as command:
         command.wait_until(lambda: len(training_lines(run)) > 2)
         os.kill(rank_process(command.process.pid, 1), signal.SIGKILL)
         ended = command.wait()
@@ -96,6 +105,7 @@ def test_one_process_can_be_restarted_too(instructions: Path, tmp_path: Path) ->
     undisturbed = train_on(1, settled, tmp_path / "undisturbed")
     write_config(tmp_path, settled)
     run = tmp_path / "runs" / "run"
+    # The real command: the other runs here are forks.
     with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "1", "--json"]) as command:
         command.wait_until(lambda: bool(list_complete(run / "checkpoints")))
         os.kill(rank_process(command.process.pid, 0), signal.SIGKILL)
@@ -113,7 +123,7 @@ def test_a_user_mistake_found_after_a_restart_is_one_sentence_too(instructions: 
     settled["hardware"]["devices"], settled["parallel"]["strategy"] = 1, "single"
     write_config(tmp_path, settled)
     run = tmp_path / "runs" / "run"
-    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", "3", "--json"]) as command:
+    with ForkedCommand(tmp_path, ["train", "run.yaml", "--max-restarts", "3", "--json"]) as command:
         command.wait_until(lambda: bool(list_complete(run / "checkpoints")))
         data.write_bytes(b"".join(data.read_bytes().splitlines(keepends=True)[:200]))
         os.kill(rank_process(command.process.pid, 0), signal.SIGKILL)
@@ -124,19 +134,22 @@ def test_a_user_mistake_found_after_a_restart_is_one_sentence_too(instructions: 
 
 
 def test_kills_at_random_moments_change_nothing(instructions: Path, tmp_path: Path) -> None:
-    steps = 300
+    steps = 200
     undisturbed = train_on(2, config(instructions, steps), tmp_path / "undisturbed")
     write_config(tmp_path, config(instructions, steps))
     run = tmp_path / "runs" / "run"
     chance = random.Random(11)
-    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--max-restarts", str(KILLS), "--json"]) as command:
+    with ForkedCommand(tmp_path, ["train", "run.yaml", "--max-restarts", str(KILLS), "--json"]) as command:
         killed: set[int] = set()
         for _ in range(KILLS):
             command.wait_until(lambda: bool(new_rank(command.process.pid, killed)))  # noqa: B023
-            if chance.random() < 0.7:  # most of them while it trains; the others while it starts
-                begun = size(run / "metrics.jsonl")
-                command.wait_until(lambda: size(run / "metrics.jsonl") > begun)  # noqa: B023
-            time.sleep(chance.uniform(0, 0.6))
+            # Most of them while it trains, after some more steps; the others while it starts.
+            if chance.random() < 0.7:
+                logged = lines_of(run) + chance.randint(1, 30)
+                command.wait_until(lambda: lines_of(run) >= logged)  # noqa: B023
+                time.sleep(chance.uniform(0, 0.1))
+            else:
+                time.sleep(chance.uniform(0, 0.6))
             if command.process.poll() is not None:
                 break
             both = new_rank(command.process.pid, killed)
@@ -147,10 +160,15 @@ def test_kills_at_random_moments_change_nothing(instructions: Path, tmp_path: Pa
     assert ended.status == 0, ended.err
     assert len(killed) == 2 * KILLS, "it finished before it was killed often enough"
     hold_undisturbed(run, undisturbed)
+    first: dict[int, int] = {}
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        first.setdefault(line["attempt"], line["step"])
+    assert any(step > SAVE_EVERY for step in first.values()), "it never continued from a checkpoint"
 
 
-def size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def lines_of(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def new_rank(launcher: int, killed: set[int]) -> list[int]:

@@ -6,6 +6,7 @@ On a CPU the allocator's error is injected: the training step raises it when a m
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +24,34 @@ from shoal.resilience.out_of_memory import OutOfMemory, smaller_batch
 from shoal.train import build
 from shoal.train.step import TrainStep
 from tests.harness import settings, train_on
-from tests.launch.command import Ended, environment, forked_shoal, losses, shoal, training_lines, write_config
+from tests.launch.command import Ended, forked_shoal, losses, training_lines, write_config
 
 ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB."
-# Python runs this at its start, because the launcher and its ranks are separate processes.
-PLANTED = f"""
-import os, torch
-from shoal.train.step import TrainStep
-
-most, after, rank = (int(one) for one in os.environ["LARGEST_MICRO_BATCH"].split())
-call, seen = TrainStep.__call__, [0]
-
-def step(self, batch, lr):
-    seen[0] += 1
-    size = batch.micro_batches[0].inputs.shape[0]
-    if size > most and seen[0] > after and rank in (-1, int(os.environ.get("RANK", 0))):
-        raise torch.OutOfMemoryError("{ERROR}")
-    return call(self, batch, lr)
-
-TrainStep.__call__ = step
-"""
 
 
 def config(data: Path, **changes: Any) -> dict[str, Any]:
     return settings(data, **{"train__steps": 6, "train__micro_batch": 8, "checkpoint__every": 2, **changes})
 
 
-def shoal_with_little_memory(
-    folder: Path, *arguments: str, most: int, after: int = 0, rank: int = -1, seconds: float = 120
-) -> Ended:
+@pytest.fixture
+def shoal_with_little_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ended]:
     """The command, in which micro-batches larger than `most` run out of memory, after step `after`, on `rank`."""
-    (folder / "planted").mkdir(exist_ok=True)
-    (folder / "planted" / "sitecustomize.py").write_text(PLANTED)
-    paths = os.pathsep.join([str(folder / "planted"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    planted = environment(folder, PYTHONPATH=paths, LARGEST_MICRO_BATCH=f"{most} {after} {rank}")
-    return shoal(folder, *arguments, env=planted, seconds=seconds)
+
+    def run(*arguments: str, most: int, after: int = 0, rank: int = -1) -> Ended:
+        call, seen = TrainStep.__call__, [0]
+
+        def step(self: TrainStep, batch: Any, lr: float) -> Any:
+            seen[0] += 1
+            size = batch.micro_batches[0].inputs.shape[0]
+            if size > most and seen[0] > after and rank in (-1, int(os.environ.get("RANK", 0))):
+                raise torch.OutOfMemoryError(ERROR)
+            return call(self, batch, lr)
+
+        with monkeypatch.context() as planted:
+            planted.setattr(TrainStep, "__call__", step)  # in this process, whose forks the launcher and its ranks are
+            return forked_shoal(tmp_path, *arguments, seconds=120)
+
+    return run
 
 
 @pytest.fixture
@@ -183,9 +177,11 @@ def hold_as_with(micro_batch: int, run: Path, data: Path, folder: Path, world_si
 
 
 @pytest.mark.slow
-def test_shrink_restarts_with_half_the_micro_batch_and_the_same_losses(instructions: Path, tmp_path: Path) -> None:
+def test_shrink_restarts_with_half_the_micro_batch_and_the_same_losses(
+    shoal_with_little_memory: Callable[..., Ended], instructions: Path, tmp_path: Path
+) -> None:
     write_config(tmp_path, config(instructions, train__on_oom="shrink"))
-    ended = shoal_with_little_memory(tmp_path, "train", "run.yaml", "--json", most=4, after=3)
+    ended = shoal_with_little_memory("train", "run.yaml", "--json", most=4, after=3)
     assert ended.status == 0, ended.err
     assert "Rank 0 ran out of memory in step 4, with micro-batch 8: " in ended.err
     assert ended.err.count("Restarting all processes with train.micro_batch 4 and 2 gradient accumulation steps") == 1
@@ -199,13 +195,11 @@ def test_shrink_restarts_with_half_the_micro_batch_and_the_same_losses(instructi
 
 @pytest.mark.slow
 def test_one_rank_without_memory_shrinks_all_as_often_as_it_takes_and_that_is_no_restart(
-    instructions: Path, tmp_path: Path
+    shoal_with_little_memory: Callable[..., Ended], instructions: Path, tmp_path: Path
 ) -> None:
     settled = config(instructions, train__on_oom="shrink", hardware__devices=2, train__micro_batch=4)
     write_config(tmp_path, settled)
-    ended = shoal_with_little_memory(
-        tmp_path, "train", "run.yaml", "--max-restarts", "1", "--json", most=1, after=2, rank=1
-    )
+    ended = shoal_with_little_memory("train", "run.yaml", "--max-restarts", "1", "--json", most=1, after=2, rank=1)
     assert ended.status == 0, ended.err
     assert ended.err.count("Rank 1 ran out of memory in step ") == 2
     assert "All processes were restarted" not in ended.err
@@ -213,9 +207,11 @@ def test_one_rank_without_memory_shrinks_all_as_often_as_it_takes_and_that_is_no
 
 
 @pytest.mark.slow
-def test_a_micro_batch_of_one_cannot_shrink(instructions: Path, tmp_path: Path) -> None:
+def test_a_micro_batch_of_one_cannot_shrink(
+    shoal_with_little_memory: Callable[..., Ended], instructions: Path, tmp_path: Path
+) -> None:
     write_config(tmp_path, config(instructions, train__on_oom="shrink", train__micro_batch=2))
-    ended = shoal_with_little_memory(tmp_path, "train", "run.yaml", "--json", most=0)
+    ended = shoal_with_little_memory("train", "run.yaml", "--json", most=0)
     assert ended.err.count("Restarting all processes") == 1
     assert "shoal: Rank 0 ran out of memory in step 1, with micro-batch 1: " in ended.err
     assert "Traceback" not in ended.err
@@ -224,11 +220,13 @@ def test_a_micro_batch_of_one_cannot_shrink(instructions: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [-1, 1])
-def test_two_ranks_report_it_once_and_are_not_restarted(rank: int, instructions: Path, tmp_path: Path) -> None:
+def test_two_ranks_report_it_once_and_are_not_restarted(
+    rank: int, shoal_with_little_memory: Callable[..., Ended], instructions: Path, tmp_path: Path
+) -> None:
     """Whether both ran out of memory or one, whose failure makes the other fail, which an agent would restart."""
     write_config(tmp_path, config(instructions, hardware__devices=2, train__micro_batch=4))
     arguments = ["train", "run.yaml", "--max-restarts", "1", "--json"]
-    ended = shoal_with_little_memory(tmp_path, *arguments, most=2, after=3, rank=rank)
+    ended = shoal_with_little_memory(*arguments, most=2, after=3, rank=rank)
     hold_message(ended, "ran out of memory in step 4, with micro-batch 4: ")
     assert {line["attempt"] for line in training_lines(tmp_path / "runs" / "run").values()} == {0}
     assert "restart" not in ended.err.lower()

@@ -24,7 +24,7 @@ from shoal.data.tokenizer import load_tokenizer
 from shoal.mistakes import UserMistake
 from tests.faults.damage import as_json, hashed_anew
 from tests.harness import settings, train_on, weights
-from tests.launch.command import SHOAL, Command, descendants, environment, shoal, training_lines, write_config
+from tests.launch.command import ForkedCommand, descendants, environment, forked_shoal, training_lines, write_config
 
 SECRET = "xyzzy-4711-plugh"
 
@@ -283,7 +283,7 @@ def test_an_endless_file_is_not_read(endless: str, name: str, run: Path) -> None
 def test_a_run_leaves_no_environment_variable_behind(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, settings(instructions, train__steps=3, log__to=["tensorboard", "csv"]))
     env = environment(tmp_path, SHOAL_TEST_SECRET=SECRET)
-    ended = shoal(tmp_path, "train", "run.yaml", "hardware.devices=2", "--json", env=env)
+    ended = forked_shoal(tmp_path, "train", "run.yaml", "hardware.devices=2", "--json", env=env)
     assert ended.status == 0, ended.err
     files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
     assert {"config.yaml", "plan.json", "metrics.jsonl", "rank-1.log", MANIFEST} <= {path.name for path in files}
@@ -296,7 +296,7 @@ def test_a_run_that_crashes_does_not_print_the_environment(instructions: Path, t
     write_config(tmp_path, settings(instructions, train__steps=100, checkpoint__every=50))
     env = environment(tmp_path, SHOAL_TEST_SECRET=SECRET)
     run = tmp_path / "runs" / "run"
-    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "hardware.devices=2"], env) as command:
+    with ForkedCommand(tmp_path, ["train", "run.yaml", "hardware.devices=2"], env) as command:
         command.wait_until(lambda: len(training_lines(run)) > 0)
         shutil.rmtree(run / "checkpoints")
         (run / "checkpoints").write_text("not a folder any more")
@@ -311,7 +311,7 @@ def test_a_run_that_crashes_does_not_print_the_environment(instructions: Path, t
 def test_ss_sees_no_socket_of_a_run_that_is_not_on_loopback(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, settings(instructions, train__steps=500))
     run = tmp_path / "runs" / "run"
-    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "hardware.devices=2"]) as command:
+    with ForkedCommand(tmp_path, ["train", "run.yaml", "hardware.devices=2"]) as command:
         command.wait_until(lambda: len(training_lines(run)) > 2)
         processes = {command.process.pid, *descendants(command.process.pid)}
         seen = sockets_of(processes)

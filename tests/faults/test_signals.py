@@ -17,11 +17,12 @@ from tests.launch.command import (
     PATIENCE,
     SHOAL,
     Command,
+    ForkedCommand,
     descendants,
     environment,
+    forked_shoal,
     losses,
     rank_process,
-    shoal,
     training_lines,
     write_config,
 )
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 
 def config(data: Path, **changes: Any) -> dict[str, Any]:
-    long = {"train__steps": 120, "checkpoint__every": 50, "hardware__devices": 2, "train__hang_timeout": HANG_TIMEOUT}
+    long = {"train__steps": 60, "checkpoint__every": 25, "hardware__devices": 2, "train__hang_timeout": HANG_TIMEOUT}
     return settings(data, **{**long, **changes})
 
 
@@ -42,21 +43,21 @@ def test_a_signal_to_any_rank_stops_all_of_them_with_everything_saved(instructio
     run, saved = tmp_path / "runs" / "run", 0
     # The test below sends the other signals.
     for rank, number in ((1, signal.SIGTERM), (0, signal.SIGUSR1)):
-        arguments = [str(SHOAL), "train", "run.yaml", "--json", "--max-restarts", "3"]
-        with Command(tmp_path, [*arguments, "--resume"] if saved else arguments) as command:
+        arguments = ["train", "run.yaml", "--json", "--max-restarts", "3"]
+        with ForkedCommand(tmp_path, [*arguments, "--resume"] if saved else arguments) as command:
             command.wait_until(lambda: max(training_lines(run), default=0) > saved + 2)  # noqa: B023
             os.kill(rank_process(command.process.pid, rank), number)
             ended = command.wait()
         assert ended.status == 75, f"{number.name}: {ended.err}"
         summary = json.loads(ended.out)
         assert summary["stopped"] == "signal"
-        assert saved < summary["step"] < 120
+        assert saved < summary["step"] < 60
         assert list_complete(run / "checkpoints")[-1].step == summary["step"]
         assert {line["attempt"] for line in training_lines(run).values() if line["step"] > saved} == {
             training_lines(run)[summary["step"]]["attempt"]
         }, "a stop was treated as a failure, and the ranks were restarted"
         saved = summary["step"]
-    ended = shoal(tmp_path, "train", "run.yaml", "--resume", "--json")
+    ended = forked_shoal(tmp_path, "train", "run.yaml", "--resume", "--json")
     assert ended.status == 0, ended.err
     assert losses(run) == losses(undisturbed)
 
@@ -91,7 +92,7 @@ def test_a_second_signal_ends_it_at_once_and_loses_only_what_was_not_saved(
     """Also when the first cannot be handled: here a rank is stopped, and the others wait for it."""
     write_config(tmp_path, config(instructions, checkpoint__every=5, hardware__devices=devices, train__steps=100_000))
     run = tmp_path / "runs" / "run"
-    with Command(tmp_path, [str(SHOAL), "train", "run.yaml", "--json"]) as command:
+    with ForkedCommand(tmp_path, ["train", "run.yaml", "--json"]) as command:
         command.wait_until(lambda: len(list_complete(run / "checkpoints")) > 1)
         ranks = [rank_process(command.process.pid, rank) for rank in range(devices)] if devices > 1 else []
         if ranks:
@@ -117,7 +118,7 @@ def test_a_second_signal_ends_it_at_once_and_loses_only_what_was_not_saved(
     whole = list_complete(run / "checkpoints")[-1].step
     last = max(training_lines(run))
     assert last - whole <= 2 * 5  # what was under way may not have been whole yet
-    resumed = shoal(tmp_path, "train", "run.yaml", f"train.steps={last + 2}", "--resume", "--json")
+    resumed = forked_shoal(tmp_path, "train", "run.yaml", f"train.steps={last + 2}", "--resume", "--json")
     assert resumed.status == 0, resumed.err
 
 
@@ -157,7 +158,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(instructions: Path, tmp_
     run = tmp_path / "runs" / "run"
     (tmp_path / "tmp").mkdir()
     with_tmp = environment(tmp_path, TMPDIR=str(tmp_path / "tmp"))
-    with Command(tmp_path, [str(SHOAL), "train", "run.yaml"], with_tmp) as command:
+    with ForkedCommand(tmp_path, ["train", "run.yaml"], with_tmp) as command:
         command.wait_until(lambda: len(training_lines(run)) > 2)
         ranks = descendants(command.process.pid)
         assert len(ranks) >= 2
@@ -169,5 +170,5 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(instructions: Path, tmp_
             time.sleep(0.05)
     assert list((tmp_path / "tmp").iterdir())
     alone = ("name=alone", "hardware.devices=1", "parallel.strategy=single", "train.steps=1", "train.micro_batch=8")
-    assert shoal(tmp_path, "train", "run.yaml", *alone, env=with_tmp).status == 0
+    assert forked_shoal(tmp_path, "train", "run.yaml", *alone, env=with_tmp).status == 0
     assert list((tmp_path / "tmp").iterdir()) == []

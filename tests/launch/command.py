@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,16 +11,20 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
+from shoal.resilience.signals import STOP_SIGNALS
+
 SHOAL = Path(sys.executable).parent / "shoal"
 # Seconds. Only a hang takes this long, also on a slow machine: no test asserts a wall time.
 PATIENCE = 300
+# The name of the process of a rank that is a fork: /proc shows the environment and arguments it was forked with.
+FORKED_RANK = "shoal-rank-{}"
 # Set for a whole test run by tests/conftest.py; a user has none of these.
 NOT_INHERITED = ("HF_HUB_OFFLINE", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -50,16 +55,58 @@ def write_config(folder: Path, config: Mapping[str, Any], name: str = "run.yaml"
     return path
 
 
+class Forked:
+    """A fork of this process, in a session of its own, with what is used of a Popen."""
+
+    def __init__(self, act: Callable[[], NoReturn]) -> None:
+        self.returncode: int | None = None
+        # No signal is delivered before the fork has the default handlers that a new program has.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        if self.pid == 0:
+            try:
+                act()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float = math.inf) -> int:
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a fork", timeout)
+            time.sleep(0.005)
+        return status
+
+
 class Command:
     """A running command. Its output goes to files, so that it never blocks on a pipe."""
 
     def __init__(self, folder: Path, arguments: list[str], env: Mapping[str, str] | None = None) -> None:
         self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         self.began = time.perf_counter()
-        self.process = subprocess.Popen(
+        self.process = self._start(folder, arguments, environment(folder) if env is None else env)
+
+    def _start(self, folder: Path, arguments: list[str], env: Mapping[str, str]) -> subprocess.Popen[str] | Forked:
+        return subprocess.Popen(
             arguments,
             cwd=folder,
-            env=environment(folder) if env is None else dict(env),
+            env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=self.files[0],
             stderr=self.files[1],
@@ -109,6 +156,20 @@ class Command:
             time.sleep(0.01)
 
 
+class ForkedCommand(Command):
+    """`shoal` with these arguments in a fork of this process, and its ranks in forks of that one: none of them imports
+    torch again, which takes longer than these runs."""
+
+    def _start(self, folder: Path, arguments: list[str], env: Mapping[str, str]) -> Forked:
+        importlib.import_module("tests.harness")
+        on_interrupt = signal.getsignal(signal.SIGINT)
+        importlib.import_module("shoal.launch.worker")  # changes what the process does on Ctrl-C, as a rank's should
+        importlib.import_module("shoal.launch.local")
+        signal.signal(signal.SIGINT, on_interrupt)
+        out, err = (file.fileno() for file in self.files)
+        return Forked(lambda: _be_command(folder, arguments, env, out, err))
+
+
 def shoal(folder: Path, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = PATIENCE) -> Ended:
     with Command(folder, [str(SHOAL), *arguments], env) as command:
         return command.wait(seconds)
@@ -127,45 +188,45 @@ def run_within(limit: float, run: Callable[[], Ended]) -> Ended:
 
 def forked_shoal(folder: Path, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = 60) -> Ended:
     """As `shoal`, in a fork of this process, which has torch and transformers imported already."""
-    importlib.import_module("tests.harness")
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        began = time.perf_counter()
-        child = os.fork()
-        if child == 0:
-            _be_command(folder, arguments, environment(folder) if env is None else env, out.fileno(), err.fileno())
-        while True:
-            pid, status, used = os.wait4(child, os.WNOHANG)
-            if pid:
-                break
-            if time.perf_counter() - began > seconds:
-                os.kill(child, signal.SIGKILL)
-            time.sleep(0.002)
-        texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read())
-    return Ended(os.waitstatus_to_exitcode(status), *texts, time.perf_counter() - began, used.ru_utime + used.ru_stime)
+    with ForkedCommand(folder, list(arguments), env) as command:
+        return command.wait(seconds)
 
 
-def _be_command(folder: Path, arguments: tuple[str, ...], env: Mapping[str, str], out: int, err: int) -> NoReturn:
+def _be_command(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+    from shoal.cli import main
+
+    # What torch's agent starts the ranks with.
+    SubprocessHandler._popen = lambda self, arguments, env: Forked(lambda: _be_worker(arguments, env))  # type: ignore[method-assign, assignment, return-value]
+    os.chdir(folder)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    _be_program(main, ["shoal", *arguments], env)
+
+
+def _be_worker(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    _, option, module, *others = arguments
+    assert option == "-m"
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # see shoal.launch.interrupts
+    Path("/proc/self/comm").write_text(FORKED_RANK.format(env["RANK"]))
+    _be_program(importlib.import_module(module).main, [module, *others], env)
+
+
+def _be_program(main: Callable[[], Any], arguments: list[str], env: Mapping[str, str]) -> NoReturn:
     status: Any = 1
     try:
         importlib.import_module("torch").set_num_threads(1)  # as in the harness, before other threads want the pool
         os.environ.clear()
         os.environ.update(env)
-        os.chdir(folder)
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        sys.argv = ["shoal", *arguments]
-        from shoal.cli import main
-
+        sys.argv, tempfile.tempdir = arguments, None  # read TMPDIR again
         main()
         status = 0
     except SystemExit as end:
         status = end.code
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -198,6 +259,8 @@ def rank_process(launcher: int, rank: int) -> int:
     """The process of a rank that our launcher started."""
     wanted = f"RANK={rank}".encode()
     for process in descendants(launcher):
+        if (Path("/proc") / str(process) / "comm").read_text().strip() == FORKED_RANK.format(rank):
+            return process
         variables = (Path("/proc") / str(process) / "environ").read_bytes().split(b"\0")
         command = (Path("/proc") / str(process) / "cmdline").read_bytes()
         if wanted in variables and b"shoal.launch.worker" in command:

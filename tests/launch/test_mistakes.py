@@ -399,7 +399,7 @@ def test_a_mistake_that_only_the_ranks_can_find_is_reported_as_one_sentence(inst
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
     (folder / "model.safetensors").write_bytes(b"not a file of tensors")
     write_config(tmp_path, settings(instructions, model={"from": "model", "tokenizer": "bytes"}))
-    ended = shoal(tmp_path, "train", "run.yaml", "hardware.devices=2", "--json")
+    ended = forked_shoal(tmp_path, "train", "run.yaml", "hardware.devices=2", "--json")
     assert (ended.status, ended.out) == (2, ""), ended.err
     said = ended.err.splitlines()
     assert [line for line in said if line.startswith("shoal: ")] == said[-1:], ended.err

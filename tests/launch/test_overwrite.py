@@ -15,7 +15,7 @@ from shoal.launch import rank as launch_rank
 from shoal.mistakes import UserMistake
 from shoal.train.hooks import Hook, RunStart, StepEnd
 from tests.harness import PATIENCE, lines, run_ranks, settings, train_on
-from tests.launch.command import forked_shoal, shoal, write_config
+from tests.launch.command import forked_shoal, write_config
 
 STEPS = 4
 
@@ -104,7 +104,7 @@ def test_the_command_says_that_it_has_restored_the_run(folder: Path) -> None:
 def test_our_launcher_restores_the_run_too(folder: Path) -> None:
     before = files(folder / "runs")
     checkpoint = f"runs/wide/checkpoints/step-{STEPS:08d}"
-    ended = shoal(folder, "train", "run.yaml", "--overwrite", "--from", checkpoint, "hardware.devices=2")
+    ended = forked_shoal(folder, "train", "run.yaml", "--overwrite", "--from", checkpoint, "hardware.devices=2")
     assert ended.status == 2, ended.err
     assert "runs/run was restored" in ended.err
     assert files(folder / "runs") == before

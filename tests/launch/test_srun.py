@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shoal.launch.join import adopt_srun, first_node
-from tests.harness import settings
-from tests.launch.command import SHOAL, Command, environment, losses, write_config
+from tests.harness import reference_run, settings
+from tests.launch.command import ForkedCommand, environment, losses, write_config
 
 TASK = {
     "SLURM_JOB_ID": "4711",
@@ -65,20 +65,17 @@ def test_the_first_node_of_slurms_list(nodes, first):
 def test_tasks_of_srun_train_together(instructions: Path, tmp_path: Path):
     """As srun starts them: the same command in each, other variables."""
     write_config(tmp_path, settings(instructions, train__steps=3))
-    alone = settings(instructions, name="alone", train__steps=3)
-    write_config(tmp_path, alone, "alone.yaml")
-    with Command(tmp_path, [str(SHOAL), "train", "alone.yaml"]) as command:
-        assert command.wait().status == 0
+    alone = reference_run(settings(instructions, name="alone", train__steps=3))
     job = {**TASK, "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     job |= {"SLURM_STEP_NODELIST": "localhost"}
-    arguments = [str(SHOAL), "train", "run.yaml", "--json"]
+    arguments = ["train", "run.yaml", "--json"]
     tasks = [{**job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
     with (
-        Command(tmp_path, arguments, environment(tmp_path, **tasks[0])) as first,
-        Command(tmp_path, arguments, environment(tmp_path, **tasks[1])) as second,
+        ForkedCommand(tmp_path, arguments, environment(tmp_path, **tasks[0])) as first,
+        ForkedCommand(tmp_path, arguments, environment(tmp_path, **tasks[1])) as second,
     ):
         ended = [first.wait(), second.wait()]
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
     assert json.loads(ended[0].out)["step"] == 3
-    together, one = ([loss for _, loss, _ in losses(tmp_path / "runs" / name)] for name in ("run", "alone"))
+    together, one = ([loss for _, loss, _ in losses(run)] for run in (tmp_path / "runs" / "run", alone))
     assert together == pytest.approx(one, rel=2e-6)

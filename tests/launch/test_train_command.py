@@ -20,13 +20,14 @@ import pytest
 import torch
 
 from shoal.checkpoint.store import damaged_file, read_manifest
+from shoal.train.step import TrainStep
 from tests.harness import settings, weights
 from tests.launch.command import (
     SHOAL,
     Command,
     Ended,
+    ForkedCommand,
     descendants,
-    environment,
     forked_shoal,
     losses,
     rank_process,
@@ -221,11 +222,11 @@ def test_a_run_stopped_by_each_signal_in_turn_ends_as_if_undisturbed(
     devices: int, folder: Path, expected: list[tuple[int, float, float]]
 ) -> None:
     run = folder / "runs" / "run"
-    start = [str(SHOAL), "train", "run.yaml", f"hardware.devices={devices}", "--json"]
+    start = ["train", "run.yaml", f"hardware.devices={devices}", "--json"]
     saved = 0
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         arguments = [*start, "--resume"] if saved else start
-        with Command(folder, arguments) as command:
+        with ForkedCommand(folder, arguments) as command:
             command.wait_until(lambda: max(training_lines(run), default=0) > saved + 2)  # noqa: B023
             if number == signal.SIGINT:
                 os.killpg(
@@ -244,7 +245,7 @@ def test_a_run_stopped_by_each_signal_in_turn_ends_as_if_undisturbed(
         assert "--resume" in ended.err.splitlines()[-1]
         assert ended.err.count("shoal: Stopping after this step, and saving a checkpoint.") == 1
         saved = summary["step"]
-    ended = shoal(folder, *start[1:], "--resume")
+    ended = forked_shoal(folder, *start, "--resume")
     assert ended.status == 0, ended.err
     assert json.loads(ended.out)["stopped"] is None
     assert losses(run) == expected
@@ -255,7 +256,7 @@ def test_a_run_stopped_by_each_signal_in_turn_ends_as_if_undisturbed(
 def test_a_stop_waits_for_a_slow_save(folder: Path) -> None:
     """A large checkpoint takes minutes to write. Here a rank is stopped for longer than torch's agent waits."""
     run = folder / "runs" / "run"
-    with Command(folder, [str(SHOAL), "train", "run.yaml", "hardware.devices=2", "--json"]) as command:
+    with ForkedCommand(folder, ["train", "run.yaml", "hardware.devices=2", "--json"]) as command:
         command.wait_until(lambda: len(training_lines(run)) > 2)
         slow = rank_process(command.process.pid, 1)
         os.kill(slow, signal.SIGSTOP)
@@ -274,7 +275,7 @@ def test_a_killed_rank_without_restarts_is_named_with_its_signal(
     folder: Path, expected: list[tuple[int, float, float]]
 ) -> None:
     run = folder / "runs" / "run"
-    with Command(folder, [str(SHOAL), "train", "run.yaml", "hardware.devices=2", "--json"]) as command:
+    with ForkedCommand(folder, ["train", "run.yaml", "hardware.devices=2", "--json"]) as command:
         command.wait_until(lambda: max(training_lines(run), default=0) > SAVE_EVERY + 2)
         os.kill(rank_process(command.process.pid, 1), signal.SIGKILL)
         ended = command.wait(60)
@@ -282,7 +283,7 @@ def test_a_killed_rank_without_restarts_is_named_with_its_signal(
     assert ended.err.splitlines()[-1] == "shoal: Rank 1 was killed by SIGKILL."
     assert "Traceback" not in ended.err
     assert hold_whole(run) >= SAVE_EVERY
-    resumed = shoal(folder, "train", "run.yaml", "hardware.devices=1", "--resume", "--json")
+    resumed = forked_shoal(folder, "train", "run.yaml", "hardware.devices=1", "--resume", "--json")
     assert resumed.status == 0, resumed.err
     assert losses(run) == expected  # on one process too
 
@@ -310,34 +311,22 @@ def _variable(process: int, name: str) -> str | None:
     return next((value.decode() for key, _, value in pairs if key.decode() == name), None)
 
 
-# Python runs this at its start: a thread that raises an error in the middle of training, once a file says so.
-PLANTED = """
-import ctypes, os, threading, time
-
-def crash():
-    while not os.path.exists("crash-now"):
-        time.sleep(0.01)
-    thread = ctypes.c_ulong(threading.main_thread().ident)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(ZeroDivisionError))
-
-if os.environ.get("RANK") == (os.environ["CRASHING_RANK"] or None):  # not the launcher
-    threading.Thread(target=crash, daemon=True).start()
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_crash_is_status_1_with_one_sentence_and_a_file_with_the_traceback(devices: int, folder: Path) -> None:
+def test_a_crash_is_status_1_with_one_sentence_and_a_file_with_the_traceback(
+    devices: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, seen = TrainStep.__call__, [0]
+
+    def step(self: TrainStep, batch: Any, lr: float) -> Any:
+        seen[0] += 1
+        if seen[0] == 3 and os.environ.get("RANK", "0") == "0":
+            raise ZeroDivisionError
+        return call(self, batch, lr)
+
+    monkeypatch.setattr(TrainStep, "__call__", step)
     run = folder / "runs" / "run"
-    (folder / "planted").mkdir()
-    (folder / "planted" / "sitecustomize.py").write_text(PLANTED)
-    paths = os.pathsep.join([str(folder / "planted"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    planted = environment(folder, PYTHONPATH=paths, CRASHING_RANK="0" if devices == 2 else "")
-    arguments = ["train", "run.yaml", f"hardware.devices={devices}", "train.steps=100000", "--json"]
-    with Command(folder, [str(SHOAL), *arguments], planted) as command:
-        command.wait_until(lambda: len(training_lines(run)) > 0)
-        (folder / "crash-now").touch()
-        ended = command.wait(60)
+    ended = forked_shoal(folder, "train", "run.yaml", f"hardware.devices={devices}", "--json")
     assert (ended.status, ended.out) == (1, "")
     assert "Traceback" not in ended.err
     who = "Rank 0 failed with an error" if devices == 2 else "An error"

@@ -203,8 +203,7 @@ def test_muon_orthogonalizes_in_bf16_and_stays_close_where_sums_have_another_ord
     [
         pytest.param("bf16-mixed", 1, "single", marks=pytest.mark.slow),
         pytest.param("32-true", 2, "ddp", marks=pytest.mark.slow),
-        pytest.param("bf16-mixed", 2, "fsdp", marks=pytest.mark.slow),
-    ],
+    ],  # in bf16 and sharded: test_mixed_precision.py
 )
 def test_compiled_blocks_train_like_eager_ones(precision, world_size, strategy, instructions, tmp_path):
     changes = {"train__precision": precision, "parallel__strategy": strategy, "train__steps": 4}
