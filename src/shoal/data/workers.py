@@ -1,6 +1,5 @@
 """A function applied to many items by worker processes, with the results in the order of the items."""
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -12,7 +11,6 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +23,6 @@ Result = TypeVar("Result")
 # Items sent to a worker and not yet answered: it computes one while the next waits, so that it is never idle.
 _AHEAD = 2
 _MOST = 64
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def choose_workers() -> int:
@@ -132,7 +129,6 @@ def _serve(
         signal.signal(number, signal.SIG_IGN)
     for other in inherited:
         other.close()
-    _keep_freed_memory()
     gc.freeze()  # a collection that visits the parent's objects would copy the memory that is shared with it
     prepare()
     arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -149,14 +145,6 @@ def _serve(
             connection.send(answer)
     except (BrokenPipeError, ConnectionResetError):
         pass  # the parent has ended
-
-
-def _keep_freed_memory() -> None:
-    """Tell glibc not to return memory to the system after each item, of which the next needs as much again."""
-    with suppress(OSError, AttributeError):  # another C library
-        library = ctypes.CDLL(None)
-        for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-            library.mallopt(option, 1 << 30)
 
 
 def _take(connection: Connection, arrived: "queue.SimpleQueue[Any]") -> None:
