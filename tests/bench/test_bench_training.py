@@ -32,6 +32,7 @@ def test_bench_train_measures_the_steps_after_warmup_and_saves_nothing(folder):
     assert {path.name for path in folder.iterdir()} <= {"run.yaml", "cache", "hub"}, "nothing is left behind"
 
 
+@pytest.mark.slow
 def test_bench_rank_runs_one_rank_and_counts_its_own_tokens(folder):
     result = forked_shoal(
         folder, "bench", "rank", "run.yaml", "parallel.strategy=fsdp", "train.global_batch=32", "train.micro_batch=4",

@@ -75,7 +75,7 @@ def test_resume_on_the_same_mesh_is_the_uninterrupted_run_to_the_bit(mesh, grad_
     hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=world_size), run)
 
 
-@pytest.mark.parametrize("mesh", [mesh if mesh in ("one process", "fsdp", "tp") else slow(mesh) for mesh in MESHES])
+@pytest.mark.parametrize("mesh", [mesh if mesh in ("one process", "tp") else slow(mesh) for mesh in MESHES])
 def test_resume_continues_with_the_same_dropout(mesh, few, with_dropout, tmp_path):
     world_size, changes = MESHES[mesh]
     config = config_of(few, model={"from": str(with_dropout)}, **changes)

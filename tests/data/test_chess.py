@@ -57,6 +57,7 @@ def test_the_player_stops_at_mate_and_at_stalemate() -> None:
         assert chess_player.choose_move(chess.Board(position), random.Random(0)) is None
 
 
+@pytest.mark.slow
 def test_the_same_match_gives_the_same_games_in_one_process_or_several(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = list(play(SHORT))
     monkeypatch.setattr(chess_games, "_GAMES_WORTH_A_PROCESS", 4)

@@ -180,7 +180,7 @@ def vanish(run: Path) -> None:
     run.rename(run.with_name("gone"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_folder_that_vanished_ends_the_run_with_its_state_in_the_fallback(
     world_size, instructions, tmp_path, capfd
 ):

@@ -56,7 +56,7 @@ def test_the_other_families_train_the_same_on_two_ranks_and_on_one(family, strat
     hold_equal(two, one, bitwise=True)
 
 
-@pytest.mark.parametrize("family", ["mistral", *map(slow, OTHERS[1:])])
+@pytest.mark.parametrize("family", [slow(family) for family in ("mistral", *OTHERS[1:])])
 def test_the_other_families_can_be_split(family, instructions, tmp_path):
     # 259 is odd: one rank has a larger shard of the vocabulary.
     shape = shape_of(family, vocab=259)
@@ -69,9 +69,9 @@ def test_the_other_families_can_be_split(family, instructions, tmp_path):
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"strategy": "zero1"},
         {"strategy": "fsdp", "wrap": {"min_params": 2000}},
-        {"strategy": "zero2", "wrap": {"classes": ["JambaMambaDecoderLayer", "JambaAttentionDecoderLayer"]}},
+        slow({"strategy": "zero1"}),
+        slow({"strategy": "zero2", "wrap": {"classes": ["JambaMambaDecoderLayer", "JambaAttentionDecoderLayer"]}}),
     ],
     ids=str,
 )
@@ -129,7 +129,7 @@ def test_packed_documents_train_the_same_on_two_ranks_and_on_one(parallel, instr
     hold_equal(two, one, bitwise="strategy" in parallel)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", slow("interleaved"), "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", slow("interleaved"), slow("zero-bubble")])
 def test_a_pipeline_is_bitwise_equal_to_one_process(schedule, text, tmp_path):
     """Sequences of text have one length, so nothing is padded. Untied: a tied embedding is summed in another order."""
     shape = {**FAMILIES["pythia"], "layers": PIPELINE_LAYERS, "positions": 512}
@@ -148,7 +148,7 @@ def test_both_losses_are_the_same_over_a_sharded_vocabulary(loss, instructions, 
 
 
 @pytest.mark.parametrize(
-    "parallel", [slow({"strategy": "zero1"}), {"strategy": "fsdp"}, {"tp": 2}, slow({"pp": 2})], ids=str
+    "parallel", [slow({"strategy": "zero1"}), slow({"strategy": "fsdp"}), {"tp": 2}, slow({"pp": 2})], ids=str
 )
 def test_the_loss_scale_of_16_mixed_is_one_for_all_ranks(parallel, instructions, tmp_path):
     """The first scales overflow: all ranks skip the same steps as one process, and continue the same.
@@ -184,9 +184,8 @@ def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("parallel", "recompute"),
     [
         ({"strategy": "fsdp"}, "full"),
-        ({"tp": 2}, "selective"),
-        ({"cp": 2}, "full"),
-        *(slow(*one) for one in [({"strategy": "fsdp"}, "selective"), ({"tp": 2}, "full"), ({"cp": 2}, "selective")]),
+        slow({"strategy": "fsdp"}, "selective"),
+        *(slow(split, kind) for split in ({"tp": 2}, {"cp": 2}) for kind in ("full", "selective")),
     ],
     ids=str,
 )
@@ -250,10 +249,10 @@ def evaluations(run: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
     [
-        (2, {"strategy": "zero2"}),
         (2, {"tp": 2}),
         (2, {"pp": 2, "pp_schedule": "interleaved"}),
-        (4, {"pp": 2, "cp": 2}),
+        slow(2, {"strategy": "zero2"}),
+        slow(4, {"pp": 2, "cp": 2}),
         *(slow(2, split) for name, split in SPLITS.items() if name != "tp"),
         slow(4, {"pp": 2, "tp": 2}),
         slow(4, {"strategy": "fsdp", "pp": 2}),

@@ -5,14 +5,11 @@ stream any more.
 """
 
 import json
-import os
-import pickle
-import select
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -160,15 +157,10 @@ def build_chunk(job: StreamJob, folder: StreamFolder, number: int, stream: Recor
     return stream
 
 
-def _starter_is_gone() -> bool:
-    """Whether the process that started this one has closed its end of our input, as it does when it dies."""
-    ready, _, _ = select.select([sys.stdin], [], [], 0)
-    return bool(ready) and not os.read(sys.stdin.fileno(), 1)
-
-
-def main() -> None:
-    # From the process that started this one, through a pipe: never from a file.
-    job = pickle.load(sys.stdin.buffer)
+def main(pipe: int) -> None:
+    """Build what the process at the other end of `pipe` sends. When that process dies, the pipe is closed."""
+    starter = Connection(pipe)
+    job = starter.recv()
     assert isinstance(job, StreamJob)
     folder = StreamFolder(job.folder)
     with folder.only_builder() as alone:
@@ -177,7 +169,7 @@ def main() -> None:
         folder.report_failure(None)
         folder.delete_before(ALL)  # chunks are not synced to disk: those of a builder that died may be incomplete
         try:
-            build_chunks(job, _starter_is_gone)
+            build_chunks(job, starter.poll)
         except UserMistake as mistake:
             folder.report_failure(str(mistake))
         except OSError as error:

@@ -8,7 +8,7 @@ begins.
 
 import hashlib
 import json
-import pickle
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -16,6 +16,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,7 @@ class Stream:
         self._folder = StreamFolder(job.folder)
         self._reader = self._folder.reader()
         self._builder: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
         self._lock = threading.RLock()
         self._start = (0, 0, Cursor())  # position, chunk and cursor of the first window
         self._windows: list[Window] = []
@@ -176,8 +178,8 @@ class Stream:
 
     def close(self) -> None:
         self._reader.close()
-        if self._builder is not None and self._builder.stdin is not None:
-            self._builder.stdin.close()
+        if self._pipe is not None:
+            self._pipe.close()
 
     def _next_window(self) -> Window:
         position, chunk, cursor = self._start
@@ -240,15 +242,16 @@ class Stream:
             return None
 
     def _start_builder(self) -> None:
-        self._builder = subprocess.Popen(
-            [sys.executable, "-c", "from shoal.data.stream.builder import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # a signal to the run is for its ranks: they finish their step
-        )
-        assert self._builder.stdin is not None
-        pickle.dump(self._job, self._builder.stdin)
-        self._builder.stdin.flush()  # and stays open: the builder ends when it is closed
+        self._pipe, theirs = multiprocessing.Pipe()  # stays open: the builder ends when it is closed
+        with theirs:
+            self._builder = subprocess.Popen(
+                [sys.executable, "-c", f"from shoal.data.stream.builder import main; main({theirs.fileno()})"],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # a signal to the run is for its ranks: they finish their step
+            )
+        self._pipe.send(self._job)
 
 
 class StreamSequences(Sequences):
