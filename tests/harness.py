@@ -77,10 +77,12 @@ def run_ranks(world_size: int, function: Callable[[], Any]) -> list[Any]:
         for process in processes:
             process.join(timeout=10)
             process.kill()
+    # One that died first: the others only lost their connection to it.
     for kind, value in answers:
-        if kind == "raised":
-            raise value
-        assert kind == "returned", value
+        assert kind in ("returned", "raised"), value
+    raised = [value for kind, value in answers if kind == "raised"]
+    if raised:
+        raise min(raised, key=lambda error: "Connection closed by peer" in str(error))
     return [value for _, value in answers]
 
 
@@ -91,7 +93,8 @@ def _receive(receiver: Connection, process: BaseProcess) -> tuple[str, Any]:
     try:
         answer: tuple[str, Any] = receiver.recv()
     except EOFError:
-        return ("died", "a rank ended without an answer")
+        process.join(timeout=10)
+        return ("died", f"a rank ended without an answer, with status {process.exitcode}")
     return answer
 
 
