@@ -22,3 +22,12 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
 
 class RunFailed(Exception):
     """The run failed for another reason than a user mistake. The message says why; the exit status is 1."""
+
+
+LONGEST_SHOWN = 200
+
+
+def shortened(text: str) -> str:
+    """`text` as it can be printed in a message: values may be of any length, and may hold lone surrogates."""
+    printable = text.encode(errors="backslashreplace").decode()
+    return printable if len(printable) <= LONGEST_SHOWN else f"{printable[:LONGEST_SHOWN]}…"

@@ -4,9 +4,8 @@ import os
 import stat
 from pathlib import Path
 
-from shoal.mistakes import UserMistake
+from shoal.mistakes import LONGEST_SHOWN, UserMistake
 
-LONGEST_SHOWN = 200
 # What a path may lead to besides files and folders.
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 

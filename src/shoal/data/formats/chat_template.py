@@ -9,9 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shoal.data.formats.document import shortened
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.mistakes import UserMistake, suggestion
+from shoal.mistakes import UserMistake, shortened, suggestion
 from shoal.paths import user_path
 
 Span = tuple[int, int]  # of characters

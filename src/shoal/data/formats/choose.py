@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shoal.data.formats.chat import read_chat
-from shoal.data.formats.document import Document, Options, Segment, listed_keys, read_answer, read_string
+from shoal.data.formats.document import Document, Options, Segment, read_answer, read_string
 from shoal.data.sources import Record
+from shoal.data.sources.columns import shown_keys
 from shoal.mistakes import UserMistake, suggestion
 
 __all__ = [
@@ -74,7 +75,7 @@ def _find_format(name: str, first: Record) -> Format:
             return candidate
     wanted = "; ".join(f"{one.name}: {one.described}" for one in FORMATS.values())
     raise UserMistake(
-        f"data.format auto does not recognize {first.where}, which has the keys {listed_keys(first)}. Known formats "
+        f"data.format auto does not recognize {first.where}, which has the keys {shown_keys(first)}. Known formats "
         f"need ({wanted}). Name the keys in data.columns, or set data.format."
     )
 
@@ -103,7 +104,7 @@ def check_keys(chosen: Format, record: Record) -> None:
         lacking = ", ".join(missing) if len(chosen.needs) == 1 else chosen.described
         raise UserMistake(
             f"{record.where} lacks {lacking}, which data.format {chosen.name} needs; its keys are "
-            f"{listed_keys(record)}. Fix the record, choose another data.format, or set data.on_error: skip."
+            f"{shown_keys(record)}. Fix the record, choose another data.format, or set data.on_error: skip."
         )
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.data.formats.document import REMEDY, shortened
+from shoal.data.formats.document import REMEDY
 from shoal.data.sources import Record
-from shoal.mistakes import UserMistake, suggestion
+from shoal.mistakes import UserMistake, shortened, suggestion
 
 Message = dict[str, Any]
 

@@ -1,14 +1,10 @@
 """A document as text, what the user chose about documents, and how fields of a record are read."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from shoal.data.formats.chat_template import ChatTemplate
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake
-from shoal.paths import LONGEST_SHOWN
-
-if TYPE_CHECKING:
-    from shoal.data.formats.chat_template import ChatTemplate
 
 Segment = tuple[str, bool]  # the text, and whether the loss counts it
 
@@ -33,7 +29,7 @@ class Options:
     """What the user chose about the content of documents. `template`: None if the tokenizer has none either."""
 
     train_on: str = "answers"
-    template: "ChatTemplate | None" = None
+    template: ChatTemplate | None = None
 
 
 def read_string(record: Record, key: str) -> str:
@@ -62,14 +58,3 @@ def check_unicode(record: Record, what: str, text: str) -> None:
             f"{record.where}: {what} holds a lone surrogate at position {error.start} (an unpaired \\u escape). "
             f"{REMEDY}"
         ) from error
-
-
-def listed_keys(record: Record) -> str:
-    """The keys of a record, for a sentence."""
-    return shortened(", ".join(record.fields)) or "(none)"
-
-
-def shortened(text: str) -> str:
-    """`text` as it can be printed: values may be of any length, and may hold lone surrogates."""
-    printable = text.encode(errors="backslashreplace").decode()
-    return printable if len(printable) <= LONGEST_SHOWN else f"{printable[:LONGEST_SHOWN]}…"

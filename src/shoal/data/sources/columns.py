@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from shoal.data.sources.record import OnBad, Record
-from shoal.mistakes import UserMistake, suggestion
-from shoal.paths import LONGEST_SHOWN
+from shoal.mistakes import UserMistake, shortened, suggestion
 
 # The keys that formats read from a record.
 KNOWN = (
@@ -53,6 +52,5 @@ def rename_columns(records: Iterator[Record], columns: Mapping[str, str], on_bad
 
 
 def shown_keys(record: Record) -> str:
-    """The keys of a record, which may be of any length and may hold lone surrogates, which cannot be printed."""
-    listed = ", ".join(record.fields).encode(errors="backslashreplace").decode() or "(none)"
-    return listed if len(listed) <= LONGEST_SHOWN else f"{listed[:LONGEST_SHOWN]}…"
+    """The keys of a record, for a message."""
+    return shortened(", ".join(record.fields)) or "(none)"
