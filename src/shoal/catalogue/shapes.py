@@ -26,8 +26,8 @@ __all__ = [
     "shape_from_sizes",
 ]
 
-# Most vocabularies are multiples of this. In bf16 the head's matmuls need a multiple of 8, also in each shard of tensor
-# parallelism: on an H200, 128,258 rows instead of 128,256 make them 2.5 times slower, and 128,257 rows 5 times.
+# Most vocabularies are multiples of this. In bf16 the head's matmuls need a multiple of 8 to be fast, also in each shard
+# of tensor parallelism.
 VOCABULARY_MULTIPLE = 64
 
 
