@@ -26,8 +26,8 @@ __all__ = [
     "shape_from_sizes",
 ]
 
-# Most vocabularies are multiples of this. In bf16 the head's matmuls are fast for a multiple of 8, also in each shard of
-# tensor parallelism.
+# Most vocabularies are multiples of this. The head's matmuls in bf16 are fast for a multiple of 8, also in each shard
+# of tensor parallelism.
 VOCABULARY_MULTIPLE = 64
 
 
