@@ -12,7 +12,7 @@ from shoal.models.nf4_kernel import dequantize_kernel
 
 CPU = torch.device("cpu")
 # With fewer blocks than a program takes, with more, and with more scales than a block of nested scales takes.
-for shape in ((3, 64), (10, 704)):
+for shape in ((3, 64), (30, 704)):
     for kind in ("nf4", "nf4-dq"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))

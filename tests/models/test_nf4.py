@@ -21,7 +21,7 @@ from shoal.launch.join import joined_within
 from shoal.mistakes import UserMistake
 from shoal.models import nf4
 from shoal.models.nf4 import QUANTIZED, dequantize, is_double, nf4_linear, quantize, quantized_shapes
-from tests.harness import run_ranks
+from tests.harness import run_ranks, slow
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
@@ -221,7 +221,7 @@ def saved_bytes(run, inputs: Tensor) -> int:
     return sum(found.values())
 
 
-@OURS
+@pytest.mark.parametrize("kind", [slow("nf4"), "nf4-dq"])
 def test_compiled_or_not_the_dequantized_weight_is_not_saved_for_the_backward_pass(kind):
     module = Linear(matrix((256, 512)), kind)
     inputs = torch.randn(2, 3, 512, requires_grad=True)

@@ -151,7 +151,8 @@ def dynamic_values(device: torch.device) -> Tensor:
 
 def dequantize(parts: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> Tensor:
     """The matrix [out, in] that is stored in `parts`, in `dtype`."""
-    return dequantize_nf4(*_tensors(parts), dtype, _is_library(kind), False)
+    result: Tensor = dequantize_nf4(*_tensors(parts), dtype, _is_library(kind), False)
+    return result
 
 
 def nf4_linear(inputs: Tensor, parts: Mapping[str, Tensor], bias: Tensor | None = None, kind: str = "nf4") -> Tensor:

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A program dequantizes this many blocks of 64; benchmarks/gpu/nf4.py times others too.
-BLOCKS, WARPS = 64, 4
+# Blocks of 64 that a program dequantizes. To bf16 a thread reads 4 bytes and writes 16: with fewer threads per block,
+# elements would be exchanged through shared memory for coalesced stores. benchmarks/gpu/nf4.py times others too.
+BLOCKS, WARPS = 32, 8
 
 
 @triton.jit
@@ -53,12 +54,16 @@ def dequantize_kernel(
 ) -> Tensor:
     """The matrix that these tensors store; `table` and `nested_table` are the values of 4-bit and of 8-bit codes."""
     result = torch.empty((weight.shape[0], weight.shape[1] * 2), dtype=dtype, device=weight.device)
-    double = nested_absmax is not None
+    scales, nested_scales, offset = absmax.contiguous(), None, None
+    if nested_absmax is None or nested_offset is None:
+        scales = scales.view(torch.float32)
+    else:
+        nested_scales, offset = nested_absmax.view(torch.float32), nested_offset.view(torch.float32)
     _dequantize[(triton.cdiv(absmax.numel(), BLOCKS),)](
         weight.contiguous(),
-        absmax.contiguous() if double else absmax.contiguous().view(torch.float32),
-        nested_absmax.view(torch.float32) if double else None,
-        nested_offset.view(torch.float32) if double else None,
+        scales,
+        nested_scales,
+        offset,
         result,
         table,
         nested_table,
