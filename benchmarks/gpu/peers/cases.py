@@ -13,7 +13,7 @@ JOBS = {
     "lora": "Llama-3-8B shape, LoRA rank 8 on q and v, sequences of 2048, micro-batch 4",
     "lora-all": "Llama-3-8B shape, LoRA rank 16 on all linear layers, sequences of 2048, micro-batch 4",
     "qlora": "Llama-3-8B shape, QLoRA (NF4, double quantized) rank 8 on q and v, sequences of 2048, micro-batch 4",
-    "qlora-all": "Llama-3-8B shape, QLoRA (NF4, double quantized) rank 16 on all linear layers, 4 × 2048, smallest memory",
+    "qlora-all": "Llama-3-8B shape, QLoRA (NF4, double quantized) rank 16 on all linear layers, smallest memory",
     "8b": "Llama-3-8B shape, full training on one GPU, sequences of 4096, micro-batch 2",
     "rank": "Llama-3-8B shape, one rank of FSDP over 8, sequences of 8192, micro-batch 2 (compute only)",
     "packing": "Llama-1.24B shape, instructions of 250 tokens on average and 2048 at most: loss tokens per second",
@@ -101,6 +101,7 @@ LORA = {"adapter.kind": "lora", "adapter.rank": 8, "adapter.alpha": 16, "adapter
 LORA_ALL = {"adapter.kind": "lora", "adapter.rank": 16, "adapter.alpha": 16}
 QUANTIZED = {"adapter.kind": "qlora", "adapter.quantize": "nf4-dq"}
 CHEAP = {"train.recompute": "cheap"}
+SMALLEST = {"train.recompute": "full"}
 CASES = [
     _small("ours", 4, "shoal", "ours"),
     _small("hf-trainer", 4, "HF Trainer", "hf_trainer", needs=TRAINER),
@@ -132,7 +133,7 @@ CASES = [
     _large("lora-all-ours", "lora-all", "shoal", "ours", config=LORA_ALL),
     _large("lora-all-ours-cheap", "lora-all", "shoal, recompute cheap", "ours", config=LORA_ALL | CHEAP),
     _large("qlora-ours", "qlora", "shoal", "ours", config=LORA | QUANTIZED),
-    _large("qlora-all-ours", "qlora-all", "shoal, recompute full", "ours", config=LORA_ALL | QUANTIZED | {"train.recompute": "full"}),
+    _large("qlora-all-ours", "qlora-all", "shoal", "ours", config=LORA_ALL | QUANTIZED | SMALLEST),
     _large(
         "qlora-hf-trainer-liger", "qlora", "HF Trainer + PEFT + Liger + bitsandbytes", "hf_trainer",
         needs=(*LIGER, "peft", "bitsandbytes"), options={"adapter": "qlora", "liger": True, **BFLOAT16},

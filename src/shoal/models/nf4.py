@@ -102,7 +102,8 @@ def quantize(weight: Tensor, kind: str) -> dict[str, Tensor]:
         parts["weight"][chunk], scales[chunk] = codes.view(-1, columns // 2), largest.view(-1, columns // BLOCK)
     if not is_double(kind):
         return parts | {"absmax": scales.view(torch.int32)}
-    offset = scales.double().mean().float()  # in fp32 its last bit would depend on the number of threads
+    # In fp32 the last bit of the mean would depend on the number of threads.
+    offset = scales.mean() if _is_library(kind) else scales.double().mean().float()
     codes, largest = quantize_scales(scales.flatten() - offset)
     nested = {"nested_absmax": largest.view(torch.int32), "nested_offset": offset.view(1).view(torch.int32)}
     return parts | {"absmax": codes.view(scales.shape)} | nested
