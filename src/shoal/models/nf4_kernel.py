@@ -7,7 +7,7 @@ from torch import Tensor
 
 # Blocks of 64 that a program dequantizes. To bf16 a thread reads 4 bytes and writes 16: with fewer threads per block,
 # elements would be exchanged through shared memory for coalesced stores. benchmarks/gpu/nf4.py times others too.
-BLOCKS, WARPS = 32, 8
+BLOCKS, WARPS = 16, 1
 
 
 @triton.jit

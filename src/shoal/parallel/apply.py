@@ -90,7 +90,9 @@ def parallelize(
             use_quantized(stage.model, precision.compute)
         # After everything that replaces the matmul of a base layer.
         if adapted:
-            use_adapters(stage.model, stage.anatomy, together=config.parallel.wrap == "auto")
+            # The compiler does not support shared state within activation checkpointing.
+            together = config.parallel.wrap == "auto" and config.train.recompute in ("none", "cheap")
+            use_adapters(stage.model, stage.anatomy, together=together)
         if precision.compute in emulated:
             _emulate_matmuls(module, stage.blocks, recipe, emulated)
         recompute_blocks(stage.blocks, config.train.recompute)
