@@ -95,7 +95,7 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "train.recompute",
-        "sets activation checkpointing: none, cheap, selective, full or auto",
+        "sets activation checkpointing: none, cheap, selective, full, offload or auto",
         "gradient_checkpointing activation_checkpointing activation_checkpoint enable_activation_checkpointing "
         "fsdp_activation_checkpointing recompute_granularity selective_ac_option ac_mode ac_freq",
     ),

@@ -169,10 +169,11 @@ class TrainConfig(Block):
     )
     reduce_dtype: ReduceDtype = Field("fp32", description="Data type in which gradients are reduced over devices.")
     loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig, description="The loss scale of 16-mixed.")
-    recompute: Literal["none", "cheap", "selective", "full", "auto"] | RecomputeConfig = Field(
+    recompute: Literal["none", "cheap", "selective", "full", "offload", "auto"] | RecomputeConfig = Field(
         "none",
         description="Activation checkpointing: what is recomputed in the backward pass instead of being stored; cheap: "
-        "what costs next to no time, in compiled blocks; auto: the fastest that fits in memory.",
+        "what costs next to no time, in compiled blocks; offload: as full, and the inputs of the blocks are kept in "
+        "pinned host memory; auto: the fastest that fits in memory.",
     )
     compile: bool | Literal["auto", "thunder", "aot_eager"] = Field(
         "auto",
