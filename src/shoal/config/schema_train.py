@@ -90,6 +90,11 @@ class OptimizerConfig(Block):
     eps: Positive = Field(1e-8, description="Added to the denominator for numerical stability.")
     weight_decay: PositiveOrZero = Field(0.1, description="Weight decay coefficient.")
     momentum: ShareBelowOne = Field(0.9, description="Momentum of sgd and muon.")
+    rounding: Literal["nearest", "stochastic"] = Field(
+        "nearest",
+        description="How updated weights are rounded to bf16 with precision bf16-true; stochastic: up or down at "
+        "random, so that updates smaller than the spacing of bf16 values are not lost.",
+    )
 
 
 class RecomputeConfig(Block):
