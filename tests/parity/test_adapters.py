@@ -37,6 +37,7 @@ SLOW = (
     "no_shard",
     "offload_optimizer",
     "recompute_selective",
+    "recompute_offload",
     "compile",
     "pp_interleaved",
     "pp_zero_bubble",
