@@ -3,7 +3,7 @@
 `PYTHONPATH=src python benchmarks/gpu/offload.py OUTPUT` trains the llama3-8b shape with eight layers in bf16-true with
 SGD, for several micro-batches and kinds of activation checkpointing, and prints a JSON object for each case; OUTPUT has
 all of them. Each case is a process of its own. It needs a GPU with 80 GiB (`none` may run out of memory in less: that
-is recorded) and takes a few minutes; `--tiny` runs a small shape on a CPU, to check that it runs. It fails if losses or
+is recorded) and takes about five minutes; `--tiny` runs a small shape on a CPU, to check that it runs. It fails if losses or
 gradient norms differ, or if offload takes no less memory than full.
 """
 
@@ -21,7 +21,7 @@ KINDS = ("none", "full", "offload")
 LARGE = {"family": "llama", "hidden": 4096, "layers": 8, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
 SMALL = {"family": "llama", "hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 300}
 # Micro-batch, sequence length, and sequences per step.
-CASES = ((1, 2048, 1), (4, 2048, 4), (8, 2048, 8), (4, 2048, 8), (2, 8192, 2))
+CASES = ((4, 2048, 4), (8, 2048, 8), (4, 2048, 8))
 SMALL_CASES = ((2, 32, 4),)
 # Kernels of the backward pass sum in any order, and without activation checkpointing other kernels are compiled.
 FULL_AGREES, NONE_AGREES = 1e-3, 1e-2
@@ -44,7 +44,7 @@ def main() -> None:
         }
         found.append({"micro_batch": micro_batch, "length": length, "global_batch": global_batch, **records})
         print(json.dumps(found[-1]), flush=True)
-    given.output.write_text(json.dumps({"shape": SMALL if given.tiny else LARGE, "cases": found}, indent=1) + "\n")
+        given.output.write_text(json.dumps({"shape": SMALL if given.tiny else LARGE, "cases": found}, indent=1) + "\n")
     for one in found:
         check(one, given.tiny)
 
