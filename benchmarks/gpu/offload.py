@@ -3,8 +3,8 @@
 `PYTHONPATH=src python benchmarks/gpu/offload.py OUTPUT` trains the llama3-8b shape with eight layers in bf16-true with
 SGD, for several micro-batches and kinds of activation checkpointing, and prints a JSON object for each case; OUTPUT has
 all of them. Each case is a process of its own. It needs a GPU with 80 GiB (`none` may run out of memory in less: that
-is recorded) and takes about five minutes; `--tiny` runs a small shape on a CPU, to check that it runs. It fails if losses or
-gradient norms differ, or if offload takes no less memory than full.
+is recorded) and takes about five minutes; `--tiny` runs a small shape on a CPU, to check that it runs. It fails if
+losses or gradient norms differ, or if offload takes no less memory than full.
 """
 
 import argparse
