@@ -37,6 +37,7 @@ SLOW = (
     "no_shard",
     "offload_optimizer",
     "recompute_selective",
+    "recompute_offload",
     "compile",
     "pp_interleaved",
     "pp_zero_bubble",
@@ -118,7 +119,8 @@ def test_its_variants_train_the_same_as_in_one_process(name, kind, instructions,
 
 
 @pytest.mark.parametrize(
-    "name", ["ddp", "tp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fsdp_tp", "zero3"))]
+    "name",
+    ["ddp", "tp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fsdp_tp", "zero3", "recompute_offload"))],
 )
 def test_qlora_trains_the_same_as_in_one_process(name, instructions, reference, tmp_path):
     _compare(BY_NAME[name], instructions, reference, tmp_path, kind="qlora", family="llama", precision="32-true")

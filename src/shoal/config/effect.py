@@ -124,6 +124,11 @@ def _optimizer_without(option: str) -> Callable[[_Run], str | None]:
     return reason
 
 
+def _no_rounding(run: _Run) -> str | None:
+    precision = run.config.train.precision
+    return None if precision == "bf16-true" else f"train.precision {precision} has fp32 weights"
+
+
 def _no_evaluation(run: _Run) -> str | None:
     return "data.validation is 0, so nothing is evaluated" if run.config.data.validation == 0 else None
 
@@ -174,6 +179,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         lambda run: "only wsd has it" if run.config.train.schedule.name != "wsd" else None,
     ),
     *((f"train.optimizer.{option}", _optimizer_without(option)) for option in ("betas", "eps", "momentum")),
+    ("train.optimizer.rounding", lambda run: _optimizer_without("rounding")(run) or _no_rounding(run)),
     *((f"train.loss_scale.{key}", _unscaled) for key in ("initial", "fixed")),
     ("train.reduce_dtype", _no_reduction),
     ("train.slow_rank.behind", _nobody_to_wait),

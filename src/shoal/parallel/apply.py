@@ -312,6 +312,8 @@ def _notes(model: Any, recipe: _Recipe, done: _Applied) -> Iterator[str]:
         yield f"train.loss_impl {chosen} has no effect: the lm_head of {name} is not a single linear layer."
     if config.train.recompute == "cheap" and recipe.backend is None:
         yield "train.recompute cheap has no effect: it is a choice of the compiler, and blocks are not compiled here."
+    if config.train.recompute == "offload" and recipe.parallel_dims.device.type == "cpu":
+        yield "train.recompute offload is the same as full: activations on a CPU are in host memory already."
     if config.model.attention == "flex" and not recipe.tiles:
         yield (
             f"model.attention flex has no effect: it needs CUDA, compiled blocks, and a model with a head dimension of "
