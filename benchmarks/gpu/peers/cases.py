@@ -101,7 +101,7 @@ LORA = {"adapter.kind": "lora", "adapter.rank": 8, "adapter.alpha": 16, "adapter
 LORA_ALL = {"adapter.kind": "lora", "adapter.rank": 16, "adapter.alpha": 16}
 QUANTIZED = {"adapter.kind": "qlora", "adapter.quantize": "nf4-dq"}
 CHEAP = {"train.recompute": "cheap"}
-SMALLEST = {"train.recompute": "full"}
+SMALLEST = {"train.recompute": "offload"}
 CASES = [
     _small("ours", 4, "shoal", "ours"),
     _small("hf-trainer", 4, "HF Trainer", "hf_trainer", needs=TRAINER),
@@ -140,6 +140,10 @@ CASES = [
     ),
     _large("8b-ours-small", "8b", "shoal, bf16-true, 8-bit AdamW, recompute", "ours", config=LOW_MEMORY),
     _large("8b-ours-large", "8b", "shoal, bf16-true, AdamW", "ours", config=MORE_MEMORY),
+    _large(
+        "8b-ours-stochastic", "8b", "shoal, bf16-true, AdamW, stochastic rounding", "ours",
+        config=MORE_MEMORY | {"train.optimizer.rounding": "stochastic"},
+    ),
     _large(
         "8b-hf-trainer-liger", "8b", "HF Trainer + Liger, 8-bit AdamW, recompute", "hf_trainer",
         needs=(*LIGER, "bitsandbytes"),
