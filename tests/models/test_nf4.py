@@ -196,11 +196,12 @@ def test_a_linear_layer_and_its_gradients_are_those_of_the_dequantized_weight(ki
     weight = dequantize(module.parts(), dtype, kind)
 
     def plain(inputs: Tensor) -> Tensor:
-        return F.linear(inputs, weight, module.bias.to(dtype)) @ module.trained.to(dtype).t()
+        return (F.linear(inputs, weight) + module.bias.to(dtype)) @ module.trained.to(dtype).t()
 
     expected = gradients(module, inputs, plain)
     for found, wanted in zip(gradients(module, inputs), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
+        tolerance = {} if dtype == FP32 else {"rtol": 2e-3, "atol": 1e-3 * float(wanted.abs().max())}
+        torch.testing.assert_close(found, wanted, **tolerance)
     recomputed = gradients(module, inputs, lambda inputs: checkpoint(module, inputs, use_reentrant=False))
     assert all(same(found, wanted) for found, wanted in zip(recomputed, gradients(module, inputs), strict=True))
 
@@ -232,6 +233,19 @@ def test_compiled_or_not_the_dequantized_weight_is_not_saved_for_the_backward_pa
     # Only what the trained matrix needs: its inputs.
     assert saved_bytes(module, inputs) == 2 * 3 * 256 * 4
     assert saved_bytes(compiled, inputs) == 2 * 3 * 256 * 4
+
+
+class Recomputed(Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, inputs, use_reentrant=False)
+        return found
+
+
+def test_compiled_activation_checkpointing_saves_the_inputs_only():
+    module = Recomputed(matrix((256, 512)), "nf4")
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager_decomp_partition")
+    inputs = torch.randn(2, 3, 512, requires_grad=True)
+    assert saved_bytes(compiled, inputs) == 2 * 3 * 512 * 4
 
 
 @OURS

@@ -152,7 +152,7 @@ def dynamic_values(device: torch.device) -> Tensor:
 
 def dequantize(parts: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> Tensor:
     """The matrix [out, in] that is stored in `parts`, in `dtype`."""
-    result: Tensor = dequantize_nf4(*_tensors(parts), dtype, _is_library(kind), False)
+    result: Tensor = dequantize_nf4(*_tensors(parts), dtype, _is_library(kind))
     return result
 
 
@@ -161,44 +161,60 @@ def nf4_linear(inputs: Tensor, parts: Mapping[str, Tensor], bias: Tensor | None 
 
     The dequantized weight exists only during the matmul: the backward pass dequantizes it again.
     """
-    result: Tensor = _NF4Linear.apply(inputs, bias, *_tensors(parts), _is_library(kind))  # type: ignore[no-untyped-call]
-    return result
+    result: Tensor = nf4_matmul(inputs, *_tensors(parts), _is_library(kind), False)
+    return result if bias is None else result + bias.to(result.dtype)
 
 
 def _tensors(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     return parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("nested_offset")
 
 
-class _NF4Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        bias: Tensor | None,
-        weight: Tensor,
-        absmax: Tensor,
-        nested_absmax: Tensor | None,
-        nested_offset: Tensor | None,
-        by_library: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(weight, absmax, nested_absmax, nested_offset)
-        ctx.by_library = by_library
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        matrix = dequantize_nf4(weight, absmax, nested_absmax, nested_offset, inputs.dtype, by_library, False)
-        return F.linear(inputs, matrix, None if bias is None else bias.to(inputs.dtype))
+# Custom operators, so that the compiler neither saves the dequantized weight for the backward pass nor, as with an
+# autograd.Function, saves the result although activation checkpointing recomputes it.
+@torch.library.custom_op("shoal::nf4_matmul", mutates_args=())
+def nf4_matmul(
+    inputs: Tensor,
+    weight: Tensor,
+    absmax: Tensor,
+    nested_absmax: Tensor | None,
+    nested_offset: Tensor | None,
+    by_library: bool,
+    transposed: bool,
+) -> Tensor:
+    """`inputs @ weight.T`, or `inputs @ weight` if `transposed`."""
+    matrix: Tensor = dequantize_nf4(weight, absmax, nested_absmax, nested_offset, inputs.dtype, by_library)
+    if not transposed:
+        matrix = matrix.t()
+    if inputs.is_cuda:
+        return inputs @ matrix
+    # Some CPUs multiply slowly in low precision, and `emulate` does not see into an operator.
+    return (inputs.float() @ matrix.float()).to(inputs.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grad_inputs = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            matrix = dequantize_nf4(*ctx.saved_tensors, grad_output.dtype, ctx.by_library, True)
-            if grad_output.is_cuda:
-                grad_inputs = grad_output @ matrix
-            else:  # some CPUs multiply slowly in low precision, and `emulate` does not apply to backward passes
-                grad_inputs = (grad_output.float() @ matrix.float()).to(grad_output.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_bias = grad_output.flatten(0, -2).sum(0).to(ctx.bias_dtype)
-        return grad_inputs, grad_bias, None, None, None, None, None
+
+@nf4_matmul.register_fake
+def _(
+    inputs: Tensor,
+    weight: Tensor,
+    absmax: Tensor,
+    nested_absmax: Tensor | None,
+    nested_offset: Tensor | None,
+    by_library: bool,
+    transposed: bool,
+) -> Tensor:
+    return inputs.new_empty((*inputs.shape[:-1], weight.shape[1] * 2 if transposed else weight.shape[0]))
+
+
+def _save_parts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *parts, ctx.by_library, ctx.transposed = inputs
+    ctx.save_for_backward(*parts)
+
+
+def _grad_inputs(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    grad = nf4_matmul(grad_output, *ctx.saved_tensors, ctx.by_library, not ctx.transposed)
+    return grad, None, None, None, None, None, None
+
+
+nf4_matmul.register_autograd(_grad_inputs, setup_context=_save_parts)
 
 
 @torch.library.custom_op("shoal::dequantize_nf4", mutates_args=())
@@ -209,10 +225,8 @@ def dequantize_nf4(
     nested_offset: Tensor | None,
     dtype: torch.dtype,
     by_library: bool,
-    in_backward: bool,
 ) -> Tensor:
-    """The dequantized matrix. `in_backward` has no effect on the result: it only makes the calls of the forward and the
-    backward pass different, because the compiler would replace equal ones by one and save its result in between."""
+    """The dequantized matrix."""
     if by_library:
         return _dequantize_by_library(weight, absmax, nested_absmax, nested_offset, dtype)
     if weight.is_cuda:
@@ -239,7 +253,6 @@ def _(
     nested_offset: Tensor | None,
     dtype: torch.dtype,
     by_library: bool,
-    in_backward: bool,
 ) -> Tensor:
     return weight.new_empty((weight.shape[0], weight.shape[1] * 2), dtype=dtype)
 
