@@ -165,7 +165,10 @@ def _also(folder: Path, said: Mapping[str, Any], stored: Iterable[str]) -> tuple
     listed = said.get("modules_to_save") or []
     found = [parameter_name(name) for name in stored if not is_of_adapter(name)]
     for name in found:
-        if not any(name.rpartition(".")[0].endswith(str(one)) for one in listed):
+        # A module that PEFT keeps tied to a listed one is not listed.
+        if not said.get("ensure_weight_tying") and not any(
+            name.rpartition(".")[0].endswith(str(one)) for one in listed
+        ):
             raise UserMistake(
                 f"adapter.from: {folder / WEIGHTS} holds {name}, which modules_to_save in {folder / CONFIG} does not "
                 "list, as after resizing the vocabulary; merge that adapter into its base with PEFT, and use the "
