@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shoal.use.evaluate import Evaluation
     from shoal.use.generate import Generated
     from shoal.use.load import LoadedRun
+    from shoal.use.merge import Merged
 
 __all__ = [
     "Config",
@@ -55,6 +56,7 @@ __all__ = [
     "json_schema",
     "load_config",
     "load_run",
+    "merge",
     "plan",
     "recipes",
     "train",
@@ -76,7 +78,7 @@ def train(
 
     `hooks` see the events of the run: see `shoal.train.hooks`. With several devices, start the program with torchrun.
     """
-    _check_inputs(config)
+    _check_inputs(config, resume=bool(resume))
     from shoal.launch.run import start
 
     return start(
@@ -96,9 +98,10 @@ def plan(config: Config, *, system: str = "shoal") -> Plan:
     `load_config(..., planned=True)` also accepts features that are not implemented yet. `system` selects another
     system's implementation, such as torchtitan.
     """
+    from shoal.models.peft_config import follow_adapter
     from shoal.plan.report import make_plan
 
-    return make_plan(config, system=system)
+    return make_plan(follow_adapter(config), system=system)
 
 
 def dry_run(config: Config) -> Preview:
@@ -144,13 +147,16 @@ def data_stats(
     return measure_data(file, overrides, report=report)
 
 
-def _check_inputs(config: Config) -> None:
+def _check_inputs(config: Config, *, resume: bool = False) -> None:
     """Find a wrong path, an id that is not cached and an unknown format in a moment, before torch is imported."""
     from shoal.data.first_look import check_first_record
     from shoal.models.hub import local_folder
+    from shoal.models.peft_config import adapter_folder
 
     if config.model.from_ is not None:
         local_folder(config.model.from_, "model.from")
+    if config.adapter.from_ is not None and not resume:  # a checkpoint holds what was read from it
+        adapter_folder(config.adapter.from_)
     check_first_record(config.data)
 
 
@@ -188,16 +194,47 @@ def export(
     run: Path | str,
     output: Path | str | None = None,
     *,
+    adapter: bool = False,
     step: int | None = None,
     dtype: str | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Export a run's weights, config and tokenizer as a Hugging Face folder (by default RUN/hf)."""
+    """Export a run's weights, config and tokenizer as a Hugging Face folder (by default RUN/hf).
+
+    With `adapter`, export the adapter of a LoRA run as a folder that PEFT loads (by default RUN/adapter).
+    """
+    folder = user_path(run, "The run")
+    if adapter:
+        from shoal.convert.peft import export_adapter
+
+        output = folder / "adapter" if output is None else user_path(output, "--output")
+        return export_adapter(folder, output, step=step, dtype=dtype, report=report)
     from shoal.convert.export import export_hf
 
-    folder = user_path(run, "The run")
     output = folder / "hf" if output is None else user_path(output, "--output")
     return export_hf(folder, output, step=step, dtype=dtype, report=report)
+
+
+def merge(
+    run: Path | str,
+    output: Path | str | None = None,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    compare: bool = True,
+    device: str = "auto",
+    report: Callable[[str], None] = lambda _: None,
+) -> Merged:
+    """Merge the adapter of a LoRA run into its base, and write a Hugging Face folder (by default RUN/merged).
+
+    `dtype` is by default that of the base. With `compare`, the logits of the merged model are compared with those of
+    the run, on `device`.
+    """
+    from shoal.use.merge import merge_run
+
+    folder = user_path(run, "The run")
+    output = folder / "merged" if output is None else user_path(output, "--output")
+    return merge_run(folder, output, step=step, dtype=dtype, compare=compare, device=device, report=report)
 
 
 def import_checkpoint(

@@ -22,7 +22,7 @@ seed: 1234
 include: []
 model: {from: null, shape: gpt2, tokenizer: null, attention: auto, dropout: null, freeze: [], add_tokens: []}
 adapter:
-  {kind: none, rank: 8, alpha: 16, dropout: 0.0, targets: auto, quantize: nf4,
+  {kind: none, from: null, rank: 8, alpha: 16, dropout: 0.0, targets: auto, quantize: nf4,
    dora: false, rslora: false, train_also: []}
 data:
   source: auto

@@ -14,7 +14,7 @@ from shoal.cli.bench import bench_app
 from shoal.cli.checkpoints import checkpoints
 from shoal.cli.common import FAILED, MISTAKEN, ConfigCommand
 from shoal.cli.config import config_app
-from shoal.cli.convert import export_command, import_command
+from shoal.cli.convert import export_command, import_command, merge_command
 from shoal.cli.data import data_app
 from shoal.cli.plan import plan_command
 from shoal.cli.train import TrainCommand, download, init, train
@@ -38,6 +38,7 @@ app.command("train", cls=TrainCommand)(train)
 app.command("init")(init)
 app.command("download")(download)
 app.command("export")(export_command)
+app.command("merge")(merge_command)
 app.command("import")(import_command)
 app.command("generate")(generate)
 app.command("chat")(chat)

@@ -20,6 +20,7 @@ def refuse_combinations(config: Config, origins: Origins) -> None:
         *_parallelism(config),
         *_attention(config),
         *_data(config),
+        *_adapter(config),
         *_sizes(config),
     ):
         path: KeyPath = tuple(key.split("."))
@@ -115,6 +116,14 @@ def _data(config: Config) -> Iterator[Finding]:
         yield (
             "data.streaming",
             "data.streaming has nothing to tokenize in source tokens, which is memory-mapped; use false.",
+        )
+
+
+def _adapter(config: Config) -> Iterator[Finding]:
+    if config.adapter.from_ is not None and config.adapter.kind == "none":
+        yield (
+            "adapter.from",
+            f"adapter.from {config.adapter.from_} is an adapter to train, and adapter.kind is none; use kind lora.",
         )
 
 

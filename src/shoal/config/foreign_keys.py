@@ -215,6 +215,11 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     ),
     ("data.streaming.shuffle_buffer", "takes the examples to shuffle among", "shuffle_buffer_size"),
     ("adapter.kind", "takes none, lora or qlora", "peft use_peft peft_config peft_type lora use_lora finetuning_type"),
+    (
+        "adapter.from",
+        "takes the folder of a PEFT adapter to start from",
+        "lora_model_dir adapter_name_or_path adapter_path resume_from_adapter lora_weights lora_path",
+    ),
     ("adapter.rank", "sets the rank of the adapter", "lora_r lora_rank"),
     ("adapter.alpha", "sets LoRA's alpha", "lora_alpha"),
     ("adapter.dropout", "sets LoRA's dropout", "lora_dropout"),

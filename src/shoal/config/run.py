@@ -31,6 +31,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.model = path / "model"  # the model's config and tokenizer, for exports
+        self.base = path / "base.json"  # of an adapter: which model it belongs to
         # Beside the folder, which --overwrite moves. A folder that is a link has the same lock under all its names.
         self._folder = Path(os.path.realpath(path)) if path.is_symlink() else path
         self.lock = self._folder.with_name(f".{self._folder.name}.lock")
@@ -80,6 +81,7 @@ class RunDirectory:
         read = {
             "--from": start_from,
             "model.from": config.model.from_,
+            "adapter.from": config.adapter.from_,
             "model.tokenizer": config.model.tokenizer,
             "data.path": config.data.path,
             "data.validation": config.data.validation,

@@ -128,6 +128,12 @@ class AdapterConfig(Block):
         "none",
         description="none: train the model itself; lora: train an adapter; qlora: the same on a quantized model.",
     )
+    from_: str | None = Field(
+        None,
+        alias="from",
+        description="An adapter in PEFT's format to start from: a folder, or an id in the local Hugging Face cache; "
+        "rank, alpha, targets, dora, rslora and train_also are then the file's.",
+    )
     rank: Size = Field(8, description="Rank of the adapter.")
     alpha: Positive = Field(16.0, description="Scaling factor of the adapter's output, divided by the rank.")
     dropout: ShareBelowOne = Field(0.0, description="Dropout on the adapter's inputs.")

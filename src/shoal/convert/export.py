@@ -8,9 +8,21 @@ import torch
 from shoal.checkpoint.choose import choose_checkpoint
 from shoal.checkpoint.layout import SliceReader
 from shoal.checkpoint.state import MODEL
+from shoal.config.load import load_config
+from shoal.config.run import RunDirectory
 from shoal.convert.shards import DTYPES, SHARD_BYTES, check_output, temporary_folder, write_shards
 from shoal.mistakes import UserMistake
 from shoal.models.prepare import prepare_model, read_blueprint
+
+
+def refuse_adapter(run: Path) -> None:
+    """A UserMistake if `run` trained an adapter, whose checkpoints hold no complete model."""
+    directory = RunDirectory(run)
+    if directory.exists and load_config(directory.config).adapter.kind != "none":
+        raise UserMistake(
+            f"{run} trained an adapter, not a complete model: shoal merge {run} writes both merged, and shoal export "
+            f"{run} --adapter the adapter for PEFT."
+        )
 
 
 def export_hf(
@@ -25,6 +37,7 @@ def export_hf(
     """Export the weights of a run's checkpoint (the newest, or that of `step`) with its config and tokenizer."""
     if dtype is not None and dtype not in DTYPES:
         raise UserMistake(f"The dtype of an export is one of {', '.join(DTYPES)}, not {dtype}.")
+    refuse_adapter(run)
     source = choose_checkpoint(run, step).path
     description = run / "model"
     if not (description / "config.json").is_file():

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.config.resolve import with_global_batch
 from shoal.launch.join import first_device
 from shoal.launch.processes import RanOut, run_processes
-from shoal.launch.rank import Request, check_folder, own_folder, settle_precision, warn_of_settings
+from shoal.launch.rank import Request, check_folder, own_folder, settle_adapter, settle_precision, warn_of_settings
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
@@ -36,12 +36,13 @@ class LocalProcesses:
         run, begin, reporter = request.run, request.start, Reporter(enabled=True)
         device = inspect_device(first_device())
         config = with_global_batch(request.config, self.processes)
+        config = settle_adapter(config, run, resume=begin.resume)
         config = settle_precision(config, run, device, resume=begin.resume)
         warn_of_settings(config, self.processes, reporter)
         # Done here first, so that errors are found and data is tokenized before several processes start.
         check_folder(request, config, reporter, resume=begin.resume, overwrite=request.overwrite)
         inputs = read_inputs(config, reporter)
-        preflight(config, inputs, self.processes, device, start_from=begin.checkpoint)
+        preflight(config, inputs, self.processes, device, start_from=begin.checkpoint, resume=begin.resume)
         inputs.sets.stand_by()
         folder = own_folder(request, config, inputs, reporter, resume=begin.resume, overwrite=request.overwrite)
         with closing(inputs.sets), folder:

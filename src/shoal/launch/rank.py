@@ -13,6 +13,8 @@ from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.launch.join import choose_device, heartbeat_file, joined, local_rank, may_be_restarted, restarted
+from shoal.models.base import check_resumed_base
+from shoal.models.peft_config import follow_adapter
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import Device, inspect_device
 from shoal.resilience.out_of_memory import OutOfMemory
@@ -61,6 +63,7 @@ def run_rank(
     reporter = Reporter(enabled=leads)
     device = inspect_device(choose_device(local_rank()))
     asked = with_global_batch(request.config, world_size)
+    asked = settle_adapter(asked, run, resume=start.resume)
     config = settle_precision(asked, run, device, resume=start.resume)
     if leads:
         warn_of_settings(config, world_size, reporter)
@@ -73,7 +76,9 @@ def run_rank(
     inputs = read_inputs(config, reporter)
     # Only rank 0 verifies the checkpoint, because that hashes every file.
     checkpoint = start.checkpoint if leads else None
-    checked = preflight(config, inputs, world_size, device, overrides=start.overrides, start_from=checkpoint)
+    checked = preflight(
+        config, inputs, world_size, device, overrides=start.overrides, start_from=checkpoint, resume=start.resume
+    )
     # Before the others are joined: they wait for rank 0, which writes first.
     folder = (
         own_folder(request, config, inputs, reporter, resume=start.resume, overwrite=overwrite)
@@ -106,6 +111,11 @@ def settle_precision(config: Config, run: RunDirectory, device: Device, *, resum
     return with_precision(config, device.auto_precision)
 
 
+def settle_adapter(config: Config, run: RunDirectory, *, resume: bool) -> Config:
+    """Take over what the adapter in `adapter.from` says of itself. A resumed run has done so."""
+    return follow_adapter(config, load_config(run.config).adapter if resume and run.exists else None)
+
+
 def warn_of_settings(config: Config, processes: int, reporter: Reporter) -> None:
     """Report the options that have no effect with this many processes."""
     for note in without_effect(config, processes):
@@ -133,6 +143,8 @@ def own_folder(
         run.check(config, resume=resume, overwrite=overwrite, start_from=request.start.checkpoint)
         if resume and request.start.checkpoint is None:
             check_resumed_data(checkpoint_folders(config, run), inputs.sets)
+            if config.adapter.kind != "none":
+                check_resumed_base(run, inputs.blueprint.folder)
         with run.replacing(restores=not may_be_restarted(), say=reporter.say, warn=reporter.warn):
             yield
 

@@ -12,6 +12,7 @@ from shoal.crash import crashes_in
 from shoal.launch.join import first_device, is_first, processes_wanted, restarted, started_by_others
 from shoal.launch.local import LocalProcesses
 from shoal.launch.rank import Request, run_rank, warn_of_settings
+from shoal.models.peft_config import follow_adapter
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
 from shoal.paths import user_path
@@ -76,7 +77,7 @@ def dry_run(config: Config) -> Preview:
     reporter = Reporter(enabled=True)
     processes = processes_wanted(config)
     device = inspect_device(first_device())
-    config = with_global_batch(with_precision(config, device.auto_precision), processes)
+    config = follow_adapter(with_global_batch(with_precision(config, device.auto_precision), processes))
     warn_of_settings(config, processes, reporter)
     inputs = read_inputs(config, reporter)
     with closing(inputs.sets):

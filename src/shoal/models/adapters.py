@@ -201,7 +201,7 @@ def _matches(name: str, target: str) -> bool:
 def _train_also(model: nn.Module, adapted: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """Make the base parameters that match a pattern trainable: a pattern of the name of a parameter or of a module that
     holds it."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied weight has several names
     of_adapted = {f"{layer}.{key}" for layer in adapted for key in ("weight", "bias")}
     found: dict[str, None] = {}
     for pattern in patterns:
@@ -218,7 +218,7 @@ def _train_also(model: nn.Module, adapted: Sequence[str], patterns: Sequence[str
         found |= dict.fromkeys(matched)
     for name in found:
         parameters[name].requires_grad_(True)
-    return list(found)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def _matches_parameter(name: str, pattern: str) -> bool:

@@ -7,15 +7,20 @@ from shoal.mistakes import UserMistake
 from shoal.paths import user_path
 
 
-def local_folder(name: str, key: str = "The model folder") -> Path:
-    """The folder of `name`, which is a path or a Hugging Face id in the local cache. Error messages name `key`."""
+def local_folder(
+    name: str, key: str = "The model folder", *, holds: str = "config.json", what: str = "Hugging Face model"
+) -> Path:
+    """The folder of `name`, which is a path or a Hugging Face id in the local cache. Error messages name `key`.
+    `holds`: the file that makes a folder `what` it is."""
     path = user_path(name, key)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserMistake(f"{path} holds no config.json, so it is not a Hugging Face model folder.")
+        if not (path / holds).is_file():
+            raise UserMistake(f"{path} holds no {holds}, so it is not a {what} folder.")
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise UserMistake(f"The model folder {name} does not exist; give a folder, or an id such as owner/name.")
+        raise UserMistake(
+            f"The {what.split()[-1]} folder {name} does not exist; give a folder, or an id such as owner/name."
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -26,3 +31,8 @@ def local_folder(name: str, key: str = "The model folder") -> Path:
             f"{name} is neither a folder nor in the local Hugging Face cache; "
             f"on a machine with a network run: shoal download {name}"
         ) from None
+
+
+def is_folder(name: str) -> bool:
+    """Whether `local_folder` takes `name` for a path and not for an id."""
+    return user_path(name, "model.from").is_dir() or name.startswith((".", "~", "/")) or name.count("/") != 1

@@ -53,14 +53,14 @@ def unbuildable(settings: Any, folder: Path, error: Exception) -> UserMistake:
     )
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path, holds: str = "the model's config") -> dict[str, Any]:
     """The object in a JSON file; a UserMistake if there is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         raise UserMistake(f"{file} cannot be read as JSON.") from None
     if not isinstance(content, dict):
-        raise UserMistake(f"{file} must be a JSON object with the model's config.")
+        raise UserMistake(f"{file} must be a JSON object with {holds}.")
     return content
 
 

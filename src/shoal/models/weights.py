@@ -25,6 +25,7 @@ from shoal.models.conversion import Tensors, convert
 from shoal.models.names import counted, sources_in_files, unused_in_files
 from shoal.models.new_rows import ExtendedRows, NewRows
 from shoal.models.nf4_layers import STORED, fill_quantized, is_quantized, quantized_layers
+from shoal.models.peft_weights import locate_adapter
 from shoal.models.stored import Stored, equal_values, open_folder
 from shoal.models.tensor_slices import (
     Split,
@@ -49,6 +50,7 @@ class Weights:
     folder: Path | None
     seed: int
     new_rows: Mapping[str, NewRows] = field(default_factory=dict)  # of added tokens, if there is a folder
+    adapter: Path | None = None  # a folder in PEFT's format with the adapter's first values
 
 
 def materialize(
@@ -78,7 +80,9 @@ def materialize(
         _read_weights(model, source.folder, splits, source.new_rows)
     elif source is not None:
         _draw_weights(model, anatomy, device, source.seed, splits)
-    if source is not None:
+    if source is not None and source.adapter is not None:
+        _read_stored(dict(model.named_parameters()), locate_adapter(model, source.adapter), splits)
+    elif source is not None:
         _start_adapters(model, source.seed, splits)
     _restore_buffers(model, device)
     if source is not None and source.folder is not None:
@@ -339,12 +343,17 @@ def check_stored(model: Any, folder: Path, new_rows: Mapping[str, NewRows] = NO_
 def _read_weights(model: Any, folder: Path, splits: Splits, new_rows: Mapping[str, NewRows]) -> None:
     """Each rank reads its own slices of each tensor."""
     stored = locate_weights(model, folder, splits, new_rows)
-    for name, parameter in _base_parameters(model).items():
-        for mapping in slice_mappings(parameter, splits.get(name)):
-            local_tensor(parameter)[mapping.local.slices].copy_(stored[name].read(mapping.whole))
+    plain = _base_parameters(model)
+    _read_stored(plain, {name: stored[name] for name in plain}, splits)
     for name, layer in quantized_layers(model).items():
         weight = f"{name}.weight"
         _fill_quantized(layer, stored[weight].read, splits.get(weight))
+
+
+def _read_stored(parameters: Mapping[str, nn.Parameter], stored: Mapping[str, Stored], splits: Splits) -> None:
+    for name, source in stored.items():
+        for mapping in slice_mappings(parameters[name], splits.get(name)):
+            local_tensor(parameters[name])[mapping.local.slices].copy_(source.read(mapping.whole))
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:

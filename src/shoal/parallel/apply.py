@@ -22,6 +22,7 @@ from shoal.models.anatomy import Anatomy, read_anatomy, require_blocks
 from shoal.models.attention import NARROWEST, skips_tiles
 from shoal.models.emulate import EmulatedForward
 from shoal.models.loss import LossFactory, choose_loss
+from shoal.models.peft_config import adapter_folder
 from shoal.models.prepare import PreparedModel
 from shoal.models.tensor_slices import Split
 from shoal.models.weights import Weights, kept_buffers, materialize
@@ -109,7 +110,7 @@ def parallelize(
             dtype=precision.weights,
             frozen=precision.frozen,
             # A checkpoint of an adapter does not hold the base.
-            source=Weights(prepared.folder, config.seed, prepared.new_rows) if values or adapted else None,
+            source=_weights(prepared, config, values=values) if values or adapted else None,
             splits=done.splits,
             offload=config.parallel.offload == "cpu",
         )
@@ -119,6 +120,13 @@ def parallelize(
             module = replicate_stage(module, stage, config.parallel, parallel_dims, precision)
         done.modules.append(module)
     return _finish(model, recipe, done)
+
+
+def _weights(prepared: PreparedModel, config: Config, *, values: bool) -> Weights:
+    # A checkpoint holds the adapter, wherever it started from.
+    start_from = config.adapter.from_ if values and prepared.adapters is not None else None
+    adapter = None if start_from is None else adapter_folder(start_from)
+    return Weights(prepared.folder, config.seed, prepared.new_rows, adapter)
 
 
 def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, grad_accum_steps: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.config.run import RunDirectory
 from shoal.files import write_atomically
+from shoal.models.base import Base
 from shoal.plan.resolved import ResolvedRun
 from shoal.train.inputs import Inputs
 from shoal.train.resolve import forecast_values
@@ -32,9 +33,13 @@ def write_plan(run: RunDirectory, plan: Mapping[str, Any]) -> None:
     write_atomically(run.plan, json.dumps(plan, indent=2) + "\n")
 
 
-def describe(run: RunDirectory, *, inputs: Inputs, plan: Mapping[str, Any], architecture: str) -> None:
-    """Write plan, model config and tokenizer into the run's folder."""
+def describe(
+    run: RunDirectory, *, inputs: Inputs, plan: Mapping[str, Any], architecture: str, base: Base | None
+) -> None:
+    """Write plan, model config and tokenizer into the run's folder, and the `base` of an adapter."""
     write_plan(run, plan)
+    if base is not None:
+        base.write(run.base)
     settings = inputs.blueprint.settings
     settings.architectures = [architecture]
     settings.save_pretrained(run.model)

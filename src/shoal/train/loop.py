@@ -43,9 +43,16 @@ class Summary:
     save_seconds: float  # part of `seconds` in which training waited for checkpoints; it always waits for the last
     checkpoint: str | None
     stopped: str | None  # why the run ended before its last step: "signal" or "early_stop"
+    adapter: str = "none"  # its kind
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @property
+    def _next(self) -> str:
+        if self.adapter == "none":
+            return f"shoal export {self.run} --to hf"
+        return f"shoal merge {self.run}, or for PEFT: shoal export {self.run} --adapter"
 
     def text(self) -> str:
         """Human-readable summary with the next command to run."""
@@ -57,7 +64,7 @@ class Summary:
                 f"step        {self.step} of {self.steps}{why}, {self.tokens:,} tokens, {duration(self.seconds)}",
                 f"loss        {loss}{eval_loss}",
                 f"checkpoint  {self.checkpoint}",
-                f"next        shoal export {self.run} --to hf",
+                f"next        {self._next}",
             ]
         )
 
@@ -108,6 +115,7 @@ def train(
         save_seconds=round(job.saver.waited, 3),
         checkpoint=str(job.saved) if job.saved else None,
         stopped=stopped,
+        adapter=job.config.adapter.kind,
     )
 
 

@@ -20,7 +20,10 @@ from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import matmul_parameters
 from shoal.models.attention import attention_width
+from shoal.models.base import check_drawn_on, check_resumed_base, describe_base, read_base
 from shoal.models.emulate import LOW_PRECISION, emulated_dtypes
+from shoal.models.peft_config import adapter_folder
+from shoal.models.peft_weights import check_adapter
 from shoal.models.prepare import PreparedModel, prepare_model
 from shoal.models.weights import check_stored
 from shoal.objectives import find_objective
@@ -87,6 +90,7 @@ def preflight(
     *,
     overrides: Mapping[str, Any] | None = None,
     start_from: Path | None = None,
+    resume: bool = False,
 ) -> Preflight:
     """Build the model on the meta device, resolve every auto, and find the errors that setup would find."""
     prepared = prepare_model(
@@ -105,6 +109,10 @@ def preflight(
         check_stored(model, inputs.blueprint.folder, prepared.new_rows)
     if start_from is not None:
         check_checkpoint(start_from, config)
+        if prepared.adapters is not None:
+            check_resumed_base(RunDirectory(start_from.parent.parent), inputs.blueprint.folder)
+    elif prepared.adapters is not None and config.adapter.from_ is not None and not resume:
+        check_adapter(model, adapter_folder(config.adapter.from_))
     return Preflight(inputs, prepared, resolved, device)
 
 
@@ -150,7 +158,8 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
     flops = count_flops(prepared, resolved.mesh)
     for name in prepared.new_rows:
         if not prepared.model.get_parameter(name).requires_grad:
-            reporter.warn(f"model.freeze: {name} is frozen, so its rows of added tokens stay as they start.")
+            why = "model.freeze: " if prepared.adapters is None else "adapter.train_also does not list it: "
+            reporter.warn(f"{why}{name} is frozen, so its rows of added tokens stay as they start.")
     if prepared.new_rows and checkpoint is not None and checkpoint == start.checkpoint:
         reporter.warn(f"model.add_tokens: the rows of added tokens are those in {checkpoint}, not the mean.")
 
@@ -169,7 +178,12 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
     spikes = spike_settings(config.train.on_spike)
     guard = SpikeGuard(spikes.sigma, ranks.device) if spikes.action == "skip" else None
     plan = plan_values(inputs, resolved, parameters=prepared.parameters, machine=describe_machine(ranks.device))
-    describe_in = partial(describe, inputs=inputs, plan=plan, architecture=prepared.architecture)
+    base = None
+    if prepared.adapters is not None and checkpoint is not None and (recorded := read_base(run)) is not None:
+        check_drawn_on(recorded, ranks.device, run)
+    if prepared.adapters is not None and ranks.first:
+        base = describe_base(prepared, seed=config.seed, device=ranks.device)
+    describe_in = partial(describe, inputs=inputs, plan=plan, architecture=prepared.architecture, base=base)
     job = Job(
         resolved=resolved,
         run=run,
@@ -216,7 +230,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
             describe_in(run)
         except OSError as error:
             raise run.unwritable(error) from None
-        _announce(job, device.gpu.name if device.gpu else ranks.device.type, prepared.parameters)
+        _announce(job, device.gpu.name if device.gpu else ranks.device.type, prepared)
         if model.precision.compute in emulated:
             reporter.warn(
                 f"train.precision {config.train.precision} is emulated: this CPU has no fast matmuls for it, so "
@@ -262,11 +276,15 @@ def _resume(job: Job, checkpoint: Path, *, same_run: bool) -> None:
         job.reporter.say(f"Resuming after step {step} from {checkpoint}.")
 
 
-def _announce(job: Job, device: str, parameters: int) -> None:
+def _announce(job: Job, device: str, prepared: PreparedModel) -> None:
     """Print how the run is carried out, and warn of settings that are probably unintended."""
     reporter, resolved, config = job.reporter, job.resolved, job.config
+    counted = f"{prepared.parameters:,} parameters"
+    if prepared.adapters is not None:
+        every = prepared.parameters + prepared.adapters.parameters
+        counted = f"{every:,} parameters, of which {prepared.trained_parameters:,} are trained"
     reporter.say(
-        f"{parameters:,} parameters, {resolved.describe()} on {resolved.world_size} × {device}; "
+        f"{counted}, {resolved.describe()} on {resolved.world_size} × {device}; "
         f"{job.inputs.steps} steps of {resolved.global_batch} sequences, micro-batch {resolved.micro_batch}, "
         f"{describe_accumulation(resolved.grad_accum_steps)}."
     )

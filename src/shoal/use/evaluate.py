@@ -25,7 +25,6 @@ from shoal.models.loss import LanguageModel, choose_loss
 from shoal.objectives import Objective, find_objective
 from shoal.objectives.evaluate import evaluate_held_out
 from shoal.parallel.device import inspect_device
-from shoal.parallel.float8 import check_float8, use_float8
 from shoal.parallel.micro_batches import MicroBatchRunner
 from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
@@ -70,9 +69,17 @@ def evaluate_run(
     """
     config = read_config(run, overrides)
     config = with_precision(config, inspect_device(choose_device(device)).auto_precision)
-    precision = read_precision(config.train.precision, config.train.reduce_dtype)
+    adapted = config.adapter.kind != "none"
+    precision = read_precision(config.train.precision, config.train.reduce_dtype, adapter=adapted)
     # Casting the weights once to the compute dtype gives what training computes with in every step.
-    loaded = load_run(run, step=step, device=device, dtype=precision.compute, vectors=precision.weights)
+    loaded = load_run(
+        run,
+        step=step,
+        device=device,
+        dtype=precision.compute,
+        vectors=None if adapted else precision.weights,
+        float8=config.train.precision == "fp8",
+    )
     assert loaded.step is not None
     if loaded.positions is not None and config.data.max_length > loaded.positions:
         raise UserMistake(
@@ -82,7 +89,7 @@ def evaluate_run(
     sets = choose_sequences(config, loaded, overrides, report)
     micro_batch = _micro_batch(RunDirectory(run), config)
     objective = find_objective(config.train.objective)
-    module = _with_loss(loaded, config, objective, micro_batch, precision.compute if precision.mixed else None).eval()
+    module = _with_loss(loaded, config, objective, micro_batch, precision.autocast).eval()
     runner = MicroBatchRunner(module, lambda batch: batch.to(loaded.device), keeps_weights=False)
     with torch.no_grad(), emulated_matmuls(emulated_dtypes(loaded.device, precision.compute)):
         found = evaluate_held_out(
@@ -148,9 +155,6 @@ def _with_loss(
     """Return the module that training calls, with its attention: no KV cache, but masks for packed sequences."""
     model, length = loaded.model, config.data.max_length
     model.set_attn_implementation(choose_attention(model, config.model.attention, length))
-    if config.train.precision == "fp8":
-        check_float8(model, inspect_device(loaded.device))
-        use_float8(loaded.anatomy.block_modules(model))
     vocabulary = model.config.get_text_config().vocab_size
     loss = choose_loss(config.train.loss_impl, loaded.anatomy, micro_batch * length, vocabulary)
     return objective.module(model, loaded.anatomy, loss, matmul_dtype=matmul_dtype)

@@ -19,8 +19,12 @@ from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake, nearest
 from shoal.models.anatomy import Anatomy
 from shoal.models.attention import MASKLESS
+from shoal.models.base import check_drawn_on, find_base, prepare_adapted
 from shoal.models.prepare import prepare_model, read_blueprint
 from shoal.models.weights import Weights, kept_buffers, materialize
+from shoal.parallel.adapters import use_adapters
+from shoal.parallel.device import inspect_device
+from shoal.parallel.float8 import check_float8, use_float8
 from shoal.parallel.precision import DTYPES, read_precision
 
 
@@ -45,17 +49,19 @@ def load_run(
     device: str = "auto",
     dtype: str | torch.dtype | None = None,
     vectors: torch.dtype | None = None,
+    float8: bool = False,
 ) -> LoadedRun:
     """Load the newest complete checkpoint of `run`, or that of `step`.
 
-    `dtype` None keeps the dtype of the saved weights. `vectors` is the dtype of norms and biases, if it differs.
+    `dtype` None keeps the dtype of the saved weights; an adapter and its base have that of the matmuls in training.
+    `vectors` is the dtype of norms and biases, if it differs. `float8`: with the matmuls of `train.precision: fp8`.
     """
     chosen_device = choose_device(device)
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise UserMistake(f"The dtype {dtype} is not one of {', '.join(DTYPES)}.")
     wanted = DTYPES[dtype] if isinstance(dtype, str) else dtype
     if RunDirectory(run).exists:
-        return _load_checkpoint(RunDirectory(run), step, chosen_device, wanted, vectors)
+        return _load_checkpoint(RunDirectory(run), step, chosen_device, wanted, vectors, float8)
     if (run / "config.json").is_file() and not (run / MANIFEST).is_file():
         if step is not None:
             raise UserMistake(f"{run} is a Hugging Face folder, which has no steps; omit --step.")
@@ -94,20 +100,39 @@ def no_run(run: Path) -> UserMistake:
 
 
 def _load_checkpoint(
-    run: RunDirectory, step: int | None, device: torch.device, dtype: torch.dtype | None, vectors: torch.dtype | None
+    run: RunDirectory,
+    step: int | None,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    vectors: torch.dtype | None,
+    float8: bool,
 ) -> LoadedRun:
     config = load_config(run.config)
     checkpoint = choose_checkpoint(run.path, step)
-    plan = read_blueprint(run.model)
     # The run's own copy, unless the name is that of a built-in tokenizer.
     tokenizer = load_tokenizer(config.model.tokenizer or str(run.model), run.model, add_tokens=config.model.add_tokens)
     if tokenizer.chat_template is None and config.data.chat_template is not None:  # a built-in one has none
         tokenizer.chat_template = read_template(str(run.model / "chat_template.jinja"))
-    prepared = prepare_model(plan, attention=config.model.attention, longest=config.data.max_length)
-    model, anatomy = prepared.model, prepared.anatomy
-    saved = read_precision(config.train.precision, config.train.reduce_dtype).weights
-    materialize(model, anatomy, device=device, dtype=dtype or saved, source=None, vectors=vectors)
-    load_parameters(SliceReader(checkpoint.path), dict(model.named_parameters()) | kept_buffers(model))
+    plan = read_blueprint(run.model)
+    precision = read_precision(config.train.precision, config.train.reduce_dtype)
+    reader = SliceReader(checkpoint.path)
+    if config.adapter.kind == "none":
+        prepared = prepare_model(plan, attention=config.model.attention, longest=config.data.max_length)
+        model, anatomy = prepared.model, prepared.anatomy
+        materialize(model, anatomy, device=device, dtype=dtype or precision.weights, source=None, vectors=vectors)
+        load_parameters(reader, dict(model.named_parameters()) | kept_buffers(model))
+    else:
+        base = find_base(run, config)
+        check_drawn_on(base, device, run)
+        prepared = prepare_adapted(run, config, base, attention=config.model.attention, longest=config.data.max_length)
+        model, anatomy = prepared.model, prepared.anatomy
+        # Adapter and base in one dtype: that in which training computes with both.
+        materialize(model, anatomy, device=device, dtype=dtype or precision.compute, source=base.weights(prepared))
+        load_parameters(reader, {name: one for name, one in model.named_parameters() if one.requires_grad})
+    if float8:
+        check_float8(model, inspect_device(device))
+        use_float8(anatomy.block_modules(model))
+    use_adapters(model)  # after float8, whose matmuls they add to
     return LoadedRun(
         path=run.path,
         model=_for_inference(model),

@@ -1,0 +1,191 @@
+"""Merges the adapter of a run into its base, one tensor at a time: an ordinary Hugging Face folder."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint.choose import choose_checkpoint
+from shoal.checkpoint.layout import SliceReader
+from shoal.checkpoint.state import MODEL
+from shoal.convert.peft import adapter_run
+from shoal.convert.shards import DTYPES, SHARD_BYTES, check_output, temporary_folder, write_shards
+from shoal.mistakes import UserMistake
+from shoal.models.adapters import DOWN, MAGNITUDE, UP, row_norms, scale_of
+from shoal.models.base import Base, check_drawn_on, find_base, prepare_adapted
+from shoal.models.emulate import emulated_dtypes, emulated_matmuls
+from shoal.models.names import sources_in_files
+from shoal.models.new_rows import ExtendedRows
+from shoal.models.prepare import PreparedModel
+from shoal.models.stored import InFile, Stored, open_folder
+from shoal.models.tensor_slices import TensorSlice, whole
+from shoal.models.weights import kept_buffers, locate_weights, materialize
+from shoal.use.load import choose_device, load_run
+
+COMPARED_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merged model."""
+
+    output: str
+    dtype: str
+    tensors: int  # merged with an adapter
+    largest_logit_difference: float | None  # None: not compared
+    largest_logit: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def text(self) -> str:
+        if self.largest_logit_difference is None:
+            return self.output
+        return (
+            f"{self.output}\nThe logits of {COMPARED_TOKENS} tokens differ from the run's by at most "
+            f"{self.largest_logit_difference:.2g}, where the largest is {self.largest_logit:.3g}."
+        )
+
+
+def merge_run(
+    run: Path,
+    output: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    compare: bool = True,
+    device: str = "auto",
+    shard_bytes: int = SHARD_BYTES,
+    report: Callable[[str], None] = lambda _: None,
+) -> Merged:
+    """Write the complete weights of a run's checkpoint (the newest, or that of `step`), in the dtype of its base or in
+    `dtype`. With `compare`, the model is then loaded and its logits are compared with those of the run."""
+    if dtype is not None and dtype not in DTYPES:
+        raise UserMistake(f"The dtype of an export is one of {', '.join(DTYPES)}, not {dtype}.")
+    chosen_device = choose_device(device)
+    directory, config = adapter_run(run)
+    checkpoint = choose_checkpoint(run, step)
+    base = find_base(directory, config)
+    check_output(output)
+    prepared = prepare_adapted(directory, config, base, adapted=False)
+    check_drawn_on(base, chosen_device, directory)
+    weights = base_weights(prepared, base, chosen_device)
+    merger = Merger(prepared.model, weights, SliceReader(checkpoint.path), scale_of(config.adapter), dtype)
+    with temporary_folder(output, directory.model.iterdir()) as part:
+        saved = write_shards(
+            part, prepared.model, merger.sizes(), merger.read, dtype=None, shard_bytes=shard_bytes, report=report
+        )
+    difference = largest = None
+    if compare:
+        report(f"comparing the logits of {COMPARED_TOKENS} tokens")
+        difference, largest = _compare(run, output, checkpoint.step, saved, device)
+    return Merged(str(output), str(saved).removeprefix("torch."), len(merger.layers), difference, largest)
+
+
+def base_weights(prepared: PreparedModel, base: Base, device: torch.device) -> dict[str, Stored]:
+    """The parameters and persistent buffers of the base, each read when it is needed: from its folder, or drawn again
+    from the seed, and then all in memory."""
+    model = prepared.model
+    if base.folder is None:
+        materialize(model, prepared.anatomy, device=device, dtype=torch.float32, source=base.weights(prepared))
+        return {name: InMemory(one) for name, one in {**dict(model.named_parameters()), **kept_buffers(model)}.items()}
+    found = locate_weights(model, Path(base.folder), new_rows=prepared.new_rows)
+    files = open_folder(Path(base.folder))
+    sources = sources_in_files(model, files.files)
+    # A buffer that is not in the files has its initial value, also in the merged model.
+    for name, buffer in kept_buffers(model).items():
+        if name in sources:
+            found[name] = InFile(files, sources[name].all_names[0], tuple(buffer.shape), buffer.dtype)
+    return found
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A tensor that is in memory, as one that is not."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self, tensor_slice: TensorSlice) -> Tensor:
+        return self.tensor.detach()[tensor_slice.slices].cpu()
+
+
+class Merger:
+    """Computes the merged tensors, each when it is written."""
+
+    def __init__(
+        self, model: nn.Module, base: Mapping[str, Stored], reader: SliceReader, scale: float, dtype: str | None
+    ) -> None:
+        self.model, self.base, self.reader, self.scale = model, base, reader, scale
+        self.trained = reader.shapes(MODEL)
+        down = f".{DOWN}.weight"
+        self.layers = {name.removesuffix(down) for name in self.trained if name.endswith(down)}
+        buffers = kept_buffers(model)
+        self.dtypes = {
+            name: DTYPES[dtype] if dtype is not None and name not in buffers else _dtype_in_files(stored)
+            for name, stored in base.items()
+        }
+
+    def sizes(self) -> dict[str, int]:
+        """Name → bytes, of every tensor of the model."""
+        return {name: prod(stored.shape) * self.dtypes[name].itemsize for name, stored in self.base.items()}
+
+    def base_weight(self, name: str) -> Tensor:
+        return self.base[name].read(whole(self.base[name].shape))
+
+    def read(self, name: str) -> Tensor:
+        """The merged tensor, rounded once."""
+        layer, _, key = name.rpartition(".")
+        if name in self.trained:
+            found = self.reader.read_whole(MODEL + name)
+        elif key == "weight" and layer in self.layers:
+            found = self._merge(layer, self.base_weight(name).float())
+        else:
+            found = self.base_weight(name)
+        return found.to(self.dtypes[name])
+
+    def _merge(self, layer: str, weight: Tensor) -> Tensor:
+        """`W + scale · B A` and, with DoRA, each row scaled to its trained norm. In fp32."""
+        down, up = self._trained(layer, DOWN), self._trained(layer, UP)
+        added = self.scale * (up @ down)
+        if not isinstance(self.model.get_submodule(layer), nn.Linear):  # Conv1D stores its matrix transposed
+            return weight + added.t()
+        merged = weight + added
+        if f"{layer}.{MAGNITUDE}.weight" in self.trained:
+            merged *= (self._trained(layer, MAGNITUDE) / row_norms(merged))[:, None]
+        return merged
+
+    def _trained(self, layer: str, child: str) -> Tensor:
+        return self.reader.read_whole(f"{MODEL}{layer}.{child}.weight").float()
+
+
+def _dtype_in_files(stored: Stored) -> torch.dtype:
+    return stored.stored.dtype if isinstance(stored, ExtendedRows) else stored.dtype
+
+
+@torch.no_grad()
+def _compare(run: Path, output: Path, step: int, dtype: torch.dtype, device: str) -> tuple[float, float]:
+    """The largest difference of a logit between the run and the merged model, and the largest logit. Both compute in
+    the dtype of the merged model, one after the other."""
+    tokens: Tensor | None = None
+    logits: list[Tensor] = []
+    for folder in (run, output):
+        loaded = load_run(folder, step=step if folder == run else None, device=device, dtype=dtype)
+        if tokens is None:
+            length = min(COMPARED_TOKENS, loaded.positions or COMPARED_TOKENS)
+            tokens = torch.randint(loaded.tokenizer.size, (1, length), generator=torch.Generator().manual_seed(0))
+        with emulated_matmuls(emulated_dtypes(loaded.device, dtype)):
+            logits.append(loaded.model(tokens.to(loaded.device)).logits.float().cpu())
+        del loaded
+    return float((logits[0] - logits[1]).abs().max()), float(logits[0].abs().max())
