@@ -151,7 +151,7 @@ def _check_inputs(config: Config) -> None:
 
     if config.model.from_ is not None:
         local_folder(config.model.from_, "model.from")
-    check_first_record(config.data)
+    check_first_record(config.data, config.train.objective)
 
 
 def recipes() -> dict[str, str]:

@@ -109,9 +109,7 @@ def _blueprint(model: ModelConfig) -> Blueprint:
 
 def _build(prepared: PreparedModel, choice: ResolvedRun, ledger: Ledger, on_gpu: bool) -> TrainStep:
     ranks = Ranks(0, choice.world_size, 0, torch.device("cpu"))
-    model, optimizer = build(
-        prepared, choice, ranks, objective=find_objective(choice.config.train.objective), values=False
-    )
+    model, optimizer = build(prepared, choice, ranks, objective=find_objective(choice.config), values=False)
     if on_gpu:
         optimizer = _with_gpu_optimizer(optimizer, model)
         _use_gpu_loss(model)
@@ -143,7 +141,7 @@ def _use_gpu_loss(model: ParallelModel) -> None:
     """On CUDA the loss of a chunk, which is larger, is one kernel that overwrites the logits with their gradient."""
 
     def overwrite_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return logits.new_zeros((), dtype=torch.float32), logits
+        return logits.new_zeros(len(logits), dtype=torch.float32), logits
 
     for end in (one for module in model.modules for one in module.modules() if isinstance(one, HeadAndLoss)):
         if end.measure is None:

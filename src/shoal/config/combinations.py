@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import SHARDINGS, STRATEGIES, Strategy, find_strategy
 from shoal.config.locate import KeyPath, Origins
@@ -64,6 +65,12 @@ def _strategy(strategy: Strategy, sharding: str, parallel: ParallelConfig) -> It
 
 def _parallelism(config: Config) -> Iterator[Finding]:
     parallel, train = config.parallel, config.train
+    if parallel.cp > 1 and objective_facts(train.objective).pairs:
+        yield (
+            "parallel.cp",
+            f"parallel.cp shards sequences, and train.objective {train.objective} compares answers that are whole; use "
+            "cp 1 with strategy fsdp, or tp.",
+        )
     if parallel.tp > 1 and find_optimizer(train.optimizer.name).needs_whole_matrices:
         yield (
             "parallel.tp",
@@ -106,6 +113,13 @@ def _attention(config: Config) -> Iterator[Finding]:
 
 
 def _data(config: Config) -> Iterator[Finding]:
+    objective = objective_facts(config.train.objective)
+    if config.data.streaming and objective.reference and config.adapter.kind == "none":
+        yield (
+            "data.streaming",
+            f"data.streaming reads data while training, and train.objective {objective.name} without an adapter "
+            "computes the reference of all of it before; use false, or adapter.kind lora.",
+        )
     if config.data.streaming and config.train.epochs is not None:
         yield (
             "data.streaming",

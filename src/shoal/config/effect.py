@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import Strategy, find_strategy
 from shoal.config.explain import shown
@@ -124,6 +125,21 @@ def _optimizer_without(option: str) -> Callable[[_Run], str | None]:
     return reason
 
 
+def _objective_without(option: str) -> Callable[[_Run], str | None]:
+    def reason(run: _Run) -> str | None:
+        name = run.config.train.objective
+        return f"train.objective {name} does not use it" if option not in dict(objective_facts(name).options) else None
+
+    return reason
+
+
+def _compares_answers(run: _Run) -> str | None:
+    name = run.config.train.objective
+    if objective_facts(name).pairs:
+        return f"train.objective {name} compares the answers" if run.config.data.train_on == "all" else None
+    return _plain_text(run)
+
+
 def _no_evaluation(run: _Run) -> str | None:
     return "data.validation is 0, so nothing is evaluated" if run.config.data.validation == 0 else None
 
@@ -153,7 +169,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ),
     ("adapter.quantize", lambda run: "adapter.kind is not qlora" if run.config.adapter.kind != "qlora" else None),
     ("model.attention", _no_tiles_to_skip),
-    ("data.train_on", _plain_text),
+    ("data.train_on", _compares_answers),
     *((f"data.{key}", _only_for("hf")) for key in ("split", "subset")),
     ("data.token_dtype", _only_for("tokens")),
     ("data.columns", _no_columns),
@@ -173,6 +189,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         lambda run: "only wsd has it" if run.config.train.schedule.name != "wsd" else None,
     ),
     *((f"train.optimizer.{option}", _optimizer_without(option)) for option in ("betas", "eps", "momentum")),
+    *((f"train.preference.{option}", _objective_without(option)) for option in ("beta", "gamma")),
     *((f"train.loss_scale.{key}", _unscaled) for key in ("initial", "fixed")),
     ("train.reduce_dtype", _no_reduction),
     ("train.slow_rank.behind", _nobody_to_wait),

@@ -55,12 +55,38 @@ def split_documents(lengths: np.ndarray, length: int, long: str) -> Bounds:
     return Bounds(starts, np.minimum(starts + length + 1, np.repeat(firsts + lengths, parts)), count)
 
 
+def shorten_pairs(lengths: np.ndarray, length: int, long: str) -> Bounds:
+    """The documents of pairs, which are consecutive and have to fit one sequence together. `long`: the answers of
+    longer pairs are shortened (`truncate`), the longer one first, or both are left out (`drop`)."""
+    lengths = lengths.astype(np.int64)
+    firsts = np.cumsum(lengths) - lengths
+    both = lengths.reshape(-1, 2)
+    too_long = both.sum(axis=1) > length + 1
+    count = int(np.sum(too_long))
+    if long == "drop":
+        kept = np.repeat(~too_long, 2)
+        return Bounds(firsts[kept], (firsts + lengths)[kept], count)
+    assert long == "truncate"
+    half = (length + 1) // 2
+    most = np.maximum(half, length + 1 - both[:, ::-1])  # what the other one leaves, but at least half
+    return Bounds(firsts, firsts + np.minimum(both, most).reshape(-1), count)
+
+
 @dataclass(frozen=True)
 class Packing:
     """`order`: document indices, sequence by sequence. `counts`: documents per sequence."""
 
     order: np.ndarray
     counts: np.ndarray
+
+    def in_documents(self, each: int) -> "Packing":
+        """The packing of documents, where each item is `each` consecutive ones."""
+        return Packing((self.order[:, None] * each + np.arange(each)).reshape(-1), self.counts * each)
+
+
+def one_each(items: int) -> Packing:
+    """Every item is a sequence."""
+    return Packing(np.arange(items), np.ones(items, dtype=np.int64))
 
 
 def fit_documents(lengths: np.ndarray, capacity: int) -> Packing:

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.attention import added_to_scores, packed_mask
+from shoal.models.emulate import emulated_matmuls, emulated_now
 from shoal.models.flex import document_blocks
 
 IGNORED = -100
@@ -30,8 +31,8 @@ KERNEL_CHUNK_LOGITS = 1 << 28
 # be the same dtype: their inputs are cast.
 SINGLE_DTYPE = ("DbrxExperts",)
 
-# From logits and labels: the summed loss in fp32, and its gradient with respect to the logits, in their dtype. The
-# logits may be overwritten.
+# From logits and labels: the loss of each token in fp32, and the gradient of their sum with respect to the logits, in
+# their dtype. The logits may be overwritten.
 Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -43,6 +44,7 @@ class MicroBatch(Protocol):
     positions: Tensor | None
     documents: Tensor | None
     mask: Tensor | None  # the attention mask, where it does not follow from `documents`
+    reference: Tensor | None  # of pairs: see `data.loader.MicroBatch`
 
 
 class LossSums(NamedTuple):
@@ -119,9 +121,7 @@ class LanguageModel(nn.Module):
         inputs = {"input_ids": batch.inputs, **self.model_kwargs(batch)}
         if self.anatomy.linear_head:
             return self.losses(self.hidden(inputs), batch)
-        with self._autocast(batch.inputs.device):
-            logits = self.model(**inputs).logits
-        return self.losses_of_logits(logits, batch)
+        return self.losses_of_logits(self.logits(inputs), batch)
 
     def losses_of_logits(self, logits: Tensor, batch: MicroBatch) -> LossSums:
         """As `losses`, where the head is more than one matrix."""
@@ -158,6 +158,12 @@ class LanguageModel(nn.Module):
             result: Tensor = self.model.get_submodule(self.anatomy.backbone)(**inputs).last_hidden_state
         return result
 
+    def logits(self, inputs: dict[str, Any]) -> Tensor:
+        """The logits of the model, where the head is more than one matrix."""
+        with self._autocast(inputs["input_ids"].device):
+            result: Tensor = self.model(**inputs).logits
+        return result
+
     def _autocast(self, device: torch.device) -> AbstractContextManager[None]:
         """Matmuls in `matmul_dtype`, everything else in the dtype of its inputs or in fp32."""
         if self.matmul_dtype is None:
@@ -178,15 +184,20 @@ class HeadAndLoss(nn.Module):
         self.loss = loss
         self.measure = measure
 
-    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, labels: Tensor, *, per_token: bool = False) -> Tensor:
+        """The sum of the losses or, `per_token`, each of them, in the shape of `labels` and 0 where they are
+        IGNORED."""
         head = self.head
         hidden = hidden.to(head.weight.dtype)
         if self.loss == "plain":
-            return self.loss_of_logits(head(hidden), labels)
+            logits = head(hidden)
+            return self.losses_of_logits(logits, labels) if per_token else self.loss_of_logits(logits, labels)
         measure, most = self.chunks(hidden)
         # Chunks are sized by the full vocabulary, so that ranks with uneven shards of it issue the same collectives.
         rows = even_chunk(hidden.shape[0] * hidden.shape[1], most // int(head.out_features))
-        return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten(), measure, rows)
+        compute = chunked_token_losses if per_token else chunked_cross_entropy
+        found = compute(hidden.flatten(0, 1), head.weight, labels.flatten(), measure, rows)
+        return found.view_as(labels) if per_token else found
 
     def chunks(self, hidden: Tensor) -> tuple[Measure, int]:
         """The cross-entropy of a chunk of logits on the device of `hidden`, and the maximum of elements in a chunk."""
@@ -200,6 +211,15 @@ class HeadAndLoss(nn.Module):
             return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
         loss: Tensor = _MeasuredCrossEntropy.apply(logits, labels, self.measure)  # type: ignore[no-untyped-call]
         return loss
+
+    def losses_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each token."""
+        rows = logits.flatten(0, 1)
+        if self.measure is None:
+            found = F.cross_entropy(rows.float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        else:
+            found = _MeasuredTokenLosses.apply(rows, labels.flatten(), self.measure)  # type: ignore[no-untyped-call]
+        return found.view_as(labels)
 
 
 def _over_tokens(loss: Tensor, labels: Tensor) -> LossSums:
@@ -240,6 +260,18 @@ def chunked_cross_entropy(
     return loss
 
 
+def chunked_token_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure | None = None, rows: int | None = None
+) -> Tensor:
+    """The cross-entropy of each token of `hidden @ weight.T`, with the logits of `rows` tokens at a time: for a loss
+    that is not the sum of them."""
+    rows = rows or max(1, CHUNK_LOGITS // weight.shape[0])
+    losses: Tensor = _ChunkedTokenLosses.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, measure or measure_full_vocabulary, rows
+    )
+    return losses
+
+
 def measure_full_vocabulary(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy over an unsharded vocabulary."""
     if has_kernel(logits):
@@ -249,23 +281,36 @@ def measure_full_vocabulary(logits: Tensor, labels: Tensor) -> tuple[Tensor, Ten
     log_probabilities = torch.log_softmax(logits.float(), dim=-1)
     counted = labels != IGNORED
     label_log_probabilities = log_probabilities.gather(1, labels.clamp_min(0)[:, None]).squeeze(1)
-    loss = -torch.where(counted, label_log_probabilities, 0.0).sum()
+    losses = -torch.where(counted, label_log_probabilities, 0.0)
     hit = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
     probabilities = log_probabilities.exp()
-    return loss, (torch.where(hit, probabilities - 1, probabilities) * counted[:, None]).to(logits.dtype)
+    return losses, (torch.where(hit, probabilities - 1, probabilities) * counted[:, None]).to(logits.dtype)
 
 
 class _MeasuredCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
-        loss, grad_logits = measure(logits, labels)
+        losses, grad_logits = measure(logits, labels)
         ctx.save_for_backward(grad_logits)
-        return loss
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
         (grad_logits,) = ctx.saved_tensors
         return (grad_logits.float() * outer).to(grad_logits.dtype), None, None
+
+
+class _MeasuredTokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
+        losses, grad_logits = measure(logits, labels)
+        ctx.save_for_backward(grad_logits)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
+        (grad_logits,) = ctx.saved_tensors
+        return (grad_logits.float() * outer[:, None]).to(grad_logits.dtype), None, None
 
 
 def _add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -300,8 +345,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], rows):
             part, part_labels = hidden[start : start + rows], labels[start : start + rows]
-            loss, grad_logits = measure(part @ weight.T, part_labels)
-            total += loss
+            losses, grad_logits = measure(part @ weight.T, part_labels)
+            total += losses.sum()
             if hidden_gradient is not None:
                 torch.matmul(grad_logits, weight, out=hidden_gradient[start : start + rows])
             if wants_weight:  # accumulated over chunks in fp32, as inside one large matmul
@@ -324,3 +369,47 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+class _ChunkedTokenLosses(torch.autograd.Function):
+    """Computes the logits of a chunk twice: in the forward pass for the losses, and in the backward pass, where the
+    weight of each token in the final loss is known, for the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure, rows: int) -> Tensor:
+        starts = range(0, hidden.shape[0], rows)
+        losses = torch.cat(
+            [measure(hidden[one : one + rows] @ weight.T, labels[one : one + rows])[0] for one in starts]
+        )
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.measure, ctx.rows, ctx.emulated = measure, rows, emulated_now()
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, labels = ctx.saved_tensors
+        rows, (wants_hidden, wants_weight) = ctx.rows, ctx.needs_input_grad[:2]
+        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        weight_gradient: Tensor | None = None
+        with emulated_matmuls(ctx.emulated):
+            for start in range(0, hidden.shape[0], rows):
+                here = slice(start, start + rows)
+                part = hidden[here]
+                factors: Tensor | None = outer[here, None]
+                if hidden.dtype == torch.float16:
+                    # The smallest gradients would underflow before they are multiplied by the loss scale.
+                    grad_logits = ctx.measure((part @ weight.T).float(), labels[here])[1]
+                    grad_logits, factors = grad_logits.mul_(factors).to(hidden.dtype), None
+                else:
+                    grad_logits = ctx.measure(part @ weight.T, labels[here])[1]
+                # Else the factors are applied to hidden states and their gradient, which are narrower than logits.
+                if hidden_gradient is not None:
+                    torch.matmul(grad_logits, weight, out=hidden_gradient[here])
+                    if factors is not None:
+                        hidden_gradient[here] *= factors
+                if wants_weight:
+                    scaled = part if factors is None else (part * factors).to(part.dtype)
+                    weight_gradient = _add_matmul(weight_gradient, grad_logits.T, scaled)
+                del grad_logits  # frees it before the next chunk's logits are computed
+        cast = None if weight_gradient is None else weight_gradient.to(weight.dtype)
+        return hidden_gradient, cast, None, None, None

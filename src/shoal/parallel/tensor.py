@@ -219,7 +219,7 @@ class VocabularyShard:
         sums = torch.stack([probabilities.sum(dim=-1), label_logits])
         dist.all_reduce(sums, group=self.group)
         counted = labels != IGNORED
-        loss = torch.where(counted, sums[0].log() + highest - sums[1], 0.0).sum()
+        losses = torch.where(counted, sums[0].log() + highest - sums[1], 0.0)
         probabilities.div_(sums[0][:, None])
         probabilities.scatter_add_(1, index, -here.to(probabilities.dtype)[:, None])
-        return loss, probabilities.mul_(counted[:, None]).to(dtype)
+        return losses, probabilities.mul_(counted[:, None]).to(dtype)

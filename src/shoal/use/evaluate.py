@@ -24,6 +24,8 @@ from shoal.models.emulate import emulated_dtypes, emulated_matmuls
 from shoal.models.loss import LanguageModel, choose_loss
 from shoal.objectives import Objective, find_objective
 from shoal.objectives.evaluate import evaluate_held_out
+from shoal.objectives.preference import Preference
+from shoal.objectives.references import References
 from shoal.parallel.device import inspect_device
 from shoal.parallel.float8 import check_float8, use_float8
 from shoal.parallel.micro_batches import MicroBatchRunner
@@ -81,7 +83,9 @@ def evaluate_run(
         )
     sets = choose_sequences(config, loaded, overrides, report)
     micro_batch = _micro_batch(RunDirectory(run), config)
-    objective = find_objective(config.train.objective)
+    objective = find_objective(config)
+    if isinstance(objective, Preference) and objective.precomputes:
+        objective.references = References.read(run)
     module = _with_loss(loaded, config, objective, micro_batch, precision.compute if precision.mixed else None).eval()
     runner = MicroBatchRunner(module, lambda batch: batch.to(loaded.device), keeps_weights=False)
     with torch.no_grad(), emulated_matmuls(emulated_dtypes(loaded.device, precision.compute)):
@@ -128,10 +132,12 @@ def choose_sequences(
     keys = {text.partition("=")[0].strip() for text in overrides}
     # `data=FILE` sets the path too.
     other = "data.path" in keys or (loaded.config is not None and config.data.path != loaded.config.data.path)
-    not_apart = why_not_packed(loaded.model.config.get_text_config().model_type)
+    not_apart, objective = why_not_packed(loaded.model.config.get_text_config().model_type), config.train.objective
     held_out = config.data.validation if not other or "data.validation" in keys else None
     if held_out is None or isinstance(held_out, str):  # training data is not needed, and may be a stream
-        sequences = prepare(config.data, loaded.tokenizer, report=report, path=held_out, not_apart=not_apart)
+        sequences = prepare(
+            config.data, loaded.tokenizer, report=report, path=held_out, not_apart=not_apart, objective=objective
+        )
         order = ShuffledOrder(len(sequences), config.seed, separate=len(sequences))
         summary = sequences.summary
         return Sets(sequences, sequences, order, summary.mean_length, summary.mean_loss_tokens)
@@ -139,7 +145,9 @@ def choose_sequences(
         raise UserMistake(
             f"{loaded.path} has no held-out data (data.validation is 0); give other data, such as data.path=FILE."
         )
-    return prepare_sets(config.data, loaded.tokenizer, seed=config.seed, report=report, not_apart=not_apart)
+    return prepare_sets(
+        config.data, loaded.tokenizer, seed=config.seed, report=report, not_apart=not_apart, objective=objective
+    )
 
 
 def _with_loss(

@@ -102,11 +102,12 @@ def preview_source(
     report: Report,
     cache: Path | None = None,
     not_apart: str | None = None,
+    objective: str = "causal_lm",
 ) -> SourcePreview:
-    """Decode the chosen examples or sequences of one source. `not_apart` is as in `prepare`."""
+    """Decode the chosen examples or sequences of one source. `not_apart` and `objective` are as in `prepare`."""
     if not has_records(data):
         return _preview_prepared(data, tokenizer, choice, report=report, cache=cache, not_apart=not_apart)
-    reader = Documents(data, tokenizer, report=report, cache=cache)
+    reader = Documents(data, tokenizer, report=report, cache=cache, objective=objective)
     separate = (data.pack is True or (data.pack == "auto" and not_apart is None)) and not reader.format.joined
     separate = separate or (data.document_mask and reader.format.joined)
     examples: list[Example] = []

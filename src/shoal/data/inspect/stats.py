@@ -102,6 +102,7 @@ def measure_source(
     weight: float = 1.0,
     report: Report,
     cache: Path | None = None,
+    objective: str = "causal_lm",
 ) -> SourceStats:
     """The statistics of one source; `sequences` is what `prepare` made of it."""
     summary, length = sequences.summary, data.max_length
@@ -127,7 +128,7 @@ def measure_source(
         empty=summary.empty,
         skipped=summary.skipped,
         first_skipped=summary.first_skipped,
-        duplicates=find_duplicates(data, tokenizer, report=report, cache=cache),
+        duplicates=find_duplicates(data, tokenizer, report=report, cache=cache, objective=objective),
         packing=_packing(data, sequences, lengths),
     )
 
@@ -188,7 +189,12 @@ def _filling(tokens: np.ndarray, length: int) -> Filling:
 
 
 def find_duplicates(
-    data: DataConfig, tokenizer: Tokenizer, *, report: Report, cache: Path | None = None
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    report: Report,
+    cache: Path | None = None,
+    objective: str = "causal_lm",
 ) -> Duplicates | None:
     """Compare the text of all documents, by a hash of 8 bytes: about 24 bytes of memory per document."""
     if not has_records(data):
@@ -198,7 +204,8 @@ def find_duplicates(
     names: dict[Path, int] = {}
     # Bad records were counted when the data was prepared.
     skipping = data.model_copy(update={"on_error": "skip"})
-    for digest, record in _hashes(Documents(skipping, tokenizer, report=lambda _: None, cache=cache)):
+    documents = Documents(skipping, tokenizer, report=lambda _: None, cache=cache, objective=objective)
+    for digest, record in _hashes(documents):
         hashes.append(digest)
         lines.append(-1 if record.line is None else record.line)
         files.append(names.setdefault(record.file, len(names)))
