@@ -117,8 +117,8 @@ def test_a_wrong_value_names_its_line_and_what_it_must_be(text: str, says: str) 
             "override train.schedule={nme: linear}: train.schedule.nme is not a key shoal knows. Did you mean name?",
         ),
         (
-            "adapter.kind=lora",
-            "override adapter.kind=lora: adapter.kind lora is not built yet. Use none, which trains the model itself.",
+            "train.compile=thunder",
+            "override train.compile=thunder: train.compile thunder is not built yet. Use auto.",
         ),
     ],
 )
@@ -263,8 +263,6 @@ def test_a_folder_and_a_binary_file_are_not_configs() -> None:
     ("override", "meanwhile"),
     [
         ("model.attention=flash", "Use auto"),
-        ("adapter.kind=lora", "Use none"),
-        ("adapter.rank=16", "Leave it out."),
         ("data.source=cells", "Use another source."),
         ("train.compile=thunder", "Use auto."),
         ("parallel.engine=deepspeed", "Use native."),

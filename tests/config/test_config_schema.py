@@ -184,7 +184,7 @@ def test_a_loaded_config_does_not_change() -> None:
         ("train.optimizer.name", "adamw_torch", "adamw"),
         ("train.optimizer.name", "adamw_8bit", "adamw8bit"),
         ("train.schedule.name", "warmup_stable_decay", "wsd"),
-        ("adapter.quantize", "bnb.nf4", "nf4"),
+        ("adapter.quantize", "BNB.NF4_DQ", "bnb.nf4-dq"),
         ("data.source", "jsonl", "json"),
         ("train.compile", True, True),
         ("train.compile", False, False),

@@ -122,7 +122,7 @@ def test_a_string_may_refer_to_the_environment(monkeypatch: pytest.MonkeyPatch) 
             'run.yaml:2: train.schedule.name is "cos", but must be one of cosine, linear, constant or wsd. '
             "Did you mean cosine?",
         ),
-        ("adapter: lora", "run.yaml:2: adapter.kind lora is not built yet. Use none, which trains the model itself."),
+        ("parallel: {engine: deepspeed}", "run.yaml:2: parallel.engine deepspeed is not built yet. Use native."),
         (
             "train: {optimizer: 3}",
             "run.yaml:2: train.optimizer is 3, but must be adamw, adamw8bit, lion, sgd, muon or "

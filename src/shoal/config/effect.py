@@ -168,6 +168,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         for key in ("rank", "alpha", "dropout", "targets", "dora", "rslora", "train_also")
     ),
     ("adapter.quantize", lambda run: "adapter.kind is not qlora" if run.config.adapter.kind != "qlora" else None),
+    ("model.freeze", lambda run: None if _no_adapter(run) else "an adapter freezes the whole model"),
     ("model.attention", _no_tiles_to_skip),
     ("data.train_on", _compares_answers),
     *((f"data.{key}", _only_for("hf")) for key in ("split", "subset")),

@@ -225,7 +225,7 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "adapter.quantize",
-        "takes nf4, fp4 or int8, with adapter.kind qlora",
+        "takes nf4 or nf4-dq, with adapter.kind qlora",
         "load_in_4bit load_in_8bit quantize quantization quantization_bit quantization_config bnb_4bit_quant_type",
     ),
     ("adapter.dora", "takes true or false", "use_dora peft_use_dora lora_use_dora"),

@@ -28,8 +28,8 @@ Attention = Annotated[
     ),
 ]
 Quantization = Annotated[
-    Literal["nf4", "fp4", "int8"],
-    spelled(("nf4", "fp4", "int8"), {"bnb.nf4": "nf4", "bnb.fp4": "fp4", "bnb.int8": "int8"}),
+    Literal["nf4", "nf4-dq", "bnb.nf4", "bnb.nf4-dq"],
+    spelled(("nf4", "nf4-dq", "bnb.nf4", "bnb.nf4-dq")),
 ]
 _DESCRIBED = [f"{name} ({models})" if (models := FAMILIES[name].models) else name for name in BUILDABLE]
 
@@ -131,10 +131,18 @@ class AdapterConfig(Block):
     rank: Size = Field(8, description="Rank of the adapter.")
     alpha: Positive = Field(16.0, description="Scaling factor of the adapter's output, divided by the rank.")
     dropout: ShareBelowOne = Field(0.0, description="Dropout on the adapter's inputs.")
-    targets: Literal["auto"] | Texts = Field(
-        "auto", description="Linear layers that get an adapter, by name; auto: all in the transformer layers."
+    targets: Literal["auto", "all-linear"] | Texts = Field(
+        "auto",
+        description="Linear layers that get an adapter, by name or pattern; auto and all-linear: all in the "
+        "transformer layers.",
     )
-    quantize: Quantization = Field("nf4", description="Data type of qlora's frozen weights.")
+    quantize: Quantization = Field(
+        "nf4",
+        description="Data type of qlora's frozen weights; -dq: with double quantization; bnb: with bitsandbytes' "
+        "kernels.",
+    )
     dora: bool = Field(False, description="Also train the magnitude of each weight column (DoRA).")
     rslora: bool = Field(False, description="Divide alpha by the square root of the rank (rsLoRA).")
-    train_also: Texts = Field((), description="Patterns of parameters outside the adapter to train as well.")
+    train_also: Texts = Field(
+        (), description="Parameters of the base model to train as well: patterns of their names, or of their modules'."
+    )

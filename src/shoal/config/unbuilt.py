@@ -33,15 +33,7 @@ class Limit:
 # Remove a line when its feature is built. Keys that are not in this table are built.
 LIMITS = (
     Limit("model.attention", _not("flash"), "Use auto, which uses PyTorch's flash attention."),
-    Limit("adapter.kind", _only("none"), "Use none, which trains the model itself."),
-    Limit("adapter.rank", _only(8), "Leave it out."),
-    Limit("adapter.alpha", _only(16.0), "Leave it out."),
-    Limit("adapter.dropout", _only(0.0), "Leave it out."),
-    Limit("adapter.targets", _only("auto"), "Leave it out."),
-    Limit("adapter.quantize", _only("nf4"), "Leave it out."),
-    Limit("adapter.dora", _only(False), "Leave it out."),
-    Limit("adapter.rslora", _only(False), "Leave it out."),
-    Limit("adapter.train_also", _only(()), "Leave it out."),
+    Limit("adapter.kind", _not("qlora"), "Use lora."),
     Limit("data.source", _not("cells"), "Use another source."),
     Limit("train.compile", _not("thunder"), "Use auto."),
     Limit("parallel.engine", _only("native"), "Use native."),

@@ -100,6 +100,9 @@ def _send(connection: Connection, process: Any, item: object) -> None:
 
 def _receive(connection: Connection, process: Any) -> Any:
     try:
+        # A signal that arrives just before a blocking read would be handled only after it.
+        while not connection.poll(1.0):
+            pass
         succeeded, result = connection.recv()
     except (EOFError, ConnectionResetError):
         raise _died(process) from None

@@ -1,4 +1,4 @@
-"""Prepare a model: build it on the meta device, find its parts, freeze its frozen parameters.
+"""Prepare a model: build it on the meta device, find its parts, freeze parameters, add adapters.
 
 Training, preflight, benchmarks, loading and conversion all begin here; `models.weights` then gives it memory.
 """
@@ -16,8 +16,9 @@ from torch import nn
 from shoal.catalogue.causal_models import why_not_causal
 from shoal.catalogue.families import ATTENTION_DROPOUT, HIDDEN_DROPOUT, OTHER_DROPOUT
 from shoal.catalogue.shapes import find_shape, grown_vocabulary
-from shoal.config.schema import ModelConfig
+from shoal.config.schema import AdapterConfig, ModelConfig
 from shoal.mistakes import UserMistake
+from shoal.models.adapters import AddedAdapters, add_adapters
 from shoal.models.anatomy import Anatomy, matmul_parameters, read_anatomy
 from shoal.models.attention import choose_attention
 from shoal.models.families import transformers_config
@@ -99,9 +100,10 @@ class PreparedModel:
     model: Any  # on the meta device, in training mode
     anatomy: Anatomy
     folder: Path | None  # of the weights; None: they are initialized from the seed
-    parameters: int
+    parameters: int  # without adapters
     trained_parameters: int
-    matmul_parameters: int  # as the MFU formula counts them
+    matmul_parameters: int  # as the MFU formula counts them, without adapters
+    adapters: AddedAdapters | None = None
     new_rows: Mapping[str, NewRows] = field(default_factory=dict)  # by the parameter's name
 
     @property
@@ -111,21 +113,34 @@ class PreparedModel:
 
 
 def prepare_model(
-    plan: Blueprint, *, attention: str = "auto", longest: int = 1, freeze: Sequence[str] = ()
+    plan: Blueprint,
+    *,
+    attention: str = "auto",
+    longest: int = 1,
+    freeze: Sequence[str] = (),
+    adapter: AdapterConfig | None = None,
 ) -> PreparedModel:
     """The causal language model of `plan`. `longest` is the length of the longest sequence, on which the attention
-    implementation depends. Parameters whose names match a pattern of `freeze` are not trained."""
+    implementation depends. Parameters whose names match a pattern of `freeze` are not trained; with an `adapter` only
+    the adapter is."""
     model = _build_on_meta(plan, attention=attention, longest=longest)
     anatomy = read_anatomy(model)
-    _freeze(model, freeze)
     parameters = dict(model.named_parameters())
+    # Counted now: quantization replaces matrices by smaller ones.
+    count, in_matmuls = sum(one.numel() for one in parameters.values()), matmul_parameters(parameters, anatomy)
+    adapters = None
+    if adapter is not None and adapter.kind != "none":
+        adapters = add_adapters(model, anatomy, adapter)
+    else:
+        _freeze(model, freeze)
     return PreparedModel(
         model=model,
         anatomy=anatomy,
         folder=plan.folder,
-        parameters=sum(one.numel() for one in parameters.values()),
-        trained_parameters=sum(one.numel() for one in parameters.values() if one.requires_grad),
-        matmul_parameters=matmul_parameters(parameters, anatomy),
+        parameters=count,
+        trained_parameters=sum(one.numel() for one in model.parameters() if one.requires_grad),
+        matmul_parameters=in_matmuls,
+        adapters=adapters,
         new_rows={} if plan.new_rows is None else dict.fromkeys(_with_a_row_per_token(model, anatomy), plan.new_rows),
     )
 

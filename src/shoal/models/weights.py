@@ -6,6 +6,7 @@ depend on the parallel layout.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.mistakes import UserMistake
+from shoal.models.adapters import MAGNITUDE, UP, Factor, adapter_parameters, row_norms
 from shoal.models.anatomy import Anatomy
 from shoal.models.conversion import Tensors, convert
 from shoal.models.names import counted, sources_in_files, unused_in_files
@@ -56,20 +58,25 @@ def materialize(
     splits: Splits = NOT_SPLIT,
     offload: bool = False,
     vectors: torch.dtype | None = None,
+    frozen: torch.dtype | None = None,
 ) -> None:
     """Allocate every parameter and buffer of `model` on `device` and set its value. Without `source`, parameters stay
     uninitialized.
 
     `splits`: the parameters that tensor parallelism has split. `offload`: sharded parameters live in CPU memory.
-    `vectors`: the dtype of norms and biases, if it differs from `dtype`.
+    `vectors`: the dtype of norms and biases, and `frozen`: of parameters that are not trained, if it differs from
+    `dtype`.
     """
     for parameter, slots in parameter_slots(model).items():
         home = torch.device("cpu") if offload and isinstance(parameter, DTensor) else device
-        _allocate(parameter, slots, home, vectors if vectors is not None and parameter.dim() < 2 else dtype)
+        kind = frozen if frozen is not None and not parameter.requires_grad else dtype
+        _allocate(parameter, slots, home, vectors if vectors is not None and parameter.dim() < 2 else kind)
     if source is not None and source.folder is not None:
         _read_weights(model, source.folder, splits, source.new_rows)
     elif source is not None:
         _draw_weights(model, anatomy, device, source.seed, splits)
+    if source is not None:
+        _start_adapters(model, source.seed, splits)
     _restore_buffers(model, device)
     if source is not None and source.folder is not None:
         _read_buffers(model, source.folder)
@@ -105,7 +112,7 @@ def _draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int,
     initialize = _initializers(model)
     with torch.random.fork_rng(devices=devices):
         for name in anatomy.blocks:
-            modules = _children_first(model.get_submodule(name))
+            modules = _without_adapters(_children_first(model.get_submodule(name)))
             _reseed(seed, name)
             with _whole_parameters(modules, device, split):
                 for module in modules:
@@ -116,6 +123,31 @@ def _draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int,
             for module in outside:
                 _reseed(seed, names[module])
                 initialize[module](module)
+
+
+def _without_adapters(modules: list[nn.Module]) -> list[nn.Module]:
+    return [module for module in modules if not isinstance(module, Factor)]
+
+
+def _start_adapters(model: nn.Module, seed: int, splits: Splits) -> None:
+    """The usual start of LoRA: `A` is drawn, `B` is zero, so that the model starts as its base. On the CPU, from seeds
+    that depend on names only."""
+    for name, parameter in adapter_parameters(model).items():
+        child = name.split(".")[-2]
+        if child == UP:
+            local_tensor(parameter).zero_()
+            continue
+        if child == MAGNITUDE:
+            # Sharded by rows like its matrix, which has whole rows: tensor parallelism does not support DoRA.
+            layer: Any = model.get_submodule(name.rsplit(".", 2)[0])
+            local_tensor(parameter).copy_(row_norms(local_tensor(layer.weight)))
+            continue
+        with torch.random.fork_rng(devices=[]):
+            _reseed(seed, name)
+            drawn = torch.empty(whole_shape(parameter, splits.get(name)))
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
+        for mapping in slice_mappings(parameter, splits.get(name)):
+            local_tensor(parameter)[mapping.local.slices].copy_(drawn[mapping.whole.slices])
 
 
 def _initializers(model: Any) -> dict[nn.Module, Callable[[nn.Module], None]]:
@@ -208,7 +240,7 @@ def locate_weights(
 ) -> dict[str, Stored]:
     """The stored tensor of each parameter, with `new_rows` of added tokens. Reads headers only, and checks shapes."""
     files = open_folder(folder)
-    parameters = dict(model.named_parameters())
+    parameters = _base_parameters(model)
     names = _parameter_names(model)
     found: dict[str, Stored] = {}
     origin: dict[str, str] = {}
@@ -232,6 +264,11 @@ def locate_weights(
                 f"{origin[name]} with shape {found[name].shape}, but the model's config makes it {wanted}."
             )
     return {name: found[name] for name in parameters}
+
+
+def _base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    adapters = adapter_parameters(model)
+    return {name: parameter for name, parameter in model.named_parameters() if name not in adapters}
 
 
 def _parameter_names(model: nn.Module) -> dict[str, str]:
@@ -264,7 +301,7 @@ def check_stored(model: Any, folder: Path, new_rows: Mapping[str, NewRows] = NO_
 def _read_weights(model: Any, folder: Path, splits: Splits, new_rows: Mapping[str, NewRows]) -> None:
     """Each rank reads its own slices of each tensor."""
     stored = locate_weights(model, folder, splits, new_rows)
-    for name, parameter in model.named_parameters():
+    for name, parameter in _base_parameters(model).items():
         for mapping in slice_mappings(parameter, splits.get(name)):
             local_tensor(parameter)[mapping.local.slices].copy_(stored[name].read(mapping.whole))
 

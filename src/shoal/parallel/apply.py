@@ -1,8 +1,8 @@
 """Apply every parallelism and training technique to a model, in the one order that works.
 
-Pipeline stages → tensor parallelism → context parallelism → float8 → activation checkpointing → compile → FSDP and
-weights, or weights and DDP. The model stays on the meta device until its weights are materialized, so that a rank
-allocates memory for its own shard only.
+Pipeline stages → tensor parallelism → context parallelism → float8 → adapters → activation checkpointing → compile →
+FSDP and weights, or weights and DDP. The model stays on the meta device until its weights are materialized, so that a
+rank allocates memory for its own shard only.
 """
 
 from collections.abc import Iterator
@@ -25,6 +25,7 @@ from shoal.models.loss import LossFactory, choose_loss
 from shoal.models.prepare import PreparedModel
 from shoal.models.tensor_slices import Split
 from shoal.models.weights import Weights, kept_buffers, materialize
+from shoal.parallel.adapters import check_adapters, use_adapters
 from shoal.parallel.compile import compile_backend, compile_blocks, sequence_multiple
 from shoal.parallel.context import SequenceShard, check_context_parallel, preparation, split_sequence
 from shoal.parallel.float8 import float8_notes, use_float8
@@ -70,10 +71,11 @@ def parallelize(
         prepared, config, objective, strategy, ParallelDims(mesh, ranks), micro_batch, grad_accum_steps
     )
     parallel_dims, precision, backend = recipe.parallel_dims, recipe.precision, recipe.backend
+    adapted = prepared.adapters is not None
     done = _Applied(stages_of_rank(model, recipe.anatomy, config.parallel.pp_schedule, parallel_dims))
     for stage in done.stages:
         # First: tensor parallelism patches the same norms, and must gather what they have cast.
-        if precision.mixed:
+        if precision.autocast is not None:
             cast_norm_outputs(stage.model, stage.anatomy, precision.compute)
         # Before anything that depends on the shape of a weight.
         if parallel_dims.tp is not None:
@@ -84,6 +86,9 @@ def parallelize(
         # After tensor parallelism, which decides whether the sides of a matrix fit float8 kernels.
         if config.train.precision == "fp8":
             use_float8(stage.blocks)
+        # After everything that replaces the matmul of a base layer.
+        if adapted:
+            use_adapters(stage.model)
         if precision.compute in emulated:
             _emulate_matmuls(module, stage.blocks, recipe, emulated)
         recompute_blocks(stage.blocks, config.train.recompute)
@@ -98,7 +103,9 @@ def parallelize(
             stage.anatomy,
             device=ranks.device,
             dtype=precision.weights,
-            source=Weights(prepared.folder, config.seed, prepared.new_rows) if values else None,
+            frozen=precision.frozen,
+            # A checkpoint of an adapter does not hold the base.
+            source=Weights(prepared.folder, config.seed, prepared.new_rows) if values or adapted else None,
             splits=done.splits,
             offload=config.parallel.offload == "cpu",
         )
@@ -126,6 +133,7 @@ def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, gra
             require_blocks(anatomy, model, key, instead)
     check_pipeline(model, anatomy, mesh.pp, parallel.pp_schedule, grad_accum_steps)
     check_tensor_parallel(model, mesh.tp)
+    check_adapters(config.adapter, mesh)
     check_context_parallel(model, mesh, parallel.cp_method)
     if find_strategy(strategy).fully_shard:
         choose_blocks(model, anatomy, parallel.wrap)
@@ -142,7 +150,7 @@ class _Recipe:
     micro_batch: int
     grad_accum_steps: int
     anatomy: Anatomy  # of the complete model
-    shapes: dict[str, tuple[int, ...]]  # of its parameters and buffers
+    shapes: dict[str, tuple[int, ...]]  # of its parameters and buffers; with an adapter, of the trained ones
     precision: Precision
     loss: str
     backend: str | None  # of torch.compile; None: blocks run eagerly
@@ -178,8 +186,11 @@ def _read_recipe(
     if parallel_dims.gradient_ranks > 1:
         _ = parallel_dims.replicas  # creating a group is collective: also for ranks that never reduce over it
     mesh, device = parallel_dims.mesh, parallel_dims.device
-    precision = read_precision(config.train.precision, config.train.reduce_dtype)
+    adapted = prepared.adapters is not None
+    precision = read_precision(config.train.precision, config.train.reduce_dtype, adapter=adapted)
     everything: dict[str, Tensor] = {**dict(model.named_parameters()), **kept_buffers(model)}
+    if adapted:
+        everything = {name: one for name, one in everything.items() if one.requires_grad}
     backend = compile_backend(config.train.compile, device)
     compiled = backend == "inductor" and device.type == "cuda"
     return _Recipe(
@@ -215,9 +226,8 @@ def _with_loss(stage: StageModel, recipe: _Recipe, splits: dict[str, Split]) -> 
     if parallel_dims.tp is not None and name in splits:
         ((start, _),) = splits[name].spans
         measure = VocabularyShard(start, parallel_dims.tp)
-    matmul_dtype = precision.compute if precision.mixed else None
     inner = recipe.objective.module(
-        stage.model, stage.anatomy, recipe.loss, measure, skips_tiles=recipe.tiles, matmul_dtype=matmul_dtype
+        stage.model, stage.anatomy, recipe.loss, measure, skips_tiles=recipe.tiles, matmul_dtype=precision.autocast
     )
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
 
@@ -250,7 +260,12 @@ def _finish(model: Any, recipe: _Recipe, done: _Applied) -> ParallelModel:
         precision=recipe.precision,
         placement=placement,
         parameters=parameters,
-        buffers={name: buffer for stage in done.stages for name, buffer in kept_buffers(stage.model).items()},
+        buffers={
+            name: one
+            for stage in done.stages
+            for name, one in kept_buffers(stage.model).items()
+            if name in recipe.shapes
+        },
         gradients=Gradients(
             parameters,
             placement,

@@ -62,8 +62,8 @@ class ParallelModel:
 
     @property
     def saved(self) -> dict[str, Tensor]:
-        """The tensors of the model that a checkpoint contains."""
-        return {**self.parameters, **self.buffers}
+        """The tensors of the model that a checkpoint contains: with an adapter, the trained ones."""
+        return {name: one for name, one in {**self.parameters, **self.buffers}.items() if name in self.placement.shapes}
 
     @property
     def low_precision(self) -> dict[Tensor, Tensor]:

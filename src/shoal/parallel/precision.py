@@ -7,10 +7,13 @@ order. Vectors (norms and biases) have no copies: a norm's weight is close to on
 larger than many optimizer updates. (A bias is cast where a matmul adds it.) The residual stream is fp32 too, so that
 small updates to it are not lost. This matches autocast, except that matrices are cast once per step and not at every
 use.
+
+With an adapter the base model is frozen, so it needs no master weights: all of it is held in the compute dtype, as in a
+model that is only run, and the residual stream has that dtype too. Master weights and compute copies are the adapter's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +36,7 @@ class Precision:
     compute: torch.dtype
     reduce: torch.dtype
     scaled: bool  # fp16 gradients underflow without loss scaling
+    frozen_base: bool = False  # an adapter is trained
 
     @property
     def mixed(self) -> bool:
@@ -41,14 +45,33 @@ class Precision:
     @property
     def stream(self) -> torch.dtype:
         """The dtype of the residual stream."""
-        return self.weights
+        return self.compute if self.frozen_base else self.weights
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of matmuls whose inputs have another one; None: there are none."""
+        return self.compute if self.mixed and not self.frozen_base else None
+
+    @property
+    def frozen(self) -> torch.dtype:
+        """The dtype of parameters that are not trained."""
+        return self.compute if self.frozen_base else self.weights
 
     def has_compute_copy(self, parameter: Tensor) -> bool:
-        """Whether matmuls use a low-precision copy of `parameter`."""
-        return self.mixed and parameter.dim() >= 2
+        """Whether the forward pass uses a low-precision copy of `parameter`."""
+        return self.mixed and (parameter.requires_grad if self.frozen_base else parameter.dim() >= 2)
+
+    def is_replicated(self, parameter: Tensor) -> bool:
+        """Whether FSDP leaves `parameter` whole: a unit is all-gathered in one dtype, and vectors stay in fp32."""
+        return self.autocast is not None and parameter.dim() < 2
 
 
-def read_precision(name: str, reduce_dtype: str) -> Precision:
+def read_precision(name: str, reduce_dtype: str, *, adapter: bool = False) -> Precision:
+    found = _read_precision(name, reduce_dtype)
+    return replace(found, frozen_base=True) if adapter else found
+
+
+def _read_precision(name: str, reduce_dtype: str) -> Precision:
     if name == "32-true":
         return Precision(torch.float32, torch.float32, torch.float32, scaled=False)
     if name == "bf16-true":

@@ -139,9 +139,9 @@ def shard_fully(
     )
     # Pinning memory needs an accelerator.
     offload_policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    # A unit is all-gathered in one dtype, and vectors stay in fp32: they are replicated. They are at most a thousandth
-    # of a model, and their gradients are all-reduced after the last micro-batch of a step.
-    replicated = {one for one in module.parameters() if precision.mixed and not precision.has_compute_copy(one)}
+    # Replicated vectors are at most a thousandth of a model. Their gradients are all-reduced after the last micro-batch
+    # of a step.
+    replicated = {one for one in module.parameters() if precision.is_replicated(one)}
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal.catalogue.families import Plan, find_plan
 from shoal.mistakes import UserMistake
+from shoal.models.adapters import DOWN, UP
 from shoal.models.anatomy import Anatomy
 from shoal.models.loss import IGNORED
 from shoal.models.tensor_slices import Split
@@ -81,6 +82,8 @@ def _split_block(block: nn.Module, name: str, plan: Plan, group: dist.ProcessGro
         fused = plan.fused.get(column, 1)
         for key, at in (("weight", dimension), ("bias", 0)):
             _split_parameter(linear, key, f"{name}.{column}", at, fused, group, splits)
+        if UP in linear._modules:
+            _split_parameter(linear.lora_B, "weight", f"{name}.{column}.{UP}", 0, fused, group, splits)
         if not isinstance(linear, nn.Linear):
             linear.nf = linear.weight.shape[1]
             if fused > 1:  # GPT-2's attention splits the fused q, k and v by a stored size
@@ -90,6 +93,8 @@ def _split_block(block: nn.Module, name: str, plan: Plan, group: dist.ProcessGro
         linear = block.get_submodule(row)
         is_linear = isinstance(linear, nn.Linear)
         _split_parameter(linear, "weight", f"{name}.{row}", 1 if is_linear else 0, 1, group, splits)
+        if DOWN in linear._modules:
+            _split_parameter(linear.lora_A, "weight", f"{name}.{row}.{DOWN}", 1, 1, group, splits)
         patch(linear, RowParallel, tensor_group=group, transposed=not is_linear)
     for norm in plan.norms:
         patch(block.get_submodule(norm), _GatherOutput, tensor_group=group)

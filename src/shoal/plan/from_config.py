@@ -1,6 +1,7 @@
 """Translates a config into the `Run` that the forecast is computed from."""
 
 from dataclasses import dataclass
+from fnmatch import fnmatch
 
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
@@ -117,8 +118,9 @@ def check_model(shape: ModelShape, config: Config, machine: Machine) -> None:
     if precision.startswith("bf16") and gpu.bf16 is None:
         raise UserMistake(f"train.precision {precision} is not supported by {gpu.name}; use 16-mixed.")
     names = [one.name for one in linears(shape)]
-    for target in config.adapter.targets if config.adapter.kind != "none" and config.adapter.targets != "auto" else ():
-        if target not in names:
+    targets = () if config.adapter.kind == "none" else config.adapter.targets
+    for target in () if isinstance(targets, str) else targets:
+        if not any(_selects(target, name, shape) for name in names):
             raise UserMistake(
                 f"adapter.targets: no linear layer of a {shape.family} block is called {target}."
                 f"{suggestion(target, names)} The names are {', '.join(names)}."
@@ -147,9 +149,26 @@ def read_adapter(config: Config, shape: ModelShape) -> Adapter | None:
     wanted = config.adapter
     if wanted.kind == "none":
         return None
-    targets = [one.name for one in linears(shape)] if wanted.targets == "auto" else list(wanted.targets)
-    quantize = wanted.quantize if wanted.kind == "qlora" else None
-    return Adapter(wanted.rank, tuple(targets), quantize, dora=wanted.dora, dropout=wanted.dropout > 0)
+    targets = tuple(
+        one.name
+        for one in linears(shape)
+        if isinstance(wanted.targets, str) or any(_selects(target, one.name, shape) for target in wanted.targets)
+    )
+    quantize = None if wanted.kind != "qlora" else "nf4"
+    return Adapter(
+        wanted.rank,
+        targets,
+        quantize,
+        double_quantized=wanted.quantize.endswith("-dq"),
+        dora=wanted.dora,
+        dropout=wanted.dropout > 0,
+    )
+
+
+def _selects(target: str, linear: str, shape: ModelShape) -> bool:
+    """Whether an entry of `adapter.targets` selects a linear layer of the blocks, as in `models.adapters`."""
+    name = shape.traits.names.weight(linear, 0).removesuffix(".weight")
+    return name == target or name.endswith(f".{target}") or linear == target or fnmatch(name, target)
 
 
 def effective_strategy(config: Config, machine: Machine, strategy: str) -> str:

@@ -94,6 +94,7 @@ def preflight(
         attention=config.model.attention,
         longest=config.data.max_length,
         freeze=config.model.freeze,
+        adapter=config.adapter,
     )
     model = prepared.model
     check_groups(dict(model.named_parameters()), config.train)
@@ -311,7 +312,8 @@ def count_flops(prepared: PreparedModel, mesh: Mesh) -> Callable[[int, int], flo
     if getattr(settings, "num_hidden_layers", None) is None:  # BLT has several models within
         return lambda sequences, length: math.nan
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    per_token = 4 * prepared.matmul_parameters + 2 * matmul_parameters(trained, anatomy)
+    adapters = 0 if prepared.adapters is None else prepared.adapters.parameters
+    per_token = 4 * (prepared.matmul_parameters + adapters) + 2 * matmul_parameters(trained, anatomy)
     attention: int = 12 * settings.num_hidden_layers * attention_width(settings)
     sharing = mesh.pp * mesh.cp * mesh.tp
     return lambda sequences, length: sequences * length * (per_token + attention * length) / sharing

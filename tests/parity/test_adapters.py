@@ -1,0 +1,116 @@
+"""LoRA and its variants train the same under every strategy as in one process, and on the frozen base as PEFT does."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import settings, train_on, weights
+from tests.parity.test_parity import (
+    ALONE,
+    EXACT_STEPS,
+    FAMILIES,
+    MICRO_BATCH,
+    TOGETHER,
+    Strategy,
+    hold_equal,
+)
+
+LORA = {"kind": "lora", "rank": 4, "alpha": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": LORA,
+    "rslora": {**LORA, "rslora": True, "targets": ["q_proj", "v_proj"]},
+    "dora": {**LORA, "dora": True},
+    "also": {**LORA, "train_also": ["*norm*", "embed_tokens"]},
+}
+BY_NAME = {strategy.name: strategy for strategy in ALONE + TOGETHER}
+QUICK = ("ddp", "zero1", "full_shard", "offload_cpu", "recompute_full", "tp", "pp", "cp_gather")
+SLOW = (
+    "zero2",
+    "zero3",
+    "shard_grad_op",
+    "hybrid_shard",
+    "no_shard",
+    "offload_optimizer",
+    "recompute_selective",
+    "compile",
+    "pp_interleaved",
+    "pp_zero_bubble",
+    "cp_ulysses",
+    "fsdp_tp",
+    "fsdp_pp",
+    "tp_pp",
+    "fsdp_cp",
+    "pp_fsdp_tp",
+)
+
+
+@pytest.fixture(scope="session")
+def reference(instructions: Path, tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def train(kind: str, family: str, layers: int, precision: str, global_batch: int) -> Path:
+        config = _config(instructions, kind, family, layers, precision, global_batch)
+        return train_on(1, config, tmp_path_factory.mktemp("reference"))
+
+    return train
+
+
+def _config(
+    data: Path, kind: str, family: str, layers: int, precision: str, global_batch: int, **changes: Any
+) -> dict[str, Any]:
+    return settings(
+        data,
+        model__shape={**FAMILIES[family], "layers": layers, "positions": 512},
+        adapter=KINDS[kind],
+        train__precision=precision,
+        train__steps=EXACT_STEPS,
+        train__global_batch=global_batch,
+        train__micro_batch=MICRO_BATCH,
+        **changes,
+    )
+
+
+def _compare(
+    strategy: Strategy, data: Path, reference: Any, runs: Path, *, kind: str, family: str, precision: str
+) -> None:
+    world_size = strategy.world_sizes[0]
+    grad_accum_steps = 4 if "pp" in strategy.parallel else 1
+    global_batch = MICRO_BATCH * strategy.data_parallel(world_size) * grad_accum_steps
+    config = _config(data, kind, family, strategy.layers, precision, global_batch, **strategy.changes(world_size))
+    run = train_on(world_size, config, runs)
+    expected = reference(kind, family, strategy.layers, precision, global_batch)
+    if precision == "32-true":
+        hold_equal(run, expected, bitwise=strategy.bitwise and world_size == 2 and grad_accum_steps == 1)
+    else:
+        hold_equal(run, expected, bitwise=False, loss=2e-3, norm=2e-2)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)])
+def test_lora_trains_the_same_as_in_one_process(name, instructions, reference, tmp_path):
+    _compare(BY_NAME[name], instructions, reference, tmp_path, kind="lora", family="llama", precision="32-true")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full_shard", "tp", "pp", "cp_gather", "zero1"])
+def test_lora_on_another_family_trains_the_same_as_in_one_process(name, instructions, reference, tmp_path):
+    _compare(BY_NAME[name], instructions, reference, tmp_path, kind="lora", family="pythia", precision="32-true")
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("name", ["ddp", "full_shard", pytest.param("tp", marks=pytest.mark.slow)])
+def test_lora_in_low_precision_trains_nearly_the_same(name, precision, instructions, reference, tmp_path):
+    _compare(BY_NAME[name], instructions, reference, tmp_path, kind="lora", family="llama", precision=precision)
+
+
+@pytest.mark.parametrize("kind", ["rslora", "dora", "also"])
+@pytest.mark.parametrize(
+    "name", ["full_shard", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zero1", "pp", "cp_gather"))]
+)
+def test_its_variants_train_the_same_as_in_one_process(name, kind, instructions, reference, tmp_path):
+    _compare(BY_NAME[name], instructions, reference, tmp_path, kind=kind, family="llama", precision="32-true")
+
+
+def test_a_checkpoint_holds_the_adapter_and_not_the_base(instructions, reference, tmp_path):
+    saved = weights(reference("lora", "llama", 2, "32-true", MICRO_BATCH))
+    assert {name.split(".")[-2] for name in saved} == {"lora_A", "lora_B"}
