@@ -101,6 +101,29 @@ def test_every_strategy_equals_one_process(
         assert evaluation(run)[f"eval_{key}"] == pytest.approx(evaluation(expected)[f"eval_{key}"], rel=1e-4, abs=1e-5)
 
 
+LORA = {"adapter": {"kind": "lora", "rank": 4, "targets": "all-linear"}, "train__lr": 0.02}
+
+
+@pytest.fixture(scope="module")
+def adapted(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_on(1, config_of(pairs, "dpo", **LORA), tmp_path_factory.mktemp("adapted"))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "pp", slow("ddp"), slow("tp"), slow("chunked"), slow("recomputed")])
+def test_the_base_of_an_adapter_is_the_reference(mesh: str, adapted: Path, pairs: Path, tmp_path: Path) -> None:
+    """Each step switches the adapter off. A pipeline computes the same before the first step."""
+    world_size, changes = MESHES[mesh]
+    run = train_on(world_size, config_of(pairs, "dpo", **LORA, **changes), tmp_path)
+    assert (run / "reference.safetensors").exists() == (mesh == "pp")
+    assert not (adapted / "reference.safetensors").exists()
+    one, many = lines(adapted), lines(run)
+    assert one[0]["loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert one[-1]["rewards/margins"] > 0.01
+    for key in ("loss", *METRICS):
+        wanted = [line[key] for line in one]
+        assert [line[key] for line in many] == pytest.approx(wanted, rel=1e-4, abs=1e-5), key
+
+
 @pytest.mark.parametrize("objective", ["dpo", slow("ipo"), slow("orpo")])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     objective: str, trained: Any, pairs: Path, tmp_path: Path
