@@ -67,13 +67,16 @@ MESHES = {
     "tp": (2, {"parallel__tp": 2}),
     "pp": (2, {"parallel__pp": 2}),
     "zero-bubble": (2, {"parallel__pp": 2, "parallel__pp_schedule": "zero-bubble", "model__shape__layers": 4}),
+    "cp": (2, {"parallel__cp": 2}),
+    "ulysses": (2, {"parallel__cp": 2, "parallel__cp_method": "ulysses", "train__loss_impl": "chunked"}),
+    "pp cp": (4, {"parallel__pp": 2, "parallel__cp": 2}),
     "chunked": (2, {"parallel__strategy": "fsdp", "train__loss_impl": "chunked"}),
     "tp chunked": (2, {"parallel__tp": 2, "train__loss_impl": "chunked"}),
     "recomputed": (2, {"parallel__strategy": "fsdp", "train__recompute": "full"}),
     "fsdp tp": (4, {"parallel__strategy": "fsdp", "parallel__tp": 2}),
     "fsdp pp": (4, {"parallel__strategy": "fsdp", "parallel__pp": 2}),
 }
-QUICK = {("dpo", "ddp"), ("dpo", "fsdp"), ("dpo", "pp"), ("simpo", "tp chunked")}
+QUICK = {("dpo", "fsdp"), ("dpo", "pp"), ("dpo", "cp"), ("simpo", "tp chunked")}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,9 @@ def adapted(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_on(1, config_of(pairs, "dpo", **LORA), tmp_path_factory.mktemp("adapted"))
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "pp", slow("ddp"), slow("tp"), slow("chunked"), slow("recomputed")])
+@pytest.mark.parametrize(
+    "mesh", ["fsdp", "pp", slow("ddp"), slow("tp"), slow("cp"), slow("chunked"), slow("recomputed")]
+)
 def test_the_base_of_an_adapter_is_the_reference(mesh: str, adapted: Path, pairs: Path, tmp_path: Path) -> None:
     """Each step switches the adapter off. A pipeline computes the same before the first step."""
     world_size, changes = MESHES[mesh]

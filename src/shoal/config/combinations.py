@@ -65,12 +65,6 @@ def _strategy(strategy: Strategy, sharding: str, parallel: ParallelConfig) -> It
 
 def _parallelism(config: Config) -> Iterator[Finding]:
     parallel, train = config.parallel, config.train
-    if parallel.cp > 1 and objective_facts(train.objective).pairs:
-        yield (
-            "parallel.cp",
-            f"parallel.cp shards sequences, and train.objective {train.objective} compares answers that are whole; use "
-            "cp 1 with strategy fsdp, or tp.",
-        )
     if parallel.tp > 1 and find_optimizer(train.optimizer.name).needs_whole_matrices:
         yield (
             "parallel.tp",

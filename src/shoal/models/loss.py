@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
@@ -109,6 +110,8 @@ class LanguageModel(nn.Module):
         self.model = model
         self.anatomy = anatomy
         self.skips_tiles = skips_tiles
+        # The ranks that have the other shards of each sequence, for a loss that is not a sum over tokens.
+        self.sequence_group: dist.ProcessGroup | None = None
         self.head_and_loss = HeadAndLoss(model.get_submodule(anatomy.head), loss, measure)
         self.matmul_dtype = matmul_dtype
         if matmul_dtype is not None:

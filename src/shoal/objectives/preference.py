@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shoal.catalogue.objectives import objective_facts
@@ -124,12 +125,12 @@ class PairModel(LanguageModel):
         training = self.training
         self.eval()
         with without_adapters(self.model):
-            found = _answers(self._token_losses(batch), batch)
+            found = self._answers(self._token_losses(batch), batch)
         self.train(training)
         return found.logps
 
     def _compare(self, token_losses: Tensor, batch: Batch) -> LossSums:
-        answers = _answers(token_losses, batch)
+        answers = self._answers(token_losses, batch)
         if self.scores is not None:
             self.scores.append(answers.logps.detach())
         found = self.pair_loss(answers)
@@ -141,14 +142,26 @@ class PairModel(LanguageModel):
             (rewards[..., 0] > rewards[..., 1]).double(),
             *logps.unbind(-1),
         )
-        sums = (torch.where(counted, one, 0.0).sum() for one in reported)
-        return LossSums(loss.float(), (loss.detach(), counted.sum(), *sums))
+        sums = (loss.detach(), counted.sum(), *(torch.where(counted, one, 0.0).sum() for one in reported))
+        if self.sequence_group is not None and dist.get_rank(self.sequence_group) > 0:
+            sums = tuple(torch.zeros_like(one) for one in sums)  # the first of the ranks has them
+        return LossSums(loss.float(), sums)
+
+    def _answers(self, token_losses: Tensor, batch: Batch) -> Answers:
+        """The answers of a micro-batch, of which this rank may have only some of the tokens."""
+        found = _answers_here(token_losses, batch)
+        if self.sequence_group is None:
+            return found
+        both = torch.stack([found.logps.detach(), found.tokens])
+        dist.all_reduce(both, group=self.sequence_group)
+        # Each rank differentiates the whole loss with respect to its own tokens.
+        return Answers(found.logps + (both[0] - found.logps.detach()), found.reference, both[1])
 
 
-def _answers(token_losses: Tensor, batch: Batch) -> Answers:
+def _answers_here(token_losses: Tensor, batch: Batch) -> Answers:
     """The log-probabilities of a micro-batch's answers: documents 2k and 2k + 1 of a sequence are its pair k."""
     documents, reference = batch.documents, batch.reference
-    assert documents is not None, "sequences of pairs are collated with documents, and not sharded"
+    assert documents is not None, "sequences of pairs are collated with documents"
     assert reference is not None
     sequences, pairs, _ = reference.shape
     width = 2 * pairs + 1  # and one for the padding, which is a document of its own

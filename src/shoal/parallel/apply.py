@@ -229,6 +229,7 @@ def _with_loss(stage: StageModel, recipe: _Recipe, splits: dict[str, Split]) -> 
     inner = recipe.objective.module(
         stage.model, stage.anatomy, recipe.loss, measure, skips_tiles=recipe.tiles, matmul_dtype=precision.autocast
     )
+    inner.sequence_group = parallel_dims.cp
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
 
 

@@ -78,7 +78,7 @@ def compute(job: Job, sequences: Sequences, sequence_ids: np.ndarray) -> Known:
             batch.labels[torch.from_numpy(~real)] = IGNORED
             batches.append(batch)
         job.model.measure(batches)
-        if scores and dims.reports_loss:  # in a pipeline, the last stage has them
+        if scores and dims.reports_loss and dims.coordinate["cp"] == 0:  # in a pipeline, the last stage has them
             for some, found in zip(indices, scores, strict=False):
                 for index, logps in zip(some.tolist(), found.cpu(), strict=True):
                     if index < len(sequence_ids):
