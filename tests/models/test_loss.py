@@ -12,11 +12,12 @@ from torch import Tensor
 
 from shoal.catalogue.shapes import shape_from_sizes
 from shoal.data.loader import MicroBatch
-from shoal.models import loss as losses
+from shoal.models import cross_entropy
 from shoal.models.anatomy import read_anatomy
 from shoal.models.attention import MASKLESS
+from shoal.models.cross_entropy import IGNORED, chunked_cross_entropy, measure_full_vocabulary
 from shoal.models.families import transformers_config
-from shoal.models.loss import IGNORED, LanguageModel, choose_loss, chunked_cross_entropy, measure_full_vocabulary
+from shoal.models.loss import LanguageModel, choose_loss
 from tests.models.small import FAMILIES, VOCAB, drawn, small_config, tokens
 
 ROWS, WIDTH, WORDS = 37, 16, 50
@@ -53,7 +54,7 @@ def plain_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tenso
 
 @pytest.fixture(params=[1, 5 * WORDS, 1 << 25], ids=["one row per chunk", "five rows per chunk", "one chunk"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", request.param)
+    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -207,7 +208,7 @@ def as_batch(sequences: Tensor, **more: Any) -> MicroBatch:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "neox", "gpt2"])
 def test_plain_and_chunked_train_alike(family, tied, monkeypatch):
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", 7 * VOCAB)
+    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", 7 * VOCAB)
     batch = as_batch(tokens())
     batch.labels[0, :9] = IGNORED
     results = []

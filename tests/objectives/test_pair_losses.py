@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.config.schema import Config
 from shoal.data import StoredSequences, Summary
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
-from shoal.models import loss as loss_module
+from shoal.models import cross_entropy
 from shoal.models.anatomy import Anatomy, read_anatomy
 from shoal.objectives import find_objective
 from shoal.objectives.preference import PairModel, Preference
@@ -122,7 +122,7 @@ def hold_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.fixture(params=["plain", "chunked"])
 def loss_impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 5 * VOCAB)  # five tokens at a time
+    monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", 5 * VOCAB)  # five tokens at a time
     return str(request.param)
 
 
@@ -177,7 +177,7 @@ def test_chunked_gradients_in_fp16_do_not_underflow_before_the_loss_scale(scale:
     """Of a token whose probability is 1e-9: the gradient is below the smallest number of fp16 unless it is scaled."""
     hidden = torch.tensor([[16.0, 1.0]], dtype=torch.float16, requires_grad=True)
     weight = torch.tensor([[1.0, 0.0], [-0.25, 1.0]], dtype=torch.float16, requires_grad=True)
-    losses = loss_module.chunked_token_losses(hidden, weight, torch.tensor([0]))
+    losses = cross_entropy.chunked_token_losses(hidden, weight, torch.tensor([0]))
     (losses * scale).sum().backward()
     assert weight.grad is not None
     expected = scale * 16 * math.exp(16 * -0.25 + 1 - 16)
@@ -227,7 +227,8 @@ def _trl_dpo(name: str, answers: list[tuple[Answer, Answer]], model: Any) -> tup
     metrics: dict[str, Any] = {"train": defaultdict(list)}
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True), accelerator=_Accelerator(), beta=BETA,
-        loss_types=["sigmoid" if name == "dpo" else name], loss_weights=[1.0], ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl",
+        loss_types=["sigmoid" if name == "dpo" else name], loss_weights=[1.0], f_divergence_type="reverse_kl",
+        ld_alpha=None, precompute_ref_logps=True,
         use_weighting=False, aux_loss_enabled=False, _metrics=metrics, _total_train_tokens=0, _tp_size=1,
     )  # fmt: skip
     given = {

@@ -20,7 +20,8 @@ from shoal.bench.ledger import Ledger, Peak
 from shoal.config.schema import Config, ModelConfig
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.mistakes import UserMistake
-from shoal.models.loss import KERNEL_CHUNK_LOGITS, HeadAndLoss
+from shoal.models.cross_entropy import KERNEL_CHUNK_LOGITS
+from shoal.models.loss import HeadAndLoss
 from shoal.models.prepare import Blueprint, PreparedModel, blueprint, prepare_model
 from shoal.models.tensor_slices import local_tensor
 from shoal.objectives import find_objective
@@ -150,7 +151,7 @@ def _use_gpu_loss(model: ParallelModel) -> None:
 
 def _cpu_only_tensors(model: nn.Module) -> Callable[[str, str, Tensor], bool]:
     """The chunked loss accumulates a matmul into the head's gradient; only a CPU allocates the matmul's result, unless
-    it is fp32 (models/loss.py)."""
+    it is fp32 (models/cross_entropy.py)."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     width = None if head is None else head.weight.shape[1]
 

@@ -23,7 +23,8 @@ import torch
 from shoal.data.loader import MicroBatch
 from shoal.data.sequences import Sequences
 from shoal.models.anatomy import Anatomy
-from shoal.models.loss import LanguageModel, Measure
+from shoal.models.cross_entropy import Measure
+from shoal.models.loss import LanguageModel
 
 
 class Objective(Protocol):

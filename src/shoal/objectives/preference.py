@@ -21,7 +21,8 @@ from shoal.data.loader import MicroBatch, collate_next_token
 from shoal.data.sequences import DOCUMENT, Sequences
 from shoal.models.adapters import without_adapters
 from shoal.models.anatomy import Anatomy
-from shoal.models.loss import IGNORED, LanguageModel, LossSums, Measure
+from shoal.models.cross_entropy import IGNORED, Measure
+from shoal.models.loss import LanguageModel, LossSums
 from shoal.models.loss import MicroBatch as Batch
 from shoal.objectives.pair_losses import PAIR_LOSSES, Answers, PairLoss
 from shoal.objectives.references import References
