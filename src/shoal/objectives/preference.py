@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.catalogue.objectives import objective_facts
+from shoal.config.reference import computes_before, switches_adapter_off
 from shoal.config.schema import Config
 from shoal.data.loader import MicroBatch, collate_next_token
 from shoal.data.sequences import DOCUMENT, Sequences
@@ -47,12 +48,7 @@ class Preference:
         options = {key: default if given[key] is None else given[key] for key, default in facts.options}
         self.name = facts.name
         self.pair_loss: PairLoss = partial(PAIR_LOSSES[self.name], **options)
-        # The base of an adapter is the reference, and each step computes it. A pipeline has one forward pass per
-        # micro-batch, and what `train_also` names is trained without an adapter that could be switched off.
-        adapter = config.adapter
-        switches = adapter.kind != "none" and config.parallel.pp == 1 and not adapter.train_also
-        self.switches_adapters = facts.reference and switches
-        self.precomputes = facts.reference and not switches
+        self.switches_adapters, self.precomputes = switches_adapter_off(config), computes_before(config)
         self.references: References | None = None  # set before the first step
 
     def collate(
