@@ -10,6 +10,8 @@ import pytest
 
 from shoal.data import Sequences, load_tokenizer, prepare
 from shoal.data.first_look import check_first_record
+from shoal.data.inspect.preview import Choice, preview_source
+from shoal.data.inspect.stats import measure_source
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
 from shoal.mistakes import UserMistake
 
@@ -93,6 +95,25 @@ def test_long_pairs_may_be_dropped_and_not_split(pairs: Pairs, said: list[str]) 
         pairs(ONE, long_documents="split")
     with pytest.raises(UserMistake, match=r"All 1 pairs in data.path .* Raise data.max_length\.$"):
         pairs(("c?", "x", "y" * 90), long_documents="drop")
+
+
+def test_a_preview_shows_both_answers_and_what_becomes_of_them(pairs: Pairs, tmp_path: Path, settings: Any) -> None:
+    prepared = pairs(ONE, LONG, ("d" * 40, "x", "y"), max_length=44)
+    data = settings(source="json", path=tmp_path / "pairs.jsonl", max_length=44)
+
+    def look(**choice: Any) -> Any:
+        return preview_source(data, BYTES, Choice(**choice), report=lambda _: None, objective="dpo")
+
+    examples = look(count=3).examples
+    assert [(one.number, one.fate, one.loss_tokens) for one in examples] == [
+        (0, "kept", 4), (0, "kept", 3), (1, "truncated", 20), (1, "truncated", 20), (2, "dropped", 0), (2, "dropped", 0),
+    ]  # fmt: skip
+    assert [one.number for one in look(count=1, first=1).examples] == [1, 1]
+    shown = [[one.tokens for one in sequence.documents] for sequence in look(count=9, sequences=True).sequences]
+    assert sorted(shown) == sorted([[6, 5], [22, 22]])
+    stats = measure_source(data, BYTES, prepared, report=lambda _: None, objective="dpo")
+    assert (stats.documents, stats.longer, stats.dropped) == (6, 2, 1)
+    assert (stats.packing.packed.sequences, stats.packing.chosen) == (2, "packed")
 
 
 def test_objectives_on_pairs_share_the_cache(pairs: Pairs, said: list[str]) -> None:

@@ -84,9 +84,11 @@ class Packing:
         return Packing((self.order[:, None] * each + np.arange(each)).reshape(-1), self.counts * each)
 
 
-def one_each(items: int) -> Packing:
-    """Every item is a sequence."""
-    return Packing(np.arange(items), np.ones(items, dtype=np.int64))
+def pack_units(lengths: np.ndarray, capacity: int, each: int, *, together: bool) -> Packing:
+    """Pack units of `each` consecutive documents, as many as fit, or each into a sequence of its own."""
+    units = lengths.reshape(-1, each).sum(axis=1)
+    alone = Packing(np.arange(len(units)), np.ones(len(units), dtype=np.int64))
+    return (fit_documents(units, capacity) if together else alone).in_documents(each)
 
 
 def fit_documents(lengths: np.ndarray, capacity: int) -> Packing:

@@ -144,9 +144,7 @@ def write_sequences(
         raise _nothing_to_learn(summary, key, length)
     starts, ends, loss_tokens = bounds.starts[kept], bounds.ends[kept], loss_tokens[kept]
     if separate and not stream:
-        units = (ends - starts).reshape(-1, per_unit).sum(axis=1)
-        packing = pack.fit_documents(units, length + 1) if settings.pack_apart else pack.one_each(len(units))
-        packing = packing.in_documents(per_unit)
+        packing = pack.pack_units(ends - starts, length + 1, per_unit, together=settings.pack_apart)
         starts, ends, loss_tokens = _write_packed(corpus, starts, ends, loss_tokens, packing, progress)
     write_array(folder / DOCUMENT_LENGTHS, corpus.lengths)
     write_array(folder / "starts.npy", starts)

@@ -107,7 +107,10 @@ def measure_source(
     """The statistics of one source; `sequences` is what `prepare` made of it."""
     summary, length = sequences.summary, data.max_length
     lengths = document_lengths(sequences)
-    over = np.empty(0, np.int64) if lengths is None else lengths[lengths > length + 1]
+    # What has to fit a sequence: a document, or both of a pair.
+    units = np.empty(0, np.int64) if lengths is None else lengths
+    units = units.reshape(-1, 2).sum(axis=1) if summary.pairs else units
+    over = units[units > length + 1]
     policy = long_documents(data, summary.joined)
     kept_of_each = {"truncate": length + 1, "drop": 0}
     lost = int((over - kept_of_each[policy]).sum()) if policy in kept_of_each else 0
@@ -169,12 +172,15 @@ def _packing(data: DataConfig, sequences: Sequences, lengths: np.ndarray | None)
     joined, length = sequences.summary.joined, data.max_length
     stored = sequences.lengths(np.arange(len(sequences)))
     actual = _filling(stored, length)
-    is_packed = bool(data.pack) if joined else sequences.separate
+    pairs = sequences.summary.pairs
+    is_packed = bool(data.pack) if joined or pairs else sequences.separate
     if is_packed:
         if lengths is None:
             return Packing("packed", actual, None)
-        single = pack.split_documents(lengths, length, long_documents(data, joined))
-        return Packing("packed", actual, _filling(single.ends - single.starts, length))
+        place = pack.shorten_pairs if pairs else pack.split_documents
+        single = place(lengths, length, long_documents(data, joined))
+        kept = (single.ends - single.starts).reshape(-1, 2 if pairs else 1).sum(axis=1)
+        return Packing("packed", actual, _filling(kept, length))
     if joined and lengths is not None:
         stream = pack.split_stream(int(lengths.sum()), length)
         return Packing("unpacked", _filling(stream.ends - stream.starts, length), actual)
