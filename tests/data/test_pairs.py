@@ -106,7 +106,8 @@ def test_a_preview_shows_both_answers_and_what_becomes_of_them(pairs: Pairs, tmp
 
     examples = look(count=3).examples
     assert [(one.number, one.fate, one.loss_tokens) for one in examples] == [
-        (0, "kept", 4), (0, "kept", 3), (1, "truncated", 20), (1, "truncated", 20), (2, "dropped", 0), (2, "dropped", 0),
+        (0, "kept", 4), (0, "kept", 3), (1, "truncated", 20), (1, "truncated", 20),
+        (2, "dropped", 0), (2, "dropped", 0),
     ]  # fmt: skip
     assert [one.number for one in look(count=1, first=1).examples] == [1, 1]
     shown = [[one.tokens for one in sequence.documents] for sequence in look(count=9, sequences=True).sequences]

@@ -44,21 +44,27 @@ class References:
 
     def of(self, sequences: Sequences, sequence_id: int) -> np.ndarray:
         """pairs × 2: chosen, rejected."""
+        self.require(sequences, np.array([sequence_id]))
         content = sequences.summary.content
-        known = self.known.get(content)
+        known = self.known[content]
+        place = int(np.searchsorted(known.sequence_ids, sequence_id))
+        end = int(self._ends[content][place])
+        return known.values[end - int(known.counts[place]) : end]
+
+    def require(self, sequences: Sequences, sequence_ids: np.ndarray) -> None:
+        """A UserMistake if those of some of these sequences are not known."""
+        known = self.known.get(sequences.summary.content)
         if known is None:
             raise UserMistake(
                 "There are no reference log-probabilities of this data: they are computed when a run starts, of its "
                 f"own data only; {AGAIN}."
             )
-        place = int(np.searchsorted(known.sequence_ids, sequence_id))
-        if place == len(known.sequence_ids) or known.sequence_ids[place] != sequence_id:
+        places = np.minimum(np.searchsorted(known.sequence_ids, sequence_ids), len(known.sequence_ids) - 1)
+        if missing := int(np.sum(known.sequence_ids[places] != sequence_ids)):
             raise UserMistake(
-                f"Sequence {sequence_id} has no reference log-probabilities: they were computed when the run started, "
-                f"for its steps then; {AGAIN}."
+                f"There are no reference log-probabilities of {missing:,} of {len(sequence_ids):,} sequences: they "
+                f"were computed when the run started, for as many steps as it had then; lower train.steps, or {AGAIN}."
             )
-        end = int(self._ends[content][place])
-        return known.values[end - int(known.counts[place]) : end]
 
     def write(self, folder: Path) -> None:
         """Write them into `folder`, whole or not at all."""

@@ -22,8 +22,10 @@ def provide_references(job: Job) -> None:
         return
     if job.saved is not None and job.saved.parent in checkpoint_folders(job.config, job.run):
         objective.references = References.read(job.run.path)
+        for sequences, sequence_ids in wanted_sequences(job, spare=0):
+            objective.references.require(sequences, sequence_ids)
         return
-    sets = wanted_sequences(job)
+    sets = wanted_sequences(job, spare=max(SPARE_STEPS, int(job.inputs.steps * SPARE_SHARE)))
     total = sum(len(sequence_ids) for _, sequence_ids in sets)
     job.reporter.say(f"Computing the reference log-probabilities of {total:,} sequences.")
     found = References({sequences.summary.content: compute(job, sequences, ids) for sequences, ids in sets})
@@ -36,11 +38,10 @@ def provide_references(job: Job) -> None:
     job.log.restart_clock()
 
 
-def wanted_sequences(job: Job) -> list[tuple[Sequences, np.ndarray]]:
-    """The sequences that the run trains on, and those that are held out."""
-    sets, steps = job.inputs.sets, job.inputs.steps
-    spare = max(SPARE_STEPS, int(steps * SPARE_SHARE))
-    trained = sets.order.training_sequences(0, (steps + spare) * job.resolved.global_batch)
+def wanted_sequences(job: Job, *, spare: int) -> list[tuple[Sequences, np.ndarray]]:
+    """The sequences that the run trains on, and in `spare` steps more, and those that are held out."""
+    sets, steps = job.inputs.sets, job.inputs.steps + spare
+    trained = sets.order.training_sequences(0, steps * job.resolved.global_batch, job.progress.left_out)
     held_out = sets.order.validation_sequences()
     if sets.validation is None:
         return [(sets.training, np.unique(trained))]
