@@ -44,8 +44,9 @@ class Evaluation:
     run: str
     step: int
     metrics: dict[str, float]  # of the objective: loss, perplexity, …
-    tokens: int  # loss tokens
+    tokens: int  # loss tokens, or pairs
     sequences: int
+    counted: str = "loss tokens"  # what `tokens` counts
 
     @property
     def eval_loss(self) -> float:
@@ -105,6 +106,7 @@ def evaluate_run(
         metrics=found.metrics,
         tokens=found.weight,
         sequences=found.sequences,
+        counted="pairs" if isinstance(objective, Preference) else "loss tokens",
     )
 
 
