@@ -106,3 +106,9 @@ def test_links_within_a_node_are_faster_than_those_between_nodes() -> None:
         if gpu.link.startswith(("nvlink", "xgmi")):
             assert LINKS[gpu.link].bytes_per_second > LINKS["infiniband-ndr"].bytes_per_second
     assert LINKS["pcie3"].bytes_per_second < LINKS["pcie4"].bytes_per_second < LINKS["pcie5"].bytes_per_second
+
+
+def test_every_gpu_has_a_link_to_its_host_of_its_generation() -> None:
+    generations = {"t4": "pcie3", "a100-80gb": "pcie4", "l40s": "pcie4", "h200": "pcie5", "mi250": "pcie4"}
+    assert {name: GPUS[name].host_link.name for name in generations} == generations
+    assert all(gpu.host_link.name.startswith("pcie") for gpu in GPUS.values())

@@ -149,6 +149,18 @@ def test_defaults_are_never_reported() -> None:
             "train.optimizer.momentum 0.5 has no effect: adamw does not use it.",
         ),
         (
+            {"train": {"optimizer": {"rounding": "stochastic"}}},
+            {"train": {"optimizer": {"rounding": "stochastic"}, "precision": "bf16-true"}},
+            None,
+            "train.optimizer.rounding stochastic has no effect: train.precision auto has fp32 weights.",
+        ),
+        (
+            {"train": {"optimizer": {"name": "lion", "rounding": "stochastic"}, "precision": "bf16-true"}},
+            {"train": {"optimizer": {"name": "adamw8bit", "rounding": "stochastic"}, "precision": "bf16-true"}},
+            None,
+            "train.optimizer.rounding stochastic has no effect: lion does not use it.",
+        ),
+        (
             {"data": {"validation": 0}, "eval": {"every": 5}},
             {"data": {"validation": "held-out.json"}, "eval": {"every": 5}},
             None,

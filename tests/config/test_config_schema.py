@@ -58,7 +58,7 @@ train:
   base_batch: null
   lr_groups: {}
   schedule: {name: cosine, warmup: 0.05, total_steps: null, min_ratio: 0.1, decay: 0.2}
-  optimizer: {name: adamw, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1, momentum: 0.9}
+  optimizer: {name: adamw, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1, momentum: 0.9, rounding: nearest}
   clip: 1.0
   precision: auto
   reduce_dtype: fp32

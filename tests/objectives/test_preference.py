@@ -29,7 +29,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _ in range(90):
             asked = " ".join(source.choices(words, k=source.randint(1, 3)))
             answers = {
-                key: f" {word}" * source.randint(1, 3) for key, word in (("chosen", "blue"), ("rejected", "red"))
+                key: f" {word}" * source.randint(1, 3) for key, word in (("chosen", "red"), ("rejected", "blue"))
             }
             file.write(json.dumps({"prompt": f"{asked}:", **answers}) + "\n")
     return path

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from shoal import api
 from shoal.parallel.compile import compile_blocks
+from tests.harness import LLAMA, import_compiler, run_ranks, settings
 from tests.parallel.blocks import small_block
 
 
@@ -31,3 +33,25 @@ def test_a_second_run_in_a_process_uses_its_own_compiler_settings():
         assert saved_elements(keeps_all=True) == everything
     finally:
         compile_blocks([], "eager", keeps_all=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "qlora"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_blocks_with_adapters_compile_without_graph_breaks(kind, recompute, instructions, tmp_path):
+    """A block that cannot be compiled as a whole runs eagerly, which only its speed shows."""
+    config = settings(
+        instructions,
+        model__shape={**LLAMA, "hidden": 64, "ffn": 128, "positions": 512},
+        adapter={"kind": kind, "rank": 4},
+        train__steps=1,
+        train__compile="aot_eager",
+        train__recompute=recompute,
+    )
+
+    def train() -> dict[str, int]:
+        api.train(api.config_from_mapping(config), runs=tmp_path)
+        return dict(torch._dynamo.utils.counters["graph_break"])
+
+    import_compiler()
+    assert run_ranks(1, train) == [{}]

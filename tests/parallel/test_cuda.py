@@ -19,8 +19,10 @@ from shoal.objectives.causal_lm import CausalLM
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import make_optimizer
 from shoal.parallel.apply import parallelize
+from shoal.parallel.compile import compile_blocks as compile_together
 from shoal.parallel.context import attend_before
 from shoal.parallel.ranks import Ranks
+from shoal.parallel.recompute import recompute_blocks
 from shoal.train.step import TrainStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -109,7 +111,7 @@ def test_a_strategy_on_one_gpu_trains_the_same_as_plain_training(strategy, preci
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in plain], rel=10 * bound)
 
 
-@pytest.mark.parametrize("recompute", ["none", "cheap", "selective", "full", {"every": 2}], ids=str)
+@pytest.mark.parametrize("recompute", ["none", "cheap", "selective", "full", "offload", {"every": 2}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_packed_sequences_train_the_same_with_flex_attention_and_a_dense_mask(family, recompute):
     """Compiled blocks use flex attention, with every kind of activation checkpointing."""
@@ -117,6 +119,62 @@ def test_packed_sequences_train_the_same_with_flex_attention_and_a_dense_mask(fa
     found = _losses("single", "bf16-mixed", True, family=family, documents=100, recompute=recompute)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in dense], rel=2e-3)
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in dense], rel=2e-2)
+
+
+@pytest.mark.parametrize("compile_blocks", [False, True])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_offloaded_activations_train_the_same_as_recomputed_ones(strategy, compile_blocks):
+    full, offload = (_losses(strategy, "32-true", compile_blocks, recompute=kind) for kind in ("full", "offload"))
+    assert [loss for loss, _ in offload] == pytest.approx([loss for loss, _ in full], rel=1e-5)
+    assert [norm for _, norm in offload] == pytest.approx([norm for _, norm in full], rel=1e-4)
+
+
+class _Residual(torch.nn.Linear):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given + super().forward(given).relu()
+
+
+@pytest.mark.parametrize("compile_blocks", [False, True])
+def test_offloading_frees_the_device_without_synchronizing(compile_blocks):
+    peaks, gradients = {}, {}
+    for kind in ("full", "offload"):
+        torch.manual_seed(0)
+        blocks = [_Residual(1024, 1024, device="cuda") for _ in range(12)]
+        recompute_blocks(blocks, kind)
+        if compile_blocks:
+            compile_together(blocks, "inductor", keeps_all=False)
+        inputs = torch.randn(8, 1024, 1024, device="cuda")
+        for attempt in range(4):
+            if attempt == 2:  # buffers are allocated and blocks compiled
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                torch.cuda.set_sync_debug_mode("error")
+            hidden = inputs
+            for block in blocks:
+                hidden = block(hidden)
+            hidden.square().sum().backward()
+        torch.cuda.set_sync_debug_mode("default")
+        peaks[kind] = torch.cuda.max_memory_allocated()
+        gradients[kind] = [block.weight.grad for block in blocks]
+    # Of twelve inputs, three at most are on the device: in use, being copied, and the first, which we hold.
+    assert peaks["full"] - peaks["offload"] >= 9 * inputs.nbytes
+    for one, other in zip(gradients["offload"], gradients["full"], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+def test_a_gpu_rounds_stochastically_with_the_bits_of_a_cpu(name):
+    """Up to values that are almost halfway between two others."""
+    settings = {"model": {"shape": "gpt2"}, "train": {"optimizer": {"name": name, "rounding": "stochastic"}}}
+    config, found = config_from_mapping(settings), []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(300, 500, generator=generator).bfloat16().to(device))
+        made = make_optimizer({"weight": weight}, config.train, None)  # type: ignore[arg-type]
+        weight.grad = torch.randn(300, 500, generator=generator).bfloat16().to(device)
+        made.step(1e-3, torch.tensor(True, device=device))
+        found.append(weight.detach().cpu())
+    assert float((found[0] == found[1]).float().mean()) > 0.995
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])

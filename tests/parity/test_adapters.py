@@ -23,6 +23,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "rslora": {**LORA, "rslora": True, "targets": ["q_proj", "v_proj"]},
     "dora": {**LORA, "dora": True},
     "also": {**LORA, "train_also": ["*norm*", "embed_tokens"]},
+    "qlora": {**LORA, "kind": "qlora"},
+    "qlora-dq": {**LORA, "kind": "qlora", "quantize": "nf4-dq"},
+    "qdora": {**LORA, "kind": "qlora", "quantize": "nf4-dq", "dora": True},
 }
 BY_NAME = {strategy.name: strategy for strategy in ALONE + TOGETHER}
 QUICK = ("ddp", "zero1", "full_shard", "offload_cpu", "recompute_full", "tp", "pp", "cp_gather")
@@ -34,6 +37,7 @@ SLOW = (
     "no_shard",
     "offload_optimizer",
     "recompute_selective",
+    "recompute_offload",
     "compile",
     "pp_interleaved",
     "pp_zero_bubble",
@@ -59,9 +63,12 @@ def reference(instructions: Path, tmp_path_factory: pytest.TempPathFactory):
 def _config(
     data: Path, kind: str, family: str, layers: int, precision: str, global_batch: int, **changes: Any
 ) -> dict[str, Any]:
+    shape = {**FAMILIES[family], "layers": layers, "positions": 512}
+    if KINDS[kind]["kind"] == "qlora":  # on two ranks, too, rows of whole blocks
+        shape |= {"hidden": 128, "ffn": 256}
     return settings(
         data,
-        model__shape={**FAMILIES[family], "layers": layers, "positions": 512},
+        model__shape=shape,
         adapter=KINDS[kind],
         train__precision=precision,
         train__steps=EXACT_STEPS,
@@ -103,12 +110,25 @@ def test_lora_in_low_precision_trains_nearly_the_same(name, precision, instructi
     _compare(BY_NAME[name], instructions, reference, tmp_path, kind="lora", family="llama", precision=precision)
 
 
-@pytest.mark.parametrize("kind", ["rslora", "dora", "also"])
+@pytest.mark.parametrize("kind", ["rslora", "dora", "also", "qlora", "qlora-dq", "qdora"])
 @pytest.mark.parametrize(
     "name", ["full_shard", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zero1", "pp", "cp_gather"))]
 )
 def test_its_variants_train_the_same_as_in_one_process(name, kind, instructions, reference, tmp_path):
     _compare(BY_NAME[name], instructions, reference, tmp_path, kind=kind, family="llama", precision="32-true")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ddp", "tp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fsdp_tp", "zero3", "recompute_offload"))],
+)
+def test_qlora_trains_the_same_as_in_one_process(name, instructions, reference, tmp_path):
+    _compare(BY_NAME[name], instructions, reference, tmp_path, kind="qlora", family="llama", precision="32-true")
+
+
+@pytest.mark.parametrize("name", ["full_shard", pytest.param("tp", marks=pytest.mark.slow)])
+def test_qlora_in_bf16_trains_nearly_the_same(name, instructions, reference, tmp_path):
+    _compare(BY_NAME[name], instructions, reference, tmp_path, kind="qlora", family="llama", precision="bf16-mixed")
 
 
 def test_a_checkpoint_holds_the_adapter_and_not_the_base(instructions, reference, tmp_path):

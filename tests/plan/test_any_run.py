@@ -26,7 +26,7 @@ VALUES: dict[str, list[object]] = {
     "parallel.offload": ["none", "cpu", "optimizer", "{optimizer: nvme, path: /tmp}"],
     "parallel.compress": ["none", "bf16", "powersgd"],
     "parallel.engine": ["native", "deepspeed"],
-    "train.recompute": ["none", "cheap", "selective", "full", "auto", "{every: 3}"],
+    "train.recompute": ["none", "cheap", "selective", "full", "offload", "auto", "{every: 3}"],
     "train.precision": ["bf16-mixed", "16-mixed", "32-true", "bf16-true", "fp8"],
     "train.optimizer.name": ["adamw", "adamw8bit", "sgd", "lion", "muon"],
     "train.loss_impl": ["auto", "plain", "chunked", "fused"],

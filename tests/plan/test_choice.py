@@ -12,6 +12,7 @@ from shoal.mistakes import UserMistake
 from shoal.plan.advise import Question, savings
 from shoal.plan.decide import choose
 from shoal.plan.machine import machine_at_hand, read_machine
+from shoal.plan.memory import forecast_memory
 from shoal.plan.models import read_shape
 from shoal.plan.terms import GIB
 from tests.plan.planning import plan
@@ -72,6 +73,23 @@ def test_recompute_auto_recomputes_only_if_nothing_else_fits():
     assert roomy.fits
     assert tight.fits
     assert tight.config.train.recompute == tight.run.recompute
+
+
+def test_recompute_auto_offloads_only_if_nothing_else_fits():
+    arguments = (
+        "model.shape=llama3-8b", "hardware.devices=1", "train.recompute=auto", "train.micro_batch=8",
+        "train.global_batch=8", "data.max_length=8192", "train.precision=bf16-true", "train.optimizer.name=adamw8bit",
+    )  # fmt: skip
+    full, offload = (
+        forecast_memory(plan(*arguments, "hardware.gpu=h200", f"train.recompute={kind}").choice.run).reserved / GIB
+        for kind in ("full", "offload")
+    )
+    between, above = (
+        plan(*arguments, f"hardware.gpu={{like: h200, memory_gib: {memory / 0.94 + 1}}}").choice
+        for memory in ((full + offload) / 2, full)
+    )
+    assert (above.run.recompute, above.fits) == ("full", True)
+    assert (between.run.recompute, between.fits) == ("offload", True)
 
 
 def test_the_chosen_config_has_no_auto_and_leads_to_the_same_choice():

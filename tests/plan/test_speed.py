@@ -61,6 +61,16 @@ def test_activation_checkpointing_takes_time():
     assert 0.98 * speeds[0] < cheap < speeds[0]
 
 
+def test_offloaded_activations_take_time_only_if_the_link_is_slower_than_the_block():
+    def seconds(shape, kind):
+        return forecast_speed(make_run(shape, "h200", micro_batch=4, recompute=kind)).step_seconds
+
+    assert seconds("llama3-8b", "offload") == seconds("llama3-8b", "full")
+    # The blocks of gpt2 are short: 12 of them, with inputs of 768 fp32 elements per token, forth and back.
+    most = 12 * 2 * 4 * 2048 * 768 * 4 / 50e9
+    assert 0 < seconds("gpt2", "offload") - seconds("gpt2", "full") < most
+
+
 def test_compiled_blocks_are_faster_and_fp8_is_faster_still():
     eager, compiled, eight = (
         forecast_speed(make_run(micro_batch=8, compiled=compiled, precision=precision)).tokens_per_second_per_gpu

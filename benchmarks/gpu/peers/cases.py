@@ -11,7 +11,9 @@ JOBS = {
     "1b-fp8-4": "Llama-1.24B shape, float8 matmuls in the blocks, sequences of 4096, micro-batch 4",
     "1b-fp8-8": "Llama-1.24B shape, float8 matmuls in the blocks, sequences of 4096, micro-batch 8",
     "lora": "Llama-3-8B shape, LoRA rank 8 on q and v, sequences of 2048, micro-batch 4",
+    "lora-all": "Llama-3-8B shape, LoRA rank 16 on all linear layers, sequences of 2048, micro-batch 4",
     "qlora": "Llama-3-8B shape, QLoRA (NF4, double quantized) rank 8 on q and v, sequences of 2048, micro-batch 4",
+    "qlora-all": "Llama-3-8B shape, QLoRA (NF4, double quantized) rank 16 on all linear layers, smallest memory",
     "8b": "Llama-3-8B shape, full training on one GPU, sequences of 4096, micro-batch 2",
     "rank": "Llama-3-8B shape, one rank of FSDP over 8, sequences of 8192, micro-batch 2 (compute only)",
     "packing": "Llama-1.24B shape, instructions of 250 tokens on average and 2048 at most: loss tokens per second",
@@ -95,6 +97,11 @@ LOW_MEMORY = {
     "train.recompute": {"every": 2},
 }
 MORE_MEMORY = {"train.precision": "bf16-true", "train.recompute": "cheap"}
+LORA = {"adapter.kind": "lora", "adapter.rank": 8, "adapter.alpha": 16, "adapter.targets": ["q_proj", "v_proj"]}
+LORA_ALL = {"adapter.kind": "lora", "adapter.rank": 16, "adapter.alpha": 16}
+QUANTIZED = {"adapter.kind": "qlora", "adapter.quantize": "nf4-dq"}
+CHEAP = {"train.recompute": "cheap"}
+SMALLEST = {"train.recompute": "offload"}
 CASES = [
     _small("ours", 4, "shoal", "ours"),
     _small("hf-trainer", 4, "HF Trainer", "hf_trainer", needs=TRAINER),
@@ -111,6 +118,8 @@ CASES = [
         "hand-fp8", 8, "hand-written loop, torchao float8", "hand_loop", needs=(*HAND, "torchao"),
         options={"float8": True},
     ),
+    _large("lora-ours", "lora", "shoal", "ours", config=LORA),
+    _large("lora-ours-cheap", "lora", "shoal, recompute cheap", "ours", config=LORA | CHEAP),
     _large(
         "lora-hf-trainer", "lora", "HF Trainer + PEFT", "hf_trainer", needs=(*TRAINER, "peft"),
         options={"adapter": "lora", **BFLOAT16},
@@ -121,12 +130,20 @@ CASES = [
     ),
     _large("lora-litgpt", "lora", "LitGPT LoRA, bf16-true", "litgpt_loop", needs=LITGPT, options={"adapter": "lora"}),
     _large("lora-hand", "lora", "hand-written loop", "hand_loop", needs=(*HAND, "peft"), options={"adapter": "lora"}),
+    _large("lora-all-ours", "lora-all", "shoal", "ours", config=LORA_ALL),
+    _large("lora-all-ours-cheap", "lora-all", "shoal, recompute cheap", "ours", config=LORA_ALL | CHEAP),
+    _large("qlora-ours", "qlora", "shoal", "ours", config=LORA | QUANTIZED),
+    _large("qlora-all-ours", "qlora-all", "shoal", "ours", config=LORA_ALL | QUANTIZED | SMALLEST),
     _large(
         "qlora-hf-trainer-liger", "qlora", "HF Trainer + PEFT + Liger + bitsandbytes", "hf_trainer",
         needs=(*LIGER, "peft", "bitsandbytes"), options={"adapter": "qlora", "liger": True, **BFLOAT16},
     ),
     _large("8b-ours-small", "8b", "shoal, bf16-true, 8-bit AdamW, recompute", "ours", config=LOW_MEMORY),
     _large("8b-ours-large", "8b", "shoal, bf16-true, AdamW", "ours", config=MORE_MEMORY),
+    _large(
+        "8b-ours-stochastic", "8b", "shoal, bf16-true, AdamW, stochastic rounding", "ours",
+        config=MORE_MEMORY | {"train.optimizer.rounding": "stochastic"},
+    ),
     _large(
         "8b-hf-trainer-liger", "8b", "HF Trainer + Liger, 8-bit AdamW, recompute", "hf_trainer",
         needs=(*LIGER, "bitsandbytes"),

@@ -39,6 +39,14 @@ class Gpu:
         """Whether this is the CPU entry."""
         return self.name == "cpu"
 
+    @property
+    def host_link(self) -> Link:
+        """Between the device and the memory of its host: sixteen lanes of the PCI Express of its generation."""
+        if self.name in ("mi250", "mi300x"):
+            return LINKS["pcie4" if self.name == "mi250" else "pcie5"]
+        capability = self.compute_capability or (0, 0)
+        return LINKS["pcie5" if capability >= (9, 0) else "pcie4" if capability >= (8, 0) else "pcie3"]
+
 
 # Bandwidths: vendors' pages and the standards' line rates. Latencies: typical of public collective benchmarks.
 LINKS: dict[str, Link] = {

@@ -50,7 +50,7 @@ OPTIMIZERS = {
         Optimizer(
             "adamw",
             state_tensors=2,
-            options=("betas", "eps"),
+            options=("betas", "eps", "rounding"),
             own_kernel=True,
             streams=True,
             smaller="adamw8bit",
@@ -59,7 +59,7 @@ OPTIMIZERS = {
         Optimizer(
             "adamw8bit",
             state_tensors=2,
-            options=("betas", "eps"),
+            options=("betas", "eps", "rounding"),
             state_bytes=1,
             scale_bytes=4 / 256,  # an fp32 scale per block of 256 elements
             own_kernel=True,

@@ -140,6 +140,11 @@ def _compares_answers(run: _Run) -> str | None:
     return _plain_text(run)
 
 
+def _no_rounding(run: _Run) -> str | None:
+    precision = run.config.train.precision
+    return None if precision == "bf16-true" else f"train.precision {precision} has fp32 weights"
+
+
 def _no_evaluation(run: _Run) -> str | None:
     return "data.validation is 0, so nothing is evaluated" if run.config.data.validation == 0 else None
 
@@ -191,6 +196,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ),
     *((f"train.optimizer.{option}", _optimizer_without(option)) for option in ("betas", "eps", "momentum")),
     *((f"train.preference.{option}", _objective_without(option)) for option in ("beta", "gamma")),
+    ("train.optimizer.rounding", lambda run: _optimizer_without("rounding")(run) or _no_rounding(run)),
     *((f"train.loss_scale.{key}", _unscaled) for key in ("initial", "fixed")),
     ("train.reduce_dtype", _no_reduction),
     ("train.slow_rank.behind", _nobody_to_wait),

@@ -74,6 +74,11 @@ WORDS: tuple[tuple[str, str, str], ...] = (
         "adam_beta1 adam_beta2 beta1 beta2 adam_betas optim_beta1 optim_beta2",
     ),
     ("train.optimizer.eps", "sets the optimizer's epsilon", "adam_epsilon adam_eps epsilon optim_eps"),
+    (
+        "train.optimizer.rounding",
+        "takes nearest or stochastic, for precision bf16-true",
+        "stochastic_rounding bf16_stochastic_round use_stochastic_rounding stochastic_round",
+    ),
     ("train.optimizer", "takes adamw, adamw8bit, lion, sgd or muon", "optim optimizer optimizer_type optimizer_name"),
     (
         "train.clip",
@@ -95,7 +100,7 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "train.recompute",
-        "sets activation checkpointing: none, cheap, selective, full or auto",
+        "sets activation checkpointing: none, cheap, selective, full, offload or auto",
         "gradient_checkpointing activation_checkpointing activation_checkpoint enable_activation_checkpointing "
         "fsdp_activation_checkpointing recompute_granularity selective_ac_option ac_mode ac_freq",
     ),

@@ -97,6 +97,11 @@ class OptimizerConfig(Block):
     eps: Positive = Field(1e-8, description="Added to the denominator for numerical stability.")
     weight_decay: PositiveOrZero = Field(0.1, description="Weight decay coefficient.")
     momentum: ShareBelowOne = Field(0.9, description="Momentum of sgd and muon.")
+    rounding: Literal["nearest", "stochastic"] = Field(
+        "nearest",
+        description="How updated weights are rounded to bf16 with precision bf16-true; stochastic: up or down at "
+        "random, so that updates smaller than the spacing of bf16 values are not lost.",
+    )
 
 
 class RecomputeConfig(Block):
@@ -189,10 +194,11 @@ class TrainConfig(Block):
     )
     reduce_dtype: ReduceDtype = Field("fp32", description="Data type in which gradients are reduced over devices.")
     loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig, description="The loss scale of 16-mixed.")
-    recompute: Literal["none", "cheap", "selective", "full", "auto"] | RecomputeConfig = Field(
+    recompute: Literal["none", "cheap", "selective", "full", "offload", "auto"] | RecomputeConfig = Field(
         "none",
         description="Activation checkpointing: what is recomputed in the backward pass instead of being stored; cheap: "
-        "what costs next to no time, in compiled blocks; auto: the fastest that fits in memory.",
+        "what costs next to no time, in compiled blocks; offload: as full, and the inputs of the blocks are kept in "
+        "pinned host memory; auto: the fastest that fits in memory.",
     )
     compile: bool | Literal["auto", "thunder", "aot_eager"] = Field(
         "auto",

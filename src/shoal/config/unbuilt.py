@@ -33,7 +33,6 @@ class Limit:
 # Remove a line when its feature is built. Keys that are not in this table are built.
 LIMITS = (
     Limit("model.attention", _not("flash"), "Use auto, which uses PyTorch's flash attention."),
-    Limit("adapter.kind", _not("qlora"), "Use lora."),
     Limit("data.source", _not("cells"), "Use another source."),
     Limit("train.compile", _not("thunder"), "Use auto."),
     Limit("parallel.engine", _only("native"), "Use native."),

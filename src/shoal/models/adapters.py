@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shoal.config.schema import AdapterConfig
 from shoal.mistakes import UserMistake, suggestion
 from shoal.models.anatomy import Anatomy, require_blocks
+from shoal.models.nf4_layers import base_matrix, mark_quantized
 
 # Names of an adapted layer's children, in the order in which they are saved.
 DOWN, UP, MAGNITUDE = "lora_A", "lora_B", "lora_magnitude_vector"
@@ -42,6 +43,7 @@ class AddedAdapters:
     layers: tuple[str, ...]  # the names of the adapted layers
     parameters: int  # of the adapters
     also: tuple[str, ...] = ()  # parameters of the base model that are trained as well
+    quantized: tuple[str, ...] = ()  # layers whose frozen weights are quantized
 
 
 def add_adapters(model: nn.Module, anatomy: Anatomy, wanted: AdapterConfig) -> AddedAdapters:
@@ -71,8 +73,10 @@ def add_adapters(model: nn.Module, anatomy: Anatomy, wanted: AdapterConfig) -> A
         if wanted.dora:
             setattr(layer, MAGNITUDE, Factor(outputs))
         layer.adapter_scale, layer.adapter_dropout, layer.adapter_enabled = scale, wanted.dropout, True
+        layer.shared_input = None  # see parallel.adapters
         total += wanted.rank * (inputs + outputs) + (outputs if wanted.dora else 0)
-    return AddedAdapters(tuple(chosen), total, tuple(also))
+    quantized = mark_quantized(model, anatomy, wanted.quantize, also) if wanted.kind == "qlora" else []
+    return AddedAdapters(tuple(chosen), total, tuple(also), tuple(quantized))
 
 
 def scale_of(wanted: AdapterConfig) -> float:
@@ -137,8 +141,9 @@ def add_adapter_output(layer: Any, base: Tensor, inputs: Tensor) -> Tensor:
     down, up = layer.lora_A.weight, layer.lora_B.weight
     if layer.adapter_dropout and layer.training:
         inputs = F.dropout(inputs, layer.adapter_dropout)
-    # The scale is applied to the smallest of the tensors.
-    added = F.linear(F.linear(inputs, down) * layer.adapter_scale, up)
+    shared = layer.shared_input
+    low = F.linear(inputs, down) if shared is None else shared.multiply(layer, inputs)
+    added = F.linear(low * layer.adapter_scale, up)  # the scale is applied to the smallest of the tensors
     if MAGNITUDE not in layer._modules:
         return base + added
     factor: Tensor = (layer.lora_magnitude_vector.weight / _adapted_norms(layer, down, up)).to(base.dtype)
@@ -158,7 +163,7 @@ def row_norms(matrix: Tensor) -> Tensor:
 def _adapted_norms(layer: Any, down: Tensor, up: Tensor) -> Tensor:
     """DoRA: the row norms of `W + scale · B A`, without computing that matrix. No gradient flows through them, as in
     the paper (section 4.3)."""
-    weight, scale = layer.weight, layer.adapter_scale
+    weight, scale = base_matrix(layer), layer.adapter_scale
     down, up = down.float(), up.float()
     crossed = F.linear(weight, down.to(weight.dtype)).float()  # W Aᵀ
     squares: Tensor = row_norms(weight).square()

@@ -122,7 +122,11 @@ def whole_shape(tensor: Tensor, split: Split | None) -> tuple[int, ...]:
 
 def slice_mappings(tensor: Tensor, split: Split | None) -> list[SliceMapping]:
     """The slices of the global tensor that make up `local_tensor(tensor)`; none if this rank holds nothing of it."""
-    held = local_slice(tensor)
+    return held_slices(local_slice(tensor), split)
+
+
+def held_slices(held: TensorSlice, split: Split | None) -> list[SliceMapping]:
+    """The slices of the global tensor that make up the slice `held` of this rank's part of it."""
     if held.empty:
         return []
     local = whole(held.shape)

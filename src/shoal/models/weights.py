@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from shoal.models.anatomy import Anatomy
 from shoal.models.conversion import Tensors, convert
 from shoal.models.names import counted, sources_in_files, unused_in_files
 from shoal.models.new_rows import ExtendedRows, NewRows
+from shoal.models.nf4_layers import STORED, fill_quantized, is_quantized, quantized_layers
 from shoal.models.stored import Stored, equal_values, open_folder
 from shoal.models.tensor_slices import (
     Split,
     Splits,
+    TensorSlice,
     local_slice,
     local_tensor,
     placed_like,
@@ -138,9 +141,10 @@ def _start_adapters(model: nn.Module, seed: int, splits: Splits) -> None:
             local_tensor(parameter).zero_()
             continue
         if child == MAGNITUDE:
-            # Sharded by rows like its matrix, which has whole rows: tensor parallelism does not support DoRA.
             layer: Any = model.get_submodule(name.rsplit(".", 2)[0])
-            local_tensor(parameter).copy_(row_norms(local_tensor(layer.weight)))
+            if not is_quantized(layer):
+                # Sharded by rows like its matrix, which has whole rows: tensor parallelism does not support DoRA.
+                local_tensor(parameter).copy_(row_norms(local_tensor(layer.weight)))
             continue
         with torch.random.fork_rng(devices=[]):
             _reseed(seed, name)
@@ -179,6 +183,10 @@ def _whole_parameters(
 ) -> Iterator[None]:
     """Temporarily give the modules unsharded fp32 parameters, and copy this rank's shards back at the end."""
     real: Slots = {}
+    quantized: list[Any] = [module for module in modules if is_quantized(module)]
+    stored = {
+        layer: {key: layer._parameters.pop(key) for key in STORED if key in layer._parameters} for layer in quantized
+    }
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -190,12 +198,23 @@ def _whole_parameters(
     for parameter, slots in real.items():
         for module, name in slots:
             module._parameters[name] = whole[parameter]
+    for layer in quantized:
+        shape = _whole(layer.matrix_shape, split.get(stored[layer]["weight"]))
+        layer._parameters["weight"] = nn.Parameter(torch.empty(shape, device=device))
     yield
+    for layer in quantized:
+        drawn = layer._parameters["weight"].detach()
+        layer._parameters.update(stored[layer])
+        _fill_quantized(layer, partial(_slice_of, drawn), split.get(stored[layer]["weight"]))
     for parameter, slots in real.items():
         for mapping in slice_mappings(parameter, split.get(parameter)):
             local_tensor(parameter)[mapping.local.slices].copy_(whole[parameter].detach()[mapping.whole.slices])
         for module, name in slots:
             module._parameters[name] = parameter
+
+
+def _slice_of(tensor: Tensor, wanted: TensorSlice) -> Tensor:
+    return tensor[wanted.slices]
 
 
 def _restore_buffers(model: Any, device: torch.device) -> None:
@@ -240,7 +259,11 @@ def locate_weights(
 ) -> dict[str, Stored]:
     """The stored tensor of each parameter, with `new_rows` of added tokens. Reads headers only, and checks shapes."""
     files = open_folder(folder)
-    parameters = _base_parameters(model)
+    shapes = {name: whole_shape(one, splits.get(name)) for name, one in _base_parameters(model).items()}
+    shapes |= {
+        f"{name}.weight": _whole(layer.matrix_shape, splits.get(f"{name}.weight"))
+        for name, layer in quantized_layers(model).items()
+    }
     names = _parameter_names(model)
     found: dict[str, Stored] = {}
     origin: dict[str, str] = {}
@@ -255,20 +278,35 @@ def locate_weights(
         elif name in names and names[name] not in found:  # files may hold a tied weight by its other name only
             found[names[name]] = files.find(first)
             origin[names[name]] = f"{files.file_of(first)} holds {first}"
-    if missing := [name for name in parameters if name not in found]:
+    if missing := [name for name in shapes if name not in found]:
         raise UserMistake(f"{folder} holds no tensor {counted(missing)}, which {type(model).__name__} needs.")
-    found |= {name: ExtendedRows(found[name], rows) for name, rows in new_rows.items() if name in parameters}
-    for name, parameter in parameters.items():
-        if found[name].shape != (wanted := whole_shape(parameter, splits.get(name))):
+    found |= {name: ExtendedRows(found[name], rows) for name, rows in new_rows.items() if name in shapes}
+    for name, wanted in shapes.items():
+        if found[name].shape != wanted:
             raise UserMistake(
                 f"{origin[name]} with shape {found[name].shape}, but the model's config makes it {wanted}."
             )
-    return {name: found[name] for name in parameters}
+    return {name: found[name] for name in shapes}
+
+
+def _whole(shape: tuple[int, int], split: Split | None) -> tuple[int, ...]:
+    return shape if split is None else split.whole_shape(shape)
 
 
 def _base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    adapters = adapter_parameters(model)
-    return {name: parameter for name, parameter in model.named_parameters() if name not in adapters}
+    """The parameters that have values of their own in the files: neither those of adapters nor quantized ones."""
+    others = {*adapter_parameters(model), *(f"{layer}.{key}" for layer in quantized_layers(model) for key in STORED)}
+    return {name: parameter for name, parameter in model.named_parameters() if name not in others}
+
+
+def _fill_quantized(layer: Any, read: Callable[[TensorSlice], Tensor], split: Split | None) -> None:
+    """DoRA's magnitudes start as the norms of the rows as they are quantized."""
+
+    def start_magnitude(rows: Tensor, first: int) -> None:
+        if MAGNITUDE in layer._modules:
+            local_tensor(layer._modules[MAGNITUDE].weight).copy_(row_norms(rows))
+
+    fill_quantized(layer, read, split, start_magnitude)
 
 
 def _parameter_names(model: nn.Module) -> dict[str, str]:
@@ -304,6 +342,9 @@ def _read_weights(model: Any, folder: Path, splits: Splits, new_rows: Mapping[st
     for name, parameter in _base_parameters(model).items():
         for mapping in slice_mappings(parameter, splits.get(name)):
             local_tensor(parameter)[mapping.local.slices].copy_(stored[name].read(mapping.whole))
+    for name, layer in quantized_layers(model).items():
+        weight = f"{name}.weight"
+        _fill_quantized(layer, stored[weight].read, splits.get(weight))
 
 
 def kept_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -19,8 +19,10 @@ from shoal.models.tensor_slices import local_tensor
 from shoal.optim import adamw_update, eight_bit
 from shoal.optim.adamw_update import Hyperparameters, Tensors, Update
 from shoal.optim.eight_bit import FIRST, SCALES, SECOND
+from shoal.optim.rounding import StochasticRounding
 
 NO_COPIES: Mapping[Tensor, Tensor] = {}
+TO_NEAREST: Mapping[Tensor, StochasticRounding] = {}
 
 
 @cache
@@ -45,8 +47,10 @@ class AdamW(Optimizer):
         weight_decay: float = 0.0,
         eight_bits: bool = False,
         dtype: torch.dtype | None = None,
+        rounding: Mapping[Tensor, StochasticRounding] = TO_NEAREST,
     ) -> None:
-        """`dtype` is that of moments that are not in 8 bits; None: the parameter's."""
+        """`dtype` is that of moments that are not in 8 bits; None: the parameter's. `rounding`: of bf16 parameters that
+        are not rounded to nearest."""
         super().__init__(
             params,
             {
@@ -60,6 +64,7 @@ class AdamW(Optimizer):
         )
         on_cuda = all(parameter.is_cuda for group in self.param_groups for parameter in group["params"])
         self.kernel = find_kernel() if on_cuda else None
+        self.rounding = rounding
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -89,7 +94,8 @@ class AdamW(Optimizer):
                     continue
                 state = {field: local_tensor(value) for field, value in self.state[parameter].items()}
                 gradient, copy = local_tensor(parameter.grad), copies.get(parameter)
-                update(Tensors(weight, gradient, state, correction, copy), hyperparameters, usable, factor)
+                tensors = Tensors(weight, gradient, state, correction, copy, self.rounding.get(parameter))
+                update(tensors, hyperparameters, usable, factor)
 
     def empty_field(self, parameter: Tensor, field: str) -> Tensor:
         """A zero-filled state field of one of the parameters."""

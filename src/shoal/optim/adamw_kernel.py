@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shoal.models.tensor_slices import BLOCK
+from shoal.optim import rounding
 from shoal.optim.adamw_update import Hyperparameters, Tensors
 from shoal.optim.eight_bit import FIRST, INDEX_MULTIPLIER, SCALES, SECOND, STEP_MULTIPLIER
 
@@ -12,8 +13,32 @@ ROWS = 4  # a program processes ROWS × BLOCK elements: rows of blocks with 8-bi
 # These need the fewest barriers in the compiled kernel; benchmarks/gpu/adamw_check.py times others too.
 WARPS, WARPS_IN_BLOCKS = 8, 4
 
+# Of `rounding`: a kernel reads no other globals.
+FIRST_MULTIPLIER = tl.constexpr(rounding.FIRST_MULTIPLIER)
+SECOND_MULTIPLIER = tl.constexpr(rounding.SECOND_MULTIPLIER)
+SALT_MULTIPLIER = tl.constexpr(rounding.STEP_MULTIPLIER)
+HIGH_MULTIPLIER = tl.constexpr(rounding.HIGH_MULTIPLIER)
 
-@triton.jit(do_not_specialize=["correction", "lr", "kept", "first_share", "second_kept", "second_share", "eps"])
+
+@triton.jit
+def _mix(word):
+    word = (word ^ (word >> 16)) * FIRST_MULTIPLIER
+    word = (word ^ (word >> 15)) * SECOND_MULTIPLIER
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def _round(values, index, key, step):
+    """`rounding.StochasticRounding.round`."""
+    salt = _mix(key.to(tl.uint32) + step.to(tl.uint32) * SALT_MULTIPLIER)
+    bits = _mix(index.to(tl.uint32) ^ (salt + (index >> 32).to(tl.uint32) * HIGH_MULTIPLIER)) >> 16
+    rounded = ((values.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.where(values - values == 0, rounded, values)  # neither infinite nor NaN
+
+
+@triton.jit(
+    do_not_specialize=["correction", "lr", "kept", "first_share", "second_kept", "second_share", "eps", "key", "start"]
+)
 def _adamw(
     weights,
     gradients,
@@ -32,8 +57,14 @@ def _adamw(
     second_kept,
     second_share,
     eps,
+    key,
+    start,
+    index_rows,  # or None: indices of elements are consecutive, from `start`
+    index_columns,
+    row,
     height,
     width,
+    STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP_MULTIPLIER: tl.constexpr,
@@ -75,6 +106,13 @@ def _adamw(
     direction = first / (tl.sqrt(second) / tl.load(correction + 1) + eps)
     weight = weight * kept - direction * (lr / tl.load(correction))
 
+    if STOCHASTIC:
+        if index_rows is not None:
+            index = tl.load(index_rows + offsets // row, mask=inside, other=0)
+            index += tl.load(index_columns + offsets % row, mask=inside, other=0)
+        else:
+            index = offsets + start
+        weight = _round(weight, index, key, tl.load(step))
     weight = weight.to(weights.dtype.element_ty)
     tl.store(weights + offsets, weight, mask=inside)
     if copies is not None:
@@ -102,6 +140,12 @@ def update(tensors: Tensors, hyperparameters: Hyperparameters, usable: Tensor, f
     weight, state = tensors.weight, tensors.state
     assert all(one.is_contiguous() for one in (weight, *state.values())), "weights and states must be contiguous"
     assert tensors.copy is None or tensors.copy.is_contiguous()
+    stochastic = tensors.rounding
+    key, start, rows, columns = 0, 0, None, None
+    if stochastic is not None:
+        key, start = stochastic.key, stochastic.start or 0
+        if stochastic.start is None:
+            rows, columns = stochastic.rows, stochastic.columns
     if tensors.in_eight_bits:
         width = weight.shape[-1]
         height = weight.numel() // width
@@ -127,8 +171,14 @@ def update(tensors: Tensors, hyperparameters: Hyperparameters, usable: Tensor, f
         hyperparameters.betas[1],
         1 - hyperparameters.betas[1],
         hyperparameters.eps,
+        key,
+        start,
+        rows,
+        columns,
+        weight.shape[-1] if weight.dim() else 1,
         height,
         width,
+        STOCHASTIC=stochastic is not None,
         ROWS=ROWS,
         BLOCK=BLOCK,
         STEP_MULTIPLIER=STEP_MULTIPLIER,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from shoal.optim import eight_bit
 from shoal.optim.eight_bit import FIRST, SCALES, SECOND
+from shoal.optim.rounding import StochasticRounding
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Tensors:
     state: dict[str, Tensor]
     correction: Tensor  # bias corrections of the two moments: see `adamw._corrections`
     copy: Tensor | None  # the low-precision copy of the weight
+    rounding: StochasticRounding | None = None  # None: the weight is rounded to nearest
 
     @property
     def in_eight_bits(self) -> bool:
@@ -58,7 +60,8 @@ def update(tensors: Tensors, hyperparameters: Hyperparameters, usable: Tensor, f
     second = second * hyperparameters.betas[1] + gradient * gradient * (1 - hyperparameters.betas[1])
     first_correction, second_correction = tensors.correction
     direction = first / (second.sqrt() / second_correction + hyperparameters.eps)
-    weight.copy_(weight.float() * hyperparameters.kept - direction * (hyperparameters.lr / first_correction))
+    updated = weight.float() * hyperparameters.kept - direction * (hyperparameters.lr / first_correction)
+    weight.copy_(updated if tensors.rounding is None else tensors.rounding.round(updated, state["step"]))
     if tensors.copy is not None:
         tensors.copy.copy_(weight)
     if tensors.in_eight_bits:

@@ -15,12 +15,13 @@ from shoal.config.schema import OptimizerConfig, TrainConfig
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, read_anatomy
 from shoal.models.emulate import emulated_matmuls
-from shoal.models.tensor_slices import BLOCK, local_tensor
-from shoal.optim.adamw import NO_COPIES, AdamW, find_kernel
+from shoal.models.tensor_slices import BLOCK, local_tensor, slice_mappings
+from shoal.optim.adamw import NO_COPIES, TO_NEAREST, AdamW, find_kernel
 from shoal.optim.eight_bit import is_quantized
 from shoal.optim.lion import Lion
 from shoal.optim.muon import Muon
 from shoal.optim.offload import OffloadedState, Store, buckets
+from shoal.optim.rounding import StochasticRounding, rounding_key
 from shoal.optim.zero1 import Partition
 from shoal.parallel.placement import Placement
 from shoal.parallel.tensor import row_parallel_widths
@@ -173,12 +174,13 @@ def make_optimizer(
     store: Store | None = None,
     copies: Mapping[Tensor, Tensor] = NO_COPIES,
     emulated: frozenset[torch.dtype] = frozenset(),
+    seed: int = 0,
 ) -> NamedOptimizer:
     """Make the optimizer of the config for those `parameters` that are trained.
 
     `placement` has their unsharded shapes. With `partition` each replica updates its shard only. With `store` the state
     is offloaded between steps. `copies` are low-precision copies of parameters to update with them. `emulated` are the
-    dtypes whose matmuls are computed in fp32.
+    dtypes whose matmuls are computed in fp32. `seed` is that of stochastic rounding.
     """
     held = parameters if partition is None else partition.parameters
     trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
@@ -193,7 +195,7 @@ def make_optimizer(
         kinds = {optimizer.name: matrices, optimizer.elsewhere: others}
     whole = {} if placement is None else placement.shapes
     parts = [
-        MAKERS[name](_Request(some, train, store, whole))
+        MAKERS[name](_Request(some, train, store, whole, placement, seed))
         for name, members in kinds.items()
         for alike in _alike(members)
         for some in ([alike] if store is None else buckets(alike))
@@ -219,6 +221,8 @@ class _Request:
     train: TrainConfig
     store: Store | None
     whole: Mapping[str, tuple[int, ...]]  # unsharded shapes
+    placement: Placement | None
+    seed: int
 
     @property
     def settings(self) -> OptimizerConfig:
@@ -228,6 +232,26 @@ class _Request:
     def fused(self) -> bool:
         """The fused CPU kernel rounds the tail of a tensor differently, so shards would differ in the last bit."""
         return all(parameter.is_cuda for parameter in self.parameters.values())
+
+    @property
+    def rounding(self) -> Mapping[Tensor, StochasticRounding]:
+        """Of the parameters that are rounded stochastically."""
+        settings = self.settings
+        if settings.rounding == "nearest" or "rounding" not in find_optimizer(settings.name).options:
+            return TO_NEAREST
+        return {
+            one: self._stochastic(name, one) for name, one in self.parameters.items() if one.dtype == torch.bfloat16
+        }
+
+    def _stochastic(self, name: str, parameter: nn.Parameter) -> StochasticRounding:
+        local, placement = local_tensor(parameter), self.placement
+        return StochasticRounding(
+            rounding_key(self.seed, name),
+            tuple(parameter.shape) if placement is None else placement.whole_shape(name, parameter),
+            tuple(local.shape),
+            slice_mappings(parameter, None) if placement is None else placement.slice_mappings(name, parameter),
+            local.device,
+        )
 
     def groups(self, some: Mapping[str, nn.Parameter] | None = None) -> list[dict[str, Any]]:
         return _groups(self.parameters if some is None else some, self.settings, self.train.lr_groups)
@@ -247,8 +271,9 @@ class ShardedAdamW(torch.optim.AdamW):
 
 def _adamw(given: _Request) -> torch.optim.Optimizer:
     lr, betas, eps, fused = given.train.lr, given.settings.betas, given.settings.eps, given.fused
-    if fused and find_kernel() is not None:
-        return AdamW(given.groups(), lr=lr, betas=betas, eps=eps)
+    rounding = given.rounding
+    if rounding or (fused and find_kernel() is not None):
+        return AdamW(given.groups(), lr=lr, betas=betas, eps=eps, rounding=rounding)
     return ShardedAdamW(given.groups(), lr=lr, betas=betas, eps=eps, fused=fused, foreach=not fused)
 
 
@@ -257,7 +282,8 @@ def _adamw8bit(given: _Request) -> torch.optim.Optimizer:
     small = {name: one for name, one in given.parameters.items() if is_quantized(shapes[name])}
     large = {name: one for name, one in given.parameters.items() if name not in small}
     groups = [{**group, "eight_bits": some is small} for some in (small, large) for group in given.groups(some)]
-    return AdamW(groups, lr=given.train.lr, betas=given.settings.betas, eps=given.settings.eps, dtype=torch.float32)
+    lr, betas, eps = given.train.lr, given.settings.betas, given.settings.eps
+    return AdamW(groups, lr=lr, betas=betas, eps=eps, dtype=torch.float32, rounding=given.rounding)
 
 
 def _sgd(given: _Request) -> torch.optim.Optimizer:

@@ -1,30 +1,122 @@
-"""Make adapted layers use their adapters, whatever computes the matmul of the frozen base."""
+"""Make adapted layers use their adapters, and quantized ones their stored weights, whatever else is patched."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.catalogue.families import PLANS
 from shoal.config.mesh import Mesh
-from shoal.config.schema import AdapterConfig
+from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
-from shoal.models.adapters import adapted_layers, add_adapter_output
+from shoal.models.adapters import DOWN, adapted_layers, add_adapter_output
+from shoal.models.anatomy import Anatomy
+from shoal.models.nf4 import BLOCK, is_double, nf4_linear
+from shoal.models.nf4_layers import parts_of, quantized_layers, replace_storage
 from shoal.parallel.patch import patch
 from shoal.parallel.tensor import RowParallel
 
 
-def check_adapters(adapter: AdapterConfig, mesh: Mesh) -> None:
-    """Raise a UserMistake if the mesh does not support the adapter."""
-    if adapter.kind != "none" and adapter.dora and mesh.tp > 1:
+def check_adapters(model: Any, config: Config, mesh: Mesh) -> None:
+    """Raise a UserMistake if the mesh or the precision does not support the adapter."""
+    adapter, tp = config.adapter, mesh.tp
+    if adapter.kind == "none":
+        return
+    if adapter.dora and tp > 1:
         raise UserMistake(
-            f"adapter.dora needs the norm of whole weight matrices, which parallel.tp {mesh.tp} splits; use "
+            f"adapter.dora needs the norm of whole weight matrices, which parallel.tp {tp} splits; use "
             "parallel.strategy fsdp, or adapter.dora false."
         )
+    if adapter.kind != "qlora":
+        return
+    if config.train.precision == "fp8":
+        raise UserMistake(
+            "train.precision fp8 and adapter.kind qlora both decide how the frozen weights are stored: use bf16-mixed, "
+            "or adapter.kind lora."
+        )
+    if tp > 1 and is_double(adapter.quantize):
+        raise UserMistake(
+            f"adapter.quantize {adapter.quantize} quantizes the scales of a whole matrix together, which parallel.tp "
+            f"{tp} splits; use {adapter.quantize.removesuffix('-dq')}."
+        )
+    plan = PLANS.get(model.config.model_type)
+    for row in plan.row if plan is not None and tp > 1 else ():
+        for layer in (module for name, module in model.named_modules() if name.endswith(f".{row}")):
+            if hasattr(layer, "quantized") and layer.in_features % (tp * BLOCK):
+                raise UserMistake(
+                    f"adapter.kind qlora with parallel.tp {tp}: {row} has {layer.in_features} inputs, and each rank "
+                    f"needs a multiple of {BLOCK}; use adapter.kind lora, or a smaller parallel.tp."
+                )
 
 
-def use_adapters(model: nn.Module) -> None:
-    """In place. After tensor parallelism and float8, whose matmuls adapters add to."""
+def use_quantized(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give marked layers their quantized storage. In place, on meta, after tensor parallelism."""
+    replace_storage(model, dtype)
+    for layer in quantized_layers(model).values():
+        patch(layer, _QuantizedRowParallel if isinstance(layer, RowParallel) else _Quantized)
+
+
+def use_adapters(model: nn.Module, anatomy: Anatomy, *, together: bool) -> None:
+    """In place. After everything that replaces the matmuls of base layers. `together`: the weights of a block are
+    gathered together, so that a layer may use those of another."""
     for layer in adapted_layers(model).values():
         patch(layer, _AdaptedRowParallel if isinstance(layer, RowParallel) else _Adapted)
+    if together:
+        for layers in _layers_with_one_input(model, anatomy):
+            shared = SharedInput(layers)
+            for index, layer in enumerate(layers):
+                layer.shared_input, layer.shared_index = shared, index
+
+
+def _layers_with_one_input(model: Any, anatomy: Anatomy) -> Iterator[list[Any]]:
+    """The adapted layers of each block that read the same tensor: queries, keys and values; gate and up."""
+    plan = PLANS.get(model.config.model_type)
+    for block in anatomy.block_modules(model) if plan is not None else ():
+        groups: dict[str, list[Any]] = {}
+        for name in plan.column if plan is not None else ():
+            layer: Any = block.get_submodule(name)
+            if DOWN in layer._modules and not layer.adapter_dropout:  # each has a dropout of its own
+                groups.setdefault(name.rpartition(".")[0], []).append(layer)
+        yield from (layers for layers in groups.values() if len(layers) > 1)
+
+
+class SharedInput:
+    """Multiplies one input by the `A` of several layers at once: in the backward pass, too, one matmul takes the place
+    of several, whose results would have to be added."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self.inputs: Tensor | None = None
+        self.results: dict[int, Tensor] = {}
+
+    def multiply(self, layer: Any, inputs: Tensor) -> Tensor:
+        """`A inputs` of `layer`; computed for all layers when the first asks."""
+        index = layer.shared_index
+        if self.inputs is not inputs or index not in self.results:
+            matrices = [one.lora_A.weight for one in self.layers]
+            found = torch.split(F.linear(inputs, torch.cat(matrices)), [len(one) for one in matrices], dim=-1)
+            self.inputs, self.results = inputs, dict(enumerate(found))
+        result = self.results.pop(index)
+        if not self.results:
+            self.inputs = None
+        return result
+
+
+class _Quantized:
+    bias: Tensor | None
+    quantized: str
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nf4_linear(inputs, parts_of(self), self.bias, self.quantized)
+
+
+class _QuantizedRowParallel:
+    quantized: str
+
+    def matmul(self, inputs: Tensor) -> Tensor:
+        return nf4_linear(inputs, parts_of(self), None, self.quantized)
 
 
 class _Adapted:

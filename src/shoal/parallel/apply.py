@@ -1,8 +1,8 @@
 """Apply every parallelism and training technique to a model, in the one order that works.
 
-Pipeline stages → tensor parallelism → context parallelism → float8 → adapters → activation checkpointing → compile →
-FSDP and weights, or weights and DDP. The model stays on the meta device until its weights are materialized, so that a
-rank allocates memory for its own shard only.
+Pipeline stages → tensor parallelism → context parallelism → float8 or NF4 → adapters → activation checkpointing →
+compile → FSDP and weights, or weights and DDP. The model stays on the meta device until its weights are materialized,
+so that a rank allocates memory for its own shard only.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from shoal.models.loss import LossFactory, choose_loss
 from shoal.models.prepare import PreparedModel
 from shoal.models.tensor_slices import Split
 from shoal.models.weights import Weights, kept_buffers, materialize
-from shoal.parallel.adapters import check_adapters, use_adapters
+from shoal.parallel.adapters import check_adapters, use_adapters, use_quantized
 from shoal.parallel.compile import compile_backend, compile_blocks, sequence_multiple
 from shoal.parallel.context import SequenceShard, check_context_parallel, preparation, split_sequence
 from shoal.parallel.float8 import float8_notes, use_float8
@@ -87,9 +87,13 @@ def parallelize(
         # After tensor parallelism, which decides whether the sides of a matrix fit float8 kernels.
         if config.train.precision == "fp8":
             use_float8(stage.blocks)
+        if adapted:
+            use_quantized(stage.model, precision.compute)
         # After everything that replaces the matmul of a base layer.
         if adapted:
-            use_adapters(stage.model)
+            # The compiler does not support shared state within activation checkpointing.
+            together = config.parallel.wrap == "auto" and config.train.recompute in ("none", "cheap")
+            use_adapters(stage.model, stage.anatomy, together=together)
         if precision.compute in emulated:
             _emulate_matmuls(module, stage.blocks, recipe, emulated)
         recompute_blocks(stage.blocks, config.train.recompute)
@@ -134,7 +138,7 @@ def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, gra
             require_blocks(anatomy, model, key, instead)
     check_pipeline(model, anatomy, mesh.pp, parallel.pp_schedule, grad_accum_steps)
     check_tensor_parallel(model, mesh.tp)
-    check_adapters(config.adapter, mesh)
+    check_adapters(model, config, mesh)
     check_context_parallel(model, mesh, parallel.cp_method)
     if find_strategy(strategy).fully_shard:
         choose_blocks(model, anatomy, parallel.wrap)
@@ -311,6 +315,8 @@ def _notes(model: Any, recipe: _Recipe, done: _Applied) -> Iterator[str]:
         yield f"train.loss_impl {chosen} has no effect: the lm_head of {name} is not a single linear layer."
     if config.train.recompute == "cheap" and recipe.backend is None:
         yield "train.recompute cheap has no effect: it is a choice of the compiler, and blocks are not compiled here."
+    if config.train.recompute == "offload" and recipe.parallel_dims.device.type == "cpu":
+        yield "train.recompute offload is the same as full: activations on a CPU are in host memory already."
     if config.model.attention == "flex" and not recipe.tiles:
         yield (
             f"model.attention flex has no effect: it needs CUDA, compiled blocks, and a model with a head dimension of "

@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.config.schema import RecomputeConfig
+from shoal.parallel.offload import OffloadedInputs
 from shoal.parallel.patch import patch
 
 # Expensive to recompute and cheap to save: the outputs of attention kernels and of collectives.
@@ -40,6 +41,11 @@ def recompute_blocks(blocks: list[nn.Module], how: str | RecomputeConfig) -> Non
     """Apply activation checkpointing to the blocks that `train.recompute` selects."""
     if how in ("none", "cheap"):  # `cheap` is a choice of the compiler
         return
+    if how == "offload":
+        inputs = OffloadedInputs()
+        for index, block in enumerate(blocks):
+            patch(block, _Offloaded, offloaded_inputs=inputs, is_first=index == 0)
+        return
     if isinstance(how, RecomputeConfig):
         blocks = blocks[:: how.every]
     for block in blocks:
@@ -55,6 +61,24 @@ class _Checkpointed:
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return checkpoint(super().forward, *inputs, use_reentrant=False, **named)  # type: ignore[misc]
+
+
+class _Offloaded(_Checkpointed):
+    """A block that saves its input only, in host memory.
+
+    The copy starts before the call, so that it runs while the block does, and outside of the compiled graph. The hooks
+    see what the checkpoint saves and, compiled, what the graph does: the input is among it.
+    """
+
+    offloaded_inputs: OffloadedInputs
+    is_first: bool
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        call = super().__call__  # type: ignore[misc]
+        if not (torch.is_grad_enabled() and inputs and isinstance(inputs[0], Tensor) and inputs[0].is_contiguous()):
+            return call(*inputs, **named)
+        with self.offloaded_inputs.saving(inputs[0], first=self.is_first):
+            return call(*inputs, **named)
 
 
 class _SelectivelyCheckpointed:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.catalogue.strategies import find_strategy
 from shoal.config.schema import ParallelConfig
 from shoal.models.loss import LanguageModel
+from shoal.models.nf4_layers import nested_parameters
 from shoal.parallel.parallel_dims import ParallelDims
 from shoal.parallel.pipeline import Stage
 from shoal.parallel.precision import DTYPES, ComputeCopies, Precision
@@ -141,7 +142,7 @@ def shard_fully(
     offload_policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     # Replicated vectors are at most a thousandth of a model. Their gradients are all-reduced after the last micro-batch
     # of a step.
-    replicated = {one for one in module.parameters() if precision.is_replicated(one)}
+    replicated = {one for one in module.parameters() if precision.is_replicated(one)} | nested_parameters(module)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,

@@ -6,6 +6,8 @@ both factors. A compiled block recomputes cheap elementwise results from what it
 reads in the backward pass.
 """
 
+import math
+
 from shoal.plan.blocks import Linear, linears
 from shoal.plan.run import Run
 from shoal.plan.terms import Term, group, leaf
@@ -23,6 +25,11 @@ def block_kept(run: Run) -> Term:
 def block_input(run: Run) -> float:
     """Bytes that a fully checkpointed block saves: its input."""
     return run.tokens / run.mesh.tp * run.shape.hidden * run.residual_bytes
+
+
+def buffer_bytes(run: Run) -> float:
+    """Bytes of the pinned buffer for one block input: torch rounds pinned memory up to a power of two."""
+    return float(2 ** math.ceil(math.log2(max(1.0, block_input(run)))))
 
 
 def block_selected(run: Run) -> Term:

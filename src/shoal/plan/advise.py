@@ -278,8 +278,10 @@ def _candidates(choice: ResolvedRun) -> Sequence[dict[str, Any]]:
         found.append({"train.recompute": "cheap"})
     if run.recompute in ("none", "cheap"):
         found.append({"train.recompute": "selective"})
-    if run.recompute != "full":
+    if run.recompute not in ("full", "offload"):
         found.append({"train.recompute": "full"})
+    if run.recompute != "offload" and not run.gpu.is_cpu:
+        found.append({"train.recompute": "offload"})
     if machine.world_size > 1 and not run.sharded and machine.world_size > run.mesh.tp * run.mesh.pp:
         found += [{"parallel.strategy": name} for name in COMPARED if find_strategy(name).shards_optimizer]
     elif run.keeps_weights and run.sharded and run.mesh.pp == 1:

@@ -94,6 +94,8 @@ def _options(config: Config, shape: ModelShape, machine: Machine, traits: System
         best: Run | None = None
         least: Run | None = None
         for recompute in recomputations(config):
+            if recompute == "offload" and best is not None:
+                break  # it is as fast as full, and needs the link to the host: only if nothing else fits
             for micro_batch in micro_batches(config, machine, strategy, sharding):
                 run = make_run(
                     config, shape, machine, Execution(strategy, sharding, micro_batch, recompute), traits=traits
@@ -178,7 +180,7 @@ def recomputations(config: Config) -> list[str | int]:
         return [read_recompute(wanted)]
     # Selective checkpointing supports one backward pass per block, and zero-bubble schedules make two.
     twice = config.parallel.pp > 1 and config.parallel.pp_schedule == "zero-bubble"
-    return ["none", "cheap", "full"] if twice else ["none", "cheap", "selective", "full"]
+    return ["none", "cheap", *([] if twice else ["selective"]), "full", "offload"]
 
 
 def micro_batches(config: Config, machine: Machine, strategy: str, sharding: str) -> list[int]:

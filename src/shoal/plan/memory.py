@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from shoal.plan.activations import buffer_bytes
 from shoal.plan.blocks import linears
-from shoal.plan.layout import Rank, count, ranks
+from shoal.plan.layout import Rank, count, micro_batches_in_flight, ranks
 from shoal.plan.moments import Moment, moments
 from shoal.plan.run import Run
 from shoal.plan.states import states, trained_parameters
@@ -106,9 +107,13 @@ def _host(run: Run, rank: Rank) -> Term:
         trained = trained_parameters(run, rank)
         copied = (counts.all * run.weight_bytes if run.adapter is None else trained * run.weight_bytes) / run.shards
         copied += held.optimizer.amount
+    inputs = 0.0
+    if run.offloads_inputs:
+        inputs = buffer_bytes(run) * rank.blocks * micro_batches_in_flight(run, rank)
     return group(
         "host",
         leaf("tensor being loaded", largest * run.weight_bytes),
         leaf("offloaded state", held.host if run.offload != "nvme" else 0.0),
+        leaf("offloaded activations", inputs),
         leaf("checkpoint staging", copied),
     )

@@ -136,6 +136,10 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
     elif run.recompute == "selective":
         kept = scaled(selected, blocks)
         again = leaf("recomputed block", max(0.0, whole.amount - selected.amount))
+    elif run.offloads_inputs:
+        # The block's own and the one that is copied to or from the host meanwhile, however many are in flight.
+        kept, in_flight = group("blocks", scaled(entry, min(2, blocks))), 1.0
+        again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))
     else:
         every = run.recompute if isinstance(run.recompute, int) else 1
         checkpointed = -(-blocks // every)

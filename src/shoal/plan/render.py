@@ -66,7 +66,7 @@ def _memory_lines(choice: ResolvedRun) -> list[str]:
     lines.append(f"    {worst.reserve / GIB:8.2f}  allocator overhead (reserved, not allocated)")
     if memory.context:
         lines.append(f"    {memory.context / GIB:8.2f}  CUDA context and NCCL, outside PyTorch (typical)")
-    if choice.run.offload != "none":
+    if choice.run.offload != "none" or choice.run.offloads_inputs:
         lines.append(f"  host memory: {memory.host.amount / GIB:.1f} GiB per device")
     return lines
 

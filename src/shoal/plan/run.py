@@ -54,7 +54,7 @@ class Run:
     optimizer: str = "adamw"
     momentum: bool = True  # sgd may have none
     clips: bool = True
-    recompute: str | int = "none"  # none, cheap, selective, full; an integer n: every n-th block
+    recompute: str | int = "none"  # none, cheap, selective, full, offload; an integer n: every n-th block
     compiled: bool = True
     loss: str = "chunked"  # plain, chunked, fused
     attention: str = "flash"  # eager: scores are materialized
@@ -109,7 +109,12 @@ class Run:
     @property
     def repeats_forward(self) -> bool:
         """Whether blocks run their forward pass again in the backward pass."""
-        return self.recompute == "full" or isinstance(self.recompute, int)
+        return self.recompute in ("full", "offload") or isinstance(self.recompute, int)
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether the inputs of checkpointed blocks are kept in host memory. A CPU has no other."""
+        return self.recompute == "offload" and not self.gpu.is_cpu
 
     @property
     def data_parallelism(self) -> Strategy:

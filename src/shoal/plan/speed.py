@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.shapes import block_matrices
+from shoal.plan.activations import block_input
 from shoal.plan.communication import Group, collective_seconds, rank_group
-from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
+from shoal.plan.compute import BlockCompute, block_compute, head_seconds, optimizer_seconds
 from shoal.plan.layout import Rank, count, ranks
 from shoal.plan.run import Run
 from shoal.plan.stages import bubble_share
@@ -16,8 +17,8 @@ CONTENTION = 0.45
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host.
 EAGER_BLOCK_HOST = 2.0e-3
 COMPILED_BLOCK_HOST = 0.6e-3
-# Device to host memory: sixteen dedicated lanes of PCIe 4.
-HOST_LINK = 25e9
+# Share of the nominal bandwidth of the link to the host that copies of pinned memory reach.
+HOST_LINK_SHARE = 0.8
 # Memory bandwidth of a host that runs the optimizer step, for all of its ranks together.
 HOST_MEMORY = 100e9
 
@@ -89,10 +90,24 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     back = block.backward * blocks + (loss.backward if loss else 0.0)
     host = (COMPILED_BLOCK_HOST if run.compiled else EAGER_BLOCK_HOST) * blocks
     waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back) if not run.gpu.is_cpu else 0.0)
+    copied = leaf("exposed activation transfer", _activation_transfer(run, block) * blocks)
     exposed, hidden = _sharding(run, rank, ahead, back)
     model_parallel = _model_parallel(run, rank)
     contention = leaf("slowdown by overlapped collectives", CONTENTION * hidden)
-    return group("micro-batch", *compute, waiting, group("communication", exposed, model_parallel, contention))
+    return group("micro-batch", *compute, waiting, copied, group("communication", exposed, model_parallel, contention))
+
+
+def _host_link(run: Run) -> float:
+    """Bytes per second between a device and its host's memory, in either direction."""
+    return run.gpu.host_link.bytes_per_second * HOST_LINK_SHARE
+
+
+def _activation_transfer(run: Run, block: BlockCompute) -> float:
+    """Seconds per block in which compute waits for the transfer of its input to the host, and back."""
+    if not run.offloads_inputs:
+        return 0.0
+    seconds = block_input(run) / _host_link(run)
+    return max(0.0, seconds - block.forward) + max(0.0, seconds - block.backward)
 
 
 def _shard_group(run: Run) -> Group:
@@ -169,13 +184,13 @@ def _per_step(run: Run, rank: Rank) -> list[Term]:
     found.append(group("communication per step", *all_reduce))
     if run.offload in ("optimizer", "nvme"):
         moved = 2 * optimizer_bytes(run, rank) / run.optimizer_shards
-        found.append(leaf("optimizer state transfer", moved / (HOST_LINK if run.offload != "nvme" else 3e9)))
+        found.append(leaf("optimizer state transfer", moved / (_host_link(run) if run.offload != "nvme" else 3e9)))
     if run.offload == "cpu":
         # Gradients move to the host and weights to the device for every micro-batch; the host runs the optimizer.
         counts = count(run, rank)
         moved = (2 * counts.all * run.weight_bytes + trained * run.weight_bytes) / run.shards * run.grad_accum_steps
         stepping = own * 28 * run.devices / HOST_MEMORY
-        found.append(leaf("weight transfer and CPU optimizer step", moved / HOST_LINK + stepping))
+        found.append(leaf("weight transfer and CPU optimizer step", moved / _host_link(run) + stepping))
     return found
 
 

@@ -48,6 +48,7 @@ def build(
         store=find_store(config.parallel.offload),
         copies=model.low_precision,
         emulated=emulated,
+        seed=config.seed,
     )
     return model, optimizer
 
