@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench
 
-from shoal.models.loss import IGNORED
+from shoal.models.cross_entropy import IGNORED
 from shoal.models.loss_kernel import measure_in_place, scale_and_cast
 
 HIDDEN, VOCABULARY = 2048, 128256

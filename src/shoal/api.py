@@ -157,7 +157,7 @@ def _check_inputs(config: Config, *, resume: bool = False) -> None:
         local_folder(config.model.from_, "model.from")
     if config.adapter.from_ is not None and not resume:  # a checkpoint holds what was read from it
         adapter_folder(config.adapter.from_)
-    check_first_record(config.data)
+    check_first_record(config.data, config.train.objective)
 
 
 def recipes() -> dict[str, str]:

@@ -6,12 +6,14 @@ import pytest
 import torch
 from transformers import MptConfig
 
+from shoal import objectives
 from shoal.catalogue.families import BUILDABLE, BY_MODEL_TYPE, FAMILIES
+from shoal.catalogue.objectives import OBJECTIVES
 from shoal.catalogue.optimizers import OPTIMIZERS
 from shoal.catalogue.shapes import shape_from_sizes
 from shoal.catalogue.strategies import SHARDINGS, STRATEGIES, find_strategy
 from shoal.config import schema_run, schema_train
-from shoal.config.schema import OptimizerConfig, TrainConfig
+from shoal.config.schema import OptimizerConfig, PreferenceConfig, TrainConfig
 from shoal.models.anatomy import read_anatomy
 from shoal.models.families import BUILDERS, transformers_config
 from shoal.optim.optimizer import MAKERS, make_optimizer
@@ -31,6 +33,12 @@ def test_the_schema_has_the_strategies_of_the_table():
 def test_the_schema_and_the_makers_have_the_optimizers_of_the_table():
     assert literals(schema_train.OptimizerName) == tuple(OPTIMIZERS)
     assert set(MAKERS) == set(OPTIMIZERS)
+
+
+def test_the_objectives_of_the_schema_are_those_of_the_table_and_each_has_its_loss():
+    assert literals(schema_train.ObjectiveName) == tuple(OBJECTIVES) == tuple(objectives.OBJECTIVES)
+    keys = set(PreferenceConfig.model_fields)
+    assert {key for one in OBJECTIVES.values() for key, _ in one.options} == keys
 
 
 def test_the_builders_have_the_families_of_the_table():

@@ -37,6 +37,10 @@ from shoal.mistakes import UserMistake
             "use recompute full, or pp_schedule interleaved.",
         ),
         (["adapter.from=lora"], "adapter.from lora is an adapter to train, and adapter.kind is none; use kind lora."),
+        (
+            ["train.objective=dpo", "data={path: a.jsonl, streaming: true}", "train.steps=1"],
+            "data.streaming reads data while training, and train.objective dpo computes the reference of all of it",
+        ),
         (["parallel.offload={optimizer: cpu, path: x}"], "parallel.offload to cpu has no path"),
         (["parallel.cp=2", "data.max_length=250"], "it must be a multiple of 4, such as 248 or 252."),
         (["parallel.tp=3", "data.max_length=2"], "it must be a multiple of 3, such as 3."),

@@ -34,6 +34,24 @@ def test_defaults_are_never_reported() -> None:
             "data.token_dtype uint32 has no effect: only data.source tokens has it.",
         ),
         (
+            {"train": {"objective": "dpo", "preference": {"gamma": 0.5}}},
+            {"train": {"objective": "simpo", "preference": {"gamma": 0.5}}},
+            None,
+            "train.preference.gamma 0.5 has no effect: train.objective dpo does not use it.",
+        ),
+        (
+            {"train": {"preference": {"beta": 0.5}}},
+            {"train": {"objective": "orpo", "preference": {"beta": 0.5}}},
+            None,
+            "train.preference.beta 0.5 has no effect: train.objective causal_lm does not use it.",
+        ),
+        (
+            {"data": {"train_on": "all"}, "train": {"objective": "dpo"}},
+            {"data": {"train_on": "last"}, "train": {"objective": "dpo"}},
+            None,
+            "data.train_on all has no effect: train.objective dpo compares the answers.",
+        ),
+        (
             {"data": {"path": "train.bin", "columns": {"text": "moves"}}},
             {"data": {"path": "train.csv", "columns": {"text": "moves"}}},
             None,

@@ -66,6 +66,7 @@ train:
   recompute: none
   compile: auto
   objective: causal_lm
+  preference: {beta: null, gamma: null}
   loss_impl: auto
   deterministic: false
   early_stop: null

@@ -78,7 +78,7 @@ def trained(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
             folder = tmp_path_factory.mktemp(case)
 
             def be() -> None:
-                objectives.OBJECTIVES["causal_lm"] = Examples()
+                objectives.OBJECTIVES["causal_lm"] = lambda config: Examples()
                 api.train(api.config_from_mapping(config), runs=folder)
 
             run_ranks(world_size, be)
@@ -119,7 +119,7 @@ def test_the_auxiliary_loss_is_trained_and_reported_apart(
     config = settings(instructions, train__steps=1, train__micro_batch=2, data__validation=0.05)
 
     def be() -> None:
-        objectives.OBJECTIVES["causal_lm"] = Examples()
+        objectives.OBJECTIVES["causal_lm"] = lambda config: Examples()
         api.train(api.config_from_mapping(config), runs=tmp_path)
 
     run_ranks(1, be)

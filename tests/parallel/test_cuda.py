@@ -97,7 +97,7 @@ def _losses(
         micro_batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], **packed)
         batch = StepBatch([micro_batch], weight=4 * 256, sequence_ids=np.arange(4))
         result = step(batch, 1e-3)
-        found.append((result.loss_sum.item() / result.weight, result.norm.item()))
+        found.append((result.sums[0].item() / result.weight, result.norm.item()))
     return found
 
 

@@ -140,3 +140,23 @@ def test_small_eager_kernels_are_bound_by_launch_overhead():
     overhead = step.find("kernel launch overhead")
     assert overhead is not None
     assert overhead.amount > step.amount / 2
+
+
+def test_preference_tuning_of_an_adapter_has_a_forward_pass_more():
+    """A third of what a step computes without gradients of weights, and the head's logits are computed twice."""
+    common = ("model.shape=llama3-8b", "hardware.gpu=h200", "adapter.kind=lora", "train.micro_batch=2")
+    alone, pairs = (plan(*common, f"train.objective={name}").as_dict()["speed"] for name in ("causal_lm", "dpo"))
+    without = plan(*common, "train.objective=simpo").as_dict()["speed"]
+    assert alone["step_seconds"] < without["step_seconds"] < 1.1 * alone["step_seconds"]
+    assert 0.3 < pairs["terms"]["reference forward pass"] / without["step_seconds"] < 0.5
+    assert pairs["step_seconds"] == pytest.approx(
+        without["step_seconds"] + pairs["terms"]["reference forward pass"], rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("kind", ["none", "lora"])
+def test_a_plan_says_what_it_counts_of_the_reference(kind):
+    found = plan("model.shape=llama3-8b", "hardware.gpu=h200", f"adapter.kind={kind}", "train.objective=dpo")
+    said = {"none": "computed once before the first step", "lora": "a forward pass without the adapter"}[kind]
+    assert sum(said in note for note in found.notes) == 1
+    assert ("reference forward pass" in found.as_dict()["speed"]["terms"]) == (kind == "lora")

@@ -20,7 +20,8 @@ from shoal.bench.ledger import Ledger, Peak
 from shoal.config.schema import Config, ModelConfig
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.mistakes import UserMistake
-from shoal.models.loss import KERNEL_CHUNK_LOGITS, HeadAndLoss
+from shoal.models.cross_entropy import KERNEL_CHUNK_LOGITS
+from shoal.models.loss import HeadAndLoss
 from shoal.models.prepare import Blueprint, PreparedModel, blueprint, prepare_model
 from shoal.models.tensor_slices import local_tensor
 from shoal.objectives import find_objective
@@ -109,9 +110,7 @@ def _blueprint(model: ModelConfig) -> Blueprint:
 
 def _build(prepared: PreparedModel, choice: ResolvedRun, ledger: Ledger, on_gpu: bool) -> TrainStep:
     ranks = Ranks(0, choice.world_size, 0, torch.device("cpu"))
-    model, optimizer = build(
-        prepared, choice, ranks, objective=find_objective(choice.config.train.objective), values=False
-    )
+    model, optimizer = build(prepared, choice, ranks, objective=find_objective(choice.config), values=False)
     if on_gpu:
         optimizer = _with_gpu_optimizer(optimizer, model)
         _use_gpu_loss(model)
@@ -143,7 +142,7 @@ def _use_gpu_loss(model: ParallelModel) -> None:
     """On CUDA the loss of a chunk, which is larger, is one kernel that overwrites the logits with their gradient."""
 
     def overwrite_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return logits.new_zeros((), dtype=torch.float32), logits
+        return logits.new_zeros(len(logits), dtype=torch.float32), logits
 
     for end in (one for module in model.modules for one in module.modules() if isinstance(one, HeadAndLoss)):
         if end.measure is None:
@@ -152,7 +151,7 @@ def _use_gpu_loss(model: ParallelModel) -> None:
 
 def _cpu_only_tensors(model: nn.Module) -> Callable[[str, str, Tensor], bool]:
     """The chunked loss accumulates a matmul into the head's gradient; only a CPU allocates the matmul's result, unless
-    it is fp32 (models/loss.py)."""
+    it is fp32 (models/cross_entropy.py)."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     width = None if head is None else head.weight.shape[1]
 

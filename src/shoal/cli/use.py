@@ -126,7 +126,8 @@ def evaluate(
     else:
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in found.metrics.items())
         typer.echo(
-            f"{found.run}, step {found.step}: {metrics} ({found.tokens:,} loss tokens in {found.sequences:,} sequences)"
+            f"{found.run}, step {found.step}: {metrics} "
+            f"({found.tokens:,} {found.counted} in {found.sequences:,} sequences)"
         )
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import SHARDINGS, STRATEGIES, Strategy, find_strategy
 from shoal.config.locate import KeyPath, Origins
 from shoal.config.mesh import divide_processes, length_multiple
+from shoal.config.reference import computes_before
 from shoal.config.schema import Config, ParallelConfig
 from shoal.mistakes import UserMistake
 
@@ -107,6 +109,14 @@ def _attention(config: Config) -> Iterator[Finding]:
 
 
 def _data(config: Config) -> Iterator[Finding]:
+    objective = objective_facts(config.train.objective)
+    if config.data.streaming and computes_before(config):
+        yield (
+            "data.streaming",
+            f"data.streaming reads data while training, and train.objective {objective.name} computes the reference of "
+            "all of it before, unless an adapter can be switched off; use false, or adapter.kind lora without "
+            "train_also and pp.",
+        )
     if config.data.streaming and config.train.epochs is not None:
         yield (
             "data.streaming",

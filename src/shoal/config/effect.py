@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import Strategy, find_strategy
 from shoal.config.explain import shown
@@ -124,6 +125,21 @@ def _optimizer_without(option: str) -> Callable[[_Run], str | None]:
     return reason
 
 
+def _objective_without(option: str) -> Callable[[_Run], str | None]:
+    def reason(run: _Run) -> str | None:
+        name = run.config.train.objective
+        return f"train.objective {name} does not use it" if option not in dict(objective_facts(name).options) else None
+
+    return reason
+
+
+def _compares_answers(run: _Run) -> str | None:
+    name = run.config.train.objective
+    if objective_facts(name).pairs:
+        return f"train.objective {name} compares the answers" if run.config.data.train_on == "all" else None
+    return _plain_text(run)
+
+
 def _no_rounding(run: _Run) -> str | None:
     precision = run.config.train.precision
     return None if precision == "bf16-true" else f"train.precision {precision} has fp32 weights"
@@ -159,7 +175,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("adapter.quantize", lambda run: "adapter.kind is not qlora" if run.config.adapter.kind != "qlora" else None),
     ("model.freeze", lambda run: None if _no_adapter(run) else "an adapter freezes the whole model"),
     ("model.attention", _no_tiles_to_skip),
-    ("data.train_on", _plain_text),
+    ("data.train_on", _compares_answers),
     *((f"data.{key}", _only_for("hf")) for key in ("split", "subset")),
     ("data.token_dtype", _only_for("tokens")),
     ("data.columns", _no_columns),
@@ -179,6 +195,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         lambda run: "only wsd has it" if run.config.train.schedule.name != "wsd" else None,
     ),
     *((f"train.optimizer.{option}", _optimizer_without(option)) for option in ("betas", "eps", "momentum")),
+    *((f"train.preference.{option}", _objective_without(option)) for option in ("beta", "gamma")),
     ("train.optimizer.rounding", lambda run: _optimizer_without("rounding")(run) or _no_rounding(run)),
     *((f"train.loss_scale.{key}", _unscaled) for key in ("initial", "fixed")),
     ("train.reduce_dtype", _no_reduction),

@@ -110,6 +110,17 @@ WORDS: tuple[tuple[str, str, str], ...] = (
         "torch_compile compile_model use_compile model_compile",
     ),
     (
+        "train.objective",
+        "chooses between causal_lm, dpo, ipo, orpo and simpo",
+        "rl rlhf rl_type dpo_loss_type",
+    ),
+    (
+        "train.preference.beta",
+        "sets the scale of the rewards in preference tuning",
+        "beta rl_beta dpo_beta orpo_alpha",
+    ),
+    ("train.preference.gamma", "sets the margin of simpo", "gamma simpo_gamma"),
+    (
         "train.loss_impl",
         "takes chunked or fused, which never store all logits, plain or auto",
         "use_liger_kernel use_liger liger_fused_linear_cross_entropy lm_head_chunk_size loss loss_fn loss_type",

@@ -15,7 +15,7 @@ from shoal.mistakes import UserMistake
 
 # A resumed run may not change these: they determine the model, the sequences, the steps they are in, and the optimizer
 # state.
-IDENTITY = ("model", "adapter", "data", "seed", "train.global_batch", "train.optimizer.name")
+IDENTITY = ("model", "adapter", "data", "seed", "train.objective", "train.global_batch", "train.optimizer.name")
 # Exceptions, which do not change the results. Files may move: training compares their contents.
 INCIDENTAL = ("model.attention", "data.workers", "data.path")
 

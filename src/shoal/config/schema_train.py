@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, model_validator
 
+from shoal.catalogue.objectives import OBJECTIVES
 from shoal.catalogue.optimizers import ALIASES, OPTIMIZERS
 from shoal.config.schema_base import (
     Block,
@@ -50,6 +51,12 @@ ScheduleName = Annotated[
 OptimizerName = Annotated[
     Literal["adamw", "adamw8bit", "lion", "sgd", "muon"],
     spelled(tuple(OPTIMIZERS), ALIASES),
+]
+
+# The same here, with `catalogue.objectives`.
+ObjectiveName = Annotated[
+    Literal["causal_lm", "dpo", "ipo", "orpo", "simpo"],
+    spelled(tuple(OBJECTIVES), {"sft": "causal_lm"}),
 ]
 
 
@@ -134,6 +141,19 @@ class SpikeConfig(Block):
     action: Literal["report", "skip"] = Field("report", description="report: log it; skip: also skip the step.")
 
 
+class PreferenceConfig(Block):
+    """The hyperparameters of preference tuning."""
+
+    beta: Positive | None = Field(
+        None,
+        description="Scale of the rewards: how far the model may move away from the reference (dpo, ipo), weight of "
+        "the odds ratio (orpo); null: 0.1, and 2.0 for simpo.",
+    )
+    gamma: PositiveOrZero | None = Field(
+        None, description="Margin by which the reward of the chosen answer must be larger (simpo); null: 1.0."
+    )
+
+
 class TrainConfig(Block):
     """Length, batch size, optimizer and precision of training."""
 
@@ -184,8 +204,13 @@ class TrainConfig(Block):
         "auto",
         description="torch.compile of each transformer layer; auto: on CUDA; aot_eager: trace without compiling.",
     )
-    objective: Literal["causal_lm"] = Field(
-        "causal_lm", description="What is learnt; causal_lm: the next token, by cross-entropy over the loss tokens."
+    objective: ObjectiveName = Field(
+        "causal_lm",
+        description="What is learnt; causal_lm: the next token, by cross-entropy over the loss tokens; dpo, ipo, orpo, "
+        "simpo: to prefer the chosen answer of a pair to the rejected one.",
+    )
+    preference: PreferenceConfig = Field(
+        default_factory=PreferenceConfig, description="The hyperparameters of preference tuning."
     )
     loss_impl: Literal["auto", "plain", "chunked", "fused"] = Field(
         "auto",

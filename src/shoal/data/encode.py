@@ -21,8 +21,9 @@ class Encoded:
     empty: int
 
 
-def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Encoded:
-    """Each document: the begin token where the tokenizer prepends one, the text, the end token."""
+def encode(tokenizer: Tokenizer, documents: Sequence[Document], *, keep_empty: bool = False) -> Encoded:
+    """Each document: the begin token where the tokenizer prepends one, the text, the end token. With `keep_empty`,
+    empty ones are not left out: pairs are counted by their number."""
     begin = None if tokenizer.begin is None or not tokenizer.prepends_begin else np.array([tokenizer.begin], np.int32)
     end = np.array([tokenizer.end], np.int32)
     encoded = iter(tokenizer.encode_many([text for one in documents if not one.whole for text, _ in one.segments]))
@@ -41,7 +42,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document]) -> Encoded:
             else [(next(encoded), loss) for _, loss in document.segments]
         )
         alone = not document.continues and not document.continued
-        if alone and not any(len(ids) for ids, _ in found):
+        if alone and not keep_empty and not any(len(ids) for ids, _ in found):
             empty += 1
             continue
         if begin is not None and document.begin and not document.continues:

@@ -1,7 +1,7 @@
 """Mistakes in the data that can be found in a moment, before torch is imported: a wrong path, an unknown format."""
 
 from shoal.config.schema import DataConfig
-from shoal.data.formats.choose import choose_format, refuse_pairs
+from shoal.data.formats.choose import check_pairs, choose_format
 from shoal.data.sources import Reading, find_reading, read_records, stop
 from shoal.data.sources.hf import parse_split
 from shoal.data.sources.json_records import is_array
@@ -11,23 +11,23 @@ from shoal.mistakes import UserMistake
 LARGE = 1 << 26  # bytes
 
 
-def check_first_record(data: DataConfig) -> None:
-    """A UserMistake if there are no files, or if their first record has no known format."""
+def check_first_record(data: DataConfig, objective: str = "causal_lm") -> None:
+    """A UserMistake if there are no files, or if their first record has no known format or none for `objective`."""
     for block, _ in data.blocks():
         if block.source != "chess" or block.path is not None:
-            _check(block, find_reading(block))
+            _check(block, find_reading(block), objective)
     if isinstance(data.validation, str):
         whole = data if isinstance(data.source, str) else data.model_copy(update={"source": "auto"})
-        _check(whole, find_reading(whole, data.validation))
+        _check(whole, find_reading(whole, data.validation), objective)
 
 
-def _check(data: DataConfig, reading: Reading) -> None:
+def _check(data: DataConfig, reading: Reading, objective: str) -> None:
     if reading.source == "tokens":
-        check_tokenized(data)
+        check_tokenized(data, objective=objective)
     on_bad = ignore if data.on_error == "skip" else stop
     first = next(read_records(reading, on_bad), None) if _is_quick(reading) else None
     if first is not None:
-        refuse_pairs(choose_format(data.format, first))
+        check_pairs(choose_format(data.format, first), objective)
 
 
 def _is_quick(reading: Reading) -> bool:

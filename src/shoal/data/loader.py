@@ -31,6 +31,9 @@ class MicroBatch:
     positions: Tensor | None = None  # int64, batch × length; None: 0, 1, 2, …
     documents: Tensor | None = None  # int32, batch × length; None: each sequence is one document
     mask: Tensor | None = None
+    # Pairs only, batch × pairs × 2, fp64: the log-probability of each chosen and rejected answer under the reference
+    # model; zeros where the objective has none. Documents 2k and 2k + 1 of a sequence are its pair k.
+    reference: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "MicroBatch":
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -45,6 +48,7 @@ class MicroBatch:
             None if self.positions is None else change(self.positions),
             None if self.documents is None else change(self.documents),
             None if self.mask is None else change(self.mask),
+            None if self.reference is None else change(self.reference),
         )
 
 
@@ -172,13 +176,17 @@ def evaluation_batches(
     wanted = np.asarray(sequence_ids)[:limit]
     if not len(wanted):
         return
-    micro_batches = -(-len(wanted) // (micro_batch * ranks))
-    mine = np.arange(micro_batches * ranks * micro_batch).reshape(micro_batches, ranks, micro_batch)[:, rank]
-    for indices in mine:
+    for indices in evaluation_share(len(wanted), micro_batch=micro_batch, rank=rank, ranks=ranks):
         real = indices < len(wanted)
         batch = collate(sequences, wanted[np.where(real, indices, 0)], pad=pad, length=length, multiple=multiple)
         batch.labels[torch.from_numpy(~real)] = IGNORED
         yield batch
+
+
+def evaluation_share(count: int, *, micro_batch: int, rank: int, ranks: int) -> np.ndarray:
+    """Which of `count` sequences are in each micro-batch of this rank, in rows; indices from `count` on are none."""
+    micro_batches = -(-count // (micro_batch * ranks))
+    return np.arange(micro_batches * ranks * micro_batch).reshape(micro_batches, ranks, micro_batch)[:, rank]
 
 
 def collate_next_token(

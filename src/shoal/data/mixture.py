@@ -238,4 +238,5 @@ def summarize(parts: Sequence[Sequences], weights: Sequence[float], mixing: obje
         empty=total("empty"),
         skipped=total("skipped"),
         first_skipped=next((one.first_skipped for one in summaries if one.first_skipped), None),
+        pairs=all(one.pairs for one in summaries),
     )

@@ -55,12 +55,40 @@ def split_documents(lengths: np.ndarray, length: int, long: str) -> Bounds:
     return Bounds(starts, np.minimum(starts + length + 1, np.repeat(firsts + lengths, parts)), count)
 
 
+def shorten_pairs(lengths: np.ndarray, length: int, long: str) -> Bounds:
+    """The documents of pairs, which are consecutive and have to fit one sequence together. `long`: the answers of
+    longer pairs are shortened (`truncate`), the longer one first, or both are left out (`drop`)."""
+    lengths = lengths.astype(np.int64)
+    firsts = np.cumsum(lengths) - lengths
+    both = lengths.reshape(-1, 2)
+    too_long = both.sum(axis=1) > length + 1
+    count = int(np.sum(too_long))
+    if long == "drop":
+        kept = np.repeat(~too_long, 2)
+        return Bounds(firsts[kept], (firsts + lengths)[kept], count)
+    assert long == "truncate"
+    half = (length + 1) // 2
+    most = np.maximum(half, length + 1 - both[:, ::-1])  # what the other one leaves, but at least half
+    return Bounds(firsts, firsts + np.minimum(both, most).reshape(-1), count)
+
+
 @dataclass(frozen=True)
 class Packing:
     """`order`: document indices, sequence by sequence. `counts`: documents per sequence."""
 
     order: np.ndarray
     counts: np.ndarray
+
+    def in_documents(self, each: int) -> "Packing":
+        """The packing of documents, where each item is `each` consecutive ones."""
+        return Packing((self.order[:, None] * each + np.arange(each)).reshape(-1), self.counts * each)
+
+
+def pack_units(lengths: np.ndarray, capacity: int, each: int, *, together: bool) -> Packing:
+    """Pack units of `each` consecutive documents, as many as fit, or each into a sequence of its own."""
+    units = lengths.reshape(-1, each).sum(axis=1)
+    alone = Packing(np.arange(len(units)), np.ones(len(units), dtype=np.int64))
+    return (fit_documents(units, capacity) if together else alone).in_documents(each)
 
 
 def fit_documents(lengths: np.ndarray, capacity: int) -> Packing:

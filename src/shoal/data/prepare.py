@@ -3,10 +3,10 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.config.schema import DataConfig
 from shoal.data.cache import Report, obtain
 from shoal.data.content import hash_contents, read_states
@@ -36,19 +36,21 @@ def prepare(
     report: Report,
     path: object = None,
     not_apart: str | None = None,
+    objective: str = "causal_lm",
 ) -> Sequences:
-    """The sequences of `data` (or of `path`, its validation data), from the cache if they are there and complete."""
+    """The sequences of `data` (or of `path`, its validation data), from the cache if they are there and complete.
+    `objective` decides whether they hold single documents or pairs."""
     reading = reading_of(data, path, cache_root(cache), report)
     template = template_of(data, tokenizer)
-    settings = settings_of(data, reading, template, not_apart)
+    settings = settings_of(data, reading, template, not_apart, objective)
     named_by = PATH if path is None else VALIDATION
     tokenized = reading.source == "tokens"
     if tokenized:
-        check_tokenized(data, not_apart)
+        check_tokenized(data, not_apart, objective)
     before = read_states(reading.files)
     # Files of tokens are used where they are, so their paths count; of others, only the content does.
     content = before if tokenized else hash_contents(before, cache_root(cache) / "hashes", Progress(report))
-    described = [LAYOUT, asdict(settings), tokenizer.fingerprint, content]
+    described = [LAYOUT, settings.as_key(), tokenizer.fingerprint, content]
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
@@ -85,7 +87,7 @@ def notes(data: DataConfig, summary: Summary, tokenizer: Tokenizer, not_apart: s
     """What the user may not expect of these sequences."""
     if summary.format == "chat" and (split := split_markers(tokenizer, data.chat_template)) is not None:
         yield split
-    if data.pack == "auto" and not_apart is not None and not summary.joined:
+    if data.pack == "auto" and not_apart is not None and not summary.joined and not summary.pairs:
         yield f"data.pack auto: one document per sequence, because {not_apart}."
     if data.document_mask and not (summary.joined and data.pack):
         yield "data.document_mask has no effect: it is for plain text that is packed."
@@ -97,9 +99,14 @@ def template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def settings_of(
-    data: DataConfig, reading: Reading, template: ChatTemplate | None, not_apart: str | None = None
+    data: DataConfig,
+    reading: Reading,
+    template: ChatTemplate | None,
+    not_apart: str | None = None,
+    objective: str = "causal_lm",
 ) -> Settings:
     """What `data` says about the sequences of `reading`."""
+    pairs = objective_facts(objective).pairs
     return Settings(
         source=reading.source,
         split=reading.split,
@@ -110,11 +117,12 @@ def settings_of(
         max_length=int(data.max_length),
         pack=bool(data.pack),
         pack_apart=data.pack is True or (data.pack == "auto" and not_apart is None),
-        train_on=str(data.train_on),
+        train_on="answers" if pairs and data.train_on == "all" else str(data.train_on),
         on_error=str(data.on_error),
         long_documents=str(data.long_documents),
         document_mask=bool(data.document_mask),
         chat_template=None if template is None else template.fingerprint,
+        objective=objective,
     )
 
 

@@ -40,6 +40,7 @@ class Summary:
     empty: int = 0
     skipped: int = 0
     first_skipped: str | None = None
+    pairs: bool = False  # documents are chosen and rejected answers in turn, counted in pairs where they are left out
 
     @property
     def mean_length(self) -> float:
@@ -50,23 +51,32 @@ class Summary:
     def mean_loss_tokens(self) -> float:
         return self.loss_tokens / self.sequences
 
+    @property
+    def unit(self) -> str:
+        return "pairs" if self.pairs else "documents"
+
+    @property
+    def units(self) -> int:
+        return self.documents // 2 if self.pairs else self.documents
+
     def sentences(self) -> list[str]:
         """The summary for a person: the first sentence says what there is, the others what was left out."""
         sequences = f"{self.sequences:,} sequences"
         if self.filled is not None:
             sequences = f"packed into {sequences}, {self.filled:.1%} full"
         said = [
-            f"{self.documents:,} documents ({self.format}), {self.tokens:,} tokens, {sequences}; "
+            f"{self.units:,} {self.unit} ({self.format}), {self.tokens:,} tokens, {sequences}; "
             f"{self.loss_token_share:.0%} of tokens count in the loss."
         ]
+        left = "pairs" if self.pairs else "documents or sequences"
         if self.truncated:
-            said.append(f"{self.truncated:,} documents are longer than data.max_length and were truncated.")
+            said.append(f"{self.truncated:,} {self.unit} are longer than data.max_length and were truncated.")
         if self.split:
             said.append(f"{self.split:,} documents are longer than data.max_length and were split into sequences.")
         if self.too_long:
-            said.append(f"{self.too_long:,} documents are longer than data.max_length and were left out.")
+            said.append(f"{self.too_long:,} {self.unit} are longer than data.max_length and were left out.")
         if self.dropped:
-            said.append(f"{self.dropped:,} documents or sequences have no loss tokens and were left out.")
+            said.append(f"{self.dropped:,} {left} have no loss tokens and were left out.")
         if self.empty:
             said.append(f"{self.empty:,} documents are empty and were left out.")
         if self.skipped:

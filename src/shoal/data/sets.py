@@ -47,10 +47,13 @@ def prepare_sets(
     cache: Path | None = None,
     report: Report,
     not_apart: str | None = None,
+    objective: str = "causal_lm",
 ) -> Sets:
     """The data of a run. `data.validation` is a fraction to hold out, the path of a separate set, or 0. `not_apart` is
-    the reason if the model cannot keep packed documents apart."""
-    prepare_one = partial(prepare, tokenizer=tokenizer, cache=cache, report=report, not_apart=not_apart)
+    the reason if the model cannot keep packed documents apart. `objective`: `train.objective`."""
+    prepare_one = partial(
+        prepare, tokenizer=tokenizer, cache=cache, report=report, not_apart=not_apart, objective=objective
+    )
     share, validation = data.validation, None
     if isinstance(share, str):
         validation, share = prepare_one(data, path=share), 0.0
@@ -63,7 +66,15 @@ def prepare_sets(
         own_seed = seed if len(blocks) == 1 else key_of("shoal", "source", seed, number)
         own_separate = separate if len(blocks) == 1 else None
         if data.streaming:
-            stream = open_stream(block, tokenizer, seed=own_seed, cache=cache, report=report, not_apart=not_apart)
+            stream = open_stream(
+                block,
+                tokenizer,
+                seed=own_seed,
+                cache=cache,
+                report=report,
+                not_apart=not_apart,
+                objective=objective,
+            )
             streams.append(stream)
             parts.append(StreamSequences(stream))
             orders.append(StreamOrder(stream, own_seed, own_separate))

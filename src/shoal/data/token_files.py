@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.config.schema import DataConfig
 from shoal.data.pack import split_stream
 from shoal.data.progress import Progress
@@ -83,9 +84,14 @@ class TokenSequences(Sequences):
         return numbers, starts, np.minimum(starts + self._length + 1, self._tokens[numbers])
 
 
-def check_tokenized(data: DataConfig, not_apart: str | None = None) -> None:
+def check_tokenized(data: DataConfig, not_apart: str | None = None, objective: str = "causal_lm") -> None:
     """A UserMistake if an option asks for what tokens cannot give. `not_apart`: why the model cannot confine
     attention to documents."""
+    if objective_facts(objective).pairs:
+        raise UserMistake(
+            f"train.objective {objective} compares two answers, and data.source tokens does not tell them apart; give "
+            "text, in records with the keys chosen and rejected."
+        )
     if data.format not in ("auto", "text"):
         raise UserMistake(f"data.source tokens has no records of format {data.format}. Use data.format: auto.")
     if not data.pack:

@@ -12,7 +12,8 @@ import numpy as np
 from shoal.data import workers
 from shoal.data.encode import Encoded, encode
 from shoal.data.formats.chat_template import no_template
-from shoal.data.formats.choose import Document, Format, Options, choose_format, read_document, refuse_pairs
+from shoal.data.formats.choose import Document, Format, Options, check_pairs, choose_format
+from shoal.data.formats.preference import read_documents
 from shoal.data.progress import Progress
 from shoal.data.sequences import ArrayWriter, Summary, load_array
 from shoal.data.sources import Record
@@ -126,17 +127,17 @@ class BatchTokenizer:
                 mistakes.append(item.message)
                 continue
             try:
-                document = read_document(self.format, item, self.options)
+                found = read_documents(self.format, item, self.options)
             except UserMistake as mistake:
                 if not self.skip:
                     return Tokenized(None, stopped=str(mistake))
                 mistakes.append(str(mistake))
             else:
                 if continues or item.continued:
-                    document = replace(document, continues=continues, continued=item.continued)
-                documents.append(document)
+                    found = tuple(replace(one, continues=continues, continued=item.continued) for one in found)
+                documents += found
             continues = item.continued
-        encoded = encode(self.tokenizer, documents)
+        encoded = encode(self.tokenizer, documents, keep_empty=self.format.pairs)
         compact = replace(encoded, ids=encoded.ids.astype(self.dtype))
         return Tokenized(compact, len(mistakes), mistakes[:1], share=batch.share)
 
@@ -153,6 +154,7 @@ def tokenize_records(
     where: str,
     key: str,
     sizes: Mapping[Path, int] | None = None,
+    objective: str = "causal_lm",
     check: Callable[[Format], None] = lambda chosen: None,
 ) -> Corpus:
     """Format and tokenize every record into `folder`, with worker processes if there is much text and more than one
@@ -165,7 +167,7 @@ def tokenize_records(
         errors.add(errors.unread[:1], len(errors.unread))
         raise _nothing(where, errors, "no record", key)
     chosen = choose_format(format_name, first)
-    refuse_pairs(chosen)
+    check_pairs(chosen, objective)
     if chosen.name == "chat" and options.template is None:
         raise no_template(tokenizer.name)
     check(chosen)

@@ -1,11 +1,12 @@
 """Records to a folder of prepared sequences: tokenize, split or truncate, pack."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.data import pack
 from shoal.data.cache import Report
 from shoal.data.formats.choose import Format, Options
@@ -46,9 +47,26 @@ class Settings:
     chat_template: str | None = None  # its fingerprint
     long_documents: str = "auto"
     document_mask: bool = False  # documents of a stream do not attend to each other either
+    objective: str = "causal_lm"
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a record is two documents, chosen and rejected, that stay in one sequence."""
+        return objective_facts(self.objective).pairs
+
+    def as_key(self) -> dict[str, object]:
+        """The part of a cache key: objectives that need the same sequences share them."""
+        key = asdict(self)
+        del key["objective"]
+        return key | ({"pairs": True} if self.pairs else {})
 
     def refuse(self, joined: bool, not_apart: str | None) -> None:
         """A UserMistake if documents must not attend to each other, but the model cannot keep them apart."""
+        if not_apart is not None and self.pairs:
+            raise UserMistake(
+                f"train.objective {self.objective} has both answers of a pair in one sequence, but {not_apart}; use "
+                "another model."
+            )
         if not_apart is not None and self.pack_apart and not joined:
             raise UserMistake(f"data.pack is true, but {not_apart}; set data.pack: false, or leave it out.")
         if not_apart is not None and self.pack and self.document_mask and joined:
@@ -81,6 +99,11 @@ def write_sequences(
 
     def check(chosen: Format) -> None:
         settings.refuse(chosen.joined, not_apart)
+        if settings.pairs and settings.long_documents == "split":
+            raise UserMistake(
+                "data.long_documents split makes several documents of one, and an answer of a pair is compared as a "
+                "whole; use truncate or drop."
+            )
 
     progress = Progress(report)
     corpus = tokenize_records(
@@ -94,29 +117,35 @@ def write_sequences(
         where=where,
         key=key,
         sizes=sizes,
+        objective=settings.objective,
         check=check,
     )
     progress.begin()
     joined, length = corpus.format.joined, settings.max_length
     stream = settings.pack and joined
-    separate = settings.document_mask if stream else settings.pack_apart and not joined
+    separate = settings.document_mask if stream else (settings.pack_apart or settings.pairs) and not joined
     long = pack.rule_for_long(settings.long_documents, joined)
     bounds, affected = _bounds(corpus, length, long, stream, progress)
     loss_tokens = count_loss_tokens(corpus.load("flags"), bounds)
     kept = loss_tokens > 0
+    per_unit = 2 if settings.pairs else 1  # documents that are kept, packed and counted together
+    if settings.pairs:
+        kept = kept.reshape(-1, 2).all(axis=1).repeat(2)  # both prompts whole, and something of both answers
     summary = replace(
         corpus.summary,
         separate=separate,
         truncated=affected if long == "truncate" else 0,
         split=affected if long == "split" else 0,
         too_long=affected if long == "drop" else 0,
-        dropped=int(np.sum(~kept)),
+        dropped=int(np.sum(~kept)) // per_unit,
+        pairs=settings.pairs,
     )
     if not kept.any():
         raise _nothing_to_learn(summary, key, length)
     starts, ends, loss_tokens = bounds.starts[kept], bounds.ends[kept], loss_tokens[kept]
     if separate and not stream:
-        starts, ends, loss_tokens = _write_packed(corpus, starts, ends, loss_tokens, length + 1, progress)
+        packing = pack.pack_units(ends - starts, length + 1, per_unit, together=settings.pack_apart)
+        starts, ends, loss_tokens = _write_packed(corpus, starts, ends, loss_tokens, packing, progress)
     write_array(folder / DOCUMENT_LENGTHS, corpus.lengths)
     write_array(folder / "starts.npy", starts)
     write_array(folder / "ends.npy", ends)
@@ -130,7 +159,7 @@ def write_sequences(
             longest=int((ends - starts).max()) - 1,
             loss_tokens=trained,
             loss_token_share=trained / inputs,
-            filled=inputs / (len(starts) * length) if stream or separate else None,
+            filled=inputs / (len(starts) * length) if stream or (separate and settings.pack_apart) else None,
             content=hash_sequences(folder),
         ),
     )
@@ -140,6 +169,9 @@ def _bounds(corpus: Corpus, length: int, long: str, stream: bool, progress: Prog
     """Where the sequences are (the documents, if they are packed later), and how many documents were too long."""
     if stream and long == "split":
         return pack.split_stream(int(corpus.lengths.sum()), length), 0
+    if corpus.format.pairs:
+        bounds = pack.shorten_pairs(corpus.lengths, length, long)
+        return bounds, bounds.long
     bounds = pack.split_documents(corpus.lengths, length, long)
     if not stream:
         return bounds, bounds.long
@@ -154,10 +186,16 @@ def name_files(files: Sequence[Path]) -> str:
 
 
 def _nothing_to_learn(summary: Summary, key: str, length: int) -> NothingToLearn:
-    if summary.too_long == summary.documents:
+    if summary.too_long == summary.units:
+        instead = "" if summary.pairs else ", or set data.long_documents: split"
         return NothingToLearn(
-            f"All {summary.documents:,} documents in {key} are longer than data.max_length {length}, and "
-            "data.long_documents is drop. Raise data.max_length, or set data.long_documents: split."
+            f"All {summary.units:,} {summary.unit} in {key} are longer than data.max_length {length}, and "
+            f"data.long_documents is drop. Raise data.max_length{instead}."
+        )
+    if summary.pairs:
+        return NothingToLearn(
+            f"None of the {summary.units:,} pairs in {key} has loss tokens in both answers: {summary.truncated:,} were "
+            f"truncated at data.max_length {length}, which has to hold both prompts and answers. Raise it."
         )
     if summary.truncated:
         return NothingToLearn(
@@ -187,10 +225,14 @@ def count_loss_tokens(flags: np.ndarray, bounds: pack.Bounds) -> np.ndarray:
 
 
 def _write_packed(
-    corpus: Corpus, starts: np.ndarray, ends: np.ndarray, loss_tokens: np.ndarray, capacity: int, progress: Progress
+    corpus: Corpus,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    loss_tokens: np.ndarray,
+    packing: pack.Packing,
+    progress: Progress,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rewrite the documents in packing order, so that each sequence is contiguous in the file."""
-    packing = pack.fit_documents(ends - starts, capacity)
     starts, lengths = starts[packing.order], (ends - starts)[packing.order]
     _rewrite(corpus, starts, lengths, progress)
     last_documents = np.cumsum(packing.counts)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from shoal.mistakes import UserMistake
 
@@ -68,6 +68,12 @@ def emulated_matmuls(dtypes: Iterable[torch.dtype]) -> AbstractContextManager[An
     """A context in which matmuls and attention of this thread are emulated for `dtypes`."""
     slow = frozenset(dtypes)
     return EmulatedMatmuls(slow) if slow else nullcontext()
+
+
+def emulated_now() -> frozenset[torch.dtype]:
+    """The dtypes that are emulated where this is called, for a backward pass that computes matmuls again."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return frozenset().union(*(mode.dtypes for mode in modes if isinstance(mode, EmulatedMatmuls)))
 
 
 class EmulatedForward:

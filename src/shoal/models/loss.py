@@ -4,35 +4,34 @@ It is inside so that FSDP gathers the head's weight for it, so that a chunked lo
 the last pipeline stage is the same module.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from importlib.util import find_spec
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.attention import added_to_scores, packed_mask
+from shoal.models.cross_entropy import (
+    CHUNK_LOGITS,
+    IGNORED,
+    Measure,
+    choose_chunks,
+    chunked_cross_entropy,
+    chunked_token_losses,
+    cross_entropy,
+    even_chunk,
+    token_losses,
+)
 from shoal.models.flex import document_blocks
-
-IGNORED = -100
-# The approximate maximum of elements in one chunk of logits. The CUDA kernel overwrites the logits with their gradient;
-# elsewhere a chunk also needs memory for its gradient and for several fp32 temporaries.
-CHUNK_LOGITS = 1 << 25
-KERNEL_CHUNK_LOGITS = 1 << 28
 
 # Modules of transformers that add the output of a matmul in place to a tensor with the dtype of their input, which must
 # be the same dtype: their inputs are cast.
 SINGLE_DTYPE = ("DbrxExperts",)
-
-# From logits and labels: the summed loss in fp32, and its gradient with respect to the logits, in their dtype. The
-# logits may be overwritten.
-Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class MicroBatch(Protocol):
@@ -43,6 +42,7 @@ class MicroBatch(Protocol):
     positions: Tensor | None
     documents: Tensor | None
     mask: Tensor | None  # the attention mask, where it does not follow from `documents`
+    reference: Tensor | None  # of pairs: see `data.loader.MicroBatch`
 
 
 class LossSums(NamedTuple):
@@ -107,6 +107,8 @@ class LanguageModel(nn.Module):
         self.model = model
         self.anatomy = anatomy
         self.skips_tiles = skips_tiles
+        # The ranks that have the other shards of each sequence, for a loss that is not a sum over tokens.
+        self.sequence_group: dist.ProcessGroup | None = None
         self.head_and_loss = HeadAndLoss(model.get_submodule(anatomy.head), loss, measure)
         self.matmul_dtype = matmul_dtype
         if matmul_dtype is not None:
@@ -119,9 +121,7 @@ class LanguageModel(nn.Module):
         inputs = {"input_ids": batch.inputs, **self.model_kwargs(batch)}
         if self.anatomy.linear_head:
             return self.losses(self.hidden(inputs), batch)
-        with self._autocast(batch.inputs.device):
-            logits = self.model(**inputs).logits
-        return self.losses_of_logits(logits, batch)
+        return self.losses_of_logits(self.logits(inputs), batch)
 
     def losses_of_logits(self, logits: Tensor, batch: MicroBatch) -> LossSums:
         """As `losses`, where the head is more than one matrix."""
@@ -158,6 +158,12 @@ class LanguageModel(nn.Module):
             result: Tensor = self.model.get_submodule(self.anatomy.backbone)(**inputs).last_hidden_state
         return result
 
+    def logits(self, inputs: dict[str, Any]) -> Tensor:
+        """The logits of the model, where the head is more than one matrix."""
+        with self._autocast(inputs["input_ids"].device):
+            result: Tensor = self.model(**inputs).logits
+        return result
+
     def _autocast(self, device: torch.device) -> AbstractContextManager[None]:
         """Matmuls in `matmul_dtype`, everything else in the dtype of its inputs or in fp32."""
         if self.matmul_dtype is None:
@@ -178,28 +184,31 @@ class HeadAndLoss(nn.Module):
         self.loss = loss
         self.measure = measure
 
-    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, labels: Tensor, *, per_token: bool = False) -> Tensor:
+        """The sum of the losses or, `per_token`, each of them, in the shape of `labels` and 0 where they are
+        IGNORED."""
         head = self.head
         hidden = hidden.to(head.weight.dtype)
         if self.loss == "plain":
-            return self.loss_of_logits(head(hidden), labels)
+            logits = head(hidden)
+            return self.losses_of_logits(logits, labels) if per_token else self.loss_of_logits(logits, labels)
         measure, most = self.chunks(hidden)
         # Chunks are sized by the full vocabulary, so that ranks with uneven shards of it issue the same collectives.
         rows = even_chunk(hidden.shape[0] * hidden.shape[1], most // int(head.out_features))
-        return chunked_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten(), measure, rows)
+        compute = chunked_token_losses if per_token else chunked_cross_entropy
+        found = compute(hidden.flatten(0, 1), head.weight, labels.flatten(), measure, rows)
+        return found.view_as(labels) if per_token else found
 
     def chunks(self, hidden: Tensor) -> tuple[Measure, int]:
         """The cross-entropy of a chunk of logits on the device of `hidden`, and the maximum of elements in a chunk."""
-        if self.measure is not None:
-            return self.measure, CHUNK_LOGITS
-        return measure_full_vocabulary, KERNEL_CHUNK_LOGITS if has_kernel(hidden) else CHUNK_LOGITS
+        return choose_chunks(hidden, self.measure)
 
     def loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
-        logits, labels = logits.flatten(0, 1), labels.flatten()
-        if self.measure is None:
-            return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
-        loss: Tensor = _MeasuredCrossEntropy.apply(logits, labels, self.measure)  # type: ignore[no-untyped-call]
-        return loss
+        return cross_entropy(logits.flatten(0, 1), labels.flatten(), self.measure)
+
+    def losses_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss of each token."""
+        return token_losses(logits.flatten(0, 1), labels.flatten(), self.measure).view_as(labels)
 
 
 def _over_tokens(loss: Tensor, labels: Tensor) -> LossSums:
@@ -212,115 +221,3 @@ def _cast_output_to_fp32(module: nn.Module, given: Any, found: Tensor) -> Tensor
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, given: Any) -> Any:
     return tuple(one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one for one in given)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def has_kernel(tensor: Tensor) -> bool:
-    """Whether there is a Triton kernel for the device of `tensor`."""
-    return tensor.is_cuda and _has_triton()
-
-
-def even_chunk(rows: int, most: int) -> int:
-    """The rows per chunk, at most `most`, such that all chunks have nearly the same size."""
-    return -(-rows // -(-rows // max(1, most)))
-
-
-def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure | None = None, rows: int | None = None
-) -> Tensor:
-    """The summed cross-entropy of `hidden @ weight.T`, with the logits of `rows` tokens at a time."""
-    rows = rows or max(1, CHUNK_LOGITS // weight.shape[0])
-    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, measure or measure_full_vocabulary, rows
-    )
-    return loss
-
-
-def measure_full_vocabulary(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy over an unsharded vocabulary."""
-    if has_kernel(logits):
-        from shoal.models.loss_kernel import measure_in_place
-
-        return measure_in_place(logits, labels, IGNORED)
-    log_probabilities = torch.log_softmax(logits.float(), dim=-1)
-    counted = labels != IGNORED
-    label_log_probabilities = log_probabilities.gather(1, labels.clamp_min(0)[:, None]).squeeze(1)
-    loss = -torch.where(counted, label_log_probabilities, 0.0).sum()
-    hit = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    probabilities = log_probabilities.exp()
-    return loss, (torch.where(hit, probabilities - 1, probabilities) * counted[:, None]).to(logits.dtype)
-
-
-class _MeasuredCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
-        loss, grad_logits = measure(logits, labels)
-        ctx.save_for_backward(grad_logits)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
-        (grad_logits,) = ctx.saved_tensors
-        return (grad_logits.float() * outer).to(grad_logits.dtype), None, None
-
-
-def _add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """`total + left @ right` in fp32; `total` is updated in place."""
-    if not left.is_cuda or left.dtype == torch.float32:
-        product = left @ right
-        return product.float() if total is None else total.add_(product)
-    # Accumulated in fp32 inside the matmul, without a low-precision result.
-    if total is None:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-
-
-def _scale_and_cast(large: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply in fp32 and cast, without an fp32 temporary. Not in place: a zero-bubble schedule runs the same node
-    twice."""
-    if has_kernel(large):
-        from shoal.models.loss_kernel import scale_and_cast
-
-        return scale_and_cast(large, factor, dtype)
-    return torch.mul(large, factor, out=torch.empty_like(large, dtype=dtype))
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the gradients in the forward pass, while a chunk's logits exist, to compute the logits only once."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure, rows: int) -> Tensor:
-        wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
-        weight_gradient: Tensor | None = None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, hidden.shape[0], rows):
-            part, part_labels = hidden[start : start + rows], labels[start : start + rows]
-            loss, grad_logits = measure(part @ weight.T, part_labels)
-            total += loss
-            if hidden_gradient is not None:
-                torch.matmul(grad_logits, weight, out=hidden_gradient[start : start + rows])
-            if wants_weight:  # accumulated over chunks in fp32, as inside one large matmul
-                weight_gradient = _add_matmul(weight_gradient, grad_logits.T, part)
-            del grad_logits  # frees it before the next chunk's logits are computed
-        ctx.save_for_backward(*(gradient for gradient in (hidden_gradient, weight_gradient) if gradient is not None))
-        ctx.weight_dtype = weight.dtype
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        saved = list(ctx.saved_tensors)
-        hidden = saved.pop(0) if ctx.needs_input_grad[0] else None
-        weight = saved.pop(0) if ctx.needs_input_grad[1] else None
-        # Multiplied in fp32: casting `outer` to bf16 first would change every gradient by up to 0.4%.
-        return (
-            None if hidden is None else (hidden.float() * outer).to(hidden.dtype),
-            None if weight is None else _scale_and_cast(weight, outer, ctx.weight_dtype),
-            None,
-            None,
-            None,
-        )

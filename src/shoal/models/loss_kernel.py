@@ -48,7 +48,7 @@ def _scale_and_cast(values, factor, scaled, count, ELEMENTS: tl.constexpr):
 
 
 def measure_in_place(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """The summed loss, and its gradient, which overwrites the logits."""
+    """The loss of each token, and the gradient of their sum, which overwrites the logits."""
     rows, width = logits.shape
     assert logits.stride(1) == 1, "the logits of a token must be contiguous"
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -56,7 +56,7 @@ def measure_in_place(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tens
         _measure_row[(rows,)](
             logits, labels.contiguous(), losses, width, logits.stride(0), ignored, COLUMNS=COLUMNS, num_warps=WARPS
         )
-    return losses.sum(), logits
+    return losses, logits
 
 
 def scale_and_cast(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

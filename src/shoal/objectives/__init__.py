@@ -1,13 +1,20 @@
 """Training objectives. `objectives.objective` is the contract."""
 
+from collections.abc import Callable
+
+from shoal.config.schema import Config
 from shoal.objectives.causal_lm import CausalLM
 from shoal.objectives.objective import Objective
+from shoal.objectives.preference import Preference
 
 __all__ = ["OBJECTIVES", "Objective", "find_objective"]
 
-OBJECTIVES: dict[str, Objective] = {one.name: one for one in (CausalLM(),)}
+OBJECTIVES: dict[str, Callable[[Config], Objective]] = {
+    "causal_lm": lambda config: CausalLM(),
+    **dict.fromkeys(("dpo", "ipo", "orpo", "simpo"), Preference),
+}
 
 
-def find_objective(name: str) -> Objective:
-    """The objective that `train.objective` names."""
-    return OBJECTIVES[name]
+def find_objective(config: Config) -> Objective:
+    """The objective that `train.objective` names, for this run."""
+    return OBJECTIVES[config.train.objective](config)

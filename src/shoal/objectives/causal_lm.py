@@ -10,7 +10,8 @@ import torch
 from shoal.data.loader import MicroBatch, collate_next_token, count_loss_tokens
 from shoal.data.sequences import Sequences
 from shoal.models.anatomy import Anatomy
-from shoal.models.loss import LanguageModel, Measure
+from shoal.models.cross_entropy import Measure
+from shoal.models.loss import LanguageModel
 
 LARGEST_EXPONENT = 700.0  # exp of more overflows a float
 

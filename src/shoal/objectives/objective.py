@@ -4,11 +4,12 @@ The loss of a step is one quotient, whatever the split: the sums of all micro-ba
 
     loss = Σ sums["loss"] / Σ sums["weight"]
 
-To add an objective, write a class with these members in a file of this folder and add it to `objectives.OBJECTIVES`:
+To add an objective, write a class with these members in a file of this folder and add it to `objectives.OBJECTIVES`,
+which makes it from the config of a run:
 
 - masked LM: `collate` masks tokens and labels them; module and metrics are those of `CausalLM`.
 - classification: `weight` counts examples; the module's `losses` reads one hidden state per sequence.
-- preference pairs: `collate` puts chosen and rejected sequences side by side; `weight` counts pairs.
+- preference pairs: `weight` counts pairs; see `objectives.preference`.
 - a router's auxiliary loss: the module's `losses` adds it to `trained`, times the weight of its micro-batch so that the
   step's total is again a mean, and to `sums` under a name of its own, so that it is reported beside the loss.
 """
@@ -22,7 +23,8 @@ import torch
 from shoal.data.loader import MicroBatch
 from shoal.data.sequences import Sequences
 from shoal.models.anatomy import Anatomy
-from shoal.models.loss import LanguageModel, Measure
+from shoal.models.cross_entropy import Measure
+from shoal.models.loss import LanguageModel
 
 
 class Objective(Protocol):
@@ -58,4 +60,5 @@ class Objective(Protocol):
         """The module that is wrapped and trained: from a micro-batch to `LossSums`. `loss` is `train.loss_impl`."""
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of an evaluation, by name without `eval_`: "loss" and others."""
+        """The metrics of an evaluation, by name without `eval_`: "loss" and others. Training logs them as well, if
+        there are more sums than the loss and its weight."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import find_strategy
 from shoal.config.mesh import Mesh
@@ -225,8 +226,9 @@ def _read_recipe(
 def _choose_loss(
     model: Any, anatomy: Anatomy, config: Config, precision: Precision, micro_batch: int, mesh: Mesh
 ) -> str:
-    # A chunked loss computes its gradients before loss scaling, and in fp16 the smallest of them would underflow.
-    wanted = "plain" if config.train.loss_impl == "auto" and precision.scaled else config.train.loss_impl
+    # The chunked sum over tokens computes its gradients before loss scaling, and in fp16 the smallest would underflow.
+    early = precision.scaled and not objective_facts(config.train.objective).pairs
+    wanted = "plain" if config.train.loss_impl == "auto" and early else config.train.loss_impl
     tokens = micro_batch * config.data.max_length // mesh.cp
     return choose_loss(wanted, anatomy, tokens, model.config.get_text_config().vocab_size)
 
@@ -241,6 +243,7 @@ def _with_loss(stage: StageModel, recipe: _Recipe, splits: dict[str, Split]) -> 
     inner = recipe.objective.module(
         stage.model, stage.anatomy, recipe.loss, measure, skips_tiles=recipe.tiles, matmul_dtype=precision.autocast
     )
+    inner.sequence_group = parallel_dims.cp
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
 
 

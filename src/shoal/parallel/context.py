@@ -78,7 +78,10 @@ class SequenceShard:
             inputs=batch.inputs.index_select(1, mine),
             labels=batch.labels.index_select(1, mine),
             positions=positions.index_select(1, mine),
-            documents=None,
+            # Not for attention, which has the mask: answers of pairs are divided between ranks, and put together again.
+            documents=None
+            if batch.reference is None or batch.documents is None
+            else batch.documents.index_select(1, mine),
             mask=mask,
         )
 

@@ -23,14 +23,15 @@ class MicroBatchRunner:
         self.keeps_weights = keeps_weights  # FSDP all-gathers once per step, not per micro-batch
 
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
-        """Accumulate the gradients of `factor` times the summed loss; returns the unscaled sum in fp64."""
+        """Accumulate the gradients of `factor` times the summed loss; returns the sums of the objective, the unscaled
+        loss first, in fp64."""
         total: Tensor | None = None
         for index, batch in enumerate(batches):
             with self._accumulating(last=index == len(batches) - 1):
                 found: LossSums = self.module(self.prepare(batch))
                 torch.autograd.backward(found.trained * factor)
-            loss = found.sums[0].double()
-            total = loss if total is None else total + loss
+            sums = torch.stack([one.double() for one in found.sums])
+            total = sums if total is None else total + sums
         assert total is not None, "a step has at least one micro-batch"
         return total
 

@@ -43,8 +43,9 @@ class ParallelModel:
     notes: list[str]  # for the user: options that have no effect or only a partial one
 
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
-        """Gradients of `factor` times the mean over ranks of the summed loss. Returns this rank's sum in fp64; ranks
-        with a duplicate of another rank's loss return zero, so that the sum over ranks counts every loss token once."""
+        """Gradients of `factor` times the mean over ranks of the summed loss. Returns this rank's sums of the objective
+        in fp64, the loss first; ranks with a duplicate of another rank's return zeros, so that the sum over ranks
+        counts every loss token once."""
         total = self.runner.backward(batches, factor)
         self.gradients.finish()
         return total if self.parallel_dims.reports_loss else torch.zeros_like(total)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.config.schema import Config
@@ -39,8 +40,9 @@ class Stage(nn.Module):
         positions: Tensor,
         documents: Tensor | None = None,
         mask: Tensor | None = None,
+        reference: Tensor | None = None,
     ) -> Tensor:
-        batch = MicroBatch(given, labels, positions, documents, mask)
+        batch = MicroBatch(given, labels, positions, documents, mask, reference)
         name = "input_ids" if self.is_first else "inputs_embeds"
         hidden = self.inner.hidden({name: given, **self.inner.model_kwargs(batch)})
         # The output of a stage must own its memory: zero-bubble schedules detach it in place.
@@ -110,7 +112,7 @@ class Pipeline:
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
         """As `MicroBatchRunner.backward`; ranks that do not have the last stage return zero."""
         self._factor = factor
-        return self._run(self._schedule.step, [self.prepare(batch) for batch in batches])[0]
+        return self._run(self._schedule.step, [self.prepare(batch) for batch in batches])
 
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
         """As `MicroBatchRunner.measure`, for any number of batches: the last run of the schedule is padded with batches
@@ -131,6 +133,10 @@ class Pipeline:
             for name in ("labels", "positions", "documents", "mask")
             if getattr(prepared[0], name) is not None
         }
+        references = [one.reference for one in prepared if one.reference is not None]
+        if references:
+            most = max(one.shape[1] for one in references)  # pairs of a sequence
+            kwargs["reference"] = torch.cat([F.pad(one, (0, 0, 0, most - one.shape[1])) for one in references])
         run(*([inputs] if self.first else []), target=labels if self.has_last else None, losses=[], **kwargs)
         return self._sums
 
@@ -171,5 +177,10 @@ def make_pipeline(
 
 def _without_labels(batch: MicroBatch) -> MicroBatch:
     return MicroBatch(
-        batch.inputs, torch.full_like(batch.labels, IGNORED), batch.positions, batch.documents, batch.mask
+        batch.inputs,
+        torch.full_like(batch.labels, IGNORED),
+        batch.positions,
+        batch.documents,
+        batch.mask,
+        batch.reference,
     )

@@ -18,7 +18,7 @@ from shoal.catalogue.families import Plan, find_plan
 from shoal.mistakes import UserMistake
 from shoal.models.adapters import DOWN, UP
 from shoal.models.anatomy import Anatomy
-from shoal.models.loss import IGNORED
+from shoal.models.cross_entropy import IGNORED
 from shoal.models.tensor_slices import Split
 from shoal.parallel.collectives import all_gather, local_chunk, reduce_scatter
 from shoal.parallel.patch import patch
@@ -224,7 +224,7 @@ class VocabularyShard:
         sums = torch.stack([probabilities.sum(dim=-1), label_logits])
         dist.all_reduce(sums, group=self.group)
         counted = labels != IGNORED
-        loss = torch.where(counted, sums[0].log() + highest - sums[1], 0.0).sum()
+        losses = torch.where(counted, sums[0].log() + highest - sums[1], 0.0)
         probabilities.div_(sums[0][:, None])
         probabilities.scatter_add_(1, index, -here.to(probabilities.dtype)[:, None])
-        return loss, probabilities.mul_(counted[:, None]).to(dtype)
+        return losses, probabilities.mul_(counted[:, None]).to(dtype)

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
 from shoal.catalogue.strategies import find_strategy
 from shoal.config.mesh import mesh_for
+from shoal.config.reference import switches_adapter_off
 from shoal.config.schema import Config, OffloadConfig, RecomputeConfig
 from shoal.mistakes import UserMistake, suggestion
 from shoal.plan.batches import nearest_multiples
@@ -46,7 +48,7 @@ def make_run(
     small = mixed and not machine.is_cpu and execution.strategy == "single" and grad_accum_steps == 1
     small = small and find_optimizer(train.optimizer.name).own_kernel
     keeps = find_strategy(execution.strategy, execution.sharding).keeps_weights
-    adapter = read_adapter(config, shape)
+    adapter, pairs = read_adapter(config, shape), objective_facts(train.objective).pairs
     return Run(
         shape=shape,
         gpu=machine.gpu,
@@ -67,7 +69,7 @@ def make_run(
         compiled=compiled,
         loss=choose_loss(config, shape, execution.micro_batch * config.data.max_length // mesh.cp),
         attention="eager" if config.model.attention == "eager" else "flash",
-        packed=_masked(config) and not (compiled and config.parallel.cp == 1),
+        packed=(_masked(config) or pairs) and not (compiled and config.parallel.cp == 1),
         dropout=has_dropout(config.model),
         reshard=False if keeps else (True if parallel.reshard == "auto" else parallel.reshard),
         prefetch=parallel.prefetch,
@@ -75,6 +77,8 @@ def make_run(
         compress_bytes={"none": 0, "powersgd": POWERSGD_BYTES}.get(parallel.compress, 2),
         schedule=parallel.pp_schedule,
         cp_method=parallel.cp_method,
+        pairs=pairs,
+        reference_pass=switches_adapter_off(config),
         adapter=adapter,
         trained=FROZEN if adapter is not None else _trained(config, shape),
         gradient_bytes=2 if small else 0,
@@ -134,7 +138,7 @@ def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
         return "plain"
     if wanted != "auto":
         return wanted
-    if config.train.precision == "16-mixed":
+    if config.train.precision == "16-mixed" and not objective_facts(config.train.objective).pairs:
         return "plain"
     return "chunked" if tokens * shape.vocab > CHUNK_LOGITS else "plain"
 

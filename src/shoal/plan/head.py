@@ -6,7 +6,8 @@ from math import ceil
 from shoal.plan.run import Run
 from shoal.plan.terms import Term, group, leaf
 
-# models/loss.py: logits per chunk of a chunked loss, and of one whose kernel overwrites the logits with their gradient.
+# models/cross_entropy.py: logits per chunk of a chunked loss, and of one whose kernel overwrites the logits with their
+# gradient.
 CHUNK_LOGITS = 1 << 25
 KERNEL_CHUNK_LOGITS = 1 << 28
 # Without that kernel, fp32 bytes per logit of a chunk, beside logits and gradient in the compute dtype.

@@ -1,9 +1,12 @@
 """The result of `shoal plan`: one object, of which JSON, text and plot are views."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.shapes import parameters
+from shoal.config.reference import computes_before, switches_adapter_off
 from shoal.config.resolve import with_global_batch
 from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
@@ -89,6 +92,7 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
             f"data.max_length {config.data.max_length} exceeds the {shape.positions} positions that the model was "
             "trained for."
         )
+    notes += _about_pairs(config)
     if system == "shoal":
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
     else:
@@ -102,6 +106,27 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
         steps=count_steps(config, choice),
         notes=tuple(notes),
     )
+
+
+def _about_pairs(config: Config) -> Iterator[str]:
+    """What the forecast of preference tuning counts, and what it leaves out."""
+    name = config.train.objective
+    if not objective_facts(name).pairs:
+        return
+    yield (
+        f"train.objective {name}: a sequence of data.max_length holds both answers of its pairs with their prompts; "
+        "memory and time are those of its tokens."
+    )
+    if switches_adapter_off(config):
+        yield (
+            "The reference is a forward pass without the adapter for every micro-batch; its time is approximate, as if "
+            "the adapter took part."
+        )
+    elif computes_before(config):
+        yield (
+            "The reference is computed once before the first step, by a forward pass over the data; it takes about a "
+            "third of the time of training on it once, which the time to finish leaves out."
+        )
 
 
 def count_steps(config: Config, choice: ResolvedRun) -> int | None:

@@ -84,6 +84,9 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
         leaf("head and loss", loss.both if loss else 0.0),
     ]
     ahead = block.forward * blocks + (loss.forward if loss else 0.0)
+    if run.reference_pass:
+        compute.append(leaf("reference forward pass", ahead))
+        ahead *= 2
     back = block.backward * blocks + (loss.backward if loss else 0.0)
     host = (COMPILED_BLOCK_HOST if run.compiled else EAGER_BLOCK_HOST) * blocks
     waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back) if not run.gpu.is_cpu else 0.0)
@@ -131,7 +134,8 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
         return leaf(
             "exposed FSDP collectives", (embedding_and_head + (gather + scatter) * rank.blocks) / run.grad_accum_steps
         ), 0.0
-    gathers = gather * rank.blocks / (run.grad_accum_steps if run.keeps_weights else 1)
+    passes = 2 if run.reference_pass else 1
+    gathers = gather * rank.blocks * (1 / run.grad_accum_steps if run.keeps_weights else passes)
     again = 0.0 if run.keeps_weights else gather * rank.blocks
     scatters = scatter * rank.blocks
     # The first all-gathers and the last reduce-scatters overlap with nothing: those of the embedding and one block; and
@@ -160,12 +164,14 @@ def _model_parallel(run: Run, rank: Rank) -> Term:
         tensor = 4 * gathered + 4 * summed
         if run.repeats_forward:
             tensor += 2 * gathered + summed
+        if run.reference_pass:
+            tensor += 2 * gathered + 2 * summed
         tensor *= rank.blocks
     if mesh.cp > 1:
         keys_and_values = run.tokens * mesh.cp * 2 * shape.kv_width / mesh.tp * run.compute_bytes
         over = rank_group(run, mesh.cp, mesh.tp)
         each = collective_seconds(run, "all-gather", over, keys_and_values)
-        context = (3 if run.repeats_forward else 2) * each * rank.blocks
+        context = (2 + run.repeats_forward + run.reference_pass) * each * rank.blocks
     return group("collectives in blocks", leaf("tensor parallel", tensor), leaf("context parallel", context))
 
 

@@ -24,6 +24,7 @@ class StepMetrics:
     loss: float
     norm: float
     usable: bool  # False: the step was skipped
+    sums: tuple[float, ...] = ()  # of the objective
 
 
 class Action(Enum):

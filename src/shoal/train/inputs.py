@@ -51,7 +51,14 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         # A model built from a shape has no special tokens; generation from an export needs the tokenizer's.
         plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end
     not_apart = why_not_packed(plan.model_type)
-    sets = prepare_sets(config.data, tokenizer, seed=config.seed, report=reporter.say, not_apart=not_apart)
+    sets = prepare_sets(
+        config.data,
+        tokenizer,
+        seed=config.seed,
+        report=reporter.say,
+        not_apart=not_apart,
+        objective=config.train.objective,
+    )
     if "chat" in sets.training.summary.format:
         # Generation has to stop where a turn ends, which may be another token than the one that ends a text.
         present = plan.settings.eos_token_id

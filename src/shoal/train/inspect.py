@@ -1,7 +1,7 @@
 """Look at the data of a run, or at a file: without a model, without an accelerator, and without importing torch."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,14 @@ def preview_data(
     """Decode some examples or sequences of each source."""
     subject = find_subject(file, overrides, report)
     sources = [
-        preview_source(block, subject.tokenizer, choice, report=report, not_apart=subject.not_apart)
+        preview_source(
+            block,
+            subject.tokenizer,
+            choice,
+            report=report,
+            not_apart=subject.not_apart,
+            objective=subject.config.train.objective,
+        )
         for block, _ in subject.config.data.blocks()
     ]
     return DataPreview(subject.file, subject.tokenizer.name, drawn and not choice.sequences, sources)
@@ -162,8 +169,9 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
     subject = find_subject(file, overrides, report)
     config = _with_batch(subject.config)
     data = config.data.model_copy(update={"streaming": False})  # counted as a whole
-    tokenizer, not_apart = subject.tokenizer, subject.not_apart
-    sets, problem = _prepare(data, tokenizer, config.seed, report, not_apart)
+    tokenizer = subject.tokenizer
+    common: dict[str, Any] = {"not_apart": subject.not_apart, "objective": config.train.objective}
+    sets, problem = _prepare(data, tokenizer, config.seed, report, common)
     if not config.data.streaming:
         report("The tokenized data is in the cache: training with the same settings and tokenizer starts with it.")
     blocks = data.blocks()
@@ -171,8 +179,10 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
     for block, weight in blocks:
         alone = len(blocks) == 1
         # Of a mixture, each again from the cache, which has been reported.
-        prepared = sets.training if alone else prepare(block, tokenizer, report=_say_nothing, not_apart=not_apart)
-        sources.append(measure_source(block, tokenizer, prepared, weight=weight, report=report))
+        prepared = sets.training if alone else prepare(block, tokenizer, report=_say_nothing, **common)
+        sources.append(
+            measure_source(block, tokenizer, prepared, weight=weight, report=report, objective=config.train.objective)
+        )
     order, train = sets.order, config.train
     assert order.training_count is not None
     loss_tokens = round(sets.mean_loss_tokens * order.training_count)
@@ -213,14 +223,14 @@ def _say_nothing(sentence: str) -> None:
 
 
 def _prepare(
-    data: DataConfig, tokenizer: Tokenizer, seed: int, report: Report, not_apart: str | None
+    data: DataConfig, tokenizer: Tokenizer, seed: int, report: Report, common: Mapping[str, Any]
 ) -> tuple[Sets, str | None]:
     """The sets of a run. If there is too little data to hold some out: all of it, and why training would refuse."""
     if isinstance(data.validation, str) or len(data.blocks()) > 1:
-        return prepare_sets(data, tokenizer, seed=seed, report=report, not_apart=not_apart), None
+        return prepare_sets(data, tokenizer, seed=seed, report=report, **common), None
     share = float(data.validation)
     whole = data.model_copy(update={"validation": 0.0})
-    sets = prepare_sets(whole, tokenizer, seed=seed, report=report, not_apart=not_apart)
+    sets = prepare_sets(whole, tokenizer, seed=seed, report=report, **common)
     try:
         order = ShuffledOrder(len(sets.training), seed, share)
         return replace(sets, validation=sets.training if share else None, order=order), None

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shoal.objectives import Objective
 from shoal.observe.device_clock import Mark, mark, seconds_between
 from shoal.observe.metrics import last_line
 from shoal.parallel.ranks import Ranks
@@ -34,11 +35,15 @@ class Unread:
 
     steps: tuple[int, ...]
     weights: tuple[int, ...]
-    values: Tensor  # steps × (loss sum, norm, usable): valid on the host once the device has reached the copy
+    # steps × (norm, usable, the sums of the objective): valid on the host once the device has reached the copy
+    values: Tensor
 
     def read(self) -> list[StepMetrics]:
         rows = zip(self.steps, self.weights, self.values.tolist(), strict=True)
-        return [StepMetrics(step, loss / weight, norm, bool(usable)) for step, weight, (loss, norm, usable) in rows]
+        return [
+            StepMetrics(step, sums[0] / weight, norm, bool(usable), tuple(sums))
+            for step, weight, (norm, usable, *sums) in rows
+        ]
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,25 @@ class Pending:
 class StepLog:
     """Records every step, and makes a log line every `every` steps and at the last step, which goes to `hooks`."""
 
-    def __init__(self, *, every: int, total: int, ranks: Ranks, attempt: int, peak: float | None, hooks: Hook) -> None:
+    def __init__(
+        self,
+        *,
+        every: int,
+        total: int,
+        ranks: Ranks,
+        attempt: int,
+        peak: float | None,
+        hooks: Hook,
+        objective: Objective | None = None,
+    ) -> None:
         self.every = every
         self.total = total
         self.ranks = ranks
         self.attempt = attempt
         self.peak = peak
         self.hooks = hooks
+        # Whose metrics are logged, if it sums more than the loss and its weight.
+        self.objective = objective if objective is not None and len(objective.sums) > 2 else None
         self.skipped = 0  # skipped steps
         self.step_seconds = 0.0  # of the last log interval
         self._window = Window(mark(ranks.device))
@@ -103,12 +120,12 @@ class StepLog:
         """Start to copy the metrics of all unread steps to the host: one all-reduce, without waiting for the result."""
         steps, results = zip(*self._results, strict=True)
         self._results = []
-        losses = self.ranks.sum(torch.stack([result.loss_sum for result in results]))
+        sums = self.ranks.sum(torch.stack([result.sums for result in results]))
         norms, usable = (
-            torch.stack([getattr(result, name).double() for result in results]).to(losses.device)
+            torch.stack([getattr(result, name).double() for result in results]).to(sums.device)
             for name in ("norm", "usable")
         )
-        values = torch.stack([losses, norms, usable], dim=1)
+        values = torch.cat([norms[:, None], usable[:, None], sums], dim=1)
         if values.is_cuda:  # copied after the steps' work; the host does not wait
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = pinned.copy_(values, non_blocking=True)
@@ -161,12 +178,20 @@ class StepLog:
             "data_seconds": round(window.data_seconds / window.steps, 6),
             "seconds": round(seconds, 6),
             "skipped": self.skipped,
+            **self._metrics(last),
         }
         interval = LogInterval(
             last.step, window.steps, seconds * window.steps, window.positions, mfu, allocated, reserved
         )
         self.hooks.on_metrics(line, interval)
         return steps
+
+    def _metrics(self, step: StepMetrics) -> dict[str, float | None]:
+        """The objective's metrics of a step, without the loss."""
+        if self.objective is None:
+            return {}
+        found = self.objective.metrics(dict(zip(self.objective.sums, step.sums, strict=True)))
+        return {name: value if math.isfinite(value) else None for name, value in found.items() if name != "loss"}
 
     def forget(self) -> None:
         """Discard unread steps, before a rollback."""

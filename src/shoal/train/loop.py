@@ -21,6 +21,7 @@ from shoal.resilience.signals import StopRequest
 from shoal.train.default_hooks import STARTED_ALONE, LaunchContext, default_hooks
 from shoal.train.hooks import Fault, Hook, RunStart, StepEnd
 from shoal.train.job import Job
+from shoal.train.references import provide_references
 from shoal.train.rollback import give_up, roll_back, sequences_of
 from shoal.train.save import finish_save, poll_save, save
 from shoal.train.schedule import make_schedule, peak_lr
@@ -94,6 +95,7 @@ def train(
                 before=lambda: finish_save(job),
             ):
                 job.hooks.on_run_start(RunStart(run.path, job.resolved, ranks, job.progress.step, job.inputs.steps))
+                provide_references(job)
                 stopped = fit(job, stop_request)
         except BaseException as error:
             failure = error

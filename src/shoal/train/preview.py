@@ -90,7 +90,7 @@ def preview(checked: Preflight) -> Preview:
         validation_sequences=sets.order.validation_count,
         tokens=round(inputs.steps * resolved.global_batch * sets.mean_loss_tokens),
         learning_rates=[peak * factor_at(step) for step in steps],
-        sample=mark_loss_tokens(inputs, find_objective(config.train.objective)),
+        sample=mark_loss_tokens(inputs, find_objective(config)),
     )
 
 

@@ -163,7 +163,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
     if prepared.new_rows and checkpoint is not None and checkpoint == start.checkpoint:
         reporter.warn(f"model.add_tokens: the rows of added tokens are those in {checkpoint}, not the mean.")
 
-    objective, emulated = find_objective(config.train.objective), _emulated(config, ranks)
+    objective, emulated = find_objective(config), _emulated(config, ranks)
     model, optimizer = build(
         prepared, resolved, ranks, objective=objective, values=checkpoint is None, emulated=emulated
     )
@@ -205,6 +205,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
             attempt=next_attempt(run.metrics),
             peak=device.peak(config.train.precision),
             hooks=hooks,
+            objective=objective,
         ),
         flops=flops,
         progress=Progress(world_size=ranks.world_size),

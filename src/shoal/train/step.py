@@ -21,7 +21,7 @@ from shoal.resilience.health import SpikeGuard
 class StepResult:
     """Device tensors. Reading them waits for the device."""
 
-    loss_sum: Tensor  # of this rank, in fp64; the step's loss is the sum over ranks / `weight`
+    sums: Tensor  # of the objective, of this rank, in fp64; the step's loss is the first, summed over ranks, / `weight`
     weight: int  # of all ranks: loss tokens, or examples
     norm: Tensor
     usable: Tensor  # False: a non-finite gradient or a loss spike, and the step was skipped
@@ -54,11 +54,11 @@ class TrainStep:
         ranks = self.model.parallel_dims.gradient_ranks
         before, after = (1, ranks) if self.scaler.enabled else (ranks, 1)
         gradients, scale = self.model.gradients, self.scaler.scale
-        total = self.model.backward(batch.micro_batches, scale * (before / batch.weight))
+        sums = self.model.backward(batch.micro_batches, scale * (before / batch.weight))
         norm = gradients.norm() * after / scale
         finite = usable = norm.isfinite()
         if self.guard is not None:
-            usable = usable & self.guard.accepts(self.total(total.clone()) / batch.weight).to(usable.device)
+            usable = usable & self.guard.accepts(self.total(sums[0].clone()) / batch.weight).to(usable.device)
         factor = None
         if self.clip is not None or self.scaler.enabled:
             factor = clip_factor(norm, self.clip) * after / scale
@@ -70,4 +70,4 @@ class TrainStep:
         self.scaler.update(finite)  # a spike does not concern the loss scale
         if not self.optimizer.writes_copies:
             self.model.weights_changed()
-        return StepResult(total, batch.weight, norm, usable)
+        return StepResult(sums, batch.weight, norm, usable)

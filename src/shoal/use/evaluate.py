@@ -24,6 +24,8 @@ from shoal.models.emulate import emulated_dtypes, emulated_matmuls
 from shoal.models.loss import LanguageModel, choose_loss
 from shoal.objectives import Objective, find_objective
 from shoal.objectives.evaluate import evaluate_held_out
+from shoal.objectives.preference import Preference
+from shoal.objectives.references import References
 from shoal.parallel.device import inspect_device
 from shoal.parallel.micro_batches import MicroBatchRunner
 from shoal.parallel.precision import read_precision
@@ -41,8 +43,9 @@ class Evaluation:
     run: str
     step: int
     metrics: dict[str, float]  # of the objective: loss, perplexity, …
-    tokens: int  # loss tokens
+    tokens: int  # loss tokens, or pairs
     sequences: int
+    counted: str = "loss tokens"  # what `tokens` counts
 
     @property
     def eval_loss(self) -> float:
@@ -88,7 +91,9 @@ def evaluate_run(
         )
     sets = choose_sequences(config, loaded, overrides, report)
     micro_batch = _micro_batch(RunDirectory(run), config)
-    objective = find_objective(config.train.objective)
+    objective = find_objective(config)
+    if isinstance(objective, Preference) and objective.precomputes:
+        objective.references = References.read(run)
     module = _with_loss(loaded, config, objective, micro_batch, precision.autocast).eval()
     runner = MicroBatchRunner(module, lambda batch: batch.to(loaded.device), keeps_weights=False)
     with torch.no_grad(), emulated_matmuls(emulated_dtypes(loaded.device, precision.compute)):
@@ -108,6 +113,7 @@ def evaluate_run(
         metrics=found.metrics,
         tokens=found.weight,
         sequences=found.sequences,
+        counted="pairs" if isinstance(objective, Preference) else "loss tokens",
     )
 
 
@@ -135,10 +141,12 @@ def choose_sequences(
     keys = {text.partition("=")[0].strip() for text in overrides}
     # `data=FILE` sets the path too.
     other = "data.path" in keys or (loaded.config is not None and config.data.path != loaded.config.data.path)
-    not_apart = why_not_packed(loaded.model.config.get_text_config().model_type)
+    not_apart, objective = why_not_packed(loaded.model.config.get_text_config().model_type), config.train.objective
     held_out = config.data.validation if not other or "data.validation" in keys else None
     if held_out is None or isinstance(held_out, str):  # training data is not needed, and may be a stream
-        sequences = prepare(config.data, loaded.tokenizer, report=report, path=held_out, not_apart=not_apart)
+        sequences = prepare(
+            config.data, loaded.tokenizer, report=report, path=held_out, not_apart=not_apart, objective=objective
+        )
         order = ShuffledOrder(len(sequences), config.seed, separate=len(sequences))
         summary = sequences.summary
         return Sets(sequences, sequences, order, summary.mean_length, summary.mean_loss_tokens)
@@ -146,7 +154,9 @@ def choose_sequences(
         raise UserMistake(
             f"{loaded.path} has no held-out data (data.validation is 0); give other data, such as data.path=FILE."
         )
-    return prepare_sets(config.data, loaded.tokenizer, seed=config.seed, report=report, not_apart=not_apart)
+    return prepare_sets(
+        config.data, loaded.tokenizer, seed=config.seed, report=report, not_apart=not_apart, objective=objective
+    )
 
 
 def _with_loss(

@@ -6,6 +6,7 @@ A new format is one function and one line in `FORMATS`.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.data.formats.chat import read_chat
 from shoal.data.formats.document import Document, Options, Segment, read_answer, read_string
 from shoal.data.sources import Record
@@ -20,10 +21,10 @@ __all__ = [
     "Options",
     "alpaca_prompt",
     "check_keys",
+    "check_pairs",
     "choose_format",
     "merge_segments",
     "read_document",
-    "refuse_pairs",
 ]
 
 
@@ -143,13 +144,23 @@ def _completion(record: Record, options: Options) -> Document:
     return Document([(prompt, options.train_on == "all"), (read_answer(record, "completion"), True)])
 
 
-def refuse_pairs(chosen: Format) -> None:
-    """A UserMistake if the records of the format are pairs, which an objective for single documents cannot train on."""
-    if chosen.pairs:
+def check_pairs(chosen: Format, objective: str) -> None:
+    """A UserMistake if the records of the format are pairs and the objective is for single documents, or the other way
+    round."""
+    needs_pairs = objective_facts(objective).pairs
+    if needs_pairs and not chosen.pairs:
+        wanted = FORMATS["preference"]
         raise UserMistake(
-            f"data.format {chosen.name} has pairs of answers (chosen, rejected), which train.objective causal_lm "
-            "cannot train on; to train on the chosen ones, set data.format: completion and data.columns: "
-            "{completion: chosen}, or data.format: chat and data.columns: {messages: chosen}."
+            f"train.objective {objective} compares two answers, and data.format {chosen.name} has one: records need "
+            f"the keys {wanted.described}, and may have prompt; name yours in data.columns, or use train.objective "
+            "causal_lm."
+        )
+    if chosen.pairs and not needs_pairs:
+        raise UserMistake(
+            f"data.format {chosen.name} has pairs of answers (chosen, rejected), which train.objective {objective} "
+            "cannot train on; use objective dpo, ipo, orpo or simpo, or, to train on the chosen ones, set data.format: "
+            "completion and data.columns: {completion: chosen}, or data.format: chat and data.columns: {messages: "
+            "chosen}."
         )
 
 

@@ -1,11 +1,16 @@
 """The format `preference`: a chosen and a rejected answer to the same prompt, as two documents."""
 
 from shoal.data.formats.chat import render_conversation
-from shoal.data.formats.choose import FORMATS, check_keys, merge_segments
+from shoal.data.formats.choose import FORMATS, Format, check_keys, merge_segments, read_document
 from shoal.data.formats.conversation import Message, conversation, read_messages
 from shoal.data.formats.document import REMEDY, Document, Options, read_answer, read_string
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake
+
+
+def read_documents(chosen: Format, record: Record, options: Options) -> tuple[Document, ...]:
+    """The documents of a record: one, or the two of a pair."""
+    return read_pair(record, options) if chosen.pairs else (read_document(chosen, record, options),)
 
 
 def read_pair(record: Record, options: Options) -> tuple[Document, Document]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from shoal.config.schema import DataConfig
 from shoal.data.cache import Report
 from shoal.data.formats.chat_template import no_template
-from shoal.data.formats.choose import Document, Format, Options, choose_format, read_document, refuse_pairs
+from shoal.data.formats.choose import Document, Format, Options, check_pairs, choose_format
+from shoal.data.formats.preference import read_documents
 from shoal.data.pack import rule_for_long
 from shoal.data.prepare import read_source, template_of
 from shoal.data.sources import Record
@@ -22,7 +23,15 @@ Numbered = tuple[int, Record, Document]
 class Documents:
     """An iterator over the documents of the valid records. Bad ones stop it or are counted, as data.on_error says."""
 
-    def __init__(self, data: DataConfig, tokenizer: Tokenizer, *, report: Report, cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        report: Report,
+        cache: Path | None = None,
+        objective: str = "causal_lm",
+    ) -> None:
         self.data = data
         self.read = self.skipped = 0
         self.first_skipped: str | None = None
@@ -33,7 +42,7 @@ class Documents:
         if self._next is None:
             raise UserMistake(f"There is no record in {shown_path(data)}. Check data.path.")
         self.format: Format = choose_format(str(data.format), self._next)
-        refuse_pairs(self.format)
+        check_pairs(self.format, objective)
         if self.format.name == "chat" and template is None:
             raise no_template(tokenizer.name)
 
@@ -49,11 +58,12 @@ class Documents:
         while (record := self._next) is not None:
             number, self.read = self.read, self.read + 1
             try:
-                document = read_document(self.format, record, self._options)
+                documents = read_documents(self.format, record, self._options)
             except UserMistake as mistake:
                 self._on_bad(mistake)
             else:
-                yield number, record, replace(document, continues=continues, continued=record.continued)
+                for document in documents:
+                    yield number, record, replace(document, continues=continues, continued=record.continued)
                 continues = record.continued
             self._next = next(self._records, None)
 

@@ -16,11 +16,11 @@ from shoal.data.cache import Report
 from shoal.data.encode import encode
 from shoal.data.formats.choose import Document
 from shoal.data.inspect.documents import Documents, Numbered, has_records, long_documents, shown_path
+from shoal.data.inspect.fates import fates_of
 from shoal.data.inspect.spans import Span, decode_spans
 from shoal.data.order import permute
 from shoal.data.prepare import prepare
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
-from shoal.data.sources import Record
 from shoal.data.sources.find import find_source
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.data.write import count_loss_tokens
@@ -102,19 +102,21 @@ def preview_source(
     report: Report,
     cache: Path | None = None,
     not_apart: str | None = None,
+    objective: str = "causal_lm",
 ) -> SourcePreview:
-    """Decode the chosen examples or sequences of one source. `not_apart` is as in `prepare`."""
+    """Decode the chosen examples or sequences of one source. `not_apart` and `objective` are as in `prepare`."""
     if not has_records(data):
         return _preview_prepared(data, tokenizer, choice, report=report, cache=cache, not_apart=not_apart)
-    reader = Documents(data, tokenizer, report=report, cache=cache)
+    reader = Documents(data, tokenizer, report=report, cache=cache, objective=objective)
     separate = (data.pack is True or (data.pack == "auto" and not_apart is None)) and not reader.format.joined
+    separate = separate or reader.format.pairs
     separate = separate or (data.document_mask and reader.format.joined)
     examples: list[Example] = []
     sequences: list[PackedSequence] = []
     if choice.sequences:
         sequences = _sequences(reader, tokenizer, choice, separate)
     else:
-        examples = [_example(tokenizer, reader, *one) for one in _chosen(reader, choice)]
+        examples = [example for record in _chosen(reader, choice) for example in _examples(tokenizer, reader, record)]
     chat = reader.format.name == "chat"
     return SourcePreview(
         source=find_source(data.source, data.path),
@@ -168,48 +170,42 @@ def _preview_prepared(
     )
 
 
-def _chosen(reader: Documents, choice: Choice) -> list[Numbered]:
-    """The chosen documents. Of a document that is read in parts, the first part only."""
-    beginnings = (one for one in reader if not one[2].continues)
+def _chosen(reader: Documents, choice: Choice) -> list[tuple[Numbered, ...]]:
+    """The documents of the chosen records: one of each, or a pair. Of a document that is read in parts, the first part
+    only."""
+    one_by_one = (one for one in reader if not one[2].continues)
+    beginnings = zip(*[one_by_one] * (2 if reader.format.pairs else 1), strict=True)
     if choice.seed is None:
         return list(islice(beginnings, choice.first, choice.first + choice.count))
     # Reservoir sampling: no more than the sample is kept.
     draw = random.Random(choice.seed)
-    drawn: list[Numbered] = []
+    drawn: list[tuple[Numbered, ...]] = []
     for seen, one in enumerate(islice(beginnings, choice.first, choice.first + RECORDS_TO_DRAW_FROM)):
         if seen < choice.count:
             drawn.append(one)
         elif (slot := draw.randrange(seen + 1)) < choice.count:
             drawn[slot] = one
-    return sorted(drawn, key=lambda one: one[0])
+    return sorted(drawn, key=lambda one: one[0][0])
 
 
-def _example(tokenizer: Tokenizer, reader: Documents, number: int, record: Record, document: Document) -> Example:
-    data = reader.data
-    encoded = encode(tokenizer, [document])
-    ids, trained = encoded.ids, (encoded.flags & LOSS_TOKEN) != 0
-    most = data.max_length + 1  # of these, the last is a label only
-    fate, reason = "kept", None
-    if not len(ids):
-        fate, reason = "dropped", "it is empty"
-    elif len(ids) > most:
-        policy = long_documents(data, reader.format.joined)
-        fate = {"truncate": "truncated", "split": "split", "drop": "dropped"}[policy]
-        reason = f"it is longer than data.max_length {data.max_length}"
-    kept = ids[:most] if fate == "truncated" else ids
-    trained = trained[: len(kept)]
-    if fate in ("kept", "truncated") and not trained[1:].any():
-        fate, reason = "dropped", "it has no loss token" + (" before data.max_length" if fate == "truncated" else "")
-    return Example(
-        number=number,
-        where=record.where,
-        tokens=len(ids),
-        loss_tokens=int(trained[1:].sum()),
-        fate=fate,
-        reason=reason,
-        continued=record.continued,
-        spans=decode_spans(tokenizer, kept, trained),
-    )
+def _examples(tokenizer: Tokenizer, reader: Documents, documents: tuple[Numbered, ...]) -> list[Example]:
+    """The examples of one record."""
+    encoded = [encode(tokenizer, [document], keep_empty=reader.format.pairs) for _, _, document in documents]
+    trained = [(one.flags & LOSS_TOKEN) != 0 for one in encoded]
+    fates = fates_of(reader.data, reader.format.joined, trained)
+    return [
+        Example(
+            number=number,
+            where=record.where,
+            tokens=len(one.ids),
+            loss_tokens=int(counted[1 : fate.kept].sum()),
+            fate=fate.name,
+            reason=fate.reason,
+            continued=record.continued,
+            spans=decode_spans(tokenizer, one.ids[: fate.kept], counted[: fate.kept]),
+        )
+        for (number, record, _), one, counted, fate in zip(documents, encoded, trained, fates, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -236,11 +232,11 @@ def _first_tokens(reader: Documents, tokenizer: Tokenizer) -> _Tokens:
     found: list[tuple[str, np.ndarray, np.ndarray]] = []
     parts: list[tuple[np.ndarray, np.ndarray]] = []
     for document, place in zip(documents, places, strict=True):
-        encoded = encode(tokenizer, [document])
+        encoded = encode(tokenizer, [document], keep_empty=reader.format.pairs)
         parts.append((encoded.ids, encoded.flags))
         if not document.continued:
             ids, flags = (np.concatenate(values) for values in zip(*parts, strict=True))
-            found += [(place, ids, flags)] if len(ids) else []
+            found += [(place, ids, flags)] if len(ids) or reader.format.pairs else []
             parts = []
     data, most = reader.data, reader.data.max_length + 1
     if data.pack and reader.format.joined and (policy := long_documents(data, joined=True)) != "split":
@@ -257,22 +253,25 @@ def _first_tokens(reader: Documents, tokenizer: Tokenizer) -> _Tokens:
 
 def _sequences(reader: Documents, tokenizer: Tokenizer, choice: Choice, separate: bool) -> list[PackedSequence]:
     """Pack the first records as `prepare` packs all, and show some sequences in a random order, as training does."""
-    data, joined = reader.data, reader.format.joined
+    data, joined, pairs = reader.data, reader.format.joined, reader.format.pairs
     found = _first_tokens(reader, tokenizer)
     length = data.max_length
     if data.pack and joined:
         bounds = pack.split_stream(int(found.lengths.sum()), length)
     else:
-        bounds = pack.split_documents(found.lengths, length, long_documents(data, joined))
-    counted = count_loss_tokens(found.flags, bounds)
-    starts, ends = bounds.starts[counted > 0], bounds.ends[counted > 0]
+        place = pack.shorten_pairs if pairs else pack.split_documents
+        bounds = place(found.lengths, length, long_documents(data, joined))
+    kept = count_loss_tokens(found.flags, bounds) > 0
+    if pairs:
+        kept = kept.reshape(-1, 2).all(axis=1).repeat(2)
+    starts, ends = bounds.starts[kept], bounds.ends[kept]
     if not len(starts):
         raise UserMistake(
             f"None of the first {reader.read:,} records has a loss token within data.max_length {length}."
         )
     pieces = [[(int(start), int(end))] for start, end in zip(starts, ends, strict=True)]
     if separate and not joined:
-        packing = pack.fit_documents(ends - starts, length + 1)
+        packing = pack.pack_units(ends - starts, length + 1, 2 if pairs else 1, together=bool(data.pack))
         groups = np.split(packing.order, np.cumsum(packing.counts)[:-1])
         pieces = [[(int(starts[one]), int(ends[one])) for one in group] for group in groups]
     shown = permute(np.arange(len(pieces)), len(pieces), choice.seed or 0)[choice.first : choice.first + choice.count]

@@ -102,11 +102,15 @@ def measure_source(
     weight: float = 1.0,
     report: Report,
     cache: Path | None = None,
+    objective: str = "causal_lm",
 ) -> SourceStats:
     """The statistics of one source; `sequences` is what `prepare` made of it."""
     summary, length = sequences.summary, data.max_length
     lengths = document_lengths(sequences)
-    over = np.empty(0, np.int64) if lengths is None else lengths[lengths > length + 1]
+    # What has to fit a sequence: a document, or both of a pair.
+    units = np.empty(0, np.int64) if lengths is None else lengths
+    units = units.reshape(-1, 2).sum(axis=1) if summary.pairs else units
+    over = units[units > length + 1]
     policy = long_documents(data, summary.joined)
     kept_of_each = {"truncate": length + 1, "drop": 0}
     lost = int((over - kept_of_each[policy]).sum()) if policy in kept_of_each else 0
@@ -127,7 +131,7 @@ def measure_source(
         empty=summary.empty,
         skipped=summary.skipped,
         first_skipped=summary.first_skipped,
-        duplicates=find_duplicates(data, tokenizer, report=report, cache=cache),
+        duplicates=find_duplicates(data, tokenizer, report=report, cache=cache, objective=objective),
         packing=_packing(data, sequences, lengths),
     )
 
@@ -168,12 +172,15 @@ def _packing(data: DataConfig, sequences: Sequences, lengths: np.ndarray | None)
     joined, length = sequences.summary.joined, data.max_length
     stored = sequences.lengths(np.arange(len(sequences)))
     actual = _filling(stored, length)
-    is_packed = bool(data.pack) if joined else sequences.separate
+    pairs = sequences.summary.pairs
+    is_packed = bool(data.pack) if joined or pairs else sequences.separate
     if is_packed:
         if lengths is None:
             return Packing("packed", actual, None)
-        single = pack.split_documents(lengths, length, long_documents(data, joined))
-        return Packing("packed", actual, _filling(single.ends - single.starts, length))
+        place = pack.shorten_pairs if pairs else pack.split_documents
+        single = place(lengths, length, long_documents(data, joined))
+        kept = (single.ends - single.starts).reshape(-1, 2 if pairs else 1).sum(axis=1)
+        return Packing("packed", actual, _filling(kept, length))
     if joined and lengths is not None:
         stream = pack.split_stream(int(lengths.sum()), length)
         return Packing("unpacked", _filling(stream.ends - stream.starts, length), actual)
@@ -188,7 +195,12 @@ def _filling(tokens: np.ndarray, length: int) -> Filling:
 
 
 def find_duplicates(
-    data: DataConfig, tokenizer: Tokenizer, *, report: Report, cache: Path | None = None
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    report: Report,
+    cache: Path | None = None,
+    objective: str = "causal_lm",
 ) -> Duplicates | None:
     """Compare the text of all documents, by a hash of 8 bytes: about 24 bytes of memory per document."""
     if not has_records(data):
@@ -198,7 +210,8 @@ def find_duplicates(
     names: dict[Path, int] = {}
     # Bad records were counted when the data was prepared.
     skipping = data.model_copy(update={"on_error": "skip"})
-    for digest, record in _hashes(Documents(skipping, tokenizer, report=lambda _: None, cache=cache)):
+    documents = Documents(skipping, tokenizer, report=lambda _: None, cache=cache, objective=objective)
+    for digest, record in _hashes(documents):
         hashes.append(digest)
         lines.append(-1 if record.line is None else record.line)
         files.append(names.setdefault(record.file, len(names)))

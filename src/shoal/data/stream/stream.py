@@ -15,7 +15,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -61,13 +61,20 @@ class Window:
 
 
 def open_stream(
-    data: DataConfig, tokenizer: Tokenizer, *, seed: int, cache: Path | None, report: Report, not_apart: str | None
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    cache: Path | None,
+    report: Report,
+    not_apart: str | None,
+    objective: str = "causal_lm",
 ) -> "Stream":
     """The stream of `data`, whose first chunk exists."""
     wanted = data.streaming if isinstance(data.streaming, StreamingConfig) else StreamingConfig()
     reading = reading_of(data, None, cache_root(cache), report)
     template, files = template_of(data, tokenizer), reading.files
-    settings = settings_of(data, reading, template, not_apart)
+    settings = settings_of(data, reading, template, not_apart, objective)
     if settings.format == "auto":  # one format for all chunks
         first = next(read_records(reading, Errors(skip=settings.on_error == "skip")), None)
         settings = settings if first is None else replace(settings, format=choose_format("auto", first).name)
@@ -75,7 +82,7 @@ def open_stream(
     described = [tokenizer.fingerprint, content_of(files), seed, wanted.chunk, LAYOUT]
     job = StreamJob(
         # Other files may have the same names and sizes: who shares chunks has to read the very same files.
-        folder=cache_root(cache) / "stream" / _key_of([*described, asdict(settings), read_states(files)]),
+        folder=cache_root(cache) / "stream" / _key_of([*described, settings.as_key(), read_states(files)]),
         settings=settings,
         reading=reading,
         tokenizer=tokenizer,
@@ -90,7 +97,7 @@ def open_stream(
         f"records, shuffled among {chunks_per_window * wanted.chunk:,}."
     )
     # A run that stopped at a bad record had no other before: it goes on in the same order if that is skipped.
-    content = _key_of([*described, asdict(replace(settings, on_error="")), chunks_per_window])
+    content = _key_of([*described, replace(settings, on_error="").as_key(), chunks_per_window])
     try:
         stream = Stream(job, content, chunks_per_window=chunks_per_window, report=report)
     except OSError as error:

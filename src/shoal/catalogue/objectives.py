@@ -1,0 +1,32 @@
+"""The objectives: the data they need and their options. Data and lookups only; `objectives/` has their losses."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ObjectiveFacts:
+    """A value of `train.objective`."""
+
+    name: str
+    pairs: bool = False  # trains on pairs of a chosen and a rejected answer, not on single documents
+    reference: bool = False  # compares with the log-probabilities of the model that training starts from
+    # Keys of `train.preference` that it has, and their defaults.
+    options: tuple[tuple[str, float], ...] = ()
+
+
+OBJECTIVES = {
+    one.name: one
+    for one in (
+        ObjectiveFacts("causal_lm"),
+        ObjectiveFacts("dpo", pairs=True, reference=True, options=(("beta", 0.1),)),
+        ObjectiveFacts("ipo", pairs=True, reference=True, options=(("beta", 0.1),)),
+        ObjectiveFacts("orpo", pairs=True, options=(("beta", 0.1),)),
+        # Rewards are means over tokens, which are far smaller than sums: beta is larger. As in the paper.
+        ObjectiveFacts("simpo", pairs=True, options=(("beta", 2.0), ("gamma", 1.0))),
+    )
+}
+
+
+def objective_facts(name: str) -> ObjectiveFacts:
+    """What is known of `train.objective`."""
+    return OBJECTIVES[name]

@@ -1,0 +1,231 @@
+"""Cross-entropy of hidden states and a head that is one matrix, a chunk of logits at a time: they are never all stored.
+
+The sum over tokens is differentiated while it is computed. For a loss that is another function of the tokens' losses,
+chunks are computed again in the backward pass.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.models.emulate import emulated_matmuls, emulated_now
+
+IGNORED = -100
+# The approximate maximum of elements in one chunk of logits. The CUDA kernel overwrites the logits with their gradient;
+# elsewhere a chunk also needs memory for its gradient and for several fp32 temporaries.
+CHUNK_LOGITS = 1 << 25
+KERNEL_CHUNK_LOGITS = 1 << 28
+
+# From logits and labels: the loss of each token in fp32, and the gradient of their sum with respect to the logits, in
+# their dtype. The logits may be overwritten.
+Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def has_kernel(tensor: Tensor) -> bool:
+    """Whether there is a Triton kernel for the device of `tensor`."""
+    return tensor.is_cuda and _has_triton()
+
+
+def choose_chunks(hidden: Tensor, measure: Measure | None) -> tuple[Measure, int]:
+    """The cross-entropy of a chunk of logits on the device of `hidden`, and the maximum of elements in a chunk.
+    `measure`: that of a sharded vocabulary."""
+    if measure is not None:
+        return measure, CHUNK_LOGITS
+    return measure_full_vocabulary, KERNEL_CHUNK_LOGITS if has_kernel(hidden) else CHUNK_LOGITS
+
+
+def even_chunk(rows: int, most: int) -> int:
+    """The rows per chunk, at most `most`, such that all chunks have nearly the same size."""
+    return -(-rows // -(-rows // max(1, most)))
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure | None = None, rows: int | None = None
+) -> Tensor:
+    """The summed cross-entropy of `hidden @ weight.T`, with the logits of `rows` tokens at a time."""
+    rows = rows or max(1, CHUNK_LOGITS // weight.shape[0])
+    loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, measure or measure_full_vocabulary, rows
+    )
+    return loss
+
+
+def chunked_token_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure | None = None, rows: int | None = None
+) -> Tensor:
+    """The cross-entropy of each token of `hidden @ weight.T`, with the logits of `rows` tokens at a time: for a loss
+    that is not the sum of them."""
+    rows = rows or max(1, CHUNK_LOGITS // weight.shape[0])
+    losses: Tensor = _ChunkedTokenLosses.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, measure or measure_full_vocabulary, rows
+    )
+    return losses
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, measure: Measure | None) -> Tensor:
+    """The summed loss of logits that are stored."""
+    if measure is None:
+        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+    loss: Tensor = _MeasuredCrossEntropy.apply(logits, labels, measure)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def token_losses(logits: Tensor, labels: Tensor, measure: Measure | None) -> Tensor:
+    """The loss of each token, of logits that are stored."""
+    if measure is None:
+        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+    losses: Tensor = _MeasuredTokenLosses.apply(logits, labels, measure)  # type: ignore[no-untyped-call]
+    return losses
+
+
+def measure_full_vocabulary(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy over an unsharded vocabulary."""
+    if has_kernel(logits):
+        from shoal.models.loss_kernel import measure_in_place
+
+        return measure_in_place(logits, labels, IGNORED)
+    log_probabilities = torch.log_softmax(logits.float(), dim=-1)
+    counted = labels != IGNORED
+    label_log_probabilities = log_probabilities.gather(1, labels.clamp_min(0)[:, None]).squeeze(1)
+    losses = -torch.where(counted, label_log_probabilities, 0.0)
+    hit = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    probabilities = log_probabilities.exp()
+    return losses, (torch.where(hit, probabilities - 1, probabilities) * counted[:, None]).to(logits.dtype)
+
+
+class _MeasuredCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
+        losses, grad_logits = measure(logits, labels)
+        ctx.save_for_backward(grad_logits)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
+        (grad_logits,) = ctx.saved_tensors
+        return (grad_logits.float() * outer).to(grad_logits.dtype), None, None
+
+
+class _MeasuredTokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
+        losses, grad_logits = measure(logits, labels)
+        ctx.save_for_backward(grad_logits)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
+        (grad_logits,) = ctx.saved_tensors
+        return (grad_logits.float() * outer[:, None]).to(grad_logits.dtype), None, None
+
+
+def _add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """`total + left @ right` in fp32; `total` is updated in place."""
+    if not left.is_cuda or left.dtype == torch.float32:
+        product = left @ right
+        return product.float() if total is None else total.add_(product)
+    # Accumulated in fp32 inside the matmul, without a low-precision result.
+    if total is None:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+def _scale_and_cast(large: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply in fp32 and cast, without an fp32 temporary. Not in place: a zero-bubble schedule runs the same node
+    twice."""
+    if has_kernel(large):
+        from shoal.models.loss_kernel import scale_and_cast
+
+        return scale_and_cast(large, factor, dtype)
+    return torch.mul(large, factor, out=torch.empty_like(large, dtype=dtype))
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Computes the gradients in the forward pass, while a chunk's logits exist, to compute the logits only once."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure, rows: int) -> Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        weight_gradient: Tensor | None = None
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, hidden.shape[0], rows):
+            part, part_labels = hidden[start : start + rows], labels[start : start + rows]
+            losses, grad_logits = measure(part @ weight.T, part_labels)
+            total += losses.sum()
+            if hidden_gradient is not None:
+                torch.matmul(grad_logits, weight, out=hidden_gradient[start : start + rows])
+            if wants_weight:  # accumulated over chunks in fp32, as inside one large matmul
+                weight_gradient = _add_matmul(weight_gradient, grad_logits.T, part)
+            del grad_logits  # frees it before the next chunk's logits are computed
+        ctx.save_for_backward(*(gradient for gradient in (hidden_gradient, weight_gradient) if gradient is not None))
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        saved = list(ctx.saved_tensors)
+        hidden = saved.pop(0) if ctx.needs_input_grad[0] else None
+        weight = saved.pop(0) if ctx.needs_input_grad[1] else None
+        # Multiplied in fp32: casting `outer` to bf16 first would change every gradient by up to 0.4%.
+        return (
+            None if hidden is None else (hidden.float() * outer).to(hidden.dtype),
+            None if weight is None else _scale_and_cast(weight, outer, ctx.weight_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+class _ChunkedTokenLosses(torch.autograd.Function):
+    """Computes the logits of a chunk twice: in the forward pass for the losses, and in the backward pass, where the
+    weight of each token in the final loss is known, for the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure, rows: int) -> Tensor:
+        starts = range(0, hidden.shape[0], rows)
+        losses = torch.cat(
+            [measure(hidden[one : one + rows] @ weight.T, labels[one : one + rows])[0] for one in starts]
+        )
+        ctx.save_for_backward(hidden, weight, labels)
+        ctx.measure, ctx.rows, ctx.emulated = measure, rows, emulated_now()
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, labels = ctx.saved_tensors
+        rows, (wants_hidden, wants_weight) = ctx.rows, ctx.needs_input_grad[:2]
+        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        weight_gradient: Tensor | None = None
+        with emulated_matmuls(ctx.emulated):
+            for start in range(0, hidden.shape[0], rows):
+                here = slice(start, start + rows)
+                part = hidden[here]
+                factors: Tensor | None = outer[here, None]
+                if hidden.dtype == torch.float16:
+                    # The smallest gradients would underflow before they are multiplied by the loss scale.
+                    grad_logits = ctx.measure((part @ weight.T).float(), labels[here])[1]
+                    grad_logits, factors = grad_logits.mul_(factors).to(hidden.dtype), None
+                else:
+                    grad_logits = ctx.measure(part @ weight.T, labels[here])[1]
+                # Else the factors are applied to hidden states and their gradient, which are narrower than logits.
+                if hidden_gradient is not None:
+                    torch.matmul(grad_logits, weight, out=hidden_gradient[here])
+                    if factors is not None:
+                        hidden_gradient[here] *= factors
+                if wants_weight:
+                    scaled = part if factors is None else (part * factors).to(part.dtype)
+                    weight_gradient = _add_matmul(weight_gradient, grad_logits.T, scaled)
+                del grad_logits  # frees it before the next chunk's logits are computed
+        cast = None if weight_gradient is None else weight_gradient.to(weight.dtype)
+        return hidden_gradient, cast, None, None, None
