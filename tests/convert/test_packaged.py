@@ -186,7 +186,9 @@ def test_a_package_becomes_a_folder_with_the_weights_tokenizer_and_template_of_i
         tie_word_embeddings=True,
         initializer_range=0.3,
     )
-    model = LlamaForCausalLM(sizes).bfloat16().float()  # bf16 keeps the values
+    model = LlamaForCausalLM(sizes)
+    for parameter in model.parameters():  # values that bf16 keeps
+        parameter.data = parameter.data.bfloat16().float()
     file = tmp_path / "tiny.gguf"
     write_gguf(file, model)
     served = tmp_path / "served"
