@@ -7,19 +7,24 @@ usage: python examples/reasoning_gym_task.py TASK FOLDER [--train N] [--test M] 
            writes FOLDER/train.jsonl and FOLDER/test.jsonl; --list lists the tasks
        python examples/reasoning_gym_task.py TASK FOLDER --shuffle-answers
            a control: each training question has the answer of another one
+       python examples/reasoning_gym_task.py TASK FOLDER --pairs
+           preferences: the bare answer is chosen, and the same answer in a sentence is rejected; with --shuffle-pairs
+           every second one the other way round, as a control
        shoal eval RUN --generate --score examples/reasoning_gym_task.py:score --allow-code
-           calls `score` below
+           calls `score` below; `bare` scores whether an answer is a number without any words
 """
 
 import argparse
 import json
 import random
+import re
 import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+SENTENCE = "The answer is {answer}."  # the rejected answer of a pair
 TEST_SEED = 1_000_000  # test questions are drawn with this much more than the seed of the training questions
 
 
@@ -54,7 +59,11 @@ def main(arguments: argparse.Namespace) -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for split, items in written.items():
         path = arguments.folder / f"{split}.jsonl"
-        path.write_text("".join(json.dumps(_record(arguments, options, item)) + "\n" for item in items))
+        records = [_record(arguments, options, item) for item in items]
+        if arguments.shuffle_pairs and split == "train":
+            for record in records[1::2]:
+                record["chosen"], record["rejected"] = record["rejected"], record["chosen"]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
         print(f"{path}: {len(items):,} questions; the first answer is {items[0]['answer']!r}")
 
 
@@ -83,8 +92,16 @@ def _record(arguments: argparse.Namespace, options: dict[str, Any], item: dict[s
         {"role": "user", "content": item["question"].strip()},
         {"role": "assistant", "content": str(item["answer"]).strip()},
     ]
+    conversation: dict[str, Any] = {"messages": messages}
+    if arguments.pairs:
+        sentence = SENTENCE.format(answer=messages[-1]["content"])
+        conversation = {
+            "prompt": messages[:-1],
+            "chosen": messages[-1:],
+            "rejected": [{"role": "assistant", "content": sentence}],
+        }
     return {
-        "messages": messages,
+        **conversation,
         "task": arguments.task,
         "options": json.dumps(options),
         "item": json.dumps(item, default=str),
@@ -95,6 +112,11 @@ def score(answer: str, expected: str, record: Mapping[str, Any]) -> float:
     """The score of the task itself, from 0 to 1."""
     scorer = _scorer(record["task"], record["options"])
     return float(scorer.score_answer(answer=answer, entry=json.loads(record["item"])))
+
+
+def bare(answer: str, expected: str, record: Mapping[str, Any]) -> float:
+    """1 if the answer is a number and nothing else, right or wrong."""
+    return float(re.fullmatch(r"-?\d+", answer) is not None)
 
 
 @cache
@@ -114,10 +136,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the training questions (default: 0)")
     parser.add_argument("--system", default="", help="a system message (default: none)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the task")
+    parser.add_argument("--pairs", action="store_true", help="write pairs of a chosen and a rejected answer")
+    parser.add_argument("--shuffle-pairs", action="store_true", help="swap the answers of every second training pair")
     parser.add_argument("--shuffle-answers", action="store_true", help="give each question the answer of another one")
     arguments = parser.parse_args()
     if not arguments.list and arguments.folder is None:
         parser.error("TASK and FOLDER are needed")
+    if arguments.shuffle_pairs and not arguments.pairs:
+        parser.error("--shuffle-pairs is for --pairs")
     return arguments
 
 
