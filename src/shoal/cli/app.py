@@ -16,9 +16,10 @@ from shoal.cli.common import FAILED, MISTAKEN, ConfigCommand
 from shoal.cli.config import config_app
 from shoal.cli.convert import export_command, import_command, merge_command
 from shoal.cli.data import data_app
+from shoal.cli.evaluate import evaluate
 from shoal.cli.plan import plan_command
 from shoal.cli.train import TrainCommand, download, init, train
-from shoal.cli.use import chat, evaluate, generate
+from shoal.cli.use import chat, generate
 from shoal.crash import report_crash
 from shoal.mistakes import RunFailed, UserMistake
 

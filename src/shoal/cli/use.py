@@ -1,4 +1,4 @@
-"""`shoal generate`, `shoal chat` and `shoal eval`: the commands that use a trained model."""
+"""`shoal generate` and `shoal chat`: the commands with which a model writes text."""
 
 import contextlib
 import importlib
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.common import AsJson, Run, Step, WeightDtype, print_json, print_progress
+from shoal.cli.common import AsJson, Step, WeightDtype, print_json, print_progress
 
 Model = Annotated[
     Path, typer.Argument(metavar="RUN", help="The run's folder, such as runs/NAME, or a Hugging Face folder.")
@@ -95,40 +95,6 @@ def chat(
         device=device,
         dtype=dtype,
     )
-
-
-def evaluate(
-    run: Run,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Other data, such as data.path=FILE.")
-    ] = None,
-    step: Step = None,
-    batches: Annotated[
-        int | None,
-        typer.Option("--batches", min=1, help="Global batches to evaluate; default: the whole held-out set."),
-    ] = None,
-    device: Device = "auto",
-    as_json: AsJson = False,
-) -> None:
-    """Compute loss and perplexity on a run's held-out sequences, or on all sequences of another data.path."""
-    from shoal import api
-
-    found = api.evaluate(
-        run,
-        overrides or [],
-        step=step,
-        batches=batches,
-        device=device,
-        report=print_progress,
-    )
-    if as_json:
-        print_json(found.as_dict())
-    else:
-        metrics = ", ".join(f"{name} {value:.4f}" for name, value in found.metrics.items())
-        typer.echo(
-            f"{found.run}, step {found.step}: {metrics} "
-            f"({found.tokens:,} {found.counted} in {found.sequences:,} sequences)"
-        )
 
 
 def _print_chunk(text: str) -> None:

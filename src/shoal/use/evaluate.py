@@ -56,6 +56,12 @@ class Evaluation:
         metrics = {f"eval_{key}": value if math.isfinite(value) else None for key, value in self.metrics.items()}
         return {"run": self.run, "step": self.step, **metrics, "tokens": self.tokens, "sequences": self.sequences}
 
+    def text(self) -> str:
+        """Human-readable form."""
+        metrics = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
+        counted = f"{self.tokens:,} loss tokens in {self.sequences:,} sequences"
+        return f"{self.run}, step {self.step}: {metrics} ({counted})"
+
 
 def evaluate_run(
     run: Path,
@@ -123,7 +129,8 @@ def read_config(run: Path, overrides: Sequence[str]) -> Config:
     if not directory.exists:
         if (run / "config.json").is_file():
             raise UserMistake(
-                f"{run} is a Hugging Face folder, which has no held-out data; give the run it was exported from."
+                f"{run} is a Hugging Face folder, which has no held-out data; give the run it was exported from, or "
+                "add --generate and data.path=FILE."
             )
         raise no_run(run)
     trained, config = load_config(directory.config), load_config(directory.config, overrides)
@@ -134,15 +141,22 @@ def read_config(run: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
+def names_other_data(trained: Config, config: Config, overrides: Sequence[str]) -> bool:
+    """Whether the overrides name data other than that of training, all of which is evaluated."""
+    keys = {text.partition("=")[0].strip() for text in overrides}
+    # `data=FILE` sets the path too.
+    other = "data.path" in keys or config.data.path != trained.data.path
+    return other and "data.validation" not in keys
+
+
 def choose_sequences(
     config: Config, loaded: LoadedRun, overrides: Sequence[str], report: Callable[[str], None]
 ) -> Sets:
     """Return the sequences held out in training, or all sequences of another dataset."""
-    keys = {text.partition("=")[0].strip() for text in overrides}
-    # `data=FILE` sets the path too.
-    other = "data.path" in keys or (loaded.config is not None and config.data.path != loaded.config.data.path)
-    not_apart, objective = why_not_packed(loaded.model.config.get_text_config().model_type), config.train.objective
-    held_out = config.data.validation if not other or "data.validation" in keys else None
+    not_apart = why_not_packed(loaded.model.config.get_text_config().model_type)
+    assert loaded.config is not None
+    held_out = None if names_other_data(loaded.config, config, overrides) else config.data.validation
+    objective = config.train.objective
     if held_out is None or isinstance(held_out, str):  # training data is not needed, and may be a stream
         sequences = prepare(
             config.data, loaded.tokenizer, report=report, path=held_out, not_apart=not_apart, objective=objective
