@@ -7,10 +7,11 @@ from shoal.config.schema import Config
 def switches_adapter_off(config: Config) -> bool:
     """Whether each step computes them, without the adapter: the base model is the reference.
 
-    Not in a pipeline, which has one forward pass per micro-batch; nor where parameters of the base are trained too.
+    Not in a pipeline, which has one forward pass per micro-batch; nor where parameters of the base are trained too, or
+    where the adapter is not a new one: the reference is the model that the run starts from.
     """
     adapter = config.adapter
-    switches = adapter.kind != "none" and not adapter.train_also and config.parallel.pp == 1
+    switches = adapter.kind != "none" and not (adapter.train_also or adapter.from_) and config.parallel.pp == 1
     return objective_facts(config.train.objective).reference and switches
 
 

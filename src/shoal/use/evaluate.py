@@ -59,7 +59,7 @@ class Evaluation:
     def text(self) -> str:
         """Human-readable form."""
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
-        counted = f"{self.tokens:,} loss tokens in {self.sequences:,} sequences"
+        counted = f"{self.tokens:,} {self.counted} in {self.sequences:,} sequences"
         return f"{self.run}, step {self.step}: {metrics} ({counted})"
 
 

@@ -22,7 +22,7 @@ from shoal.models.attention import MASKLESS
 from shoal.models.base import check_drawn_on, find_base, prepare_adapted
 from shoal.models.prepare import prepare_model, read_blueprint
 from shoal.models.weights import Weights, kept_buffers, materialize
-from shoal.parallel.adapters import use_adapters
+from shoal.parallel.adapters import use_adapters, use_quantized
 from shoal.parallel.device import inspect_device
 from shoal.parallel.float8 import check_float8, use_float8
 from shoal.parallel.precision import DTYPES, read_precision
@@ -127,12 +127,14 @@ def _load_checkpoint(
         prepared = prepare_adapted(run, config, base, attention=config.model.attention, longest=config.data.max_length)
         model, anatomy = prepared.model, prepared.anatomy
         # Adapter and base in one dtype: that in which training computes with both.
-        materialize(model, anatomy, device=device, dtype=dtype or precision.compute, source=base.weights(prepared))
+        held = dtype or precision.compute
+        use_quantized(model, held)
+        materialize(model, anatomy, device=device, dtype=held, source=base.weights(prepared))
         load_parameters(reader, {name: one for name, one in model.named_parameters() if one.requires_grad})
     if float8:
         check_float8(model, inspect_device(device))
         use_float8(anatomy.block_modules(model))
-    use_adapters(model)  # after float8, whose matmuls they add to
+    use_adapters(model, anatomy, together=False)  # after float8, whose matmuls they add to
     return LoadedRun(
         path=run.path,
         model=_for_inference(model),

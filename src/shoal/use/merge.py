@@ -20,10 +20,12 @@ from shoal.models.base import Base, check_drawn_on, find_base, prepare_adapted
 from shoal.models.emulate import emulated_dtypes, emulated_matmuls
 from shoal.models.names import sources_in_files
 from shoal.models.new_rows import ExtendedRows
+from shoal.models.nf4 import dequantize, quantize
 from shoal.models.prepare import PreparedModel
 from shoal.models.stored import InFile, Stored, open_folder
 from shoal.models.tensor_slices import TensorSlice, whole
 from shoal.models.weights import kept_buffers, locate_weights, materialize
+from shoal.parallel.precision import read_precision
 from shoal.use.load import choose_device, load_run
 
 COMPARED_TOKENS = 64
@@ -75,6 +77,10 @@ def merge_run(
     check_drawn_on(base, chosen_device, directory)
     weights = base_weights(prepared, base, chosen_device)
     merger = Merger(prepared.model, weights, SliceReader(checkpoint.path), scale_of(config.adapter), dtype)
+    if config.adapter.kind == "qlora":
+        adapters = prepare_adapted(directory, config, base).adapters
+        merger.quantized = frozenset(() if adapters is None else adapters.quantized)
+        merger.rounding = config.adapter.quantize, read_precision(config.train.precision, "fp32").compute
     with temporary_folder(output, directory.model.iterdir()) as part:
         saved = write_shards(
             part, prepared.model, merger.sizes(), merger.read, dtype=None, shard_bytes=shard_bytes, report=report
@@ -128,6 +134,8 @@ class Merger:
         self, model: nn.Module, base: Mapping[str, Stored], reader: SliceReader, scale: float, dtype: str | None
     ) -> None:
         self.model, self.base, self.reader, self.scale = model, base, reader, scale
+        self.quantized: frozenset[str] = frozenset()  # layers of QLoRA
+        self.rounding = ("nf4", torch.float32)  # how they are stored, and the dtype to which they are dequantized
         self.trained = reader.shapes(MODEL)
         down = f".{DOWN}.weight"
         self.layers = {name.removesuffix(down) for name in self.trained if name.endswith(down)}
@@ -142,7 +150,12 @@ class Merger:
         return {name: prod(stored.shape) * self.dtypes[name].itemsize for name, stored in self.base.items()}
 
     def base_weight(self, name: str) -> Tensor:
-        return self.base[name].read(whole(self.base[name].shape))
+        found = self.base[name].read(whole(self.base[name].shape))
+        layer, _, key = name.rpartition(".")
+        if key != "weight" or layer not in self.quantized:
+            return found
+        kind, dtype = self.rounding  # as in training
+        return dequantize(quantize(found, kind), dtype, kind)
 
     def read(self, name: str) -> Tensor:
         """The merged tensor, rounded once."""
