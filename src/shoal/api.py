@@ -450,8 +450,9 @@ def bench_train(
 ) -> Steps:
     """Train a few steps of `config` in a separate process, without saving, and measure them."""
     from shoal.bench.training import measure_training
+    from shoal.models.peft_config import follow_adapter
 
-    return measure_training(config, steps=steps, warmup=warmup, report=report)
+    return measure_training(follow_adapter(config), steps=steps, warmup=warmup, report=report)
 
 
 def bench_rank(
@@ -469,8 +470,9 @@ def bench_rank(
     measures memory only. The default is real on a GPU and traced without one.
     """
     from shoal.bench.training import measure_rank
+    from shoal.models.peft_config import follow_adapter
 
-    return measure_rank(config, world_size, steps=steps, warmup=warmup, real=real, report=report)
+    return measure_rank(follow_adapter(config), world_size, steps=steps, warmup=warmup, real=real, report=report)
 
 
 def bench_collectives(
