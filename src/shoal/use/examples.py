@@ -93,7 +93,14 @@ def _split_off(config: Config, loaded: LoadedRun, report: Report) -> Iterator[tu
             "Data that is streamed has no fixed held-out examples; give other data, such as data.path=FILE."
         )
     not_apart = why_not_packed(loaded.model.config.get_text_config().model_type)
-    sets = prepare_sets(config.data, loaded.tokenizer, seed=config.seed, report=report, not_apart=not_apart)
+    sets = prepare_sets(
+        config.data,
+        loaded.tokenizer,
+        seed=config.seed,
+        report=report,
+        not_apart=not_apart,
+        objective=config.train.objective,
+    )
     assert sets.validation is not None
     if sets.training.summary.joined:
         raise _no_answers(config.data.format)
