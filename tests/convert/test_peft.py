@@ -19,7 +19,7 @@ from shoal.mistakes import UserMistake
 from shoal.models.base import fingerprint
 from shoal.use.merge import merge_run
 from tests.convert.adapted import BASES, LORA, config_of, make_base
-from tests.harness import settings, slow, train_on, weights
+from tests.harness import LLAMA, settings, slow, train_on, weights
 
 TOKENS = ["<|user|>", "<|bot|>", "<|tool|>"]
 CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
@@ -260,3 +260,15 @@ def test_the_commands_print_what_they_wrote(run, tmp_path, monkeypatch, capsys):
     files = {path.name for path in (run / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files
     assert "config.json" not in files
+
+
+@pytest.mark.parametrize("kind", ["nf4", slow("nf4-dq")])
+def test_a_qlora_run_merges_into_its_base_as_it_was_quantized(kind, instructions, tmp_path):
+    adapter = {**LORA, "kind": "qlora", "quantize": kind, "dora": True}
+    shape = {**LLAMA, "hidden": 64, "ffn": 128, "positions": 512}
+    config = settings(instructions, adapter=adapter, model__shape=shape, train__steps=2)
+    run = train_on(1, config, tmp_path)
+    merged = api.merge(run, tmp_path / "merged", device="cpu")
+    assert 0 < merged.largest_logit_difference < 2e-5
+    weight = stored(tmp_path / "merged")["model.layers.0.mlp.down_proj.weight"]
+    assert len(weight[0, :64].unique()) > 16  # the base has at most 16 values in a block, and an adapter was added
