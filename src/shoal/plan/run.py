@@ -99,7 +99,8 @@ class Run:
     @property
     def residual_bytes(self) -> int:
         """Bytes per element of the residual stream."""
-        return self.weight_bytes if self.traits.wide_residual_stream else self.compute_bytes
+        wide = self.traits.wide_residual_stream and self.adapter is None  # parallel/precision.py
+        return self.weight_bytes if wide else self.compute_bytes
 
     @property
     def recomputes_cheap(self) -> bool:
