@@ -44,6 +44,19 @@ def test_the_terms_of_a_moment_add_up_to_its_bytes(sharded):
         assert sum(moment.terms.values()) == moment.bytes
 
 
+@pytest.mark.parametrize(("kind", "block_bytes"), [("lora", 2.0), ("qlora", 0.5 + 4 / 64)])
+def test_a_frozen_base_has_its_bytes_and_nothing_else(kind, block_bytes):
+    """No master weights, compute copies, gradients or optimizer state: those are the adapter's."""
+    _, traced = trace_run(8, WIDE, FSDP, f"adapter.kind={kind}", "adapter.rank=8")
+    terms = traced.moments[STEP].terms
+    inputs_and_outputs = 4 * 1024 + 2 * (1024 + 256) + 3 * (1024 + 4096)
+    adapter, embedding = 3 * 8 * inputs_and_outputs, 16000 * 1024
+    base = (traced.parameters - embedding) * block_bytes + embedding * 2
+    assert relative_error(terms["weights"], (base + 4 * adapter) / 8) < 0.01
+    assert relative_error(terms["gradients"], 4 * adapter / 8) < 0.01
+    assert relative_error(terms["optimizer state"], 8 * adapter / 8) < 0.01
+
+
 def check_forecast(choice, traced):
     """Within 2% for weights, gradients and optimizer state, 5% for activations at the loss, 8% for the peak."""
     stepping = compared_terms(traced.moments[STEP].terms)

@@ -135,8 +135,13 @@ def test_a_preparation_that_ends_early_leaves_no_process_and_no_file(
     write: Write, settings: Any, cores: Any, cache: Path, tokenizer: Any, error: type[BaseException], says: str | None
 ) -> None:
     cores(2)
-    with pytest.raises(error, match=says):
-        prepare(settings(source="json", path=write("a.jsonl", records(100))), tokenizer, report=quiet)
+    # A shell starts its background jobs with SIGINT ignored, and these tests may run in one.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(error, match=says):
+            prepare(settings(source="json", path=write("a.jsonl", records(100))), tokenizer, report=quiet)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert multiprocessing.active_children() == []
     assert [entry.suffix for entry in (cache / "data").iterdir()] == [".lock"]
 

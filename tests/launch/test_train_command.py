@@ -42,6 +42,7 @@ TRAINING_KEYS = {
     "reserved_gib", "data_seconds", "seconds", "skipped",
 }  # fmt: skip
 SUMMARY_KEYS = {
+    "adapter",
     "run", "step", "steps", "tokens", "loss_tokens", "loss", "eval_loss", "skipped", "seconds", "save_seconds",
     "checkpoint", "stopped",
 }  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import settings, train_on, weights
+from tests.harness import settings, slow, train_on, weights
 from tests.parity.test_parity import (
     ALONE,
     EXACT_STEPS,
@@ -27,9 +27,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "qlora-dq": {**LORA, "kind": "qlora", "quantize": "nf4-dq"},
     "qdora": {**LORA, "kind": "qlora", "quantize": "nf4-dq", "dora": True},
 }
-BY_NAME = {strategy.name: strategy for strategy in ALONE + TOGETHER}
-QUICK = ("ddp", "zero1", "full_shard", "offload_cpu", "recompute_full", "tp", "pp", "cp_gather")
+# Layers with one input share a matmul in compiled blocks, unless those are recomputed.
+SHARED = Strategy("compile_shared", {"strategy": "ddp"}, train={"compile": "aot_eager"})
+BY_NAME = {strategy.name: strategy for strategy in [*ALONE, *TOGETHER, SHARED]}
+QUICK = ("full_shard", "recompute_full", "tp", "pp", "cp_gather")
 SLOW = (
+    "ddp",
+    "zero1",
+    "offload_cpu",
     "zero2",
     "zero3",
     "shard_grad_op",
@@ -39,6 +44,7 @@ SLOW = (
     "recompute_selective",
     "recompute_offload",
     "compile",
+    "compile_shared",
     "pp_interleaved",
     "pp_zero_bubble",
     "cp_ulysses",
@@ -104,15 +110,27 @@ def test_lora_on_another_family_trains_the_same_as_in_one_process(name, instruct
     _compare(BY_NAME[name], instructions, reference, tmp_path, kind="lora", family="pythia", precision="32-true")
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
-@pytest.mark.parametrize("name", ["ddp", "full_shard", pytest.param("tp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("full_shard", "bf16-mixed"),
+        *(slow(name, precision) for name in ("ddp", "full_shard") for precision in ("bf16-true", "16-mixed")),
+        *(slow(name, "bf16-mixed") for name in ("ddp", "tp")),
+    ],
+)
 def test_lora_in_low_precision_trains_nearly_the_same(name, precision, instructions, reference, tmp_path):
     _compare(BY_NAME[name], instructions, reference, tmp_path, kind="lora", family="llama", precision=precision)
 
 
-@pytest.mark.parametrize("kind", ["rslora", "dora", "also", "qlora", "qlora-dq", "qdora"])
 @pytest.mark.parametrize(
-    "name", ["full_shard", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zero1", "pp", "cp_gather"))]
+    ("name", "kind"),
+    [
+        *(("full_shard", kind) for kind in ("also", "qdora")),
+        *(slow("full_shard", kind) for kind in ("rslora", "dora", "qlora", "qlora-dq")),
+        *(slow("zero1", kind) for kind in ("dora", "also")),
+        *(slow("pp", kind) for kind in ("also", "qlora-dq")),
+        slow("cp_gather", "qdora"),
+    ],
 )
 def test_its_variants_train_the_same_as_in_one_process(name, kind, instructions, reference, tmp_path):
     _compare(BY_NAME[name], instructions, reference, tmp_path, kind=kind, family="llama", precision="32-true")
@@ -120,13 +138,13 @@ def test_its_variants_train_the_same_as_in_one_process(name, kind, instructions,
 
 @pytest.mark.parametrize(
     "name",
-    ["ddp", "tp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fsdp_tp", "zero3", "recompute_offload"))],
+    ["tp", *(slow(one) for one in ("ddp", "fsdp_tp", "zero3", "recompute_offload"))],
 )
 def test_qlora_trains_the_same_as_in_one_process(name, instructions, reference, tmp_path):
     _compare(BY_NAME[name], instructions, reference, tmp_path, kind="qlora", family="llama", precision="32-true")
 
 
-@pytest.mark.parametrize("name", ["full_shard", pytest.param("tp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["full_shard", slow("tp")])
 def test_qlora_in_bf16_trains_nearly_the_same(name, instructions, reference, tmp_path):
     _compare(BY_NAME[name], instructions, reference, tmp_path, kind="qlora", family="llama", precision="bf16-mixed")
 

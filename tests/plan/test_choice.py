@@ -228,7 +228,7 @@ def test_the_choice_takes_less_than_a_second_of_cpu_time(overrides):
     )  # fmt: skip
     began = time.process_time()
     choose(config, read_shape(config.model), machine_at_hand("NVIDIA H200", 139.8, devices=8, nodes=16))
-    assert time.process_time() - began < 0.8
+    assert time.process_time() - began < 1.0
 
 
 def test_a_cpu_gets_a_small_micro_batch():

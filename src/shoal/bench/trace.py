@@ -79,6 +79,7 @@ def trace(choice: ResolvedRun, report: Callable[[str], None] = lambda _: None) -
         attention=config.model.attention,
         longest=config.data.max_length,
         freeze=config.model.freeze,
+        adapter=config.adapter,
     )
     built, parameters = prepared.model, prepared.parameters
     check_groups(dict(built.named_parameters()), config.train)

@@ -60,13 +60,14 @@ def parallelize(
     micro_batch: int,
     grad_accum_steps: int,
     values: bool = True,
+    resumes: bool = False,
     emulated: frozenset[torch.dtype] = frozenset(),
 ) -> ParallelModel:
     """Parallelize a model over `mesh`, with the loss of `objective`.
 
     Weights are read from its folder or, without one, initialized from the seed. With `values` false they are left
-    uninitialized, because a checkpoint will be loaded into them. Matmuls of the dtypes in `emulated` are computed in
-    fp32: see `models.emulate`.
+    uninitialized. If the run `resumes`, its checkpoint holds the adapter, wherever it started from. Matmuls of the dtypes
+    in `emulated` are computed in fp32: see `models.emulate`.
     """
     model = prepared.model
     recipe = _read_recipe(
@@ -92,9 +93,9 @@ def parallelize(
             use_quantized(stage.model, precision.compute)
         # After everything that replaces the matmul of a base layer.
         if adapted:
-            # The compiler does not support shared state within activation checkpointing.
+            # For speed, so in compiled blocks; the compiler does not support state within activation checkpointing.
             together = config.parallel.wrap == "auto" and config.train.recompute in ("none", "cheap")
-            use_adapters(stage.model, stage.anatomy, together=together)
+            use_adapters(stage.model, stage.anatomy, together=together and backend is not None)
         if precision.compute in emulated:
             _emulate_matmuls(module, stage.blocks, recipe, emulated)
         recompute_blocks(stage.blocks, config.train.recompute)
@@ -110,8 +111,7 @@ def parallelize(
             device=ranks.device,
             dtype=precision.weights,
             frozen=precision.frozen,
-            # A checkpoint of an adapter does not hold the base.
-            source=_weights(prepared, config, values=values) if values or adapted else None,
+            source=_weights(prepared, config, resumes=resumes) if values else None,
             splits=done.splits,
             offload=config.parallel.offload == "cpu",
         )
@@ -123,9 +123,8 @@ def parallelize(
     return _finish(model, recipe, done)
 
 
-def _weights(prepared: PreparedModel, config: Config, *, values: bool) -> Weights:
-    # A checkpoint holds the adapter, wherever it started from.
-    start_from = config.adapter.from_ if values and prepared.adapters is not None else None
+def _weights(prepared: PreparedModel, config: Config, *, resumes: bool) -> Weights:
+    start_from = config.adapter.from_ if not resumes and prepared.adapters is not None else None
     adapter = None if start_from is None else adapter_folder(start_from)
     return Weights(prepared.folder, config.seed, prepared.new_rows, adapter)
 

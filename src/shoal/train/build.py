@@ -21,6 +21,7 @@ def build(
     *,
     objective: Objective,
     values: bool,
+    resumes: bool = False,
     emulated: frozenset[torch.dtype] = frozenset(),
 ) -> tuple[ParallelModel, NamedOptimizer]:
     """Parallelize the model as `resolved` says. Without `values` its weights stay uninitialized. `emulated`: dtypes
@@ -36,6 +37,7 @@ def build(
         micro_batch=resolved.micro_batch,
         grad_accum_steps=resolved.grad_accum_steps,
         values=values,
+        resumes=resumes,
         emulated=emulated,
     )
     partitions = find_strategy(resolved.strategy).partitions_update

@@ -164,8 +164,11 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
         reporter.warn(f"model.add_tokens: the rows of added tokens are those in {checkpoint}, not the mean.")
 
     objective, emulated = find_objective(config), _emulated(config, ranks)
+    # A checkpoint of an adapter does not hold the base.
+    values = checkpoint is None or prepared.adapters is not None
+    resumes = checkpoint is not None
     model, optimizer = build(
-        prepared, resolved, ranks, objective=objective, values=checkpoint is None, emulated=emulated
+        prepared, resolved, ranks, objective=objective, values=values, resumes=resumes, emulated=emulated
     )
     keep_low_precision_gradients(model, optimizer, resolved)
     # On the device of the gradients.
