@@ -66,8 +66,8 @@ def parallelize(
     """Parallelize a model over `mesh`, with the loss of `objective`.
 
     Weights are read from its folder or, without one, initialized from the seed. With `values` false they are left
-    uninitialized. If the run `resumes`, its checkpoint holds the adapter, wherever it started from. Matmuls of the dtypes
-    in `emulated` are computed in fp32: see `models.emulate`.
+    uninitialized. If the run `resumes`, its checkpoint holds the adapter, wherever that started from. Matmuls of the
+    dtypes in `emulated` are computed in fp32: see `models.emulate`.
     """
     model = prepared.model
     recipe = _read_recipe(
