@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shoal.convert import litgpt
 from shoal.convert.shards import DTYPES, SHARD_BYTES, check_output, temporary_folder, write_shards
@@ -18,8 +17,8 @@ from shoal.models.hub import local_folder
 from shoal.models.names import counted, sources_in_files, unused_in_files
 from shoal.models.prepare import Blueprint, prepare_model, read_blueprint
 from shoal.models.stored import DTYPES as IN_FILES
-from shoal.models.stored import Stored, equal_values
-from shoal.models.tensor_slices import TensorSlice, whole
+from shoal.models.stored import InMemory, Stored, equal_values
+from shoal.models.tensor_slices import whole
 from shoal.models.weights import kept_buffers
 
 TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
@@ -40,25 +39,6 @@ class Imported:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class Held:
-    """A tensor of a foreign file, memory-mapped until it is read."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def read(self, tensor_slice: TensorSlice) -> Tensor:
-        # A copy: safetensors refuses tensors that share storage, such as slices of a fused tensor.
-        return self.tensor[tensor_slice.slices].clone()
 
 
 def import_hf(
@@ -83,7 +63,7 @@ def import_hf(
     if foreign.note:
         report(foreign.note)
     built = prepare_model(plan).model
-    stored: dict[str, Stored] = {name: Held(tensor) for name, tensor in foreign.tensors.items()}
+    stored: dict[str, Stored] = {name: InMemory(tensor) for name, tensor in foreign.tensors.items()}
     if foreign.kind == LITGPT:
         stored = litgpt.renamed(foreign.path, stored, plan.settings)
     found = _match(foreign.path, built, stored)
@@ -128,7 +108,7 @@ def _blueprint(foreign: Foreign, described: Path | None) -> Blueprint:
             raise UserMistake(f"{file} does not exist; give --model, a folder whose config.json describes the model.")
         head, embedding = (foreign.tensors.get(f"{name}.weight") for name in ("lm_head", "transformer.wte"))
         # LitGPT always stores both; if they are equal, the model was tied.
-        tied = head is None or (embedding is not None and equal_values(Held(head), Held(embedding)))
+        tied = head is None or (embedding is not None and equal_values(InMemory(head), InMemory(embedding)))
         return Blueprint(litgpt.read_settings(file, tied=tied, tokens=_special_tokens(foreign.path.parent)), None)
     folder = next((folder for folder in foreign.config_folders if (folder / "config.json").is_file()), None)
     if folder is None:

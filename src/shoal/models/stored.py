@@ -116,6 +116,25 @@ class InFile:
 
 
 @dataclass(frozen=True)
+class InMemory:
+    """A tensor that is in memory, or memory-mapped until it is read."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def read(self, tensor_slice: TensorSlice) -> Tensor:
+        # A copy: safetensors refuses tensors that share storage, such as slices of a fused tensor.
+        return self.tensor[tensor_slice.slices].clone()
+
+
+@dataclass(frozen=True)
 class Stacked:
     """Tensors of one shape, stacked along a new dimension."""
 

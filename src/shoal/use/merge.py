@@ -22,8 +22,8 @@ from shoal.models.names import sources_in_files
 from shoal.models.new_rows import ExtendedRows
 from shoal.models.nf4 import dequantize, quantize
 from shoal.models.prepare import PreparedModel
-from shoal.models.stored import InFile, Stored, open_folder
-from shoal.models.tensor_slices import TensorSlice, whole
+from shoal.models.stored import InFile, InMemory, Stored, open_folder
+from shoal.models.tensor_slices import whole
 from shoal.models.weights import kept_buffers, locate_weights, materialize
 from shoal.parallel.precision import read_precision
 from shoal.use.load import choose_device, load_run
@@ -98,7 +98,10 @@ def base_weights(prepared: PreparedModel, base: Base, device: torch.device) -> d
     model = prepared.model
     if base.folder is None:
         materialize(model, prepared.anatomy, device=device, dtype=torch.float32, source=base.weights(prepared))
-        return {name: InMemory(one) for name, one in {**dict(model.named_parameters()), **kept_buffers(model)}.items()}
+        return {
+            name: InMemory(one.detach().cpu())
+            for name, one in {**dict(model.named_parameters()), **kept_buffers(model)}.items()
+        }
     found = locate_weights(model, Path(base.folder), new_rows=prepared.new_rows)
     files = open_folder(Path(base.folder))
     sources = sources_in_files(model, files.files)
@@ -107,24 +110,6 @@ def base_weights(prepared: PreparedModel, base: Base, device: torch.device) -> d
         if name in sources:
             found[name] = InFile(files, sources[name].all_names[0], tuple(buffer.shape), buffer.dtype)
     return found
-
-
-@dataclass(frozen=True)
-class InMemory:
-    """A tensor that is in memory, as one that is not."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def read(self, tensor_slice: TensorSlice) -> Tensor:
-        return self.tensor.detach()[tensor_slice.slices].cpu()
 
 
 class Merger:
