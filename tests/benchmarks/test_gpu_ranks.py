@@ -1,0 +1,58 @@
+"""`benchmarks/gpu/ranks.py` without a GPU: each case is its recipe's job, and a record says what was measured."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal import api
+from shoal.plan.models import read_shape
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
+sys.path.insert(0, str(FOLDER))
+
+import ranks  # noqa: E402
+
+
+@pytest.mark.parametrize("name", ranks.CASES)
+def test_a_case_is_its_recipe_but_for_weights_and_data(name: str, tmp_path: Path) -> None:
+    case, file = ranks.CASES[name], FOLDER.parents[1] / "recipes" / f"{name}.yaml"
+    recipe, measured = api.load_config(file, []), api.load_config(file, case.overrides(tmp_path, tiny=False))
+    assert measured.model.shape == case.shape
+    for block in ("adapter", "train", "parallel", "hardware"):
+        assert getattr(measured, block) == getattr(recipe, block)
+    assert (measured.data.max_length, measured.data.pack) == (recipe.data.max_length, recipe.data.pack)
+    assert case.world == recipe.hardware.devices * recipe.hardware.nodes
+    assert read_shape(measured.model) == read_shape(recipe.model)
+
+
+def test_the_generated_data_fills_the_sequences(tmp_path: Path) -> None:
+    ranks.write_data(tmp_path)
+    texts = [json.loads(line)["text"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert min(map(len, texts)) > 512
+    examples = [json.loads(line) for line in (tmp_path / "instructions.jsonl").read_text().splitlines()]
+    tokens = sum(len(one["instruction"]) + len(one["output"]) for one in examples)
+    assert tokens > 2 * 128 * 4096, "two steps of the largest recipe"
+
+
+def test_a_case_that_takes_too_long_is_recorded_as_such(tmp_path: Path) -> None:
+    assert ranks.main(tmp_path, ["pythia-1b"], tiny=True, seconds=0) == 1
+    record = json.loads((tmp_path / "ranks.json").read_text())["pythia-1b"]
+    assert record["status"] == "failed: not done after 0 s"
+
+
+@pytest.mark.slow
+def test_forecast_and_measurement_of_a_rank_are_written_with_their_ratio(tmp_path: Path) -> None:
+    (tmp_path / "ranks.json").write_text('{"earlier": {"status": "measured"}}')
+    command = [sys.executable, str(FOLDER / "ranks.py"), str(tmp_path), "--tiny", "--only", "llama3.1-405b-lora"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads((tmp_path / "ranks.json").read_text())
+    assert found.keys() == {"earlier", "llama3.1-405b-lora"}
+    record = found["llama3.1-405b-lora"]
+    assert record["planned"]["gpu"] == "h100-80gb"
+    assert record["rank"]["chosen"]["mesh"]["dp_shard"] == 64
+    assert record["ratio"] == pytest.approx(record["measured_gib"] / record["planned_gib"], abs=1e-4)
+    assert "measured" in ended.stdout
