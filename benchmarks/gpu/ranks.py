@@ -4,7 +4,7 @@ FOLDER/ranks.json has, for each recipe, what `shoal plan` forecasts for the GPUs
 forecasts and measures for the same job on this GPU, and the ratio of measured to planned memory. The job is that of the
 recipe but for the weights, which are random, and the data: generated here, in byte tokens, with full sequences. Each
 case is a process of its own. No rank needs more than 65 GiB of the GPU. `--tiny` measures small models on a CPU, to
-check that it runs.
+check that it runs. `--annotate` measures nothing: it writes what ranks.json has into the comments of the recipes.
 """
 
 import argparse
@@ -143,6 +143,25 @@ def summarize(record: dict[str, Any]) -> str:
     )
 
 
+def annotate(recipe: str, record: dict[str, Any]) -> str:
+    """The recipe's text with the measured memory in a line of its comment, after the forecast."""
+    rank = record["rank"]
+    line = (
+        f"# Measured, rank 0 of {record['world_size']} on one {rank['machine']['device']} with random weights "
+        f"(benchmarks/gpu/ranks.py): {record['measured_gib']:.1f} GiB."
+    )
+    lines = [one for one in recipe.splitlines() if not one.startswith("# Measured, rank 0 of ")]
+    forecast = next(index for index, one in enumerate(lines) if one.startswith("# Forecast by shoal plan: "))
+    return "\n".join([*lines[: forecast + 1], line, *lines[forecast + 1 :]]) + "\n"
+
+
+def annotate_recipes(folder: Path, recipes: Path) -> None:
+    for name, record in json.loads((folder / "ranks.json").read_text()).items():
+        if record["status"] == "measured" and record["rank"]["machine"]["device"] != "cpu":
+            file = recipes / f"{name}.yaml"
+            file.write_text(annotate(file.read_text(), record))
+
+
 def main(folder: Path, chosen: list[str], *, tiny: bool, seconds: float) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     file, until = folder / "ranks.json", time.perf_counter() + seconds
@@ -162,5 +181,9 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="keeps the others of ranks.json")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU")
     parser.add_argument("--seconds", type=float, default=540, help="after which no case is started, and one is stopped")
+    parser.add_argument("--annotate", action="store_true", help="only write ranks.json into the recipes' comments")
     given = parser.parse_args()
+    if given.annotate:
+        annotate_recipes(given.folder, ROOT / "recipes")
+        sys.exit()
     sys.exit(main(given.folder, given.only, tiny=given.tiny, seconds=given.seconds))

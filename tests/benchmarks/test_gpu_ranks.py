@@ -43,6 +43,25 @@ def test_a_case_that_takes_too_long_is_recorded_as_such(tmp_path: Path) -> None:
     assert record["status"] == "failed: not done after 0 s"
 
 
+def test_measured_memory_is_one_line_of_the_comment_however_often_it_is_written(tmp_path: Path) -> None:
+    recipe = FOLDER.parents[1] / "recipes" / "pythia-1b.yaml"
+    original = [line for line in recipe.read_text().splitlines() if not line.startswith("# Measured, rank 0")]
+    (tmp_path / recipe.name).write_text(recipe.read_text())
+    for measured in (1.0, 16.04):
+        rank = {"machine": {"device": "NVIDIA H200"}}
+        record = {"status": "measured", "world_size": 2, "measured_gib": measured, "rank": rank}
+        on_cpu = {**record, "rank": {"machine": {"device": "cpu"}}}
+        failed = {"status": "failed: not done after 0 s"}
+        (tmp_path / "ranks.json").write_text(json.dumps({"pythia-1b": record, "other": on_cpu, "third": failed}))
+        ranks.annotate_recipes(tmp_path, tmp_path)
+    written = (tmp_path / recipe.name).read_text().splitlines()
+    added = [line for line in written if line not in original]
+    assert len(added) == 1
+    assert added[0].endswith("rank 0 of 2 on one NVIDIA H200 with random weights (benchmarks/gpu/ranks.py): 16.0 GiB.")
+    assert written[written.index(added[0]) - 1].startswith("# Forecast by shoal plan")
+    assert [line for line in written if line != added[0]] == original
+
+
 @pytest.mark.slow
 def test_forecast_and_measurement_of_a_rank_are_written_with_their_ratio(tmp_path: Path) -> None:
     (tmp_path / "ranks.json").write_text('{"earlier": {"status": "measured"}}')
