@@ -19,6 +19,7 @@ from shoal.models.attention import added_to_scores, packed_mask
 from shoal.models.cross_entropy import (
     CHUNK_LOGITS,
     IGNORED,
+    Chunks,
     Measure,
     choose_chunks,
     chunked_cross_entropy,
@@ -192,16 +193,16 @@ class HeadAndLoss(nn.Module):
         if self.loss == "plain":
             logits = head(hidden)
             return self.losses_of_logits(logits, labels) if per_token else self.loss_of_logits(logits, labels)
-        measure, most = self.chunks(hidden)
+        measure, most, columns = self.chunks(head.weight)
         # Chunks are sized by the full vocabulary, so that ranks with uneven shards of it issue the same collectives.
         rows = even_chunk(hidden.shape[0] * hidden.shape[1], most // int(head.out_features))
         compute = chunked_token_losses if per_token else chunked_cross_entropy
-        found = compute(hidden.flatten(0, 1), head.weight, labels.flatten(), measure, rows)
+        found = compute(hidden.flatten(0, 1), head.weight, labels.flatten(), measure, rows, columns)
         return found.view_as(labels) if per_token else found
 
-    def chunks(self, hidden: Tensor) -> tuple[Measure, int]:
-        """The cross-entropy of a chunk of logits on the device of `hidden`, and the maximum of elements in a chunk."""
-        return choose_chunks(hidden, self.measure)
+    def chunks(self, weight: Tensor) -> Chunks:
+        """How logits are computed from the head's weight or, with tensor parallelism, this rank's shard of it."""
+        return choose_chunks(weight, self.measure)
 
     def loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits.flatten(0, 1), labels.flatten(), self.measure)
