@@ -15,7 +15,13 @@ from shoal.data.loader import MicroBatch
 from shoal.models import cross_entropy
 from shoal.models.anatomy import read_anatomy
 from shoal.models.attention import MASKLESS
-from shoal.models.cross_entropy import IGNORED, chunked_cross_entropy, chunked_token_losses, measure_full_vocabulary, padded_vocabulary
+from shoal.models.cross_entropy import (
+    IGNORED,
+    chunked_cross_entropy,
+    chunked_token_losses,
+    measure_full_vocabulary,
+    padded_vocabulary,
+)
 from shoal.models.families import transformers_config
 from shoal.models.loss import LanguageModel, choose_loss
 from tests.models.small import FAMILIES, VOCAB, drawn, small_config, tokens
@@ -174,7 +180,8 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @on_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("width", "stored"), [(7, 7), (7, 128), (260, 260), (16384, 16384), (50257, 50257), (50257, 50304), (128256, 128256)]
+    ("width", "stored"),
+    [(7, 7), (7, 128), (260, 260), (16384, 16384), (50257, 50257), (50257, 50304), (128256, 128256)],
 )
 def test_the_kernel_equals_the_cpu_implementation(width, stored, dtype):
     generator = torch.Generator().manual_seed(width)

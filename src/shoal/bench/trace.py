@@ -140,8 +140,8 @@ def _with_gpu_optimizer(optimizer: NamedOptimizer, model: ParallelModel) -> Name
 
 
 def _use_gpu_loss(model: ParallelModel) -> None:
-    """On CUDA the loss of a chunk, which is larger, is one kernel that overwrites the logits with their gradient, unless
-    the vocabulary is sharded; and the vocabulary is padded."""
+    """On CUDA the vocabulary is padded. Unless it is sharded, the loss of a chunk, which is larger, is one kernel that
+    overwrites the logits with their gradient."""
 
     def overwrite_logits(logits: Tensor, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
         return logits.new_zeros(len(logits), dtype=torch.float32), logits

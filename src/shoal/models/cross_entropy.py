@@ -25,6 +25,8 @@ KERNEL_CHUNK_LOGITS = 1 << 28
 ALIGNED_BYTES = 16
 # A vocabulary that is not aligned, as GPT-2's of 50,257, is padded to a multiple of this: whole tiles of a matmul.
 VOCABULARY_MULTIPLE = 128
+# Tokens without a loss are left out in steps of this share of a micro-batch, so that there are few sizes of tensors.
+KEPT_SIZES = 32
 
 # From logits, labels and the size of the vocabulary: the loss of each token in fp32, and the gradient of their sum with
 # respect to the logits, in their dtype. Columns beyond the vocabulary are padding: they have no probability, and their
@@ -66,6 +68,16 @@ def padded_vocabulary(weight: Tensor) -> int:
     return -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
+def kept_tokens(labels: Tensor, loss_tokens: int | None) -> Tensor | None:
+    """The indices of all loss tokens and of some others, which make up for a count of few sizes; None: of all tokens.
+    `loss_tokens`: how many there are, which a tensor on a device would tell only after the host has waited for it."""
+    if loss_tokens is None:
+        return None
+    step = -(-len(labels) // KEPT_SIZES)
+    count = max(1, -(-loss_tokens // step)) * step
+    return None if count >= len(labels) else torch.argsort((labels == IGNORED).byte(), stable=True)[:count]
+
+
 def even_chunk(rows: int, most: int) -> int:
     """The rows per chunk, at most `most`, such that all chunks have nearly the same size."""
     return -(-rows // -(-rows // max(1, most)))
@@ -75,15 +87,17 @@ def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    *,
     measure: Measure | None = None,
     rows: int | None = None,
     columns: int | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """The summed cross-entropy of `hidden @ weight.T`, with the logits of `rows` tokens at a time, computed with
-    padding up to `columns`."""
+    padding up to `columns`. `kept`: the indices of all tokens with a label, if others are to be skipped."""
     rows = rows or max(1, CHUNK_LOGITS // weight.shape[0])
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, measure or measure_full_vocabulary, rows, columns or weight.shape[0]
+        hidden, weight, labels, measure or measure_full_vocabulary, rows, columns or weight.shape[0], kept
     )
     return loss
 
@@ -92,15 +106,17 @@ def chunked_token_losses(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    *,
     measure: Measure | None = None,
     rows: int | None = None,
     columns: int | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
-    """The cross-entropy of each token of `hidden @ weight.T`, with the logits of `rows` tokens at a time, computed
-    with padding up to `columns`: for a loss that is not the sum of them."""
+    """The cross-entropy of each token of `hidden @ weight.T`, with the logits of `rows` tokens at a time: for a loss
+    that is not the sum of them. Arguments are those of `chunked_cross_entropy`; skipped tokens have a loss of zero."""
     rows = rows or max(1, CHUNK_LOGITS // weight.shape[0])
     losses: Tensor = _ChunkedTokenLosses.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, measure or measure_full_vocabulary, rows, columns or weight.shape[0]
+        hidden, weight, labels, measure or measure_full_vocabulary, rows, columns or weight.shape[0], kept
     )
     return losses
 
@@ -174,6 +190,24 @@ def _pad_rows(weight: Tensor, rows: int) -> Tensor:
     return padded
 
 
+def _chunks(tokens: int, rows: int, kept: Tensor | None) -> list[slice | Tensor]:
+    """The tokens of each chunk: slices, or indices where tokens are skipped."""
+    if kept is not None:
+        return list(torch.split(kept, rows))
+    return [slice(start, start + rows) for start in range(0, tokens, rows)]
+
+
+def _empty_gradient(hidden: Tensor, kept: Tensor | None) -> Tensor:
+    return torch.empty_like(hidden) if kept is None else torch.zeros_like(hidden)
+
+
+def _store_matmul(target: Tensor, here: slice | Tensor, left: Tensor, right: Tensor) -> None:
+    if isinstance(here, slice):
+        torch.matmul(left, right, out=target[here])
+    else:
+        target.index_copy_(0, here, left @ right)
+
+
 def _add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """`total + left @ right` in fp32; `total` is updated in place."""
     if not left.is_cuda or left.dtype == torch.float32:
@@ -200,19 +234,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure, rows: int, columns: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        measure: Measure,
+        rows: int,
+        columns: int,
+        kept: Tensor | None,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        hidden_gradient = _empty_gradient(hidden, kept) if wants_hidden else None
         weight_gradient: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         width, weight = weight.shape[0], _pad_rows(weight, columns)
-        for start in range(0, hidden.shape[0], rows):
-            part, part_labels = hidden[start : start + rows], labels[start : start + rows]
-            losses, grad_logits = measure(part @ weight.T, part_labels, width)
+        for here in _chunks(len(hidden), rows, kept):
+            part = hidden[here]
+            losses, grad_logits = measure(part @ weight.T, labels[here], width)
             total += losses.sum()
             if hidden_gradient is not None:
-                torch.matmul(grad_logits, weight, out=hidden_gradient[start : start + rows])
+                _store_matmul(hidden_gradient, here, grad_logits, weight)
             if wants_weight:  # accumulated over chunks in fp32, as inside one large matmul
                 weight_gradient = _add_matmul(weight_gradient, grad_logits.T, part)
             del grad_logits  # frees it before the next chunk's logits are computed
@@ -223,7 +264,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         hidden = saved.pop(0) if ctx.needs_input_grad[0] else None
         weight = saved.pop(0) if ctx.needs_input_grad[1] else None
@@ -231,10 +272,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             None if hidden is None else (hidden.float() * outer).to(hidden.dtype),
             None if weight is None else _scale_and_cast(weight, outer, ctx.weight_dtype),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 
@@ -244,26 +282,32 @@ class _ChunkedTokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure, rows: int, columns: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        measure: Measure,
+        rows: int,
+        columns: int,
+        kept: Tensor | None,
     ) -> Tensor:
-        starts, width, padded = range(0, hidden.shape[0], rows), weight.shape[0], _pad_rows(weight, columns)
-        losses = torch.cat(
-            [measure(hidden[one : one + rows] @ padded.T, labels[one : one + rows], width)[0] for one in starts]
-        )
-        ctx.save_for_backward(hidden, weight, labels)  # padded again in the backward pass
+        losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        padded = _pad_rows(weight, columns)
+        for here in _chunks(len(hidden), rows, kept):
+            losses[here] = measure(hidden[here] @ padded.T, labels[here], weight.shape[0])[0]
+        ctx.save_for_backward(hidden, weight, labels, kept)  # the weight is padded again in the backward pass
         ctx.measure, ctx.rows, ctx.columns, ctx.emulated = measure, rows, columns, emulated_now()
         return losses
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden, weight, labels = ctx.saved_tensors
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, kept = ctx.saved_tensors
         rows, (wants_hidden, wants_weight) = ctx.rows, ctx.needs_input_grad[:2]
-        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        hidden_gradient = _empty_gradient(hidden, kept) if wants_hidden else None
         weight_gradient: Tensor | None = None
         width, weight = weight.shape[0], _pad_rows(weight, ctx.columns)
         with emulated_matmuls(ctx.emulated):
-            for start in range(0, hidden.shape[0], rows):
-                here = slice(start, start + rows)
+            for here in _chunks(len(hidden), rows, kept):
                 part = hidden[here]
                 factors: Tensor | None = outer[here, None]
                 if hidden.dtype == torch.float16:
@@ -274,7 +318,7 @@ class _ChunkedTokenLosses(torch.autograd.Function):
                     grad_logits = ctx.measure(part @ weight.T, labels[here], width)[1]
                 # Else the factors are applied to hidden states and their gradient, which are narrower than logits.
                 if hidden_gradient is not None:
-                    torch.matmul(grad_logits, weight, out=hidden_gradient[here])
+                    _store_matmul(hidden_gradient, here, grad_logits, weight)
                     if factors is not None:
                         hidden_gradient[here] *= factors
                 if wants_weight:
@@ -282,4 +326,4 @@ class _ChunkedTokenLosses(torch.autograd.Function):
                     weight_gradient = _add_matmul(weight_gradient, grad_logits.T, scaled)
                 del grad_logits  # frees it before the next chunk's logits are computed
         cast = None if weight_gradient is None else weight_gradient[:width].to(weight.dtype)
-        return hidden_gradient, cast, None, None, None, None
+        return hidden_gradient, cast, *(None,) * 6

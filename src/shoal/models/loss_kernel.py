@@ -11,9 +11,7 @@ ELEMENTS = 4096
 
 
 @triton.jit
-def _measure_row(
-    logits, labels, losses, width, stored, stride, ignored, PADDED: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _measure_row(logits, labels, losses, width, stored, stride, ignored, PADDED: tl.constexpr, COLUMNS: tl.constexpr):
     # Loads and stores are masked by `stored`, the row with its padding: only with an aligned mask are they vectorized.
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
