@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -208,7 +209,7 @@ class HeadAndLoss(nn.Module):
 
     def _plain(self, hidden: Tensor, labels: Tensor, per_token: bool, kept: Tensor | None) -> Tensor:
         if kept is None:
-            logits = self.head(hidden)
+            logits = self._logits(hidden)
             return self.losses_of_logits(logits, labels) if per_token else self.loss_of_logits(logits, labels)
         found = self._plain(
             hidden.flatten(0, 1).index_select(0, kept)[None], labels.flatten()[kept][None], per_token, None
@@ -216,6 +217,14 @@ class HeadAndLoss(nn.Module):
         if not per_token:
             return found
         return found.new_zeros(labels.numel()).index_copy(0, kept, found[0]).view_as(labels)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        weight = self.head.weight
+        padding = self.chunks(weight).columns - weight.shape[0]
+        if not padding or type(self.head) is not nn.Linear:  # a patched head may be more than its matrix
+            found: Tensor = self.head(hidden)
+            return found
+        return F.linear(hidden, F.pad(weight, (0, 0, 0, padding)))[..., :-padding]
 
     def chunks(self, weight: Tensor) -> Chunks:
         """How logits are computed from the head's weight or, with tensor parallelism, this rank's shard of it."""
