@@ -227,14 +227,16 @@ def _hook_optimizer(optimizer: NamedOptimizer, model: ParallelModel, ledger: Led
 def _batch(config: Config, run: Run) -> StepBatch:
     """Sequences of the maximal length."""
     shape = (run.micro_batch, config.data.max_length)
+    every_token = run.micro_batch * config.data.max_length  # fake labels cannot be counted
 
     def zeros() -> Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
     def micro_batch() -> MicroBatch:
         if not run.packed:
-            return MicroBatch(zeros(), zeros())
-        return MicroBatch(zeros(), zeros(), zeros(), torch.zeros(shape, dtype=torch.int32))
+            return MicroBatch(zeros(), zeros(), loss_tokens=every_token)
+        documents = torch.zeros(shape, dtype=torch.int32)
+        return MicroBatch(zeros(), zeros(), zeros(), documents, loss_tokens=every_token)
 
     micro_batches = [micro_batch() for _ in range(run.grad_accum_steps)]
     return StepBatch(micro_batches, run.global_batch * config.data.max_length, np.empty(0))

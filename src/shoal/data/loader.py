@@ -34,7 +34,7 @@ class MicroBatch:
     # Pairs only, batch × pairs × 2, fp64: the log-probability of each chosen and rejected answer under the reference
     # model; zeros where the objective has none. Documents 2k and 2k + 1 of a sequence are its pair k.
     reference: Tensor | None = None
-    # How many labels are not IGNORED; None: not counted. Set where a rank has its own labels, in host memory.
+    # At most this many labels are not IGNORED; None: they are counted before the micro-batch is moved to a device.
     loss_tokens: int | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "MicroBatch":

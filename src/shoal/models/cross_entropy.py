@@ -70,7 +70,7 @@ def padded_vocabulary(weight: Tensor) -> int:
 
 def kept_tokens(labels: Tensor, loss_tokens: int | None) -> Tensor | None:
     """The indices of all loss tokens and of some others, which make up for a count of few sizes; None: of all tokens.
-    `loss_tokens`: how many there are, which a tensor on a device would tell only after the host has waited for it."""
+    `loss_tokens`: there are at most this many. A tensor on a device tells only after the host has waited for it."""
     if loss_tokens is None:
         return None
     step = -(-len(labels) // KEPT_SIZES)

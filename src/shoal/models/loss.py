@@ -45,7 +45,7 @@ class MicroBatch(Protocol):
     positions: Tensor | None
     documents: Tensor | None
     mask: Tensor | None  # the attention mask, where it does not follow from `documents`
-    loss_tokens: int | None  # how many labels are not IGNORED, if the host knows
+    loss_tokens: int | None  # at most this many labels are not IGNORED; None: unknown
     reference: Tensor | None  # of pairs: see `data.loader.MicroBatch`
 
 
@@ -192,7 +192,7 @@ class HeadAndLoss(nn.Module):
         self, hidden: Tensor, labels: Tensor, *, per_token: bool = False, loss_tokens: int | None = None
     ) -> Tensor:
         """The sum of the losses or, `per_token`, each of them, in the shape of `labels` and 0 where they are IGNORED.
-        `loss_tokens`: how many are not. Most of the others are then skipped."""
+        `loss_tokens`: at most this many are not. Most of the others are then skipped."""
         head = self.head
         hidden = hidden.to(head.weight.dtype)
         kept = kept_tokens(labels.flatten(), loss_tokens)

@@ -186,14 +186,14 @@ def preparation(sequence: SequenceShard | None, device: torch.device, *, fill: b
     """Move a micro-batch to the device, and shard its sequences or add position ids where the model needs that. Its
     loss tokens are counted before: afterwards the host would have to wait for the device."""
 
-    def count_loss_tokens(labels: Tensor) -> int | None:
-        if labels.device.type != "cpu":
-            return None
-        mine = labels if sequence is None else sequence.local_labels(labels)
+    def loss_tokens(batch: MicroBatch) -> int | None:
+        if batch.loss_tokens is not None or batch.labels.device.type != "cpu":
+            return batch.loss_tokens
+        mine = batch.labels if sequence is None else sequence.local_labels(batch.labels)
         return int(np.count_nonzero(mine.numpy() != IGNORED))
 
     def prepare(batch: MicroBatch) -> MicroBatch:
-        batch = replace(batch.to(device), loss_tokens=count_loss_tokens(batch.labels))
+        batch = replace(batch.to(device), loss_tokens=loss_tokens(batch))
         if sequence is not None:
             return sequence.shard(batch)
         if fill and batch.positions is None:
