@@ -50,8 +50,8 @@ def milliseconds(function: Callable[[], Any]) -> float:
     return round(float(do_bench(function, warmup=30, rep=150)), 4)
 
 
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, device=DEVICE).to(BF16)
+def random(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
 
 
 class Case:
@@ -140,15 +140,27 @@ def time_matmuls(name: str) -> dict[str, Any]:
         "padded": (weight, padded_logits),
     }
     line: dict[str, Any] = {"shape": name, "rows": rows, "copy of the weight": milliseconds(weight.clone)}
-    for way, (matrix, logits) in ways.items():
-        grad_weight = torch.zeros(matrix.shape, device=DEVICE)
-        line[way] = {
-            "logits": milliseconds(lambda matrix=matrix, out=logits: torch.matmul(hidden, matrix.T, out=out)),
-            "hidden gradient": milliseconds(lambda matrix=matrix, logits=logits: logits @ matrix),
-            "weight gradient": milliseconds(
-                lambda logits=logits, total=grad_weight: cross_entropy._add_matmul(total, logits.T, hidden)
-            ),
-        }
+    return line | {way: three_matmuls(hidden, *given) for way, given in ways.items()}
+
+
+def three_matmuls(hidden: Tensor, weight: Tensor, logits: Tensor) -> dict[str, float]:
+    total = torch.zeros(weight.shape, device=DEVICE)
+    return {
+        "logits": milliseconds(lambda: torch.matmul(hidden, weight.T, out=logits)),
+        "hidden gradient": milliseconds(lambda: logits @ weight),
+        "weight gradient": milliseconds(lambda: cross_entropy._add_matmul(total, logits.T, hidden)),
+    }
+
+
+def time_vocabularies(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The three matmuls of one chunk, by the vocabulary: multiples of 1, 2, 4, 8, 16 and 128."""
+    sequences, length, width, vocabulary = SHAPES[name]
+    rows = even_chunk(sequences * length, cross_entropy.KERNEL_CHUNK_LOGITS // vocabulary)
+    line: dict[str, Any] = {"shape": name, "rows": rows, "dtype": str(dtype).removeprefix("torch.")}
+    for multiple in (1, 2, 4, 8, 16, 128):
+        size = -(-vocabulary // multiple) * multiple
+        parts = random(rows, width, dtype=dtype), random(size, width, dtype=dtype), random(rows, size, dtype=dtype)
+        line[f"{size} tokens"] = three_matmuls(*parts)
     return line
 
 
@@ -187,6 +199,7 @@ def main(output: Path) -> None:
     parts: dict[str, list[Callable[[], dict[str, Any]]]] = {
         "losses": [partial(time_losses, name, share) for name in SHAPES for share in SHARES],
         "matmuls": [partial(time_matmuls, name) for name in SHAPES],
+        "vocabularies": [partial(time_vocabularies, "gpt2", dtype) for dtype in (BF16, torch.float32)],
         "chunks": [partial(time_chunks, name) for name in SHAPES],
         "kernel": [] if TINY else [partial(time_kernel, name) for name in SHAPES],
     }
