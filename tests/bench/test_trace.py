@@ -80,6 +80,7 @@ def test_fsdp_is_forecast_correctly(sharded):
         (8, WIDE, ["parallel.strategy=ddp"]),
         (1, UNALIGNED, []),
         pytest.param(8, UNALIGNED, [FSDP, "parallel.tp=2", "train.global_batch=4"], marks=pytest.mark.slow),
+        (1, WIDE, ["adapter.kind=lora", "adapter.dora=true"]),
         pytest.param(8, WIDE, [FSDP, "train.recompute=full"], marks=pytest.mark.slow),
         pytest.param(1, SMALL, [], marks=pytest.mark.slow),
         pytest.param(1, SMALL, ["train.global_batch=2"], marks=pytest.mark.slow),

@@ -19,7 +19,8 @@ NORMS = {"norm", "second norm"}
 def block_kept(run: Run) -> Term:
     """Bytes that a block saves per micro-batch without activation checkpointing."""
     full, local = run.tokens, run.tokens / run.mesh.tp
-    return group("block", *_norms(run, local), *_inputs(run, full), *_attention(run, full), *_mlp(run, local))
+    parts = *_norms(run, local), *_inputs(run, full), *_attention(run, full), *_mlp(run, local), *_dora(run)
+    return group("block", *parts)
 
 
 def block_input(run: Run) -> float:
@@ -147,6 +148,17 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     if shape.traits.unfused_gelu and not run.compiled:
         factors += 3
     return [leaf("MLP intermediates", tokens * shape.ffn * (factors * itemsize + inner))]
+
+
+def _dora(run: Run) -> list[Term]:
+    """The output of each adapted layer before it is multiplied by magnitude and norm, for the magnitude's gradient. The
+    compiler saves the MLP's factors as these, and multiplies again."""
+    if run.adapter is None or not run.adapter.dora:
+        return []
+    targets = [one for one in linears(run.shape) if one.name in run.adapter.targets]
+    if run.compiled:
+        targets = [one for one in targets if one.outputs != run.shape.ffn]
+    return [leaf("DoRA outputs", run.tokens * sum(one.outputs for one in targets) * run.compute_bytes)]
 
 
 def _input_bytes(run: Run) -> int:
