@@ -226,7 +226,7 @@ def _choose_loss(
     model: Any, anatomy: Anatomy, config: Config, precision: Precision, micro_batch: int, mesh: Mesh
 ) -> str:
     # The chunked sum over tokens computes its gradients before loss scaling, and in fp16 the smallest would underflow.
-    early = precision.scaled and not objective_facts(config.train.objective).pairs
+    early = precision.scaled and not objective_facts(config.train.objective).of_answers
     wanted = "plain" if config.train.loss_impl == "auto" and early else config.train.loss_impl
     tokens = micro_batch * config.data.max_length // mesh.cp
     return choose_loss(wanted, anatomy, tokens, model.config.get_text_config().vocab_size)

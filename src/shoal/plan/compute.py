@@ -207,7 +207,7 @@ def head_seconds(run: Run) -> Seconds:
     if overwrites_logits(run):
         traffic = KERNEL_LOGIT_TRAFFIC
     moved = tokens * columns * traffic / _bandwidth(run)
-    if run.loss != "plain" and run.pairs:
+    if run.loss != "plain" and run.of_answers:
         back += ahead + moved / 2  # the logits and their softmax once more
     elif run.loss == "chunked" and run.traits.chunks == "recomputed":
         back += ahead

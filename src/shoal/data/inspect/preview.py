@@ -109,7 +109,7 @@ def preview_source(
         return _preview_prepared(data, tokenizer, choice, report=report, cache=cache, not_apart=not_apart)
     reader = Documents(data, tokenizer, report=report, cache=cache, objective=objective)
     separate = (data.pack is True or (data.pack == "auto" and not_apart is None)) and not reader.format.joined
-    separate = separate or reader.format.pairs
+    separate = separate or reader.format.pairs or reader.format.unpaired
     separate = separate or (data.document_mask and reader.format.joined)
     examples: list[Example] = []
     sequences: list[PackedSequence] = []
