@@ -11,6 +11,7 @@ import pytest
 from shoal.data import Sequences, load_tokenizer, prepare
 from shoal.data.first_look import check_first_record
 from shoal.data.inspect.preview import Choice, preview_source
+from shoal.data.inspect.preview_text import plain_text, source_pieces
 from shoal.data.inspect.stats import measure_source
 from shoal.data.sequences import DESIRABLE, DOCUMENT
 from shoal.mistakes import UserMistake
@@ -138,9 +139,10 @@ def test_a_preview_and_statistics_show_them(examples: Examples, tmp_path: Path, 
     prepared = examples(GOOD, BAD, {"prompt": "c?", "chosen": "x", "rejected": "y"})
     data = settings(source="json", path=tmp_path / "examples.jsonl", max_length=64)
     shown = preview_source(data, BYTES, Choice(count=4), report=lambda _: None, objective=NAME)
-    assert [(one.number, one.fate, one.loss_tokens) for one in shown.examples] == [
-        (0, "kept", 4), (1, "kept", 6), (2, "kept", 2), (2, "kept", 2),
+    assert [(one.number, one.fate, one.loss_tokens, one.desirable) for one in shown.examples] == [
+        (0, "kept", 4, True), (1, "kept", 6, False), (2, "kept", 2, True), (2, "kept", 2, False),
     ]  # fmt: skip
+    assert "6 in the loss, undesirable" in plain_text(source_pieces(shown, "bytes", None, drawn=False))
     packed = preview_source(data, BYTES, Choice(count=1, sequences=True), report=lambda _: None, objective=NAME)
     assert len(packed.sequences[0].documents) == 4
     stats = measure_source(data, BYTES, prepared, report=lambda _: None, objective=NAME)
