@@ -50,7 +50,7 @@ def loss(rows: int = 2048) -> None:
     report(
         f"loss and gradient of {rows} rows",
         compiled=milliseconds(lambda: compiled(logits, labels)),
-        kernel=milliseconds(lambda: measure_in_place(logits, labels, IGNORED)),
+        kernel=milliseconds(lambda: measure_in_place(logits, labels, VOCABULARY, IGNORED)),
     )
     gradient, factor = random(VOCABULARY, HIDDEN, dtype=torch.float32), torch.tensor(0.5, device="cuda")
     rounded = torch.empty_like(gradient, dtype=torch.bfloat16)

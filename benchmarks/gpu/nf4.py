@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.models import nf4
+from shoal.models.nf4_linear import nf4_linear
 
 TINY = "--tiny" in sys.argv
 DEVICE = torch.device("cpu" if TINY else "cuda")
@@ -77,7 +78,7 @@ def linear_error(parts: dict[str, Tensor], matrix: Tensor, kind: str) -> float:
     matrix = matrix.to(DEVICE)
     inputs = torch.randn(2, 3, matrix.shape[1], device=DEVICE).to(matrix.dtype).requires_grad_()
     again = inputs.detach().requires_grad_()
-    output, expected = nf4.nf4_linear(inputs, parts, None, kind), torch.nn.functional.linear(again, matrix)
+    output, expected = nf4_linear(inputs, parts, None, kind), torch.nn.functional.linear(again, matrix)
     grad_output = torch.randn_like(output)
     output.backward(grad_output)
     expected.backward(grad_output)

@@ -5,7 +5,7 @@ import pytest
 from shoal.bench.forecast import compared_terms, forecast_memory
 from shoal.bench.trace import EMBEDDING, LOSS, STEP
 from shoal.plan.terms import GIB
-from tests.bench.tracing import NEOX, SMALL, WIDE, relative_error, trace_run
+from tests.bench.tracing import NEOX, SMALL, UNALIGNED, WIDE, relative_error, trace_run
 
 FSDP = "parallel.strategy=fsdp"
 
@@ -78,6 +78,8 @@ def test_fsdp_is_forecast_correctly(sharded):
     ("ranks", "shape", "overrides"),
     [
         (8, WIDE, ["parallel.strategy=ddp"]),
+        (1, UNALIGNED, []),
+        pytest.param(8, UNALIGNED, [FSDP, "parallel.tp=2", "train.global_batch=4"], marks=pytest.mark.slow),
         pytest.param(8, WIDE, [FSDP, "train.recompute=full"], marks=pytest.mark.slow),
         pytest.param(1, SMALL, [], marks=pytest.mark.slow),
         pytest.param(1, SMALL, ["train.global_batch=2"], marks=pytest.mark.slow),

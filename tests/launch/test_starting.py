@@ -1,6 +1,7 @@
 """The first commands of a new user: init, train --dry-run, download."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.launch.command import environment, forked_shoal, shoal, write_config
 def test_init_lists_recipes_and_writes_one_as_a_commented_file(tmp_path: Path) -> None:
     listed = shoal(tmp_path, "init")
     assert listed.status == 0
-    assert "pretrain-text   Pretrain a small model from scratch on text files." in listed.out
+    assert re.search(r"^pretrain-text  +Pretrain a small model from scratch on text files\.$", listed.out, re.MULTILINE)
     assert json.loads(shoal(tmp_path, "init", "--json").out)["recipes"].keys() == set(recipe_names())
     assert shoal(tmp_path, "init", "pretrain-text").status == 0
     written = (tmp_path / "pretrain-text.yaml").read_text()

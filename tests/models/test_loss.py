@@ -15,7 +15,13 @@ from shoal.data.loader import MicroBatch
 from shoal.models import cross_entropy
 from shoal.models.anatomy import read_anatomy
 from shoal.models.attention import MASKLESS
-from shoal.models.cross_entropy import IGNORED, chunked_cross_entropy, measure_full_vocabulary
+from shoal.models.cross_entropy import (
+    IGNORED,
+    chunked_cross_entropy,
+    chunked_token_losses,
+    measure_full_vocabulary,
+    padded_vocabulary,
+)
 from shoal.models.families import transformers_config
 from shoal.models.loss import LanguageModel, choose_loss
 from tests.models.small import FAMILIES, VOCAB, drawn, small_config, tokens
@@ -52,6 +58,13 @@ def plain_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tenso
     return F.cross_entropy((hidden @ weight.T).float(), labels, ignore_index=IGNORED, reduction="sum")
 
 
+def summed_token_losses(*given: Tensor, **options: Any) -> Tensor:
+    return chunked_token_losses(*given, **options).sum()
+
+
+COMPUTES = [chunked_cross_entropy, summed_token_losses]
+
+
 @pytest.fixture(params=[1, 5 * WORDS, 1 << 25], ids=["one row per chunk", "five rows per chunk", "one chunk"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "CHUNK_LOGITS", request.param)
@@ -69,10 +82,12 @@ def test_two_backward_passes_through_a_chunked_loss_give_the_same_gradients(dtyp
 
 
 @pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("compute", COMPUTES)
+@pytest.mark.parametrize("columns", [WORDS, 64], ids=["unpadded", "padded"])
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9])
-def test_a_chunked_loss_equals_the_plain_one_in_value_and_gradients(ignored):
+def test_a_chunked_loss_equals_the_plain_one_in_value_and_gradients(ignored, columns, compute):
     case = make_case(ignored=ignored)
-    found = with_gradients(case, chunked_cross_entropy, scale=0.37)
+    found = with_gradients(case, partial(compute, columns=columns), scale=0.37)
     wanted = with_gradients(case, plain_cross_entropy, scale=0.37)
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == torch.float32
@@ -92,6 +107,26 @@ def test_a_bf16_chunked_loss_is_close_to_the_exact_one():
     for one, other in ((hidden, wanted_hidden), (weight, wanted_weight)):
         assert float((one.double() - other).norm() / other.norm()) < 6e-3
         assert float((one.double() * other).sum() / other.square().sum()) == pytest.approx(1, abs=1e-3), "not biased"
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_padding_of_the_vocabulary_has_no_probability_and_no_gradient(compute):
+    """Also where all true logits are far below the zeros of the padding."""
+    case = make_case()
+    case.hidden = case.hidden.abs()
+    case.weight = -4 * case.weight.abs()
+    assert float((case.hidden @ case.weight.T).max()) < -5
+    wanted = with_gradients(case, plain_cross_entropy)
+    for one, other in zip(with_gradients(case, partial(compute, rows=5, columns=64)), wanted, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+def test_only_vocabularies_that_tensor_cores_cannot_read_are_padded():
+    sizes = {50257: 50304, 50264: 50264, 128256: 128256, 7: 128}
+    for dtype in (torch.bfloat16, torch.float16):
+        assert {one: padded_vocabulary(torch.empty(one, 1, dtype=dtype)) for one in sizes} == sizes
+    assert padded_vocabulary(torch.empty(50257, 1)) == 50257  # fp32 does not use them
 
 
 @pytest.mark.usefixtures("chunks")
@@ -129,9 +164,9 @@ def test_without_gradients_the_value_is_the_same():
 def test_only_one_chunk_of_logits_and_gradients_exists_at_a_time():
     case, seen = make_case(), []
 
-    def measure(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def measure(logits: Tensor, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
         assert [one for one in seen if one() is not None] == []
-        losses, grad_logits = measure_full_vocabulary(logits, labels)
+        losses, grad_logits = measure_full_vocabulary(logits, labels, width)
         seen.extend([weakref.ref(logits), weakref.ref(grad_logits)])
         return losses, grad_logits
 
@@ -144,15 +179,19 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 @on_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [7, 260, 16384, 50257, 128256])
-def test_the_kernel_equals_the_cpu_implementation(width, dtype):
+@pytest.mark.parametrize(
+    ("width", "stored"),
+    [(7, 7), (7, 128), (260, 260), (16384, 16384), (50257, 50257), (50257, 50304), (128256, 128256)],
+)
+def test_the_kernel_equals_the_cpu_implementation(width, stored, dtype):
     generator = torch.Generator().manual_seed(width)
-    logits = (4 * torch.randn(65, width, generator=generator)).to(dtype)
+    logits = (4 * torch.randn(65, stored, generator=generator)).to(dtype)
+    logits[:, width:] = 1e4
     labels = torch.randint(0, width, (65,), generator=generator)
     labels[::5] = IGNORED
-    wanted, wanted_grad = measure_full_vocabulary(logits, labels)
+    wanted, wanted_grad = measure_full_vocabulary(logits, labels, width)
     given = logits.cuda()
-    found, grad_logits = measure_full_vocabulary(given, labels.cuda())
+    found, grad_logits = measure_full_vocabulary(given, labels.cuda(), width)
     assert grad_logits.data_ptr() == given.data_ptr()  # no second tensor as large as the logits
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-5, atol=1e-5)
     # The relative error of an exponential is the absolute error of its exponent: here logits of up to 20.
@@ -164,17 +203,20 @@ def test_the_kernel_equals_the_cpu_implementation(width, dtype):
 
 @on_cuda
 def test_a_label_outside_of_the_vocabulary_gives_nan_and_reads_nothing_else():
-    losses, _ = measure_full_vocabulary(torch.zeros(2, 64, device="cuda"), torch.tensor([3, 64], device="cuda"))
-    assert losses.isnan().tolist() == [False, True]
+    labels = torch.tensor([3, 64], device="cuda")
+    for stored in (64, 128):
+        losses, _ = measure_full_vocabulary(torch.zeros(2, stored, device="cuda"), labels, 64)
+        assert losses.isnan().tolist() == [False, True]
 
 
 @on_cuda
+@pytest.mark.parametrize("columns", [WORDS, 64])
 @pytest.mark.parametrize("rows", [5, 1000])
-def test_a_chunked_loss_on_cuda_equals_the_one_on_a_cpu(rows):
+def test_a_chunked_loss_on_cuda_equals_the_one_on_a_cpu(rows, columns):
     case = make_case()
     wanted = with_gradients(case, plain_cross_entropy, scale=0.37)
     case.hidden, case.weight, case.labels = (one.cuda() for one in (case.hidden, case.weight, case.labels))
-    found = with_gradients(case, partial(chunked_cross_entropy, rows=rows), scale=0.37)
+    found = with_gradients(case, partial(chunked_cross_entropy, rows=rows, columns=columns), scale=0.37)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-5)
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from shoal.launch.join import joined_within
 from shoal.mistakes import UserMistake
 from shoal.models import nf4
-from shoal.models.nf4 import QUANTIZED, dequantize, is_double, nf4_linear, quantize, quantized_shapes
+from shoal.models.nf4 import QUANTIZED, dequantize, is_double, quantize, quantized_shapes
+from shoal.models.nf4_linear import nf4_linear, nf4_lora_linear
 from tests.harness import run_ranks, slow
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -204,6 +205,46 @@ def test_a_linear_layer_and_its_gradients_are_those_of_the_dequantized_weight(ki
         torch.testing.assert_close(found, wanted, **tolerance)
     recomputed = gradients(module, inputs, lambda inputs: checkpoint(module, inputs, use_reentrant=False))
     assert all(same(found, wanted) for found, wanted in zip(recomputed, gradients(module, inputs), strict=True))
+
+
+class Adapted(nn.Module):
+    """A frozen quantized matrix with a LoRA adapter."""
+
+    def __init__(self, weight: Tensor, kind: str) -> None:
+        super().__init__()
+        self.kind, self.stored = kind, quantize(weight, kind)
+        rows, columns = weight.shape
+        self.down = nn.Parameter(torch.linspace(-1, 1, 4 * columns).view(4, columns))
+        self.up = nn.Parameter(torch.linspace(-1, 1, 4 * rows).view(rows, 4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nf4_lora_linear(inputs, self.stored, self.down, self.up, 0.5, None, self.kind)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-dq"])
+@DTYPES
+def test_a_layer_with_an_adapter_and_its_gradients_are_those_of_the_sum(kind, dtype):
+    module = Adapted(matrix((48, 128)), kind)
+    weight = dequantize(module.stored, dtype, kind)
+    inputs = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def plain(inputs: Tensor) -> Tensor:
+        low = F.linear(inputs, module.down.to(dtype)) * 0.5
+        return F.linear(inputs, weight) + F.linear(low, module.up.to(dtype))
+
+    def results(run) -> list[Tensor]:
+        given = inputs.detach().requires_grad_()
+        module.zero_grad()
+        output = run(given)
+        output.float().square().sum().backward()
+        return [output, given.grad, module.down.grad, module.up.grad]
+
+    found = results(module)
+    for one, wanted in zip(found, results(plain), strict=True):
+        tolerance = {} if dtype == FP32 else {"rtol": 2e-2, "atol": 1e-2 * float(wanted.abs().max())}
+        torch.testing.assert_close(one, wanted, **tolerance)
+    recomputed = results(lambda inputs: checkpoint(module, inputs, use_reentrant=False))
+    assert all(same(one, wanted) for one, wanted in zip(recomputed, found, strict=True))
 
 
 def saved_bytes(run, inputs: Tensor) -> int:

@@ -1,7 +1,10 @@
 """The memory forecast: terms add up, more sharding and recomputation never need more, ZeRO's table is reproduced."""
 
+from dataclasses import replace
+
 import pytest
 
+from shoal.catalogue.gpus import GPUS
 from shoal.catalogue.shapes import NAMED, ModelShape, parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.head import head
@@ -185,6 +188,14 @@ def test_the_loss_on_a_gpu_is_the_same_whether_blocks_are_compiled_or_not():
     compiled, eager = (head(make_run("gpt2", length=8192, compiled=kind)).peak for kind in (True, False))
     assert compiled == eager
     assert head(make_run("gpt2", length=8192, gpu="cpu")).peak != compiled  # without the kernel
+
+
+def test_a_vocabulary_that_tensor_cores_cannot_read_needs_a_padded_copy_of_the_head():
+    run = make_run("gpt2", "h200", length=8192)
+    aligned = run.with_(shape=replace(run.shape, vocab=50304))
+    assert head(run).peak.amount - head(aligned).peak.amount == 50304 * 768 * 2
+    for other in ({"precision": "32-true"}, {"gpu": GPUS["cpu"]}):
+        assert head(run.with_(**other)).peak.amount <= head(aligned.with_(**other)).peak.amount
 
 
 def test_eager_attention_saves_its_scores():

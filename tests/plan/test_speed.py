@@ -12,8 +12,10 @@ from shoal.catalogue.shapes import block_matrices, shape_from_sizes
 from shoal.config.mesh import Mesh
 from shoal.models.families import transformers_config
 from shoal.plan.communication import collective_seconds, rank_group
+from shoal.plan.compute import head_seconds
 from shoal.plan.run import FROZEN
 from shoal.plan.speed import flops_per_token, forecast_speed
+from shoal.plan.systems import SYSTEMS
 from tests.plan.planning import make_run, plan, tokens_per_second
 
 
@@ -160,3 +162,14 @@ def test_a_plan_says_what_it_counts_of_the_reference(kind):
     said = {"none": "computed once before the first step", "lora": "a forward pass without the adapter"}[kind]
     assert sum(said in note for note in found.notes) == 1
     assert ("reference forward pass" in found.as_dict()["speed"]["terms"]) == (kind == "lora")
+
+
+def test_a_vocabulary_that_tensor_cores_cannot_read_takes_long_unless_it_is_padded():
+    def seconds(vocabulary: int, system: str, precision: str = "bf16-mixed") -> float:
+        run = make_run("gpt2", "h200", length=1024, micro_batch=32, precision=precision)
+        return head_seconds(run.with_(shape=replace(run.shape, vocab=vocabulary), traits=SYSTEMS[system])).both
+
+    assert seconds(50257, "shoal") == pytest.approx(seconds(50304, "shoal"), rel=0.01)
+    assert seconds(50257, "huggingface") > 3 * seconds(50304, "huggingface")
+    assert seconds(50257, "litgpt") < 1.5 * seconds(50304, "litgpt")
+    assert seconds(50257, "huggingface", "32-true") == pytest.approx(seconds(50304, "huggingface", "32-true"), rel=0.01)

@@ -20,7 +20,7 @@ from shoal.bench.ledger import Ledger, Peak
 from shoal.config.schema import Config, ModelConfig
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.mistakes import UserMistake
-from shoal.models.cross_entropy import KERNEL_CHUNK_LOGITS
+from shoal.models.cross_entropy import CHUNK_LOGITS, KERNEL_CHUNK_LOGITS, Chunks, Measure, padded_vocabulary
 from shoal.models.loss import HeadAndLoss
 from shoal.models.prepare import Blueprint, PreparedModel, blueprint, prepare_model
 from shoal.models.tensor_slices import local_tensor
@@ -141,14 +141,20 @@ def _with_gpu_optimizer(optimizer: NamedOptimizer, model: ParallelModel) -> Name
 
 
 def _use_gpu_loss(model: ParallelModel) -> None:
-    """On CUDA the loss of a chunk, which is larger, is one kernel that overwrites the logits with their gradient."""
+    """On CUDA the vocabulary is padded. Unless it is sharded, the loss of a chunk, which is larger, is one kernel that
+    overwrites the logits with their gradient."""
 
-    def overwrite_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def overwrite_logits(logits: Tensor, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
         return logits.new_zeros(len(logits), dtype=torch.float32), logits
 
+    def chunks(measure: Measure | None, weight: Tensor) -> Chunks:
+        columns = padded_vocabulary(weight)
+        if measure is not None:
+            return Chunks(measure, CHUNK_LOGITS, columns)
+        return Chunks(overwrite_logits, KERNEL_CHUNK_LOGITS, columns)
+
     for end in (one for module in model.modules for one in module.modules() if isinstance(one, HeadAndLoss)):
-        if end.measure is None:
-            end.chunks = lambda hidden: (overwrite_logits, KERNEL_CHUNK_LOGITS)  # type: ignore[method-assign]
+        end.chunks = partial(chunks, end.measure)  # type: ignore[method-assign]
 
 
 def _cpu_only_tensors(model: nn.Module) -> Callable[[str, str, Tensor], bool]:
@@ -222,14 +228,16 @@ def _hook_optimizer(optimizer: NamedOptimizer, model: ParallelModel, ledger: Led
 def _batch(config: Config, run: Run) -> StepBatch:
     """Sequences of the maximal length."""
     shape = (run.micro_batch, config.data.max_length)
+    every_token = run.micro_batch * config.data.max_length  # fake labels cannot be counted
 
     def zeros() -> Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
     def micro_batch() -> MicroBatch:
         if not run.packed:
-            return MicroBatch(zeros(), zeros())
-        return MicroBatch(zeros(), zeros(), zeros(), torch.zeros(shape, dtype=torch.int32))
+            return MicroBatch(zeros(), zeros(), loss_tokens=every_token)
+        documents = torch.zeros(shape, dtype=torch.int32)
+        return MicroBatch(zeros(), zeros(), zeros(), documents, loss_tokens=every_token)
 
     micro_batches = [micro_batch() for _ in range(run.grad_accum_steps)]
     return StepBatch(micro_batches, run.global_batch * config.data.max_length, np.empty(0))

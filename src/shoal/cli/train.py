@@ -97,7 +97,8 @@ def init(
 
     if recipe is None:
         recipes = api.recipes()
-        listing = "\n".join(f"{name:16}{about}" for name, about in recipes.items())
+        width = max(map(len, recipes)) + 2
+        listing = "\n".join(f"{name:{width}}{about}" for name, about in recipes.items())
         print_json({"recipes": recipes}) if as_json else typer.echo(listing)
         return
     written = api.init(recipe, output)

@@ -34,6 +34,8 @@ class MicroBatch:
     # Pairs only, batch × pairs × 2, fp64: the log-probability of each chosen and rejected answer under the reference
     # model; zeros where the objective has none. Documents 2k and 2k + 1 of a sequence are its pair k.
     reference: Tensor | None = None
+    # At most this many labels are not IGNORED; None: they are counted before the micro-batch is moved to a device.
+    loss_tokens: int | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "MicroBatch":
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -49,6 +51,7 @@ class MicroBatch:
             None if self.documents is None else change(self.documents),
             None if self.mask is None else change(self.mask),
             None if self.reference is None else change(self.reference),
+            self.loss_tokens,
         )
 
 

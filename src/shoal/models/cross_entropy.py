@@ -7,7 +7,7 @@ chunks are computed again in the backward pass.
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,25 @@ IGNORED = -100
 CHUNK_LOGITS = 1 << 25
 KERNEL_CHUNK_LOGITS = 1 << 28
 
-# From logits and labels: the loss of each token in fp32, and the gradient of their sum with respect to the logits, in
-# their dtype. The logits may be overwritten.
-Measure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# Tensor cores read rows of a multiple of this many bytes; for others there are slow kernels only.
+ALIGNED_BYTES = 16
+# A vocabulary that is not aligned, as GPT-2's of 50,257, is padded to a multiple of this: whole tiles of a matmul.
+VOCABULARY_MULTIPLE = 128
+# Tokens without a loss are left out in steps of this share of a micro-batch, so that there are few sizes of tensors.
+KEPT_SIZES = 32
+
+# From logits, labels and the size of the vocabulary: the loss of each token in fp32, and the gradient of their sum with
+# respect to the logits, in their dtype. Columns beyond the vocabulary are padding: they have no probability, and their
+# gradient is zero. The logits may be overwritten.
+Measure = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+class Chunks(NamedTuple):
+    """How the logits of a micro-batch are computed."""
+
+    measure: Measure
+    most: int  # elements in a chunk
+    columns: int  # logits of a token, with padding
 
 
 @cache
@@ -36,12 +52,30 @@ def has_kernel(tensor: Tensor) -> bool:
     return tensor.is_cuda and _has_triton()
 
 
-def choose_chunks(hidden: Tensor, measure: Measure | None) -> tuple[Measure, int]:
-    """The cross-entropy of a chunk of logits on the device of `hidden`, and the maximum of elements in a chunk.
-    `measure`: that of a sharded vocabulary."""
+def choose_chunks(weight: Tensor, measure: Measure | None) -> Chunks:
+    """The chunks for a head's `weight` on its device. `measure`: that of a sharded vocabulary."""
+    columns = padded_vocabulary(weight) if weight.is_cuda else weight.shape[0]
     if measure is not None:
-        return measure, CHUNK_LOGITS
-    return measure_full_vocabulary, KERNEL_CHUNK_LOGITS if has_kernel(hidden) else CHUNK_LOGITS
+        return Chunks(measure, CHUNK_LOGITS, columns)
+    return Chunks(measure_full_vocabulary, KERNEL_CHUNK_LOGITS if has_kernel(weight) else CHUNK_LOGITS, columns)
+
+
+def padded_vocabulary(weight: Tensor) -> int:
+    """The rows of a head's `weight` with which its three matmuls run on tensor cores. They never do in fp32."""
+    rows, itemsize = weight.shape[0], weight.dtype.itemsize
+    if itemsize > 2 or rows * itemsize % ALIGNED_BYTES == 0:
+        return rows
+    return -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def kept_tokens(labels: Tensor, loss_tokens: int | None) -> Tensor | None:
+    """The indices of all loss tokens and of some others, which make up for a count of few sizes; None: of all tokens.
+    `loss_tokens`: there are at most this many. A tensor on a device tells only after the host has waited for it."""
+    if loss_tokens is None:
+        return None
+    step = -(-len(labels) // KEPT_SIZES)
+    count = max(1, -(-loss_tokens // step)) * step
+    return None if count >= len(labels) else torch.argsort((labels == IGNORED).byte(), stable=True)[:count]
 
 
 def even_chunk(rows: int, most: int) -> int:
@@ -50,24 +84,39 @@ def even_chunk(rows: int, most: int) -> int:
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure | None = None, rows: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    measure: Measure | None = None,
+    rows: int | None = None,
+    columns: int | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
-    """The summed cross-entropy of `hidden @ weight.T`, with the logits of `rows` tokens at a time."""
+    """The summed cross-entropy of `hidden @ weight.T`, with the logits of `rows` tokens at a time, computed with
+    padding up to `columns`. `kept`: the indices of all tokens with a label, if others are to be skipped."""
     rows = rows or max(1, CHUNK_LOGITS // weight.shape[0])
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, measure or measure_full_vocabulary, rows
+        hidden, weight, labels, measure or measure_full_vocabulary, rows, columns or weight.shape[0], kept
     )
     return loss
 
 
 def chunked_token_losses(
-    hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure | None = None, rows: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    measure: Measure | None = None,
+    rows: int | None = None,
+    columns: int | None = None,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """The cross-entropy of each token of `hidden @ weight.T`, with the logits of `rows` tokens at a time: for a loss
-    that is not the sum of them."""
+    that is not the sum of them. Arguments are those of `chunked_cross_entropy`; skipped tokens have a loss of zero."""
     rows = rows or max(1, CHUNK_LOGITS // weight.shape[0])
     losses: Tensor = _ChunkedTokenLosses.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, measure or measure_full_vocabulary, rows
+        hidden, weight, labels, measure or measure_full_vocabulary, rows, columns or weight.shape[0], kept
     )
     return losses
 
@@ -88,25 +137,27 @@ def token_losses(logits: Tensor, labels: Tensor, measure: Measure | None) -> Ten
     return losses
 
 
-def measure_full_vocabulary(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy over an unsharded vocabulary."""
+def measure_full_vocabulary(logits: Tensor, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Cross-entropy over an unsharded vocabulary of `width`."""
     if has_kernel(logits):
         from shoal.models.loss_kernel import measure_in_place
 
-        return measure_in_place(logits, labels, IGNORED)
+        return measure_in_place(logits, labels, width, IGNORED)
+    padding, logits = logits.shape[1] - width, logits[:, :width]
     log_probabilities = torch.log_softmax(logits.float(), dim=-1)
     counted = labels != IGNORED
     label_log_probabilities = log_probabilities.gather(1, labels.clamp_min(0)[:, None]).squeeze(1)
     losses = -torch.where(counted, label_log_probabilities, 0.0)
-    hit = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    hit = torch.arange(width, device=logits.device) == labels[:, None]
     probabilities = log_probabilities.exp()
-    return losses, (torch.where(hit, probabilities - 1, probabilities) * counted[:, None]).to(logits.dtype)
+    grad_logits = (torch.where(hit, probabilities - 1, probabilities) * counted[:, None]).to(logits.dtype)
+    return losses, F.pad(grad_logits, (0, padding)) if padding else grad_logits
 
 
 class _MeasuredCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
-        losses, grad_logits = measure(logits, labels)
+        losses, grad_logits = measure(logits, labels, logits.shape[1])
         ctx.save_for_backward(grad_logits)
         return losses.sum()
 
@@ -119,7 +170,7 @@ class _MeasuredCrossEntropy(torch.autograd.Function):
 class _MeasuredTokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, measure: Measure) -> Tensor:
-        losses, grad_logits = measure(logits, labels)
+        losses, grad_logits = measure(logits, labels, logits.shape[1])
         ctx.save_for_backward(grad_logits)
         return losses
 
@@ -127,6 +178,34 @@ class _MeasuredTokenLosses(torch.autograd.Function):
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
         (grad_logits,) = ctx.saved_tensors
         return (grad_logits.float() * outer[:, None]).to(grad_logits.dtype), None, None
+
+
+def _pad_rows(weight: Tensor, rows: int) -> Tensor:
+    """`weight` with zeros appended: the logits of these rows are zero, and add nothing to a gradient."""
+    if rows == weight.shape[0]:
+        return weight
+    padded = weight.new_empty(rows, weight.shape[1])
+    padded[: weight.shape[0]] = weight
+    padded[weight.shape[0] :] = 0
+    return padded
+
+
+def _chunks(tokens: int, rows: int, kept: Tensor | None) -> list[slice | Tensor]:
+    """The tokens of each chunk: slices, or indices where tokens are skipped."""
+    if kept is not None:
+        return list(torch.split(kept, rows))
+    return [slice(start, start + rows) for start in range(0, tokens, rows)]
+
+
+def _empty_gradient(hidden: Tensor, kept: Tensor | None) -> Tensor:
+    return torch.empty_like(hidden) if kept is None else torch.zeros_like(hidden)
+
+
+def _store_matmul(target: Tensor, here: slice | Tensor, left: Tensor, right: Tensor) -> None:
+    if isinstance(here, slice):
+        torch.matmul(left, right, out=target[here])
+    else:
+        target.index_copy_(0, here, left @ right)
 
 
 def _add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -154,26 +233,38 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Computes the gradients in the forward pass, while a chunk's logits exist, to compute the logits only once."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure, rows: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        measure: Measure,
+        rows: int,
+        columns: int,
+        kept: Tensor | None,
+    ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        hidden_gradient = _empty_gradient(hidden, kept) if wants_hidden else None
         weight_gradient: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for start in range(0, hidden.shape[0], rows):
-            part, part_labels = hidden[start : start + rows], labels[start : start + rows]
-            losses, grad_logits = measure(part @ weight.T, part_labels)
+        width, weight = weight.shape[0], _pad_rows(weight, columns)
+        for here in _chunks(len(hidden), rows, kept):
+            part = hidden[here]
+            losses, grad_logits = measure(part @ weight.T, labels[here], width)
             total += losses.sum()
             if hidden_gradient is not None:
-                torch.matmul(grad_logits, weight, out=hidden_gradient[start : start + rows])
+                _store_matmul(hidden_gradient, here, grad_logits, weight)
             if wants_weight:  # accumulated over chunks in fp32, as inside one large matmul
                 weight_gradient = _add_matmul(weight_gradient, grad_logits.T, part)
             del grad_logits  # frees it before the next chunk's logits are computed
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient[:width]
         ctx.save_for_backward(*(gradient for gradient in (hidden_gradient, weight_gradient) if gradient is not None))
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         hidden = saved.pop(0) if ctx.needs_input_grad[0] else None
         weight = saved.pop(0) if ctx.needs_input_grad[1] else None
@@ -181,9 +272,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             None if hidden is None else (hidden.float() * outer).to(hidden.dtype),
             None if weight is None else _scale_and_cast(weight, outer, ctx.weight_dtype),
-            None,
-            None,
-            None,
+            *(None,) * 5,
         )
 
 
@@ -192,40 +281,49 @@ class _ChunkedTokenLosses(torch.autograd.Function):
     weight of each token in the final loss is known, for the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, measure: Measure, rows: int) -> Tensor:
-        starts = range(0, hidden.shape[0], rows)
-        losses = torch.cat(
-            [measure(hidden[one : one + rows] @ weight.T, labels[one : one + rows])[0] for one in starts]
-        )
-        ctx.save_for_backward(hidden, weight, labels)
-        ctx.measure, ctx.rows, ctx.emulated = measure, rows, emulated_now()
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        measure: Measure,
+        rows: int,
+        columns: int,
+        kept: Tensor | None,
+    ) -> Tensor:
+        losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        padded = _pad_rows(weight, columns)
+        for here in _chunks(len(hidden), rows, kept):
+            losses[here] = measure(hidden[here] @ padded.T, labels[here], weight.shape[0])[0]
+        ctx.save_for_backward(hidden, weight, labels, kept)  # the weight is padded again in the backward pass
+        ctx.measure, ctx.rows, ctx.columns, ctx.emulated = measure, rows, columns, emulated_now()
         return losses
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, labels = ctx.saved_tensors
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, kept = ctx.saved_tensors
         rows, (wants_hidden, wants_weight) = ctx.rows, ctx.needs_input_grad[:2]
-        hidden_gradient = torch.empty_like(hidden) if wants_hidden else None
+        hidden_gradient = _empty_gradient(hidden, kept) if wants_hidden else None
         weight_gradient: Tensor | None = None
+        width, weight = weight.shape[0], _pad_rows(weight, ctx.columns)
         with emulated_matmuls(ctx.emulated):
-            for start in range(0, hidden.shape[0], rows):
-                here = slice(start, start + rows)
+            for here in _chunks(len(hidden), rows, kept):
                 part = hidden[here]
                 factors: Tensor | None = outer[here, None]
                 if hidden.dtype == torch.float16:
                     # The smallest gradients would underflow before they are multiplied by the loss scale.
-                    grad_logits = ctx.measure((part @ weight.T).float(), labels[here])[1]
+                    grad_logits = ctx.measure((part @ weight.T).float(), labels[here], width)[1]
                     grad_logits, factors = grad_logits.mul_(factors).to(hidden.dtype), None
                 else:
-                    grad_logits = ctx.measure(part @ weight.T, labels[here])[1]
+                    grad_logits = ctx.measure(part @ weight.T, labels[here], width)[1]
                 # Else the factors are applied to hidden states and their gradient, which are narrower than logits.
                 if hidden_gradient is not None:
-                    torch.matmul(grad_logits, weight, out=hidden_gradient[here])
+                    _store_matmul(hidden_gradient, here, grad_logits, weight)
                     if factors is not None:
                         hidden_gradient[here] *= factors
                 if wants_weight:
                     scaled = part if factors is None else (part * factors).to(part.dtype)
                     weight_gradient = _add_matmul(weight_gradient, grad_logits.T, scaled)
                 del grad_logits  # frees it before the next chunk's logits are computed
-        cast = None if weight_gradient is None else weight_gradient.to(weight.dtype)
-        return hidden_gradient, cast, None, None, None
+        cast = None if weight_gradient is None else weight_gradient[:width].to(weight.dtype)
+        return hidden_gradient, cast, *(None,) * 6

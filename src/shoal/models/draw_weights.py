@@ -3,6 +3,7 @@ own, and keeps its shard."""
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,10 +36,24 @@ def draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int, 
                     initialize[module](module)
         # Each with a seed of its own: a pipeline stage has only some of them.
         outside = [module for module in _children_first(model) if module not in inside]
-        with _whole_parameters(outside, device, split):
-            for module in outside:
-                _reseed(seed, names[module])
-                initialize[module](module)
+        for modules in _one_at_a_time(outside):
+            with _whole_parameters(modules, device, split):
+                for module in modules:
+                    _reseed(seed, names[module])
+                    initialize[module](module)
+
+
+def _one_at_a_time(modules: list[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Embedding and head by themselves unless they are tied, then all others: whole in fp32 they are large."""
+    owners = Counter(parameter for module in modules for parameter in module._parameters.values())
+    alone: list[nn.Module] = [
+        module
+        for module in modules
+        if isinstance(module, nn.Linear | nn.Embedding)
+        and all(owners[parameter] == 1 for parameter in module._parameters.values() if parameter is not None)
+    ]
+    yield from ([module] for module in alone)
+    yield [module for module in modules if module not in alone]
 
 
 def start_adapters(model: nn.Module, seed: int, splits: Splits) -> None:

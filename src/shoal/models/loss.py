@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -19,12 +20,14 @@ from shoal.models.attention import added_to_scores, packed_mask
 from shoal.models.cross_entropy import (
     CHUNK_LOGITS,
     IGNORED,
+    Chunks,
     Measure,
     choose_chunks,
     chunked_cross_entropy,
     chunked_token_losses,
     cross_entropy,
     even_chunk,
+    kept_tokens,
     token_losses,
 )
 from shoal.models.flex import document_blocks
@@ -42,6 +45,7 @@ class MicroBatch(Protocol):
     positions: Tensor | None
     documents: Tensor | None
     mask: Tensor | None  # the attention mask, where it does not follow from `documents`
+    loss_tokens: int | None  # at most this many labels are not IGNORED; None: unknown
     reference: Tensor | None  # of pairs: see `data.loader.MicroBatch`
 
 
@@ -130,7 +134,7 @@ class LanguageModel(nn.Module):
     def losses(self, hidden: Tensor, batch: MicroBatch) -> LossSums:
         """From the last hidden states to the loss. A sequence whose labels are all IGNORED adds nothing. In the last
         stage of a pipeline, `batch.inputs` are hidden states too."""
-        return _over_tokens(self.head_and_loss(hidden, batch.labels), batch.labels)
+        return _over_tokens(self.head_and_loss(hidden, batch.labels, loss_tokens=batch.loss_tokens), batch.labels)
 
     def model_kwargs(self, batch: MicroBatch) -> dict[str, Any]:
         """The keyword arguments of the model beside the tokens: position ids and attention mask."""
@@ -184,24 +188,47 @@ class HeadAndLoss(nn.Module):
         self.loss = loss
         self.measure = measure
 
-    def forward(self, hidden: Tensor, labels: Tensor, *, per_token: bool = False) -> Tensor:
-        """The sum of the losses or, `per_token`, each of them, in the shape of `labels` and 0 where they are
-        IGNORED."""
+    def forward(
+        self, hidden: Tensor, labels: Tensor, *, per_token: bool = False, loss_tokens: int | None = None
+    ) -> Tensor:
+        """The sum of the losses or, `per_token`, each of them, in the shape of `labels` and 0 where they are IGNORED.
+        `loss_tokens`: at most this many are not. Most of the others are then skipped."""
         head = self.head
         hidden = hidden.to(head.weight.dtype)
+        kept = kept_tokens(labels.flatten(), loss_tokens)
         if self.loss == "plain":
-            logits = head(hidden)
-            return self.losses_of_logits(logits, labels) if per_token else self.loss_of_logits(logits, labels)
-        measure, most = self.chunks(hidden)
+            return self._plain(hidden, labels, per_token, kept)
+        measure, most, columns = self.chunks(head.weight)
         # Chunks are sized by the full vocabulary, so that ranks with uneven shards of it issue the same collectives.
-        rows = even_chunk(hidden.shape[0] * hidden.shape[1], most // int(head.out_features))
+        rows = even_chunk(labels.numel() if kept is None else len(kept), most // int(head.out_features))
         compute = chunked_token_losses if per_token else chunked_cross_entropy
-        found = compute(hidden.flatten(0, 1), head.weight, labels.flatten(), measure, rows)
+        found = compute(
+            hidden.flatten(0, 1), head.weight, labels.flatten(), measure=measure, rows=rows, columns=columns, kept=kept
+        )
         return found.view_as(labels) if per_token else found
 
-    def chunks(self, hidden: Tensor) -> tuple[Measure, int]:
-        """The cross-entropy of a chunk of logits on the device of `hidden`, and the maximum of elements in a chunk."""
-        return choose_chunks(hidden, self.measure)
+    def _plain(self, hidden: Tensor, labels: Tensor, per_token: bool, kept: Tensor | None) -> Tensor:
+        if kept is None:
+            logits = self._logits(hidden)
+            return self.losses_of_logits(logits, labels) if per_token else self.loss_of_logits(logits, labels)
+        found = self._plain(
+            hidden.flatten(0, 1).index_select(0, kept)[None], labels.flatten()[kept][None], per_token, None
+        )
+        if not per_token:
+            return found
+        return found.new_zeros(labels.numel()).index_copy(0, kept, found[0]).view_as(labels)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        weight = self.head.weight
+        padding = self.chunks(weight).columns - weight.shape[0]
+        if not padding or type(self.head) is not nn.Linear:  # a patched head may be more than its matrix
+            found: Tensor = self.head(hidden)
+            return found
+        return F.linear(hidden, F.pad(weight, (0, 0, 0, padding)))[..., :-padding]
+
+    def chunks(self, weight: Tensor) -> Chunks:
+        """How logits are computed from the head's weight or, with tensor parallelism, this rank's shard of it."""
+        return choose_chunks(weight, self.measure)
 
     def loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits.flatten(0, 1), labels.flatten(), self.measure)

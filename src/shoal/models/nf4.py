@@ -49,13 +49,14 @@ def is_double(kind: str) -> bool:
     return kind.endswith("-dq")
 
 
-def _is_library(kind: str) -> bool:
+def is_library(kind: str) -> bool:
+    """Whether bitsandbytes quantizes and dequantizes this kind."""
     return kind.startswith("bnb.")
 
 
 def check_library(kind: str) -> None:
     """Refuse a kind of bitsandbytes' if that is not installed."""
-    if _is_library(kind) and find_spec("bitsandbytes") is None:
+    if is_library(kind) and find_spec("bitsandbytes") is None:
         raise UserMistake(
             f"The quantization {kind} needs bitsandbytes, which is not installed: use {kind.removeprefix('bnb.')}, "
             "which has the same format, or run `pip install 'shoal[quantize]'`."
@@ -88,7 +89,7 @@ def quantize(weight: Tensor, kind: str) -> dict[str, Tensor]:
     Rows are quantized independently, except for the scales of double quantization, whose statistics need all rows.
     """
     check_library(kind)
-    quantize_blocks, quantize_scales = _BY_LIBRARY if _is_library(kind) else (_quantize_blocks, _quantize_scales)
+    quantize_blocks, quantize_scales = _BY_LIBRARY if is_library(kind) else (_quantize_blocks, _quantize_scales)
     rows, columns = weight.shape
     parts = {
         name: torch.empty(shape, dtype=dtype, device=weight.device)
@@ -103,7 +104,7 @@ def quantize(weight: Tensor, kind: str) -> dict[str, Tensor]:
     if not is_double(kind):
         return parts | {"absmax": scales.view(torch.int32)}
     # In fp32 the last bit of the mean would depend on the number of threads.
-    offset = scales.mean() if _is_library(kind) else scales.double().mean().float()
+    offset = scales.mean() if is_library(kind) else scales.double().mean().float()
     codes, largest = quantize_scales(scales.flatten() - offset)
     nested = {"nested_absmax": largest.view(torch.int32), "nested_offset": offset.view(1).view(torch.int32)}
     return parts | {"absmax": codes.view(scales.shape)} | nested
@@ -152,69 +153,13 @@ def dynamic_values(device: torch.device) -> Tensor:
 
 def dequantize(parts: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> Tensor:
     """The matrix [out, in] that is stored in `parts`, in `dtype`."""
-    result: Tensor = dequantize_nf4(*_tensors(parts), dtype, _is_library(kind))
+    result: Tensor = dequantize_nf4(*tensors_of(parts), dtype, is_library(kind))
     return result
 
 
-def nf4_linear(inputs: Tensor, parts: Mapping[str, Tensor], bias: Tensor | None = None, kind: str = "nf4") -> Tensor:
-    """`inputs @ weight.T + bias` in the dtype of `inputs`, where `weight` is stored in `parts` and is not trained.
-
-    The dequantized weight exists only during the matmul: the backward pass dequantizes it again.
-    """
-    result: Tensor = nf4_matmul(inputs, *_tensors(parts), _is_library(kind), False)
-    return result if bias is None else result + bias.to(result.dtype)
-
-
-def _tensors(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def tensors_of(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """In the order in which operators take them."""
     return parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("nested_offset")
-
-
-# Custom operators, so that the compiler neither saves the dequantized weight for the backward pass nor, as with an
-# autograd.Function, saves the result although activation checkpointing recomputes it.
-@torch.library.custom_op("shoal::nf4_matmul", mutates_args=())
-def nf4_matmul(
-    inputs: Tensor,
-    weight: Tensor,
-    absmax: Tensor,
-    nested_absmax: Tensor | None,
-    nested_offset: Tensor | None,
-    by_library: bool,
-    transposed: bool,
-) -> Tensor:
-    """`inputs @ weight.T`, or `inputs @ weight` if `transposed`."""
-    matrix: Tensor = dequantize_nf4(weight, absmax, nested_absmax, nested_offset, inputs.dtype, by_library)
-    if not transposed:
-        matrix = matrix.t()
-    if inputs.is_cuda:
-        return inputs @ matrix
-    # Some CPUs multiply slowly in low precision, and `emulate` does not see into an operator.
-    return (inputs.float() @ matrix.float()).to(inputs.dtype)
-
-
-@nf4_matmul.register_fake
-def _(
-    inputs: Tensor,
-    weight: Tensor,
-    absmax: Tensor,
-    nested_absmax: Tensor | None,
-    nested_offset: Tensor | None,
-    by_library: bool,
-    transposed: bool,
-) -> Tensor:
-    return inputs.new_empty((*inputs.shape[:-1], weight.shape[1] * 2 if transposed else weight.shape[0]))
-
-
-def _save_parts(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *parts, ctx.by_library, ctx.transposed = inputs
-    ctx.save_for_backward(*parts)
-
-
-def _grad_inputs(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    grad = nf4_matmul(grad_output, *ctx.saved_tensors, ctx.by_library, not ctx.transposed)
-    return grad, None, None, None, None, None, None
-
-
-nf4_matmul.register_autograd(_grad_inputs, setup_context=_save_parts)
 
 
 @torch.library.custom_op("shoal::dequantize_nf4", mutates_args=())

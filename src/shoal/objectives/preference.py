@@ -110,7 +110,7 @@ class PairModel(LanguageModel):
         return self._compare(self._token_losses(batch), batch)
 
     def losses(self, hidden: Tensor, batch: Batch) -> LossSums:
-        return self._compare(self.head_and_loss(hidden, batch.labels, per_token=True), batch)
+        return self._compare(self._hidden_losses(hidden, batch), batch)
 
     def losses_of_logits(self, logits: Tensor, batch: Batch) -> LossSums:
         return self._compare(self.head_and_loss.losses_of_logits(logits, batch.labels), batch)
@@ -118,9 +118,12 @@ class PairModel(LanguageModel):
     def _token_losses(self, batch: Batch) -> Tensor:
         inputs = {"input_ids": batch.inputs, **self.model_kwargs(batch)}
         if self.anatomy.linear_head:
-            found: Tensor = self.head_and_loss(self.hidden(inputs), batch.labels, per_token=True)
-            return found
+            return self._hidden_losses(self.hidden(inputs), batch)
         return self.head_and_loss.losses_of_logits(self.logits(inputs), batch.labels)
+
+    def _hidden_losses(self, hidden: Tensor, batch: Batch) -> Tensor:
+        found: Tensor = self.head_and_loss(hidden, batch.labels, per_token=True, loss_tokens=batch.loss_tokens)
+        return found
 
     @torch.no_grad()
     def _without_adapters(self, batch: Batch) -> Tensor:

@@ -11,10 +11,11 @@ from shoal.catalogue.families import PLANS
 from shoal.config.mesh import Mesh
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
-from shoal.models.adapters import DOWN, adapted_layers, add_adapter_output
+from shoal.models.adapters import DOWN, MAGNITUDE, adapted_layers, add_adapter_output
 from shoal.models.anatomy import Anatomy
-from shoal.models.nf4 import BLOCK, is_double, nf4_linear
-from shoal.models.nf4_layers import parts_of, quantized_layers, replace_storage
+from shoal.models.nf4 import BLOCK, is_double
+from shoal.models.nf4_layers import is_quantized, parts_of, quantized_layers, replace_storage
+from shoal.models.nf4_linear import nf4_linear, nf4_lora_linear
 from shoal.parallel.patch import patch
 from shoal.parallel.tensor import RowParallel
 
@@ -62,7 +63,11 @@ def use_adapters(model: nn.Module, anatomy: Anatomy, *, together: bool) -> None:
     """In place. After everything that replaces the matmuls of base layers. `together`: the weights of a block are
     gathered together, so that a layer may use those of another."""
     for layer in adapted_layers(model).values():
-        patch(layer, _AdaptedRowParallel if isinstance(layer, RowParallel) else _Adapted)
+        row_parallel = isinstance(layer, RowParallel)
+        if together or not is_quantized(layer) or layer.adapter_dropout or MAGNITUDE in layer._modules:
+            patch(layer, _AdaptedRowParallel if row_parallel else _Adapted)
+        else:
+            patch(layer, _AdaptedQuantizedRowParallel if row_parallel else _AdaptedQuantized)
     if together:
         for layers in _layers_with_one_input(model, anatomy):
             shared = SharedInput(layers)
@@ -128,5 +133,30 @@ class _AdaptedRowParallel:
     """A row-parallel layer: each rank adds the output of its columns of `A`, before the partial results are summed."""
 
     def matmul(self, inputs: Tensor) -> Tensor:
-        base: Any = super()
-        return add_adapter_output(self, base.matmul(inputs), inputs)
+        return add_adapter_output(self, super().matmul(inputs), inputs)  # type: ignore[misc]
+
+
+class _AdaptedQuantized:
+    """Without dropout and DoRA, base and adapter of a quantized layer are one operator, which needs less memory."""
+
+    bias: Tensor | None
+    adapter_enabled: bool
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.adapter_enabled:
+            return super().forward(inputs)  # type: ignore[no-any-return, misc]
+        return _nf4_lora(self, inputs, self.bias)
+
+
+class _AdaptedQuantizedRowParallel:
+    adapter_enabled: bool
+
+    def matmul(self, inputs: Tensor) -> Tensor:
+        if not self.adapter_enabled:
+            return super().matmul(inputs)  # type: ignore[no-any-return, misc]
+        return _nf4_lora(self, inputs, None)
+
+
+def _nf4_lora(layer: Any, inputs: Tensor, bias: Tensor | None) -> Tensor:
+    down, up = layer.lora_A.weight, layer.lora_B.weight
+    return nf4_lora_linear(inputs, parts_of(layer), down, up, layer.adapter_scale, bias, layer.quantized)

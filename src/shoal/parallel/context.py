@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from shoal.catalogue.families import find_plan
 from shoal.config.mesh import Mesh
-from shoal.data.loader import MicroBatch
+from shoal.data.loader import IGNORED, MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.models.attention import MASKLESS, document_mask
 from shoal.parallel.collectives import all_gather, all_to_all
@@ -61,6 +62,9 @@ class SequenceShard:
     @property
     def size(self) -> int:
         return dist.get_world_size(self.group)
+
+    def local_labels(self, labels: Tensor) -> Tensor:
+        return labels.index_select(1, self.token_indices(labels.shape[1], labels.device))
 
     def shard(self, batch: MicroBatch) -> MicroBatch:
         """This rank's tokens of a batch; positions are those in the full sequence."""
@@ -179,10 +183,17 @@ def attend(
 
 
 def preparation(sequence: SequenceShard | None, device: torch.device, *, fill: bool) -> Prepare:
-    """Move a micro-batch to the device, and shard its sequences or add position ids where the model needs that."""
+    """Move a micro-batch to the device, and shard its sequences or add position ids where the model needs that. Its
+    loss tokens are counted before: afterwards the host would have to wait for the device."""
+
+    def loss_tokens(batch: MicroBatch) -> int | None:
+        if batch.loss_tokens is not None or batch.labels.device.type != "cpu":
+            return batch.loss_tokens
+        mine = batch.labels if sequence is None else sequence.local_labels(batch.labels)
+        return int(np.count_nonzero(mine.numpy() != IGNORED))
 
     def prepare(batch: MicroBatch) -> MicroBatch:
-        batch = batch.to(device)
+        batch = replace(batch.to(device), loss_tokens=loss_tokens(batch))
         if sequence is not None:
             return sequence.shard(batch)
         if fill and batch.positions is None:

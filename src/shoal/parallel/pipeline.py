@@ -1,6 +1,8 @@
 """Run the micro-batches of a step through a pipeline schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -31,6 +33,9 @@ class Stage(nn.Module):
         self.inner = inner
         self.is_first = is_first
         self.is_last = is_last
+        # The loss tokens of each micro-batch, in the order in which they arrive. Not an argument: arguments are tensors
+        # on the device, which the host cannot read without waiting.
+        self.loss_tokens: Iterator[int | None] = repeat(None)
 
     def forward(
         self,
@@ -42,7 +47,8 @@ class Stage(nn.Module):
         mask: Tensor | None = None,
         reference: Tensor | None = None,
     ) -> Tensor:
-        batch = MicroBatch(given, labels, positions, documents, mask, reference)
+        loss_tokens = next(self.loss_tokens) if self.is_last else None
+        batch = MicroBatch(given, labels, positions, documents, mask, reference, loss_tokens)
         name = "input_ids" if self.is_first else "inputs_embeds"
         hidden = self.inner.hidden({name: given, **self.inner.model_kwargs(batch)})
         # The output of a stage must own its memory: zero-bubble schedules detach it in place.
@@ -80,7 +86,7 @@ class Pipeline:
 
         self.prepare = prepare
         self.grad_accum_steps = grad_accum_steps
-        self.has_last = any(index == count - 1 for index, _ in stages)
+        self.last = [part for _, one in stages for part in one.modules() if isinstance(part, Stage) and part.is_last]
         self.device = device
         self._factor: Tensor | float = 1.0
         self._sums = torch.zeros(sums, dtype=torch.float64, device=device)
@@ -126,6 +132,8 @@ class Pipeline:
 
     def _run(self, run: Any, prepared: Sequence[MicroBatch]) -> Tensor:
         self._sums = torch.zeros_like(self._sums)
+        for stage in self.last:
+            stage.loss_tokens = iter([one.loss_tokens for one in prepared])
         # The schedule splits them again along the batch dimension.
         inputs, labels = (torch.cat([getattr(one, name) for one in prepared]) for name in ("inputs", "labels"))
         kwargs = {
@@ -137,7 +145,7 @@ class Pipeline:
         if references:
             most = max(one.shape[1] for one in references)  # pairs of a sequence
             kwargs["reference"] = torch.cat([F.pad(one, (0, 0, 0, most - one.shape[1])) for one in references])
-        run(*([inputs] if self.first else []), target=labels if self.has_last else None, losses=[], **kwargs)
+        run(*([inputs] if self.first else []), target=labels if self.last else None, losses=[], **kwargs)
         return self._sums
 
     def _take_loss(self, found: Tensor, _: Tensor) -> Tensor:
@@ -176,11 +184,4 @@ def make_pipeline(
 
 
 def _without_labels(batch: MicroBatch) -> MicroBatch:
-    return MicroBatch(
-        batch.inputs,
-        torch.full_like(batch.labels, IGNORED),
-        batch.positions,
-        batch.documents,
-        batch.mask,
-        batch.reference,
-    )
+    return replace(batch, labels=torch.full_like(batch.labels, IGNORED), loss_tokens=0)

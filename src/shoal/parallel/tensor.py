@@ -211,12 +211,12 @@ class VocabularyShard:
     start: int
     group: dist.ProcessGroup
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        dtype, logits = logits.dtype, logits.to(torch.float32, copy=True)
+    def __call__(self, logits: Tensor, labels: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        given, logits = logits, logits[:, :width].to(torch.float32, copy=True)
         highest = logits.max(dim=-1).values
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.group)
         local = labels - self.start
-        here = (local >= 0) & (local < logits.shape[1])
+        here = (local >= 0) & (local < width)
         index = torch.where(here, local, 0)[:, None]
         label_logits = torch.where(here, logits.gather(1, index).squeeze(1), 0.0)
         probabilities = logits.sub_(highest[:, None]).exp_()
@@ -227,4 +227,7 @@ class VocabularyShard:
         losses = torch.where(counted, sums[0].log() + highest - sums[1], 0.0)
         probabilities.div_(sums[0][:, None])
         probabilities.scatter_add_(1, index, -here.to(probabilities.dtype)[:, None])
-        return losses, probabilities.mul_(counted[:, None]).to(dtype)
+        grad_logits = torch.empty_like(given)
+        grad_logits[:, :width] = probabilities.mul_(counted[:, None])
+        grad_logits[:, width:] = 0  # padding
+        return losses, grad_logits

@@ -6,13 +6,16 @@ from shoal.catalogue.efficiency import Efficiency, efficiency
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import selected_matmuls
 from shoal.plan.blocks import linears
-from shoal.plan.head import is_fused_loss, overwrites_logits
+from shoal.plan.head import is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
 from shoal.plan.run import Run
 from shoal.plan.states import adapted, stored_bytes
 
 # A matmul with this inner dimension reaches half the throughput of a long one: prologue and epilogue of its tiles cost
 # the same whatever the inner dimension.
 INNER_HALF = 256
+# Matmuls that tensor cores cannot read have kernels of this share of the throughput: the three of GPT-2's head, 7.6
+# TFLOP, took 65 ms on an H200.
+UNALIGNED = 1 / 6
 # Attention kernels reach more of the peak with larger head dimensions; this one reaches half.
 HEAD_HALF = 16
 # The backward pass of flash attention recomputes the scores: five matmuls where the forward pass has two.
@@ -196,12 +199,15 @@ def _elementwise(run: Run) -> Seconds:
 def head_seconds(run: Run) -> Seconds:
     """Seconds of logits and loss in the last stage."""
     shape, tp = run.shape, run.mesh.tp
-    tokens, columns = run.tokens, run.shape.vocab / run.mesh.tp
-    ahead = matmul_seconds(run, tokens, shape.hidden, columns)
-    back = matmul_seconds(run, tokens, columns, shape.hidden)
+    tokens, columns = run.tokens, logit_columns(run)
+    slower = 1.0 if run.gpu.is_cpu or is_aligned(run) or is_padded(run) else 1 / UNALIGNED
+    ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns)
+    back = slower * matmul_seconds(run, tokens, columns, shape.hidden)
     trained = run.trained.embedding if shape.tied else run.trained.head
     if trained:
-        back += matmul_seconds(run, shape.hidden, tokens, columns)
+        back += slower * matmul_seconds(run, shape.hidden, tokens, columns)
+    if is_padded(run):
+        ahead += 2 * columns * shape.hidden * run.compute_bytes / _bandwidth(run)  # a padded copy of the weight
     fused = is_fused_loss(run) if run.loss == "plain" else run.loss == "fused" or (run.compiled and tp == 1)
     traffic = FUSED_LOGIT_TRAFFIC if fused else PLAIN_LOGIT_TRAFFIC
     if overwrites_logits(run):

@@ -14,6 +14,9 @@ KERNEL_CHUNK_LOGITS = 1 << 28
 EAGER_CHUNK_FP32 = 16
 # The same for a vocabulary sharded by tensor parallelism, which works in place.
 SHARDED_CHUNK_FP32 = 4
+# The bytes of a row of logits that tensor cores can read, and the multiple to which other vocabularies are padded.
+ALIGNED_BYTES = 16
+VOCABULARY_MULTIPLE = 128
 # torchtune's chunked loss upcasts logits to fp32 in eight chunks.
 UPCAST_CHUNKS = 8
 
@@ -30,28 +33,30 @@ def head(run: Run) -> Head:
     """Logits and loss of one micro-batch in the last stage."""
     shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
     tokens = run.tokens
-    logits = tokens * shape.vocab / tp
+    columns = logit_columns(run)
+    logits = tokens * columns
     # The final norm's input, and its output, which the head reads and whose gradient is as large.
     hidden = tokens * shape.hidden * itemsize
     norm = leaf("final norm", tokens / tp * shape.hidden * run.residual_bytes)
     before = leaf("hidden states", hidden)
     gradient = leaf("hidden states gradient", hidden)
-    matrix = shape.vocab * shape.hidden / tp
+    matrix = columns * shape.hidden
+    padded = leaf("padded head weight", matrix * itemsize if is_padded(run) else 0.0)
     if run.loss == "plain":
         whole = leaf("logits and loss", logits * _plain_bytes(run))
-        return Head(group("head", norm, before, whole), group("head", gradient))
+        return Head(group("head", norm, before, padded, whole), group("head", gradient))
     trained = run.trained.embedding if shape.tied else run.trained.head
     head_gradient = matrix * 4 if trained else 0.0
     if run.loss == "fused" and run.traits.fused_rows:
         head_gradient = matrix * itemsize if trained else 0.0
-        chunk = min(run.traits.fused_rows * shape.vocab / tp, logits) * (itemsize + 4)
+        chunk = min(run.traits.fused_rows * columns, logits) * (itemsize + 4)
     elif run.traits.chunks == "upcast":
         chunk = logits * itemsize + logits / UPCAST_CHUNKS * 12
         head_gradient = 0.0
     else:
         chunk = _chunk_bytes(run, logits)
     weight_gradient = leaf("head weight gradient", head_gradient)
-    peak = group("head", norm, before, gradient, weight_gradient, leaf("logits chunk", chunk))
+    peak = group("head", norm, before, gradient, padded, weight_gradient, leaf("logits chunk", chunk))
     # The backward pass scales the gradient by the incoming one, and returns it in the compute dtype.
     returned = leaf(
         "head weight gradient in compute dtype",
@@ -59,6 +64,22 @@ def head(run: Run) -> Head:
     )
     late = group("head", norm, before, gradient, weight_gradient, returned)
     return Head(peak if peak.amount >= late.amount else late, group("head", gradient))
+
+
+def logit_columns(run: Run) -> float:
+    """The logits of a token on a rank, as they are computed."""
+    size = run.shape.vocab / run.mesh.tp
+    return ceil(size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE if is_padded(run) else size
+
+
+def is_aligned(run: Run) -> bool:
+    """Whether tensor cores can read the true vocabulary of every rank. In fp32 they are not used."""
+    return run.compute_bytes > 2 or run.shape.vocab * run.compute_bytes % (ALIGNED_BYTES * run.mesh.tp) == 0
+
+
+def is_padded(run: Run) -> bool:
+    """Whether the head is computed at a padded vocabulary."""
+    return run.traits.pads_vocabulary and not is_aligned(run) and not run.gpu.is_cpu
 
 
 def is_fused_loss(run: Run) -> bool:

@@ -154,9 +154,17 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
 
 
 def _transient_gradients(run: Run) -> Term:
-    """Transient gradients in the backward pass of a block: of its input, and of its weights before accumulation."""
+    """Transient gradients in the backward pass of a block: of its input, in its MLP, and of its weights before
+    accumulation."""
     between = leaf("residual stream gradient", block_input(run))
-    return group("block backward", between, leaf("weight gradients before accumulation", _block_gradients(run)))
+    # Of the MLP's inner activation and of what it was computed from: one kernel reads the first and writes the others.
+    inner = (3 if run.shape.traits.gated else 2) * run.tokens / run.mesh.tp * run.shape.ffn * run.compute_bytes
+    return group(
+        "block backward",
+        between,
+        leaf("MLP gradients", inner),
+        leaf("weight gradients before accumulation", _block_gradients(run)),
+    )
 
 
 def _block_gradients(run: Run) -> float:

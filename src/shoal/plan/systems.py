@@ -56,6 +56,8 @@ class SystemTraits:
     expandable_segments: bool = False
     # Compiled attention over packed documents skips masked tiles (flex attention), and materializes no mask.
     skips_masked_tiles: bool = False
+    # The head is computed at a vocabulary that tensor cores can read (models/cross_entropy.py), or by the compiler.
+    pads_vocabulary: bool = False
     # Clipping, the update and the cast to compute copies are one fused kernel.
     fused_step: bool = False
 
@@ -70,6 +72,7 @@ OURS = SystemTraits(
     expandable_segments=True,
     skips_masked_tiles=True,
     separate_head_unit=True,
+    pads_vocabulary=True,
 )
 TORCHTITAN = SystemTraits(
     repeats_keys=True,
@@ -81,7 +84,7 @@ TORCHTITAN = SystemTraits(
 TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled")
 TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast")
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
-LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True)
+LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True, pads_vocabulary=True)
 HUGGING_FACE = SystemTraits(
     wide_residual_stream=True, liger_kernels=True, logit_bytes=14.0, casts_per_use=True, fused_rows=512
 )
