@@ -46,6 +46,12 @@ def test_defaults_are_never_reported() -> None:
             "train.preference.beta 0.5 has no effect: train.objective causal_lm does not use it.",
         ),
         (
+            {"train": {"objective": "dpo", "preference": {"undesirable_weight": 2.0}}},
+            {"train": {"objective": "apo_zero_unpaired", "preference": {"undesirable_weight": 2.0}}},
+            None,
+            "train.preference.undesirable_weight 2.0 has no effect: train.objective dpo does not use it.",
+        ),
+        (
             {"data": {"train_on": "all"}, "train": {"objective": "dpo"}},
             {"data": {"train_on": "last"}, "train": {"objective": "dpo"}},
             None,

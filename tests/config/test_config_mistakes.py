@@ -264,6 +264,7 @@ def test_a_folder_and_a_binary_file_are_not_configs() -> None:
     [
         ("model.attention=flash", "Use auto"),
         ("data.source=cells", "Use another source."),
+        ("train.objective=kto", "Use apo_zero_unpaired"),
         ("train.compile=thunder", "Use auto."),
         ("parallel.engine=deepspeed", "Use native."),
         ("log.to=[csv, wandb]", "Use tensorboard or csv."),

@@ -66,7 +66,7 @@ train:
   recompute: none
   compile: auto
   objective: causal_lm
-  preference: {beta: null, gamma: null}
+  preference: {beta: null, gamma: null, desirable_weight: null, undesirable_weight: null}
   loss_impl: auto
   deterministic: false
   early_stop: null

@@ -14,7 +14,7 @@ from shoal import api
 from shoal.convert.export import export_hf
 from shoal.data.tokenizer import load_tokenizer
 from shoal.mistakes import UserMistake
-from shoal.models.weights import kept_buffers
+from shoal.models.buffers import kept_buffers
 from tests.harness import LLAMA, PYTHIA, settings, train_on, weights
 from tests.models.small import mixture_config, plain
 

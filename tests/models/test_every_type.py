@@ -19,7 +19,8 @@ from shoal.mistakes import UserMistake
 from shoal.models.attention import skips_tiles
 from shoal.models.loss import LanguageModel
 from shoal.models.prepare import blueprint, prepare_model
-from shoal.models.weights import Weights, check_stored, materialize
+from shoal.models.read_weights import check_stored
+from shoal.models.weights import Weights, materialize
 from shoal.train.setup import count_flops
 from tests.models.every_type import TYPES, UNBUILDABLE, small_settings
 from tests.models.small import CPU, plain

@@ -15,8 +15,8 @@ from transformers.core_model_loading import ConversionOps, Transpose, WeightConv
 import shoal.models.stored
 from shoal.convert.export import export_hf
 from shoal.mistakes import UserMistake
+from shoal.models.read_weights import locate_weights
 from shoal.models.tensor_slices import TensorSlice, whole
-from shoal.models.weights import locate_weights
 from tests.harness import lines, run_ranks, settings, slow, train_on
 from tests.models.small import EXPERTS, FFN, HIDDEN, MIXTURES, loaded, mixture_config, on_meta, plain, small_config
 from tests.models.test_weights import hold_like_plain, rewrite, shards

@@ -28,6 +28,30 @@ def test_matmuls_and_gradients_are_close_to_the_exact_ones_whatever_the_scale(si
     assert bias.grad.tolist() == pytest.approx(grad_output.float().sum((0, 1)).tolist(), rel=0.05, abs=0.2)
 
 
+@pytest.mark.parametrize(("trained", "saved_bytes"), [(True, 64 * 32), (False, 0)])
+def test_the_input_of_a_frozen_weight_is_not_saved(trained, saved_bytes):
+    """Of a trained one it is saved in 8 bits per element."""
+    weight = torch.randn(48, 32).bfloat16().requires_grad_(trained)
+    leaf = torch.randn(64, 32).bfloat16().requires_grad_()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        float8_linear(leaf, weight)
+    assert sum(one.nbytes for one in saved if one is not weight and one.dim()) == saved_bytes
+
+
+def test_a_frozen_weight_has_the_same_results_and_input_gradients_as_a_trained_one():
+    torch.manual_seed(0)
+    weight, inputs, grad_output = (torch.randn(*shape).bfloat16() for shape in ((48, 32), (64, 32), (64, 48)))
+    found = []
+    for trained in (True, False):
+        leaf, matrix = inputs.clone().requires_grad_(), weight.clone().requires_grad_(trained)
+        output = float8_linear(leaf, matrix)
+        output.backward(grad_output)
+        found.append((output, leaf.grad))
+        assert (matrix.grad is not None) == trained
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_zeros_and_the_largest_value_survive_the_cast():
     values = torch.zeros(16, 32, dtype=torch.bfloat16)
     scale = torch.tensor(2.0)

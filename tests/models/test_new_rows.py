@@ -9,7 +9,8 @@ from torch import Tensor
 
 from shoal.catalogue.causal_models import NEVER_CAUSAL, why_no_new_tokens
 from shoal.models.prepare import prepare_model, read_blueprint
-from shoal.models.weights import Weights, check_stored, materialize
+from shoal.models.read_weights import check_stored
+from shoal.models.weights import Weights, materialize
 from tests.models.every_type import TYPES, VOCAB, small_settings
 from tests.models.small import CPU, plain
 from tests.models.test_every_type import perturb

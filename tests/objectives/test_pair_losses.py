@@ -196,7 +196,7 @@ def test_a_certain_answer_has_finite_odds() -> None:
     assert logps.grad.isfinite().all()
 
 
-class _Accelerator:
+class Accelerator:
     device = torch.device("cpu")
 
     def gather(self, values: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def _trl_dpo(name: str, answers: list[tuple[Answer, Answer]], model: Any) -> tup
 
     metrics: dict[str, Any] = {"train": defaultdict(list)}
     trainer = SimpleNamespace(
-        model=SimpleNamespace(training=True), accelerator=_Accelerator(), beta=BETA,
+        model=SimpleNamespace(training=True), accelerator=Accelerator(), beta=BETA,
         loss_types=["sigmoid" if name == "dpo" else name], loss_weights=[1.0], f_divergence_type="reverse_kl",
         ld_alpha=None, precompute_ref_logps=True,
         use_weighting=False, aux_loss_enabled=False, _metrics=metrics, _total_train_tokens=0, _tp_size=1,
@@ -249,7 +249,7 @@ def _trl_without_reference(
     logps, tokens = answer_logps(model, answers)
     chosen, rejected = (logps / tokens).unbind(-1)
     trainer = SimpleNamespace(
-        accelerator=_Accelerator(), beta=BETA, alpha=0.0, loss_type="simpo", simpo_gamma=GAMMA, label_smoothing=0.0
+        accelerator=Accelerator(), beta=BETA, alpha=0.0, loss_type="simpo", simpo_gamma=GAMMA, label_smoothing=0.0
     )
     if name == "simpo":
         losses, *rewards = CPOTrainer.cpo_loss(trainer, chosen, rejected)

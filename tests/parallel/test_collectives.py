@@ -37,6 +37,9 @@ ACTIVATIONS = 4 * MICRO_BATCH * LENGTH * HIDDEN
 KEYS = VALUES = 4 * MICRO_BATCH * LENGTH * KEY_HEADS * CHANNELS
 # Only padding to equal shards may be added.
 TOLERANCE = 0.02
+# LoRA on all queries and values: the elements of A and B of both.
+LORA = {"kind": "lora", "rank": 4, "targets": ["q_proj", "v_proj"]}
+ADAPTER = 4 * 4 * BLOCKS * ((HIDDEN + HIDDEN) + (HIDDEN + KEY_HEADS * CHANNELS))
 
 Found = tuple[dict[Collective, Amount], int]
 Expected = dict[Collective, tuple[int | None, float]]  # None: any number, as long as the bytes are right
@@ -277,3 +280,13 @@ def test_a_sharded_stage_all_gathers_and_reduce_scatters_once_per_step(run):
         weights = (3 + is_last, 2 * BLOCK + EMBEDDING + NORM * is_last)
         through = (grad_accum_steps, grad_accum_steps * ACTIVATIONS)
         hold(found, {SEND: through, RECEIVE: through, all_gather(2): weights, reduce_scatter(2): weights}, scalars=2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_frozen_base_takes_no_part_in_gradient_communication(run, strategy):
+    """To the byte: fp32 gradients of the adapter, and nothing of the base, which FSDP only all-gathers."""
+    amounts, _ = count(run(2, parallel__strategy=strategy, adapter=LORA), 2)
+    gathered = amounts.pop(all_gather(2), Amount(0, 0)).size
+    reduced = {collective: amount.size for collective, amount in amounts.items()}
+    assert reduced == {all_reduce(2) if strategy == "ddp" else reduce_scatter(2): ADAPTER}
+    assert gathered == (0 if strategy == "ddp" else 2 * BLOCKS * BLOCK + ROOT + 2 * ADAPTER)

@@ -72,6 +72,8 @@ def _config(
     shape = {**FAMILIES[family], "layers": layers, "positions": 512}
     if KINDS[kind]["kind"] == "qlora":  # on two ranks, too, rows of whole blocks
         shape |= {"hidden": 128, "ffn": 256}
+    if precision == "fp8":  # all matrices of the blocks
+        shape |= {"ffn": 96}
     return settings(
         data,
         model__shape=shape,
@@ -116,6 +118,8 @@ def test_lora_on_another_family_trains_the_same_as_in_one_process(name, instruct
         ("full_shard", "bf16-mixed"),
         *(slow(name, precision) for name in ("ddp", "full_shard") for precision in ("bf16-true", "16-mixed")),
         *(slow(name, "bf16-mixed") for name in ("ddp", "tp")),
+        ("full_shard", "fp8"),
+        *(slow(name, "fp8") for name in ("ddp", "recompute_full")),
     ],
 )
 def test_lora_in_low_precision_trains_nearly_the_same(name, precision, instructions, reference, tmp_path):

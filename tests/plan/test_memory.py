@@ -177,6 +177,13 @@ def test_adapters_need_less_memory_and_quantized_weights_a_quarter():
     assert (sizes[1] - sizes[0]) / GIB == pytest.approx(6.476 * (2 - 0.5625) / 1.0737, rel=0.05)
 
 
+def test_fp8_matmuls_of_a_frozen_base_save_what_bf16_ones_do():
+    """The adapter's inputs in bf16, and none in fp8."""
+    lora = {"adapter": Adapter(8, ("q_proj", "v_proj")), "trained": FROZEN}
+    one, other = (forecast_memory(make_run(precision=kind, **lora)).allocated for kind in ("fp8", "bf16-mixed"))
+    assert one == other
+
+
 def test_the_loss_on_a_gpu_is_the_same_whether_blocks_are_compiled_or_not():
     compiled, eager = (head(make_run("gpt2", length=8192, compiled=kind)).peak for kind in (True, False))
     assert compiled == eager

@@ -130,9 +130,13 @@ def test_fp8_losses_are_close_to_bf16_for_every_strategy(world_size, changes, in
     assert losses(split) == pytest.approx(losses(one), rel=5e-3)
 
 
-@pytest.mark.parametrize(("inner", "says"), [(96, None), (100, "fp8 applies to 24% of the weights")])
-def test_fp8_warns_if_it_applies_to_only_a_part_of_the_model(inner, says, instructions, tmp_path, capfd):
+@pytest.mark.parametrize(
+    ("inner", "adapter", "says"),
+    [(96, "none", None), (96, "lora", None), (100, "none", "fp8 applies to 24% of the weights")],
+)
+def test_fp8_warns_if_it_applies_to_only_a_part_of_the_model(inner, adapter, says, instructions, tmp_path, capfd):
     sized = {"model__shape": {**LLAMA, "ffn": inner, "positions": 512, "tied": True}, "train__steps": 1}
+    sized |= {"adapter__kind": adapter}
     train_on(1, settings(instructions, train__precision="fp8", **sized), tmp_path)
     found = " ".join(capfd.readouterr().err.split())
     assert "fp8 applies to" not in found if says is None else says in found

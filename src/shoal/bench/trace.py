@@ -26,8 +26,9 @@ from shoal.models.prepare import Blueprint, PreparedModel, blueprint, prepare_mo
 from shoal.models.tensor_slices import local_tensor
 from shoal.objectives import find_objective
 from shoal.optim.adamw import AdamW
+from shoal.optim.check import check_groups, check_quantization_blocks
 from shoal.optim.loss_scaler import LossScaler
-from shoal.optim.optimizer import NamedOptimizer, check_groups, check_quantization_blocks
+from shoal.optim.optimizer import NamedOptimizer
 from shoal.parallel.apply import check_parallel
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks

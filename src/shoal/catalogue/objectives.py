@@ -9,10 +9,18 @@ class ObjectiveFacts:
 
     name: str
     pairs: bool = False  # trains on pairs of a chosen and a rejected answer, not on single documents
+    unpaired: bool = False  # trains on single answers, each with a label: desirable or not
     reference: bool = False  # compares with the log-probabilities of the model that training starts from
     # Keys of `train.preference` that it has, and their defaults.
     options: tuple[tuple[str, float], ...] = ()
 
+    @property
+    def of_answers(self) -> bool:
+        """Whether the loss is a function of the log-probabilities of whole answers, not a sum over tokens."""
+        return self.pairs or self.unpaired
+
+
+_UNPAIRED = (("beta", 0.1), ("desirable_weight", 1.0), ("undesirable_weight", 1.0))
 
 OBJECTIVES = {
     one.name: one
@@ -23,6 +31,8 @@ OBJECTIVES = {
         ObjectiveFacts("orpo", pairs=True, options=(("beta", 0.1),)),
         # Rewards are means over tokens, which are far smaller than sums: beta is larger. As in the paper.
         ObjectiveFacts("simpo", pairs=True, options=(("beta", 2.0), ("gamma", 1.0))),
+        ObjectiveFacts("apo_zero_unpaired", unpaired=True, reference=True, options=_UNPAIRED),
+        ObjectiveFacts("kto", unpaired=True, reference=True, options=_UNPAIRED),  # not built: config/unbuilt.py
     )
 }
 

@@ -1,4 +1,4 @@
-"""The optimizers: their state and their options. Data and lookups only; `optim/optimizer.py` makes them."""
+"""The optimizers: their state and their options. Data and lookups only; `optim/makers.py` makes them."""
 
 from dataclasses import dataclass
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Protocol
 
 import typer
 
@@ -10,65 +10,78 @@ from shoal.cli.common import AsJson, Step, print_json, print_progress
 from shoal.cli.use import Device, Dtype, Model
 from shoal.mistakes import UserMistake
 
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Other data, such as data.path=FILE.")
+]
+Generate = Annotated[bool, typer.Option("--generate", help="Generate an answer to each held-out prompt, and score it.")]
+Score = Annotated[
+    str | None,
+    typer.Option(
+        "--score",
+        metavar="MODULE:FUNCTION",
+        help="With --generate: a function of yours in place of exact match, called with answer, expected answer and "
+        "record; or FILE.py:FUNCTION.",
+    ),
+]
+Tasks = Annotated[
+    str | None, typer.Option("--tasks", metavar="NAMES", help="Tasks of lm-evaluation-harness, separated by commas.")
+]
+TaskPath = Annotated[
+    Path | None, typer.Option("--task-path", metavar="FOLDER", help="With --tasks: a folder that defines tasks.")
+]
+Fewshot = Annotated[
+    int | None, typer.Option("--fewshot", min=0, help="With --tasks: examples in the prompt; default: the task's.")
+]
+Chat = Annotated[bool, typer.Option("--chat", help="With --tasks: put the prompts into the tokenizer's chat template.")]
+AllowCode = Annotated[bool, typer.Option("--allow-code", help="Run the code that --score or --task-path names.")]
+Examples = Annotated[
+    int | None, typer.Option("--examples", "-n", min=1, help="With --generate or --tasks: only the first examples.")
+]
+Tokens = Annotated[
+    int | None,
+    typer.Option(
+        "--tokens",
+        min=1,
+        help="With --generate: maximum number of new tokens; default: twice the longest answer, at least 16.",
+    ),
+]
+Batch = Annotated[
+    int | None, typer.Option("--batch", min=1, help="With --generate or --tasks: prompts at a time; default: 16.")
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="With --generate: write every answer, as JSON Lines."),
+]
+Batches = Annotated[
+    int | None, typer.Option("--batches", min=1, help="Global batches to evaluate; default: the whole held-out set.")
+]
+
+
+class Result(Protocol):
+    """What every evaluation returns."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+    def text(self) -> str: ...
+
 
 def evaluate(
     run: Model,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Other data, such as data.path=FILE.")
-    ] = None,
-    generate: Annotated[
-        bool, typer.Option("--generate", help="Generate an answer to each held-out prompt, and score it.")
-    ] = False,
-    score: Annotated[
-        str | None,
-        typer.Option(
-            "--score",
-            metavar="MODULE:FUNCTION",
-            help="With --generate: a function of yours in place of exact match, called with answer, expected answer "
-            "and record; or FILE.py:FUNCTION.",
-        ),
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option("--tasks", metavar="NAMES", help="Tasks of lm-evaluation-harness, separated by commas."),
-    ] = None,
-    task_path: Annotated[
-        Path | None, typer.Option("--task-path", metavar="FOLDER", help="With --tasks: a folder that defines tasks.")
-    ] = None,
-    fewshot: Annotated[
-        int | None, typer.Option("--fewshot", min=0, help="With --tasks: examples in the prompt; default: the task's.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="With --tasks: put the prompts into the tokenizer's chat template.")
-    ] = False,
-    allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Run the code that --score or --task-path names.")
-    ] = False,
-    examples: Annotated[
-        int | None,
-        typer.Option("--examples", "-n", min=1, help="With --generate or --tasks: only the first examples."),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--tokens",
-            min=1,
-            help="With --generate: maximum number of new tokens; default: twice the longest answer, at least 16.",
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", min=1, help="With --generate or --tasks: prompts at a time; default: 16.")
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="With --generate: write every answer, as JSON Lines."),
-    ] = None,
+    overrides: Overrides = None,
+    generate: Generate = False,
+    score: Score = None,
+    tasks: Tasks = None,
+    task_path: TaskPath = None,
+    fewshot: Fewshot = None,
+    chat: Chat = False,
+    allow_code: AllowCode = False,
+    examples: Examples = None,
+    tokens: Tokens = None,
+    batch: Batch = None,
+    output: Output = None,
     dtype: Dtype = None,
     step: Step = None,
-    batches: Annotated[
-        int | None,
-        typer.Option("--batches", min=1, help="Global batches to evaluate; default: the whole held-out set."),
-    ] = None,
+    batches: Batches = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -92,43 +105,19 @@ def evaluate(
     _refuse_options(given, generate=generate, tasks=tasks is not None)
     from shoal import api
 
+    found: Result
+    loaded: Any = {"step": step, "device": device, "report": print_progress}
+    shared: Any = {**loaded, "dtype": dtype, "allow_code": allow_code, "examples": examples, "batch": batch or 16}
     if tasks is not None:
         if overrides:
             raise UserMistake(f"{overrides[0]} has no effect with --tasks: a task has its own data.")
-        results = api.evaluate_tasks(
-            run,
-            [name.strip() for name in tasks.split(",") if name.strip()],
-            folder=task_path,
-            allow_code=allow_code,
-            examples=examples,
-            fewshot=fewshot,
-            chat=chat,
-            batch=batch or 16,
-            step=step,
-            device=device,
-            dtype=dtype,
-            report=print_progress,
-        )
-        print_json(results.as_dict()) if as_json else typer.echo(results.text())
+        names = [name.strip() for name in tasks.split(",") if name.strip()]
+        found = api.evaluate_tasks(run, names, folder=task_path, fewshot=fewshot, chat=chat, **shared)
     elif generate:
-        scored = api.evaluate_answers(
-            run,
-            overrides or [],
-            score=score,
-            allow_code=allow_code,
-            examples=examples,
-            tokens=tokens,
-            batch=batch or 16,
-            step=step,
-            device=device,
-            dtype=dtype,
-            output=output,
-            report=print_progress,
-        )
-        print_json(scored.as_dict()) if as_json else typer.echo(scored.text())
+        found = api.evaluate_answers(run, overrides or [], score=score, tokens=tokens, output=output, **shared)
     else:
-        found = api.evaluate(run, overrides or [], step=step, batches=batches, device=device, report=print_progress)
-        print_json(found.as_dict()) if as_json else typer.echo(found.text())
+        found = api.evaluate(run, overrides or [], batches=batches, **loaded)
+    print_json(found.as_dict()) if as_json else typer.echo(found.text())
 
 
 # Which of the three ways to evaluate an option is for.

@@ -8,6 +8,7 @@ from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import Strategy, find_strategy
 from shoal.config.explain import shown
 from shoal.config.schema import Config
+from shoal.config.schema_train import PreferenceConfig
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,11 @@ def _no_chats(run: _Run) -> str | None:
     formats = {block.format for block, _ in data.blocks()}
     if data.kinds <= {"text", "tokens", "chess"}:
         return "the data has no conversations"
-    return f"data.format is {data.format}" if not formats & {"auto", "chat", "completion", "preference"} else None
+    return (
+        f"data.format is {data.format}"
+        if not formats & {"auto", "chat", "completion", "preference", "unpaired"}
+        else None
+    )
 
 
 def _no_tiles_to_skip(run: _Run) -> str | None:
@@ -135,7 +140,7 @@ def _objective_without(option: str) -> Callable[[_Run], str | None]:
 
 def _compares_answers(run: _Run) -> str | None:
     name = run.config.train.objective
-    if objective_facts(name).pairs:
+    if objective_facts(name).of_answers:
         return f"train.objective {name} compares the answers" if run.config.data.train_on == "all" else None
     return _plain_text(run)
 
@@ -195,7 +200,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         lambda run: "only wsd has it" if run.config.train.schedule.name != "wsd" else None,
     ),
     *((f"train.optimizer.{option}", _optimizer_without(option)) for option in ("betas", "eps", "momentum")),
-    *((f"train.preference.{option}", _objective_without(option)) for option in ("beta", "gamma")),
+    *((f"train.preference.{option}", _objective_without(option)) for option in PreferenceConfig.model_fields),
     ("train.optimizer.rounding", lambda run: _optimizer_without("rounding")(run) or _no_rounding(run)),
     *((f"train.loss_scale.{key}", _unscaled) for key in ("initial", "fixed")),
     ("train.reduce_dtype", _no_reduction),

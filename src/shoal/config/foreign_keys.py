@@ -111,13 +111,23 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "train.objective",
-        "chooses between causal_lm, dpo, ipo, orpo and simpo",
+        "chooses between causal_lm, dpo, ipo, orpo, simpo and apo_zero_unpaired",
         "rl rlhf rl_type dpo_loss_type",
     ),
     (
         "train.preference.beta",
         "sets the scale of the rewards in preference tuning",
-        "beta rl_beta dpo_beta orpo_alpha",
+        "beta rl_beta dpo_beta orpo_alpha kto_beta",
+    ),
+    (
+        "train.preference.desirable_weight",
+        "weighs the losses of desirable answers",
+        "desirable_weight kto_desirable_weight",
+    ),
+    (
+        "train.preference.undesirable_weight",
+        "weighs the losses of undesirable answers",
+        "undesirable_weight kto_undesirable_weight",
     ),
     ("train.preference.gamma", "sets the margin of simpo", "gamma simpo_gamma"),
     (

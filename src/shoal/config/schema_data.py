@@ -16,10 +16,17 @@ SourceName = Annotated[
     ),
 ]
 RecordFormat = Annotated[
-    Literal["auto", "alpaca", "chat", "completion", "preference", "text"],
+    Literal["auto", "alpaca", "chat", "completion", "preference", "text", "unpaired"],
     spelled(
-        ("auto", "alpaca", "chat", "completion", "preference", "text"),
-        {"sharegpt": "chat", "messages": "chat", "openai": "chat", "chatml": "chat", "dpo": "preference"},
+        ("auto", "alpaca", "chat", "completion", "preference", "text", "unpaired"),
+        {
+            "sharegpt": "chat",
+            "messages": "chat",
+            "openai": "chat",
+            "chatml": "chat",
+            "dpo": "preference",
+            "kto": "unpaired",
+        },
     ),
 ]
 TrainOn = Literal["all", "answers", "last"]

@@ -55,7 +55,7 @@ OptimizerName = Annotated[
 
 # The same here, with `catalogue.objectives`.
 ObjectiveName = Annotated[
-    Literal["causal_lm", "dpo", "ipo", "orpo", "simpo"],
+    Literal["causal_lm", "dpo", "ipo", "orpo", "simpo", "apo_zero_unpaired", "kto"],
     spelled(tuple(OBJECTIVES), {"sft": "causal_lm"}),
 ]
 
@@ -146,11 +146,19 @@ class PreferenceConfig(Block):
 
     beta: Positive | None = Field(
         None,
-        description="Scale of the rewards: how far the model may move away from the reference (dpo, ipo), weight of "
-        "the odds ratio (orpo); null: 0.1, and 2.0 for simpo.",
+        description="Scale of the rewards: how far the model may move away from the reference (dpo, ipo, "
+        "apo_zero_unpaired), weight of the odds ratio (orpo); null: 0.1, and 2.0 for simpo.",
     )
     gamma: PositiveOrZero | None = Field(
         None, description="Margin by which the reward of the chosen answer must be larger (simpo); null: 1.0."
+    )
+    desirable_weight: PositiveOrZero | None = Field(
+        None, description="Factor of the losses of desirable answers (apo_zero_unpaired); null: 1.0."
+    )
+    undesirable_weight: PositiveOrZero | None = Field(
+        None,
+        description="Factor of the losses of undesirable answers (apo_zero_unpaired), where there are many more or "
+        "fewer of them than of desirable ones; null: 1.0.",
     )
 
 
@@ -207,7 +215,8 @@ class TrainConfig(Block):
     objective: ObjectiveName = Field(
         "causal_lm",
         description="What is learnt; causal_lm: the next token, by cross-entropy over the loss tokens; dpo, ipo, orpo, "
-        "simpo: to prefer the chosen answer of a pair to the rejected one.",
+        "simpo: to prefer the chosen answer of a pair to the rejected one; apo_zero_unpaired: to prefer answers whose "
+        "label is true to those whose label is false; kto: the same with the KL term of KTO, not built.",
     )
     preference: PreferenceConfig = Field(
         default_factory=PreferenceConfig, description="The hyperparameters of preference tuning."

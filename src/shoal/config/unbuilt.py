@@ -34,6 +34,11 @@ class Limit:
 LIMITS = (
     Limit("model.attention", _not("flash"), "Use auto, which uses PyTorch's flash attention."),
     Limit("data.source", _not("cells"), "Use another source."),
+    Limit(
+        "train.objective",
+        _not("kto"),
+        "Use apo_zero_unpaired, TRL's variant of it without the KL term, which depends on what else is in the batch.",
+    ),
     Limit("train.compile", _not("thunder"), "Use auto."),
     Limit("parallel.engine", _only("native"), "Use native."),
     Limit("log.to", lambda sinks: set(sinks) <= {"tensorboard", "csv"}, "Use tensorboard or csv."),

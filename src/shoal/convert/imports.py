@@ -12,6 +12,7 @@ from shoal.convert import litgpt
 from shoal.convert.shards import DTYPES, SHARD_BYTES, check_output, temporary_folder, write_shards
 from shoal.convert.state_dicts import LITGPT, Foreign, open_foreign
 from shoal.mistakes import UserMistake
+from shoal.models.buffers import kept_buffers
 from shoal.models.conversion import Tensors, convert
 from shoal.models.hub import local_folder
 from shoal.models.names import counted, sources_in_files, unused_in_files
@@ -19,7 +20,6 @@ from shoal.models.prepare import Blueprint, prepare_model, read_blueprint
 from shoal.models.stored import DTYPES as IN_FILES
 from shoal.models.stored import InMemory, Stored, equal_values
 from shoal.models.tensor_slices import whole
-from shoal.models.weights import kept_buffers
 
 TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
 DESCRIPTION = (*TOKENIZER, "special_tokens_map.json", "added_tokens.json", "chat_template.*", "generation_config.json")

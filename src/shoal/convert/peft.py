@@ -23,9 +23,9 @@ from shoal.models.base import Base, find_base, prepare_adapted
 from shoal.models.hub import is_folder
 from shoal.models.peft_config import CONFIG, WEIGHTS, file_name
 from shoal.models.prepare import PreparedModel
+from shoal.models.read_weights import locate_weights
 from shoal.models.stored import Stored
 from shoal.models.tensor_slices import whole
-from shoal.models.weights import locate_weights
 
 # Of the files of a run's model, those that describe the base and not its tokenizer.
 OF_THE_BASE = ("config.json", "generation_config.json")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.data.formats.choose import Document
-from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
+from shoal.data.sequences import DESIRABLE, DOCUMENT, LOSS_TOKEN
 from shoal.data.tokenizer_base import Tokenizer
 
 
@@ -32,6 +32,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document], *, keep_empty: b
     parts: list[np.ndarray] = []
     trained: list[bool] = []
     firsts: list[int] = []  # where documents begin
+    desirable: list[int] = []  # the same of those with the label true
     lengths: list[int] = []
     continued: list[bool] = []
     empty = written = 0
@@ -54,6 +55,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document], *, keep_empty: b
         added = sum(len(ids) for ids, _ in found)
         if added and not document.continues:
             firsts.append(written)
+            desirable += [written] if document.desirable else []
         parts += [ids for ids, _ in found]
         trained += [loss for _, loss in found]
         lengths.append(added)
@@ -67,6 +69,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document], *, keep_empty: b
     assert not ids.size or (ids.min() >= 0 and ids.max() < tokenizer.size)
     flags = np.repeat(np.array(trained, dtype=np.uint8) * np.uint8(LOSS_TOKEN), [len(part) for part in parts])
     flags[firsts] = DOCUMENT  # and not a loss token: no input of the document precedes it
+    flags[desirable] |= DESIRABLE
     return Encoded(ids, flags, np.array(lengths, dtype=np.int64), np.array(continued, dtype=bool), empty)
 
 

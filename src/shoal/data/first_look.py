@@ -27,7 +27,7 @@ def _check(data: DataConfig, reading: Reading, objective: str) -> None:
     on_bad = ignore if data.on_error == "skip" else stop
     first = next(read_records(reading, on_bad), None) if _is_quick(reading) else None
     if first is not None:
-        check_pairs(choose_format(data.format, first), objective)
+        check_pairs(choose_format(data.format, first, objective), objective)
 
 
 def _is_quick(reading: Reading) -> bool:

@@ -239,4 +239,5 @@ def summarize(parts: Sequence[Sequences], weights: Sequence[float], mixing: obje
         skipped=total("skipped"),
         first_skipped=next((one.first_skipped for one in summaries if one.first_skipped), None),
         pairs=all(one.pairs for one in summaries),
+        desirable=None if any(one.desirable is None for one in summaries) else total("desirable"),
     )

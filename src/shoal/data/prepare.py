@@ -39,7 +39,7 @@ def prepare(
     objective: str = "causal_lm",
 ) -> Sequences:
     """The sequences of `data` (or of `path`, its validation data), from the cache if they are there and complete.
-    `objective` decides whether they hold single documents or pairs."""
+    `objective` decides whether they hold single documents, pairs, or documents with labels."""
     reading = reading_of(data, path, cache_root(cache), report)
     template = template_of(data, tokenizer)
     settings = settings_of(data, reading, template, not_apart, objective)
@@ -89,6 +89,11 @@ def notes(data: DataConfig, summary: Summary, tokenizer: Tokenizer, not_apart: s
         yield split
     if data.pack == "auto" and not_apart is not None and not summary.joined and not summary.pairs:
         yield f"data.pack auto: one document per sequence, because {not_apart}."
+    if summary.desirable in (0, summary.documents - summary.dropped - summary.too_long):
+        yield (
+            f"All answers are {'' if summary.desirable else 'un'}desirable: there is nothing to tell them from. Check "
+            "the labels."
+        )
     if data.document_mask and not (summary.joined and data.pack):
         yield "data.document_mask has no effect: it is for plain text that is packed."
 
@@ -106,7 +111,7 @@ def settings_of(
     objective: str = "causal_lm",
 ) -> Settings:
     """What `data` says about the sequences of `reading`."""
-    pairs = objective_facts(objective).pairs
+    of_answers = objective_facts(objective).of_answers
     return Settings(
         source=reading.source,
         split=reading.split,
@@ -117,7 +122,7 @@ def settings_of(
         max_length=int(data.max_length),
         pack=bool(data.pack),
         pack_apart=data.pack is True or (data.pack == "auto" and not_apart is None),
-        train_on="answers" if pairs and data.train_on == "all" else str(data.train_on),
+        train_on="answers" if of_answers and data.train_on == "all" else str(data.train_on),
         on_error=str(data.on_error),
         long_documents=str(data.long_documents),
         document_mask=bool(data.document_mask),

@@ -12,6 +12,7 @@ import numpy as np
 
 LOSS_TOKEN = 1  # flag: the loss counts this token as a label
 DOCUMENT = 2  # flag: the first token of a document, and therefore never a loss token
+DESIRABLE = 4  # flag, beside DOCUMENT: the answer of the document has the label true
 
 DOCUMENT_LENGTHS = "document_lengths.npy"
 _DETERMINE_SEQUENCES = ("tokens", "flags", "starts", "ends")
@@ -41,6 +42,7 @@ class Summary:
     skipped: int = 0
     first_skipped: str | None = None
     pairs: bool = False  # documents are chosen and rejected answers in turn, counted in pairs where they are left out
+    desirable: int | None = None  # documents with the label true; None: they have no labels
 
     @property
     def mean_length(self) -> float:
@@ -64,8 +66,11 @@ class Summary:
         sequences = f"{self.sequences:,} sequences"
         if self.filled is not None:
             sequences = f"packed into {sequences}, {self.filled:.1%} full"
+        kind = self.format
+        if self.desirable is not None:
+            kind += f", {self.desirable:,} desirable"
         said = [
-            f"{self.units:,} {self.unit} ({self.format}), {self.tokens:,} tokens, {sequences}; "
+            f"{self.units:,} {self.unit} ({kind}), {self.tokens:,} tokens, {sequences}; "
             f"{self.loss_token_share:.0%} of tokens count in the loss."
         ]
         left = "pairs" if self.pairs else "documents or sequences"

@@ -87,10 +87,11 @@ class TokenSequences(Sequences):
 def check_tokenized(data: DataConfig, not_apart: str | None = None, objective: str = "causal_lm") -> None:
     """A UserMistake if an option asks for what tokens cannot give. `not_apart`: why the model cannot confine
     attention to documents."""
-    if objective_facts(objective).pairs:
+    if (facts := objective_facts(objective)).of_answers:
+        keys = "prompt, completion and label" if facts.unpaired else "chosen and rejected"
         raise UserMistake(
-            f"train.objective {objective} compares two answers, and data.source tokens does not tell them apart; give "
-            "text, in records with the keys chosen and rejected."
+            f"train.objective {objective} compares answers, and data.source tokens does not tell them apart; give "
+            f"text, in records with the keys {keys}."
         )
     if data.format not in ("auto", "text"):
         raise UserMistake(f"data.source tokens has no records of format {data.format}. Use data.format: auto.")

@@ -166,7 +166,7 @@ def tokenize_records(
     if first is None:
         errors.add(errors.unread[:1], len(errors.unread))
         raise _nothing(where, errors, "no record", key)
-    chosen = choose_format(format_name, first)
+    chosen = choose_format(format_name, first, objective)
     check_pairs(chosen, objective)
     if chosen.name == "chat" and options.template is None:
         raise no_template(tokenizer.name)

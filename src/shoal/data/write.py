@@ -12,6 +12,7 @@ from shoal.data.cache import Report
 from shoal.data.formats.choose import Format, Options
 from shoal.data.progress import Progress
 from shoal.data.sequences import (
+    DESIRABLE,
     DOCUMENT,
     DOCUMENT_LENGTHS,
     LOSS_TOKEN,
@@ -54,17 +55,32 @@ class Settings:
         """Whether a record is two documents, chosen and rejected, that stay in one sequence."""
         return objective_facts(self.objective).pairs
 
+    @property
+    def unpaired(self) -> bool:
+        """Whether documents have labels."""
+        return objective_facts(self.objective).unpaired
+
+    @property
+    def of_answers(self) -> bool:
+        """Whether documents are compared as a whole."""
+        return self.pairs or self.unpaired
+
     def as_key(self) -> dict[str, object]:
         """The part of a cache key: objectives that need the same sequences share them."""
         key = asdict(self)
         del key["objective"]
-        return key | ({"pairs": True} if self.pairs else {})
+        return key | ({"pairs": True} if self.pairs else {"unpaired": True} if self.unpaired else {})
 
     def refuse(self, joined: bool, not_apart: str | None) -> None:
         """A UserMistake if documents must not attend to each other, but the model cannot keep them apart."""
         if not_apart is not None and self.pairs:
             raise UserMistake(
                 f"train.objective {self.objective} has both answers of a pair in one sequence, but {not_apart}; use "
+                "another model."
+            )
+        if not_apart is not None and self.unpaired:
+            raise UserMistake(
+                f"train.objective {self.objective} needs to know the documents of a sequence, but {not_apart}; use "
                 "another model."
             )
         if not_apart is not None and self.pack_apart and not joined:
@@ -99,10 +115,10 @@ def write_sequences(
 
     def check(chosen: Format) -> None:
         settings.refuse(chosen.joined, not_apart)
-        if settings.pairs and settings.long_documents == "split":
+        if settings.of_answers and settings.long_documents == "split":
             raise UserMistake(
-                "data.long_documents split makes several documents of one, and an answer of a pair is compared as a "
-                "whole; use truncate or drop."
+                "data.long_documents split makes several documents of one, and an answer is compared as a whole; use "
+                "truncate or drop."
             )
 
     progress = Progress(report)
@@ -123,7 +139,7 @@ def write_sequences(
     progress.begin()
     joined, length = corpus.format.joined, settings.max_length
     stream = settings.pack and joined
-    separate = settings.document_mask if stream else (settings.pack_apart or settings.pairs) and not joined
+    separate = settings.document_mask if stream else (settings.pack_apart or settings.of_answers) and not joined
     long = pack.rule_for_long(settings.long_documents, joined)
     bounds, affected = _bounds(corpus, length, long, stream, progress)
     loss_tokens = count_loss_tokens(corpus.load("flags"), bounds)
@@ -139,6 +155,7 @@ def write_sequences(
         too_long=affected if long == "drop" else 0,
         dropped=int(np.sum(~kept)) // per_unit,
         pairs=settings.pairs,
+        desirable=_count_desirable(corpus, bounds.starts[kept]) if settings.unpaired else None,
     )
     if not kept.any():
         raise _nothing_to_learn(summary, key, length)
@@ -163,6 +180,10 @@ def write_sequences(
             content=hash_sequences(folder),
         ),
     )
+
+
+def _count_desirable(corpus: Corpus, starts: np.ndarray) -> int:
+    return int(np.count_nonzero(corpus.load("flags")[starts] & DESIRABLE))
 
 
 def _bounds(corpus: Corpus, length: int, long: str, stream: bool, progress: Progress) -> tuple[pack.Bounds, int]:
@@ -257,7 +278,7 @@ def _rewrite(corpus: Corpus, starts: np.ndarray, lengths: np.ndarray, progress: 
             indices = np.repeat(starts[first:last] - begins, here) + np.arange(int(here.sum()))
             writer.append(tokens[indices])
             marks = flags[indices]
-            marks[begins] = DOCUMENT  # also where a part of a split document begins
+            marks[begins] = DOCUMENT | (marks[begins] & DESIRABLE)  # also where a part of a split document begins
             flag_writer.append(marks)
             first = last
             progress.tick("Packing", last, "documents", writer.length / int(after[-1]))

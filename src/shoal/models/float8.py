@@ -4,7 +4,8 @@ Inputs and weights are cast to e4m3 (more precision), gradients to e5m2 (more ra
 its scale, so that its absolute maximum becomes the largest value of the dtype. Accumulation is in fp32, and the output
 has the dtype of the weight. The hardware requires both operands to be contiguous along the reduction dimension. Each
 input takes part in two matmuls that reduce over different dimensions, so it is cast once into both layouts, and the
-layout that the backward pass needs is saved: 8 bits per element instead of 16.
+layout that the backward pass needs is saved: 8 bits per element instead of 16. The input of a frozen weight takes part
+in one matmul only: nothing of it is saved.
 """
 
 from typing import Any
@@ -22,7 +23,8 @@ SMALLEST = 1e-12
 def float8_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`inputs @ weight.T + bias`, with float8 matmuls. Both dimensions of `weight` are multiples of MULTIPLE."""
     flat = inputs.flatten(0, -2).to(weight.dtype)
-    result: Tensor = _Float8Matmul.apply(flat, weight)  # type: ignore[no-untyped-call]
+    matmul: Any = _Float8Matmul if weight.requires_grad else _FrozenFloat8Matmul
+    result: Tensor = matmul.apply(flat, weight)
     result = result.view(*inputs.shape[:-1], weight.shape[0])
     return result if bias is None else result + bias.to(result.dtype)
 
@@ -37,17 +39,39 @@ class _Float8Matmul(torch.autograd.Function):
         return _matmul(row_major, _cast(weight, weight_scale, VALUES), scale, weight_scale, inputs.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor]:
         inputs, weight, scale, weight_scale = ctx.saved_tensors
         grad_scale = _scale_of(grad_output, GRADIENTS)
         row_major, column_major = cast_and_transpose(grad_output, grad_scale, GRADIENTS)
-        grad_inputs = grad_weight = None
+        grad_inputs = None
         if ctx.needs_input_grad[0]:
-            _, transposed = cast_and_transpose(weight, weight_scale, VALUES)
-            grad_inputs = _matmul(row_major, transposed, grad_scale, weight_scale, grad_output.dtype, fast=False)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _matmul(column_major, inputs, grad_scale, scale, grad_output.dtype, fast=False)
-        return grad_inputs, grad_weight
+            grad_inputs = _grad_inputs(row_major, grad_scale, weight, weight_scale, grad_output.dtype)
+        return grad_inputs, _matmul(column_major, inputs, grad_scale, scale, grad_output.dtype, fast=False)
+
+
+class _FrozenFloat8Matmul(torch.autograd.Function):
+    """Of a weight that is not trained, as below an adapter."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
+        scale, weight_scale = _scale_of(inputs, VALUES), _scale_of(weight, VALUES)
+        ctx.save_for_backward(weight, weight_scale)
+        row_major = _cast(inputs, scale, VALUES).contiguous()
+        return _matmul(row_major, _cast(weight, weight_scale, VALUES), scale, weight_scale, inputs.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        weight, weight_scale = ctx.saved_tensors
+        grad_scale = _scale_of(grad_output, GRADIENTS)
+        row_major = _cast(grad_output, grad_scale, GRADIENTS).contiguous()
+        return _grad_inputs(row_major, grad_scale, weight, weight_scale, grad_output.dtype), None
+
+
+def _grad_inputs(
+    grad_output: Tensor, grad_scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    _, transposed = cast_and_transpose(weight, weight_scale, VALUES)
+    return _matmul(grad_output, transposed, grad_scale, weight_scale, dtype, fast=False)
 
 
 def _scale_of(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -71,6 +71,7 @@ class Split:
 
 
 Splits = Mapping[str, Split]  # by the parameter's name; one that is not named is not split
+NOT_SPLIT: Splits = {}
 
 
 @dataclass(frozen=True)

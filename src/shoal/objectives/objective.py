@@ -9,7 +9,7 @@ which makes it from the config of a run:
 
 - masked LM: `collate` masks tokens and labels them; module and metrics are those of `CausalLM`.
 - classification: `weight` counts examples; the module's `losses` reads one hidden state per sequence.
-- preference pairs: `weight` counts pairs; see `objectives.preference`.
+- preference pairs: `weight` counts pairs; see `objectives.preference`, and `objectives.unpaired` for single answers.
 - a router's auxiliary loss: the module's `losses` adds it to `trained`, times the weight of its micro-batch so that the
   step's total is again a mean, and to `sums` under a name of its own, so that it is reported beside the loss.
 """

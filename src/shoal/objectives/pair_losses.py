@@ -1,4 +1,5 @@
-"""The losses of preference tuning, from the log-probabilities of chosen and rejected answers.
+"""The losses of preference tuning, from the log-probabilities of chosen and rejected answers. Of an unpaired answer,
+the other one of its pair has no tokens.
 
 Values are fp64, in the last dimension (chosen, rejected): a log-probability is the sum over thousands of tokens, and
 the losses depend on small differences of them. The formulas and what the metrics mean are as in TRL.
@@ -7,6 +8,7 @@ the losses depend on small differences of them. The formulas and what the metric
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -72,7 +74,21 @@ def simpo(answers: Answers, beta: float, gamma: float) -> Compared:
     return Compared(-F.logsigmoid(_difference(rewards) - gamma), rewards, means)
 
 
-PAIR_LOSSES: dict[str, Callable[..., Compared]] = {"dpo": dpo, "ipo": ipo, "orpo": orpo, "simpo": simpo}
+def apo_zero_unpaired(answers: Answers, beta: float, desirable_weight: float, undesirable_weight: float) -> Compared:
+    """D'Oosterlinck et al. 2024, equation 7 for single answers: `kto` of TRL with a KL term of zero."""
+    rewards = beta * answers.ratios
+    chosen, rejected = (-rewards[..., 0]).sigmoid(), rewards[..., 1].sigmoid()
+    each = torch.stack([desirable_weight * chosen, undesirable_weight * rejected], -1)
+    return Compared(torch.where(answers.tokens > 0, each, 0.0).sum(-1), rewards, answers.logps)
+
+
+PAIR_LOSSES: dict[str, Callable[..., Compared]] = {
+    "dpo": dpo,
+    "ipo": ipo,
+    "orpo": orpo,
+    "simpo": simpo,
+    "apo_zero_unpaired": apo_zero_unpaired,
+}
 
 
 def _difference(both: Tensor) -> Tensor:

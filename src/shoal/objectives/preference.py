@@ -25,14 +25,16 @@ from shoal.models.anatomy import Anatomy
 from shoal.models.cross_entropy import IGNORED, Measure
 from shoal.models.loss import LanguageModel, LossSums
 from shoal.models.loss import MicroBatch as Batch
-from shoal.objectives.pair_losses import PAIR_LOSSES, Answers, PairLoss
+from shoal.objectives.pair_losses import PAIR_LOSSES, Answers, Compared, PairLoss
 from shoal.objectives.references import References
 
 
 class Preference:
-    """`train.objective: dpo`, `ipo`, `orpo` or `simpo`."""
+    """`train.objective: dpo`, `ipo`, `orpo` or `simpo`; see `objectives.unpaired` for answers without a pair."""
 
-    sums = (
+    counted = "pairs"  # what `weight` counts
+    documents = 2  # of each
+    sums: tuple[str, ...] = (
         "loss",
         "weight",
         "rewards/chosen",
@@ -55,7 +57,7 @@ class Preference:
         self, sequences: Sequences, sequence_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1
     ) -> MicroBatch:
         batch = collate_next_token(sequences, sequence_ids, pad=pad, length=length, multiple=multiple)
-        counts = count_pairs(sequences, sequence_ids)
+        counts = self.count(sequences, sequence_ids)
         reference = torch.zeros(len(counts), int(counts.max()), 2, dtype=torch.float64)
         if self.references is not None:
             for row, (index, count) in enumerate(zip(sequence_ids.tolist(), counts.tolist(), strict=True)):
@@ -63,7 +65,12 @@ class Preference:
         return replace(batch, reference=reference)
 
     def weight(self, sequences: Sequences, sequence_ids: np.ndarray) -> int:
-        return int(count_pairs(sequences, sequence_ids).sum())
+        return int(self.count(sequences, sequence_ids).sum())
+
+    def count(self, sequences: Sequences, sequence_ids: np.ndarray) -> np.ndarray:
+        """The pairs in each of these sequences."""
+        flags = (sequences[int(one)][1] for one in sequence_ids.reshape(-1))
+        return np.array([np.count_nonzero(one & DOCUMENT) // self.documents for one in flags])
 
     def module(
         self,
@@ -75,18 +82,17 @@ class Preference:
         skips_tiles: bool = False,
         matmul_dtype: torch.dtype | None = None,
     ) -> LanguageModel:
-        found = PairModel(model, anatomy, loss, measure, skips_tiles=skips_tiles, matmul_dtype=matmul_dtype)
+        kind = self.model_class()
+        found = kind(model, anatomy, loss, measure, skips_tiles=skips_tiles, matmul_dtype=matmul_dtype)
         found.pair_loss, found.switches_adapters = self.pair_loss, self.switches_adapters
         return found
+
+    def model_class(self) -> "type[PairModel]":
+        return PairModel
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
         found = {name: sums[name] / max(sums["weight"], 1.0) for name in self.sums if name != "weight"}
         return found | {"rewards/margins": found["rewards/chosen"] - found["rewards/rejected"]}
-
-
-def count_pairs(sequences: Sequences, sequence_ids: np.ndarray) -> np.ndarray:
-    """The pairs in each of these sequences."""
-    return np.array([np.count_nonzero(sequences[int(one)][1] & DOCUMENT) // 2 for one in sequence_ids.reshape(-1)])
 
 
 class PairModel(LanguageModel):
@@ -134,18 +140,23 @@ class PairModel(LanguageModel):
         if self.scores is not None:
             self.scores.append(answers.logps.detach())
         found = self.pair_loss(answers)
-        counted = (answers.tokens > 0).all(dim=-1)  # others fill up the micro-batch
-        loss = torch.where(counted, found.losses, 0.0).sum()
+        loss, reported = self._sum(found, answers.tokens > 0)
+        sums = (loss.detach(), *reported)
+        if self.sequence_group is not None and dist.get_rank(self.sequence_group) > 0:
+            sums = tuple(torch.zeros_like(one) for one in sums)  # the first of the ranks has them
+        return LossSums(loss.float(), sums)
+
+    def _sum(self, found: Compared, present: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The summed loss, and the other sums of the objective. `present`: which answers have tokens, … × 2."""
+        counted = present.all(dim=-1)  # others fill up the micro-batch
         rewards, logps = found.rewards.detach(), found.logps.detach()
         reported = (
             *rewards.unbind(-1),
             (rewards[..., 0] > rewards[..., 1]).double(),
             *logps.unbind(-1),
         )
-        sums = (loss.detach(), counted.sum(), *(torch.where(counted, one, 0.0).sum() for one in reported))
-        if self.sequence_group is not None and dist.get_rank(self.sequence_group) > 0:
-            sums = tuple(torch.zeros_like(one) for one in sums)  # the first of the ranks has them
-        return LossSums(loss.float(), sums)
+        loss = torch.where(counted, found.losses, 0.0).sum()
+        return loss, (counted.sum(), *(torch.where(counted, one, 0.0).sum() for one in reported))
 
     def _answers(self, token_losses: Tensor, batch: Batch) -> Answers:
         """The answers of a micro-batch, of which this rank may have only some of the tokens."""

@@ -21,12 +21,13 @@ from shoal.config.mesh import Mesh
 from shoal.config.schema import Config
 from shoal.models.anatomy import Anatomy, read_anatomy, require_blocks
 from shoal.models.attention import NARROWEST, skips_tiles
+from shoal.models.buffers import kept_buffers
 from shoal.models.emulate import EmulatedForward
 from shoal.models.loss import LossFactory, choose_loss
 from shoal.models.peft_config import adapter_folder
 from shoal.models.prepare import PreparedModel
 from shoal.models.tensor_slices import Split
-from shoal.models.weights import Weights, kept_buffers, materialize
+from shoal.models.weights import Weights, materialize
 from shoal.parallel.adapters import check_adapters, use_adapters, use_quantized
 from shoal.parallel.compile import compile_backend, compile_blocks, sequence_multiple
 from shoal.parallel.context import SequenceShard, check_context_parallel, preparation, split_sequence
@@ -226,7 +227,7 @@ def _choose_loss(
     model: Any, anatomy: Anatomy, config: Config, precision: Precision, micro_batch: int, mesh: Mesh
 ) -> str:
     # The chunked sum over tokens computes its gradients before loss scaling, and in fp16 the smallest would underflow.
-    early = precision.scaled and not objective_facts(config.train.objective).pairs
+    early = precision.scaled and not objective_facts(config.train.objective).of_answers
     wanted = "plain" if config.train.loss_impl == "auto" and early else config.train.loss_impl
     tokens = micro_batch * config.data.max_length // mesh.cp
     return choose_loss(wanted, anatomy, tokens, model.config.get_text_config().vocab_size)

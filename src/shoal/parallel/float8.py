@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.mistakes import UserMistake
+from shoal.models.adapters import adapter_parameters
 from shoal.models.anatomy import read_anatomy
 from shoal.models.float8 import MULTIPLE, float8_linear
 from shoal.parallel.device import Device
@@ -41,7 +42,10 @@ def use_float8(blocks: list[nn.Module]) -> None:
 
 def float8_notes(name: str, blocks: list[nn.Module]) -> Iterator[str]:
     """For the user, if a model called `name` has other matrices in its blocks too."""
-    matrices = sum(one.numel() for block in blocks for one in block.parameters() if one.dim() >= 2)
+    matrices = 0
+    for block in blocks:
+        added = {id(one) for one in adapter_parameters(block).values()}  # adapters stay in bf16 in any case
+        matrices += sum(one.numel() for one in block.parameters() if one.dim() >= 2 and id(one) not in added)
     fraction = sum(one.weight.numel() for block in blocks for one in _eligible(block)) / matrices if matrices else 1.0
     if fraction < MOSTLY:
         yield (

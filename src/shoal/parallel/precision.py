@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shoal.catalogue.families import PLANS
 from shoal.models.anatomy import Anatomy
-from shoal.models.weights import parameter_slots
+from shoal.models.slots import parameter_slots
 from shoal.parallel.patch import patch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -135,7 +135,7 @@ class ComputeCopies(nn.Module):
 
     def __init__(self, inner: nn.Module, precision: Precision, units: Sequence[Sequence[nn.Module]] = ()) -> None:
         super().__init__()
-        slots = parameter_slots(inner)
+        slots = parameter_slots(inner.modules())
         self.inner = inner
         # Registered here too: after the first forward pass the slots of `inner` hold the copies.
         self.everything = nn.ParameterList(slots)

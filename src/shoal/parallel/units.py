@@ -9,7 +9,7 @@ from shoal.config.schema import WrapConfig
 from shoal.mistakes import UserMistake, suggestion
 from shoal.models.anatomy import Anatomy, require_blocks
 from shoal.models.loss import LanguageModel
-from shoal.models.weights import parameter_slots
+from shoal.models.slots import parameter_slots
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _wrappable(model: Any, anatomy: Anatomy) -> set[nn.Module]:
 
 def _shared(model: Any) -> list[list[nn.Module]]:
     """The owners of each parameter that several modules share."""
-    return [[owner for owner, _ in slots] for slots in parameter_slots(model).values() if len(slots) > 1]
+    return [[owner for owner, _ in slots] for slots in parameter_slots(model.modules()).values() if len(slots) > 1]
 
 
 def _owns_all(module: nn.Module, shared: list[list[nn.Module]]) -> bool:

@@ -162,8 +162,9 @@ def _dora(run: Run) -> list[Term]:
 
 
 def _input_bytes(run: Run) -> int:
-    """Bytes per element of a linear layer's input, as saved for the weight gradient."""
-    return 1 if run.precision == "fp8" and run.traits.saves_fp8_inputs else run.compute_bytes
+    """Bytes per element of a linear layer's input, as saved for the weight gradient; an adapter's is not in fp8."""
+    in_fp8 = run.precision == "fp8" and run.traits.saves_fp8_inputs and run.adapter is None
+    return 1 if in_fp8 else run.compute_bytes
 
 
 def needed(run: Run) -> set[str]:

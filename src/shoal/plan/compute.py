@@ -124,10 +124,10 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         read = {one.reads: one.local_sizes(run.mesh.tp)[0] for one in matrices}
         made = sum(one.local_sizes(run.mesh.tp)[1] for one in matrices)
         elements = sum(one.parameters for one in matrices) / run.mesh.tp
-        forward += (run.tokens * sum(read.values()) * TWO_LAYOUT_CAST_TRAFFIC + elements * CAST_TRAFFIC) / _bandwidth(
-            run
-        )
-        backward += (run.tokens * made + elements) * TWO_LAYOUT_CAST_TRAFFIC / _bandwidth(run)
+        # The second layout is for the weight gradient.
+        cast = TWO_LAYOUT_CAST_TRAFFIC if run.trained.blocks else CAST_TRAFFIC
+        forward += (run.tokens * sum(read.values()) * cast + elements * CAST_TRAFFIC) / _bandwidth(run)
+        backward += (run.tokens * made * cast + elements * TWO_LAYOUT_CAST_TRAFFIC) / _bandwidth(run)
     if run.adapter is not None:
         for one in adapted(run):
             inputs, outputs = one.local_sizes(run.mesh.tp)
@@ -220,7 +220,7 @@ def head_seconds(run: Run) -> Seconds:
     if overwrites_logits(run):
         traffic = KERNEL_LOGIT_TRAFFIC
     moved = tokens * columns * traffic / _bandwidth(run)
-    if run.loss != "plain" and run.pairs:
+    if run.loss != "plain" and run.of_answers:
         back += ahead + moved / 2  # the logits and their softmax once more
     elif run.loss == "chunked" and run.traits.chunks == "recomputed":
         back += ahead

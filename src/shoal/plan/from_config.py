@@ -48,7 +48,7 @@ def make_run(
     small = mixed and not machine.is_cpu and execution.strategy == "single" and grad_accum_steps == 1
     small = small and find_optimizer(train.optimizer.name).own_kernel
     keeps = find_strategy(execution.strategy, execution.sharding).keeps_weights
-    adapter, pairs = read_adapter(config, shape), objective_facts(train.objective).pairs
+    adapter, facts = read_adapter(config, shape), objective_facts(train.objective)
     return Run(
         shape=shape,
         gpu=machine.gpu,
@@ -69,7 +69,7 @@ def make_run(
         compiled=compiled,
         loss=choose_loss(config, shape, execution.micro_batch * config.data.max_length // mesh.cp),
         attention="eager" if config.model.attention == "eager" else "flash",
-        packed=(_masked(config) or pairs) and not (compiled and config.parallel.cp == 1),
+        packed=(_masked(config) or facts.of_answers) and not (compiled and config.parallel.cp == 1),
         dropout=has_dropout(config.model),
         reshard=False if keeps else (True if parallel.reshard == "auto" else parallel.reshard),
         prefetch=parallel.prefetch,
@@ -77,7 +77,7 @@ def make_run(
         compress_bytes={"none": 0, "powersgd": POWERSGD_BYTES}.get(parallel.compress, 2),
         schedule=parallel.pp_schedule,
         cp_method=parallel.cp_method,
-        pairs=pairs,
+        of_answers=facts.of_answers,
         reference_pass=switches_adapter_off(config),
         adapter=adapter,
         trained=FROZEN if adapter is not None else _trained(config, shape),
@@ -138,7 +138,7 @@ def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
         return "plain"
     if wanted != "auto":
         return wanted
-    if config.train.precision == "16-mixed" and not objective_facts(config.train.objective).pairs:
+    if config.train.precision == "16-mixed" and not objective_facts(config.train.objective).of_answers:
         return "plain"
     return "chunked" if tokens * shape.vocab > CHUNK_LOGITS else "plain"
 

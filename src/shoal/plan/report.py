@@ -92,7 +92,7 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
             f"data.max_length {config.data.max_length} exceeds the {shape.positions} positions that the model was "
             "trained for."
         )
-    notes += _about_pairs(config)
+    notes += _about_preference(config)
     if system == "shoal":
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
     else:
@@ -108,15 +108,14 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     )
 
 
-def _about_pairs(config: Config) -> Iterator[str]:
+def _about_preference(config: Config) -> Iterator[str]:
     """What the forecast of preference tuning counts, and what it leaves out."""
     name = config.train.objective
-    if not objective_facts(name).pairs:
-        return
-    yield (
-        f"train.objective {name}: a sequence of data.max_length holds both answers of its pairs with their prompts; "
-        "memory and time are those of its tokens."
-    )
+    if objective_facts(name).pairs:
+        yield (
+            f"train.objective {name}: a sequence of data.max_length holds both answers of its pairs with their "
+            "prompts; memory and time are those of its tokens."
+        )
     if switches_adapter_off(config):
         yield (
             "The reference is a forward pass without the adapter for every micro-batch; its time is approximate, as if "

@@ -66,7 +66,7 @@ class Run:
     compress_bytes: int = 0  # ddp: bytes per compressed gradient element; 0: not compressed
     schedule: str = "1f1b"
     cp_method: str = "gather"
-    pairs: bool = False  # the loss compares answers: a chunk of logits is computed in both passes
+    of_answers: bool = False  # the loss compares answers: a chunk of logits is computed in both passes
     reference_pass: bool = False  # every micro-batch also has a forward pass without the adapter and gradients
     adapter: Adapter | None = None
     trained: Trained = Trained()

@@ -6,7 +6,7 @@ import torch
 
 from shoal.data.loader import IGNORED, evaluation_share
 from shoal.data.sequences import Sequences
-from shoal.objectives.preference import PairModel, Preference, count_pairs
+from shoal.objectives.preference import PairModel, Preference
 from shoal.objectives.references import Known, References
 from shoal.train.job import Job
 from shoal.train.save import checkpoint_folders
@@ -28,7 +28,7 @@ def provide_references(job: Job) -> None:
     sets = wanted_sequences(job, spare=max(SPARE_STEPS, int(job.inputs.steps * SPARE_SHARE)))
     total = sum(len(sequence_ids) for _, sequence_ids in sets)
     job.reporter.say(f"Computing the reference log-probabilities of {total:,} sequences.")
-    found = References({sequences.summary.content: compute(job, sequences, ids) for sequences, ids in sets})
+    found = References({sequences.summary.content: compute(job, objective, sequences, ids) for sequences, ids in sets})
     if job.ranks.first:
         try:
             found.write(job.run.path)
@@ -50,9 +50,9 @@ def wanted_sequences(job: Job, *, spare: int) -> list[tuple[Sequences, np.ndarra
     return [(sets.training, np.unique(trained)), (sets.validation, np.unique(held_out))]
 
 
-def compute(job: Job, sequences: Sequences, sequence_ids: np.ndarray) -> Known:
+def compute(job: Job, objective: Preference, sequences: Sequences, sequence_ids: np.ndarray) -> Known:
     """The log-probabilities of these sequences, each computed by one data-parallel rank."""
-    counts = count_pairs(sequences, sequence_ids)
+    counts = objective.count(sequences, sequence_ids)
     begins = np.cumsum(counts) - counts
     values = torch.zeros(int(counts.sum()), 2, dtype=torch.float64)
     scores: list[torch.Tensor] = []
@@ -69,7 +69,7 @@ def compute(job: Job, sequences: Sequences, sequence_ids: np.ndarray) -> Known:
         batches = []
         for some in indices:
             real = some < len(sequence_ids)
-            batch = job.objective.collate(
+            batch = objective.collate(
                 sequences,
                 sequence_ids[np.where(real, some, 0)],
                 pad=job.inputs.tokenizer.pad,

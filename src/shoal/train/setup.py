@@ -25,12 +25,12 @@ from shoal.models.emulate import LOW_PRECISION, emulated_dtypes
 from shoal.models.peft_config import adapter_folder
 from shoal.models.peft_weights import check_adapter
 from shoal.models.prepare import PreparedModel, prepare_model
-from shoal.models.weights import check_stored
+from shoal.models.read_weights import check_stored
 from shoal.objectives import find_objective
 from shoal.observe.progress import Reporter
+from shoal.optim.check import check_groups, check_quantization_blocks
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.offload import find_store
-from shoal.optim.optimizer import check_groups, check_quantization_blocks
 from shoal.parallel.apply import check_parallel
 from shoal.parallel.device import Device, describe_machine
 from shoal.parallel.float8 import check_float8

@@ -43,7 +43,7 @@ class Evaluation:
     run: str
     step: int
     metrics: dict[str, float]  # of the objective: loss, perplexity, …
-    tokens: int  # loss tokens, or pairs
+    tokens: int  # loss tokens, or pairs or examples
     sequences: int
     counted: str = "loss tokens"  # what `tokens` counts
 
@@ -119,7 +119,7 @@ def evaluate_run(
         metrics=found.metrics,
         tokens=found.weight,
         sequences=found.sequences,
-        counted="pairs" if isinstance(objective, Preference) else "loss tokens",
+        counted=objective.counted if isinstance(objective, Preference) else "loss tokens",
     )
 
 

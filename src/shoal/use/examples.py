@@ -10,8 +10,8 @@ from shoal.catalogue.causal_models import why_not_packed
 from shoal.config.schema import Config, DataConfig
 from shoal.data.encode import encode
 from shoal.data.formats.chat_template import no_template
-from shoal.data.formats.choose import Document, Format, Options, choose_format, read_document
-from shoal.data.formats.preference import read_pair
+from shoal.data.formats.choose import Document, Format, Options, choose_format
+from shoal.data.formats.preference import read_documents
 from shoal.data.prepare import reading_of, template_of
 from shoal.data.sequences import DOCUMENT
 from shoal.data.sets import prepare_sets
@@ -52,7 +52,7 @@ def held_out_examples(
         raise UserMistake(
             f"{loaded.path} has no held-out data (data.validation is 0); give other data, such as data.path=FILE."
         )
-    found = list(islice(_examples(_Reader(loaded.tokenizer, data), held_out), most))
+    found = list(islice(_examples(_Reader(loaded.tokenizer, config), held_out), most))
     if not found:
         raise UserMistake("There are no held-out examples. Check data.path and data.validation.")
     return found
@@ -61,7 +61,9 @@ def held_out_examples(
 def _examples(reader: "_Reader", records: Iterator[tuple[DataConfig, Record]]) -> Iterator[Example]:
     for block, record in records:
         try:
-            yield reader.example(block, record)
+            found = reader.example(block, record)
+            if found is not None:
+                yield found
         except UserMistake:
             if block.on_error != "skip":
                 raise
@@ -110,7 +112,7 @@ def _split_off(config: Config, loaded: LoadedRun, report: Report) -> Iterator[tu
         for part in np.split(tokens, np.flatnonzero(flags[1:] & DOCUMENT) + 1):
             key = _key(part, config.data.max_length)
             wanted[key] = wanted.get(key, 0) + 1
-    reader = _Reader(loaded.tokenizer, config.data)
+    reader = _Reader(loaded.tokenizer, config)
     for block, record in _records(config.data, None, report):
         if not wanted:
             return
@@ -131,14 +133,17 @@ def _key(tokens: np.ndarray, length: int) -> bytes:
 class _Reader:
     """Reads records in the format of the first one, as the preparation of the data does."""
 
-    def __init__(self, tokenizer: Tokenizer, data: DataConfig) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: Config) -> None:
         self._tokenizer = tokenizer
+        self._objective = config.train.objective
         self._formats: dict[tuple[object, ...], Format] = {}
-        self._template = template_of(data, tokenizer)
+        self._template = template_of(config.data, tokenizer)
 
-    def example(self, block: DataConfig, record: Record) -> Example:
-        """The record as a prompt and its answer."""
+    def example(self, block: DataConfig, record: Record) -> Example | None:
+        """The record as a prompt and its answer; None if that is an undesirable one."""
         document = self._documents(block, record, "last")[0]
+        if document.desirable is False:
+            return None
         trained = [index for index, (_, loss) in enumerate(document.segments) if loss]
         if not trained or not trained[-1]:
             raise _no_answers(self._format(block, record).name, record)
@@ -158,15 +163,12 @@ class _Reader:
             raise
 
     def _documents(self, block: DataConfig, record: Record, train_on: str) -> Sequence[Document]:
-        chosen, options = self._format(block, record), Options(train_on, self._template)
-        if chosen.pairs:
-            return read_pair(record, options)
-        return [read_document(chosen, record, options)]
+        return read_documents(self._format(block, record), record, Options(train_on, self._template))
 
     def _format(self, block: DataConfig, first: Record) -> Format:
         key = (block.format, str(block.path))
         if key not in self._formats:
-            chosen = choose_format(str(block.format), first)
+            chosen = choose_format(str(block.format), first, self._objective)
             if chosen.joined:
                 raise _no_answers(chosen.name)
             if chosen.name == "chat" and self._template is None:

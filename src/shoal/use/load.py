@@ -20,8 +20,9 @@ from shoal.mistakes import UserMistake, nearest
 from shoal.models.anatomy import Anatomy
 from shoal.models.attention import MASKLESS
 from shoal.models.base import check_drawn_on, find_base, prepare_adapted
+from shoal.models.buffers import kept_buffers
 from shoal.models.prepare import prepare_model, read_blueprint
-from shoal.models.weights import Weights, kept_buffers, materialize
+from shoal.models.weights import Weights, materialize
 from shoal.parallel.adapters import use_adapters, use_quantized
 from shoal.parallel.device import inspect_device
 from shoal.parallel.float8 import check_float8, use_float8

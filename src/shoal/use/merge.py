@@ -17,14 +17,16 @@ from shoal.convert.shards import DTYPES, SHARD_BYTES, check_output, temporary_fo
 from shoal.mistakes import UserMistake
 from shoal.models.adapters import DOWN, MAGNITUDE, UP, row_norms, scale_of
 from shoal.models.base import Base, check_drawn_on, find_base, prepare_adapted
+from shoal.models.buffers import kept_buffers
 from shoal.models.emulate import emulated_dtypes, emulated_matmuls
 from shoal.models.names import sources_in_files
 from shoal.models.new_rows import ExtendedRows
 from shoal.models.nf4 import dequantize, quantize
 from shoal.models.prepare import PreparedModel
+from shoal.models.read_weights import locate_weights
 from shoal.models.stored import InFile, InMemory, Stored, open_folder
 from shoal.models.tensor_slices import whole
-from shoal.models.weights import kept_buffers, locate_weights, materialize
+from shoal.models.weights import materialize
 from shoal.parallel.precision import read_precision
 from shoal.use.load import choose_device, load_run
 

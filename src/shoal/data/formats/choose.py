@@ -32,13 +32,15 @@ __all__ = [
 class Format:
     """`needs`: the keys of a record, one of these sets in each, and how `auto` recognizes the format. `joined`:
     documents are concatenated into one stream (pretraining) rather than kept apart by the attention mask
-    (instructions). `pairs`: a record is two documents, which `document` cannot be."""
+    (instructions). `pairs`: a record is two documents, which `document` cannot be. `unpaired`: documents have labels,
+    and `formats.preference` reads them too."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
     document: Callable[[Record, Options], Document]
     joined: bool = False
     pairs: bool = False
+    unpaired: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -52,11 +54,15 @@ class Format:
         return any(all(key in record.fields for key in keys) for keys in self.needs)
 
 
-def choose_format(name: str, first: Record) -> Format:
+def choose_format(name: str, first: Record, objective: str = "causal_lm") -> Format:
     """The format called `name`; `auto` chooses by the keys of the first record.
 
-    A prompt and a completion that are messages are a conversation.
+    A prompt and a completion that are messages are a conversation. For an `objective` on answers with labels, both
+    answers of a pair have one.
     """
+    unpaired = FORMATS["unpaired"]
+    if objective_facts(objective).unpaired and (name == "preference" or (name == "auto" and unpaired.fits(first))):
+        return unpaired
     chosen = _find_format(name, first)
     if chosen.name == "completion" and any(isinstance(first.fields.get(key), list) for key in chosen.keys):
         return FORMATS["chat"]
@@ -72,7 +78,7 @@ def _find_format(name: str, first: Record) -> Format:
             )
         return FORMATS[name]
     for candidate in FORMATS.values():
-        if candidate.fits(first):
+        if candidate.fits(first) and not candidate.unpaired:
             return candidate
     wanted = "; ".join(f"{one.name}: {one.described}" for one in FORMATS.values())
     raise UserMistake(
@@ -146,8 +152,20 @@ def _completion(record: Record, options: Options) -> Document:
 
 def check_pairs(chosen: Format, objective: str) -> None:
     """A UserMistake if the records of the format are pairs and the objective is for single documents, or the other way
-    round."""
-    needs_pairs = objective_facts(objective).pairs
+    round; and likewise for labels."""
+    facts, unpaired = objective_facts(objective), FORMATS["unpaired"]
+    if facts.unpaired and not chosen.unpaired:
+        raise UserMistake(
+            f"train.objective {objective} needs to know which answers are desirable, and data.format {chosen.name} "
+            f"does not say: records need the keys {unpaired.described}; name yours in data.columns, or use "
+            "train.objective causal_lm."
+        )
+    if chosen.unpaired and not facts.unpaired:
+        raise UserMistake(
+            f"data.format {chosen.name} has a label for each answer, which train.objective {objective} does not use; "
+            "use objective apo_zero_unpaired, or data.format completion for causal_lm."
+        )
+    needs_pairs = facts.pairs
     if needs_pairs and not chosen.pairs:
         wanted = FORMATS["preference"]
         raise UserMistake(
@@ -165,16 +183,17 @@ def check_pairs(chosen: Format, objective: str) -> None:
 
 
 def _pair(record: Record, options: Options) -> Document:
-    raise AssertionError("a record of pairs has no single document")
+    raise AssertionError("formats.preference reads these records, which may have two documents")
 
 
 # `auto` takes the first match, so formats with more keys come first.
 FORMATS: dict[str, Format] = {
     "alpaca": Format("alpaca", (("instruction", "output"),), _alpaca),
     "preference": Format("preference", (("chosen", "rejected"),), _pair, pairs=True),
+    "unpaired": Format("unpaired", (("prompt", "completion", "label"), ("chosen", "rejected")), _pair, unpaired=True),
     "completion": Format("completion", (("prompt", "completion"),), _completion),
     "chat": Format("chat", (("messages",), ("conversations",), ("prompt", "completion")), read_chat),
     "text": Format("text", (("text",),), _text, joined=True),
 }
 
-MAY_HAVE_CHATS = ("auto", "chat", "completion", "preference")  # values of data.format
+MAY_HAVE_CHATS = ("auto", "chat", "completion", "preference", "unpaired")  # values of data.format

@@ -22,6 +22,7 @@ class Document:
     end: bool = True  # the end token is appended
     continues: bool = False  # a document that the previous one of its file began
     continued: bool = False  # by the next
+    desirable: bool | None = None  # the label of its answer, if it has one
 
 
 @dataclass(frozen=True)

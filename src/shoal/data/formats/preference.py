@@ -1,15 +1,22 @@
-"""The format `preference`: a chosen and a rejected answer to the same prompt, as two documents."""
+"""The formats of preference tuning. `preference`: a chosen and a rejected answer to the same prompt, as two documents;
+`unpaired`: an answer and its label, which says whether it is desirable."""
+
+from dataclasses import replace
 
 from shoal.data.formats.chat import render_conversation
 from shoal.data.formats.choose import FORMATS, Format, check_keys, merge_segments, read_document
 from shoal.data.formats.conversation import Message, conversation, read_messages
 from shoal.data.formats.document import REMEDY, Document, Options, read_answer, read_string
 from shoal.data.sources import Record
-from shoal.mistakes import UserMistake
+from shoal.mistakes import UserMistake, shortened
+
+LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def read_documents(chosen: Format, record: Record, options: Options) -> tuple[Document, ...]:
     """The documents of a record: one, or the two of a pair."""
+    if chosen.unpaired:
+        return read_labelled(record, options)
     return read_pair(record, options) if chosen.pairs else (read_document(chosen, record, options),)
 
 
@@ -32,6 +39,28 @@ def read_pair(record: Record, options: Options) -> tuple[Document, Document]:
     trained = options.train_on == "all"
     first, second = (merge_segments(Document([(prompt, trained), (answer, True)])) for answer in (chosen, rejected))
     return first, second
+
+
+def read_labelled(record: Record, options: Options) -> tuple[Document, ...]:
+    """The document of a record with its label; or both of a pair, the chosen one with the label true."""
+    check_keys(FORMATS["unpaired"], record)
+    if "label" not in record.fields:
+        chosen, rejected = read_pair(record, options)
+        return replace(chosen, desirable=True), replace(rejected, desirable=False)
+    messages = any(isinstance(record.fields[key], list) for key in ("prompt", "completion"))
+    document = read_document(FORMATS["chat" if messages else "completion"], record, options)
+    return (replace(document, desirable=_read_label(record)),)
+
+
+def _read_label(record: Record) -> bool:
+    """As JSON or a column of integers has it, or as CSV does."""
+    value = record.fields["label"]
+    found = LABELS.get(str(value).strip().lower())
+    if found is None:
+        raise UserMistake(
+            f"{record.where}: label must be true (a desirable answer) or false, found {shortened(str(value))}. {REMEDY}"
+        )
+    return found
 
 
 def _shared(chosen: str, rejected: str) -> int:

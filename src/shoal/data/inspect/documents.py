@@ -41,7 +41,7 @@ class Documents:
         self._next = next(self._records, None)
         if self._next is None:
             raise UserMistake(f"There is no record in {shown_path(data)}. Check data.path.")
-        self.format: Format = choose_format(str(data.format), self._next)
+        self.format: Format = choose_format(str(data.format), self._next, objective)
         check_pairs(self.format, objective)
         if self.format.name == "chat" and template is None:
             raise no_template(tokenizer.name)

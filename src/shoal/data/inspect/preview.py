@@ -43,6 +43,7 @@ class Example:
     reason: str | None
     continued: bool  # there is more of this document in its file, which is read in parts
     spans: list[Span]
+    desirable: bool | None = None  # the label of its answer, if it has one
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def preview_source(
         return _preview_prepared(data, tokenizer, choice, report=report, cache=cache, not_apart=not_apart)
     reader = Documents(data, tokenizer, report=report, cache=cache, objective=objective)
     separate = (data.pack is True or (data.pack == "auto" and not_apart is None)) and not reader.format.joined
-    separate = separate or reader.format.pairs
+    separate = separate or reader.format.pairs or reader.format.unpaired
     separate = separate or (data.document_mask and reader.format.joined)
     examples: list[Example] = []
     sequences: list[PackedSequence] = []
@@ -203,8 +204,9 @@ def _examples(tokenizer: Tokenizer, reader: Documents, documents: tuple[Numbered
             reason=fate.reason,
             continued=record.continued,
             spans=decode_spans(tokenizer, one.ids[: fate.kept], counted[: fate.kept]),
+            desirable=document.desirable,
         )
-        for (number, record, _), one, counted, fate in zip(documents, encoded, trained, fates, strict=True)
+        for (number, record, document), one, counted, fate in zip(documents, encoded, trained, fates, strict=True)
     ]
 
 

@@ -37,6 +37,8 @@ def plain_text(pieces: Iterator[Piece]) -> str:
 
 def _example_pieces(example: Example, characters: int | None) -> Iterator[Piece]:
     size = f"{_count(example.tokens, 'token')}, {example.loss_tokens:,} in the loss"
+    if example.desirable is not None:
+        size += ", desirable" if example.desirable else ", undesirable"
     fate = "" if example.fate == "kept" else f"  {example.fate}: {example.reason}"
     part = "  (the first part of a long document)" if example.continued else ""
     yield f"\nexample {example.number}  {printable(example.where)}  {size}{fate}{part}\n", "heading"

@@ -173,7 +173,8 @@ def _packing(data: DataConfig, sequences: Sequences, lengths: np.ndarray | None)
     stored = sequences.lengths(np.arange(len(sequences)))
     actual = _filling(stored, length)
     pairs = sequences.summary.pairs
-    is_packed = bool(data.pack) if joined or pairs else sequences.separate
+    labelled = sequences.summary.desirable is not None
+    is_packed = bool(data.pack) if joined or pairs or labelled else sequences.separate
     if is_packed:
         if lengths is None:
             return Packing("packed", actual, None)

@@ -20,6 +20,7 @@ KNOWN = (
     "system",
     "chosen",
     "rejected",
+    "label",
 )
 
 

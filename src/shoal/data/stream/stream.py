@@ -77,7 +77,8 @@ def open_stream(
     settings = settings_of(data, reading, template, not_apart, objective)
     if settings.format == "auto":  # one format for all chunks
         first = next(read_records(reading, Errors(skip=settings.on_error == "skip")), None)
-        settings = settings if first is None else replace(settings, format=choose_format("auto", first).name)
+        if first is not None:
+            settings = replace(settings, format=choose_format("auto", first, objective).name)
     chunks_per_window = -(-wanted.shuffle_buffer // wanted.chunk)
     described = [tokenizer.fingerprint, content_of(files), seed, wanted.chunk, LAYOUT]
     job = StreamJob(

@@ -1,0 +1,66 @@
+"""Measure training steps, one rank of many, and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.config import Config
+
+if TYPE_CHECKING:
+    from shoal.bench.collectives_report import CollectivesReport
+    from shoal.bench.training import RankReport, Steps
+
+
+def bench_train(
+    config: Config, *, steps: int = 20, warmup: int = 5, report: Callable[[str], None] = lambda _: None
+) -> Steps:
+    """Train a few steps of `config` in a separate process, without saving, and measure them."""
+    from shoal.bench.training import measure_training
+    from shoal.models.peft_config import follow_adapter
+
+    return measure_training(follow_adapter(config), steps=steps, warmup=warmup, report=report)
+
+
+def bench_rank(
+    config: Config,
+    world_size: int,
+    *,
+    steps: int = 10,
+    warmup: int = 4,
+    real: bool | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> RankReport:
+    """Run one rank of `world_size` and compare it with its forecast.
+
+    With `real`, steps are run and collectives return at once. Otherwise a step is traced on fake tensors, which
+    measures memory only. The default is real on a GPU and traced without one.
+    """
+    from shoal.bench.training import measure_rank
+    from shoal.models.peft_config import follow_adapter
+
+    return measure_rank(follow_adapter(config), world_size, steps=steps, warmup=warmup, real=real, report=report)
+
+
+def bench_collectives(
+    *,
+    devices: int | None = None,
+    largest: int | str | None = None,
+    dtype: str = "fp32",
+    repeat: int = 20,
+    seconds: float = 1.0,
+    link: str | None = None,
+    output: Path | str | None = None,
+) -> CollectivesReport:
+    """Measure all-reduce, all-gather and reduce-scatter; see `shoal bench collectives --help`.
+
+    Under torchrun or srun, every rank calls this and gets the same report.
+    """
+    from shoal.bench.collectives_request import make_request, named_link
+
+    request = make_request(largest=largest, dtype=dtype, repeat=repeat, seconds=seconds)
+    named = named_link(link)
+    from shoal.bench.collectives import measure_collectives
+
+    return measure_collectives(request, devices=devices, link=named, output=None if output is None else Path(output))
