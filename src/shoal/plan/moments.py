@@ -62,7 +62,8 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
 
     unreduced = held.unreduced
 
-    found = []
+    temporaries = _forward_temporaries(run)
+    found = [moment("forward pass", _gathered_in_forward(run, counts), 0.0, before, unreduced, kept, temporaries)]
     # A tied head is counted as embedding; `counts.head` is then the final norm alone.
     matrix = (counts.embedding if run.shape.tied else counts.head) if rank.last else 0.0
     if rank.last:
@@ -153,6 +154,13 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
     return group("activations", *scaled(kept, in_flight).parts, leaf("document masks", mask)), again
 
 
+def _forward_temporaries(run: Run) -> Term:
+    """What the MLP of a block computes and does not save: its factors and their product."""
+    tensors = 0 if run.recompute in ("none", "cheap") else 3 if run.shape.traits.gated else 2
+    size = run.tokens / run.mesh.tp * run.shape.ffn * run.compute_bytes
+    return group("block forward", leaf("MLP intermediates", tensors * size))
+
+
 def _transient_gradients(run: Run) -> Term:
     """Transient gradients in the backward pass of a block: of its input, in its MLP, and of its weights before
     accumulation."""
@@ -231,6 +239,16 @@ def _gathered_blocks(run: Run, counts: Counts) -> float:
         return counts.blocks * itemsize
     ahead = 1 + max(1, run.prefetch)
     return min(counts.blocks, ahead * counts.block) * itemsize
+
+
+def _gathered_in_forward(run: Run, counts: Counts) -> float:
+    """The same in the forward pass. There FSDP2 also keeps the all-gather output from which it has copied the current
+    block's weights, until it copies those of the next."""
+    gathered = _gathered_blocks(run, counts)
+    if not gathered or not run.sharded:
+        return gathered
+    itemsize = float(run.compute_bytes) if run.adapter is None else stored_bytes(run, run.adapter)
+    return min(gathered + counts.block * itemsize, 2 * counts.blocks * itemsize)
 
 
 def _reducing(run: Run, counts: Counts, behind: float | None = None) -> float:
