@@ -102,7 +102,7 @@ def test_logits_of_few_other_tokens_are_computed(per_token, monkeypatch):
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "chunked"])
 def test_the_host_does_not_wait_for_the_device(kind, per_token):
-    module, hidden = head_and_loss(kind).cuda(), hidden_states().cuda()
+    module, hidden = head_and_loss(kind).cuda(), hidden_states().detach().cuda().requires_grad_()
     labels = labels_of(30).view(SEQUENCES, LENGTH).cuda()
     for check in ("default", "error"):  # the first call compiles kernels
         torch.cuda.set_sync_debug_mode(check)

@@ -13,9 +13,9 @@ from shoal.plan.states import adapted, stored_bytes
 # A matmul with this inner dimension reaches half the throughput of a long one: prologue and epilogue of its tiles cost
 # the same whatever the inner dimension.
 INNER_HALF = 256
-# Matmuls that tensor cores cannot read have kernels of this share of the throughput: the three of GPT-2's head, 7.6
-# TFLOP, took 65 ms on an H200.
-UNALIGNED = 1 / 6
+# How much longer the three matmuls of a head take if its vocabulary is not aligned: odd as GPT-2's, or even. Measured
+# on an H200: benchmarks/gpu/head_h200.
+ODD, EVEN = 5.3, 2.5
 # Attention kernels reach more of the peak with larger head dimensions; this one reaches half.
 HEAD_HALF = 16
 # The backward pass of flash attention recomputes the scores: five matmuls where the forward pass has two.
@@ -200,7 +200,9 @@ def head_seconds(run: Run) -> Seconds:
     """Seconds of logits and loss in the last stage."""
     shape, tp = run.shape, run.mesh.tp
     tokens, columns = run.tokens, logit_columns(run)
-    slower = 1.0 if run.gpu.is_cpu or is_aligned(run) or is_padded(run) else 1 / UNALIGNED
+    slower = 1.0
+    if not (run.gpu.is_cpu or is_aligned(run) or is_padded(run)):
+        slower = ODD if shape.vocab % (2 * tp) else EVEN
     ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns)
     back = slower * matmul_seconds(run, tokens, columns, shape.hidden)
     trained = run.trained.embedding if shape.tied else run.trained.head
