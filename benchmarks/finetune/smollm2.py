@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 MODEL = "models/smollm2-135m"
 EXAMPLE = "examples/reasoning_gym_task.py"
+PARTS = ("before", "after", "control")
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,11 @@ CASES = {
 }
 
 
-def main(recipe: str, *, control: bool) -> None:
+def main(recipe: str, parts: Sequence[str]) -> None:
+    """Write the results of `parts`, and keep those of the others that the file has."""
     case, file = CASES[recipe], Path(__file__).with_name(f"{recipe}.json")
-    found: dict[str, Any] = {
+    before: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    found: dict[str, Any] = before | {
         "machine": {
             "cores": os.cpu_count(),
             "python": platform.python_version(),
@@ -69,12 +72,13 @@ def main(recipe: str, *, control: bool) -> None:
         data, runs = Path(folder, "data"), Path(folder, "runs")
         run([sys.executable, EXAMPLE, case.task, str(data), *case.options])
         held_out = f"data.path={data}/test.jsonl"
-        for name, options in {"before": None, "after": (), **({"control": case.control} if control else {})}.items():
-            if options is None:
+        for name in parts:
+            if name == "before":
                 found[name] = score(MODEL, case, held_out, "--dtype", "fp32")
             else:
                 own = Path(folder, name)
-                run([sys.executable, EXAMPLE, case.task, str(own), *case.options, *options])
+                shuffled = case.control if name == "control" else ()
+                run([sys.executable, EXAMPLE, case.task, str(own), *case.options, *shuffled])
                 found[name] = train(recipe, own, runs, name) | score(runs / name, case, held_out)
             file.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -144,6 +148,6 @@ def run(command: Sequence[str]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("recipe", choices=list(CASES))
-    parser.add_argument("--no-control", action="store_true", help="leave the control run out")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the other results stay as they are")
     given = parser.parse_args()
-    main(given.recipe, control=not given.no_control)
+    main(given.recipe, given.only)
