@@ -120,7 +120,7 @@ def _draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int,
     with torch.random.fork_rng(devices=devices):
         for name in anatomy.blocks:
             modules = _without_adapters(_children_first(model.get_submodule(name)))
-            _reseed(seed, name)
+            _reseed(seed, name, device)
             with _whole_parameters(modules, device, split):
                 for module in modules:
                     initialize[module](module)
@@ -128,7 +128,7 @@ def _draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int,
         outside = [module for module in _children_first(model) if module not in inside]
         with _whole_parameters(outside, device, split):
             for module in outside:
-                _reseed(seed, names[module])
+                _reseed(seed, names[module], device)
                 initialize[module](module)
 
 
@@ -151,7 +151,7 @@ def _start_adapters(model: nn.Module, seed: int, splits: Splits) -> None:
                 local_tensor(parameter).copy_(row_norms(local_tensor(layer.weight)))
             continue
         with torch.random.fork_rng(devices=[]):
-            _reseed(seed, name)
+            _reseed(seed, name, torch.device("cpu"))
             drawn = torch.empty(whole_shape(parameter, splits.get(name)))
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
         for mapping in slice_mappings(parameter, splits.get(name)):
@@ -171,9 +171,13 @@ def _initializers(model: Any) -> dict[nn.Module, Callable[[nn.Module], None]]:
     return found
 
 
-def _reseed(seed: int, name: str) -> None:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:7], "big"))
+def _reseed(seed: int, name: str, device: torch.device) -> None:
+    number = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
+    if device.type == "cpu":
+        # For accelerators that are not in use, torch.manual_seed formats the stack each time: a tenth of a small start.
+        torch.default_generator.manual_seed(number)
+    else:
+        torch.manual_seed(number)
 
 
 def _children_first(module: nn.Module) -> list[nn.Module]:
