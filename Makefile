@@ -9,6 +9,9 @@ WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 MEMORY := $(wildcard /dev/shm)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(MEMORY),--basetemp=$(MEMORY)/shoal-tests-$$PPID)
 
+# Else every process that a test starts would compile the package and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-slow lint check docs clean
 
 # torch first and pinned: otherwise pip would install the newest build.

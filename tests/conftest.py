@@ -1,5 +1,6 @@
 """Shared by all tests: a separate cache, one thread per process, and small datasets."""
 
+import gc
 import json
 import os
 import random
@@ -16,6 +17,15 @@ os.environ["MKL_DISABLE_FAST_MM"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # A tokenizer that has started its threads in this process would hang ranks forked from it.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# Importing torch and transformers makes half a million objects that stay: searching them for garbage takes a quarter of
+# the time until the first test, and later again and again, also in every forked rank.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
