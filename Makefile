@@ -9,7 +9,10 @@ WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 MEMORY := $(wildcard /dev/shm)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(MEMORY),--basetemp=$(MEMORY)/shoal-tests-$$PPID)
 
-.PHONY: demo test test-slow check docs clean
+# Else every process that a test starts would compile the package and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test test-slow lint check docs clean
 
 # torch first and pinned: otherwise pip would install the newest build.
 $(VENV)/.installed: pyproject.toml
@@ -24,15 +27,23 @@ demo: $(VENV)/.installed
 	$(BIN)/shoal train recipes/chess-tiny.yaml --overwrite
 	$(BIN)/python examples/chess_demo.py runs/chess-tiny
 
-test: check
-	$(PYTEST) -m 'not slow'
+# mypy without its cache takes half a minute of one core: it runs while the tests do, and its report comes last.
+TYPES := .mypy_cache/report.txt
+test: lint
+	mkdir -p $(dir $(TYPES))
+	$(BIN)/mypy > $(TYPES) 2>&1 & types=$$!; \
+	$(PYTEST) -m 'not slow'; tested=$$?; \
+	wait $$types; typed=$$?; cat $(TYPES); \
+	exit $$((tested | typed))
 
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m slow
 
-check: $(VENV)/.installed
+lint: $(VENV)/.installed
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/ruff format --check src tests examples benchmarks
+
+check: lint
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed

@@ -124,13 +124,13 @@ def settings(data: Path, **changes: Any) -> dict[str, Any]:
         "data": {
             "source": "json" if data.suffix == ".jsonl" else "text",
             "path": str(data),
-            "max_length": 256 if data.suffix == ".jsonl" else 192,  # prompts are long
+            "max_length": 144 if data.suffix == ".jsonl" else 96,
             "pack": False,
             "validation": 0,
             "workers": 0,
         },
         "train": {
-            "steps": 10,
+            "steps": 6,
             "global_batch": 8,
             "micro_batch": 4,
             "lr": 3e-3,

@@ -43,7 +43,7 @@ def test_bench_rank_runs_one_rank_and_counts_its_own_tokens(folder):
     assert found["world_size"] == found["chosen"]["mesh"]["dp_shard"] == 8
     assert (found["traced"], found["difference"]) == (False, {}), "there is no forecast for a CPU"
     # The tokens of this rank only, which has an eighth of the sequences.
-    assert found["tokens_per_second"] * found["step_seconds"] < 4 * 256
+    assert found["tokens_per_second"] * found["step_seconds"] < 4 * 144
 
 
 @pytest.mark.slow

@@ -47,10 +47,10 @@ def test_the_terms_of_a_moment_add_up_to_its_bytes(sharded):
 @pytest.mark.parametrize(("kind", "block_bytes"), [("lora", 2.0), ("qlora", 0.5 + 4 / 64)])
 def test_a_frozen_base_has_its_bytes_and_nothing_else(kind, block_bytes):
     """No master weights, compute copies, gradients or optimizer state: those are the adapter's."""
-    _, traced = trace_run(8, WIDE, FSDP, f"adapter.kind={kind}", "adapter.rank=8")
+    _, traced = trace_run(8, WIDE.replace("layers: 3", "layers: 1"), FSDP, f"adapter.kind={kind}", "adapter.rank=8")
     terms = traced.moments[STEP].terms
     inputs_and_outputs = 4 * 1024 + 2 * (1024 + 256) + 3 * (1024 + 4096)
-    adapter, embedding = 3 * 8 * inputs_and_outputs, 16000 * 1024
+    adapter, embedding = 8 * inputs_and_outputs, 16000 * 1024
     base = (traced.parameters - embedding) * block_bytes + embedding * 2
     assert relative_error(terms["weights"], (base + 4 * adapter) / 8) < 0.01
     assert relative_error(terms["gradients"], 4 * adapter / 8) < 0.01
@@ -102,11 +102,11 @@ def test_every_strategy_and_precision_is_forecast_correctly(ranks, shape, overri
 
 
 def test_full_activation_checkpointing_keeps_only_the_inputs_of_blocks():
-    deep = SMALL.replace("layers: 4", "layers: 6")  # so that other saved tensors do not matter
-    choice, traced = trace_run(8, deep, FSDP, "train.recompute=full")
+    choice, traced = trace_run(8, SMALL.replace("layers: 4", "layers: 3"), FSDP, "train.recompute=full")
     run = choice.run
-    inputs = run.shape.layers * run.tokens * run.shape.hidden * 4
-    assert relative_error(traced.moments[LOSS].terms["activations"], inputs) < 0.05
+    each = run.tokens * run.shape.hidden * 4
+    # Less than a third of an input more: the other saved tensors.
+    assert 3 * each <= traced.moments[LOSS].terms["activations"] < (3 + 0.3) * each
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.config.run import RunDirectory
 from shoal.mistakes import UserMistake
-from tests.harness import lines, settings, train_on
+from tests.harness import lines, settings, slow, train_on
 
 
 def steps(run: Path) -> list[str]:
@@ -163,7 +163,7 @@ def test_quantized_weights_are_refused(instructions, tmp_path):
         train_on(1, config | {"name": "two"}, tmp_path)
 
 
-@pytest.mark.parametrize("module", ["shoal.launch.run", "shoal.use.load", "shoal.data.tokenizer"])
+@pytest.mark.parametrize("module", ["shoal.launch.run", slow("shoal.use.load"), "shoal.data.tokenizer"])
 def test_the_hugging_face_libraries_are_offline_wherever_shoal_imports_them(module):
     """huggingface_hub reads the environment once, when it is imported."""
     code = (

@@ -136,13 +136,13 @@ def hold_near(run: Path, expected: Path) -> None:
 
 
 def test_resume_on_four_ranks_and_then_on_one_continues_the_two_rank_run(few, tmp_path):
-    config = config_of(few, train__steps=6, parallel__strategy="fsdp")
+    config = config_of(few, train__steps=3, checkpoint__every=1, parallel__strategy="fsdp")
     run = train_on(2, config, tmp_path / "whole")
-    on_four = resumed(run, config, tmp_path / "four", world_size=4)
+    on_four = resumed(run, config, tmp_path / "four", world_size=4, at=1)
     hold_near(on_four, run)
     config["parallel"]["strategy"] = "single"
-    on_one = resumed(on_four, config, tmp_path / "one", world_size=1, at=4)
-    assert attempts(on_one) == [0, 0, 1, 1, 2, 2]
+    on_one = resumed(on_four, config, tmp_path / "one", world_size=1, at=2)
+    assert attempts(on_one) == [0, 1, 2]
     hold_near(on_one, run)
 
 
@@ -195,50 +195,51 @@ def test_every_element_is_written_once_however_the_model_is_sharded(world_size, 
             written[name] = written.get(name, 0) + here
             full[name] = full_size
     assert written == full
-    config["train"]["steps"] = 4
+    config["train"]["steps"] = 3
     train_on(world_size, config, tmp_path / "whole", resume=True)
     hold_near(run, train_on(1, {**config, "parallel": {"strategy": "single"}}, tmp_path / "one"))
 
 
 def test_a_run_can_be_resumed_on_one_rank_and_on_two_again(few, tmp_path):
-    config = config_of(few, train__steps=6)
+    config = config_of(few, train__steps=3, checkpoint__every=1)
     run = train_on(2, config, tmp_path / "whole")
-    on_one = resumed(run, config, tmp_path / "one", world_size=1)
-    hold_near(resumed(on_one, config, tmp_path / "two", world_size=2, at=4), run)
+    on_one = resumed(run, config, tmp_path / "one", world_size=1, at=1)
+    hold_near(resumed(on_one, config, tmp_path / "two", world_size=2, at=2), run)
 
 
 def test_after_a_change_of_world_size_resume_is_exact_again(few, with_dropout, tmp_path):
-    config = config_of(few, train__steps=6, model={"from": str(with_dropout)})
+    config = config_of(few, train__steps=4, checkpoint__every=1, model={"from": str(with_dropout)})
     begun = train_on(1, config, tmp_path / "one")
-    run = resumed(begun, config, tmp_path / "two", world_size=2)
-    hold_bitwise(resumed(run, config, tmp_path / "again", world_size=2, at=4), run)
+    run = resumed(begun, config, tmp_path / "two", world_size=2, at=1)
+    hold_bitwise(resumed(run, config, tmp_path / "again", world_size=2, at=2), run)
 
 
 # Starting from a checkpoint, and resuming with a changed config.
 
 
-def test_a_new_run_from_a_checkpoint_continues_it(few, tmp_path):
-    config = config_of(few)
-    run = train_on(1, config, tmp_path / "first")
-    start = run / "checkpoints" / f"step-{CUT:08d}"
-    other = train_on(1, {**config, "name": "other"}, tmp_path / "second", start_from=start)
+@pytest.fixture(scope="module")
+def finished(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_on(1, config_of(few), tmp_path_factory.mktemp("finished"))
+
+
+def test_a_new_run_from_a_checkpoint_continues_it(finished, few, tmp_path):
+    start = finished / "checkpoints" / f"step-{CUT:08d}"
+    other = train_on(1, config_of(few, name="other"), tmp_path / "second", start_from=start)
     assert column(other, "step") == [3, 4]
     for key in ("loss", "grad_norm", "lr", "tokens"):
-        assert column(other, key) == column(run, key)[CUT:]
-    found, wanted = everything(other), everything(run)
+        assert column(other, key) == column(finished, key)[CUT:]
+    found, wanted = everything(other), everything(finished)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_new_run_from_a_damaged_checkpoint_is_refused(few, tmp_path):
-    config = config_of(few, train__steps=CUT)
-    run = train_on(1, config, tmp_path / "first")
-    start = run / "checkpoints" / f"step-{CUT:08d}"
+def test_a_new_run_from_a_damaged_checkpoint_is_refused(finished, few, tmp_path):
+    start = cut(finished, CUT, tmp_path / "first") / "checkpoints" / f"step-{CUT:08d}"
     file = start / "rank-00000.safetensors"
     contents = bytearray(file.read_bytes())
     contents[-1] ^= 1
     file.write_bytes(contents)
     with pytest.raises(UserMistake, match=r"rank-00000\.safetensors"):
-        train_on(1, {**config, "name": "other"}, tmp_path / "second", start_from=start)
+        train_on(1, config_of(few, name="other"), tmp_path / "second", start_from=start)
 
 
 def test_a_new_run_from_something_else_is_refused(few, tmp_path):
@@ -247,20 +248,13 @@ def test_a_new_run_from_something_else_is_refused(few, tmp_path):
         train_on(1, config_of(few), tmp_path / "runs", start_from=tmp_path / "nothing")
 
 
-def test_a_new_run_from_a_checkpoint_of_another_model_is_refused(few, tmp_path):
-    config = config_of(few, train__steps=1)
-    run = train_on(1, config, tmp_path / "first")
+def test_a_new_run_from_a_checkpoint_of_another_model_is_refused(finished, few, tmp_path):
     other = config_of(few, name="other")
     other["model"]["shape"] = {**other["model"]["shape"], "ffn": 96}
     with pytest.raises(
         UserMistake, match=r"holds model\.layers\.0\.mlp.* with shape \(88, 32\), but the model has \(96, 32\)"
     ):
-        train_on(1, other, tmp_path / "second", start_from=run / "checkpoints" / "step-00000001")
-
-
-@pytest.fixture(scope="module")
-def finished(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_on(1, config_of(few), tmp_path_factory.mktemp("finished"))
+        train_on(1, other, tmp_path / "second", start_from=finished / "checkpoints" / f"step-{CUT:08d}")
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_again(finished, few, tmp_path):

@@ -38,17 +38,20 @@ def test_no_key_of_ours_is_listed_as_another_tools() -> None:
     assert not {key for key, _ in every_key()} & FOREIGN_KEYS.keys()
 
 
-@pytest.mark.parametrize("name", FOREIGN_KEYS)
-def test_every_name_is_answered_with_one_sentence_at_the_top_and_in_a_block(name: str) -> None:
-    *block, key = name.split(".")
-    ours = FOREIGN_KEYS[name]
-    for above in [*block] or ["", "train", "data", "parallel", "training"]:
-        mapping = {above: {key: 1}} if above else {key: 1}
-        if (dotted := f"{above}.{key}") in {known for known, _ in every_key()}:
-            continue
-        with pytest.raises(UserMistake) as caught:
-            config_from_mapping({"model": {"shape": "gpt2"}, **mapping})
-        assert str(caught.value) == f"{dotted.lstrip('.')} is not a key shoal knows: {ours.key} {ours.says}."
+def test_every_name_is_answered_with_one_sentence_at_the_top_and_in_a_block() -> None:
+    known = {key for key, _ in every_key()}
+    wrong = []
+    for name, ours in FOREIGN_KEYS.items():
+        *block, key = name.split(".")
+        for above in [*block] or ["", "train", "data", "parallel", "training"]:
+            dotted = f"{above}.{key}"
+            if dotted in known:
+                continue
+            with pytest.raises(UserMistake) as caught:
+                config_from_mapping({"model": {"shape": "gpt2"}, **({above: {key: 1}} if above else {key: 1})})
+            if str(caught.value) != f"{dotted.lstrip('.')} is not a key shoal knows: {ours.key} {ours.says}.":
+                wrong.append(str(caught.value))
+    assert wrong == []
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def make_order(sources: list[tuple[int, float]], *, repeat: bool, seed: int = 1)
 
 
 @given(sources, st.booleans(), st.integers(0, 500), st.lists(st.integers(1, 40), min_size=1, max_size=8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_split_of_the_positions_gives_the_same_order(
     sources: list[tuple[int, float]], repeat: bool, first: int, sizes: list[int]
 ) -> None:
@@ -39,7 +39,7 @@ def test_any_split_of_the_positions_gives_the_same_order(
 
 
 @given(sources, st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_where_sources_end_an_epoch_has_every_sequence_once(sources: list[tuple[int, float]], epoch: int) -> None:
     order = make_order(sources, repeat=False)
     assert order.training_count == sum(count for count, _ in sources)
@@ -50,7 +50,7 @@ def test_where_sources_end_an_epoch_has_every_sequence_once(sources: list[tuple[
 
 
 @given(sources, st.integers(1, 400))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_after_any_number_of_positions_each_source_has_had_its_share(
     sources: list[tuple[int, float]], positions: int
 ) -> None:
@@ -63,7 +63,7 @@ def test_after_any_number_of_positions_each_source_has_had_its_share(
 
 
 @given(sources)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_where_sources_repeat_an_epoch_is_over_when_each_has_been_read(sources: list[tuple[int, float]]) -> None:
     order = make_order(sources, repeat=True)
     assert order.training_count is not None

@@ -44,11 +44,11 @@ def test_permute_mixes() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_small_sizes_see_all_their_permutations(size: int) -> None:
-    seen = {tuple(permute(np.arange(size), size, key).tolist()) for key in range(1000)}
+    seen = {tuple(permute(np.arange(size), size, key).tolist()) for key in range(400)}
     expected = {2: 2, 3: 6, 4: 24, 5: 120}[size]
     assert len(seen) >= expected * 0.5
-    firsts = np.bincount([permute(np.array([0]), size, key)[0] for key in range(1000)], minlength=size)
-    assert firsts.min() > 1000 / size * 0.7
+    firsts = np.bincount([permute(np.array([0]), size, key)[0] for key in range(400)], minlength=size)
+    assert firsts.min() > 400 / size * 0.7
 
 
 def test_each_epoch_is_another_permutation_of_the_training_sequences() -> None:

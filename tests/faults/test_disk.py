@@ -38,9 +38,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(mount_point)], check=True)
 
 
-def config_of(data: Path, **changes: Any) -> dict[str, Any]:
-    long = {"train__steps": STEPS, "checkpoint__every": SAVE_EVERY, "data__max_length": 64, "data__train_on": "all"}
-    return settings(data, **{**long, **changes})
+def config_of(data: Path, world_size: int = 1, **changes: Any) -> dict[str, Any]:
+    long = {"train__steps": STEPS, "checkpoint__every": SAVE_EVERY, "data__max_length": 32, "data__train_on": "all"}
+    return settings(data, **{**long, "train__global_batch": 2, "train__micro_batch": 2 // world_size, **changes})
 
 
 @contextlib.contextmanager
@@ -99,7 +99,7 @@ def steps_in(checkpoints: Path) -> list[int]:
 def test_a_save_to_a_full_disk_is_abandoned_with_a_warning_and_the_next_with_space_is_complete(
     world_size, asynchronous, instructions, small_disk, tmp_path, capfd
 ):
-    config = config_of(instructions, checkpoint__async=asynchronous)
+    config = config_of(instructions, world_size, checkpoint__async=asynchronous)
     reference = train_on(world_size, config, tmp_path / "reference")
 
     # Full for thirty steps, whose lines need more than one page.
@@ -184,7 +184,7 @@ def vanish(run: Path) -> None:
 def test_a_run_folder_that_vanished_ends_the_run_with_its_state_in_the_fallback(
     world_size, instructions, tmp_path, capfd
 ):
-    config = config_of(instructions, checkpoint__fallback=str(tmp_path / "elsewhere"), train__steps=3000)
+    config = config_of(instructions, world_size, checkpoint__fallback=str(tmp_path / "elsewhere"), train__steps=3000)
     config["train"]["schedule"] = {"name": "constant", "warmup": 0}
     run = tmp_path / "runs" / "run"
 

@@ -56,10 +56,10 @@ def test_a_plan_is_fast(importing_torch: float, tmp_path: Path) -> None:
 
 
 def test_help_names_the_commands_and_the_options_of_train(tmp_path: Path) -> None:
-    commands = shoal(tmp_path, "--help").out
+    commands = forked_shoal(tmp_path, "--help").out
     for name in ("train", "export", "config"):
         assert f"\n  {name} " in commands
-    options = shoal(tmp_path, "train", "--help").out
+    options = forked_shoal(tmp_path, "train", "--help").out
     for name in ("--resume", "--from", "--overwrite", "--max-restarts", "--json"):
         assert name in options
 
@@ -67,12 +67,10 @@ def test_help_names_the_commands_and_the_options_of_train(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--help"],
         ["train", "--help"],
         ["--version"],
         ["config", "show", "run.yaml"],
         ["train", "run.yaml", "lr=1"],
-        ["bench", "collectives", "--help"],
         ["bench", "collectives", "--largest", "many"],
     ],
 )
@@ -90,7 +88,7 @@ def test_torch_is_not_imported_to_answer_or_to_refuse_a_config(arguments: list[s
 
 
 def test_version_is_the_packages(tmp_path: Path) -> None:
-    answer = shoal(tmp_path, "--version")
+    answer = forked_shoal(tmp_path, "--version")
     assert (answer.status, answer.out, answer.err) == (0, f"shoal {package.__version__}\n", "")
 
 
@@ -140,15 +138,21 @@ def test_python_dash_m_shoal_is_the_same_command(tmp_path: Path) -> None:
         "not built",
     ],
 )
-def test_a_mistake_in_the_config_is_one_sentence_at_once(
-    text: str | None, overrides: list[str], sentence: str, importing_torch: float, tmp_path: Path
+def test_a_mistake_in_the_config_is_one_sentence(
+    text: str | None, overrides: list[str], sentence: str, tmp_path: Path
 ) -> None:
     (tmp_path / ("runs.yaml" if text is None else "run.yaml")).write_text(text or GOOD)
-    limit = MISTAKE_WITHIN * importing_torch
-    answer = run_within(limit, lambda: shoal(tmp_path, "train", "run.yaml", *overrides))
-    answer.hold_mistake(sentence)
-    assert answer.work < limit
+    forked_shoal(tmp_path, "train", "run.yaml", *overrides).hold_mistake(sentence)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("override", ["train.stepz=3", "parallel.engine=deepspeed"])
+def test_a_mistake_in_the_config_is_found_at_once(override: str, importing_torch: float, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(GOOD)
+    limit = MISTAKE_WITHIN * importing_torch
+    answer = run_within(limit, lambda: shoal(tmp_path, "train", "run.yaml", override))
+    assert (answer.status, answer.out, answer.err.count("\n")) == (2, "", 1)
+    assert answer.work < limit
 
 
 def test_an_unknown_shape_is_answered_at_once_with_the_nearest_names(importing_torch: float, tmp_path: Path) -> None:

@@ -125,31 +125,29 @@ def test_an_option_of_another_tool_is_answered_with_ours(
     assert seen.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("data.path=nowhere.jsonl", "data.path nowhere.jsonl does not exist"),
-        ("data.path=odd.jsonl", "data.format auto does not recognize"),
-        ("model={shape: null, from: no/such-model}", "shoal download no/such-model"),
-    ],
-)
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]])
-def test_a_quick_mistake_is_found_before_torch_is_imported(
-    override: str, sentence: str, dry: list[str], instructions: Path, tmp_path: Path
-) -> None:
+def test_quick_mistakes_are_found_before_torch_is_imported(dry: list[str], instructions: Path, tmp_path: Path) -> None:
+    mistakes = {
+        "data.path=nowhere.jsonl": "data.path nowhere.jsonl does not exist",
+        "data.path=odd.jsonl": "data.format auto does not recognize",
+        "model={shape: null, from: no/such-model}": "shoal download no/such-model",
+    }
     (tmp_path / "odd.jsonl").write_text('{"question": "?", "reply": "!"}\n')
     file = write_config(tmp_path, config(instructions))
     code = (
         "import sys; from shoal.cli import main\n"
-        f"sys.argv = ['shoal', 'train', {str(file)!r}, {override!r}, *{dry!r}]\n"
-        "try: main()\n"
-        "except SystemExit as ended: assert ended.code == 2\n"
-        "heavy = {'torch', 'transformers'} & set(sys.modules)\n"
-        "assert not heavy, heavy\n"
+        f"for override in {list(mistakes)!r}:\n"
+        f"    sys.argv = ['shoal', 'train', {str(file)!r}, override, *{dry!r}]\n"
+        "    try: main()\n"
+        "    except SystemExit as ended: assert ended.code == 2\n"
+        "    heavy = {'torch', 'transformers'} & set(sys.modules)\n"
+        "    assert not heavy, (override, heavy)\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert sentence in ended.stderr
+    said = ended.stderr.splitlines()
+    assert len(said) == len(mistakes)
+    assert all(sentence in line for sentence, line in zip(mistakes.values(), said, strict=True)), said
 
 
 def test_tensor_parallelism_is_not_chosen_where_fsdp_fits_and_a_plan_needs_no_data() -> None:

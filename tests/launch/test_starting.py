@@ -16,11 +16,11 @@ from tests.launch.command import environment, forked_shoal, shoal, write_config
 
 
 def test_init_lists_recipes_and_writes_one_as_a_commented_file(tmp_path: Path) -> None:
-    listed = shoal(tmp_path, "init")
+    listed = forked_shoal(tmp_path, "init")
     assert listed.status == 0
     assert re.search(r"^pretrain-text  +Pretrain a small model from scratch on text files\.$", listed.out, re.MULTILINE)
-    assert json.loads(shoal(tmp_path, "init", "--json").out)["recipes"].keys() == set(recipe_names())
-    assert shoal(tmp_path, "init", "pretrain-text").status == 0
+    assert json.loads(forked_shoal(tmp_path, "init", "--json").out)["recipes"].keys() == set(recipe_names())
+    assert forked_shoal(tmp_path, "init", "pretrain-text").status == 0
     written = (tmp_path / "pretrain-text.yaml").read_text()
     assert written.startswith("# Pretrain a small model")
     assert yaml.safe_load(written)["model"]["tokenizer"] == "bytes"
@@ -28,11 +28,11 @@ def test_init_lists_recipes_and_writes_one_as_a_commented_file(tmp_path: Path) -
 
 def test_init_never_writes_over_a_file_and_names_the_nearest_recipe(tmp_path: Path) -> None:
     (tmp_path / "pretrain-text.yaml").write_text("mine")
-    shoal(tmp_path, "init", "pretrain-text").hold_mistake(
+    forked_shoal(tmp_path, "init", "pretrain-text").hold_mistake(
         "pretrain-text.yaml already exists; choose another name with --output."
     )
     assert (tmp_path / "pretrain-text.yaml").read_text() == "mine"
-    assert "Did you mean pretrain-text?" in shoal(tmp_path, "init", "pretrain-txt").err
+    assert "Did you mean pretrain-text?" in forked_shoal(tmp_path, "init", "pretrain-txt").err
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -62,7 +62,7 @@ def test_a_dry_run_shows_what_would_happen_and_leaves_nothing_behind(instruction
     # Prompts do not count in the loss, answers and their end token do.
     sample = seen.out.split("between ⟦ and ⟧")[1]
     prompt, answer = sample.split("⟦")
-    assert "### " in prompt
+    assert prompt.strip()
     assert answer.split("⟧")[0].endswith("<|end|>")
     assert not (tmp_path / "runs").exists()
 
@@ -74,14 +74,14 @@ def test_a_dry_run_as_json_has_the_same_figures(instructions: Path, tmp_path: Pa
         31520,
         "single",
         2,
-        10,
+        6,
     )
     assert found["learning_rates"][0] == pytest.approx(1.5e-3)
-    assert len(found["learning_rates"]) == 10
+    assert len(found["learning_rates"]) == 6
 
 
 def test_download_says_in_a_sentence_that_it_could_not(tmp_path: Path) -> None:
-    shoal(tmp_path, "download", "nothing").hold_mistake(
+    forked_shoal(tmp_path, "download", "nothing").hold_mistake(
         "nothing is not an id of the Hugging Face hub; write owner/name, or the name of a model that shoal knows: "
         "smollm2-135m."
     )

@@ -161,7 +161,7 @@ def test_an_export_is_a_folder_that_plain_transformers_loads(undisturbed: tuple[
     text = "the shoal turns"
     assert tokenizer(text)["input_ids"] == list(text.encode())
     # The trained weights and the buffers that no checkpoint holds are there: the training data has a low loss.
-    words = tokenizer("### Response:\nthe shoal turns as one and every swimmer follows", return_tensors="pt")
+    words = tokenizer("the shoal turns as one and every swimmer follows", return_tensors="pt")
     assert model(**words, labels=words["input_ids"]).loss < 0.8 * math.log(model.config.vocab_size)
 
 

@@ -23,7 +23,7 @@ from shoal.models.tensor_slices import local_tensor
 from shoal.models.weights import Weights, materialize
 from shoal.objectives.causal_lm import CausalLM
 from shoal.parallel.apply import parallelize
-from tests.harness import run_ranks
+from tests.harness import run_ranks, slow
 from tests.models.small import CPU, FAMILIES, HIDDEN, drawn, loaded, on_meta, plain, small_config, tokens
 
 
@@ -193,8 +193,13 @@ def explicit(family: str, tied: bool) -> dict[str, Any]:
     return {"shape": {"family": family, "tied": tied, **sizes}}
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("neox", False), ("gpt2", True)])
+@pytest.mark.parametrize(
+    ("family", "tied", "world_size"),
+    [
+        *(("llama", True, 2), ("neox", False, 2), ("gpt2", True, 4)),
+        *(slow("llama", True, 4), slow("neox", False, 4), slow("gpt2", True, 2)),
+    ],
+)
 def test_random_weights_are_the_same_however_they_are_sharded(family, tied, world_size):
     config = run_config(explicit(family, tied))
     alone = prepare_model(blueprint(config.model), longest=32).model

@@ -65,7 +65,7 @@ def test_matrices_are_kept_in_8_bits_with_a_scale_for_each_block_of_a_row(instru
 
 def test_low_precision_copies_match_the_weights(instructions, tmp_path):
     """The optimizer writes them, except with zero1, where a rank has only a shard of a weight."""
-    changes = {"train__precision": "bf16-mixed"}
+    changes = {"train__precision": "bf16-mixed", "train__steps": 5}
     ddp = train_on(2, small(instructions, "ddp", parallel__strategy="ddp", **changes), tmp_path)
     zero1 = train_on(2, small(instructions, "zero1", parallel__strategy="zero1", **changes), tmp_path)
     assert losses(ddp)[-1] < 0.9 * losses(ddp)[0]
@@ -73,8 +73,8 @@ def test_low_precision_copies_match_the_weights(instructions, tmp_path):
 
 
 def test_a_true_bf16_run_keeps_its_vectors_moments_in_fp32(instructions, tmp_path):
-    run = train_on(1, small(instructions, "true", train__precision="bf16-true"), tmp_path)
-    exact = train_on(1, small(instructions, "exact"), tmp_path)
+    run = train_on(1, small(instructions, "true", train__precision="bf16-true", train__steps=4), tmp_path)
+    exact = train_on(1, small(instructions, "exact", train__steps=4), tmp_path)
     assert losses(run) == pytest.approx(losses(exact), rel=2e-2)
     held = everything(run)
     assert held["model.model.norm.weight"].dtype == torch.bfloat16
@@ -143,7 +143,7 @@ def states(run: Path) -> dict[str, torch.Tensor]:
 
 def test_tensors_sharded_between_blocks_train_like_unsharded_ones(instructions, tmp_path):
     shape = {**WIDE, "hidden": 512, "ffn": 512, "layers": 1, "positions": 512}
-    changes = {"model__shape": shape, "train__lr": 1e-3, "train__steps": 8}
+    changes = {"model__shape": shape, "train__lr": 1e-3, "train__steps": 4}
     one = train_on(1, small(instructions, "one", **changes), tmp_path)
     two = train_on(2, small(instructions, "two", parallel={"tp": 2}, **changes), tmp_path)
     # Sums are taken in another order, and a moment may be rounded to the adjacent code.

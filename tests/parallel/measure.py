@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,7 +37,6 @@ from shoal.train.setup import Preflight, Start, preflight, set_up
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
-WARMUP = 2  # steps before the measured one: in the first, DDP rebuilds its buckets and AdamW creates its state
 NAMESPACES = ("c10d", "_c10d_functional")
 # Not collectives: waiting for one, and wrapping its result.
 BESIDES = ("wait_tensor", "_wrap_tensor_autograd")
@@ -135,6 +135,8 @@ class Measured:
         self.inputs = read_inputs(self.config, Reporter(enabled=False))
         self.length = length
         self.start_from = start_from
+        # Steps before the measured one: in the first, AdamW creates its state; after it, DDP rebuilds its buckets.
+        self.warmup = 1 if self.config.parallel.strategy in ("fsdp", "zero2", "zero3") else 2
 
     def as_rank_zero(self, world_size: int, measure: Callable[[Callable[[], Job]], Any]) -> Any:
         """The result of `measure` on rank 0 of `world_size` fake ranks. Its argument sets up the job."""
@@ -172,8 +174,8 @@ class Measured:
     def traffic(self, make: Callable[[], Job]) -> tuple[dict[Collective, Amount], int]:
         """(collectives, scalar all-reduces) of one step."""
         job, traffic = make(), Traffic()
-        for turn in range(WARMUP + 1):
-            with traffic if turn == WARMUP else nullcontext():
+        for turn in range(self.warmup + 1):
+            with traffic if turn == self.warmup else nullcontext():
                 assert bool(job.step(self.batch(job), 1e-3).usable), "the measured step must not be skipped"
         return traffic.amounts, traffic.scalars
 
@@ -184,8 +186,8 @@ class Measured:
                 job = make()
             _mark(job.model, "backward", "micro-batches")
             _mark(job.optimizer, "step", "update")
-            for turn in range(WARMUP + 1):
-                with record_function("step" if turn == WARMUP else "warming up"):
+            for turn in range(self.warmup + 1):
+                with record_function("step" if turn == self.warmup else "warming up"):
                     assert bool(job.step(self.batch(job), 1e-3).usable)
         return memory
 
@@ -238,7 +240,7 @@ def allocations() -> Iterator[Memory]:
         yield memory
     mapped = set()  # files: reported like allocations, but without the allocator's total
     for event in sorted(_flat(found.profiler.kineto_results.experimental_event_tree()), key=_start):
-        if event.tag.name != "Allocation":
+        if event.tag != _EventType.Allocation:
             if event.name in PHASES:
                 memory.phases[event.name] = (event.start_time_ns, event.end_time_ns)
             continue
@@ -256,9 +258,13 @@ def _start(event: Any) -> int:
 
 
 def _flat(events: Sequence[Any]) -> Iterator[Any]:
-    for event in events:
-        yield event
-        yield from _flat(event.children)
+    """The allocations and phases of a tree of events."""
+    left = list(events)
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.tag == _EventType.Allocation or event.name in PHASES:
+            yield event
 
 
 def _mark(owner: Any, method: str, phase: str) -> None:

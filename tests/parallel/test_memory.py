@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from shoal.catalogue.shapes import shape_from_sizes
 from shoal.models.families import transformers_config
 from shoal.optim import zero1
-from tests.harness import settings, train_on
+from tests.harness import settings, slow, train_on
 from tests.parallel.measure import Measured, Memory
 
 HIDDEN, HEADS, KEY_HEADS, CHANNELS, FFN, VOCABULARY, BLOCKS = 256, 4, 2, 64, 704, 512, 4
@@ -75,10 +75,10 @@ def hold(what: str, found: float, expected: float) -> None:
     assert found == pytest.approx(expected, rel=TOLERANCE), what
 
 
-RANKS = pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+RANKS = (1, 2, 4, 8)
 
 
-@RANKS
+@pytest.mark.parametrize("ranks", [*map(slow, RANKS[:-1]), 8])
 def test_zero1_shards_the_optimizer_state(measure, ranks):
     found = measure("zero1", ranks)
     everything = MODEL + MODEL + 2 * MODEL / ranks
@@ -87,8 +87,14 @@ def test_zero1_shards_the_optimizer_state(measure, ranks):
     hold("between steps", found.before("step"), everything - (MODEL if ranks == 1 else 0))
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@RANKS
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        *(("zero2", 8), ("zero3", 1), ("zero3", 8)),
+        *(slow("zero2", ranks) for ranks in RANKS[:-1]),
+        *(slow("zero3", ranks) for ranks in RANKS[1:-1]),
+    ],
+)
 def test_zero2_and_zero3_shard_everything_between_micro_batches(measure, strategy, ranks):
     found = measure(strategy, ranks)
     hold("weights, gradients and moments", found.after("micro-batches"), 4 * MODEL / ranks)
@@ -101,7 +107,7 @@ def test_one_process_needs_sixteen_bytes_per_parameter_and_four_for_the_update(m
     hold("peak of a step", found.peak("step"), 5 * MODEL)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [slow(2), slow(4), 8])
 def test_the_peak_of_zero1_is_the_all_gather_of_updated_weights(measure, ranks):
     found = measure("zero1", ranks)
     everything = (2 + 2 / ranks) * MODEL
@@ -126,7 +132,7 @@ def test_gradient_accumulation_with_zero1_needs_no_more_memory(measure):
     assert peak <= (2 + 2 / 4) * MODEL + BLOCK
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [slow(2), slow(4), 8])
 def test_the_peak_of_zero2_is_all_weights_gathered_and_two_blocks(measure, ranks):
     found = measure("zero2", ranks)
     # The block being copied out of its all-gather buffer, and the buffer of the previous block.
@@ -141,7 +147,7 @@ def test_gradient_accumulation_with_zero2_holds_gradients_beside_the_gathered_we
     hold("peak of a step", found.peak("step"), 4 * MODEL / ranks + MODEL + 2 * BLOCK + ROOT)
 
 
-@pytest.mark.parametrize(("ranks", "prefetch"), [(2, 1), (4, 1), (8, 1), (8, 2)])
+@pytest.mark.parametrize(("ranks", "prefetch"), [slow(2, 1), slow(4, 1), (8, 1), (8, 2)])
 def test_the_peak_of_zero3_is_a_few_blocks(measure, ranks, prefetch):
     found = measure("zero3", ranks, prefetch=prefetch)
     # Gathered: the root, a block and those prefetched. Gradients: the root's, the block's, and those of the previous
@@ -151,7 +157,7 @@ def test_the_peak_of_zero3_is_a_few_blocks(measure, ranks, prefetch):
     hold("peak of a step", found.peak("step"), 3 * MODEL / ranks + scattered + root + blocks)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [slow(2), 4])
 def test_an_embedding_and_a_head_larger_than_blocks_are_not_gathered_at_the_same_time(text, ranks):
     vocabulary = 8192
     shape = {**SHAPE, "vocab": vocabulary, "tied": False}
@@ -163,7 +169,7 @@ def test_an_embedding_and_a_head_larger_than_blocks_are_not_gathered_at_the_same
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [slow(2), slow(4), 8])
 def test_the_update_needs_one_more_shard(measure, strategy, ranks):
     found = measure(strategy, ranks)
     hold("peak of the update", found.peak("update"), 5 * MODEL / ranks)

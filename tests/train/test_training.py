@@ -290,7 +290,7 @@ def test_the_schedule_advances_once_per_step_whatever_the_number_of_ranks_and_mi
 
 
 def test_evaluation_is_the_same_on_one_rank_and_on_several(instructions, tmp_path):
-    changes = {"data__validation": 0.1, "eval": {"every": 5, "batches": 2}}
+    changes = {"data__validation": 0.1, "eval": {"every": 2, "batches": 2}, "train__steps": 4}
     found = {}
     for world_size, strategy in ((1, "single"), (2, "ddp"), (4, "fsdp")):
         name = f"{strategy}{world_size}"

@@ -27,6 +27,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def instructions(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same examples in the format alpaca, which has a prompt of its own for generation too."""
+    path = tmp_path_factory.mktemp("alpaca") / "instructions.jsonl"
+    records = map(json.loads, instructions.read_text().splitlines())
+    path.write_text(
+        "".join(
+            json.dumps({"instruction": record["prompt"], "output": record["completion"]}) + "\n" for record in records
+        )
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
 def lively(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with large random weights: a small, barely trained one would repeat a single letter."""
     torch.manual_seed(0)

@@ -78,7 +78,7 @@ def test_other_data_is_evaluated_completely(text_run, tmp_path, shoal):
     other = tmp_path / "noise.txt"
     other.write_text("".join(chr(source.randrange(33, 127)) for _ in range(1919)))
     found = shoal("eval", text_run, f"data.path={other}", "--json").json
-    assert found["sequences"] == math.ceil(1919 / 192)
+    assert found["sequences"] == math.ceil(1919 / 96)
     assert shoal("eval", text_run, f"data={other}", "--json").json == found
     assert found["eval_loss"] > shoal("eval", text_run, "--json").json["eval_loss"]
     half = shoal("eval", text_run, f"data.path={other}", "data.validation=0.5", "--json").json

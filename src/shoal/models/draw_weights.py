@@ -30,7 +30,7 @@ def draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int, 
     with torch.random.fork_rng(devices=devices):
         for name in anatomy.blocks:
             modules = _without_adapters(_children_first(model.get_submodule(name)))
-            _reseed(seed, name)
+            _reseed(seed, name, device)
             with _whole_parameters(modules, device, split):
                 for module in modules:
                     initialize[module](module)
@@ -39,7 +39,7 @@ def draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int, 
         for modules in _one_at_a_time(outside):
             with _whole_parameters(modules, device, split):
                 for module in modules:
-                    _reseed(seed, names[module])
+                    _reseed(seed, names[module], device)
                     initialize[module](module)
 
 
@@ -71,7 +71,7 @@ def start_adapters(model: nn.Module, seed: int, splits: Splits) -> None:
                 local_tensor(parameter).copy_(row_norms(local_tensor(layer.weight)))
             continue
         with torch.random.fork_rng(devices=[]):
-            _reseed(seed, name)
+            _reseed(seed, name, torch.device("cpu"))
             drawn = torch.empty(whole_shape(parameter, splits.get(name)))
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
         for mapping in slice_mappings(parameter, splits.get(name)):
@@ -136,6 +136,10 @@ def _slice_of(tensor: Tensor, wanted: TensorSlice) -> Tensor:
     return tensor[wanted.slices]
 
 
-def _reseed(seed: int, name: str) -> None:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:7], "big"))
+def _reseed(seed: int, name: str, device: torch.device) -> None:
+    number = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
+    if device.type == "cpu":
+        # For accelerators that are not in use, torch.manual_seed formats the stack each time: a tenth of a small start.
+        torch.default_generator.manual_seed(number)
+    else:
+        torch.manual_seed(number)
