@@ -92,9 +92,6 @@ class _Worker:
     connection: Connection
     sent: deque[int] = field(default_factory=deque)
 
-    def fileno(self) -> int:
-        return self.connection.fileno()
-
     def send(self, number: int, item: object) -> None:
         try:
             self.connection.send(item)
@@ -129,11 +126,11 @@ def _start(work: Callable[[Any], Any], prepare: Callable[[], None], others: list
 def _receive(team: list[_Worker], answers: dict[int, tuple[bool, Any]]) -> None:
     """Take an answer of each worker that has one, at least one in all."""
     # A signal that arrives just before a blocking read would be handled only after it.
-    while not (ready := wait([one for one in team if one.sent], timeout=1.0)):
+    while not (ready := wait([one.connection for one in team if one.sent], timeout=1.0)):
         pass
-    for one in ready:
-        assert isinstance(one, _Worker)
-        answers[one.sent.popleft()] = one.receive()
+    for one in team:
+        if one.connection in ready:
+            answers[one.sent.popleft()] = one.receive()
 
 
 def _result(answer: tuple[bool, Any]) -> Any:
