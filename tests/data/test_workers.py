@@ -210,8 +210,18 @@ def test_a_bounded_number_of_items_is_read_ahead() -> None:
     results: list[str] = []
     for result in workers.map_in_order(str, items(), 3, lambda: None):
         results.append(result)
-        assert taken <= len(results) + 2 * 3
+        assert taken <= len(results) + 4 * 3
     assert results == [str(number) for number in range(100)]
+
+
+def test_a_long_item_does_not_keep_the_other_workers_waiting(tmp_path: Path) -> None:
+    def work(number: int) -> int:
+        if number == 0:
+            _until((tmp_path / "6").exists)
+        (tmp_path / str(number)).touch()
+        return number
+
+    assert list(workers.map_in_order(work, range(20), 2, lambda: None)) == list(range(20))
 
 
 def test_memory_does_not_grow_with_the_data(write: Write, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,10 +59,11 @@ def build_folder(entry: Path, build: Callable[[Path], None], *, durable: bool = 
     try:
         build(folder)
         if durable:
-            contents = {file.name: [file.stat().st_size, checksum(file)] for file in sorted(folder.iterdir())}
+            files = sorted(folder.iterdir())
+            with ThreadPoolExecutor() as pool:
+                contents = dict(zip([file.name for file in files], pool.map(_sync_and_describe, files), strict=True))
             (folder / CONTENTS).write_text(json.dumps(contents, indent=2) + "\n")
-            for file in folder.iterdir():
-                sync(file)
+            sync(folder / CONTENTS)
             sync(folder)
         # A damaged entry may be memory-mapped by a running process, which keeps its files after removal.
         if entry.is_dir():
@@ -73,6 +75,11 @@ def build_folder(entry: Path, build: Callable[[Path], None], *, durable: bool = 
             sync(entry.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync_and_describe(file: Path) -> tuple[int, str]:
+    sync(file)
+    return file.stat().st_size, checksum(file)
 
 
 def is_complete(entry: Path) -> bool:

@@ -26,10 +26,12 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document], *, keep_empty: b
     empty ones are not left out: pairs are counted by their number."""
     begin = None if tokenizer.begin is None or not tokenizer.prepends_begin else np.array([tokenizer.begin], np.int32)
     end = np.array([tokenizer.end], np.int32)
-    encoded = iter(tokenizer.encode_many([text for one in documents if not one.whole for text, _ in one.segments]))
+    joined, counts = tokenizer.encode_joined([text for one in documents if not one.whole for text, _ in one.segments])
+    segments, at = iter(counts), 0
     conversations = [_text(one) for one in documents if one.whole]
     wholes = iter(tokenizer.encode_with_offsets(conversations) if conversations else ())
-    parts: list[np.ndarray] = []
+    parts: list[np.ndarray] = [np.empty(0, np.int32)]
+    runs: list[int] = []  # tokens that are all trained or all not
     trained: list[bool] = []
     firsts: list[int] = []  # where documents begin
     desirable: list[int] = []  # the same of those with the label true
@@ -37,37 +39,39 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document], *, keep_empty: b
     continued: list[bool] = []
     empty = written = 0
     for document in documents:
-        found = (
-            _runs(document, *next(wholes))
-            if document.whole
-            else [(next(encoded), loss) for _, loss in document.segments]
-        )
-        alone = not document.continues and not document.continued
-        if alone and not keep_empty and not any(len(ids) for ids, _ in found):
+        if document.whole:
+            ids, *offsets = next(wholes)
+            found = _runs(document, *offsets)
+        else:
+            found = [(next(segments), loss) for _, loss in document.segments]
+            ids = joined[at : at + sum(count for count, _ in found)]
+            at += len(ids)
+        if not (len(ids) or keep_empty or document.continues or document.continued):
             empty += 1
             continue
         if begin is not None and document.begin and not document.continues:
-            found.insert(0, (begin, False))
+            parts.append(begin)
+            found.insert(0, (1, False))
+        parts.append(ids)
         if document.end and not document.continued:
             # The end token is a loss token if the last segment is. After a conversation it closes an answer.
             trained_end = any(loss for _, loss in document.segments) if document.whole else document.segments[-1][1]
-            found.append((end, trained_end))
-        added = sum(len(ids) for ids, _ in found)
+            parts.append(end)
+            found.append((1, trained_end))
+        added = 0
+        for count, loss in found:
+            runs.append(count)
+            trained.append(loss)
+            added += count
         if added and not document.continues:
             firsts.append(written)
             desirable += [written] if document.desirable else []
-        parts += [ids for ids, _ in found]
-        trained += [loss for _, loss in found]
         lengths.append(added)
         continued.append(document.continued)
         written += added
-    if not parts:
-        return Encoded(
-            np.empty(0, np.int32), np.empty(0, np.uint8), np.array(lengths, np.int64), np.array(continued, bool), empty
-        )
     ids = np.concatenate(parts)
     assert not ids.size or (ids.min() >= 0 and ids.max() < tokenizer.size)
-    flags = np.repeat(np.array(trained, dtype=np.uint8) * np.uint8(LOSS_TOKEN), [len(part) for part in parts])
+    flags = np.repeat(np.array(trained, dtype=np.uint8) * np.uint8(LOSS_TOKEN), runs)
     flags[firsts] = DOCUMENT  # and not a loss token: no input of the document precedes it
     flags[desirable] |= DESIRABLE
     return Encoded(ids, flags, np.array(lengths, dtype=np.int64), np.array(continued, dtype=bool), empty)
@@ -77,16 +81,16 @@ def _text(document: Document) -> str:
     return "".join(text for text, _ in document.segments)
 
 
-def _runs(document: Document, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> list[tuple[np.ndarray, bool]]:
-    """The tokens of a document that is one text, in runs. A token that has any character of a trained segment is
-    trained, as in transformers."""
-    runs: list[tuple[np.ndarray, bool]] = []
+def _runs(document: Document, starts: np.ndarray, ends: np.ndarray) -> list[tuple[int, bool]]:
+    """The tokens of a document that is one text, in runs: how many, and whether they are trained. A token that has any
+    character of a trained segment is trained, as in transformers."""
+    runs: list[tuple[int, bool]] = []
     done = at = 0
     for text, trained in document.segments:
         if trained:
             first = max(int(np.searchsorted(ends, at, side="right")), done)
             last = max(int(np.searchsorted(starts, at + len(text), side="left")), first)
-            runs += [(ids[done:first], False), (ids[first:last], True)]
+            runs += [(first - done, False), (last - first, True)]
             done = last
         at += len(text)
-    return [*runs, (ids[done:], False)]
+    return [*runs, (len(starts) - done, False)]

@@ -4,6 +4,7 @@ import hashlib
 import json
 import threading
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -166,11 +167,14 @@ def load_array(path: Path) -> np.ndarray:
 
 def hash_sequences(folder: Path) -> str:
     """A hash of the sequences in `folder`. It reads all of them: computed once, when they are prepared."""
-    digest = hashlib.sha256()
-    for name in _DETERMINE_SEQUENCES:
-        with (folder / f"{name}.npy").open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    with ThreadPoolExecutor() as pool:
+        digests = pool.map(_hash_file, [folder / f"{name}.npy" for name in _DETERMINE_SEQUENCES])
+        return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _hash_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def write_summary(folder: Path, summary: Summary) -> None:
@@ -189,7 +193,7 @@ class ArrayWriter:
         self._file.write(bytes(self._HEADER))
 
     def append(self, values: np.ndarray) -> None:
-        self._file.write(np.ascontiguousarray(values, dtype=self.dtype).tobytes())
+        self._file.write(np.ascontiguousarray(values, dtype=self.dtype).data)
         self.length += len(values)
 
     def close(self) -> None:

@@ -252,11 +252,13 @@ def _batches(records: Iterator[Record], errors: Errors, place: _Place) -> Iterat
         except UserMistake as mistake:  # reported once the records before it are formatted: they may have mistakes too
             batch.items += [*errors.take(), Mistake(str(mistake), ends=True)]
             break
-        batch.items += errors.take()
+        if errors.unread:
+            batch.items += errors.take()
         if record is None:
             break
         batch.items.append(record)
-        batch.characters += _characters(record.fields)
+        for value in record.fields.values():
+            batch.characters += len(value) if isinstance(value, str) else _characters(value)
         if batch.characters >= _CHARACTERS_AT_ONCE or len(batch.items) >= _RECORDS_AT_ONCE:
             batch.share = place.share(record)
             yield batch

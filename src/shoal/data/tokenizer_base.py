@@ -47,6 +47,11 @@ class Tokenizer(ABC):
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids (int32) of each text, without added special tokens."""
 
+    def encode_joined(self, texts: Sequence[str]) -> tuple[np.ndarray, list[int]]:
+        """The ids of all texts, one after another, and how many each has."""
+        encoded = self.encode_many(texts)
+        return np.concatenate([np.empty(0, np.int32), *encoded]), [len(ids) for ids in encoded]
+
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Offsets]:
         """Like `encode_many`, with the characters of each token."""
         raise UserMistake(

@@ -11,7 +11,8 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,9 @@ Result = TypeVar("Result")
 
 # Items sent to a worker and not yet answered: it computes one while the next waits, so that it is never idle.
 _AHEAD = 2
+# Items per worker that are sent or answered, but not yet yielded: while one worker computes a long item, the others go
+# on with those after it.
+_WINDOW = 4
 _MOST = 64
 
 
@@ -53,59 +57,84 @@ def map_in_order(
     A bounded number of items is read ahead. An exception of `work` is raised here, in the order of the items. Close the
     iterator to end the processes; they also end when this process dies.
     """
-    # A forked worker needs no imports and shares the parent's memory; only Linux's libraries are safe after a fork.
-    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    connections: list[Connection] = []
-    processes: list[Any] = []
+    team: list[_Worker] = []
     try:
         for _ in range(workers):
-            ours, theirs = context.Pipe()
-            connections.append(ours)
-            # A forked worker inherits the parent's ends of all pipes so far, and closes them: a pipe whose other end
-            # is gone tells a worker that the parent has died.
-            inherited = list(connections) if sys.platform == "linux" else []
-            process = context.Process(target=_serve, args=(theirs, inherited, work, prepare), daemon=True)
-            with warnings.catch_warnings():
-                # Python warns of forks with threads; the workers take no lock that a thread may hold.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-            processes.append(process)
-            theirs.close()
-        waiting: deque[int] = deque()
+            team.append(_start(work, prepare, team))
+        answers: dict[int, tuple[bool, Any]] = {}
+        yielded = 0
         for number, item in enumerate(items):
-            if len(waiting) == _AHEAD * workers:
-                first = waiting.popleft()
-                yield _receive(connections[first], processes[first])
-            index = number % workers
-            _send(connections[index], processes[index], item)
-            waiting.append(index)
-        while waiting:
-            first = waiting.popleft()
-            yield _receive(connections[first], processes[first])
+            while number - yielded == _WINDOW * workers or all(len(one.sent) == _AHEAD for one in team):
+                _receive(team, answers)
+                while yielded in answers:
+                    yield _result(answers.pop(yielded))
+                    yielded += 1
+            min(team, key=lambda one: len(one.sent)).send(number, item)
+        while answers or any(one.sent for one in team):
+            while yielded not in answers:
+                _receive(team, answers)
+            yield _result(answers.pop(yielded))
+            yielded += 1
     finally:
-        for process in processes:  # all at first, so that an impatient second Ctrl-C finds them killed
-            process.kill()
-        for connection in connections:
-            connection.close()
-        for process in processes:
-            process.join()
+        for one in team:  # all at first, so that an impatient second Ctrl-C finds them killed
+            one.process.kill()
+        for one in team:
+            one.connection.close()
+        for one in team:
+            one.process.join()
 
 
-def _send(connection: Connection, process: Any, item: object) -> None:
-    try:
-        connection.send(item)
-    except (BrokenPipeError, ConnectionResetError):
-        raise _died(process) from None
+@dataclass(frozen=True, eq=False)
+class _Worker:
+    """The parent's view of a worker process. `sent`: the numbers of the items that it has not answered, in order."""
+
+    process: Any
+    connection: Connection
+    sent: deque[int] = field(default_factory=deque)
+
+    def send(self, number: int, item: object) -> None:
+        try:
+            self.connection.send(item)
+        except (BrokenPipeError, ConnectionResetError):
+            raise _died(self.process) from None
+        self.sent.append(number)
+
+    def receive(self) -> tuple[bool, Any]:
+        try:
+            answer: tuple[bool, Any] = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            raise _died(self.process) from None
+        return answer
 
 
-def _receive(connection: Connection, process: Any) -> Any:
-    try:
-        # A signal that arrives just before a blocking read would be handled only after it.
-        while not connection.poll(1.0):
-            pass
-        succeeded, result = connection.recv()
-    except (EOFError, ConnectionResetError):
-        raise _died(process) from None
+def _start(work: Callable[[Any], Any], prepare: Callable[[], None], others: list[_Worker]) -> _Worker:
+    # A forked worker needs no imports and shares the parent's memory; only Linux's libraries are safe after a fork.
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    ours, theirs = context.Pipe()
+    # A forked worker inherits the parent's ends of all pipes so far, and closes them: a pipe whose other end is gone
+    # tells a worker that the parent has died.
+    inherited = [ours, *(one.connection for one in others)] if sys.platform == "linux" else []
+    process = context.Process(target=_serve, args=(theirs, inherited, work, prepare), daemon=True)
+    with warnings.catch_warnings():
+        # Python warns of forks with threads; the workers take no lock that a thread may hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    theirs.close()
+    return _Worker(process, ours)
+
+
+def _receive(team: list[_Worker], answers: dict[int, tuple[bool, Any]]) -> None:
+    """Take an answer of each worker that has one, at least one in all."""
+    # A signal that arrives just before a blocking read would be handled only after it.
+    while not (ready := wait([one.connection for one in team if one.sent], timeout=1.0)):
+        pass
+    for one in team:
+        if one.connection in ready:
+            answers[one.sent.popleft()] = one.receive()
+
+
+def _result(answer: tuple[bool, Any]) -> Any:
+    succeeded, result = answer
     if not succeeded:
         raise result
     return result

@@ -238,9 +238,9 @@ def count_loss_tokens(flags: np.ndarray, bounds: pack.Bounds) -> np.ndarray:
         limit = bounds.starts[first] + _TOKENS_AT_ONCE
         last = max(int(np.searchsorted(bounds.ends, limit, side="right")), first + 1)
         starts, ends = bounds.starts[first:last], bounds.ends[first:last]
-        marked = np.asarray(flags[starts[0] : ends[-1]]) & LOSS_TOKEN
-        before = np.concatenate([[0], np.cumsum(marked, dtype=np.int64)])
-        counts[first:last] = before[ends - starts[0]] - before[np.minimum(starts + 1, ends) - starts[0]]
+        marked = starts[0] + np.flatnonzero((flags[starts[0] : ends[-1]] & LOSS_TOKEN).view(np.bool_))
+        after, before = np.searchsorted(marked, ends), np.searchsorted(marked, np.minimum(starts + 1, ends))
+        counts[first:last] = after - before
         first = last
     return counts
 
@@ -275,9 +275,10 @@ def _rewrite(corpus: Corpus, starts: np.ndarray, lengths: np.ndarray, progress: 
             last = max(int(np.searchsorted(after, done + _TOKENS_AT_ONCE, side="right")), first + 1)
             here = lengths[first:last]
             begins = after[first:last] - here - done
-            indices = np.repeat(starts[first:last] - begins, here) + np.arange(int(here.sum()))
-            writer.append(tokens[indices])
-            marks = flags[indices]
+            indices = np.repeat(starts[first:last] - begins, here)
+            indices += np.arange(len(indices))
+            writer.append(tokens.take(indices))
+            marks = flags.take(indices)
             marks[begins] = DOCUMENT | (marks[begins] & DESIRABLE)  # also where a part of a split document begins
             flag_writer.append(marks)
             first = last

@@ -51,7 +51,7 @@ class Format:
         return " or ".join(" and ".join(keys) for keys in self.needs)
 
     def fits(self, record: Record) -> bool:
-        return any(all(key in record.fields for key in keys) for keys in self.needs)
+        return any(record.fields.keys() >= set(keys) for keys in self.needs)
 
 
 def choose_format(name: str, first: Record, objective: str = "causal_lm") -> Format:

@@ -11,7 +11,7 @@ Segment = tuple[str, bool]  # the text, and whether the loss counts it
 REMEDY = "Fix the record, or set data.on_error: skip."
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as a record
 class Document:
     """A document as text. Its segments are tokenized separately, so that a prompt has the same tokens as in generation,
     or as one text (`whole`), as a chat template is."""
@@ -46,12 +46,14 @@ def read_string(record: Record, key: str) -> str:
 def read_answer(record: Record, key: str) -> str:
     """The field called `key`, which must be text that is not blank."""
     value = read_string(record, key)
-    if not value.strip():
+    if not value or value.isspace():
         raise UserMistake(f"{record.where}: {key} is empty, so there is no answer to learn. {REMEDY}")
     return value
 
 
 def check_unicode(record: Record, what: str, text: str) -> None:
+    if text.isascii():  # known without reading it
+        return
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can hold a lone surrogate, which has no UTF-8 encoding

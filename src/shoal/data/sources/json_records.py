@@ -54,7 +54,10 @@ def _read_json_lines(file: Path, on_bad: OnBad) -> Iterator[Record]:
             except ValueError:
                 on_bad(_not_json(file, number, _TOO_LONG))
             else:
-                yield from _object(value, file, number, on_bad, read)
+                if isinstance(value, dict):
+                    yield Record(value, file, number, read=read)
+                else:
+                    on_bad(_not_object(value, file, number))
 
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -93,8 +96,10 @@ def _read_json_array(file: Path, on_bad: OnBad) -> Iterator[Record]:
             raise _not_json(file, line, "nested too deeply") from error
         if value is _HUGE:
             on_bad(_not_json(file, line, _TOO_LONG, skippable=True))
+        elif isinstance(value, dict):
+            yield Record(value, file, line)
         else:
-            yield from _object(value, file, line, on_bad)
+            on_bad(_not_object(value, file, line))
         at = _skip_space(text, at)
         if in_array and at < len(text) and text[at] == ",":
             at = _skip_space(text, at + 1)
@@ -128,12 +133,9 @@ def _skip_space(text: str, at: int) -> int:
     return match.end()
 
 
-def _object(value: object, file: Path, line: int, on_bad: OnBad, read: int = 0) -> Iterator[Record]:
-    if isinstance(value, dict):
-        yield Record(value, file, line, read=read)
-    else:
-        problem = f"an object with named keys is needed, found a {type(value).__name__}"
-        on_bad(_not_json(file, line, problem, skippable=True))
+def _not_object(value: object, file: Path, line: int) -> UserMistake:
+    problem = f"an object with named keys is needed, found a {type(value).__name__}"
+    return _not_json(file, line, problem, skippable=True)
 
 
 def _not_json(file: Path, line: int, problem: str, skippable: bool = False) -> UserMistake:

@@ -11,7 +11,7 @@ from shoal.mistakes import UserMistake
 OnBad = Callable[[UserMistake], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # to make a frozen one takes twice as long, and there may be a billion
 class Record:
     """One record of a source. `continued`: the next record continues the same document. `read`: bytes of the file up to
     its end, where the reader knows them; only progress is computed from it."""
