@@ -79,7 +79,13 @@ def test_fsdp_is_forecast_correctly(sharded):
     [
         (8, WIDE, ["parallel.strategy=ddp"]),
         (1, UNALIGNED, []),
-        pytest.param(8, UNALIGNED, [FSDP, "parallel.tp=2", "train.global_batch=4"], marks=pytest.mark.slow),
+        # Odd on both tensor-parallel ranks: the forecast is that of the largest, and the trace that of the first.
+        pytest.param(
+            8,
+            UNALIGNED.replace("50257", "50262"),
+            [FSDP, "parallel.tp=2", "train.global_batch=4"],
+            marks=pytest.mark.slow,
+        ),
         (1, WIDE, ["adapter.kind=lora", "adapter.dora=true"]),
         pytest.param(8, WIDE, [FSDP, "train.recompute=full"], marks=pytest.mark.slow),
         pytest.param(1, SMALL, [], marks=pytest.mark.slow),
