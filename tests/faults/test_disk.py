@@ -4,7 +4,6 @@ import contextlib
 import errno
 import multiprocessing
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -214,7 +213,7 @@ def test_without_a_fallback_it_is_one_sentence_and_status_1(instructions, tmp_pa
 
     def take_it_away() -> None:
         wait_for_step(run, SAVE_EVERY + 5)
-        shutil.rmtree(run)
+        run.rename(tmp_path / "gone")  # at once: a save meanwhile would put files into a folder that is being removed
 
     with meanwhile(take_it_away):
         ended = forked_shoal(tmp_path, "train", "run.yaml", "--json")
