@@ -143,8 +143,8 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
             if run.adapter.dora:
                 # The norms of the adapted matrix's rows: a matmul of the matrix with `A`, and its own norms.
                 forward += matmul_seconds(run, outputs, inputs, run.adapter.rank)
-                passes = 1 if run.adapter.quantize is None else 2  # or dequantized once more
-                forward += passes * inputs * outputs * run.compute_bytes / _bandwidth(run)
+                reads = 1 if run.adapter.quantize is None else 2  # or dequantized once more
+                forward += reads * inputs * outputs * run.compute_bytes / _bandwidth(run)
         if run.adapter.quantize is not None:
             elements = sum(one.parameters for one in matrices) / run.mesh.tp
             unpacking = elements * (stored_bytes(run, run.adapter) + run.compute_bytes) / _bandwidth(run)
