@@ -390,6 +390,14 @@ def test_a_model_that_is_not_on_this_machine_is_not_fetched_from_the_network(
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_model_of_a_recipe_that_is_not_there_yet_is_named_as_download_takes_it(tmp_path: Path) -> None:
+    assert forked_shoal(tmp_path, "init", "smollm2-lora").status == 0
+    forked_shoal(tmp_path, "train", "smollm2-lora.yaml").hold_mistake(
+        "models/smollm2-135m is neither a folder nor in the local Hugging Face cache; "
+        "on a machine with a network run: shoal download smollm2-135m"
+    )
+
+
 @pytest.mark.slow
 def test_a_mistake_that_only_the_ranks_can_find_is_reported_as_one_sentence(instructions: Path, tmp_path: Path) -> None:
     """Weights are read by the ranks: a damaged file is found there, after the launch."""

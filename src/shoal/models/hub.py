@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import shoal.offline  # noqa: F401
+from shoal.catalogue.packaged_models import PACKAGED
 from shoal.mistakes import UserMistake
 from shoal.paths import user_path
 
@@ -27,9 +28,11 @@ def local_folder(
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except LocalEntryNotFoundError:
+        # `shoal download smollm2-135m` makes models/smollm2-135m, which recipes name.
+        wanted = name.removeprefix("models/")
         raise UserMistake(
             f"{name} is neither a folder nor in the local Hugging Face cache; "
-            f"on a machine with a network run: shoal download {name}"
+            f"on a machine with a network run: shoal download {wanted if wanted in PACKAGED else name}"
         ) from None
 
 
