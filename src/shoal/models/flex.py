@@ -12,9 +12,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 TILE = 128
 
 
-def document_blocks(documents: Tensor) -> BlockMask:
-    """The block mask of packed sequences: a query attends to the keys of its own document that are not later.
-    `documents` holds the document id of each token, [batch, length], non-decreasing along a sequence."""
+def document_blocks(documents: Tensor, window: int | None = None) -> BlockMask:
+    """The block mask of packed sequences: a query attends to the keys of its own document that are neither later nor
+    `window` tokens earlier. `documents` holds the document id of each token, [batch, length], non-decreasing along a
+    sequence."""
     length = documents.shape[1]
     tiles = -(-length // TILE)
     edge = torch.arange(tiles, device=documents.device) * TILE
@@ -25,6 +26,10 @@ def document_blocks(documents: Tensor) -> BlockMask:
     needed = (query >= key) & (last[:, None, :] >= first[:, :, None])
     # One document from the first key to the last query, and every key before every query: no pair is masked.
     full = (query > key) & (first[:, None, :] == last[:, :, None])
+    if window is not None:
+        # The distances from the first query to the last key, and from the last query to the first key.
+        needed = needed & (query - key - (TILE - 1) < window)
+        full = full & (query - key + (TILE - 1) < window)
     if length % TILE:  # the last tile is partial
         full[:, -1, :] = False
         full[:, :, -1] = False
@@ -32,10 +37,14 @@ def document_blocks(documents: Tensor) -> BlockMask:
     def same_document(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (documents[batch, query] == documents[batch, key]) & (query >= key)
 
+    def within_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return same_document(batch, head, query, key) & (query - key < window)
+
+    seen = same_document if window is None else within_window
     partial_counts, partial_tiles = _listed(needed & ~full)
     full_counts, full_tiles = _listed(full)
     blocks = BlockMask.from_kv_blocks(
-        partial_counts, partial_tiles, full_counts, full_tiles, TILE, same_document, seq_lengths=(length, length)
+        partial_counts, partial_tiles, full_counts, full_tiles, TILE, seen, seq_lengths=(length, length)
     )
     # GPT-2 reads `mask.ndim`, which BlockMask does not define.
     blocks.ndim = len(blocks.shape)  # type: ignore[attr-defined]

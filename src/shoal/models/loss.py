@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
-from shoal.models.attention import added_to_scores, packed_mask
+from shoal.models.attention import Mask, added_to_scores, packed_mask
 from shoal.models.cross_entropy import (
     CHUNK_LOGITS,
     IGNORED,
@@ -30,7 +29,6 @@ from shoal.models.cross_entropy import (
     kept_tokens,
     token_losses,
 )
-from shoal.models.flex import document_blocks
 
 # Modules of transformers that add the output of a matmul in place to a tensor with the dtype of their input, which must
 # be the same dtype: their inputs are cast.
@@ -139,13 +137,12 @@ class LanguageModel(nn.Module):
     def model_kwargs(self, batch: MicroBatch) -> dict[str, Any]:
         """The keyword arguments of the model beside the tokens: position ids and attention mask."""
         settings = self.model.config.get_text_config()
-        mask: Tensor | BlockMask | dict[str, Tensor] | None = batch.mask
+        mask: Mask | dict[str, Mask] | None = batch.mask
         if mask is None and batch.documents is not None:
-            mask = document_blocks(batch.documents) if self.skips_tiles else packed_mask(settings, batch.documents)
+            mask = packed_mask(settings, batch.documents, tiles=self.skips_tiles)
         found: dict[str, Any] = {"use_cache": False}
         if mask is not None:
             if settings._attn_implementation == "eager":
-                assert not isinstance(mask, BlockMask), "flex attention is not eager"
                 mask = (
                     {kind: added_to_scores(one) for kind, one in mask.items()}
                     if isinstance(mask, dict)

@@ -20,7 +20,8 @@ from shoal.catalogue.strategies import find_strategy
 from shoal.config.mesh import Mesh
 from shoal.config.schema import Config
 from shoal.models.anatomy import Anatomy, read_anatomy, require_blocks
-from shoal.models.attention import NARROWEST, skips_tiles
+from shoal.catalogue.attention import NARROWEST
+from shoal.models.attention import skips_tiles
 from shoal.models.buffers import kept_buffers
 from shoal.models.emulate import EmulatedForward
 from shoal.models.loss import LossFactory, choose_loss
@@ -147,7 +148,7 @@ def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, gra
     check_pipeline(model, anatomy, mesh.pp, parallel.pp_schedule, grad_accum_steps)
     check_tensor_parallel(model, mesh.tp)
     check_adapters(model, config, mesh)
-    check_context_parallel(model, mesh, parallel.cp_method)
+    check_context_parallel(model, mesh, parallel.cp_method, config.data.max_length)
     if find_strategy(strategy).fully_shard:
         choose_blocks(model, anatomy, parallel.wrap)
 
