@@ -1,8 +1,8 @@
 """Time the attention kernels that torch offers, forward and backward, with the memory that each needs.
 
-    python benchmarks/gpu/attention.py OUTPUT [--only WORD]
+    PYTHONPATH=src python benchmarks/gpu/attention.py OUTPUT [--only WORD]
 
-Prints a line of JSON per case and writes them to the file OUTPUT. It needs torch, triton and a GPU; takes about 80
+Prints a line of JSON per case and writes them to the file OUTPUT. It needs torch, triton and a GPU; takes about 90
 seconds. A case that a build of torch does not support is recorded with its error. `error`: the largest difference of
 the output and of each gradient from attention with a dense mask in fp32, divided by the largest element. `--tiny`
 runs what a CPU can at small sizes.
@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -226,6 +227,23 @@ def flex(shape: Shape, **options: Any) -> Attention:
     return attend
 
 
+def trained(shape: Shape, *, compiled: bool) -> Attention:
+    """What shoal trains with."""
+    from shoal.models.attention import attend, packed_mask
+
+    class Layer(torch.nn.Module):
+        is_causal, num_key_value_groups = True, shape.heads // shape.kv_heads
+
+    layer, settings = Layer(), SimpleNamespace(sliding_window=shape.window)
+    mask = packed_mask(settings, documents_of(shape), tiles=compiled) if shape.packed else None
+
+    def here(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        found = attend(layer, query, key, value, mask, dropout=shape.dropout, sliding_window=shape.window)
+        return found[0].transpose(1, 2)
+
+    return torch.compile(here, dynamic=False, fullgraph=True) if compiled else here
+
+
 def activated(name: str) -> Attention:
     """FlashAttention 3 or 4 in place of 2, where they are installed."""
     from torch.nn.attention import activate_flash_attention_impl
@@ -249,6 +267,8 @@ def restored() -> None:
 def candidates(shape: Shape) -> Iterator[tuple[str, Callable[[], Attention]]]:
     """The kernels for a shape, each made when its turn comes: some cannot even be made."""
     grouped, wide = shape.heads != shape.kv_heads, shape.dtype == FP32
+    yield "shoal", lambda: trained(shape, compiled=False)
+    yield "shoal, compiled", lambda: trained(shape, compiled=True)
     masked = shape.window is not None or shape.packed
     if wide:
         yield (

@@ -10,8 +10,8 @@ every pair of tokens, as eager attention does. From torch 2.11 and 2.13, `aten/â
 from dataclasses import dataclass
 from typing import Literal
 
-# `fused`: no mask. `window`: a fused kernel with a sliding window. `tiles`: flex attention. `dense mask`: a fused kernel
-# that reads an element for each pair of tokens. `scores`: these are materialized too.
+# `fused`: no mask. `window`: fused, with a sliding window. `tiles`: flex attention. `dense mask`: fused, but reads an
+# element for each pair of tokens. `scores`: these are materialized too.
 Path = Literal["fused", "window", "tiles", "dense mask", "scores"]
 
 # The smallest head dimension that flex attention's CUDA kernels support.

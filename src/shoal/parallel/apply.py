@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.catalogue.attention import NARROWEST
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import find_strategy
 from shoal.config.mesh import Mesh
 from shoal.config.schema import Config
 from shoal.models.anatomy import Anatomy, read_anatomy, require_blocks
-from shoal.catalogue.attention import NARROWEST
 from shoal.models.attention import skips_tiles
 from shoal.models.buffers import kept_buffers
 from shoal.models.emulate import EmulatedForward
