@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoal.catalogue.attention import EAGER, WINDOWED
+from shoal.catalogue.attention import EAGER, is_maskless
 from shoal.catalogue.causal_models import CAUSAL_IF, NEVER_CAUSAL, PACKED, UNPACKED, why_not_packed
 from shoal.config.mesh import Mesh
 from shoal.config.schema import ModelConfig
 from shoal.data.loader import IGNORED, MicroBatch
 from shoal.mistakes import UserMistake
-from shoal.models.attention import MASKLESS, skips_tiles
+from shoal.models.attention import MASKLESS, skips_tiles, window_within
 from shoal.models.loss import LanguageModel
 from shoal.models.prepare import blueprint, prepare_model
 from shoal.models.read_weights import check_stored
@@ -77,10 +77,10 @@ def test_a_model_is_trained_as_transformers_defines_it(model_type, tmp_path):
 
 
 def hold_attention(settings: Any) -> None:
-    """Eager where the forecast says so; and without masks of transformers in every type that is said to do without."""
-    found = getattr(settings, "_attn_implementation", None)
+    """As the forecast says: eager, or without masks of transformers."""
+    found, windowed = getattr(settings, "_attn_implementation", None), window_within(settings, LENGTH) is not None
     assert (found == "eager") == (settings.model_type in EAGER | RECURRENT)
-    assert found == MASKLESS or settings.model_type not in WINDOWED
+    assert (found == MASKLESS) == is_maskless(settings.model_type, windowed=windowed)
 
 
 def perturb(model: Any) -> Any:

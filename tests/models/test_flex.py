@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from shoal.catalogue.shapes import shape_from_sizes
 from shoal.data.loader import MicroBatch
@@ -76,6 +77,26 @@ def test_block_masks_contain_the_window_of_each_kind_of_layers(family, windows):
     found = hold_tiles_equal_to_the_dense_mask(settings)
     settings.sliding_window = None
     assert found != pytest.approx(hold_tiles_equal_to_the_dense_mask(settings), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_block_masks_of_a_window_are_made_once_and_give_the_same_loss(family):
+    settings = with_heads_of(16, family)
+    settings.sliding_window = 150
+    if family == "qwen3":
+        settings.layer_types, settings.use_sliding_window = ["full_attention", "sliding_attention"], True
+    model = drawn(settings, longest=300)
+    module = LanguageModel(model, read_anatomy(model), "plain")
+    batch = MicroBatch(tokens(2, 300), tokens(2, 300, seed=6))
+    with torch.no_grad():
+        expected = module(batch)[0].item()
+        module.windows_in_tiles = True
+        assert module(batch)[0].item() == pytest.approx(expected, rel=1e-6)
+    one, other = (module.model_kwargs(batch)["attention_mask"] for _ in range(2))
+    assert one is other
+    assert isinstance(one, BlockMask) or one["full_attention"] is None  # causal attention needs no mask
+    short = MicroBatch(tokens(2, 100), tokens(2, 100, seed=6))
+    assert "attention_mask" not in module.model_kwargs(short)
 
 
 def hold_tiles_equal_to_the_dense_mask(settings: Any) -> float:

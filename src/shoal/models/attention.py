@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from shoal.catalogue.attention import NARROWEST, WINDOWED
-from shoal.catalogue.causal_models import MASKED, PACKED
+from shoal.catalogue.attention import Attention, Heads, choose_attention_path, is_maskless
 from shoal.catalogue.families import ATTENTION_DROPOUT
 from shoal.models.attention_kernels import (
     attend_in_window,
     attend_to_repeated,
     causal_mask,
+    compute_capability,
     compute_dtype,
     must_repeat_keys,
 )
-from shoal.models.flex import document_blocks, flex_attend
+from shoal.models.flex import document_blocks, flex_attend, window_blocks
 
 MASKLESS = "shoal"
 Mask = Tensor | BlockMask
+Masks = Mask | dict[str, Mask | None]  # one for all layers, or one for each kind of layers
 SLIDING = "sliding_attention"  # in `layer_types`
 
 
@@ -38,9 +39,7 @@ def choose_attention(model: Any, wanted: str, longest: int) -> str:
     if not getattr(model, "_supports_sdpa", False):
         return "eager"
     settings = model.config.get_text_config()
-    maskless = settings.model_type in PACKED - MASKED
-    if window_within(settings, longest) is not None:
-        maskless = maskless and settings.model_type in WINDOWED
+    maskless = is_maskless(settings.model_type, windowed=window_within(settings, longest) is not None)
     if not maskless or not getattr(model, "_supports_attention_backend", False):
         return "sdpa"
     _register()
@@ -56,18 +55,51 @@ def window_within(settings: Any, length: int) -> int | None:
     return int(window)
 
 
+def attention_of(
+    model: Any,
+    wanted: str,
+    *,
+    longest: int,
+    itemsize: int,
+    device: torch.device,
+    compiled: bool,
+    documents: bool,
+    sharded: bool = False,
+) -> Attention:
+    """How attention is computed in training: see `choose_attention_path`. `itemsize`: of the dtype of matmuls."""
+    settings = model.config.get_text_config()
+    heads, keys = (getattr(settings, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    return choose_attention_path(
+        _heads(settings, itemsize, device),
+        settings.model_type,
+        cpu=device.type == "cpu",
+        grouped=bool(heads and keys) and keys != heads,
+        compiled=compiled and wanted != "sdpa",
+        eager=wanted == "eager",
+        windowed=window_within(settings, longest) is not None,
+        documents=documents,
+        sharded=sharded,
+    )
+
+
 def skips_tiles(model: Any, wanted: str, *, compiled: bool) -> bool:
     """Whether packed sequences use flex attention, which skips fully masked tiles. Uncompiled, it would materialize the
     scores of every pair of tokens."""
     settings = model.config.get_text_config()
     if wanted not in ("auto", "flex") or not compiled or settings._attn_implementation != MASKLESS:
         return False
-    return not drops_attention(settings) and _narrowest_head(settings) >= NARROWEST
+    return _heads(settings).flex
 
 
-def drops_attention(settings: Any) -> bool:
-    """Whether attention weights have dropout."""
-    return any(getattr(settings, name, 0.0) for name in ATTENTION_DROPOUT)
+def _heads(settings: Any, itemsize: int = 2, device: torch.device | None = None) -> Heads:
+    width = _head_dim(settings) if getattr(settings, "num_attention_heads", None) else settings.hidden_size
+    return Heads(
+        itemsize,
+        width,
+        getattr(settings, "v_head_dim", None) or width,
+        any(getattr(settings, name, 0.0) for name in ATTENTION_DROPOUT),
+        None if device is None else compute_capability(device.type),
+    )
 
 
 def attention_width(settings: Any) -> int:
@@ -83,11 +115,6 @@ def _head_dim(settings: Any) -> int:
     except Exception:  # Gemma 4's differs between layers, and transformers raises an error of its own
         width = None
     return width or int(settings.hidden_size // settings.num_attention_heads)
-
-
-def _narrowest_head(settings: Any) -> int:
-    width = _head_dim(settings)
-    return min(width, getattr(settings, "v_head_dim", None) or width)
 
 
 def _register() -> None:
@@ -118,9 +145,8 @@ def attend(
         found = attend_in_window(query, key, value, sliding_window, scaling, dropout)
     elif attention_mask is None and must_repeat_keys(query, key, value, dropout):
         causal = others.get("is_causal")
-        found = attend_to_repeated(
-            query, key, value, None, scaling, dropout, getattr(module, "is_causal", True) if causal is None else causal
-        )
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        found = attend_to_repeated(query, key, value, scaling, dropout, causal=causal)
     else:
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
@@ -129,7 +155,17 @@ def attend(
     return found.transpose(1, 2).contiguous(), None
 
 
-def packed_mask(settings: Any, documents: Tensor, *, tiles: bool = False) -> Mask | dict[str, Mask]:
+def window_masks(settings: Any, window: int, length: int, device: torch.device) -> Masks:
+    """The masks of sequences that are one document, for flex attention in the layers with a sliding window. Layers of
+    other kinds need none."""
+    sliding = window_blocks(length, window, device)
+    kinds = getattr(settings, "layer_types", None)
+    if kinds is None:  # every layer has the window
+        return sliding
+    return {kind: sliding if kind == SLIDING else None for kind in dict.fromkeys(kinds)}
+
+
+def packed_mask(settings: Any, documents: Tensor, *, tiles: bool = False) -> Masks:
     """The mask of packed sequences, within the sliding window of a layer: dense, or `tiles` for flex attention. A model
     with layers of several kinds takes one mask for each kind."""
     window = window_within(settings, documents.shape[1])

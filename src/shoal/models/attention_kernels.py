@@ -2,7 +2,7 @@
 
 With fewer heads of keys than of queries, SDPA materializes the scores unless flash attention or cuDNN runs: in fp32,
 and on older GPUs. Keys and values are repeated there, for the memory-efficient kernel. SDPA has no sliding window
-either, while flash attention and the memory-efficient kernel do; both operators have gradients and can be compiled.
+either, but flash attention does; elsewhere each part of the queries attends to the keys within its reach alone.
 """
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from shoal.catalogue.attention import Heads
 
 HEADS, SEQUENCE = 1, 2  # of queries, keys and values
-CAUSAL = 1  # as a `custom_mask_type` of the memory-efficient kernel
+# Queries per band of a sliding window: enough for a kernel to be busy, and not so many bands that each costs time.
+SHORTEST_BAND, MOST_BANDS = 512, 16
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -38,23 +39,16 @@ def must_repeat_keys(query: Tensor, key: Tensor, value: Tensor, dropout: float, 
 
 
 def attend_to_repeated(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    dropout: float,
-    causal: bool = True,
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, *, causal: bool
 ) -> Tensor:
-    """SDPA with keys and values repeated for every head of the queries. Without a mask it is causal, if `causal`."""
+    """SDPA without a mask, with keys and values repeated for every head of the queries."""
     times = query.shape[HEADS] // key.shape[HEADS]
     return F.scaled_dot_product_attention(
         query,
         repeat_heads(key, times),
         repeat_heads(value, times),
-        attn_mask=mask,
         dropout_p=dropout,
-        is_causal=causal and mask is None,
+        is_causal=causal,
         scale=scale,
     )
 
@@ -63,14 +57,10 @@ def attend_in_window(
     query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None, dropout: float
 ) -> Tensor:
     """Causal attention to the last `window` tokens, of which the query's own is one."""
-    kernel = _heads(query, value, dropout).windows
-    if kernel is None:
-        mask = causal_mask(query.shape[SEQUENCE], window, query.device)
-        return attend_to_repeated(query, key, value, mask, scale, dropout)
-    if kernel == "flash":
+    if _heads(query, value, dropout).flash_window:
         return _flash_in_window(query, key, value, window, scale, dropout)
     times = query.shape[HEADS] // key.shape[HEADS]
-    return _efficient_in_window(query, repeat_heads(key, times), repeat_heads(value, times), window, scale, dropout)
+    return _attend_in_bands(query, repeat_heads(key, times), repeat_heads(value, times), window, scale, dropout)
 
 
 def repeat_heads(one: Tensor, times: int) -> Tensor:
@@ -83,8 +73,11 @@ def repeat_heads(one: Tensor, times: int) -> Tensor:
 
 def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
     """[query, key]: true where the key is not later than the query, nor `window` tokens earlier."""
-    index = torch.arange(length, device=device)
-    distance = index[:, None] - index[None, :]
+    return _seen(torch.arange(length, device=device), torch.arange(length, device=device), window)
+
+
+def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    distance = queries[:, None] - keys[None, :]
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
 
@@ -116,23 +109,19 @@ def _flash_in_window(
     return found.transpose(HEADS, SEQUENCE)
 
 
-def _efficient_in_window(
+def _attend_in_bands(
     query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None, dropout: float
 ) -> Tensor:
-    """The memory-efficient kernel. It returns the logarithms of the sums because its backward pass needs them."""
-    found: Tensor = torch.ops.aten._efficient_attention_forward(
-        query.transpose(HEADS, SEQUENCE),
-        key.transpose(HEADS, SEQUENCE),
-        value.transpose(HEADS, SEQUENCE),
-        None,
-        None,
-        None,
-        None,
-        None,
-        dropout,
-        CAUSAL,
-        True,
-        scale=scale,
-        window_size=window,
-    )[0]
-    return found.transpose(HEADS, SEQUENCE)
+    """SDPA of consecutive queries with the keys that any of them attends to: the masks of all bands together have an
+    element for each token and each key within its reach, instead of for each pair of tokens."""
+    length, found = query.shape[SEQUENCE], []
+    band = max(SHORTEST_BAND, window // 4, -(-length // MOST_BANDS))
+    band += -band % 64  # the kernels like aligned masks
+    positions = torch.arange(length, device=query.device)
+    for start in range(0, length, band):
+        end = min(start + band, length)
+        first = max(0, start - window + 1) // 64 * 64
+        mask = _seen(positions[start:end], positions[first:end], window)
+        part = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        found.append(F.scaled_dot_product_attention(*part, attn_mask=mask, dropout_p=dropout, scale=scale))
+    return torch.cat(found, SEQUENCE)
