@@ -1,9 +1,10 @@
 """Time the attention kernels that torch offers, forward and backward, with the memory that each needs.
 
-    PYTHONPATH=src python benchmarks/gpu/attention.py OUTPUT [--only WORD]
+    PYTHONPATH=src python benchmarks/gpu/attention.py OUTPUT [--only WORD] [--case WORD]
 
 Prints a line of JSON per case and writes them to the file OUTPUT. It needs torch, triton and a GPU; takes about 90
-seconds. A case that a build of torch does not support is recorded with its error. `error`: the largest difference of
+seconds. WORD selects shapes or cases that contain it. A case that a build of torch does not support is
+recorded with its error. `error`: the largest difference of
 the output and of each gradient from attention with a dense mask in fp32, divided by the largest element. `--tiny`
 runs what a CPU can at small sizes.
 """
@@ -26,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 TINY = "--tiny" in sys.argv
-ONLY = sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else ""
+ONLY, CASE = (sys.argv[sys.argv.index(name) + 1] if name in sys.argv else "" for name in ("--only", "--case"))
 DEVICE = torch.device("cpu" if TINY else "cuda")
 BF16, FP32 = torch.bfloat16, torch.float32
 GIB = 1024**3
@@ -382,6 +383,9 @@ def run(shape: Shape, written: Callable[[dict[str, Any]], None]) -> None:
     expected = reference(shape, tensors(shape), given)
     written({"shape": shape.name, "case": "selected", "kernel": chosen_kernel(shape)})
     for name, make in candidates(shape):
+        if CASE not in name:
+            continue
+        torch._dynamo.reset()  # beyond a number of compilations of one function it would run uncompiled
         line: dict[str, Any] = {"shape": shape.name, "case": name}
         began = time.perf_counter()
         try:
