@@ -3,10 +3,9 @@
     PYTHONPATH=src python benchmarks/gpu/attention.py OUTPUT [--only WORD] [--case WORD]
 
 Prints a line of JSON per case and writes them to the file OUTPUT. It needs torch, triton and a GPU; takes about 90
-seconds. WORD selects shapes or cases that contain it. A case that a build of torch does not support is
-recorded with its error. `error`: the largest difference of
-the output and of each gradient from attention with a dense mask in fp32, divided by the largest element. `--tiny`
-runs what a CPU can at small sizes.
+seconds. WORD selects shapes or cases that contain it. A case that a build of torch does not support is recorded with
+its error. `error`: the largest difference of the output and of each gradient from attention with a dense mask in fp32,
+divided by the largest element. `--tiny` runs what a CPU can at small sizes.
 """
 
 import json
@@ -230,13 +229,16 @@ def flex(shape: Shape, **options: Any) -> Attention:
 
 def trained(shape: Shape, *, compiled: bool) -> Attention:
     """What shoal trains with."""
-    from shoal.models.attention import attend, packed_mask
+    from shoal.catalogue.attention import Heads
+    from shoal.models.attention import attend, packed_mask, window_masks
 
     class Layer(torch.nn.Module):
         is_causal, num_key_value_groups = True, shape.heads // shape.kv_heads
 
     layer, settings = Layer(), SimpleNamespace(sliding_window=shape.window)
     mask = packed_mask(settings, documents_of(shape), tiles=compiled) if shape.packed else None
+    if shape.window and compiled and Heads(shape.dtype.itemsize, shape.head, shape.head, shape.dropout > 0).flex_window:
+        mask = window_masks(settings, shape.window, shape.length, DEVICE)
 
     def here(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         found = attend(layer, query, key, value, mask, dropout=shape.dropout, sliding_window=shape.window)
