@@ -40,8 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("Name the folder for the results.", file=sys.stderr)
         return 2
     args.output.mkdir(parents=True, exist_ok=True)
-    records = _merged(args.merge)
-    for record in measure(chosen, args):
+    records = _merged(args.combine or args.merge)
+    for record in [] if args.combine else measure(chosen, args):
         add(records, record)
     write_records(args.output / "sweep.json", records)
     (args.output / "sweep.md").write_text(markdown(records))
@@ -169,6 +169,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540, help="total time limit (540)")
     parser.add_argument("--patience", type=float, default=120, metavar="SECONDS", help="time limit of a row (120)")
     parser.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="keep results of these files")
+    parser.add_argument("--combine", nargs="+", type=Path, metavar="FILE", help="only merge these results; no GPU")
     parser.add_argument("--forecast", nargs="+", type=Path, metavar="FILE", help="compare these results; no GPU")
     parser.add_argument("--tiny", action="store_true", help="small models, on a CPU: checks that rows run")
     parser.add_argument("--list", action="store_true", help="print the rows with their forecast on an H200")

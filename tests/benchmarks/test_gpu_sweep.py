@@ -102,6 +102,19 @@ def test_a_failure_does_not_replace_a_measurement(tmp_path: Path) -> None:
     assert f"- {ROWS[2].name}: failed: status -9" in printed
 
 
+def test_results_of_several_calls_are_combined_and_compared_without_a_gpu(tmp_path: Path, capsys) -> None:
+    for index in (1, 0):
+        write_records(tmp_path / f"{index}.json", {ROWS[index].name: record(index, 1.2)})
+    files = [str(tmp_path / "1.json"), str(tmp_path / "0.json")]
+    assert sweep.main([str(tmp_path / "both"), "--combine", *files]) == 0
+    assert list(read_records(tmp_path / "both" / "sweep.json")) == [ROWS[0].name, ROWS[1].name]
+    capsys.readouterr()
+    assert sweep.main(["--forecast", str(tmp_path / "both" / "sweep.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "6 of 6 figures are outside" in printed
+    assert printed.count("| **1.200** |") == 6
+
+
 WORKER = """#!{python}
 import json, sys, time
 task, results = sys.argv[-2:]
