@@ -67,6 +67,7 @@ def make_run(
         clips=train.clip is not None,
         recompute=execution.recompute,
         compiled=compiled,
+        cuda_graphs=train.cuda_graphs,
         loss=choose_loss(config, shape, execution.micro_batch * config.data.max_length // mesh.cp),
         attention="eager" if config.model.attention == "eager" else "flash",
         packed=(_masked(config) or facts.of_answers) and not (compiled and config.parallel.cp == 1),

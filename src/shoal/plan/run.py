@@ -56,6 +56,7 @@ class Run:
     clips: bool = True
     recompute: str | int = "none"  # none, cheap, selective, full, offload; an integer n: every n-th block
     compiled: bool = True
+    cuda_graphs: bool | str = "auto"
     loss: str = "chunked"  # plain, chunked, fused
     attention: str = "flash"  # eager: scores are materialized
     packed: bool = False  # sequences hold several documents, with a materialized mask
