@@ -32,6 +32,7 @@ from shoal.models.weights import Weights, materialize
 from shoal.parallel.adapters import check_adapters, use_adapters, use_quantized
 from shoal.parallel.compile import compile_backend, compile_blocks, sequence_multiple
 from shoal.parallel.context import SequenceShard, check_context_parallel, preparation, split_sequence
+from shoal.parallel.cuda_graphs import GraphRunner
 from shoal.parallel.float8 import float8_notes, use_float8
 from shoal.parallel.gradients import Gradients
 from shoal.parallel.micro_batches import MicroBatchRunner
@@ -65,12 +66,13 @@ def parallelize(
     values: bool = True,
     resumes: bool = False,
     emulated: frozenset[torch.dtype] = frozenset(),
+    cuda_graphs: bool = False,
 ) -> ParallelModel:
     """Parallelize a model over `mesh`, with the loss of `objective`.
 
     Weights are read from its folder or, without one, initialized from the seed. With `values` false they are left
     uninitialized. If the run `resumes`, its checkpoint holds the adapter, wherever that started from. Matmuls of the
-    dtypes in `emulated` are computed in fp32: see `models.emulate`.
+    dtypes in `emulated` are computed in fp32: see `models.emulate`. `cuda_graphs`: micro-batches are replayed.
     """
     model = prepared.model
     recipe = _read_recipe(
@@ -123,7 +125,7 @@ def parallelize(
         if not recipe.fully_shard:
             module = replicate_stage(module, stage, config.parallel, parallel_dims, precision)
         done.modules.append(module)
-    return _finish(model, recipe, done)
+    return _finish(model, recipe, done, cuda_graphs=cuda_graphs)
 
 
 def _weights(prepared: PreparedModel, config: Config, *, resumes: bool) -> Weights:
@@ -273,7 +275,7 @@ def _emulate_matmuls(
         patch(part, EmulatedForward, emulated=emulated)
 
 
-def _finish(model: Any, recipe: _Recipe, done: _Applied) -> ParallelModel:
+def _finish(model: Any, recipe: _Recipe, done: _Applied, *, cuda_graphs: bool) -> ParallelModel:
     """The parallelized model, as training uses it."""
     config, parallel_dims, anatomy = recipe.config, recipe.parallel_dims, recipe.anatomy
     parameters, modules, pp = done.parameters, done.modules, parallel_dims.mesh.pp
@@ -284,9 +286,15 @@ def _finish(model: Any, recipe: _Recipe, done: _Applied) -> ParallelModel:
     placement = Placement(
         parallel_dims, recipe.shapes, done.splits, tied_across_stages=frozenset(tied & parameters.keys())
     )
+    gradients = Gradients(
+        parameters,
+        placement,
+        averages=[] if wrapped else [name for name, one in parameters.items() if not isinstance(one, DTensor)],
+        in_place=isinstance(modules[0], DistributedDataParallel),
+    )
     return ParallelModel(
         modules=modules,
-        runner=_runner(model, recipe, done),
+        runner=_runner(model, recipe, done, gradients if cuda_graphs else None),
         parallel_dims=parallel_dims,
         anatomy=anatomy,
         precision=recipe.precision,
@@ -298,22 +306,21 @@ def _finish(model: Any, recipe: _Recipe, done: _Applied) -> ParallelModel:
             for name, one in kept_buffers(stage.model).items()
             if name in recipe.shapes
         },
-        gradients=Gradients(
-            parameters,
-            placement,
-            averages=[] if wrapped else [name for name, one in parameters.items() if not isinstance(one, DTensor)],
-            in_buckets=isinstance(modules[0], DistributedDataParallel),
-        ),
+        gradients=gradients,
         copies=[copies for module in modules for copies in module.modules() if isinstance(copies, ComputeCopies)],
         sequence_length=config.data.max_length if pp > 1 or (recipe.compiled and config.data.pack) else None,
         sequence_multiple=sequence_multiple(config, compiled=recipe.compiled),
-        notes=list(_notes(model, recipe, done)),
+        notes=list(_notes(model, recipe, done, cuda_graphs=cuda_graphs)),
     )
 
 
-def _runner(model: Any, recipe: _Recipe, done: _Applied) -> Runner:
-    config, mesh = recipe.config, recipe.parallel_dims.mesh
-    prepare = preparation(done.sequence, recipe.parallel_dims.device, fill=mesh.tp > 1 or mesh.pp > 1)
+def _runner(model: Any, recipe: _Recipe, done: _Applied, captured: Gradients | None) -> Runner:
+    """`captured`: the gradients that CUDA graphs write; None: there are no graphs."""
+    config, mesh, device = recipe.config, recipe.parallel_dims.mesh, recipe.parallel_dims.device
+    prepare = preparation(done.sequence, device, fill=mesh.tp > 1 or mesh.pp > 1)
+    if captured is not None:
+        accumulates, must = recipe.grad_accum_steps > 1, config.train.cuda_graphs is True
+        return GraphRunner(done.modules[0], prepare, captured, device, accumulates=accumulates, must=must)
     if mesh.pp == 1:
         keeps_weights = reshards_after_forward(config.parallel, recipe.strategy) is False
         return MicroBatchRunner(done.modules[0], prepare, keeps_weights=keeps_weights)
@@ -330,7 +337,7 @@ def _runner(model: Any, recipe: _Recipe, done: _Applied) -> Runner:
     )
 
 
-def _notes(model: Any, recipe: _Recipe, done: _Applied) -> Iterator[str]:
+def _notes(model: Any, recipe: _Recipe, done: _Applied, *, cuda_graphs: bool) -> Iterator[str]:
     """For the user: options that have no effect or only a partial one."""
     config, name = recipe.config, type(model).__name__
     if config.train.precision == "fp8":
@@ -338,6 +345,11 @@ def _notes(model: Any, recipe: _Recipe, done: _Applied) -> Iterator[str]:
     if config.train.loss_impl in ("chunked", "fused") and recipe.loss == "plain":
         chosen = config.train.loss_impl
         yield f"train.loss_impl {chosen} has no effect: the lm_head of {name} is not a single linear layer."
+    if config.train.cuda_graphs is True and not cuda_graphs:
+        yield (
+            "train.cuda_graphs true has no effect: it needs a single GPU, compiled blocks, and neither weights, "
+            "optimizer state nor activations in host memory."
+        )
     if config.train.recompute == "cheap" and recipe.backend is None:
         yield "train.recompute cheap has no effect: it is a choice of the compiler, and blocks are not compiled here."
     if config.train.recompute == "offload" and recipe.parallel_dims.device.type == "cpu":

@@ -30,14 +30,14 @@ class Gradients:
         placement: Placement,
         *,
         averages: Collection[str],
-        in_buckets: bool,
+        in_place: bool,
     ) -> None:
         """`averages`: names of the gradients that neither DDP nor FSDP averages over the replicas, so it is done here.
-        `in_buckets`: gradients are views of DDP's buckets."""
+        `in_place`: gradients stay where they are, as views of DDP's buckets."""
         self.parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self.placement = placement
         self.averages = [name for name in self.parameters if name in averages]
-        self.in_buckets = in_buckets
+        self.in_place = in_place
         # With CPU offload, gradients are not on the device that the model runs on.
         self._device = next(
             (local_tensor(one).device for one in self.parameters.values()), placement.parallel_dims.device
@@ -93,8 +93,9 @@ class Gradients:
 
     def clear(self) -> None:
         """Zero the gradients after the step."""
-        if self.in_buckets:
-            # Views of DDP's buckets. If they were set to None, a micro-batch under no_sync would allocate new ones.
+        if self.in_place:
+            # Views of DDP's buckets: if they were set to None, a micro-batch under no_sync would allocate new ones. Or
+            # at the addresses to which CUDA graphs add.
             if held := self._local(self.parameters):
                 torch._foreach_zero_(held)
             return

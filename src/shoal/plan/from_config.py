@@ -68,6 +68,7 @@ def make_run(
         clips=train.clip is not None,
         recompute=execution.recompute,
         compiled=compiled,
+        cuda_graphs=train.cuda_graphs,
         loss=choose_loss(config, shape, execution.micro_batch * config.data.max_length // mesh.cp),
         attention=plan_attention(config, shape, machine).path if traits == OURS else _attention_elsewhere(config),
         attention_dropout=drops_attention(config.model),

@@ -18,6 +18,7 @@ from shoal.plan.layout import ranks
 from shoal.plan.machine import Machine, read_machine
 from shoal.plan.models import read_shape
 from shoal.plan.resolved import ResolvedRun, shown_recompute
+from shoal.plan.speed import replays_graphs
 from shoal.plan.states import trained_parameters
 from shoal.plan.systems import SYSTEMS
 from shoal.plan.terms import GIB
@@ -193,6 +194,7 @@ def _chosen(choice: ResolvedRun) -> dict[str, Any]:
         "recompute": shown_recompute(run.recompute),
         "loss": run.loss,
         "compiled": run.compiled,
+        "cuda_graphs": replays_graphs(run),
         "precision": run.precision,
     }
 

@@ -57,6 +57,7 @@ class Run:
     clips: bool = True
     recompute: str | int = "none"  # none, cheap, selective, full, offload; an integer n: every n-th block
     compiled: bool = True
+    cuda_graphs: bool | str = "auto"
     loss: str = "chunked"  # plain, chunked, fused
     attention: Path = "fused"  # of the layers with a sliding window, if any have
     attention_dropout: bool = False

@@ -33,6 +33,8 @@ class SystemTraits:
     loss_kernel: Literal["never", "compiled", "always"] = "never"
     # With any activation checkpointing, compiled blocks recompute elementwise results (parallel/compile.py).
     recomputes_cheap: bool = False
+    # Steps that wait for the host may be replayed as CUDA graphs (`train.cuda_graphs`).
+    cuda_graphs: bool = False
     # Tokens whose logits a fused loss holds at a time (Liger's kernels); 0: it is a chunked loss.
     fused_rows: int = 0
     # Matmul outputs that selective checkpointing saves besides attention: every second; or all but every second of
@@ -64,6 +66,7 @@ OURS = SystemTraits(
     wide_residual_stream=True,
     fused_step=True,
     recomputes_cheap=True,
+    cuda_graphs=True,
     keeps="all but widening",
     saves_fp8_inputs=True,
     casts_once=True,
