@@ -86,12 +86,14 @@ def whole(shape: tuple[int, ...]) -> TensorSlice:
     return TensorSlice((0,) * len(shape), tuple(shape))
 
 
+def stored_tensor(tensor: Tensor) -> Tensor:
+    """The tensor itself, or this rank's shard of a DTensor. With `to_local` this would take much more CPU time."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """The memory of `tensor` on this rank, without autograd."""
-    if isinstance(tensor, DTensor):
-        with torch.no_grad():  # in this order: detaching a DTensor costs much more CPU time
-            tensor = tensor.to_local()
-    return tensor.detach()
+    return stored_tensor(tensor).detach()
 
 
 def placed_like(local: Tensor, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
