@@ -13,7 +13,7 @@ from shoal.optim import rounding
 from shoal.optim.adamw_update import bias_corrections
 from shoal.optim.eight_bit import FIRST, INDEX_MULTIPLIER, SCALES, SECOND, STEP_MULTIPLIER
 from shoal.optim.fused import Hyperparameters, TensorLists
-from shoal.parallel.multi_tensor import TRITON_DTYPES, TensorTable, typed
+from shoal.parallel.multi_tensor import TRITON_DTYPES, Description, TensorTable, pointers_of, typed
 
 ROWS = 4  # a program processes ROWS × BLOCK elements: rows of blocks with 8-bit moments, else contiguous elements
 # These need the fewest barriers in the compiled kernel; benchmarks/gpu/adamw_check.py times others too.
@@ -26,7 +26,7 @@ SALT_MULTIPLIER = tl.constexpr(rounding.STEP_MULTIPLIER)
 HIGH_MULTIPLIER = tl.constexpr(rounding.HIGH_MULTIPLIER)
 # The rows of the table: pointers; the width and height of a tensor with 8-bit moments, else its size; what stochastic
 # rounding needs.
-WEIGHTS, GRADIENTS, FIRSTS, SECONDS, FIRST_SCALES, SECOND_SCALES, COPIES = (tl.constexpr(row) for row in range(7))
+GRADIENTS, WEIGHTS, FIRSTS, SECONDS, FIRST_SCALES, SECOND_SCALES, COPIES = (tl.constexpr(row) for row in range(7))
 WIDTH, HEIGHT = tl.constexpr(7), tl.constexpr(8)
 KEY, START, INDEX_ROWS, INDEX_COLUMNS, ROW_LENGTH = (tl.constexpr(row) for row in range(9, 14))
 
@@ -164,8 +164,8 @@ def _adamw(
 class Kind(NamedTuple):
     """What the tensors of one launch have in common."""
 
-    weight: torch.dtype
     gradient: torch.dtype
+    weight: torch.dtype
     first: torch.dtype
     second: torch.dtype
     copy: torch.dtype | None
@@ -185,22 +185,14 @@ class AdamWKernel:
         assert tensors.steps is not None
         state, table = tensors.state, self.table
         gradients = [one if one.is_contiguous() else one.contiguous() for one in tensors.gradients]
-        nothing: list[None] = [None] * len(gradients)
-        columns = [
-            tensors.weights,
-            gradients,
-            state[FIRST],
-            state[SECOND],
-            state.get(SCALES[FIRST], nothing),
-            state.get(SCALES[SECOND], nothing),
-            tensors.copies,
-        ]
-        if not table.is_current(columns, [one.dtype for one in gradients]):
-            self._renew(tensors)
-        corrections = bias_corrections(tensors.steps, hyperparameters.betas)
         in_eight_bits = SCALES[FIRST] in state
+        nothing = [0] * len(gradients)
+        scales = [pointers_of(state[field]) if in_eight_bits else nothing for field in SCALES.values()]
+        fixed = [pointers_of(tensors.weights), *(pointers_of(state[field]) for field in (FIRST, SECOND)), *scales]
+        table.refresh(gradients, [*fixed, pointers_of(tensors.copies)], lambda: _describe(tensors))
+        corrections = bias_corrections(tensors.steps, hyperparameters.betas)
         for launch in table.launches:
-            kind: Kind = launch.kind
+            kind = Kind(*launch.kind)
             _adamw[(launch.programs,)](
                 launch.owners,
                 table.starts,
@@ -232,37 +224,33 @@ class AdamWKernel:
                 num_warps=WARPS_IN_BLOCKS if in_eight_bits else WARPS,
             )
 
-    def _renew(self, tensors: TensorLists) -> None:
-        weights, state = tensors.weights, tensors.state
-        written = [*weights, *(one for some in state.values() for one in some), *tensors.copies]
-        assert all(one is None or one.is_contiguous() for one in written), "weights and states must be contiguous"
-        kinds = [
-            Kind(
-                weight.dtype,
-                gradient.dtype,
-                first.dtype,
-                second.dtype,
-                None if copy is None else copy.dtype,
-                how is not None,
-                how is not None and how.start is None,
-            )
-            for weight, gradient, first, second, copy, how in zip(
-                weights, tensors.gradients, state[FIRST], state[SECOND], tensors.copies, tensors.rounding, strict=True
-            )
-        ]
-        if SCALES[FIRST] in state:
-            widths = [one.shape[-1] for one in weights]
-            heights = [one.numel() // max(1, one.shape[-1]) for one in weights]
-            programs = [-(-height // ROWS) * -(-width // BLOCK) for height, width in zip(heights, widths, strict=True)]
-        else:
-            widths = [one.numel() for one in weights]
-            heights = [1] * len(weights)
-            programs = [-(-width // (ROWS * BLOCK)) for width in widths]
-        others = [heights]
-        if any(kind.stochastic for kind in kinds):
-            found = [(0, 0, 0, 0, 0) if one is None else _rounding_numbers(one) for one in tensors.rounding]
-            others += [list(row) for row in zip(*found, strict=True)]
-        self.table.renew(weights[0].device, kinds, programs, widths, *others)
+
+def _describe(tensors: TensorLists) -> Description:
+    weights, state = tensors.weights, tensors.state
+    written = [*weights, *(one for some in state.values() for one in some), *tensors.copies]
+    assert all(one is None or one.is_contiguous() for one in written), "weights and states must be contiguous"
+    kinds = list(
+        zip(
+            *([one.dtype for one in some] for some in (weights, state[FIRST], state[SECOND])),
+            [None if one is None else one.dtype for one in tensors.copies],
+            [one is not None for one in tensors.rounding],
+            [one is not None and one.start is None for one in tensors.rounding],
+            strict=True,
+        )
+    )
+    if SCALES[FIRST] in state:
+        widths = [one.shape[-1] for one in weights]
+        heights = [one.numel() // max(1, one.shape[-1]) for one in weights]
+        programs = [-(-height // ROWS) * -(-width // BLOCK) for height, width in zip(heights, widths, strict=True)]
+    else:
+        widths = [one.numel() for one in weights]
+        heights = [1] * len(weights)
+        programs = [-(-width // (ROWS * BLOCK)) for width in widths]
+    others = [heights]
+    if any(one is not None for one in tensors.rounding):
+        found = [(0, 0, 0, 0, 0) if one is None else _rounding_numbers(one) for one in tensors.rounding]
+        others += [list(row) for row in zip(*found, strict=True)]
+    return Description(kinds, programs, widths, others)
 
 
 def _rounding_numbers(how: rounding.StochasticRounding) -> tuple[int, int, int, int, int]:

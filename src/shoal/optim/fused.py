@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shoal.mistakes import UserMistake
 from shoal.models.cross_entropy import has_kernel
-from shoal.models.tensor_slices import stored_tensor
+from shoal.models.tensor_slices import local_tensors
 from shoal.optim.rounding import StochasticRounding
 
 NO_COPIES: Mapping[Tensor, Tensor] = {}
@@ -133,9 +133,9 @@ class FusedOptimizer(Optimizer):
                 state.update({field: self._empty(parameter, field, group) for field in fields})
         rounding = self.rounding
         return TensorLists(
-            weights=[stored_tensor(one) for one in parameters],
-            gradients=[stored_tensor(one.grad) for one in parameters],  # type: ignore[arg-type]
-            state={field: [stored_tensor(one[field]) for one in states] for field in fields if field != STEP},
+            weights=local_tensors(parameters),
+            gradients=local_tensors([one.grad for one in parameters]),  # type: ignore[misc]
+            state={field: local_tensors([one[field] for one in states]) for field in fields if field != STEP},
             copies=[copies.get(one) for one in parameters] if copies else [None] * len(parameters),
             rounding=[rounding.get(one) for one in parameters] if rounding else [None] * len(parameters),
             steps=self._step_counters(index, states) if STEP in fields else None,

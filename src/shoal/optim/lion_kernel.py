@@ -6,13 +6,13 @@ from torch import Tensor
 
 from shoal.optim.eight_bit import FIRST
 from shoal.optim.fused import Hyperparameters, TensorLists
-from shoal.parallel.multi_tensor import TRITON_DTYPES, TensorTable, typed
+from shoal.parallel.multi_tensor import TRITON_DTYPES, Description, TensorTable, pointers_of, typed
 
 CHUNK = 1024  # elements of a program
 WARPS = 8
 
 # The rows of the table.
-WEIGHTS, GRADIENTS, AVERAGES, COPIES, SIZE = (tl.constexpr(row) for row in range(5))
+GRADIENTS, WEIGHTS, AVERAGES, COPIES, SIZE = (tl.constexpr(row) for row in range(5))
 
 
 @triton.jit(do_not_specialize=["count", "lr", "kept", "direction_share", "average_share"])
@@ -75,17 +75,11 @@ class LionKernel:
     ) -> None:
         table, weights, averages, copies = self.table, tensors.weights, tensors.state[FIRST], tensors.copies
         gradients = [one if one.is_contiguous() else one.contiguous() for one in tensors.gradients]
-        if not table.is_current([weights, gradients, averages, copies], [one.dtype for one in gradients]):
-            assert all(one is None or one.is_contiguous() for one in (*weights, *averages, *copies))
-            kinds = [
-                (weight.dtype, gradient.dtype, average.dtype, None if copy is None else copy.dtype)
-                for weight, gradient, average, copy in zip(weights, gradients, averages, copies, strict=True)
-            ]
-            sizes = [one.numel() for one in weights]
-            table.renew(weights[0].device, kinds, [-(-size // CHUNK) for size in sizes], sizes)
+        fixed = [pointers_of(some) for some in (weights, averages, copies)]
+        table.refresh(gradients, fixed, lambda: _describe(tensors))
         first, second = hyperparameters.betas
         for launch in table.launches:
-            weight, gradient, average, copy = launch.kind
+            gradient, weight, average, copy = launch.kind
             _lion[(launch.programs,)](
                 launch.owners,
                 table.starts,
@@ -105,3 +99,14 @@ class LionKernel:
                 CHUNK=CHUNK,
                 num_warps=WARPS,
             )
+
+
+def _describe(tensors: TensorLists) -> Description:
+    weights, averages, copies = tensors.weights, tensors.state[FIRST], tensors.copies
+    assert all(one is None or one.is_contiguous() for one in (*weights, *averages, *copies))
+    kinds = [
+        (weight.dtype, average.dtype, None if copy is None else copy.dtype)
+        for weight, average, copy in zip(weights, averages, copies, strict=True)
+    ]
+    sizes = [one.numel() for one in weights]
+    return Description(kinds, [-(-size // CHUNK) for size in sizes], sizes)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal.models.cross_entropy import has_kernel
-from shoal.models.tensor_slices import local_tensor, stored_tensor
+from shoal.models.tensor_slices import local_tensor, local_tensors
 from shoal.parallel.collectives import in_buckets
 from shoal.parallel.placement import Placement
 
@@ -81,11 +81,11 @@ class Gradients:
             gradient = parameter.grad
             if gradient is None or name in elsewhere:
                 continue
-            kinds.setdefault(self._kind(name, gradient), []).append(stored_tensor(gradient))
+            kinds.setdefault(self._kind(name, gradient), []).append(gradient)
         # The ranks of a stage have the same kinds of parameters, so they issue the same all-reduces.
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for kind, gradients in kinds.items():
-            square = kind.sum_of_squares(gradients).to(self._device)
+            square = kind.sum_of_squares(local_tensors(gradients)).to(self._device)
             for group in kind.groups:
                 dist.all_reduce(square, group=group)
             total = total + square
@@ -94,7 +94,7 @@ class Gradients:
         return total.sqrt().float()
 
     def _kind(self, name: str, gradient: Tensor) -> _Kind:
-        spec = gradient._spec if isinstance(gradient, DTensor) else None
+        spec = gradient._spec if type(gradient) is DTensor else None
         known = self._kinds.get(name)
         if known is not None and known[0] is spec:
             return known[1]
@@ -129,7 +129,7 @@ class Gradients:
 
     def _local(self, names: Iterable[str]) -> list[Tensor]:
         gradients = (self.parameters[name].grad for name in names)
-        return [stored_tensor(gradient) for gradient in gradients if gradient is not None]
+        return local_tensors(gradient for gradient in gradients if gradient is not None)
 
 
 def _make_sum_of_squares(gradient: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:

@@ -5,10 +5,11 @@ A launch costs the host about as much for one tensor as for hundreds. Each progr
 upload does not wait for the device.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +17,7 @@ from torch import Tensor
 
 # Of pointers in bytes, of sizes in elements: loads and stores of so many bytes are single instructions.
 ALIGNMENT = 16
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
@@ -46,63 +48,79 @@ class Launch:
         return self.owners.numel()
 
 
+@dataclass(frozen=True)
+class Description:
+    """What kernels need to know about a list of tensors besides their pointers. Each list has an item per tensor."""
+
+    kinds: Sequence[tuple[Any, ...]]  # tensors of one kind are processed by one launch
+    programs: Sequence[int]  # how many process the tensor
+    sizes: Sequence[int]
+    others: Sequence[Sequence[int]] = ()  # further rows of the table
+
+
 class TensorTable:
     """The table of a list of tensors on their device, and the launches that process them."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
-        self._pointers: list[list[int]] = []
-        self._signature: object = None
-        self._kinds: list[tuple[Hashable, bool, int]] = []
+        self._moving: list[int] = []
+        self._fixed: list[list[int]] = []
+        self._dtypes: list[torch.dtype] = []
+        self._rows: Numbers = np.zeros((0, 0), dtype=np.int64)
+        self._kinds: list[tuple[tuple[Any, ...], int]] = []  # with the number of programs
+        self._unaligned: list[bool] = []
 
-    def is_current(self, columns: Sequence[Sequence[Tensor | None]], signature: object = None) -> bool:
-        """Whether the pointers of all `columns`, and `signature`, are those of the last call."""
-        pointers = [[0 if one is None else one.data_ptr() for one in column] for column in columns]
-        if pointers == self._pointers and signature == self._signature:
-            return True
-        self._pointers, self._signature = pointers, signature
-        return False
+    def refresh(self, moving: Sequence[Tensor], fixed: list[list[int]], describe: Callable[[], Description]) -> None:
+        """Make the table's rows current: the pointers of `moving`, the rows `fixed`, the sizes and other rows of the
+        description, which is asked for if `fixed` or the dtypes of `moving` have changed.
 
-    def renew(
-        self,
-        device: torch.device,
-        kinds: Sequence[Hashable],
-        programs: Sequence[int],
-        sizes: Sequence[int],
-        *others: Sequence[int],
-    ) -> None:
-        """Upload the pointers of the last `is_current`, then `sizes` and `others`: the rows of `table`.
-
-        Tensors are processed by one launch if they have the same kind and `sizes` and pointers are aligned for all of
-        them or for none. `programs`: how many each tensor needs.
+        `moving` are the tensors whose pointers change in most steps: gradients. Their dtype is part of the kind, as its
+        first item. Tensors are in one launch if they are of one kind, and pointers and sizes are aligned for all of
+        them or for none.
         """
-        aligning = len(self._pointers) + 1
-        rows = _on_host([*self._pointers, sizes, *others], device)
-        unaligned = (rows[:aligning] % ALIGNMENT).any(0).tolist()
-        self.table = rows.to(device, non_blocking=True)
-        full = list(zip(kinds, unaligned, programs, strict=True))
-        if full != self._kinds:
-            self._kinds = full
+        pointers, dtypes = pointers_of(moving), [one.dtype for one in moving]
+        is_described = fixed == self._fixed and dtypes == self._dtypes
+        if is_described and pointers == self._moving:
+            return
+        device, kinds = moving[0].device, self._kinds
+        if is_described:
+            self._rows[0] = pointers
+        else:
+            described = describe()
+            self._rows = np.array([pointers, *fixed, described.sizes, *described.others], dtype=np.int64)
+            together = zip(dtypes, described.kinds, described.programs, strict=True)
+            kinds = [((dtype, *kind), programs) for dtype, kind, programs in together]
+        self._moving, self._fixed, self._dtypes = pointers, fixed, dtypes
+        self.table = _upload(self._rows, device)
+        unaligned: list[bool] = np.any(self._rows[: 2 + len(fixed)] % ALIGNMENT, axis=0).tolist()
+        if unaligned != self._unaligned or kinds != self._kinds:
+            self._unaligned, self._kinds = unaligned, kinds
             self._make_launches(device)
 
     def _make_launches(self, device: torch.device) -> None:
-        members: dict[tuple[Hashable, bool], list[int]] = {}
-        starts, totals = [], dict.fromkeys(((kind, unaligned) for kind, unaligned, _ in self._kinds), 0)
-        for index, (kind, unaligned, count) in enumerate(self._kinds):
+        members: dict[tuple[tuple[Any, ...], bool], list[int]] = {}
+        for index, ((kind, _), unaligned) in enumerate(zip(self._kinds, self._unaligned, strict=True)):
             members.setdefault((kind, unaligned), []).append(index)
-            starts.append(totals[kind, unaligned])
-            totals[kind, unaligned] += count
-        # The first program of each tensor.
-        self.starts = _on_host(starts, device).to(device, non_blocking=True)
+        starts = [0] * len(self._kinds)  # the first program of each tensor
         self.launches = []
         for (kind, unaligned), indices in members.items():
-            counts = [self._kinds[index][2] for index in indices]
-            both = _on_host([indices, counts], device).to(device, non_blocking=True).int()
-            owners = torch.repeat_interleave(both[0], both[1], output_size=totals[kind, unaligned])
-            if owners.numel():
+            counts = [self._kinds[index][1] for index in indices]
+            total = 0
+            for index, count in zip(indices, counts, strict=True):
+                starts[index] = total
+                total += count
+            if total:
+                both = _upload(np.array([indices, counts], dtype=np.int64), device).int()
+                owners = torch.repeat_interleave(both[0], both[1], output_size=total)
                 self.launches.append(Launch(kind, not unaligned, owners))
+        self.starts = _upload(np.array(starts, dtype=np.int64), device)
 
 
-def _on_host(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Pinned memory can be uploaded without a wait; its allocator does not reuse it before the upload has ended."""
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+def pointers_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if one is None else one.data_ptr() for one in tensors]
+
+
+def _upload(numbers: Numbers, device: torch.device) -> Tensor:
+    """The host does not wait: pinned memory is not reused by its allocator before the upload has ended."""
+    found = torch.from_numpy(numbers)
+    return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found.clone()

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shoal.parallel.multi_tensor import TRITON_DTYPES, TensorTable, typed
+from shoal.parallel.multi_tensor import TRITON_DTYPES, Description, TensorTable, typed
 
 CHUNK = 4096  # elements of a program
 WARPS = 8
@@ -48,12 +48,10 @@ class SumOfSquares:
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         table = self.table
         tensors = [one if one.is_contiguous() else one.contiguous() for one in tensors]
-        dtypes = [one.dtype for one in tensors]
-        if not table.is_current([tensors], dtypes):
-            sizes = [one.numel() for one in tensors]
-            table.renew(tensors[0].device, dtypes, [-(-size // CHUNK) for size in sizes], sizes)
-        programs = sum(launch.programs for launch in table.launches)
-        sums = torch.empty(programs, dtype=torch.float64, device=tensors[0].device)
+        sizes = [one.numel() for one in tensors]
+        programs = [-(-size // CHUNK) for size in sizes]
+        table.refresh(tensors, [sizes], lambda: Description([()] * len(sizes), programs, sizes))
+        sums = torch.empty(sum(programs), dtype=torch.float64, device=tensors[0].device)
         first = 0
         for launch in table.launches:
             _squares[(launch.programs,)](
@@ -63,7 +61,7 @@ class SumOfSquares:
                 len(tensors),
                 sums,
                 first,
-                DTYPE=TRITON_DTYPES[launch.kind],
+                DTYPE=TRITON_DTYPES[launch.kind[0]],
                 ALIGNED=launch.aligned,
                 CHUNK=CHUNK,
                 num_warps=WARPS,
