@@ -16,7 +16,7 @@ from shoal.optim.fused import Hyperparameters, TensorLists
 from shoal.parallel.multi_tensor import TRITON_DTYPES, Description, TensorTable, pointers_of, typed
 
 ROWS = 4  # a program processes ROWS × BLOCK elements: rows of blocks with 8-bit moments, else contiguous elements
-# These need the fewest barriers in the compiled kernel; benchmarks/gpu/adamw_check.py times others too.
+# These need the fewest barriers in the compiled kernel; benchmarks/gpu/optimizer.py times others too.
 WARPS, WARPS_IN_BLOCKS = 8, 4
 
 # Of `rounding`: a kernel reads no other globals.
