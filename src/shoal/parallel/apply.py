@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.catalogue.attention import NARROWEST, Attention
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import find_strategy
 from shoal.config.mesh import Mesh
 from shoal.config.schema import Config
 from shoal.models.anatomy import Anatomy, read_anatomy, require_blocks
-from shoal.models.attention import NARROWEST, skips_tiles
+from shoal.models.attention import attention_of, skips_tiles
 from shoal.models.buffers import kept_buffers
 from shoal.models.emulate import EmulatedForward
 from shoal.models.loss import LossFactory, choose_loss
@@ -47,6 +48,7 @@ from shoal.parallel.shard import replicate_stage, reshards_after_forward, shard_
 from shoal.parallel.stages import StageModel, check_pipeline, stages_of_rank
 from shoal.parallel.tensor import VocabularyShard, check_tensor_parallel, split_tensors
 from shoal.parallel.units import choose_blocks
+from shoal.plan.from_config import has_documents
 
 SHARD_INSTEAD = "use parallel.strategy fsdp with parallel.wrap {min_params: 10_000_000}, which needs none"
 
@@ -149,7 +151,7 @@ def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, gra
     check_pipeline(model, anatomy, mesh.pp, parallel.pp_schedule, grad_accum_steps)
     check_tensor_parallel(model, mesh.tp)
     check_adapters(model, config, mesh)
-    check_context_parallel(model, mesh, parallel.cp_method)
+    check_context_parallel(model, mesh, parallel.cp_method, config.data.max_length)
     if find_strategy(strategy).fully_shard:
         choose_blocks(model, anatomy, parallel.wrap)
 
@@ -246,7 +248,22 @@ def _with_loss(stage: StageModel, recipe: _Recipe, splits: dict[str, Split]) -> 
         stage.model, stage.anatomy, recipe.loss, measure, skips_tiles=recipe.tiles, matmul_dtype=precision.autocast
     )
     inner.sequence_group = parallel_dims.cp
+    inner.windows_in_tiles = _attention(stage.model, recipe, documents=False).path == "tiles"
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
+
+
+def _attention(model: Any, recipe: _Recipe, *, documents: bool) -> Attention:
+    config, parallel_dims = recipe.config, recipe.parallel_dims
+    return attention_of(
+        model,
+        config.model.attention,
+        longest=config.data.max_length,
+        itemsize=recipe.precision.compute.itemsize,
+        device=parallel_dims.device,
+        compiled=recipe.compiled,
+        documents=documents,
+        sharded=parallel_dims.cp is not None,
+    )
 
 
 def _emulate_matmuls(
@@ -340,6 +357,8 @@ def _notes(model: Any, recipe: _Recipe, done: _Applied, *, cuda_graphs: bool) ->
     if config.model.attention == "flex" and not recipe.tiles:
         yield (
             f"model.attention flex has no effect: it needs CUDA, compiled blocks, and a model with a head dimension of "
-            f"at least {NARROWEST} and neither a sliding window nor dropout in its attention; {name} is trained with "
-            "sdpa or eager attention."
+            f"at least {NARROWEST} and no dropout in its attention; {name} is trained with sdpa or eager attention."
         )
+    attention = _attention(model, recipe, documents=has_documents(config))
+    if (warning := attention.warning(config.data.max_length)) is not None:
+        yield warning

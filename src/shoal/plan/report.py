@@ -13,6 +13,7 @@ from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
 from shoal.plan.advise import Change, Limits, Question, alternatives, changes, limits
 from shoal.plan.decide import choose
+from shoal.plan.from_config import plan_attention
 from shoal.plan.layout import ranks
 from shoal.plan.machine import Machine, read_machine
 from shoal.plan.models import read_shape
@@ -94,6 +95,8 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
             "trained for."
         )
     notes += _about_preference(config)
+    if (warning := plan_attention(config, shape, machine).warning(config.data.max_length)) is not None:
+        notes.append(warning)
     if system == "shoal":
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
     else:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from shoal.catalogue.attention import Path
 from shoal.catalogue.gpus import Gpu, Link
 from shoal.catalogue.shapes import ModelShape
 from shoal.catalogue.strategies import Strategy, find_strategy
@@ -58,8 +59,8 @@ class Run:
     compiled: bool = True
     cuda_graphs: bool | str = "auto"
     loss: str = "chunked"  # plain, chunked, fused
-    attention: str = "flash"  # eager: scores are materialized
-    packed: bool = False  # sequences hold several documents, with a materialized mask
+    attention: Path = "fused"  # of the layers with a sliding window, if any have
+    attention_dropout: bool = False
     dropout: bool = False
     reshard: bool | int = True
     prefetch: int = 1

@@ -56,8 +56,6 @@ class SystemTraits:
     casts_once: bool = False
     # The allocator uses expandable segments, which hardly fragment.
     expandable_segments: bool = False
-    # Compiled attention over packed documents skips masked tiles (flex attention), and materializes no mask.
-    skips_masked_tiles: bool = False
     # The head is computed at a vocabulary that tensor cores can read (models/cross_entropy.py), or by the compiler.
     pads_vocabulary: bool = False
     # Clipping, the update and the cast to compute copies are one fused kernel.
@@ -73,7 +71,6 @@ OURS = SystemTraits(
     saves_fp8_inputs=True,
     casts_once=True,
     expandable_segments=True,
-    skips_masked_tiles=True,
     separate_head_unit=True,
     pads_vocabulary=True,
 )
