@@ -74,7 +74,7 @@ def attention_of(
         settings.model_type,
         cpu=device.type == "cpu",
         grouped=bool(heads and keys) and keys != heads,
-        compiled=compiled and wanted != "sdpa",
+        compiled=compiled and wanted in ("auto", "flex"),
         eager=wanted == "eager",
         windowed=window_within(settings, longest) is not None,
         documents=documents,
