@@ -88,7 +88,7 @@ def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
 
 
 def _runs(kernel: str, query: Tensor, value: Tensor) -> bool:
-    return bool(runs(kernel, query.device.type, query.dtype.itemsize, query.shape[-1], value.shape[-1]))
+    return bool(runs(kernel, query.device.type, query.element_size(), query.shape[-1], value.shape[-1]))
 
 
 def _flash_in_window(
