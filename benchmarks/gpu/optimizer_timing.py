@@ -101,7 +101,7 @@ class Weights:
         dims = SimpleNamespace(tp=None, pp=None, device=DEVICE)
         placement = SimpleNamespace(parallel_dims=dims, splits={}, owned_by_another_stage=frozenset())
         named = {str(index): one for index, one in enumerate(self.parameters)}
-        return Gradients(named, placement, averages=(), in_buckets=False)  # type: ignore[arg-type]
+        return Gradients(named, placement, averages=(), in_place=False)  # type: ignore[arg-type]
 
 
 def make(kind: str, weights: Weights) -> FusedOptimizer:

@@ -33,6 +33,7 @@ from shoal.optim.optimizer import NamedOptimizer
 from shoal.parallel.apply import check_parallel
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
+from shoal.plan.from_config import has_documents
 from shoal.plan.resolved import ResolvedRun
 from shoal.plan.run import Run
 from shoal.train.build import build, keep_low_precision_gradients
@@ -235,7 +236,7 @@ def _batch(config: Config, run: Run) -> StepBatch:
         return torch.zeros(shape, dtype=torch.int64)
 
     def micro_batch() -> MicroBatch:
-        if not run.packed:
+        if not has_documents(config):
             return MicroBatch(zeros(), zeros(), loss_tokens=every_token)
         documents = torch.zeros(shape, dtype=torch.int32)
         return MicroBatch(zeros(), zeros(), zeros(), documents, loss_tokens=every_token)

@@ -39,14 +39,14 @@ class Gradients:
         placement: Placement,
         *,
         averages: Collection[str],
-        in_buckets: bool,
+        in_place: bool,
     ) -> None:
         """`averages`: names of the gradients that neither DDP nor FSDP averages over the replicas, so it is done here.
-        `in_buckets`: gradients are views of DDP's buckets."""
+        `in_place`: gradients stay where they are, as views of DDP's buckets."""
         self.parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self.placement = placement
         self.averages = [name for name in self.parameters if name in averages]
-        self.in_buckets = in_buckets
+        self.in_place = in_place
         # What a gradient's sharding means for the norm: by its parameter, with its DTensor's spec, which FSDP reuses.
         self._kinds: dict[str, tuple[object, _Kind]] = {}
         self._kinds_by_sharding: dict[tuple[DeviceMesh | None, tuple[int, ...], bool, torch.device], _Kind] = {}
@@ -115,8 +115,9 @@ class Gradients:
 
     def clear(self) -> None:
         """Zero the gradients after the step."""
-        if self.in_buckets:
-            # Views of DDP's buckets. If they were set to None, a micro-batch under no_sync would allocate new ones.
+        if self.in_place:
+            # Views of DDP's buckets: if they were set to None, a micro-batch under no_sync would allocate new ones. Or
+            # at the addresses to which CUDA graphs add.
             if held := self._local(self.parameters):
                 torch._foreach_zero_(held)
             return
