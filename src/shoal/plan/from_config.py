@@ -97,6 +97,7 @@ def is_compiled(config: Config, machine: Machine) -> bool:
 
 def plan_attention(config: Config, shape: ModelShape, machine: Machine) -> Attention:
     """How attention is computed, as `parallel.apply` selects it."""
+    wanted = config.model.attention
     heads = Heads(
         4 if config.train.precision == "32-true" else 2,
         shape.head_size,
@@ -109,10 +110,8 @@ def plan_attention(config: Config, shape: ModelShape, machine: Machine) -> Atten
         shape.model_type,
         cpu=machine.is_cpu,
         grouped=shape.kv_heads != shape.heads,
-        compiled=is_compiled(config, machine)
-        and config.train.compile != "thunder"
-        and config.model.attention != "sdpa",
-        eager=config.model.attention == "eager",
+        compiled=config.train.compile in ("auto", True) and wanted in ("auto", "flex"),
+        eager=wanted == "eager",
         windowed=bool(shape.sliding_window and shape.sliding_window < config.data.max_length),
         documents=has_documents(config),
         sharded=config.parallel.cp > 1,
