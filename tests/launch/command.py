@@ -208,7 +208,9 @@ def run_within(limit: float, run: Callable[[], Ended]) -> Ended:
     return ended
 
 
-def forked_shoal(folder: Path, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = PATIENCE) -> Ended:
+def forked_shoal(
+    folder: Path, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = PATIENCE
+) -> Ended:
     """As `shoal`, in a fork of this process, which has torch and transformers imported already."""
     with ForkedCommand(folder, list(arguments), env) as command:
         return command.wait(seconds)
