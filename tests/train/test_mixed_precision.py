@@ -21,7 +21,7 @@ from shoal.models.emulate import VARIABLE, emulated_dtypes, emulated_matmuls, sl
 from shoal.models.families import transformers_config
 from tests.harness import lines, settings, slow, train_on
 
-LENGTH, SEQUENCES, STEPS, LR = 64, 4, 25, 3e-4
+LENGTH, SEQUENCES, STEPS, LR = 64, 4, 12, 3e-4
 
 
 @pytest.fixture(params=["emulated", "native"], autouse=True)
@@ -93,6 +93,7 @@ def test_losses_are_as_close_to_fp32_as_with_autocast(text, weights, tmp_path):
         for precision in ("32-true", "bf16-mixed")
     )
     autocast = list(under_autocast(text, weights))
+    print("DIST", distance(autocast, exact), distance(mixed, exact))
     assert 0 < distance(autocast, exact) < 2e-3  # the same training
     assert distance(mixed, exact) < 2 * distance(autocast, exact)
 
@@ -101,7 +102,7 @@ def test_losses_are_as_close_to_fp32_as_with_autocast(text, weights, tmp_path):
     ("ranks", "parallel", "precision"),
     [
         (1, {}, "bf16-mixed"),
-        (1, {}, "16-mixed"),
+        slow(1, {}, "16-mixed"),
         (2, {"tp": 2}, "bf16-mixed"),
         slow(2, {"tp": 2}, "16-mixed"),
         *(slow(2, {"strategy": "fsdp"}, precision) for precision in ("bf16-mixed", "16-mixed")),
@@ -114,7 +115,7 @@ def test_an_update_of_a_norm_too_small_for_bf16_is_not_lost(ranks, parallel, pre
     config["model"]["freeze"] = ["*proj*", "*embed*"]
     found = {}
     for lr in (1e-4, 1e-12):
-        train = config["train"] | {"lr": lr, "steps": 3, "micro_batch": 2}
+        train = config["train"] | {"lr": lr, "steps": 3, "micro_batch": 2 if "strategy" in parallel else 4}
         run = train_on(ranks, config | {"name": str(lr), "train": train}, tmp_path)
         found[lr] = [line["loss"] for line in lines(run)]
     learning, still = found[1e-4], found[1e-12]
