@@ -11,9 +11,11 @@ import pytest
 from shoal.mistakes import UserMistake
 
 SECONDS = 5  # that one case may take
-# A thirteenth of the cases runs in `make test`, the others with the slow tests. Thirteen is odd, so that both kinds of cases
-# that alternate are in each part.
-PARTS = pytest.mark.parametrize("part", [pytest.param("a thirteenth"), pytest.param("the others", marks=pytest.mark.slow)])
+# A thirteenth of the cases runs in `make test`, the others with the slow tests. Thirteen is odd, so that both kinds of
+# cases that alternate are in each part.
+PARTS = pytest.mark.parametrize(
+    "part", [pytest.param("a thirteenth"), pytest.param("the others", marks=pytest.mark.slow)]
+)
 
 
 class TookTooLong(BaseException):

@@ -188,6 +188,7 @@ class ForkedCommand(Command):
         importlib.import_module("shoal.launch.worker")  # changes what the process does on Ctrl-C, as a rank's should
         importlib.import_module("shoal.launch.local")
         signal.signal(signal.SIGINT, on_interrupt)
+        importlib.import_module("shoal.models.emulate").slow_dtypes()  # measured once, as in the harness
         out, err = (file.fileno() for file in self.files)
         return Forked(lambda: _be_command(folder, arguments, env, out, err))
 

@@ -119,8 +119,7 @@ def test_lora_on_another_family_trains_the_same_as_in_one_process(name, instruct
         ("full_shard", "bf16-mixed"),
         *(slow(name, precision) for name in ("ddp", "full_shard") for precision in ("bf16-true", "16-mixed")),
         *(slow(name, "bf16-mixed") for name in ("ddp", "tp")),
-        ("full_shard", "fp8"),
-        *(slow(name, "fp8") for name in ("ddp", "recompute_full")),
+        *(slow(name, "fp8") for name in ("full_shard", "ddp", "recompute_full")),
     ],
 )
 def test_lora_in_low_precision_trains_nearly_the_same(name, precision, instructions, reference, tmp_path):

@@ -93,7 +93,6 @@ def test_losses_are_as_close_to_fp32_as_with_autocast(text, weights, tmp_path):
         for precision in ("32-true", "bf16-mixed")
     )
     autocast = list(under_autocast(text, weights))
-    print("DIST", distance(autocast, exact), distance(mixed, exact))
     assert 0 < distance(autocast, exact) < 2e-3  # the same training
     assert distance(mixed, exact) < 2 * distance(autocast, exact)
 
