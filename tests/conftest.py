@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+# A helper with assertions, which pytest explains only in files it is told of before they are imported.
+pytest.register_assert_rewrite("tests.launch.command")
+
 # Before torch: a process that has started OpenMP threads cannot fork ranks that use them, and one thread per rank makes
 # sums the same in one process and in many.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -24,13 +24,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import BertConfig, GPT2LMHeadModel, GPTNeoXForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    GPT2LMHeadModel,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import shoal.launch.run
 from shoal import api
 from shoal.checkpoint.layout import SliceReader
 from shoal.config.schema_base import Block
 from shoal.launch.join import LAUNCH_FOLDER
+from shoal.models.emulate import slow_dtypes
 
 # Imported above so that forked ranks have them already: transformers imports a model's code when it is first used.
 IMPORTED = (
@@ -42,12 +50,20 @@ IMPORTED = (
     shoal.launch.run,
 )
 
-# What every rank would import and build again: modules that are imported when first used, and the validators of the
-# config's blocks.
-for _module in ("pydantic.plugin._loader", "rich._emoji_codes", "torch.profiler._cupti_monitor"):
+# What every rank would import and build again: modules that are imported when first used, the validators of the
+# config's blocks, and what torch and transformers keep of the first model on the meta device.
+for _module in (
+    "pydantic.plugin._loader",
+    "rich._emoji_codes",
+    "shoal.data.first_look",
+    "torch.distributed.pipelining",
+    "torch.profiler._cupti_monitor",
+):
     importlib.import_module(_module)
 for _block in Block.__subclasses__():
     _block.model_rebuild()
+with torch.device("meta"):
+    LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=32))
 
 PATIENCE = 180
 
@@ -62,6 +78,7 @@ def slow(*values: Any, id: str | None = None) -> Any:
 
 def run_ranks(world_size: int, function: Callable[[], Any]) -> list[Any]:
     """Call `function` on `world_size` forked ranks and return what each returned; a rank's exception is raised here."""
+    slow_dtypes()  # measured once: on a busy machine two ranks, or two runs, could decide differently
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(world_size)]

@@ -6,6 +6,7 @@ from shoal.bench.forecast import compared_terms, forecast_memory
 from shoal.bench.trace import EMBEDDING, LOSS, STEP
 from shoal.plan.terms import GIB
 from tests.bench.tracing import NEOX, SMALL, UNALIGNED, WIDE, relative_error, trace_run
+from tests.harness import slow
 
 FSDP = "parallel.strategy=fsdp"
 
@@ -44,7 +45,7 @@ def test_the_terms_of_a_moment_add_up_to_its_bytes(sharded):
         assert sum(moment.terms.values()) == moment.bytes
 
 
-@pytest.mark.parametrize(("kind", "block_bytes"), [("lora", 2.0), ("qlora", 0.5 + 4 / 64)])
+@pytest.mark.parametrize(("kind", "block_bytes"), [slow("lora", 2.0), ("qlora", 0.5 + 4 / 64)])
 def test_a_frozen_base_has_its_bytes_and_nothing_else(kind, block_bytes):
     """No master weights, compute copies, gradients or optimizer state: those are the adapter's."""
     _, traced = trace_run(8, WIDE.replace("layers: 3", "layers: 1"), FSDP, f"adapter.kind={kind}", "adapter.rank=8")
@@ -86,7 +87,7 @@ def test_fsdp_is_forecast_correctly(sharded):
             [FSDP, "parallel.tp=2", "train.global_batch=4"],
             marks=pytest.mark.slow,
         ),
-        (1, WIDE, ["adapter.kind=lora", "adapter.dora=true"]),
+        pytest.param(1, WIDE, ["adapter.kind=lora", "adapter.dora=true"], marks=pytest.mark.slow),
         pytest.param(8, WIDE, [FSDP, "train.recompute=full"], marks=pytest.mark.slow),
         pytest.param(1, SMALL, [], marks=pytest.mark.slow),
         pytest.param(1, SMALL, ["train.global_batch=2"], marks=pytest.mark.slow),

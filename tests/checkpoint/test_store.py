@@ -17,7 +17,7 @@ from shoal.checkpoint.retention import tidy, to_keep
 from shoal.checkpoint.snapshot import write_snapshot
 from shoal.parallel.ranks import Ranks
 from tests.checkpoint.cut import attempts, everything, hold_bitwise
-from tests.harness import lines, settings, train_on, written_slices
+from tests.harness import lines, settings, slow, train_on, written_slices
 
 STEPS = 4
 
@@ -107,7 +107,7 @@ def test_when_all_are_damaged_there_is_none(checkpoints):
     assert newest_of(checkpoints) is None
 
 
-@pytest.mark.parametrize("damage", ["flipped byte", "truncated", "deleted"])
+@pytest.mark.parametrize("damage", ["flipped byte", slow("truncated"), slow("deleted")])
 def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_previous_one(
     damage, trained, checkpoints, instructions, tmp_path, capfd
 ):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +28,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_adapter(base: Path, folder: Path, **settings: Any) -> Path:
     """An adapter with random values, saved by PEFT."""
+    from peft import LoraConfig, get_peft_model  # here, because importing it takes longer than most test files
+
     torch.manual_seed(1)
     wanted: dict[str, Any] = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], **settings}
     config = LoraConfig(task_type="CAUSAL_LM", **wanted)
@@ -70,6 +71,8 @@ def started(instructions: Path, base: Path, adapters: dict[str, Path], tmp_path_
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["listed", "pattern", "also"])
 def test_training_starts_with_the_logits_that_peft_has(name, started, adapters, base):
+    from peft import PeftModel
+
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapters[name]).eval()
     loaded = api.load_run(started[name], device="cpu")
     torch.testing.assert_close(loaded.model(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)

@@ -14,9 +14,7 @@ from shoal.data.first_look import check_first_record
 from shoal.data.sources import find_reading, read_records
 from shoal.mistakes import UserMistake
 
-datasets = pytest.importorskip("datasets")
-import huggingface_hub.constants  # noqa: E402
-
+datasets: Any
 Write = Callable[[str, Any], Path]
 ROWS = [{"text": f"row {number}", "chat": [{"role": "user", "content": "é"}]} for number in range(20)]
 FEW = ROWS[:3]
@@ -32,6 +30,13 @@ configs:
 ---
 # A dataset
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import_datasets() -> None:
+    """Not while tests are collected, which every worker does: it takes seconds."""
+    global datasets
+    datasets = pytest.importorskip("datasets")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty Hugging Face cache: the libraries read HF_HOME only once, when they are imported."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf" / "datasets")
     return tmp_path / "hf"
 

@@ -21,6 +21,9 @@ BYTES = load_tokenizer("bytes")
 
 sources = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 20.0)), min_size=2, max_size=4)
 
+# An epoch is over when the rarest has been read: with the rates above it may have 16,000 positions.
+similar = st.lists(st.tuples(st.integers(1, 40), st.floats(0.4, 4.0)), min_size=2, max_size=4)
+
 
 def make_order(sources: list[tuple[int, float]], *, repeat: bool, seed: int = 1) -> MixedOrder:
     orders = [ShuffledOrder(count, seed + number) for number, (count, _) in enumerate(sources)]
@@ -28,7 +31,7 @@ def make_order(sources: list[tuple[int, float]], *, repeat: bool, seed: int = 1)
 
 
 @given(sources, st.booleans(), st.integers(0, 500), st.lists(st.integers(1, 40), min_size=1, max_size=8))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_any_split_of_the_positions_gives_the_same_order(
     sources: list[tuple[int, float]], repeat: bool, first: int, sizes: list[int]
 ) -> None:
@@ -39,7 +42,7 @@ def test_any_split_of_the_positions_gives_the_same_order(
 
 
 @given(sources, st.integers(0, 3))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_where_sources_end_an_epoch_has_every_sequence_once(sources: list[tuple[int, float]], epoch: int) -> None:
     order = make_order(sources, repeat=False)
     assert order.training_count == sum(count for count, _ in sources)
@@ -50,7 +53,7 @@ def test_where_sources_end_an_epoch_has_every_sequence_once(sources: list[tuple[
 
 
 @given(sources, st.integers(1, 400))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_after_any_number_of_positions_each_source_has_had_its_share(
     sources: list[tuple[int, float]], positions: int
 ) -> None:
@@ -62,7 +65,7 @@ def test_after_any_number_of_positions_each_source_has_had_its_share(
     assert order.positions_before(positions) == [found[source] for source in range(len(sources))]
 
 
-@given(sources)
+@given(similar)
 @settings(max_examples=15, deadline=None)
 def test_where_sources_repeat_an_epoch_is_over_when_each_has_been_read(sources: list[tuple[int, float]]) -> None:
     order = make_order(sources, repeat=True)

@@ -88,7 +88,7 @@ def _in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     resume_at=st.integers(0, 30),
     batches=st.lists(st.integers(1, 7), min_size=1, max_size=4),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_every_epoch_has_every_record_once_and_any_checkpoint_continues(
     sizes: list[int], chunk: int, buffer: int, resume_at: int, batches: list[int]
 ) -> None:

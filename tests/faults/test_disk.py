@@ -17,12 +17,12 @@ from shoal.checkpoint import store
 from shoal.checkpoint.store import list_complete
 from shoal.train.save import CannotSave
 from tests.checkpoint.cut import hold_bitwise
-from tests.harness import PATIENCE, lines, settings, train_on
+from tests.harness import LLAMA, PATIENCE, lines, settings, train_on
 from tests.launch.command import forked_shoal, write_config
 
 STEPS, SAVE_EVERY = 60, 5
 FILLER = "somebody-elses"
-ROOM = 4 * 2**20  # of the small disk; a checkpoint here takes about 400 KiB
+ROOM = 4 * 2**20  # of the small disk; a checkpoint here takes about 300 KiB
 
 
 @pytest.fixture
@@ -39,7 +39,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def config_of(data: Path, world_size: int = 1, **changes: Any) -> dict[str, Any]:
     long = {"train__steps": STEPS, "checkpoint__every": SAVE_EVERY, "data__max_length": 32, "data__train_on": "all"}
-    return settings(data, **{**long, "train__global_batch": 2, "train__micro_batch": 2 // world_size, **changes})
+    batch = {"train__global_batch": 2, "train__micro_batch": 2 // world_size}
+    return settings(data, model__shape={**LLAMA, "layers": 1}, **{**long, **batch, **changes})
 
 
 @contextlib.contextmanager
@@ -117,42 +118,44 @@ def test_a_save_to_a_full_disk_is_abandoned_with_a_warning_and_the_next_with_spa
 def test_a_run_whose_last_save_failed_does_not_end_with_success(instructions, small_disk, capfd):
     filled = at_save((2 * SAVE_EVERY, lambda: fill(small_disk)))
     with filled, pytest.raises(CannotSave, match=r"No space left on device.* newest checkpoint is"):
-        train_on(1, config_of(instructions), small_disk)
+        train_on(1, config_of(instructions, train__steps=3 * SAVE_EVERY), small_disk)
     assert SAVE_EVERY in steps_in(small_disk / "run" / "checkpoints")
 
 
 def test_a_full_disk_makes_the_run_save_in_the_fallback(instructions, small_disk, tmp_path, capfd):
-    config = config_of(instructions, checkpoint__fallback=str(tmp_path / "elsewhere"))
+    steps = 4 * SAVE_EVERY
+    config = config_of(instructions, train__steps=steps, checkpoint__fallback=str(tmp_path / "elsewhere"))
 
     with at_save((2 * SAVE_EVERY, lambda: fill(small_disk))):
         run = train_on(1, config, small_disk)
     assert "was saved in" in capfd.readouterr().err
-    assert steps_in(run / "checkpoints")[-1] < STEPS
+    assert steps_in(run / "checkpoints")[-1] < steps
     spare = tmp_path / "elsewhere" / "run"
-    assert steps_in(spare / "checkpoints")[-1] == STEPS
+    assert steps_in(spare / "checkpoints")[-1] == steps
     # The fallback can be used like any run.
     assert (api.export(spare, tmp_path / "exported") / "model.safetensors").is_file()
     (small_disk / FILLER).unlink()
-    config["train"]["steps"] = STEPS + 2
+    config["train"]["steps"] = steps + 2
     train_on(1, config, small_disk, resume=True)
-    assert f"Resuming after step {STEPS} from {spare}" in " ".join(capfd.readouterr().err.split())
-    assert steps_in(run / "checkpoints")[-1] == STEPS + 2
+    assert f"Resuming after step {steps} from {spare}" in " ".join(capfd.readouterr().err.split())
+    assert steps_in(run / "checkpoints")[-1] == steps + 2
 
 
 def test_a_new_run_of_the_same_name_does_not_resume_from_another_runs_fallback(
     instructions, small_disk, tmp_path, capfd
 ):
-    config = config_of(instructions, checkpoint__fallback=str(tmp_path / "elsewhere"))
+    fallback = str(tmp_path / "elsewhere")
+    config = config_of(instructions, train__steps=4 * SAVE_EVERY, checkpoint__fallback=fallback)
 
     with at_save((2 * SAVE_EVERY, lambda: fill(small_disk))):
         train_on(1, config, small_disk)
     (small_disk / FILLER).unlink()
-    other = {**config, "seed": 7, "train": {**config["train"], "steps": 25}}
+    other = {**config, "seed": 7, "train": {**config["train"], "steps": 8}}
     train_on(1, other, small_disk, overwrite=True)
-    other["train"]["steps"] = 30
+    other["train"]["steps"] = 10
     capfd.readouterr()
     train_on(1, other, small_disk, resume=True)
-    assert "Resuming after step 25" in capfd.readouterr().err
+    assert "Resuming after step 8" in capfd.readouterr().err
     spare = tmp_path / "elsewhere" / "run" / "checkpoints"
     assert steps_in(spare) == []
     assert list(spare.glob("abandoned-*")), "the other run's checkpoints were deleted"

@@ -134,7 +134,7 @@ def test_a_user_mistake_found_after_a_restart_is_one_sentence_too(instructions: 
 
 
 def test_kills_at_random_moments_change_nothing(instructions: Path, tmp_path: Path) -> None:
-    steps = 200
+    steps = 120
     undisturbed = train_on(2, config(instructions, steps), tmp_path / "undisturbed")
     write_config(tmp_path, config(instructions, steps))
     run = tmp_path / "runs" / "run"
@@ -145,7 +145,7 @@ def test_kills_at_random_moments_change_nothing(instructions: Path, tmp_path: Pa
             command.wait_until(lambda: bool(new_rank(command.process.pid, killed)))  # noqa: B023
             # Most of them while it trains, after some more steps; the others while it starts.
             if chance.random() < 0.7:
-                logged = lines_of(run) + chance.randint(1, 30)
+                logged = lines_of(run) + chance.randint(1, 20)
                 command.wait_until(lambda: lines_of(run) >= logged)  # noqa: B023
                 time.sleep(chance.uniform(0, 0.1))
             else:

@@ -16,7 +16,7 @@ from shoal.checkpoint.state import read_progress
 from shoal.data.order import ShuffledOrder
 from shoal.resilience.health import Diverged
 from tests.checkpoint.cut import hold_bitwise
-from tests.harness import lines, settings, slow, train_on, weights
+from tests.harness import lines, reference_run, settings, slow, train_on, weights
 
 EXAMPLES, BATCH, POISON = 96, 8, "\x07"
 
@@ -74,7 +74,7 @@ def poisoned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_examples(path, set(sequences_of_steps([4, 5, 6])))
 
 
-@pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), slow(2, "ddp"), (2, "fsdp")])
 def test_a_non_finite_step_updates_no_weights_on_any_rank_and_is_counted(
     world_size, parallel, model, poisoned, tmp_path, capfd
 ):
@@ -89,7 +89,7 @@ def test_a_non_finite_step_updates_no_weights_on_any_rank_and_is_counted(
     assert all(torch.isfinite(tensor).all() for name, tensor in weights(run).items() if "embed_tokens" not in name)
 
 
-@pytest.mark.parametrize(("world_size", "parallel", "every"), [(1, "single", 1), (1, "single", 8), (2, "fsdp", 3)])
+@pytest.mark.parametrize(("world_size", "parallel", "every"), [(1, "single", 1), slow(1, "single", 8), (2, "fsdp", 3)])
 def test_after_three_in_a_row_the_run_rolls_back_and_skips_their_sequences(
     world_size, parallel, every, model, poisoned, tmp_path, capfd
 ):
@@ -111,16 +111,15 @@ def test_after_three_in_a_row_the_run_rolls_back_and_skips_their_sequences(
     assert [one.step for one in store.list_complete(run / "checkpoints")] == [2, 4, 6, 8]
 
 
-def test_a_rollback_right_after_an_evaluation_does_not_use_stale_gathered_weights(model, poisoned, tmp_path):
+@pytest.mark.parametrize("reshard", [False, slow("auto")])
+def test_a_rollback_right_after_an_evaluation_does_not_use_stale_gathered_weights(reshard, model, poisoned, tmp_path):
     """FSDP may keep the last all-gathered weights, and loading a checkpoint fills the shards."""
     config = config_of(model, poisoned, on_nan="rollback")
     config["log"]["every"], config["eval"] = 10, {"every": 6, "batches": 1}
     config["data"]["validation"] = str(poisoned)
-    alone = train_on(1, {**config, "parallel": {"strategy": "single"}}, tmp_path / "one")
-    for reshard in ("auto", False):
-        parallel = {"strategy": "fsdp", "reshard": reshard}
-        sharded = train_on(2, {**config, "parallel": parallel}, tmp_path / f"two-{reshard}")
-        assert lines(sharded)[-1]["loss"] == pytest.approx(lines(alone)[-1]["loss"], rel=2e-6)
+    alone = reference_run({**config, "parallel": {"strategy": "single"}})
+    sharded = train_on(2, {**config, "parallel": {"strategy": "fsdp", "reshard": reshard}}, tmp_path)
+    assert lines(sharded)[-1]["loss"] == pytest.approx(lines(alone)[-1]["loss"], rel=2e-6)
 
 
 def plain_loss(run: Path, step: int, examples: list[int]) -> float:
@@ -192,7 +191,7 @@ def spiking(data: Path, world_size: int = 1, **changes: Any) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize(("world_size", "parallel"), [slow(1, "single"), (2, "ddp")])
+@pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), slow(2, "ddp")])
 def test_a_spike_is_reported_with_its_sequences_also_between_log_lines(
     world_size, parallel, spiking_data, tmp_path, capfd
 ):

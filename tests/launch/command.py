@@ -75,6 +75,7 @@ class Forked:
                 act()
             except BaseException:
                 traceback.print_exc()
+                sys.stderr.flush()
             finally:
                 os._exit(1)
 
@@ -92,6 +93,27 @@ class Forked:
                 raise subprocess.TimeoutExpired("a fork", timeout)
             time.sleep(0.005)
         return status
+
+
+class ForkedModule(Forked):
+    """`python -m module`, started as by `subprocess.Popen`, in a fork of a command that is a fork itself."""
+
+    def __init__(self, arguments: Sequence[str], *, stdout: Any, stderr: Any, text: bool = False) -> None:
+        out, self.stdout = stdout, None
+        if stdout == subprocess.PIPE:
+            reading, writing = os.pipe()
+            out, self.stdout = os.fdopen(writing, "w"), os.fdopen(reading, "r" if text else "rb")
+        super().__init__(lambda: _be_module(arguments, os.environ.copy(), out.fileno(), stderr.fileno()))
+        if self.stdout is not None:
+            out.close()
+
+    def __enter__(self) -> "ForkedModule":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.stdout is not None:
+            self.stdout.close()
+        self.wait()
 
 
 class Command:
@@ -166,6 +188,7 @@ class ForkedCommand(Command):
         importlib.import_module("shoal.launch.worker")  # changes what the process does on Ctrl-C, as a rank's should
         importlib.import_module("shoal.launch.local")
         signal.signal(signal.SIGINT, on_interrupt)
+        importlib.import_module("shoal.models.emulate").slow_dtypes()  # measured once, as in the harness
         out, err = (file.fileno() for file in self.files)
         return Forked(lambda: _be_command(folder, arguments, env, out, err))
 
@@ -186,7 +209,9 @@ def run_within(limit: float, run: Callable[[], Ended]) -> Ended:
     return ended
 
 
-def forked_shoal(folder: Path, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = 60) -> Ended:
+def forked_shoal(
+    folder: Path, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = PATIENCE
+) -> Ended:
     """As `shoal`, in a fork of this process, which has torch and transformers imported already."""
     with ForkedCommand(folder, list(arguments), env) as command:
         return command.wait(seconds)
@@ -199,19 +224,34 @@ def _be_command(folder: Path, arguments: Sequence[str], env: Mapping[str, str], 
 
     # What torch's agent starts the ranks with.
     SubprocessHandler._popen = lambda self, arguments, env: Forked(lambda: _be_worker(arguments, env))  # type: ignore[method-assign, assignment, return-value]
+    if arguments[:1] == ["bench"]:
+        subprocess.Popen = ForkedModule  # type: ignore[misc, assignment]  # starts the measured training
     os.chdir(folder)
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    _write_to(out, err)
     _be_program(main, ["shoal", *arguments], env)
 
 
 def _be_worker(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    _, option, module, *others = arguments
-    assert option == "-m"
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # see shoal.launch.interrupts
     Path("/proc/self/comm").write_text(FORKED_RANK.format(env["RANK"]))
+    _run_module(arguments, env)
+
+
+def _be_module(arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
+    _write_to(out, err)
+    _run_module(arguments, env)
+
+
+def _run_module(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    _, option, module, *others = arguments
+    assert option == "-m"
     _be_program(importlib.import_module(module).main, [module, *others], env)
+
+
+def _write_to(out: int, err: int) -> None:
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
 
 
 def _be_program(main: Callable[[], Any], arguments: list[str], env: Mapping[str, str]) -> NoReturn:
@@ -221,8 +261,7 @@ def _be_program(main: Callable[[], Any], arguments: list[str], env: Mapping[str,
         os.environ.clear()
         os.environ.update(env)
         sys.argv, tempfile.tempdir = arguments, None  # read TMPDIR again
-        main()
-        status = 0
+        status = main()
     except SystemExit as end:
         status = end.code
     except BaseException:

@@ -11,6 +11,7 @@ import yaml
 
 import shoal as package
 from shoal.config import Config, config_from_mapping, load_config
+from tests.harness import slow
 from tests.launch.command import Command, environment, forked_shoal, run_within, shoal
 
 # Fractions of the CPU time of importing torch on this machine.
@@ -36,7 +37,12 @@ def importing_torch(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["config", "--help"], ["export", "-h"], ["bench", "--help"]]
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        *(slow(one) for one in (["config", "--help"], ["export", "-h"], ["bench", "-h"])),
+    ],
 )
 def test_help_is_fast(arguments: list[str], importing_torch: float, tmp_path: Path) -> None:
     limit = ANSWERS_WITHIN * importing_torch
@@ -67,8 +73,8 @@ def test_help_names_the_commands_and_the_options_of_train(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["train", "--help"],
-        ["--version"],
+        slow(["train", "--help"]),
+        slow(["--version"]),
         ["config", "show", "run.yaml"],
         ["train", "run.yaml", "lr=1"],
         ["bench", "collectives", "--largest", "many"],

@@ -10,7 +10,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from shoal import api
-from tests.harness import settings
+from tests.harness import settings, slow
 from tests.launch.command import forked_shoal, write_config
 
 SHORT = {"data__max_length": 64, "data__train_on": "all"}
@@ -125,7 +125,7 @@ def test_an_option_of_another_tool_is_answered_with_ours(
     assert seen.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+@pytest.mark.parametrize("dry", [[], slow(["--dry-run"])])
 def test_quick_mistakes_are_found_before_torch_is_imported(dry: list[str], instructions: Path, tmp_path: Path) -> None:
     mistakes = {
         "data.path=nowhere.jsonl": "data.path nowhere.jsonl does not exist",

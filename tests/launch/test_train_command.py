@@ -1,6 +1,6 @@
 """`shoal train` as a user and other programs see it: its output, its files, and the failures it survives.
 
-All runs here train the same model on the same sequences, so that one undisturbed run is the reference for every other:
+The disturbed runs train the same model on the same sequences, so that one undisturbed run is the reference for them:
 for two processes (bitwise, since each has one micro-batch), for runs stopped by signals, for runs with killed ranks.
 """
 
@@ -21,7 +21,7 @@ import torch
 
 from shoal.checkpoint.store import damaged_file, read_manifest
 from shoal.train.step import TrainStep
-from tests.harness import settings, weights
+from tests.harness import reference_run, settings, weights
 from tests.launch.command import (
     SHOAL,
     Command,
@@ -37,6 +37,7 @@ from tests.launch.command import (
 )
 
 STEPS, SAVE_EVERY = 60, 20
+FEW = 20  # steps of the run that nothing disturbs
 TRAINING_KEYS = {
     "step", "attempt", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "tokens_per_second", "mfu", "memory_gib",
     "reserved_gib", "data_seconds", "seconds", "skipped",
@@ -49,7 +50,7 @@ SUMMARY_KEYS = {
 
 
 def config(data: Path, **changes: Any) -> dict[str, Any]:
-    return settings(data, train__steps=STEPS, checkpoint__every=SAVE_EVERY, **changes)
+    return settings(data, **{"train__steps": STEPS, "checkpoint__every": SAVE_EVERY, **changes})
 
 
 @pytest.fixture
@@ -63,16 +64,16 @@ def folder(instructions: Path, tmp_path: Path) -> Path:
 def undisturbed(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
     """An undisturbed run, started as a user starts it, in a folder of its own."""
     folder_of_run = tmp_path_factory.mktemp("undisturbed")
-    write_config(folder_of_run, config(instructions))
+    write_config(folder_of_run, config(instructions, train__steps=FEW))
     ended = shoal(folder_of_run, "train", "run.yaml", "train.lr=3e-3", "--json")
     assert ended.status == 0, ended.err
     return folder_of_run, ended
 
 
 @pytest.fixture(scope="module")
-def expected(undisturbed: tuple[Path, Ended]) -> list[tuple[int, float, float]]:
-    """Step, loss and gradient norm of every step of the undisturbed run."""
-    found = losses(undisturbed[0] / "runs" / "run")
+def expected(instructions: Path) -> list[tuple[int, float, float]]:
+    """Step, loss and gradient norm of every step of an undisturbed run of the config that the others train."""
+    found = losses(reference_run(config(instructions)))
     assert [step for step, _, _ in found] == list(range(1, STEPS + 1))
     assert found[-1][1] < 0.7 * found[0][1]
     return found
@@ -92,18 +93,18 @@ def test_train_json_prints_one_object_with_how_it_ended(undisturbed: tuple[Path,
     folder_of_run, ended = undisturbed
     summary = json.loads(ended.out)
     assert summary.keys() == SUMMARY_KEYS
-    last = training_lines(folder_of_run / "runs" / "run")[STEPS]
+    last = training_lines(folder_of_run / "runs" / "run")[FEW]
     assert summary["run"] == "runs/run"
-    assert (summary["step"], summary["steps"], summary["stopped"], summary["skipped"]) == (STEPS, STEPS, None, 0)
+    assert (summary["step"], summary["steps"], summary["stopped"], summary["skipped"]) == (FEW, FEW, None, 0)
     assert (summary["loss"], summary["tokens"], summary["eval_loss"]) == (last["loss"], last["tokens"], None)
-    assert summary["checkpoint"] == f"runs/run/checkpoints/step-{STEPS:08d}"
+    assert summary["checkpoint"] == f"runs/run/checkpoints/step-{FEW:08d}"
     assert 0 < summary["seconds"] < ended.wall
 
 
 def test_the_run_folder_holds_what_other_programs_rely_on(undisturbed: tuple[Path, Ended]) -> None:
     run = undisturbed[0] / "runs" / "run"
     assert {path.name for path in run.iterdir()} >= {"config.yaml", "plan.json", "metrics.jsonl", "checkpoints", "logs"}
-    assert hold_whole(run) == STEPS
+    assert hold_whole(run) == FEW
     chosen = json.loads((run / "plan.json").read_text())["chosen"]
     assert (chosen["strategy"], chosen["world_size"]) == ("single", 1)
     assert (chosen["micro_batch"], chosen["grad_accum_steps"], chosen["global_batch"]) == (4, 2, 8)
@@ -126,20 +127,18 @@ def test_a_line_of_the_metrics_has_the_documented_keys_and_no_others(undisturbed
 
 def test_progress_is_on_standard_error_and_has_no_repeated_lines(undisturbed: tuple[Path, Ended]) -> None:
     said = undisturbed[1].err.splitlines()
-    assert [line for line in said if re.match(rf"step \d+/{STEPS}  loss ", line)] != []
+    assert [line for line in said if re.match(rf"step \d+/{FEW}  loss ", line)] != []
     assert sorted({line for line in said if said.count(line) > 1}) == []
     assert "warning" not in undisturbed[1].err.lower()
 
 
-def test_running_from_the_saved_config_repeats_the_run_bitwise(
-    undisturbed: tuple[Path, Ended], expected: list[tuple[int, float, float]], tmp_path: Path
-) -> None:
+def test_running_from_the_saved_config_repeats_the_run_bitwise(undisturbed: tuple[Path, Ended]) -> None:
     folder_of_run = undisturbed[0]
     ended = forked_shoal(folder_of_run, "train", "runs/run/config.yaml", "name=again", "data.workers=2")
     assert ended.status == 0, ended.err
-    assert ended.out.startswith(f"step        {STEPS} of {STEPS}, ")
+    assert ended.out.startswith(f"step        {FEW} of {FEW}, ")
     assert "next        shoal export runs/again --to hf" in ended.out
-    assert losses(folder_of_run / "runs" / "again") == expected
+    assert losses(folder_of_run / "runs" / "again") == losses(folder_of_run / "runs" / "run")
     one, other = weights(folder_of_run / "runs" / "run"), weights(folder_of_run / "runs" / "again")
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []

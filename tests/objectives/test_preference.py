@@ -16,7 +16,7 @@ from tests.harness import lines, settings, slow, train_on
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
 )  # fmt: skip
-STEPS, CUT = 4, 2
+STEPS, CUT = 3, 2
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ class Measured:
         self.length = length
         self.start_from = start_from
         # Steps before the measured one: in the first, AdamW creates its state; after it, DDP rebuilds its buckets.
-        self.warmup = 1 if self.config.parallel.strategy in ("fsdp", "zero2", "zero3") else 2
+        self.warmup = 2 if self.config.parallel.strategy in ("ddp", "zero1") else 1
 
     def as_rank_zero(self, world_size: int, measure: Callable[[Callable[[], Job]], Any]) -> Any:
         """The result of `measure` on rank 0 of `world_size` fake ranks. Its argument sets up the job."""

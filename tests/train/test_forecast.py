@@ -23,7 +23,7 @@ from shoal.train import build, resolve
 from shoal.train.compare import Comparison
 from shoal.train.hooks import LogInterval, RunStart
 from shoal.train.resolve import forecast_values, machine_of_all, resolve_run
-from tests.harness import lines, run_ranks, settings, train_on
+from tests.harness import lines, run_ranks, settings, slow, train_on
 from tests.launch.command import forked_shoal, write_config
 from tests.models.small import MIXTURES, mixture_config
 
@@ -161,7 +161,7 @@ def test_the_steps_after_warmup_are_measured_and_not_compared_on_a_cpu(instructi
     assert "forecast" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("steps", "every", "measured"), [(4, 1, None), (8, 1, [6, 8]), (14, 7, [8, 14])])
+@pytest.mark.parametrize(("steps", "every", "measured"), [(4, 1, None), (8, 1, [6, 8]), slow(14, 7, [8, 14])])
 def test_a_short_run_measures_the_steps_it_has(steps, every, measured, instructions, tmp_path):
     found = plan_of(train_on(1, settings(instructions, train__steps=steps, log__every=every), tmp_path))["measured"]
     assert (found and found["steps"]) == measured

@@ -72,7 +72,7 @@ def test_another_seed_gives_other_losses(instructions, tmp_path):
 
 def test_the_micro_batch_does_not_change_what_is_trained(instructions, tmp_path):
     runs = [
-        train_on(1, settings(instructions, name=f"micro{size}", train__micro_batch=size), tmp_path)
+        train_on(1, settings(instructions, name=f"micro{size}", train__micro_batch=size, train__steps=3), tmp_path)
         for size in (1, 4, 8)
     ]
     assert losses(runs[0]) == pytest.approx(losses(runs[2]), rel=2e-6)
@@ -153,7 +153,7 @@ def test_the_loss_scale_starts_as_given_and_stays_if_it_is_fixed(fixed, found, i
     assert lines(run)[0]["skipped"] == 1
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [slow("ddp"), "fsdp"])
 def test_16_mixed_scales_the_loss_and_trains_like_fp32(strategy, instructions, tmp_path):
     changes = {"train__precision": "16-mixed", "parallel__strategy": strategy}
     run = train_on(2, settings(instructions, **changes), tmp_path)
@@ -163,7 +163,7 @@ def test_16_mixed_scales_the_loss_and_trains_like_fp32(strategy, instructions, t
     assert SliceReader(newest).read_whole("control.scaler.scale") == 2.0**16
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lion", "muon"])
+@pytest.mark.parametrize("optimizer", [slow("sgd"), "lion", "muon"])
 def test_every_optimizer_learns_bitwise_the_same_on_two_sharded_ranks(optimizer, instructions, tmp_path):
     lr = {"sgd": 0.3, "lion": 1e-3, "muon": 1e-2}[optimizer]
     changes = {"train__optimizer": {"name": optimizer}, "train__lr": lr}
@@ -219,10 +219,10 @@ def test_compiled_blocks_train_like_eager_ones(precision, world_size, strategy, 
 
 
 def test_a_chunked_loss_trains_like_a_plain_one_also_when_sharded(instructions, tmp_path):
-    plain = train_on(1, settings(instructions, name="plain", train__loss_impl="plain"), tmp_path)
+    plain = train_on(1, settings(instructions, name="plain", train__loss_impl="plain", train__steps=3), tmp_path)
     for world_size, strategy in ((1, "single"), (2, "fsdp")):
         changes = {"train__loss_impl": "chunked", "parallel__strategy": strategy, "name": f"chunked-{strategy}"}
-        chunked = train_on(world_size, settings(instructions, **changes), tmp_path)
+        chunked = train_on(world_size, settings(instructions, train__steps=3, **changes), tmp_path)
         assert losses(chunked) == pytest.approx(losses(plain), rel=2e-6)
 
 
@@ -250,7 +250,7 @@ def test_clipping_bounds_the_step_by_the_norm_of_all_gradients_together(instruct
 
 def test_frozen_parameters_and_those_with_a_learning_rate_of_zero_do_not_change(instructions, untrained, tmp_path):
     config = settings(
-        instructions, model__freeze=["model.layers.0.*"], train__lr_groups={"*.1.mlp.*": 0.0}, train__steps=3
+        instructions, model__freeze=["model.layers.0.*"], train__lr_groups={"*.1.mlp.*": 0.0}, train__steps=2
     )
     for world_size, strategy in ((1, "single"), (2, "ddp"), (2, "fsdp")):
         config |= {"name": strategy, "parallel": {"strategy": strategy}}
@@ -284,13 +284,13 @@ def test_weight_decay_does_not_apply_to_norms(instructions, untrained, tmp_path)
 
 def test_the_schedule_advances_once_per_step_whatever_the_number_of_ranks_and_micro_batches(instructions, tmp_path):
     one = reference_run(settings(instructions))
-    two = train_on(2, settings(instructions, name="two", train__micro_batch=1), tmp_path)
+    two = train_on(2, settings(instructions, name="two", train__micro_batch=2), tmp_path)
     assert [line["lr"] for line in lines(one)] == [line["lr"] for line in lines(two)]
     assert [line["lr"] for line in lines(one)][:2] == [1.5e-3, 3e-3]
 
 
 def test_evaluation_is_the_same_on_one_rank_and_on_several(instructions, tmp_path):
-    changes = {"data__validation": 0.1, "eval": {"every": 2, "batches": 2}, "train__steps": 4}
+    changes = {"data__validation": 0.1, "eval": {"every": 1, "batches": 2}, "train__steps": 2}
     found = {}
     for world_size, strategy in ((1, "single"), (2, "ddp"), (4, "fsdp")):
         name = f"{strategy}{world_size}"
@@ -323,7 +323,7 @@ def test_training_stops_early_when_evaluation_no_longer_improves(instructions, t
 
 
 def test_a_non_finite_loss_stops_the_run_or_is_skipped_and_counted(instructions, tmp_path):
-    broken = settings(instructions, train__lr=1e38, train__steps=5, train__clip=None)
+    broken = settings(instructions, train__lr=1e38, train__steps=4, train__clip=None)
     broken["train"]["optimizer"] = {"name": "sgd", "momentum": 0.0}
     with pytest.raises(Diverged, match="non-finite loss or gradient; no weights were updated"):
         train_on(2, broken | {"name": "stop", "train": {**broken["train"], "on_nan": "stop"}}, tmp_path)
@@ -331,7 +331,7 @@ def test_a_non_finite_loss_stops_the_run_or_is_skipped_and_counted(instructions,
     last = lines(run)[-1]
     # After the first step all gradients are non-finite, and no weights are updated any more.
     assert last["grad_norm"] is None
-    assert [line["skipped"] for line in lines(run)] == [0, 1, 2, 3, 4]
+    assert [line["skipped"] for line in lines(run)] == [0, 1, 2, 3]
 
 
 def test_metrics_have_the_documented_fields(instructions, tmp_path):

@@ -81,9 +81,9 @@ def test_temperature_one_samples_from_all_tokens_and_not_from_the_top_fifty(text
     loaded = load_run(text_run, device="cpu")
     with torch.no_grad():
         loaded.model.get_output_embeddings().weight.zero_()  # every token equally likely
-    with stream(loaded, "x", Sampling(tokens=300, seed=0)) as answer:
+    with stream(loaded, "x", Sampling(tokens=150, seed=0)) as answer:
         list(answer)
-        assert len(set(answer.ids)) > 120
+        assert len(set(answer.ids)) > 80
 
     loaded = load_run(text_run, device="cpu")
     greedy = generate(loaded, "x", tokens=20, temperature=0)

@@ -42,13 +42,13 @@ def slow_dtypes() -> frozenset[torch.dtype]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other on a busy machine, whatever the dtype
     try:
-        # The fastest of several: another process may have had the core in between.
-        fastest = {
-            dtype: min(_matmul_seconds(dtype) for _ in range(REPEATS)) for dtype in (torch.float32, *LOW_PRECISION)
-        }
+        # The fastest of several: another process may have had the core in between. In turns: a core that is slower for
+        # a while, because it is busy or was idle, is so for all of them.
+        rounds = [[_matmul_seconds(dtype) for dtype in (torch.float32, *LOW_PRECISION)] for _ in range(REPEATS)]
+        exact, *low = map(min, zip(*rounds, strict=True))
     finally:
         torch.set_num_threads(threads)
-    return frozenset(dtype for dtype in LOW_PRECISION if fastest[dtype] > SLOW * fastest[torch.float32])
+    return frozenset(dtype for dtype, seconds in zip(LOW_PRECISION, low, strict=True) if seconds > SLOW * exact)
 
 
 def _matmul_seconds(dtype: torch.dtype) -> float:
