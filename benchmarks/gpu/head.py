@@ -183,14 +183,14 @@ def time_kernel(name: str) -> dict[str, Any]:
     rows = even_chunk(sequences * length, cross_entropy.KERNEL_CHUNK_LOGITS // vocabulary)
     labels = torch.randint(0, vocabulary, (rows,), device=DEVICE)
     line: dict[str, Any] = {"shape": name, "rows": rows}
-    chosen = loss_kernel.COLUMNS, loss_kernel.WARPS
+    chosen = loss_kernel.TILES
     for stored in sorted({vocabulary, padded}):
         logits = random(rows, stored)
         for columns, warps in TILES:
-            loss_kernel.COLUMNS, loss_kernel.WARPS = columns, warps
+            loss_kernel.TILES = {columns: warps}
             measure = partial(loss_kernel.measure_in_place, logits, labels, vocabulary, IGNORED)
             line[f"{stored} stored, {columns} columns, {warps} warps"] = milliseconds(measure)
-    loss_kernel.COLUMNS, loss_kernel.WARPS = chosen
+    loss_kernel.TILES = chosen
     return line
 
 

@@ -17,6 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
 sys.path.insert(0, str(FOLDER))
 
 from peers import cases, chart, numerics  # noqa: E402
+from peers.aims import GPU, MEMORY_GIB, SPEED, aim_lines  # noqa: E402
 from peers.cases import Case  # noqa: E402
 from peers.flops import count_flops, peak_of  # noqa: E402
 from peers.instructions import SEED, make_lengths  # noqa: E402
@@ -111,6 +112,36 @@ def test_mfu_counts_six_flops_per_trained_matrix_parameter_and_four_per_frozen_o
     adapter = count_flops(by_name["lora-hand"])
     frozen = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14_336) + 128_256 * 4096
     assert adapter.per_token == 4 * frozen + 6 * 32 * 8 * (4096 + 4096 + 4096 + 1024) + 12 * 32 * 4096 * 2048
+
+
+def test_aims_are_compared_with_a_fixed_figure_and_with_the_best_peer() -> None:
+    def lines(**speeds: float) -> list[str]:
+        return list(
+            aim_lines({name.replace("_", "-"): {"tokens_per_second": one} for name, one in speeds.items()}, GPU)
+        )
+
+    (met,) = lines(gpt2_ours=460_000, gpt2_plain=424_000)
+    assert met.endswith("1.08 × the best peer: met")
+    assert lines(gpt2_ours=440_000)[0].endswith("NOT MET")
+    assert lines(gpt2_ours=460_000, gpt2_plain=470_000)[0].endswith("NOT MET")
+    assert list(aim_lines({"fp32-ours": {"allocated_gib": 41.0}}, GPU)) == [
+        "- fp32-ours: 41.0 GiB, at most 40: NOT MET"
+    ]
+    assert list(aim_lines({"fp32-ours": {"allocated_gib": 41.0}}, "NVIDIA A100")) == []
+    assert {*SPEED, *MEMORY_GIB} <= {case.name for case in cases.CASES}
+
+
+def test_a_tiny_case_keeps_the_family_of_its_model() -> None:
+    tiny = {case.name: case.shape for case in cases.select(["-plain", "mistral"], tiny=True)}
+    assert {name: shape["family"] for name, shape in tiny.items()} == {
+        "gpt2-plain": "gpt2",
+        "gpt2-dropout-plain": "gpt2",
+        "pythia-160m-plain": "neox",
+        "smollm2-135m-plain": "llama",
+        "smollm2-135m-plain-graphs": "llama",
+        "mistral-7b-ours": "mistral",
+    }
+    assert [shape["kv_heads"] for shape in tiny.values()] == [4, 4, 4, 2, 2, 2]
 
 
 def test_instructions_have_the_documented_mean_and_maximum_length() -> None:

@@ -65,6 +65,7 @@ train:
   loss_scale: {initial: 65536.0, fixed: false}
   recompute: none
   compile: auto
+  cuda_graphs: auto
   objective: causal_lm
   preference: {beta: null, gamma: null, desirable_weight: null, undesirable_weight: null}
   loss_impl: auto
@@ -185,6 +186,7 @@ def test_a_loaded_config_does_not_change() -> None:
         ("train.optimizer.name", "adamw_8bit", "adamw8bit"),
         ("train.schedule.name", "warmup_stable_decay", "wsd"),
         ("adapter.quantize", "BNB.NF4_DQ", "bnb.nf4-dq"),
+        ("train.cuda_graphs", True, True),
         ("data.source", "jsonl", "json"),
         ("train.compile", True, True),
         ("train.compile", False, False),

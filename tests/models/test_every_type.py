@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shoal.catalogue.attention import EAGER, is_maskless
 from shoal.catalogue.causal_models import CAUSAL_IF, NEVER_CAUSAL, PACKED, UNPACKED, why_not_packed
 from shoal.config.mesh import Mesh
 from shoal.config.schema import ModelConfig
 from shoal.data.loader import IGNORED, MicroBatch
 from shoal.mistakes import UserMistake
-from shoal.models.attention import skips_tiles
+from shoal.models.attention import MASKLESS, skips_tiles, window_within
 from shoal.models.loss import LanguageModel
 from shoal.models.prepare import blueprint, prepare_model
 from shoal.models.read_weights import check_stored
@@ -27,6 +28,7 @@ from tests.models.small import CPU, plain
 
 LENGTH, SECOND = 24, 11  # tokens, and where the second document begins
 STEPS = 5
+RECURRENT = {"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"}  # without attention
 # The quick ones: a plain model, windows per layer, chunks, a mask of its own, recurrent state, buffers in files and
 # from the backbone, tied weights stored by another name.
 QUICK = ("apertus", "camembert", "doge", "falcon_h1", "gemma3_text", "gpt_oss", "llama", "llama4_text", "qwen3_next")
@@ -68,9 +70,17 @@ def test_a_model_is_trained_as_transformers_defines_it(model_type, tmp_path):
     model = perturb(plain(settings)).train()
     model.save_pretrained(tmp_path)
     module = module_of(tmp_path).train()
+    hold_attention(module.model.config.get_text_config())
     hold_causal(module)
     hold_documents_apart(module, settings.get_text_config().model_type)
     hold_equal_to_a_plain_loop(module, model)
+
+
+def hold_attention(settings: Any) -> None:
+    """As the forecast says: eager, or without masks of transformers."""
+    found, windowed = getattr(settings, "_attn_implementation", None), window_within(settings, LENGTH) is not None
+    assert (found == "eager") == (settings.model_type in EAGER | RECURRENT)
+    assert (found == MASKLESS) == is_maskless(settings.model_type, windowed=windowed)
 
 
 def perturb(model: Any) -> Any:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from shoal.catalogue.shapes import shape_from_sizes
 from shoal.data.loader import MicroBatch
@@ -24,11 +25,12 @@ def random_documents(batch: int, length: int, longest: int) -> torch.Tensor:
     return torch.stack(lines).to(torch.int32)
 
 
+@pytest.mark.parametrize("window", [None, 1, 100, 129, 256])
 @pytest.mark.parametrize(("length", "longest"), [(512, 40), (512, 700), (640, 300), (300, 90), (64, 20), (384, 10_000)])
-def test_every_unmasked_pair_is_computed_and_full_tiles_are_unmasked(length, longest):
+def test_every_unmasked_pair_is_computed_and_full_tiles_are_unmasked(length, longest, window):
     documents = random_documents(3, length, longest)
-    blocks = document_blocks(documents)
-    exact = document_mask(documents)[:, 0]
+    blocks = document_blocks(documents, window)
+    exact = document_mask(documents, window)[:, 0]
     tiles = -(-length // TILE)
     padded = torch.zeros(3, tiles * TILE, tiles * TILE, dtype=torch.bool)
     padded[:, :length, :length] = exact
@@ -41,18 +43,20 @@ def test_every_unmasked_pair_is_computed_and_full_tiles_are_unmasked(length, lon
 
     partial = listed(blocks.kv_num_blocks, blocks.kv_indices)
     full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)
-    assert torch.equal(partial | full, some)
+    # With a window, a tile may contain a document's keys and be near enough, but not both in one pair.
+    assert torch.equal((partial | full) & some, some) if window else torch.equal(partial | full, some)
     assert torch.equal(full, every)
     assert not (partial & full).any()
 
 
-def test_tiled_attention_equals_attention_with_the_dense_mask():
+@pytest.mark.parametrize("window", [None, 70])
+def test_tiled_attention_equals_attention_with_the_dense_mask(window):
     documents = random_documents(2, 300, 120)
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 300, 16) for heads in (4, 2, 2))
-    found = flex_attend(query, key, value, document_blocks(documents), 0.25)
+    found = flex_attend(query, key, value, document_blocks(documents, window), 0.25)
     exact = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=document_mask(documents), scale=0.25, enable_gqa=True
+        query, key, value, attn_mask=document_mask(documents, window), scale=0.25, enable_gqa=True
     )
     assert found.flatten().tolist() == pytest.approx(exact.flatten().tolist(), abs=1e-5)
 
@@ -60,7 +64,43 @@ def test_tiled_attention_equals_attention_with_the_dense_mask():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_accepts_a_block_mask(family):
     """Models inspect the mask before attention does: GPT-2 reads its ndim."""
-    model = drawn(with_heads_of(16, family), longest=300)
+    hold_tiles_equal_to_the_dense_mask(with_heads_of(16, family))
+
+
+@pytest.mark.parametrize(("family", "windows"), [("mistral", 2), ("qwen3", 1)])
+def test_block_masks_contain_the_window_of_each_kind_of_layers(family, windows):
+    settings = with_heads_of(16, family)
+    settings.sliding_window = 4
+    if family != "mistral":
+        kinds = ["full_attention"] * (2 - windows) + ["sliding_attention"] * windows
+        settings.layer_types, settings.use_sliding_window = kinds, True
+    found = hold_tiles_equal_to_the_dense_mask(settings)
+    settings.sliding_window = None
+    assert found != pytest.approx(hold_tiles_equal_to_the_dense_mask(settings), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_block_masks_of_a_window_are_made_once_and_give_the_same_loss(family):
+    settings = with_heads_of(16, family)
+    settings.sliding_window = 150
+    if family == "qwen3":
+        settings.layer_types, settings.use_sliding_window = ["full_attention", "sliding_attention"], True
+    model = drawn(settings, longest=300)
+    module = LanguageModel(model, read_anatomy(model), "plain")
+    batch = MicroBatch(tokens(2, 300), tokens(2, 300, seed=6))
+    with torch.no_grad():
+        expected = module(batch)[0].item()
+        module.windows_in_tiles = True
+        assert module(batch)[0].item() == pytest.approx(expected, rel=1e-6)
+    one, other = (module.model_kwargs(batch)["attention_mask"] for _ in range(2))
+    assert one is other
+    assert isinstance(one, BlockMask) or one["full_attention"] is None  # causal attention needs no mask
+    short = MicroBatch(tokens(2, 100), tokens(2, 100, seed=6))
+    assert "attention_mask" not in module.model_kwargs(short)
+
+
+def hold_tiles_equal_to_the_dense_mask(settings: Any) -> float:
+    model = drawn(settings, longest=300)
     assert skips_tiles(model, "auto", compiled=True)
     documents = random_documents(2, 300, 120)
     batch = MicroBatch(tokens(2, 300), tokens(2, 300, seed=6), documents=documents)
@@ -70,6 +110,7 @@ def test_every_family_accepts_a_block_mask(family):
             for tiles in (False, True)
         )
     assert tiled == pytest.approx(dense, rel=1e-5)
+    return float(dense)
 
 
 def test_head_dimensions_too_small_for_the_kernel_use_dense_masks():

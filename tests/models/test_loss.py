@@ -24,7 +24,7 @@ from shoal.models.cross_entropy import (
 )
 from shoal.models.families import transformers_config
 from shoal.models.loss import LanguageModel, choose_loss
-from tests.models.small import FAMILIES, VOCAB, drawn, small_config, tokens
+from tests.models.small import FAMILIES, VOCAB, drawn, mixture_config, on_meta, small_config, tokens
 
 ROWS, WIDTH, WORDS = 37, 16, 50
 
@@ -385,6 +385,9 @@ def test_packed_documents_do_not_attend_to_each_other_within_a_window_either(att
     torch.testing.assert_close(module(whole)[0], sum(module(one)[0] for one in alone), rtol=2e-6, atol=0)
 
 
-def test_a_window_as_long_as_the_sequences_needs_no_mask():
-    assert drawn(windowed("mistral", 24), longest=24).config._attn_implementation == MASKLESS
-    assert drawn(windowed("mistral", 23), longest=24).config._attn_implementation == "sdpa"
+def test_a_window_needs_a_mask_of_transformers_only_where_attention_is_not_told_of_it():
+    """Of mixtures, Mistral's tells attention its window and Phi's does not."""
+    for family, short in (("mixtral", MASKLESS), ("phimoe", "sdpa")):
+        for window, expected in ((24, MASKLESS), (23, short)):
+            model = on_meta(mixture_config(family, sliding_window=window), longest=24)
+            assert model.config._attn_implementation == expected

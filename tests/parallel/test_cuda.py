@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shoal.config import Mesh, config_from_mapping
 from shoal.data.loader import MicroBatch, StepBatch
+from shoal.models.attention import attend
 from shoal.models.prepare import blueprint, prepare_model
 from shoal.objectives.causal_lm import CausalLM
 from shoal.optim.loss_scaler import LossScaler
@@ -45,11 +46,13 @@ def _losses(
     family: str = "llama",
     recompute: str | dict[str, int] = "none",
     documents: int | None = None,
+    window: int | None = None,
 ) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of five steps. `documents`: sequences are packed with documents of this many tokens."""
+    """(loss, gradient norm) of five steps. `documents`: sequences are packed with documents of this many tokens.
+    `window`: attention has a sliding window of this many."""
     device = torch.device("cuda", 0)
     shape = {"family": family, "hidden": 256, "layers": 3, "heads": 4, "vocab": 512, "positions": 256}
-    if family == "llama":
+    if family in ("llama", "mistral"):
         shape["kv_heads"] = 2
     config = config_from_mapping(
         {
@@ -64,8 +67,11 @@ def _losses(
             },
         }
     )
+    drawn = blueprint(config.model)
+    if window is not None:
+        drawn.settings.sliding_window = window
     model = parallelize(
-        prepare_model(blueprint(config.model), longest=256),
+        prepare_model(drawn, longest=256),
         config,
         objective=CausalLM(),
         strategy=strategy,
@@ -119,6 +125,34 @@ def test_packed_sequences_train_the_same_with_flex_attention_and_a_dense_mask(fa
     found = _losses("single", "bf16-mixed", True, family=family, documents=100, recompute=recompute)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in dense], rel=2e-3)
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in dense], rel=2e-2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("documents", [None, 100])
+def test_a_sliding_window_trains_the_same_in_every_kernel(documents, recompute):
+    """Flex attention in compiled blocks; flash attention, or with documents a dense mask, in eager ones; fp32 in parts
+    of the sequence."""
+    settings = {"family": "mistral", "window": 60, "documents": documents}
+    wide = _losses("single", "32-true", False, **settings)
+    for compiled in (False, True):
+        found = _losses("single", "bf16-mixed", compiled, recompute=recompute, **settings)
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wide], rel=2e-3)
+        assert [norm for _, norm in found] == pytest.approx([norm for _, norm in wide], rel=3e-2)
+    same = _losses("single", "32-true", True, recompute=recompute, **settings)
+    assert [loss for loss, _ in same] == pytest.approx([loss for loss, _ in wide], rel=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 512), (torch.float32, 512)])
+def test_attention_stores_no_scores(dtype, window):
+    layer, (heads, length) = torch.nn.Module(), (8, 4096)
+    layer.is_causal, layer.num_key_value_groups = True, 4  # type: ignore[assignment]
+    query, key, value = (
+        torch.randn(1, each, length, 64, device="cuda", dtype=dtype, requires_grad=True) for each in (heads, 2, 2)
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attend(layer, query, key, value, None, dropout=0.1, sliding_window=window)[0].sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < heads * length * length * query.element_size() / 2
 
 
 @pytest.mark.parametrize("compile_blocks", [False, True])

@@ -65,6 +65,17 @@ def test_the_other_families_train_the_same_on_two_ranks_and_on_one(family, strat
     hold_equal(two, one, bitwise=True)
 
 
+def test_a_sliding_window_is_the_same_for_the_heads_of_each_tensor_parallel_rank(instructions, tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    limited = CONFIG_MAPPING["mistral"](**sizes, num_key_value_heads=2, vocab_size=260, sliding_window=16)
+    AutoModelForCausalLM.from_config(limited).save_pretrained(tmp_path / "mistral")
+    model = {"from": str(tmp_path / "mistral"), "tokenizer": "bytes"}
+    one = reference_run(small(instructions, "one", model=model))
+    two = train_on(2, small(instructions, "two", model=model, parallel={"tp": 2}), tmp_path)
+    hold_equal(two, one, bitwise=False)
+
+
 @pytest.mark.parametrize("family", [slow(family) for family in ("mistral", *OTHERS[1:])])
 def test_the_other_families_can_be_split(family, instructions, tmp_path):
     # 259 is odd: one rank has a larger shard of the vocabulary.

@@ -199,7 +199,7 @@ def test_a_vocabulary_that_tensor_cores_cannot_read_needs_a_padded_copy_of_the_h
 
 
 def test_eager_attention_saves_its_scores():
-    flash, eager = (forecast_memory(make_run(length=8192, attention=kind)).allocated for kind in ("flash", "eager"))
+    flash, eager = (forecast_memory(make_run(length=8192, attention=kind)).allocated for kind in ("fused", "scores"))
     assert eager - flash > 32 * 32 * 8192 * 8192 * 4  # layers × heads × scores in fp32
 
 

@@ -13,6 +13,7 @@ from shoal.config.mesh import Mesh
 from shoal.models.families import transformers_config
 from shoal.plan.communication import collective_seconds, rank_group
 from shoal.plan.compute import head_seconds
+from shoal.plan.render import plan_text
 from shoal.plan.run import FROZEN
 from shoal.plan.speed import flops_per_token, forecast_speed
 from shoal.plan.systems import SYSTEMS
@@ -142,6 +143,34 @@ def test_small_eager_kernels_are_bound_by_launch_overhead():
     overhead = step.find("kernel launch overhead")
     assert overhead is not None
     assert overhead.amount > step.amount / 2
+
+
+SMALL = ("model.shape=smollm2-135m", "hardware.gpu=h200", "data.max_length=512", "train.micro_batch=32")
+
+
+def test_cuda_graphs_are_planned_where_the_device_would_wait_for_its_host():
+    small = plan(*SMALL)
+    assert small.as_dict()["chosen"]["cuda_graphs"]
+    assert "CUDA graphs" in plan_text(small)
+    without = plan(*SMALL, "train.cuda_graphs=false")
+    assert not without.as_dict()["chosen"]["cuda_graphs"]
+    assert without.as_dict()["speed"]["terms"]["kernel launch overhead"] > 0
+    assert without.choice.speed.step_seconds > 1.3 * small.choice.speed.step_seconds
+
+
+@pytest.mark.parametrize(
+    "different",
+    [
+        ("model.shape=llama3-8b", "adapter.kind=lora"),
+        ("hardware.devices=2",),
+        ("train.compile=false",),
+        ("train.recompute=offload",),
+        ("hardware.gpu=cpu",),
+    ],
+    ids=str,
+)
+def test_other_runs_have_no_cuda_graphs(different):
+    assert not plan(*SMALL, *different).as_dict()["chosen"]["cuda_graphs"]
 
 
 def test_preference_tuning_of_an_adapter_has_a_forward_pass_more():

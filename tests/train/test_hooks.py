@@ -154,6 +154,25 @@ def test_a_run_that_waits_for_data_is_told_the_remedy_once(instructions: Path, t
     assert "set data.workers: 2, so that batches are prepared in the background" in warned[0]
 
 
+@pytest.mark.parametrize(("attention", "length", "count"), [("eager", 1024, 1), ("auto", 1024, 0)])
+def test_a_run_that_stores_the_scores_of_long_sequences_is_told_the_remedy_once(
+    attention: str, length: int, count: int, text: Path, tmp_path: Path
+) -> None:
+    config = settings(text, train__steps=1, train__global_batch=2, train__micro_batch=1, model__attention=attention)
+    config["data"].update(max_length=length, pack=True)
+    config["model"]["shape"]["positions"] = 1024
+
+    def be() -> list[str]:
+        warned: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Reporter, "warn", lambda self, text: warned.append(text))
+            train_with([], config, tmp_path)
+        return [text for text in warned if "leave model.attention at auto" in text]
+
+    (warned,) = run_ranks(1, be)
+    assert len(warned) == count
+
+
 def warnings_of(waits: list[float], *, every: int = 1, resumed_at: int = 0, **data: Any) -> list[str]:
     """What the hook says of steps of one second each that wait this long for data."""
     warned: list[str] = []

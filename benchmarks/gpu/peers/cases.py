@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any
 
+from shoal.catalogue.shapes import find_shape
+
 # Cases of one job are compared with each other. In the order of the table and the chart.
 JOBS = {
     "1b-4": "Llama-1.24B shape, full training, sequences of 4096, micro-batch 4",
@@ -16,6 +18,12 @@ JOBS = {
     "qlora-all": "Llama-3-8B shape, QLoRA (NF4, double quantized) rank 16 on all linear layers, smallest memory",
     "8b": "Llama-3-8B shape, full training on one GPU, sequences of 4096, micro-batch 2",
     "rank": "Llama-3-8B shape, one rank of FSDP over 8, sequences of 8192, micro-batch 2 (compute only)",
+    "gpt2": "GPT-2 (124M), 32 sequences of 1024, without dropout",
+    "gpt2-dropout": "GPT-2 (124M), 32 sequences of 1024, dropout 0.1 as in its config",
+    "pythia-160m": "Pythia-160M shape, 16 sequences of 1024",
+    "smollm2-135m": "SmolLM2-135M shape, 32 sequences of 512",
+    "mistral-7b": "Mistral-7B shape with its window of 4096, full training on one GPU, one sequence of 8192",
+    "1b-fp32": "Llama-1.24B shape, full training in fp32, sequences of 4096, micro-batch 2",
     "packing": "Llama-1.24B shape, instructions of 250 tokens on average and 2048 at most: loss tokens per second",
 }
 TINY_SHAPE = {
@@ -63,6 +71,7 @@ TRAINER = ("transformers", "accelerate")
 LIGER = (*TRAINER, "liger_kernel")
 LITGPT = ("litgpt", "lightning")
 HAND = ("transformers", "liger_kernel")
+COMPILED = "transformers, one torch.compile"
 
 
 def _small(name: str, micro_batch: int, label: str, runner: str, **more: Any) -> Case:
@@ -90,6 +99,12 @@ def _instructions(name: str, label: str, micro_batch: int, pack: bool) -> Case:
     )
 
 
+def _plain(job: str, shape: str, length: int, micro_batch: int, *, label: str = COMPILED, **options: Any) -> Case:
+    """The plain compiled loop."""
+    name = f"{job}-plain-graphs" if options.get("graphs") else f"{job}-plain"
+    return Case(name, job, label, "compiled_loop", shape, length, micro_batch, needs=("transformers",), options=options)
+
+
 BFLOAT16 = {"dtype": "bfloat16"}
 LOW_MEMORY = {
     "train.precision": "bf16-true",
@@ -102,6 +117,9 @@ LORA_ALL = {"adapter.kind": "lora", "adapter.rank": 16, "adapter.alpha": 16}
 QUANTIZED = {"adapter.kind": "qlora", "adapter.quantize": "nf4-dq"}
 CHEAP = {"train.recompute": "cheap"}
 SMALLEST = {"train.recompute": "offload"}
+# Of GPT-2's config.json. shoal's named shapes have none unless the config asks for it.
+DROPOUT = 0.1
+WINDOWED = {"train.precision": "bf16-true", "train.optimizer.name": "adamw8bit", "train.recompute": "selective"}
 CASES = [
     _small("ours", 4, "shoal", "ours"),
     _small("hf-trainer", 4, "HF Trainer", "hf_trainer", needs=TRAINER),
@@ -153,6 +171,24 @@ CASES = [
         "rank-ours", "rank", "shoal, recompute selective", "ours", LARGE, 8192, 2, command="rank", ranks=8,
         config={"parallel.strategy": "fsdp", "train.recompute": "selective"},
     ),
+    Case("gpt2-ours", "gpt2", "shoal", "ours", "gpt2", 1024, 32),
+    _plain("gpt2", "gpt2", 1024, 32),
+    Case(
+        "gpt2-dropout-ours", "gpt2-dropout", "shoal", "ours", "gpt2", 1024, 32, config={"model.dropout": DROPOUT}
+    ),
+    _plain("gpt2-dropout", "gpt2", 1024, 32, dropout=DROPOUT),
+    Case("pythia-160m-ours", "pythia-160m", "shoal", "ours", "pythia-160m", 1024, 16),
+    _plain("pythia-160m", "pythia-160m", 1024, 16),
+    Case("smollm2-135m-ours", "smollm2-135m", "shoal", "ours", "smollm2-135m", 512, 32),
+    _plain("smollm2-135m", "smollm2-135m", 512, 32),
+    _plain("smollm2-135m", "smollm2-135m", 512, 32, label=f"{COMPILED}, CUDA graphs", graphs=True),
+    Case(
+        "mistral-7b-ours", "mistral-7b", "shoal, bf16-true, 8-bit AdamW, recompute selective", "ours", "mistral-7b",
+        8192, 1, config=WINDOWED,
+    ),
+    Case(
+        "fp32-ours", "1b-fp32", "shoal, 32-true", "ours", SMALL, 4096, 2, config={"train.precision": "32-true"},
+    ),
     _instructions("packing-packed", "shoal, packed, 8 sequences", 8, pack=True),
     _instructions("packing-padded", "shoal, padded, 8 sequences", 8, pack=False),
     # As many sequences as fit into memory if all of them have the maximum length.
@@ -178,6 +214,9 @@ def select(patterns: list[str], tiny: bool) -> list[Case]:
 
 def shrink(case: Case) -> Case:
     """The same case, so small that a CPU runs it in seconds."""
-    shape = {**TINY_SHAPE, "tied": case.shape == SMALL}
+    assert isinstance(case.shape, str), "the shape of a case is a name, of which this is a small version"
+    named = find_shape(case.shape)
+    kv_heads = TINY_SHAPE["kv_heads"] if named.kv_heads < named.heads else TINY_SHAPE["heads"]
+    shape = {**TINY_SHAPE, "family": named.family, "tied": named.tied, "kv_heads": kv_heads}
     length = 2 * TINY_LENGTH if case.data == "instructions" else TINY_LENGTH
     return replace(case, shape=shape, length=length, micro_batch=TINY_MICRO_BATCH, more_steps=1)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from peers.task import ADAPTER_ALPHA, ADAPTER_RANK, ADAPTER_TARGETS, SEED, WEIGHT_DECAY, Task
+from shoal.catalogue.families import ATTENTION_DROPOUT, HIDDEN_DROPOUT, OTHER_DROPOUT
 from shoal.catalogue.named_shapes import ModelShape
 from shoal.catalogue.shapes import find_shape, shape_from_sizes
 from shoal.models.anatomy import read_anatomy
@@ -22,16 +23,21 @@ def resolve_shape(shape: str | dict[str, Any]) -> ModelShape:
 
 
 def build(task: Task, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-    """The causal language model on the device. Without a folder, weights are initialized on it, which takes seconds."""
+    """The causal language model on the device. Without a folder, weights are initialized on it, which takes seconds.
+
+    Option `dropout`: the probability of every dropout the model has, as `model.dropout` of shoal's config.
+    """
     from transformers import AutoModelForCausalLM
 
     if task.weights is not None:
         model = AutoModelForCausalLM.from_pretrained(task.weights, dtype=dtype, attn_implementation=attention)
         return model.to(device()).train()
+    settings = transformers_config(resolve_shape(task.shape))
+    for name in (*ATTENTION_DROPOUT, *HIDDEN_DROPOUT, *OTHER_DROPOUT):
+        if "dropout" in task.options and hasattr(settings, name):
+            setattr(settings, name, task.options["dropout"])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            transformers_config(resolve_shape(task.shape)), dtype=torch.float32, attn_implementation=attention
-        )
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=attention)
     materialize(model, read_anatomy(model), device=device(), dtype=dtype, source=Weights(None, SEED))
     return model.train()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import numerics
+from peers.aims import aim_lines
 from peers.cases import CASES, JOBS
 from peers.measure import MEASURED
 
@@ -65,7 +66,7 @@ def read_report(path: Path) -> Report:
 
 
 def markdown(report: Report) -> str:
-    return "\n".join([*_speed_lines(report), *_packing_lines(report), *_numerics_lines(report)])
+    return "\n".join([*_speed_lines(report), *_aims(report), *_packing_lines(report), *_numerics_lines(report)])
 
 
 def _speed_lines(report: Report) -> Iterator[str]:
@@ -99,6 +100,13 @@ def _cells(record: dict[str, Any]) -> list[str]:
         _shown(record["first_step_seconds"], "{:.0f} s"),
         _shown(record["losses"][-1] if record["losses"] else None, "{:.4f}"),
     ]
+
+
+def _aims(report: Report) -> Iterator[str]:
+    measured = {name: record for name, record in report.cases.items() if _measured(record)}
+    lines = list(aim_lines(measured, report.machine["gpu"]))
+    if lines:
+        yield from ("", "Aims:", *lines)
 
 
 def _packing_lines(report: Report) -> Iterator[str]:

@@ -77,7 +77,7 @@ def measure(
     step belong to this process."""
     if warmup < 1:
         raise UserMistake("--warmup must be at least 1: the first step compiles and allocates the optimizer state.")
-    config = _only_measuring(config, warmup + steps)
+    config = only_measuring(config, warmup + steps)
     with temporary_folder("shoal-bench-") as folder:
         described = folder / "config.yaml"
         described.write_text(config_to_yaml(config))
@@ -89,7 +89,7 @@ def measure(
     return _summarize(lines, plan, warmup=warmup, share=share, first_step_seconds=first_step_seconds)
 
 
-def _only_measuring(config: Config, steps: int) -> Config:
+def only_measuring(config: Config, steps: int) -> Config:
     """The same training for `steps` steps, logging every step, without evaluation or checkpoints."""
     values = config_values(config)
     values["train"] |= {"steps": steps, "epochs": None, "tokens": None, "early_stop": None}

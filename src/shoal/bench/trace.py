@@ -27,11 +27,13 @@ from shoal.models.tensor_slices import local_tensor
 from shoal.objectives import find_objective
 from shoal.optim.adamw import AdamW
 from shoal.optim.check import check_groups, check_quantization_blocks
+from shoal.optim.fused import FusedOptimizer
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import NamedOptimizer
 from shoal.parallel.apply import check_parallel
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
+from shoal.plan.from_config import has_documents
 from shoal.plan.resolved import ResolvedRun
 from shoal.plan.run import Run
 from shoal.train.build import build, keep_low_precision_gradients
@@ -129,13 +131,13 @@ def _build(prepared: PreparedModel, choice: ResolvedRun, ledger: Ledger, on_gpu:
 
 
 def _with_gpu_optimizer(optimizer: NamedOptimizer, model: ParallelModel) -> NamedOptimizer:
-    """On CUDA AdamW is one fused kernel, which allocates nothing but the state."""
+    """On CUDA the update of AdamW or Lion is one fused kernel, which allocates nothing but the state."""
     parts: list[torch.optim.Optimizer] = []
     for part in optimizer.parts:
         if isinstance(part, torch.optim.AdamW):
             part = AdamW(part.param_groups, **{key: part.defaults[key] for key in ("lr", "betas", "eps")})
-        if isinstance(part, AdamW):
-            part.kernel = lambda tensors, numbers, usable, factor: None
+        if isinstance(part, FusedOptimizer):
+            part.kernel = lambda: lambda tensors, hyperparameters, usable, factor: None
         parts.append(part)
     return NamedOptimizer(parts, optimizer.names, optimizer.partition, optimizer.offloaded, model.low_precision)
 
@@ -234,7 +236,7 @@ def _batch(config: Config, run: Run) -> StepBatch:
         return torch.zeros(shape, dtype=torch.int64)
 
     def micro_batch() -> MicroBatch:
-        if not run.packed:
+        if not has_documents(config):
             return MicroBatch(zeros(), zeros(), loss_tokens=every_token)
         documents = torch.zeros(shape, dtype=torch.int32)
         return MicroBatch(zeros(), zeros(), zeros(), documents, loss_tokens=every_token)

@@ -35,13 +35,17 @@ class ModelShape:
     rope_scaling: RopeScaling | None = None
     parallel_residual: bool = True  # attention and MLP read the same input, in families that can
     sliding_window: int | None = None
+    sliding_share: float = 1.0  # of the blocks: the others attend to the whole sequence
     initializer_range: float = 0.02
     others: int = 0  # further parameters per block, such as inactive experts
     # None if no tokenizer is known yet: building the model takes them from the tokenizer.
     bos: int | None = None
     eos: int | None = None
+    model_type: str = ""  # in transformers, if it is not that of the family
 
     def __post_init__(self) -> None:
+        if not self.model_type:
+            object.__setattr__(self, "model_type", FAMILIES[self.family].model_type)
         if not self.head_size:
             object.__setattr__(self, "head_size", self.hidden // self.heads)
 

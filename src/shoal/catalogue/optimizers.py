@@ -65,7 +65,7 @@ OPTIMIZERS = {
             own_kernel=True,
             aliases=("adamw_8bit", "adamw_bnb_8bit"),
         ),
-        Optimizer("lion", state_tensors=1, options=("betas",)),
+        Optimizer("lion", state_tensors=1, options=("betas",), own_kernel=True, streams=True),
         Optimizer("sgd", state_tensors=1, options=("momentum",), state_option="momentum"),
         # Its betas and eps are those of AdamW, elsewhere.
         Optimizer("muon", state_tensors=1, options=("betas", "eps", "momentum"), elsewhere="adamw"),

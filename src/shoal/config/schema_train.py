@@ -212,6 +212,11 @@ class TrainConfig(Block):
         "auto",
         description="torch.compile of each transformer layer; auto: on CUDA; aot_eager: trace without compiling.",
     )
+    cuda_graphs: bool | Literal["auto"] = Field(
+        "auto",
+        description="Replay forward and backward pass as CUDA graphs, on one GPU with compiled blocks; auto: where "
+        "launching the kernels of a small model would take about as long as running them.",
+    )
     objective: ObjectiveName = Field(
         "causal_lm",
         description="What is learnt; causal_lm: the next token, by cross-entropy over the loss tokens; dpo, ipo, orpo, "

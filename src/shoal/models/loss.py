@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
-from shoal.models.attention import added_to_scores, packed_mask
+from shoal.models.attention import Masks, added_to_scores, packed_mask, window_masks, window_within
 from shoal.models.cross_entropy import (
     CHUNK_LOGITS,
     IGNORED,
@@ -30,7 +29,6 @@ from shoal.models.cross_entropy import (
     kept_tokens,
     token_losses,
 )
-from shoal.models.flex import document_blocks
 
 # Modules of transformers that add the output of a matmul in place to a tensor with the dtype of their input, which must
 # be the same dtype: their inputs are cast.
@@ -111,6 +109,8 @@ class LanguageModel(nn.Module):
         self.model = model
         self.anatomy = anatomy
         self.skips_tiles = skips_tiles
+        self.windows_in_tiles = False  # flex attention also for sequences that are one document
+        self._windows: dict[tuple[int, torch.device], Masks] = {}
         # The ranks that have the other shards of each sequence, for a loss that is not a sum over tokens.
         self.sequence_group: dist.ProcessGroup | None = None
         self.head_and_loss = HeadAndLoss(model.get_submodule(anatomy.head), loss, measure)
@@ -139,15 +139,16 @@ class LanguageModel(nn.Module):
     def model_kwargs(self, batch: MicroBatch) -> dict[str, Any]:
         """The keyword arguments of the model beside the tokens: position ids and attention mask."""
         settings = self.model.config.get_text_config()
-        mask: Tensor | BlockMask | dict[str, Tensor] | None = batch.mask
+        mask: Masks | None = batch.mask
         if mask is None and batch.documents is not None:
-            mask = document_blocks(batch.documents) if self.skips_tiles else packed_mask(settings, batch.documents)
+            mask = packed_mask(settings, batch.documents, tiles=self.skips_tiles)
+        elif mask is None and self.windows_in_tiles:
+            mask = self._window_masks(settings, batch.labels)
         found: dict[str, Any] = {"use_cache": False}
         if mask is not None:
             if settings._attn_implementation == "eager":
-                assert not isinstance(mask, BlockMask), "flex attention is not eager"
                 mask = (
-                    {kind: added_to_scores(one) for kind, one in mask.items()}
+                    {kind: None if one is None else added_to_scores(one) for kind, one in mask.items()}
                     if isinstance(mask, dict)
                     else added_to_scores(mask)
                 )
@@ -155,6 +156,15 @@ class LanguageModel(nn.Module):
         if batch.positions is not None:
             found["position_ids"] = batch.positions
         return found
+
+    def _window_masks(self, settings: Any, labels: Tensor) -> Masks | None:
+        """Made once for each length: they do not depend on the tokens."""
+        key = labels.shape[1], labels.device
+        window = window_within(settings, labels.shape[1])
+        if window is not None and key not in self._windows:
+            with torch.inference_mode(False):
+                self._windows[key] = window_masks(settings, window, *key)
+        return self._windows.get(key)
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         """The last hidden state of the backbone."""

@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS, WARPS = 16384, 32  # the fastest of those tried on an H200, with 128,256 logits in a row
+# The fastest of those tried on an H200 (benchmarks/gpu/head.py) with 32,000 to 128,256 logits in a row; the wider tile
+# is faster only where the last one is full.
+TILES = {16384: 32, 8192: 16}  # columns: warps
 ELEMENTS = 4096
 
 
@@ -57,6 +59,7 @@ def measure_in_place(logits: Tensor, labels: Tensor, width: int, ignored: int) -
     padding."""
     rows, stored = logits.shape
     assert logits.stride(1) == 1, "the logits of a token must be contiguous"
+    columns = next((one for one in TILES if stored % one == 0), min(TILES))
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     with torch.cuda.device(logits.device):  # Triton runs on the current one
         _measure_row[(rows,)](
@@ -68,8 +71,8 @@ def measure_in_place(logits: Tensor, labels: Tensor, width: int, ignored: int) -
             logits.stride(0),
             ignored,
             PADDED=stored > width,
-            COLUMNS=COLUMNS,
-            num_warps=WARPS,
+            COLUMNS=columns,
+            num_warps=TILES[columns],
         )
     return losses, logits
 

@@ -4,7 +4,7 @@ Tensor parallelism splits a weight along one dimension (`Split`), and data-paral
 result, in the coordinates of the result. `slice_mappings` combines the two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -88,10 +88,13 @@ def whole(shape: tuple[int, ...]) -> TensorSlice:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The memory of `tensor` on this rank, without autograd."""
-    if isinstance(tensor, DTensor):
-        with torch.no_grad():  # in this order: detaching a DTensor costs much more CPU time
-            tensor = tensor.to_local()
-    return tensor.detach()
+    # In this order: detaching a DTensor costs much more CPU time.
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The same for many, with autograd and in much less CPU time."""
+    return [one._local_tensor if type(one) is DTensor else one for one in tensors]  # isinstance is slow here
 
 
 def placed_like(local: Tensor, tensor: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:

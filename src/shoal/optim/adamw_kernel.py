@@ -1,16 +1,22 @@
-"""The Triton kernel of AdamW: every element is read once and written once. Imported only if Triton is installed."""
+"""The Triton kernel of AdamW: one launch for all tensors of a kind, in which every element is read once and written
+once. Imported only if Triton is installed."""
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from shoal.models.tensor_slices import BLOCK
 from shoal.optim import rounding
-from shoal.optim.adamw_update import Hyperparameters, Tensors
+from shoal.optim.adamw_update import bias_corrections
 from shoal.optim.eight_bit import FIRST, INDEX_MULTIPLIER, SCALES, SECOND, STEP_MULTIPLIER
+from shoal.optim.fused import Hyperparameters, TensorLists
+from shoal.parallel.multi_tensor import TRITON_DTYPES, Description, TensorTable, pointers_of, typed
 
 ROWS = 4  # a program processes ROWS × BLOCK elements: rows of blocks with 8-bit moments, else contiguous elements
-# These need the fewest barriers in the compiled kernel; benchmarks/gpu/adamw_check.py times others too.
+# These need the fewest barriers in the compiled kernel; benchmarks/gpu/optimizer.py times others too.
 WARPS, WARPS_IN_BLOCKS = 8, 4
 
 # Of `rounding`: a kernel reads no other globals.
@@ -18,6 +24,11 @@ FIRST_MULTIPLIER = tl.constexpr(rounding.FIRST_MULTIPLIER)
 SECOND_MULTIPLIER = tl.constexpr(rounding.SECOND_MULTIPLIER)
 SALT_MULTIPLIER = tl.constexpr(rounding.STEP_MULTIPLIER)
 HIGH_MULTIPLIER = tl.constexpr(rounding.HIGH_MULTIPLIER)
+# The rows of the table: pointers; the width and height of a tensor with 8-bit moments, else its size; what stochastic
+# rounding needs.
+GRADIENTS, WEIGHTS, FIRSTS, SECONDS, FIRST_SCALES, SECOND_SCALES, COPIES = (tl.constexpr(row) for row in range(7))
+WIDTH, HEIGHT = tl.constexpr(7), tl.constexpr(8)
+KEY, START, INDEX_ROWS, INDEX_COLUMNS, ROW_LENGTH = (tl.constexpr(row) for row in range(9, 14))
 
 
 @triton.jit
@@ -36,45 +47,53 @@ def _round(values, index, key, step):
     return tl.where(values - values == 0, rounded, values)  # neither infinite nor NaN
 
 
-@triton.jit(
-    do_not_specialize=["correction", "lr", "kept", "first_share", "second_kept", "second_share", "eps", "key", "start"]
-)
+@triton.jit(do_not_specialize=["count", "lr", "kept", "first_share", "second_kept", "second_share", "eps"])
 def _adamw(
-    weights,
-    gradients,
-    firsts,
-    seconds,
-    first_scales,  # or None: moments are not in 8 bits
-    second_scales,
-    copies,  # or None
+    owners,
+    starts,
+    table,
+    count,  # of tensors, the length of a row
+    steps,
+    corrections,
     usable,
     factor,  # or None
-    step,
-    correction,
     lr,
     kept,
     first_share,
     second_kept,
     second_share,
     eps,
-    key,
-    start,
-    index_rows,  # or None: indices of elements are consecutive, from `start`
-    index_columns,
-    row,
-    height,
-    width,
+    WEIGHT: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    STATE: tl.constexpr,
+    SECOND_STATE: tl.constexpr,
+    COPY: tl.constexpr,  # or None
+    ALIGNED: tl.constexpr,
+    EIGHT_BITS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    INDEXED: tl.constexpr,  # the indices of elements are not consecutive
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP_MULTIPLIER: tl.constexpr,
     INDEX_MULTIPLIER: tl.constexpr,
 ) -> None:
-    if tl.load(usable) == 0:
-        return
     # int64: a tensor may have more than 2**31 elements.
     program = tl.program_id(0).to(tl.int64)
-    if first_scales is not None:
+    tensor = tl.load(owners + program)
+    is_usable = tl.load(usable)
+    entry = table + tensor
+    weights = typed(tl.load(entry + WEIGHTS * count), WEIGHT, ALIGNED)
+    gradients = typed(tl.load(entry + GRADIENTS * count), GRADIENT, ALIGNED)
+    firsts = typed(tl.load(entry + FIRSTS * count), STATE, ALIGNED)
+    seconds = typed(tl.load(entry + SECONDS * count), SECOND_STATE, ALIGNED)
+    width = tl.load(entry + WIDTH * count)
+    if ALIGNED:
+        width = tl.multiple_of(width, 16)
+    program -= tl.load(starts + tensor)
+    if is_usable == 0:
+        return
+    if EIGHT_BITS:
+        height = tl.load(entry + HEIGHT * count)
         across = tl.cdiv(width, BLOCK)
         rows = program // across * ROWS + tl.arange(0, ROWS)
         block = program % across
@@ -90,7 +109,9 @@ def _adamw(
     gradient = tl.load(gradients + offsets, mask=inside, other=0.0).to(tl.float32)
     first = tl.load(firsts + offsets, mask=inside, other=0).to(tl.float32)
     second = tl.load(seconds + offsets, mask=inside, other=0).to(tl.float32)
-    if first_scales is not None:
+    if EIGHT_BITS:
+        first_scales = typed(tl.load(entry + FIRST_SCALES * count), tl.float32, False)
+        second_scales = typed(tl.load(entry + SECOND_SCALES * count), tl.float32, False)
         first_scale = tl.load(first_scales + blocks, mask=rows < height, other=0.0)
         second_scale = tl.load(second_scales + blocks, mask=rows < height, other=0.0)
         first = first * (1 / 127)
@@ -103,21 +124,25 @@ def _adamw(
 
     first = first + (gradient - first) * first_share
     second = second * second_kept + gradient * gradient * second_share
-    direction = first / (tl.sqrt(second) / tl.load(correction + 1) + eps)
-    weight = weight * kept - direction * (lr / tl.load(correction))
+    direction = first / (tl.sqrt(second) / tl.load(corrections + 2 * tensor + 1) + eps)
+    weight = weight * kept - direction * (lr / tl.load(corrections + 2 * tensor))
 
     if STOCHASTIC:
-        if index_rows is not None:
+        if INDEXED:
+            row = tl.load(entry + ROW_LENGTH * count)
+            index_rows = typed(tl.load(entry + INDEX_ROWS * count), tl.int64, False)
+            index_columns = typed(tl.load(entry + INDEX_COLUMNS * count), tl.int64, False)
             index = tl.load(index_rows + offsets // row, mask=inside, other=0)
             index += tl.load(index_columns + offsets % row, mask=inside, other=0)
         else:
-            index = offsets + start
-        weight = _round(weight, index, key, tl.load(step))
-    weight = weight.to(weights.dtype.element_ty)
+            index = offsets + tl.load(entry + START * count)
+        weight = _round(weight, index, tl.load(entry + KEY * count), tl.load(steps + tensor))
+    weight = weight.to(WEIGHT)
     tl.store(weights + offsets, weight, mask=inside)
-    if copies is not None:
-        tl.store(copies + offsets, weight.to(copies.dtype.element_ty), mask=inside)
-    if first_scales is not None:
+    if COPY is not None:
+        copies = typed(tl.load(entry + COPIES * count), COPY, ALIGNED)
+        tl.store(copies + offsets, weight.to(COPY), mask=inside)
+    if EIGHT_BITS:
         first_scale = tl.max(tl.abs(first), axis=1)
         second_scale = tl.max(second, axis=1)
         tl.store(first_scales + blocks, first_scale, mask=rows < height)
@@ -126,62 +151,111 @@ def _adamw(
         second_scale = tl.where(second_scale > 0, second_scale, 1.0)
         root = tl.floor(tl.sqrt(tl.abs(first) / first_scale[:, None]) * 127 + 0.5)
         first = tl.where(first < 0, -root, root)
-        mixed = tl.load(step).to(tl.uint32) * STEP_MULTIPLIER + tl.arange(0, BLOCK).to(tl.uint32) * INDEX_MULTIPLIER
+        salt = tl.load(steps + tensor).to(tl.uint32) * STEP_MULTIPLIER
+        mixed = salt + tl.arange(0, BLOCK).to(tl.uint32) * INDEX_MULTIPLIER
         dither = (mixed >> 8).to(tl.float32) * (1 / 16777216)
         root = tl.floor(tl.sqrt(tl.sqrt(second / second_scale[:, None])) * 255 + dither[None, :])
         # A positive value must not become 0, by which the next step would divide; an approximate root may exceed 255.
         second = tl.where(second > 0, tl.minimum(tl.maximum(root, 1.0), 255.0), 0.0)
-    tl.store(firsts + offsets, first.to(firsts.dtype.element_ty), mask=inside)
-    tl.store(seconds + offsets, second.to(seconds.dtype.element_ty), mask=inside)
+    tl.store(firsts + offsets, first.to(STATE), mask=inside)
+    tl.store(seconds + offsets, second.to(SECOND_STATE), mask=inside)
 
 
-def update(tensors: Tensors, hyperparameters: Hyperparameters, usable: Tensor, factor: Tensor | None) -> None:
-    """Update one parameter. `adamw_update.update` is the same in PyTorch operations."""
-    weight, state = tensors.weight, tensors.state
-    assert all(one.is_contiguous() for one in (weight, *state.values())), "weights and states must be contiguous"
-    assert tensors.copy is None or tensors.copy.is_contiguous()
-    stochastic = tensors.rounding
-    key, start, rows, columns = 0, 0, None, None
-    if stochastic is not None:
-        key, start = stochastic.key, stochastic.start or 0
-        if stochastic.start is None:
-            rows, columns = stochastic.rows, stochastic.columns
-    if tensors.in_eight_bits:
-        width = weight.shape[-1]
-        height = weight.numel() // width
-        programs = triton.cdiv(height, ROWS) * triton.cdiv(width, BLOCK)
-    else:
-        height, width = 1, weight.numel()
-        programs = triton.cdiv(width, ROWS * BLOCK)
-    _adamw[(programs,)](
-        weight,
-        tensors.gradient.contiguous(),
-        state[FIRST],
-        state[SECOND],
-        state.get(SCALES[FIRST]),
-        state.get(SCALES[SECOND]),
-        tensors.copy,
-        usable,
-        factor,
-        state["step"],
-        tensors.correction,
-        hyperparameters.lr,
-        hyperparameters.kept,
-        1 - hyperparameters.betas[0],
-        hyperparameters.betas[1],
-        1 - hyperparameters.betas[1],
-        hyperparameters.eps,
-        key,
-        start,
-        rows,
-        columns,
-        weight.shape[-1] if weight.dim() else 1,
-        height,
-        width,
-        STOCHASTIC=stochastic is not None,
-        ROWS=ROWS,
-        BLOCK=BLOCK,
-        STEP_MULTIPLIER=STEP_MULTIPLIER,
-        INDEX_MULTIPLIER=INDEX_MULTIPLIER,
-        num_warps=WARPS_IN_BLOCKS if tensors.in_eight_bits else WARPS,
+class Kind(NamedTuple):
+    """What the tensors of one launch have in common."""
+
+    gradient: torch.dtype
+    weight: torch.dtype
+    first: torch.dtype
+    second: torch.dtype
+    copy: torch.dtype | None
+    stochastic: bool
+    indexed: bool
+
+
+class AdamWKernel:
+    """The update of one parameter group; `adamw_update.update` is the same in PyTorch operations."""
+
+    def __init__(self) -> None:
+        self.table = TensorTable()
+
+    def __call__(
+        self, tensors: TensorLists, hyperparameters: Hyperparameters, usable: Tensor, factor: Tensor | None
+    ) -> None:
+        assert tensors.steps is not None
+        state, table = tensors.state, self.table
+        gradients = [one if one.is_contiguous() else one.contiguous() for one in tensors.gradients]
+        in_eight_bits = SCALES[FIRST] in state
+        nothing = [0] * len(gradients)
+        scales = [pointers_of(state[field]) if in_eight_bits else nothing for field in SCALES.values()]
+        fixed = [pointers_of(tensors.weights), *(pointers_of(state[field]) for field in (FIRST, SECOND)), *scales]
+        table.refresh(gradients, [*fixed, pointers_of(tensors.copies)], lambda: _describe(tensors))
+        corrections = bias_corrections(tensors.steps, hyperparameters.betas)
+        for launch in table.launches:
+            kind = Kind(*launch.kind)
+            _adamw[(launch.programs,)](
+                launch.owners,
+                table.starts,
+                table.table,
+                len(gradients),
+                tensors.steps,
+                corrections,
+                usable,
+                factor,
+                hyperparameters.lr,
+                hyperparameters.kept,
+                1 - hyperparameters.betas[0],
+                hyperparameters.betas[1],
+                1 - hyperparameters.betas[1],
+                hyperparameters.eps,
+                WEIGHT=TRITON_DTYPES[kind.weight],
+                GRADIENT=TRITON_DTYPES[kind.gradient],
+                STATE=TRITON_DTYPES[kind.first],
+                SECOND_STATE=TRITON_DTYPES[kind.second],
+                COPY=None if kind.copy is None else TRITON_DTYPES[kind.copy],
+                ALIGNED=launch.aligned,
+                EIGHT_BITS=in_eight_bits,
+                STOCHASTIC=kind.stochastic,
+                INDEXED=kind.indexed,
+                ROWS=ROWS,
+                BLOCK=BLOCK,
+                STEP_MULTIPLIER=STEP_MULTIPLIER,
+                INDEX_MULTIPLIER=INDEX_MULTIPLIER,
+                num_warps=WARPS_IN_BLOCKS if in_eight_bits else WARPS,
+            )
+
+
+def _describe(tensors: TensorLists) -> Description:
+    weights, state = tensors.weights, tensors.state
+    written = [*weights, *(one for some in state.values() for one in some), *tensors.copies]
+    assert all(one is None or one.is_contiguous() for one in written), "weights and states must be contiguous"
+    kinds = list(
+        zip(
+            *([one.dtype for one in some] for some in (weights, state[FIRST], state[SECOND])),
+            [None if one is None else one.dtype for one in tensors.copies],
+            [one is not None for one in tensors.rounding],
+            [one is not None and one.start is None for one in tensors.rounding],
+            strict=True,
+        )
     )
+    if SCALES[FIRST] in state:
+        widths = [one.shape[-1] for one in weights]
+        heights = [one.numel() // max(1, one.shape[-1]) for one in weights]
+        programs = [-(-height // ROWS) * -(-width // BLOCK) for height, width in zip(heights, widths, strict=True)]
+    else:
+        widths = [one.numel() for one in weights]
+        heights = [1] * len(weights)
+        programs = [-(-width // (ROWS * BLOCK)) for width in widths]
+    others = [heights]
+    if any(one is not None for one in tensors.rounding):
+        found = [(0, 0, 0, 0, 0) if one is None else _rounding_numbers(one) for one in tensors.rounding]
+        others += [list(row) for row in zip(*found, strict=True)]
+    return Description(kinds, programs, widths, others)
+
+
+def _rounding_numbers(how: rounding.StochasticRounding) -> tuple[int, int, int, int, int]:
+    """The key, the index of the first element, the pointers of the indices of rows and columns, the length of a row."""
+    row = how.local[-1] if how.local else 1
+    if how.start is not None:
+        return how.key, how.start, 0, 0, row
+    return how.key, 0, how.rows.data_ptr(), how.columns.data_ptr(), row

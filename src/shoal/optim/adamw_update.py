@@ -1,72 +1,63 @@
-"""The AdamW update of one parameter in PyTorch operations; adamw_kernel.py is the same for CUDA."""
+"""The AdamW update in PyTorch operations, one tensor after another; adamw_kernel.py is the same for CUDA."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
+import torch
 from torch import Tensor
 
 from shoal.optim import eight_bit
 from shoal.optim.eight_bit import FIRST, SCALES, SECOND
+from shoal.optim.fused import Hyperparameters, TensorLists
 from shoal.optim.rounding import StochasticRounding
 
 
-@dataclass(frozen=True)
-class Hyperparameters:
-    """The values of a parameter group in one step."""
-
-    lr: float
-    decay: float
-    betas: tuple[float, float]
-    eps: float
-
-    @property
-    def kept(self) -> float:
-        """The factor that weight decay multiplies a weight with."""
-        return 1 - self.lr * self.decay
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """The local shards of a parameter and of everything that its update reads or writes."""
-
-    weight: Tensor
-    gradient: Tensor
-    state: dict[str, Tensor]
-    correction: Tensor  # bias corrections of the two moments: see `adamw._corrections`
-    copy: Tensor | None  # the low-precision copy of the weight
-    rounding: StochasticRounding | None = None  # None: the weight is rounded to nearest
-
-    @property
-    def in_eight_bits(self) -> bool:
-        return SCALES[FIRST] in self.state
+def update(tensors: TensorLists, hyperparameters: Hyperparameters, factor: Tensor | None) -> None:
+    assert tensors.steps is not None
+    corrections = bias_corrections(tensors.steps, hyperparameters.betas)
+    for index, weight in enumerate(tensors.weights):
+        if weight.numel() == 0:  # this rank's shard may be empty
+            continue
+        gradient = tensors.gradients[index].float()
+        if factor is not None:
+            gradient = gradient * factor
+        state = {field: some[index] for field, some in tensors.state.items()}
+        _update(
+            weight, gradient, state, tensors.steps[index], corrections[index], hyperparameters, tensors.rounding[index]
+        )
+        if (copy := tensors.copies[index]) is not None:
+            copy.copy_(weight)
 
 
-# (one parameter's tensors, the group's hyperparameters, usable flag, gradient factor)
-Update = Callable[[Tensors, Hyperparameters, Tensor, Tensor | None], None]
+def bias_corrections(steps: Tensor, betas: tuple[float, float]) -> Tensor:
+    """For every step count, the corrections of the first moment and of the square root of the second."""
+    counts = steps.double()  # 1 - 0.999 loses precision in fp32
+    first, second = (1 - beta**counts for beta in betas)
+    return torch.stack([first, second.sqrt()], dim=1).float()
 
 
-def update(tensors: Tensors, hyperparameters: Hyperparameters, usable: Tensor, factor: Tensor | None) -> None:
+def _update(
+    weight: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    step: Tensor,
+    correction: Tensor,
+    hyperparameters: Hyperparameters,
+    rounding: StochasticRounding | None,
+) -> None:
     """Every operation rounds once, so that a shard has the same result as in the full tensor."""
-    weight, state = tensors.weight, tensors.state
-    gradient = tensors.gradient.float()
-    if factor is not None:
-        gradient = gradient * factor
-    if tensors.in_eight_bits:
+    in_eight_bits = SCALES[FIRST] in state
+    if in_eight_bits:
         first = eight_bit.read_first(state[FIRST], state[SCALES[FIRST]])
         second = eight_bit.read_second(state[SECOND], state[SCALES[SECOND]])
     else:
         first, second = state[FIRST].float(), state[SECOND].float()
     first = first + (gradient - first) * (1 - hyperparameters.betas[0])
     second = second * hyperparameters.betas[1] + gradient * gradient * (1 - hyperparameters.betas[1])
-    first_correction, second_correction = tensors.correction
+    first_correction, second_correction = correction
     direction = first / (second.sqrt() / second_correction + hyperparameters.eps)
     updated = weight.float() * hyperparameters.kept - direction * (hyperparameters.lr / first_correction)
-    weight.copy_(updated if tensors.rounding is None else tensors.rounding.round(updated, state["step"]))
-    if tensors.copy is not None:
-        tensors.copy.copy_(weight)
-    if tensors.in_eight_bits:
+    weight.copy_(updated if rounding is None else rounding.round(updated, step))
+    if in_eight_bits:
         eight_bit.write_first(first, state[FIRST], state[SCALES[FIRST]])
-        eight_bit.write_second(second, state[SECOND], state[SCALES[SECOND]], state["step"])
+        eight_bit.write_second(second, state[SECOND], state[SCALES[SECOND]], step)
     else:
         state[FIRST].copy_(first)
         state[SECOND].copy_(second)

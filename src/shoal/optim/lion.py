@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor
 
-from shoal.models.tensor_slices import local_tensor
+from shoal.optim.eight_bit import FIRST
+from shoal.optim.fused import TO_NEAREST, FusedOptimizer, Hyperparameters, TensorLists, Update
 
 
-class Lion(Optimizer):
+class Lion(FusedOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
@@ -17,25 +18,28 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, TO_NEAREST)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None, "Lion takes no closure"
-        for group in self.param_groups:
-            first, second = group["betas"]
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
-            for parameter in parameters:
-                if not self.state[parameter]:
-                    self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
-            # The update is elementwise, so each rank updates its shard; DTensor does not support all these operations.
-            gradients = [local_tensor(parameter.grad) for parameter in parameters]
-            averages = [local_tensor(self.state[parameter]["exp_avg"]) for parameter in parameters]
-            weights = [local_tensor(parameter) for parameter in parameters]
-            updates = torch._foreach_lerp(averages, gradients, 1 - first)
-            torch._foreach_sign_(updates)
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, updates, alpha=-group["lr"])
-            torch._foreach_lerp_(averages, gradients, 1 - second)
+    def find_kernel(self) -> Callable[[], Update]:
+        from shoal.optim.lion_kernel import LionKernel
+
+        return LionKernel
+
+    def eager(self, tensors: TensorLists, hyperparameters: Hyperparameters, factor: Tensor | None) -> None:
+        """Every operation rounds once, so that a shard has the same result as in the full tensor."""
+        first, second = hyperparameters.betas
+        together = zip(tensors.weights, tensors.gradients, tensors.state[FIRST], tensors.copies, strict=True)
+        for weight, gradient, average, copy in together:
+            gradient = gradient.float() if factor is None else gradient.float() * factor
+            before = average.float()
+            direction = (before + (gradient - before) * (1 - first)).sign()
+            weight.copy_(weight.float() * hyperparameters.kept - direction * hyperparameters.lr)
+            average.copy_(before + (gradient - before) * (1 - second))
+            if copy is not None:
+                copy.copy_(weight)
+
+    def fields(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return (FIRST,)
+
+    def empty(self, parameter: Tensor, field: str, group: dict[str, Any]) -> Tensor:
+        return torch.zeros_like(parameter, requires_grad=False)

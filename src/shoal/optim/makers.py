@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.config.schema import OptimizerConfig, TrainConfig
+from shoal.models.cross_entropy import has_kernel
 from shoal.models.tensor_slices import local_tensor, slice_mappings
-from shoal.optim.adamw import TO_NEAREST, AdamW, find_kernel
+from shoal.optim.adamw import AdamW
 from shoal.optim.eight_bit import is_quantized
+from shoal.optim.fused import TO_NEAREST
 from shoal.optim.lion import Lion
 from shoal.optim.muon import Muon
 from shoal.optim.offload import Store
@@ -79,7 +81,7 @@ class ShardedAdamW(torch.optim.AdamW):
 def _adamw(given: Request) -> torch.optim.Optimizer:
     lr, betas, eps, fused = given.train.lr, given.settings.betas, given.settings.eps, given.fused
     rounding = given.rounding
-    if rounding or (fused and find_kernel() is not None):
+    if rounding or all(has_kernel(parameter) for parameter in given.parameters.values()):
         return AdamW(given.groups(), lr=lr, betas=betas, eps=eps, rounding=rounding)
     return ShardedAdamW(given.groups(), lr=lr, betas=betas, eps=eps, fused=fused, foreach=not fused)
 

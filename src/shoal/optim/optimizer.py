@@ -12,7 +12,7 @@ from shoal.config.schema import TrainConfig
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.emulate import emulated_matmuls
-from shoal.optim.adamw import NO_COPIES, AdamW
+from shoal.optim.fused import NO_COPIES, FusedOptimizer
 from shoal.optim.makers import MAKERS, Request
 from shoal.optim.offload import OffloadedState, Store, buckets
 from shoal.optim.zero1 import Partition
@@ -38,8 +38,8 @@ class NamedOptimizer:
         self.partition = partition  # ZeRO-1: each replica updates its shard
         self.offloaded = offloaded
         self.emulated = emulated
-        # AdamW's step takes the clipping factor, so gradients need not be multiplied with it before.
-        self.takes_factor = all(isinstance(part, AdamW) for part in parts)
+        # If the step takes the clipping factor, gradients need not be multiplied with it before.
+        self.takes_factor = all(isinstance(part, FusedOptimizer) for part in parts)
         # With ZeRO-1 a replica has only its shard of the new weights before the all-gather.
         self.writes_copies = self.takes_factor and partition is None and bool(copies)
         self.copies = copies if self.writes_copies else NO_COPIES
@@ -64,7 +64,7 @@ class NamedOptimizer:
         # With CPU offload, parameters that are not sharded stay on the device.
         device = part.param_groups[0]["params"][0].device
         usable, factor = usable.to(device), None if factor is None else factor.to(device)
-        if isinstance(part, AdamW):
+        if isinstance(part, FusedOptimizer):
             part.step(usable, factor, self.copies)
             return
         if _skips_on_device(part):
@@ -111,12 +111,12 @@ class NamedOptimizer:
 
 def _skips_on_device(part: torch.optim.Optimizer) -> bool:
     """Whether the kernel reads the usable flag on the device, so that the host does not wait for it."""
-    return isinstance(part, AdamW) or all(group.get("fused") for group in part.param_groups)
+    return isinstance(part, FusedOptimizer) or all(group.get("fused") for group in part.param_groups)
 
 
 def _empty(part: torch.optim.Optimizer, parameter: Tensor, field: str, shape: tuple[int, ...]) -> Tensor:
     """A zero-filled state field of `parameter` with this unsharded shape."""
-    if isinstance(part, AdamW):
+    if isinstance(part, FusedOptimizer):
         return part.empty_field(parameter, field)
     if shape:
         return torch.zeros_like(parameter, requires_grad=False)

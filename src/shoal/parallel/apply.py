@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.catalogue.attention import NARROWEST, Attention
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import find_strategy
 from shoal.config.mesh import Mesh
 from shoal.config.schema import Config
 from shoal.models.anatomy import Anatomy, read_anatomy, require_blocks
-from shoal.models.attention import NARROWEST, skips_tiles
+from shoal.models.attention import attention_of, skips_tiles
 from shoal.models.buffers import kept_buffers
 from shoal.models.emulate import EmulatedForward
 from shoal.models.loss import LossFactory, choose_loss
@@ -31,6 +32,7 @@ from shoal.models.weights import Weights, materialize
 from shoal.parallel.adapters import check_adapters, use_adapters, use_quantized
 from shoal.parallel.compile import compile_backend, compile_blocks, sequence_multiple
 from shoal.parallel.context import SequenceShard, check_context_parallel, preparation, split_sequence
+from shoal.parallel.cuda_graphs import GraphRunner
 from shoal.parallel.float8 import float8_notes, use_float8
 from shoal.parallel.gradients import Gradients
 from shoal.parallel.micro_batches import MicroBatchRunner
@@ -46,6 +48,7 @@ from shoal.parallel.shard import replicate_stage, reshards_after_forward, shard_
 from shoal.parallel.stages import StageModel, check_pipeline, stages_of_rank
 from shoal.parallel.tensor import VocabularyShard, check_tensor_parallel, split_tensors
 from shoal.parallel.units import choose_blocks
+from shoal.plan.from_config import has_documents
 
 SHARD_INSTEAD = "use parallel.strategy fsdp with parallel.wrap {min_params: 10_000_000}, which needs none"
 
@@ -63,12 +66,13 @@ def parallelize(
     values: bool = True,
     resumes: bool = False,
     emulated: frozenset[torch.dtype] = frozenset(),
+    cuda_graphs: bool = False,
 ) -> ParallelModel:
     """Parallelize a model over `mesh`, with the loss of `objective`.
 
     Weights are read from its folder or, without one, initialized from the seed. With `values` false they are left
     uninitialized. If the run `resumes`, its checkpoint holds the adapter, wherever that started from. Matmuls of the
-    dtypes in `emulated` are computed in fp32: see `models.emulate`.
+    dtypes in `emulated` are computed in fp32: see `models.emulate`. `cuda_graphs`: micro-batches are replayed.
     """
     model = prepared.model
     recipe = _read_recipe(
@@ -121,7 +125,7 @@ def parallelize(
         if not recipe.fully_shard:
             module = replicate_stage(module, stage, config.parallel, parallel_dims, precision)
         done.modules.append(module)
-    return _finish(model, recipe, done)
+    return _finish(model, recipe, done, cuda_graphs=cuda_graphs)
 
 
 def _weights(prepared: PreparedModel, config: Config, *, resumes: bool) -> Weights:
@@ -147,7 +151,7 @@ def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, gra
     check_pipeline(model, anatomy, mesh.pp, parallel.pp_schedule, grad_accum_steps)
     check_tensor_parallel(model, mesh.tp)
     check_adapters(model, config, mesh)
-    check_context_parallel(model, mesh, parallel.cp_method)
+    check_context_parallel(model, mesh, parallel.cp_method, config.data.max_length)
     if find_strategy(strategy).fully_shard:
         choose_blocks(model, anatomy, parallel.wrap)
 
@@ -244,7 +248,22 @@ def _with_loss(stage: StageModel, recipe: _Recipe, splits: dict[str, Split]) -> 
         stage.model, stage.anatomy, recipe.loss, measure, skips_tiles=recipe.tiles, matmul_dtype=precision.autocast
     )
     inner.sequence_group = parallel_dims.cp
+    inner.windows_in_tiles = _attention(stage.model, recipe, documents=False).path == "tiles"
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
+
+
+def _attention(model: Any, recipe: _Recipe, *, documents: bool) -> Attention:
+    config, parallel_dims = recipe.config, recipe.parallel_dims
+    return attention_of(
+        model,
+        config.model.attention,
+        longest=config.data.max_length,
+        itemsize=recipe.precision.compute.itemsize,
+        device=parallel_dims.device,
+        compiled=recipe.compiled,
+        documents=documents,
+        sharded=parallel_dims.cp is not None,
+    )
 
 
 def _emulate_matmuls(
@@ -256,7 +275,7 @@ def _emulate_matmuls(
         patch(part, EmulatedForward, emulated=emulated)
 
 
-def _finish(model: Any, recipe: _Recipe, done: _Applied) -> ParallelModel:
+def _finish(model: Any, recipe: _Recipe, done: _Applied, *, cuda_graphs: bool) -> ParallelModel:
     """The parallelized model, as training uses it."""
     config, parallel_dims, anatomy = recipe.config, recipe.parallel_dims, recipe.anatomy
     parameters, modules, pp = done.parameters, done.modules, parallel_dims.mesh.pp
@@ -267,9 +286,15 @@ def _finish(model: Any, recipe: _Recipe, done: _Applied) -> ParallelModel:
     placement = Placement(
         parallel_dims, recipe.shapes, done.splits, tied_across_stages=frozenset(tied & parameters.keys())
     )
+    gradients = Gradients(
+        parameters,
+        placement,
+        averages=[] if wrapped else [name for name, one in parameters.items() if not isinstance(one, DTensor)],
+        in_place=isinstance(modules[0], DistributedDataParallel),
+    )
     return ParallelModel(
         modules=modules,
-        runner=_runner(model, recipe, done),
+        runner=_runner(model, recipe, done, gradients if cuda_graphs else None),
         parallel_dims=parallel_dims,
         anatomy=anatomy,
         precision=recipe.precision,
@@ -281,22 +306,21 @@ def _finish(model: Any, recipe: _Recipe, done: _Applied) -> ParallelModel:
             for name, one in kept_buffers(stage.model).items()
             if name in recipe.shapes
         },
-        gradients=Gradients(
-            parameters,
-            placement,
-            averages=[] if wrapped else [name for name, one in parameters.items() if not isinstance(one, DTensor)],
-            in_buckets=isinstance(modules[0], DistributedDataParallel),
-        ),
+        gradients=gradients,
         copies=[copies for module in modules for copies in module.modules() if isinstance(copies, ComputeCopies)],
         sequence_length=config.data.max_length if pp > 1 or (recipe.compiled and config.data.pack) else None,
         sequence_multiple=sequence_multiple(config, compiled=recipe.compiled),
-        notes=list(_notes(model, recipe, done)),
+        notes=list(_notes(model, recipe, done, cuda_graphs=cuda_graphs)),
     )
 
 
-def _runner(model: Any, recipe: _Recipe, done: _Applied) -> Runner:
-    config, mesh = recipe.config, recipe.parallel_dims.mesh
-    prepare = preparation(done.sequence, recipe.parallel_dims.device, fill=mesh.tp > 1 or mesh.pp > 1)
+def _runner(model: Any, recipe: _Recipe, done: _Applied, captured: Gradients | None) -> Runner:
+    """`captured`: the gradients that CUDA graphs write; None: there are no graphs."""
+    config, mesh, device = recipe.config, recipe.parallel_dims.mesh, recipe.parallel_dims.device
+    prepare = preparation(done.sequence, device, fill=mesh.tp > 1 or mesh.pp > 1)
+    if captured is not None:
+        accumulates, must = recipe.grad_accum_steps > 1, config.train.cuda_graphs is True
+        return GraphRunner(done.modules[0], prepare, captured, device, accumulates=accumulates, must=must)
     if mesh.pp == 1:
         keeps_weights = reshards_after_forward(config.parallel, recipe.strategy) is False
         return MicroBatchRunner(done.modules[0], prepare, keeps_weights=keeps_weights)
@@ -313,7 +337,7 @@ def _runner(model: Any, recipe: _Recipe, done: _Applied) -> Runner:
     )
 
 
-def _notes(model: Any, recipe: _Recipe, done: _Applied) -> Iterator[str]:
+def _notes(model: Any, recipe: _Recipe, done: _Applied, *, cuda_graphs: bool) -> Iterator[str]:
     """For the user: options that have no effect or only a partial one."""
     config, name = recipe.config, type(model).__name__
     if config.train.precision == "fp8":
@@ -321,6 +345,11 @@ def _notes(model: Any, recipe: _Recipe, done: _Applied) -> Iterator[str]:
     if config.train.loss_impl in ("chunked", "fused") and recipe.loss == "plain":
         chosen = config.train.loss_impl
         yield f"train.loss_impl {chosen} has no effect: the lm_head of {name} is not a single linear layer."
+    if config.train.cuda_graphs is True and not cuda_graphs:
+        yield (
+            "train.cuda_graphs true has no effect: it needs a single GPU, compiled blocks, and neither weights, "
+            "optimizer state nor activations in host memory."
+        )
     if config.train.recompute == "cheap" and recipe.backend is None:
         yield "train.recompute cheap has no effect: it is a choice of the compiler, and blocks are not compiled here."
     if config.train.recompute == "offload" and recipe.parallel_dims.device.type == "cpu":
@@ -328,6 +357,8 @@ def _notes(model: Any, recipe: _Recipe, done: _Applied) -> Iterator[str]:
     if config.model.attention == "flex" and not recipe.tiles:
         yield (
             f"model.attention flex has no effect: it needs CUDA, compiled blocks, and a model with a head dimension of "
-            f"at least {NARROWEST} and neither a sliding window nor dropout in its attention; {name} is trained with "
-            "sdpa or eager attention."
+            f"at least {NARROWEST} and no dropout in its attention; {name} is trained with sdpa or eager attention."
         )
+    attention = _attention(model, recipe, documents=has_documents(config))
+    if (warning := attention.warning(config.data.max_length)) is not None:
+        yield warning

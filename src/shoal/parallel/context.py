@@ -19,27 +19,26 @@ from shoal.catalogue.families import find_plan
 from shoal.config.mesh import Mesh
 from shoal.data.loader import IGNORED, MicroBatch
 from shoal.mistakes import UserMistake
-from shoal.models.attention import MASKLESS, document_mask
+from shoal.models.attention import MASKLESS, document_mask, window_within
+from shoal.models.attention_kernels import HEADS, SEQUENCE, must_repeat_keys, repeat_heads
 from shoal.parallel.collectives import all_gather, all_to_all
 from shoal.parallel.micro_batches import Prepare
 
-HEADS, SEQUENCE = 1, 2  # of queries, keys and values
 
-
-def check_context_parallel(model: Any, mesh: Mesh, method: str) -> None:
-    """Raise a UserMistake unless `model` supports sharded sequences."""
+def check_context_parallel(model: Any, mesh: Mesh, method: str, longest: int) -> None:
+    """Raise a UserMistake unless `model` supports sharded sequences of up to `longest` tokens."""
     if mesh.cp == 1 and mesh.tp == 1:
         return
     key = "parallel.cp" if mesh.cp > 1 else "parallel.tp"
     find_plan(model.config.model_type, key)
-    settings = model.config.get_text_config()
-    if settings._attn_implementation == "sdpa":
-        raise UserMistake(
-            f"{key} cannot be used with a sliding window ({settings.sliding_window} tokens) shorter than "
-            "data.max_length; lower that, or use parallel.strategy fsdp alone."
-        )
     if mesh.cp == 1:
         return
+    settings = model.config.get_text_config()
+    if (window := window_within(settings, longest)) is not None:
+        raise UserMistake(
+            f"{key} cannot be used with a sliding window ({window} tokens) shorter than data.max_length; lower that, "
+            "or use parallel.strategy fsdp alone."
+        )
     heads = settings.num_attention_heads // mesh.tp
     if method == "ulysses" and heads % mesh.cp:
         raise UserMistake(
@@ -170,6 +169,10 @@ def attend_before(query: Tensor, keys: Tensor, values: Tensor, scaling: float | 
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
 ) -> Tensor:
+    # `causal_lower_right` is a mask that kernels do not read.
+    if must_repeat_keys(query, keys, values, dropout, masked=type(mask) is Tensor):
+        times = query.shape[HEADS] // keys.shape[HEADS]
+        keys, values = repeat_heads(keys, times), repeat_heads(values, times)
     return F.scaled_dot_product_attention(
         query,
         keys,

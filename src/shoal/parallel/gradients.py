@@ -4,7 +4,8 @@ Squares are summed in fp64. The norm then rounds to the same fp32 value however 
 clipping is bitwise identical for one process and many.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shoal.models.tensor_slices import local_tensor
+from shoal.models.cross_entropy import has_kernel
+from shoal.models.tensor_slices import local_tensor, local_tensors
 from shoal.parallel.collectives import in_buckets
 from shoal.parallel.placement import Placement
 
-ShardedOver = tuple[DeviceMesh, tuple[int, ...]] | None
 # Elements per bucket when gradients are summed over a group.
 BUCKET = 1 << 25
+
+
+@dataclass(frozen=True, eq=False)
+class _Kind:
+    """Gradients on one device that are sharded alike."""
+
+    groups: list[dist.ProcessGroup]  # their sum of squares is all-reduced over each of these
+    sum_of_squares: Callable[[Sequence[Tensor]], Tensor]
 
 
 class Gradients:
@@ -30,14 +39,17 @@ class Gradients:
         placement: Placement,
         *,
         averages: Collection[str],
-        in_buckets: bool,
+        in_place: bool,
     ) -> None:
         """`averages`: names of the gradients that neither DDP nor FSDP averages over the replicas, so it is done here.
-        `in_buckets`: gradients are views of DDP's buckets."""
+        `in_place`: gradients stay where they are, as views of DDP's buckets."""
         self.parameters = {name: one for name, one in parameters.items() if one.requires_grad}
         self.placement = placement
         self.averages = [name for name in self.parameters if name in averages]
-        self.in_buckets = in_buckets
+        self.in_place = in_place
+        # What a gradient's sharding means for the norm: by its parameter, with its DTensor's spec, which FSDP reuses.
+        self._kinds: dict[str, tuple[object, _Kind]] = {}
+        self._kinds_by_sharding: dict[tuple[DeviceMesh | None, tuple[int, ...], bool, torch.device], _Kind] = {}
         # With CPU offload, gradients are not on the device that the model runs on.
         self._device = next(
             (local_tensor(one).device for one in self.parameters.values()), placement.parallel_dims.device
@@ -62,39 +74,50 @@ class Gradients:
 
     def norm(self) -> Tensor:
         """The global 2-norm of all gradients in fp32, the same on all ranks. No host synchronization."""
-        parallel_dims = self.placement.parallel_dims
-        kinds: dict[tuple[ShardedOver, bool], list[Tensor]] = {}
+        pipeline = self.placement.parallel_dims.pp
+        elsewhere = self.placement.owned_by_another_stage
+        kinds: dict[_Kind, list[Tensor]] = {}
         for name, parameter in self.parameters.items():
             gradient = parameter.grad
-            if gradient is None or name in self.placement.owned_by_another_stage:
+            if gradient is None or name in elsewhere:
                 continue
-            over: ShardedOver = None
-            if isinstance(gradient, DTensor):
-                dimensions = tuple(i for i, placed in enumerate(gradient.placements) if isinstance(placed, Shard))
-                over = (gradient.device_mesh, dimensions) if dimensions else None
-            kinds.setdefault((over, name in self.placement.splits), []).append(local_tensor(gradient))
+            kinds.setdefault(self._kind(name, gradient), []).append(gradient)
         # The ranks of a stage have the same kinds of parameters, so they issue the same all-reduces.
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for (over, is_split), gradients in kinds.items():
-            square = torch.zeros_like(total)
-            for some in _grouped(gradients):
-                norms = torch._foreach_norm(some, 2, torch.float64)
-                square = square + torch.stack(norms).square().sum().to(self._device)
-            if over is not None:
-                mesh, dimensions = over
-                for dimension in dimensions:
-                    dist.all_reduce(square, group=mesh.get_group(dimension))
-            if is_split and parallel_dims.tp is not None:
-                dist.all_reduce(square, group=parallel_dims.tp)
+        for kind, gradients in kinds.items():
+            square = kind.sum_of_squares(local_tensors(gradients)).to(self._device)
+            for group in kind.groups:
+                dist.all_reduce(square, group=group)
             total = total + square
-        if parallel_dims.pp is not None:
-            dist.all_reduce(total, group=parallel_dims.pp)
+        if pipeline is not None:
+            dist.all_reduce(total, group=pipeline)
         return total.sqrt().float()
+
+    def _kind(self, name: str, gradient: Tensor) -> _Kind:
+        spec = gradient._spec if type(gradient) is DTensor else None
+        known = self._kinds.get(name)
+        if known is not None and known[0] is spec:
+            return known[1]
+        mesh: DeviceMesh | None = None
+        dimensions: tuple[int, ...] = ()
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            dimensions = tuple(i for i, placed in enumerate(gradient.placements) if isinstance(placed, Shard))
+        is_split = name in self.placement.splits
+        sharding = (mesh if dimensions else None, dimensions, is_split, gradient.device)
+        if sharding not in self._kinds_by_sharding:
+            groups = [mesh.get_group(dimension) for dimension in dimensions] if mesh is not None else []
+            if is_split and self.placement.parallel_dims.tp is not None:
+                groups.append(self.placement.parallel_dims.tp)
+            self._kinds_by_sharding[sharding] = _Kind(groups, _make_sum_of_squares(gradient))
+        self._kinds[name] = spec, self._kinds_by_sharding[sharding]
+        return self._kinds[name][1]
 
     def clear(self) -> None:
         """Zero the gradients after the step."""
-        if self.in_buckets:
-            # Views of DDP's buckets. If they were set to None, a micro-batch under no_sync would allocate new ones.
+        if self.in_place:
+            # Views of DDP's buckets: if they were set to None, a micro-batch under no_sync would allocate new ones. Or
+            # at the addresses to which CUDA graphs add.
             if held := self._local(self.parameters):
                 torch._foreach_zero_(held)
             return
@@ -107,7 +130,21 @@ class Gradients:
 
     def _local(self, names: Iterable[str]) -> list[Tensor]:
         gradients = (self.parameters[name].grad for name in names)
-        return [local_tensor(gradient) for gradient in gradients if gradient is not None]
+        return local_tensors(gradient for gradient in gradients if gradient is not None)
+
+
+def _make_sum_of_squares(gradient: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:
+    """The function for gradients on the device of `gradient`."""
+    if not has_kernel(gradient):
+        return _sum_of_squares
+    from shoal.parallel.norm_kernel import SumOfSquares
+
+    return SumOfSquares()
+
+
+def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    norms = [norm for some in _grouped(tensors) for norm in torch._foreach_norm(some, 2, torch.float64)]
+    return torch.stack(norms).square().sum()
 
 
 def _grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -27,13 +27,20 @@ class MicroBatchRunner:
         loss first, in fp64."""
         total: Tensor | None = None
         for index, batch in enumerate(batches):
-            with self._accumulating(last=index == len(batches) - 1):
-                found: LossSums = self.module(self.prepare(batch))
-                torch.autograd.backward(found.trained * factor)
-            sums = torch.stack([one.double() for one in found.sums])
+            sums = self.run(batch, factor, last=index == len(batches) - 1)
             total = sums if total is None else total + sums
         assert total is not None, "a step has at least one micro-batch"
         return total
+
+    def run(self, batch: MicroBatch, factor: Tensor | float, *, last: bool) -> Tensor:
+        """One micro-batch of `backward`. `last`: of the step."""
+        with self._accumulating(last=last):
+            return self.forward_backward(self.prepare(batch), factor)
+
+    def forward_backward(self, batch: MicroBatch, factor: Tensor | float) -> Tensor:
+        found: LossSums = self.module(batch)
+        torch.autograd.backward(found.trained * factor)
+        return torch.stack([one.double() for one in found.sums])
 
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
         """The sums of the objective, without gradients, in fp64."""

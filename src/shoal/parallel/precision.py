@@ -177,6 +177,13 @@ class ComputeCopies(nn.Module):
         self._install(self.outside_units)
         return self.inner(*inputs, **named)
 
+    def uninstall(self) -> None:
+        """Take the copies out of the slots, and with them the autograd nodes of the last forward pass. The next one
+        installs them again."""
+        for weight, held_by in zip(self.weights, self.slots, strict=True):
+            for module, name in held_by:
+                module._parameters[name] = weight
+
     def _install(self, indices: list[int]) -> None:
         """Put copies into the slots of `inner`. They stay there: recomputation in the backward pass needs them."""
         for index in indices:

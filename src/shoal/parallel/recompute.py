@@ -22,6 +22,8 @@ SAVED = {
                 "_scaled_dot_product_cudnn_attention",
                 "_scaled_dot_product_flash_attention_for_cpu",
                 "_scaled_dot_product_fused_attention_overrideable",
+                "_flash_attention_forward",  # the kernels of `models.attention_kernels`
+                "_efficient_attention_forward",
             ),
         ),
         (

@@ -118,7 +118,9 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
 def _attention(run: Run, tokens: float) -> list[Term]:
     shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
     query, keys = shape.query_width, shape.kv_width
-    held = query if run.traits.repeats_keys else keys
+    # The memory-efficient kernel, which fp32 needs, has no grouped keys.
+    repeated = run.traits.repeats_keys or (run.precision == "32-true" and not run.gpu.is_cpu)
+    held = query if repeated else keys
     # Context parallelism by all-gather holds the keys and values of all ranks.
     across = run.mesh.cp if run.cp_method == "gather" else 1
     width = float(query + 2 * held * across)
@@ -131,11 +133,19 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     ]
     if _input_bytes(run) < itemsize and "attention" in needed(run):
         found.append(leaf("attention output in fp8", tokens / tp * query))
-    if run.attention == "eager":
+    if run.attention == "scores":
         # The softmax in fp32, and its copy in the compute dtype.
-        scores = 4.0 + (itemsize if itemsize < 4 else 0) + (1 if run.dropout else 0)
+        scores = 4.0 + (itemsize if itemsize < 4 else 0) + (1 + itemsize if run.attention_dropout else 0)
         found.append(leaf("attention scores", tokens / tp * shape.heads * run.length * scores))
     return found
+
+
+def attention_masks(run: Run) -> float:
+    """Bytes of the masks that attention reads, once for all blocks."""
+    if run.attention == "dense mask":
+        # As booleans, and as the bias that attention adds.
+        return run.micro_batch * run.length * (run.length / run.mesh.cp) * (1 + run.compute_bytes)
+    return 0.0
 
 
 def _mlp(run: Run, tokens: float) -> list[Term]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shoal.catalogue.attention import Path, attention_speed
 from shoal.catalogue.efficiency import Efficiency, efficiency
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import selected_matmuls
@@ -153,24 +154,39 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
 
 
 def _attention(run: Run) -> Seconds:
-    shape = run.shape
+    """Seconds of attention, averaged over blocks with a sliding window and without."""
+    shape, window = run.shape, run.shape.sliding_window
     # Causal attention computes half of the scores; sliding windows fewer.
-    seen = run.length / 2
-    if shape.sliding_window and shape.sliding_window < run.length:
-        seen = shape.sliding_window * (1 - shape.sliding_window / (2 * run.length))
-    if not shape.traits.causal:
-        seen = run.length
+    causal = run.length / 2 if shape.traits.causal else float(run.length)
+    if not window or window >= run.length:
+        return _attention_to(run, causal, run.attention)
+    sliding = _attention_to(run, window * (1 - window / (2 * run.length)), run.attention)
+    unlimited = "fused" if run.attention in ("window", "tiles", "bands") else run.attention
+    full, share = _attention_to(run, causal, unlimited), shape.sliding_share
+    return Seconds(
+        share * sliding.forward + (1 - share) * full.forward, share * sliding.backward + (1 - share) * full.backward
+    )
+
+
+def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
+    """Seconds of attention to `seen` keys per query."""
+    shape, reached = run.shape, efficiency(run.gpu)
     work = 4 * run.tokens * seen * shape.query_width / run.mesh.tp
-    reached = efficiency(run.gpu)
-    if run.attention == "eager":
+    if path == "scores":
         # The full scores are written and read about ten times.
         scores = run.tokens * run.length * shape.heads / run.mesh.tp
-        ahead = 2 * work / (run.peak * reached.matmuls) + scores * 30 / _bandwidth(run)
+        full = 4 * run.tokens * run.length * shape.query_width / run.mesh.tp
+        ahead = full / (run.peak * reached.matmuls) + scores * 30 / _bandwidth(run)
         return Seconds(ahead, 2 * ahead)
     long_heads = (128 + HEAD_HALF) / 128 * shape.head_size / (shape.head_size + HEAD_HALF)
     biased = BIASED_ATTENTION if shape.traits.biased_attention else 1.0
-    reached_here = reached.attention * min(1.0, long_heads) * biased
-    ahead = work / (run.peak * reached_here)
+    kernel = attention_speed(
+        path,
+        itemsize=run.compute_bytes,
+        dropout=run.attention_dropout,
+        capability=run.gpu.compute_capability,
+    )
+    ahead = work / (run.peak * reached.attention * min(1.0, long_heads) * biased * kernel)
     return Seconds(ahead, ATTENTION_BACKWARD * ahead)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
+from shoal.catalogue.attention import Attention, Heads, Path, choose_attention_path
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
@@ -16,7 +17,7 @@ from shoal.plan.blocks import linears
 from shoal.plan.frozen import trained_shares
 from shoal.plan.head import CHUNK_LOGITS
 from shoal.plan.machine import Machine
-from shoal.plan.models import has_dropout
+from shoal.plan.models import drops_attention, has_dropout
 from shoal.plan.run import FROZEN, Adapter, Run, Trained
 from shoal.plan.systems import OURS, SystemTraits
 
@@ -42,7 +43,7 @@ def make_run(
     parallel, train = config.parallel.model_copy(update={"sharding": execution.sharding}), config.train
     mesh = mesh_for(parallel, execution.strategy, machine.world_size, nodes=machine.nodes)
     grad_accum_steps = count_grad_accum_steps(train.global_batch, execution.micro_batch, mesh.data_parallel)
-    compiled = not machine.is_cpu if train.compile == "auto" else train.compile in (True, "thunder")
+    compiled = is_compiled(config, machine)
     mixed = train.precision in ("bf16-mixed", "16-mixed", "fp8")
     # One micro-batch on one device: gradients are not accumulated, so they stay in the compute dtype.
     small = mixed and not machine.is_cpu and execution.strategy == "single" and grad_accum_steps == 1
@@ -67,9 +68,10 @@ def make_run(
         clips=train.clip is not None,
         recompute=execution.recompute,
         compiled=compiled,
+        cuda_graphs=train.cuda_graphs,
         loss=choose_loss(config, shape, execution.micro_batch * config.data.max_length // mesh.cp),
-        attention="eager" if config.model.attention == "eager" else "flash",
-        packed=(_masked(config) or facts.of_answers) and not (compiled and config.parallel.cp == 1),
+        attention=plan_attention(config, shape, machine).path if traits == OURS else _attention_elsewhere(config),
+        attention_dropout=drops_attention(config.model),
         dropout=has_dropout(config.model),
         reshard=False if keeps else (True if parallel.reshard == "auto" else parallel.reshard),
         prefetch=parallel.prefetch,
@@ -85,6 +87,42 @@ def make_run(
         async_checkpoint=config.checkpoint.async_,
         traits=traits,
     )
+
+
+def is_compiled(config: Config, machine: Machine) -> bool:
+    """Whether blocks are compiled."""
+    wanted = config.train.compile
+    return not machine.is_cpu if wanted == "auto" else wanted in (True, "thunder")
+
+
+def plan_attention(config: Config, shape: ModelShape, machine: Machine) -> Attention:
+    """How attention is computed, as `parallel.apply` selects it."""
+    wanted = config.model.attention
+    heads = Heads(
+        4 if config.train.precision == "32-true" else 2,
+        shape.head_size,
+        shape.head_size,
+        drops_attention(config.model),
+        machine.gpu.compute_capability,
+    )
+    return choose_attention_path(
+        heads,
+        shape.model_type,
+        cpu=machine.is_cpu,
+        grouped=shape.kv_heads != shape.heads,
+        compiled=config.train.compile in ("auto", True) and wanted in ("auto", "flex"),
+        eager=wanted == "eager",
+        windowed=bool(shape.sliding_window and shape.sliding_window < config.data.max_length),
+        documents=has_documents(config),
+        sharded=config.parallel.cp > 1,
+    )
+
+
+def _attention_elsewhere(config: Config) -> Path:
+    """The same of other systems, whose kernels for sliding windows are not known."""
+    if config.model.attention == "eager":
+        return "scores"
+    return "dense mask" if has_documents(config) else "fused"
 
 
 def count_grad_accum_steps(global_batch: int, micro_batch: int, data_parallel: int) -> int:
@@ -195,12 +233,13 @@ def _trained(config: Config, shape: ModelShape) -> Trained:
     return trained_shares(shape, config.model.freeze)
 
 
-def _masked(config: Config) -> bool:
-    """Whether sequences are packed with documents that must not attend to each other; plain text is not masked."""
+def has_documents(config: Config) -> bool:
+    """Whether sequences hold documents that must not attend to each other; packed plain text does not."""
     data = config.data
     instructions = not data.kinds <= {"text", "tokens", "chess"} and data.format != "text"
     given = data.path is not None or not isinstance(data.source, str)
-    return data.document_mask or (bool(data.pack) and instructions and given)
+    packed = data.document_mask or (bool(data.pack) and instructions and given)
+    return packed or objective_facts(config.train.objective).of_answers
 
 
 def _offload(config: Config) -> str:

@@ -38,7 +38,8 @@ def shape_of_model(settings: Mapping[str, Any], counted: Counted) -> tuple[Model
     try:
         shape = shape_from_settings(_one_path(settings) if experts else settings)
     except UserMistake:
-        return _of_size(_resembling(counted), counted.parameters), False
+        shape = replace(_resembling(counted), model_type=str(settings.get("model_type", "")))
+        return _of_size(shape, counted.parameters), False
     if not experts and abs(parameters(shape) / counted.parameters - 1) < ALIKE:
         return shape, settings.get("model_type") in BY_MODEL_TYPE
     return _of_size(shape, counted.parameters), False

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.catalogue.families import BY_MODEL_TYPE, FAMILIES, HIDDEN_DROPOUT
+from shoal.catalogue.families import ATTENTION_DROPOUT, BY_MODEL_TYPE, FAMILIES, HIDDEN_DROPOUT
 from shoal.catalogue.shapes import NAMED, ModelShape, find_shape, grown_vocabulary
 from shoal.config.schema import ModelConfig
 from shoal.config.schema_base import MOST_IN_SIZE, MOST_LAYERS
@@ -25,6 +25,7 @@ _NAMES = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab": ("vocab_size",),
 }
+SLIDING = "sliding_attention"  # in `layer_types`
 # Names of the number of experts.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -44,10 +45,20 @@ def has_dropout(model: ModelConfig) -> bool:
     """Whether the model has dropout on the hidden states; named shapes have none unless the config sets it."""
     if model.dropout is not None:
         return model.dropout > 0 and read_shape(model).traits.hidden_dropout
+    return _is_set(model, HIDDEN_DROPOUT)
+
+
+def drops_attention(model: ModelConfig) -> bool:
+    """Whether the model has dropout on the attention weights, which every family can."""
+    return model.dropout > 0 if model.dropout is not None else _is_set(model, ATTENTION_DROPOUT)
+
+
+def _is_set(model: ModelConfig, names: tuple[str, ...]) -> bool:
+    """Whether one of these probabilities in the model's config.json is not 0."""
     if model.from_ is None or (folder := _folder(model.from_)) is None:
         return False
-    settings, found = _read(folder), 0.0
-    for name in HIDDEN_DROPOUT:
+    settings, found = text_settings(_read(folder)), 0.0
+    for name in names:
         value = settings.get(name) or 0.0
         if not isinstance(value, int | float):
             raise UserMistake(f"{folder / 'config.json'}: {name} is {value!r}, but must be a number.")
@@ -87,6 +98,8 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     if heads % keys:
         raise UserMistake(f"{source}: {heads} attention heads are not a multiple of {keys} key-value heads.")
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
+    kinds = settings.get("layer_types")
+    sliding = kinds.count(SLIDING) / len(kinds) if isinstance(kinds, list) and kinds else 1.0
     return ModelShape(
         family=family,
         hidden=hidden,
@@ -98,7 +111,9 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         positions=int(positions),
         tied=bool(settings.get("tie_word_embeddings", kind in BY_MODEL_TYPE and FAMILIES[family].tied)),
         head_size=int(settings.get("head_dim") or hidden // heads),
-        sliding_window=int(window) if window else None,
+        sliding_window=int(window) if window and sliding else None,
+        sliding_share=sliding or 1.0,
+        model_type=kind,
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.optimizers import find_optimizer
-from shoal.plan.activations import block_input, block_kept, block_selected
+from shoal.plan.activations import attention_masks, block_input, block_kept, block_selected
 from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
@@ -147,11 +147,8 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
         kept = group("blocks", scaled(entry, checkpointed), *scaled(whole, blocks - checkpointed).parts)
         again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))
     kept = Term("activations", kept.amount, kept.parts)
-    mask = 0.0
-    if run.packed and run.attention == "flash" and not (run.compiled and run.traits.skips_masked_tiles):
-        # The document mask of packed sequences: as booleans, and as the bias that attention adds.
-        mask = run.micro_batch * run.length * (run.length / run.mesh.cp) * (1 + run.compute_bytes)
-    return group("activations", *scaled(kept, in_flight).parts, leaf("document masks", mask)), again
+    masks = leaf("attention masks", attention_masks(run))
+    return group("activations", *scaled(kept, in_flight).parts, masks), again
 
 
 def _forward_temporaries(run: Run) -> Term:

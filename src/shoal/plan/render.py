@@ -3,6 +3,7 @@
 from shoal.plan.advise import Change
 from shoal.plan.report import Plan
 from shoal.plan.resolved import ResolvedRun, shown_recompute
+from shoal.plan.speed import replays_graphs
 from shoal.plan.terms import GIB, Term
 
 WIDTH = 44
@@ -46,7 +47,7 @@ def _headline(plan: Plan) -> str:
     return (
         f"{plan.name}: {choice.name} on {nodes}{machine.devices} × {machine.gpu.name} {verdict} ({choice.reason}).\n"
         f"{batch}, sequence length {run.length}, recompute {shown_recompute(run.recompute)}, loss {run.loss}, "
-        f"precision {run.precision}."
+        f"precision {run.precision}{', CUDA graphs' if replays_graphs(run) else ''}."
     )
 
 

@@ -13,10 +13,12 @@ from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
 from shoal.plan.advise import Change, Limits, Question, alternatives, changes, limits
 from shoal.plan.decide import choose
+from shoal.plan.from_config import plan_attention
 from shoal.plan.layout import ranks
 from shoal.plan.machine import Machine, read_machine
 from shoal.plan.models import read_shape
 from shoal.plan.resolved import ResolvedRun, shown_recompute
+from shoal.plan.speed import replays_graphs
 from shoal.plan.states import trained_parameters
 from shoal.plan.systems import SYSTEMS
 from shoal.plan.terms import GIB
@@ -93,6 +95,8 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
             "trained for."
         )
     notes += _about_preference(config)
+    if (warning := plan_attention(config, shape, machine).warning(config.data.max_length)) is not None:
+        notes.append(warning)
     if system == "shoal":
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
     else:
@@ -190,6 +194,7 @@ def _chosen(choice: ResolvedRun) -> dict[str, Any]:
         "recompute": shown_recompute(run.recompute),
         "loss": run.loss,
         "compiled": run.compiled,
+        "cuda_graphs": replays_graphs(run),
         "precision": run.precision,
     }
 

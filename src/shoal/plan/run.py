@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from shoal.catalogue.attention import Path
 from shoal.catalogue.gpus import Gpu, Link
 from shoal.catalogue.shapes import ModelShape
 from shoal.catalogue.strategies import Strategy, find_strategy
@@ -56,9 +57,10 @@ class Run:
     clips: bool = True
     recompute: str | int = "none"  # none, cheap, selective, full, offload; an integer n: every n-th block
     compiled: bool = True
+    cuda_graphs: bool | str = "auto"
     loss: str = "chunked"  # plain, chunked, fused
-    attention: str = "flash"  # eager: scores are materialized
-    packed: bool = False  # sequences hold several documents, with a materialized mask
+    attention: Path = "fused"  # of the layers with a sliding window, if any have
+    attention_dropout: bool = False
     dropout: bool = False
     reshard: bool | int = True
     prefetch: int = 1

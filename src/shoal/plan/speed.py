@@ -16,7 +16,10 @@ from shoal.plan.terms import Term, group, leaf, scaled
 CONTENTION = 0.45
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host.
 EAGER_BLOCK_HOST = 2.0e-3
-COMPILED_BLOCK_HOST = 0.6e-3
+COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/graphs_h200
+# CUDA graphs are used if the device needs less than this many times the host time of a step without them: hosts differ,
+# and so does what else they do.
+GRAPHS_BELOW = 3.0
 # Share of the nominal bandwidth of the link to the host that copies of pinned memory reach.
 HOST_LINK_SHARE = 0.8
 # Memory bandwidth of a host that runs the optimizer step, for all of its ranks together.
@@ -72,6 +75,23 @@ def forecast_speed(run: Run) -> Speed:
     return Speed(step, tokens, run.world_size, flops_per_token(run), run.peak)
 
 
+def replays_graphs(run: Run) -> bool:
+    """Whether forward and backward pass are replayed as CUDA graphs: see parallel/cuda_graphs.py."""
+    applies = run.compiled and run.traits.cuda_graphs and not run.gpu.is_cpu and run.world_size == 1
+    if not applies or run.offload != "none" or run.offloads_inputs:
+        return False
+    if run.cuda_graphs != "auto":
+        return bool(run.cuda_graphs)
+    block, head = block_compute(run), head_seconds(run)
+    busy = (block.forward + block.backward) * run.shape.layers + head.both
+    return busy < GRAPHS_BELOW * _host_seconds(run, run.shape.layers)
+
+
+def _host_seconds(run: Run, blocks: int) -> float:
+    """Host time to launch the kernels of a micro-batch, forward and backward."""
+    return (COMPILED_BLOCK_HOST if run.compiled else EAGER_BLOCK_HOST) * blocks
+
+
 def _micro_batch(run: Run, rank: Rank) -> Term:
     """Forward and backward pass of one micro-batch on one pipeline rank."""
     block, blocks = block_compute(run), rank.blocks
@@ -88,8 +108,8 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
         compute.append(leaf("reference forward pass", ahead))
         ahead *= 2
     back = block.backward * blocks + (loss.backward if loss else 0.0)
-    host = (COMPILED_BLOCK_HOST if run.compiled else EAGER_BLOCK_HOST) * blocks
-    waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back) if not run.gpu.is_cpu else 0.0)
+    host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else _host_seconds(run, blocks)
+    waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back))
     copied = leaf("exposed activation transfer", _activation_transfer(run, block) * blocks)
     exposed, hidden = _sharding(run, rank, ahead, back)
     model_parallel = _model_parallel(run, rank)

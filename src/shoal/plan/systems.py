@@ -33,6 +33,8 @@ class SystemTraits:
     loss_kernel: Literal["never", "compiled", "always"] = "never"
     # With any activation checkpointing, compiled blocks recompute elementwise results (parallel/compile.py).
     recomputes_cheap: bool = False
+    # Steps that wait for the host may be replayed as CUDA graphs (`train.cuda_graphs`).
+    cuda_graphs: bool = False
     # Tokens whose logits a fused loss holds at a time (Liger's kernels); 0: it is a chunked loss.
     fused_rows: int = 0
     # Matmul outputs that selective checkpointing saves besides attention: every second; or all but every second of
@@ -54,8 +56,6 @@ class SystemTraits:
     casts_once: bool = False
     # The allocator uses expandable segments, which hardly fragment.
     expandable_segments: bool = False
-    # Compiled attention over packed documents skips masked tiles (flex attention), and materializes no mask.
-    skips_masked_tiles: bool = False
     # The head is computed at a vocabulary that tensor cores can read (models/cross_entropy.py), or by the compiler.
     pads_vocabulary: bool = False
     # Clipping, the update and the cast to compute copies are one fused kernel.
@@ -66,11 +66,11 @@ OURS = SystemTraits(
     wide_residual_stream=True,
     fused_step=True,
     recomputes_cheap=True,
+    cuda_graphs=True,
     keeps="all but widening",
     saves_fp8_inputs=True,
     casts_once=True,
     expandable_segments=True,
-    skips_masked_tiles=True,
     separate_head_unit=True,
     pads_vocabulary=True,
 )

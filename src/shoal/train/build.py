@@ -12,6 +12,7 @@ from shoal.parallel.apply import parallelize
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.resolved import ResolvedRun
+from shoal.plan.speed import replays_graphs
 
 
 def build(
@@ -39,6 +40,7 @@ def build(
         values=values,
         resumes=resumes,
         emulated=emulated,
+        cuda_graphs=replays_graphs(resolved.run),
     )
     partitions = find_strategy(resolved.strategy).partitions_update
     optimizer = make_optimizer(

@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward of all micro-batches, gradient clipping, update.
 
-The host does not wait for the device, except for Lion and Muon, whose kernels cannot skip a bad step, and for offloaded
+The host does not wait for the device, except for Muon, whose kernels cannot skip a bad step, and for offloaded
 optimizer state.
 """
 
