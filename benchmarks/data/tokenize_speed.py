@@ -1,14 +1,16 @@
 """Speed and memory of `prepare` (read, format, tokenize, write, pack), beside the bare tokenizers library.
 
-    python benchmarks/data/tokenize_speed.py OUTPUT.json
+    python benchmarks/data/tokenize_speed.py OUTPUT.json [--only alpaca,text,chat,memory]
 
 The data is real: the functions of Python's standard library and packages as instructions and as chats, their files as
 plain text, tokenized by a byte-level BPE of 32,000 tokens that is trained on a part of them. `prepare` reads JSON lines
 and writes packed sequences; the bare library gets the same texts, formatted and in memory, in `encode_batch_fast` with
 its threads, and its results are thrown away. Both use all cores, and begin with a new tokenizer, whose cache is empty.
-They alternate, because the machine may be shared: `speed_of_bare` is the median of the ratios of neighbours, by the
-wall clock, and `processor_time_of_bare` that of the processor time, which depends less on other load. Chats have no
-limit: their template is rendered too, which takes as long as to tokenize a short one.
+They alternate, because the machine may be shared: each preparation is compared with the mean of the bare runs before
+and after it. `speed_of_bare` is the median of these ratios by the wall clock, and `processor_time_of_bare` that of the
+processor time, which depends less on other load; `load` is the load average before and after. Chats have no limit:
+their template is rendered too, which takes as long as to tokenize a short one. It takes about four minutes on two cores
+without other load; `--only alpaca,text` measures these alone, and keeps the other figures of OUTPUT.json.
 
 Memory is that of another process that prepares a million records as bytes, which gives the most tokens (the BPE would
 take long), and fewer with the BPE: the peak of the sum over that process and its workers, of the pages that each has to
@@ -38,8 +40,8 @@ from shoal.data import load_tokenizer, prepare
 from shoal.data.formats.choose import alpaca_prompt
 from shoal.data.workers import available_cores
 
-ROUNDS = 3
-CHARACTERS = 60_000_000
+ROUNDS = 5
+CHARACTERS = 16_000_000
 TEXTS_AT_ONCE = 2_000
 LIMIT = 0.8
 ROWS = {"bytes": 1_000_000, "bpe": 50_000}
@@ -155,19 +157,23 @@ def compare(name: str, records: list[dict[str, str]], texts: list[str], work: Pa
     file = work / f"{name}.jsonl"
     with file.open("w") as stream:
         stream.writelines(json.dumps(record) + "\n" for record in records)
-    bare, ours, summary = [], [], None
+    load = [os.getloadavg()[0]]
+    bare, ours, summary = [encode_bare(texts, folder)], [], None
     for _ in range(ROUNDS):
-        bare.append(encode_bare(texts, folder))
         seconds, summary = prepare_all(file, folder)
         ours.append(seconds)
+        bare.append(encode_bare(texts, folder))
+    load.append(os.getloadavg()[0])
     assert summary is not None
-    ratios = np.median(np.array(bare) / np.array(ours), axis=0)
+    neighbours = (np.array(bare[:-1]) + np.array(bare[1:])) / 2
+    ratios = np.median(neighbours / np.array(ours), axis=0)
     wall = float(np.median(np.array(ours), axis=0)[0])
     found = {
         "records": len(records),
         "characters": sum(map(len, texts)),
         "tokens": summary.tokens,
         "filled": round(summary.filled, 4),
+        "load": [round(one, 1) for one in load],
         "bare_seconds": [round(float(one[0]), 2) for one in bare],
         "prepare_seconds": [round(float(one[0]), 2) for one in ours],
         "bare_processor_seconds": [round(float(one[1]), 2) for one in bare],
@@ -238,8 +244,10 @@ def prepare_in_this_process(file: Path, folder: Path, name: str) -> None:
     print(json.dumps({"tokens": summary.tokens, "sequences": summary.sequences, "filled": round(summary.filled, 4)}))
 
 
-def main(output: Path) -> None:
+def main(output: Path, only: list[str]) -> None:
     files = limited(sources(), len, 2 * CHARACTERS)
+    results: dict[str, Any] = json.loads(output.read_text()) if only and output.exists() else {}
+    results |= {"machine": {"cores": available_cores(), "python": platform.python_version()}, "limit": LIMIT}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         folder = work / "bpe"
@@ -248,21 +256,21 @@ def main(output: Path) -> None:
         every = [one for file in files for one in functions(file)]
         alpaca = limited(iter(every), lambda one: len(one["instruction"]) + len(one["output"]), CHARACTERS)
         segments = [text for one in alpaca for text in (alpaca_prompt(one["instruction"]), one["output"])]
-        results = {
-            "machine": {"cores": available_cores(), "python": platform.python_version()},
-            "limit": LIMIT,
-            "alpaca": compare("alpaca", alpaca, segments, work, folder),
-            "chat": compare(
-                "chat", [conversation(one) for one in alpaca], [rendered(one) for one in alpaca], work, folder
-            ),
-            "text": compare("text", [{"text": text} for text in plain], plain, work, folder),
+        cases: dict[str, tuple[list[Any], list[str]]] = {
+            "alpaca": (alpaca, segments),
+            "text": ([{"text": text} for text in plain], plain),
+            "chat": ([conversation(one) for one in alpaca], [rendered(one) for one in alpaca]),
         }
+        for case, (records, texts) in cases.items():
+            if not only or case in only:
+                results[case] = compare(case, records, texts, work, folder)
         for tokenizer, number in ROWS.items():
-            rows = work / "rows.jsonl"
-            write_rows(rows, every, number)
-            results[f"memory, {tokenizer}"] = measure_memory(rows, folder, tokenizer)
+            if not only or "memory" in only:
+                rows = work / "rows.jsonl"
+                write_rows(rows, every, number)
+                results[f"memory, {tokenizer}"] = measure_memory(rows, folder, tokenizer)
     output.write_text(json.dumps(results, indent=2) + "\n")
-    if any(results[one]["speed_of_bare"] < LIMIT for one in ("alpaca", "text")):
+    if any(results[one]["speed_of_bare"] < LIMIT for one in ("alpaca", "text") if not only or one in only):
         raise SystemExit("The speed is below the limit.")
 
 
@@ -270,4 +278,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "--prepare":
         prepare_in_this_process(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
     else:
-        main(Path(sys.argv[1]))
+        main(Path(sys.argv[1]), sys.argv[3].split(",") if sys.argv[2:3] == ["--only"] else [])

@@ -116,10 +116,10 @@ def compare_with_torch(weight_dtype: torch.dtype, grad_dtype: torch.dtype, low_d
         if weight_dtype == FP32 or name == "step":
             assert result[name] <= FP32_BOUND, result
         else:
-            # Both round to bf16 in each step, and near ties are sometimes rounded differently: on an H200 2.6% of the
-            # weights differed by one rounding after these steps.
+            # Both round to bf16 in each step, and sometimes differently: on an H200 1.7% of the weights and 8.4% of the
+            # first moments differed by one rounding after these steps.
             result[f"{name}, share that differs"] = share_that_differs(pairs)
-            assert result[f"{name}, share that differs"] < 0.05, result
+            assert result[f"{name}, share that differs"] < (0.05 if name == "weights" else 0.2), result
     for one, copy in copies.items():
         assert torch.equal(copy, one.detach().to(copy.dtype)), "a low-precision weight is its master weight, rounded"
     return result
@@ -160,7 +160,10 @@ def compare_with_cpu(
         if not pairs[0][0].is_floating_point():
             result[f"{field}: codes that differ"] = share_that_differs(pairs)
             assert result[f"{field}: codes that differ"] < 0.02, result
-            assert result[f"{field}: at most"] <= 3, result
+            # A moment that passes zero may differ by many codes there, but not by more than the width of a code.
+            values = [tuple(dequantized(one, field) for one in pair) for pair in pairs]
+            result[f"{field}: of the scale, at most"] = largest(values)
+            assert result[f"{field}: of the scale, at most"] < 0.03, result
     pairs = [(a.detach(), b.detach()) for a, b in zip(here, there, strict=True)]
     result["weights: at most"] = largest(pairs)
     apart = sum(float((a.double() - b.cpu().double()).abs().sum()) for a, b in pairs)
@@ -170,6 +173,11 @@ def compare_with_cpu(
         result["weights: share that differs"] = share_that_differs(pairs)
         assert result["weights: share that differs"] < largest_share, result
     return result
+
+
+def dequantized(codes: Tensor, field: str) -> Tensor:
+    """Relative to the scale."""
+    return (codes / 127) * (codes / 127).abs() if field == FIRST else (codes / 255) ** 4
 
 
 def stochastic(weights: list[nn.Parameter], *, eight_bits: bool = False) -> AdamW:
@@ -223,7 +231,9 @@ def compare_huge() -> dict:
             set_learning_rate(optimizer, STEPS)
             optimizer.step(usable)
             optimizer.step(usable)
-        worst = max(worst, *(largest([(weight.detach()[one], part)]) for part, one in zip(parts, ends, strict=True)))
+        worst = max(
+            worst, *(largest([(weight.detach()[one], part.detach())]) for part, one in zip(parts, ends, strict=True))
+        )
         del weight, gradient, parts, part, optimizers, optimizer
         torch.cuda.empty_cache()
     assert worst <= FP32_BOUND, worst
@@ -233,10 +243,12 @@ def compare_huge() -> dict:
 def cases() -> Iterator[tuple[str, Callable[[], dict]]]:
     for name, kind in KINDS.items():
         yield f"AdamW like torch's fused one: {name}", lambda kind=kind: compare_with_torch(*kind)
+    plain = lambda weights: AdamW(weights, **OPTIONS)  # noqa: E731
     blocked = lambda weights: AdamW(weights, **OPTIONS, eight_bits=True)  # noqa: E731
     blocked_stochastic = lambda weights: stochastic(weights, eight_bits=True)  # noqa: E731
     lion = lambda weights: Lion(weights, **OPTIONS)  # noqa: E731
     for name, make, shapes, share in (
+        ("AdamW", plain, SHAPES, 0.01),
         ("8-bit AdamW", blocked, BLOCKED, 0.05),
         ("Lion", lion, SHAPES, 0.01),
         ("stochastic AdamW", stochastic, SHAPES, 0.01),
@@ -249,7 +261,7 @@ def cases() -> Iterator[tuple[str, Callable[[], dict]]]:
             given = (make, shapes, weight, gradient, share)
             yield label, lambda given=given: compare_with_cpu(*given)
     for name, make, shapes in (
-        ("AdamW", lambda weights: AdamW(weights, **OPTIONS), SHAPES),
+        ("AdamW", plain, SHAPES),
         ("8-bit AdamW", blocked, BLOCKED),
         ("Lion", lion, SHAPES),
     ):

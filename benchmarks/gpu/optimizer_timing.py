@@ -238,9 +238,10 @@ def tune_update(kind: str) -> dict:
 
     if kind == "lion":
         return tune(lion_kernel, ("CHUNK", "WARPS"), [(1024, 4), (2048, 8), (2048, 16), (4096, 8)], make_step)
-    warps = "WARPS_IN_BLOCKS" if kind == "adamw8bit" else "WARPS"
-    others = [(2, 2), (4, 8), (8, 4), (8, 8)] if kind == "adamw8bit" else [(2, 4), (4, 4), (8, 8), (8, 16)]
-    return tune(adamw_kernel, ("ROWS", warps), others, make_step)
+    if kind == "adamw8bit":
+        others = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 4)]
+        return tune(adamw_kernel, ("ROWS", "WARPS_IN_BLOCKS"), others, make_step)
+    return tune(adamw_kernel, ("CHUNK", "WARPS"), [(512, 4), (1024, 4), (2048, 8), (2048, 16)], make_step)
 
 
 def tune_norm() -> dict:

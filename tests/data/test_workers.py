@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -222,6 +224,21 @@ def test_a_long_item_does_not_keep_the_other_workers_waiting(tmp_path: Path) -> 
         return number
 
     assert list(workers.map_in_order(work, range(20), 2, lambda: None)) == list(range(20))
+
+
+def test_work_is_done_outside_of_the_main_thread_whose_memory_is_slow_after_a_fork() -> None:
+    def in_main_thread(number: int) -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    assert list(workers.map_in_order(in_main_thread, range(4), 2, lambda: None)) == [False] * 4
+
+
+@pytest.mark.parametrize("work", [lambda number: lambda: number, sys.exit], ids=["cannot be sent", "exits"])
+def test_a_worker_that_cannot_answer_is_an_error(work: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunFailed, match="ended unexpectedly, with status 1"):
+        list(workers.map_in_order(work, range(4), 2, lambda: None))
+    assert multiprocessing.active_children() == []
+    assert "Traceback" in capfd.readouterr().err
 
 
 def test_memory_does_not_grow_with_the_data(write: Write, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:

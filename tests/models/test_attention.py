@@ -115,3 +115,21 @@ def test_selective_checkpointing_saves_the_output_of_this_kernel(on):
             torch.autograd.grad(block(*inputs).sum(), inputs)
         counts[how] = len(used.seen)
     assert counts == {"selective": 1, "full": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_attention_compiles_as_one_graph(window, on):
+    """Also where it selects a kernel by the device."""
+    on((9, 0))
+    inputs = tensors()
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        return attend(MODULE, *given, None, scaling=0.3, sliding_window=window)[0]
+
+    try:
+        found = with_gradients(torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs), inputs)
+    finally:
+        torch.compiler.reset()
+    for one, other in zip(found, with_gradients(run(*inputs), inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

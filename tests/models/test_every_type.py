@@ -70,7 +70,8 @@ def test_a_model_is_trained_as_transformers_defines_it(model_type, tmp_path):
     model = perturb(plain(settings)).train()
     model.save_pretrained(tmp_path)
     module = module_of(tmp_path).train()
-    hold_attention(module.model.config.get_text_config())
+    if settings.get_text_config() is settings:  # a model around another may implement less than that does
+        hold_attention(module.model.config)
     hold_causal(module)
     hold_documents_apart(module, settings.get_text_config().model_type)
     hold_equal_to_a_plain_loop(module, model)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from shoal.config.schema import TrainConfig
 from shoal.optim.adamw import AdamW
+from shoal.optim.lion import Lion
 from shoal.optim.optimizer import make_optimizer
 
 USABLE = torch.tensor(True)
@@ -46,23 +48,39 @@ def test_it_matches_torch_and_continues_from_its_state():
         their.step()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        assert our.state[one]["step"] == their.state[other]["step"] == 6
         assert {field: value.shape for field, value in our.state[one].items()} == {
             field: value.shape for field, value in their.state[other].items()
         }
 
 
-@pytest.mark.parametrize("in_eight_bits", [False, True])
-def test_gradients_are_scaled_by_the_factor_and_compute_copies_are_the_cast_weights(in_eight_bits):
+@pytest.mark.parametrize("make", [AdamW, partial(AdamW, eight_bits=True), Lion], ids=["adamw", "adamw8bit", "lion"])
+def test_gradients_are_scaled_by_the_factor_and_compute_copies_are_the_cast_weights(make):
     one, other = weights_of(0)[:1], weights_of(0)[:1]
     copies = {one[0]: torch.zeros(33, 65, dtype=torch.bfloat16)}
-    first, second = (AdamW(some, lr=1e-2, eight_bits=in_eight_bits) for some in (one, other))
+    first, second = (make(some, lr=1e-2) for some in (one, other))
     for step in range(3):
         give_gradients(step, one, other)
-        first.step(USABLE, torch.tensor(0.25), copies)
-        other[0].grad.mul_(0.25)
+        factor = torch.tensor(0.25**step)  # a constant one would make no difference to Lion
+        first.step(USABLE, factor, copies)
+        other[0].grad.mul_(factor)
         second.step(USABLE)
     assert torch.equal(one[0], other[0])
     assert torch.equal(copies[one[0]], one[0].bfloat16())
+
+
+def test_a_parameter_without_a_gradient_keeps_its_step_count_and_its_moments():
+    ours, theirs = weights_of(0), weights_of(0)
+    our, their = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.0)
+    for step in range(4):
+        give_gradients(step, ours, theirs)
+        if step in (1, 2):  # a second time without one of the three, but without another
+            ours[step - 1].grad = theirs[step - 1].grad = None
+        our.step(USABLE)
+        their.step()
+    assert [float(our.state[weight]["step"]) for weight in ours] == [3, 3, 4]
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "sgd", "lion"])

@@ -58,13 +58,14 @@ class Timeline:
     changes: list[tuple[int, int, int]] = field(default_factory=list)  # (part of the step, storage, change in bytes)
 
     def peaks(self, names: Mapping[int, str]) -> dict[str, Peak]:
-        """The peak of each part of the step."""
+        """The peak of each part of the step, which may be its start."""
         total = sum(self.held.values())
         best: dict[str, tuple[int, int]] = {}  # part → (bytes, how many changes had happened)
         for index, (part, _, more) in enumerate(self.changes):
-            total += more
             name = self.parts[part]
-            if name not in best or total > best[name][0]:
+            best.setdefault(name, (total, index))
+            total += more
+            if total > best[name][0]:
                 best[name] = (total, index + 1)
         now, done, found = dict(self.held), 0, {}
         for name, (amount, until) in sorted(best.items(), key=lambda item: item[1][1]):

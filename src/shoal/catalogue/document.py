@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from shoal.catalogue.attention import EAGER, WINDOWED
 from shoal.catalogue.causal_models import CAUSAL_IF, NEVER_CAUSAL, PACKED, UNPACKED
 from shoal.catalogue.families import FAMILIES, PLANS
 
@@ -24,6 +25,13 @@ one document per sequence, and `data.pack: true` is refused; a type that is not 
 text is one continuous stream for every type.
 """
 
+ATTENTION = """## Attention
+
+Attention stores no scores of pairs of tokens where torch has a kernel that avoids it: also in fp32, with dropout, with
+fewer heads of keys than of queries, and with a sliding window shorter than `data.max_length`. Where it must, `shoal
+plan` counts the memory, and both `plan` and `train` say why and what to do instead.
+"""
+
 
 def document() -> str:
     """The page as Markdown."""
@@ -34,6 +42,8 @@ def document() -> str:
     lines += [f"**Packed**: {_listed(PACKED)}.", ""]
     for reason, types in UNPACKED.items():
         lines += [f"**Not packed**, because {reason}: {_listed(types)}.", ""]
+    lines += [ATTENTION, f"**A sliding window without a mask**: {_listed(WINDOWED)}.", ""]
+    lines += [f"**Eager only** in transformers, with scores in every block: {_listed(EAGER)}.", ""]
     lines += ["## Models that are not causal", "", "Refused:", ""]
     lines += [f"- `{name}`: {reason}." for name, reason in NEVER_CAUSAL.items()]
     for setting in dict.fromkeys(CAUSAL_IF.values()):

@@ -188,12 +188,10 @@ class PretrainedTokenizer(Tokenizer):
     @property
     def fingerprint(self) -> str:
         if self._fingerprint is None:
-            backend = getattr(self._loaded, "backend_tokenizer", None)
+            backend = self._backend()
             if backend is not None:
-                behaviour = json.loads(backend.to_str())
-                # State of the last call; `encode_many` disables both.
-                behaviour.pop("truncation", None)
-                behaviour.pop("padding", None)
+                # As text: the library writes the same tokenizer the same way, and to parse the text takes much longer.
+                behaviour = backend.to_str()
             else:
                 behaviour = {"class": type(self._loaded).__name__, "vocabulary": self._loaded.get_vocab()}
             split = bool(getattr(self._loaded, "split_special_tokens", False))

@@ -165,8 +165,16 @@ def _serve(
     prepare()
     arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # Items are taken from the pipe at once, so that the parent's send never waits for this process to finish one:
-    # otherwise both could wait for each other with full pipes.
-    threading.Thread(target=_take, args=(connection, arrived), daemon=True).start()
+    # otherwise both could wait for each other with full pipes. The work is done in a thread, because glibc gives a
+    # thread memory of its own: in what the main thread inherits from the parent, full of gaps, the tokenizers library,
+    # which allocates for each token, takes a third longer.
+    answering = threading.Thread(target=_answer, args=(connection, arrived, work), daemon=True)
+    answering.start()
+    _take(connection, arrived)
+    answering.join()
+
+
+def _answer(connection: Connection, arrived: "queue.SimpleQueue[Any]", work: Callable[[Any], Any]) -> None:
     try:
         while (item := arrived.get()) is not None:
             try:
@@ -177,6 +185,9 @@ def _serve(
             connection.send(answer)
     except (BrokenPipeError, ConnectionResetError):
         pass  # the parent has ended
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # the main thread would wait for items for ever, and the parent for answers
 
 
 def _take(connection: Connection, arrived: "queue.SimpleQueue[Any]") -> None:

@@ -143,7 +143,7 @@ def attend(
         found = flex_attend(query, key, value, attention_mask, scaling)
     elif attention_mask is None and sliding_window is not None and sliding_window < query.shape[2]:
         found = attend_in_window(query, key, value, sliding_window, scaling, dropout)
-    elif attention_mask is None and must_repeat_keys(query, key, value, dropout):
+    elif attention_mask is None and must_repeat_keys(query, key, value):
         causal = others.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         found = attend_to_repeated(query, key, value, scaling, dropout, causal=causal)

@@ -16,10 +16,16 @@ HEADS, SEQUENCE = 1, 2  # of queries, keys and values
 SHORTEST_BAND, MOST_BANDS = 512, 16
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def compute_capability(device: str) -> tuple[int, int] | None:
     """Of the current device of this type; None if it is not an NVIDIA GPU."""
     return None if device != "cuda" or torch.version.hip is not None else torch.cuda.get_device_capability()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def runs(kernel: str, device: str, itemsize: int, width: int, value_width: int) -> bool:
+    """Whether a kernel of `Heads` runs on the current device, whatever the dropout; the compiler evaluates it once."""
+    heads = Heads(itemsize, width, value_width, dropout=True, capability=compute_capability(device))
+    return bool(getattr(heads, kernel))
 
 
 def compute_dtype(value: Tensor) -> torch.dtype:
@@ -29,13 +35,12 @@ def compute_dtype(value: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast else value.dtype
 
 
-def must_repeat_keys(query: Tensor, key: Tensor, value: Tensor, dropout: float, *, masked: bool = False) -> bool:
+def must_repeat_keys(query: Tensor, key: Tensor, value: Tensor, *, masked: bool = False) -> bool:
     """Whether SDPA, with a dense mask or without, would materialize the scores because there are fewer heads of keys
     than of queries."""
     if query.shape[HEADS] == key.shape[HEADS]:
         return False
-    heads = _heads(query, value, dropout)
-    return heads.efficient and (masked or not heads.flash)
+    return _runs("efficient", query, value) and (masked or not _runs("flash", query, value))
 
 
 def attend_to_repeated(
@@ -57,7 +62,7 @@ def attend_in_window(
     query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None, dropout: float
 ) -> Tensor:
     """Causal attention to the last `window` tokens, of which the query's own is one."""
-    if _heads(query, value, dropout).flash_window:
+    if _runs("flash_window", query, value):
         return _flash_in_window(query, key, value, window, scale, dropout)
     times = query.shape[HEADS] // key.shape[HEADS]
     return _attend_in_bands(query, repeat_heads(key, times), repeat_heads(value, times), window, scale, dropout)
@@ -82,9 +87,8 @@ def _seen(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
     return mask if window is None else mask & (distance < window)
 
 
-def _heads(query: Tensor, value: Tensor, dropout: float) -> Heads:
-    capability = compute_capability(query.device.type)
-    return Heads(query.element_size(), query.shape[-1], value.shape[-1], dropout > 0, capability)
+def _runs(kernel: str, query: Tensor, value: Tensor) -> bool:
+    return bool(runs(kernel, query.device.type, query.element_size(), query.shape[-1], value.shape[-1]))
 
 
 def _flash_in_window(

@@ -15,9 +15,10 @@ from shoal.optim.eight_bit import FIRST, INDEX_MULTIPLIER, SCALES, SECOND, STEP_
 from shoal.optim.fused import Hyperparameters, TensorLists
 from shoal.parallel.multi_tensor import TRITON_DTYPES, Description, TensorTable, pointers_of, typed
 
-ROWS = 4  # a program processes ROWS × BLOCK elements: rows of blocks with 8-bit moments, else contiguous elements
-# These need the fewest barriers in the compiled kernel; benchmarks/gpu/optimizer.py times others too.
-WARPS, WARPS_IN_BLOCKS = 8, 4
+# Elements of a program: contiguous ones, or with 8-bit moments a block of each of some rows. These and the numbers of
+# warps need few barriers in the compiled kernel; benchmarks/gpu/optimizer.py times others too.
+CHUNK, ROWS = 1024, 2
+WARPS, WARPS_IN_BLOCKS = 8, 2
 
 # Of `rounding`: a kernel reads no other globals.
 FIRST_MULTIPLIER = tl.constexpr(rounding.FIRST_MULTIPLIER)
@@ -72,6 +73,7 @@ def _adamw(
     EIGHT_BITS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     INDEXED: tl.constexpr,  # the indices of elements are not consecutive
+    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP_MULTIPLIER: tl.constexpr,
@@ -102,7 +104,7 @@ def _adamw(
         inside = (rows < height)[:, None] & (columns < width)[None, :]
         blocks = rows * across + block
     else:
-        offsets = program * (ROWS * BLOCK) + tl.arange(0, ROWS * BLOCK)
+        offsets = program * CHUNK + tl.arange(0, CHUNK)
         inside = offsets < width
 
     weight = tl.load(weights + offsets, mask=inside, other=0.0).to(tl.float32)
@@ -119,13 +121,17 @@ def _adamw(
         second = second * (1 / 255)
         second = second * second
         second = second * second * second_scale[:, None]
+    # The compiler would choose which products are fused with a sum, and not the same ones with and without alignment.
     if factor is not None:
-        gradient = gradient * tl.load(factor)
-
-    first = first + (gradient - first) * first_share
-    second = second * second_kept + gradient * gradient * second_share
+        scale = tl.load(factor)
+        excess = tl.fma(gradient, -scale, first)
+        gradient = gradient * scale
+    else:
+        excess = first - gradient
+    first = tl.fma(excess, -first_share, first)
+    second = tl.fma(second, second_kept, gradient * gradient * second_share)
     direction = first / (tl.sqrt(second) / tl.load(corrections + 2 * tensor + 1) + eps)
-    weight = weight * kept - direction * (lr / tl.load(corrections + 2 * tensor))
+    weight = tl.fma(weight, kept, direction * (-lr / tl.load(corrections + 2 * tensor)))
 
     if STOCHASTIC:
         if INDEXED:
@@ -217,6 +223,7 @@ class AdamWKernel:
                 EIGHT_BITS=in_eight_bits,
                 STOCHASTIC=kind.stochastic,
                 INDEXED=kind.indexed,
+                CHUNK=CHUNK,
                 ROWS=ROWS,
                 BLOCK=BLOCK,
                 STEP_MULTIPLIER=STEP_MULTIPLIER,
@@ -245,7 +252,7 @@ def _describe(tensors: TensorLists) -> Description:
     else:
         widths = [one.numel() for one in weights]
         heights = [1] * len(weights)
-        programs = [-(-width // (ROWS * BLOCK)) for width in widths]
+        programs = [-(-width // CHUNK) for width in widths]
     others = [heights]
     if any(one is not None for one in tensors.rounding):
         found = [(0, 0, 0, 0, 0) if one is None else _rounding_numbers(one) for one in tensors.rounding]

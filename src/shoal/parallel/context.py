@@ -170,7 +170,7 @@ def attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
 ) -> Tensor:
     # `causal_lower_right` is a mask that kernels do not read.
-    if must_repeat_keys(query, keys, values, dropout, masked=type(mask) is Tensor):
+    if must_repeat_keys(query, keys, values, masked=type(mask) is Tensor):
         times = query.shape[HEADS] // keys.shape[HEADS]
         keys, values = repeat_heads(keys, times), repeat_heads(values, times)
     return F.scaled_dot_product_attention(

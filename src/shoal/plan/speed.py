@@ -16,7 +16,7 @@ from shoal.plan.terms import Term, group, leaf, scaled
 CONTENTION = 0.45
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host.
 EAGER_BLOCK_HOST = 2.0e-3
-COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/graphs_h200
+COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
 # CUDA graphs are used if the device needs less than this many times the host time of a step without them: hosts differ,
 # and so does what else they do.
 GRAPHS_BELOW = 3.0
