@@ -108,6 +108,7 @@ def test_every_strategy_and_precision_is_forecast_correctly(ranks, shape, overri
     check_forecast(*trace_run(ranks, shape, *overrides))
 
 
+@pytest.mark.slow
 def test_full_activation_checkpointing_keeps_only_the_inputs_of_blocks():
     choice, traced = trace_run(8, SMALL.replace("layers: 4", "layers: 3"), FSDP, "train.recompute=full")
     run = choice.run

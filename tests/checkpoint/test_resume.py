@@ -66,7 +66,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize(
-    ("mesh", "grad_accum_steps"), [slow("one process", 1), ("one process", 2), ("ddp", 2), ("fsdp", 2)]
+    ("mesh", "grad_accum_steps"), [slow("one process", 1), ("one process", 2), slow("ddp", 2), ("fsdp", 2)]
 )
 def test_resume_on_the_same_mesh_is_the_uninterrupted_run_to_the_bit(mesh, grad_accum_steps, few, tmp_path):
     world_size, changes = MESHES[mesh]
@@ -75,7 +75,7 @@ def test_resume_on_the_same_mesh_is_the_uninterrupted_run_to_the_bit(mesh, grad_
     hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=world_size), run)
 
 
-@pytest.mark.parametrize("mesh", [mesh if mesh in ("one process", "tp") else slow(mesh) for mesh in MESHES])
+@pytest.mark.parametrize("mesh", [mesh if mesh == "one process" else slow(mesh) for mesh in MESHES])
 def test_resume_continues_with_the_same_dropout(mesh, few, with_dropout, tmp_path):
     world_size, changes = MESHES[mesh]
     config = config_of(few, model={"from": str(with_dropout)}, **changes)
@@ -146,6 +146,7 @@ def test_resume_on_four_ranks_and_then_on_one_continues_the_two_rank_run(few, tm
     hold_near(on_one, run)
 
 
+@pytest.mark.slow
 def test_resume_under_another_strategy_continues_the_run(few, tmp_path):
     config = config_of(few, parallel__strategy="ddp")
     run = train_on(2, config, tmp_path / "whole")
@@ -177,9 +178,10 @@ def test_a_run_can_be_resumed_on_a_sequence_of_meshes(few, tmp_path):
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
     [
-        (4, {"strategy": "zero1", "tp": 2}),
+        (2, {"tp": 2}),
+        slow(4, {"strategy": "zero1", "tp": 2}),
         slow(4, {"strategy": "fsdp", "sharding": "hybrid_shard", "replicate": 2}),
-        (4, {"strategy": "ddp", "pp": 2}),
+        slow(4, {"strategy": "ddp", "pp": 2}),
         slow(8, {"strategy": "fsdp", "sharding": "hybrid_shard", "replicate": 2, "pp": 2, "tp": 2}),
     ],
     ids=str,

@@ -110,7 +110,7 @@ def config_of(data: Path, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("world_size", "parallel"),
     [
-        (1, {"strategy": "single"}),
+        slow(1, {"strategy": "single"}),
         (2, {"strategy": "fsdp"}),
         slow(4, {"strategy": "fsdp", "tp": 2}),
         slow(4, {"strategy": "ddp", "pp": 2}),

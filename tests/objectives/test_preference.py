@@ -76,7 +76,7 @@ MESHES = {
     "fsdp tp": (4, {"parallel__strategy": "fsdp", "parallel__tp": 2}),
     "fsdp pp": (4, {"parallel__strategy": "fsdp", "parallel__pp": 2}),
 }
-QUICK = {("dpo", "fsdp"), ("dpo", "cp"), ("dpo", "tp chunked")}
+QUICK = {("dpo", "fsdp"), ("dpo", "cp")}
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ def states(run: Path) -> dict[str, torch.Tensor]:
     return {name: one.nan_to_num(9.0) if one.is_floating_point() else one for name, one in kept.items()}
 
 
+@pytest.mark.slow
 def test_tensors_sharded_between_blocks_train_like_unsharded_ones(instructions, tmp_path):
     shape = {**WIDE, "hidden": 512, "ffn": 512, "layers": 1, "positions": 512}
     changes = {"model__shape": shape, "train__lr": 1e-3, "train__steps": 3}

@@ -63,7 +63,16 @@ class Strategy:
 ALL = "all"
 FSDP = {"strategy": "fsdp"}
 # Other names of full_shard, zero2 and ddp, and what two others do together: slow.
-LIKE_ANOTHER = ("zero3", "shard_grad_op", "no_shard", "recompute_every_second", "wrap_by_size", "tp_pp", "fsdp_cp")
+LIKE_ANOTHER = (
+    "zero3",
+    "shard_grad_op",
+    "no_shard",
+    "recompute_every_second",
+    "wrap_by_size",
+    "tp_pp",
+    "fsdp_pp",
+    "fsdp_cp",
+)
 ALONE = [
     Strategy("ddp", {"strategy": "ddp"}, bitwise=True),
     Strategy("zero1", {"strategy": "zero1"}, bitwise=True),
@@ -234,7 +243,7 @@ def test_in_bf16_a_strategy_trains_nearly_the_same_as_one_process(
         pytest.param(
             strategy,
             id=strategy.name,
-            marks=() if strategy.name in ("zero_bubble_chunked", "tp_recompute", "pp_offload") else pytest.mark.slow,
+            marks=() if strategy.name in ("zero_bubble_chunked", "tp_recompute") else pytest.mark.slow,
         )
         for strategy in UNUSUAL
     ],

@@ -103,8 +103,7 @@ def test_losses_are_as_close_to_fp32_as_with_autocast(steps, text, weights, tmp_
     [
         (1, {}, "bf16-mixed"),
         slow(1, {}, "16-mixed"),
-        (2, {"tp": 2}, "bf16-mixed"),
-        slow(2, {"tp": 2}, "16-mixed"),
+        *(slow(2, {"tp": 2}, precision) for precision in ("bf16-mixed", "16-mixed")),
         *(slow(2, {"strategy": "fsdp"}, precision) for precision in ("bf16-mixed", "16-mixed")),
     ],
     ids=str,

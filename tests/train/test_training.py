@@ -163,7 +163,7 @@ def test_16_mixed_scales_the_loss_and_trains_like_fp32(strategy, instructions, t
     assert SliceReader(newest).read_whole("control.scaler.scale") == 2.0**16
 
 
-@pytest.mark.parametrize("optimizer", [slow("sgd"), "lion", "muon"])
+@pytest.mark.parametrize("optimizer", [slow("sgd"), slow("lion"), "muon"])
 def test_every_optimizer_learns_bitwise_the_same_on_two_sharded_ranks(optimizer, instructions, tmp_path):
     lr = {"sgd": 0.3, "lion": 1e-3, "muon": 1e-2}[optimizer]
     changes = {"train__optimizer": {"name": optimizer}, "train__lr": lr}
@@ -218,6 +218,7 @@ def test_compiled_blocks_train_like_eager_ones(precision, world_size, strategy, 
     assert losses(traced) == pytest.approx(losses(plain), rel=2e-6 if precision == "32-true" else 2e-3)
 
 
+@pytest.mark.slow
 def test_a_chunked_loss_trains_like_a_plain_one_also_when_sharded(instructions, tmp_path):
     plain = train_on(1, settings(instructions, name="plain", train__loss_impl="plain", train__steps=3), tmp_path)
     for world_size, strategy in ((1, "single"), (2, "fsdp")):

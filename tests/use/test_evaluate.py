@@ -39,6 +39,7 @@ def test_packed_instructions_in_bf16_too(instruction_run, shoal):
     assert exact["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_an_fp8_run_is_evaluated_with_the_matmuls_it_was_trained_with(text, tmp_path, shoal):
     config = settings(text, train__steps=2, train__precision="fp8", data__validation=0.05)
     run = train_on(1, config, tmp_path)
@@ -50,6 +51,7 @@ def test_an_fp8_run_is_evaluated_with_the_matmuls_it_was_trained_with(text, tmp_
     )
 
 
+@pytest.mark.slow
 def test_another_family_is_evaluated_the_same(text, tmp_path, shoal):
     shape = {**PYTHIA, "positions": 256, "tied": False}
     run = train_on(2, settings(text, train__steps=2, data__validation=0.05, model__shape=shape), tmp_path)
