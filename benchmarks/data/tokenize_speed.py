@@ -9,8 +9,8 @@ its threads, and its results are thrown away. Both use all cores, and begin with
 They alternate, because the machine may be shared: each preparation is compared with the mean of the bare runs before
 and after it. `speed_of_bare` is the median of these ratios by the wall clock, and `processor_time_of_bare` that of the
 processor time, which depends less on other load; `load` is the load average before and after. Chats have no limit:
-their template is rendered too, which takes as long as to tokenize a short one. It takes about four minutes on two cores
-without other load; `--only alpaca,text` measures these alone, and keeps the other figures of OUTPUT.json.
+their template is rendered too, which takes as long as to tokenize a short one. It takes three or four minutes on two
+cores without other load; `--only alpaca,text` measures these alone.
 
 Memory is that of another process that prepares a million records as bytes, which gives the most tokens (the BPE would
 take long), and fewer with the BPE: the peak of the sum over that process and its workers, of the pages that each has to
@@ -40,8 +40,8 @@ from shoal.data import load_tokenizer, prepare
 from shoal.data.formats.choose import alpaca_prompt
 from shoal.data.workers import available_cores
 
-ROUNDS = 5
-CHARACTERS = 16_000_000
+ROUNDS = 7
+CHARACTERS = 8_000_000
 TEXTS_AT_ONCE = 2_000
 LIMIT = 0.8
 ROWS = {"bytes": 1_000_000, "bpe": 50_000}
@@ -246,8 +246,8 @@ def prepare_in_this_process(file: Path, folder: Path, name: str) -> None:
 
 def main(output: Path, only: list[str]) -> None:
     files = limited(sources(), len, 2 * CHARACTERS)
-    results: dict[str, Any] = json.loads(output.read_text()) if only and output.exists() else {}
-    results |= {"machine": {"cores": available_cores(), "python": platform.python_version()}, "limit": LIMIT}
+    machine = {"cores": available_cores(), "python": platform.python_version()}
+    results: dict[str, Any] = {"machine": machine, "limit": LIMIT}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         folder = work / "bpe"
@@ -264,6 +264,7 @@ def main(output: Path, only: list[str]) -> None:
         for case, (records, texts) in cases.items():
             if not only or case in only:
                 results[case] = compare(case, records, texts, work, folder)
+                output.write_text(json.dumps(results, indent=2) + "\n")
         for tokenizer, number in ROWS.items():
             if not only or "memory" in only:
                 rows = work / "rows.jsonl"
