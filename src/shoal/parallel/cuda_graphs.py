@@ -27,8 +27,10 @@ from shoal.parallel.precision import ComputeCopies
 
 # Micro-batches of a shape before its graph is captured: the first one compiles the blocks and lets libraries allocate.
 WARMUP = 3
-# Graphs share their memory, except for the gradients that each of them writes.
 MOST_GRAPHS = 8
+# Graphs share their memory, except for the gradients that each of them allocates: at most so many bytes in all graphs
+# but one.
+MOST_GRADIENT_BYTES = 1 << 31
 
 Shape = tuple[Any, ...]
 
@@ -98,7 +100,7 @@ class GraphRunner(MicroBatchRunner):
         self._seen[shape] += 1
         # With accumulation a graph adds to gradients: those of the first micro-batch of this step, which stay there.
         exist = any(parameter.grad is not None for parameter in self.gradients.parameters.values())
-        if self._seen[shape] <= WARMUP or len(self._captured) == MOST_GRAPHS or exist != self.accumulates:
+        if self._seen[shape] <= WARMUP or exist != self.accumulates or not self._has_room():
             return None
         try:
             self._captured[shape] = self._capture(batch)
@@ -112,6 +114,13 @@ class GraphRunner(MicroBatchRunner):
             if not self.accumulates:
                 self.gradients.clear()
         return self._captured.get(shape)
+
+    def _has_room(self) -> bool:
+        """Whether another graph may be captured."""
+        others = 0
+        if not self.accumulates:
+            others = sum(0 if one is None else one.nbytes for each in self._captured.values() for one in each.gradients)
+        return len(self._captured) < MOST_GRAPHS and others <= MOST_GRADIENT_BYTES
 
     def _capture(self, batch: MicroBatch) -> _Captured:
         fixed = self.prepare(batch)
