@@ -37,6 +37,12 @@ class MicroBatch:
     # At most this many labels are not IGNORED; None: they are counted before the micro-batch is moved to a device.
     loss_tokens: int | None = None
 
+    def counted(self) -> int | None:
+        """`loss_tokens`, or their number if it can be told without waiting for a device."""
+        if self.loss_tokens is not None or self.labels.device.type != "cpu":
+            return self.loss_tokens
+        return int(np.count_nonzero(self.labels.numpy() != IGNORED))
+
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "MicroBatch":
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 

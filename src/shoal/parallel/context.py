@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from shoal.catalogue.families import find_plan
 from shoal.config.mesh import Mesh
-from shoal.data.loader import IGNORED, MicroBatch
+from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.models.attention import MASKLESS, document_mask, window_within
 from shoal.models.attention_kernels import HEADS, SEQUENCE, must_repeat_keys, repeat_heads
@@ -190,10 +189,9 @@ def preparation(sequence: SequenceShard | None, device: torch.device, *, fill: b
     loss tokens are counted before: afterwards the host would have to wait for the device."""
 
     def loss_tokens(batch: MicroBatch) -> int | None:
-        if batch.loss_tokens is not None or batch.labels.device.type != "cpu":
-            return batch.loss_tokens
-        mine = batch.labels if sequence is None else sequence.local_labels(batch.labels)
-        return int(np.count_nonzero(mine.numpy() != IGNORED))
+        if sequence is None or batch.loss_tokens is not None:
+            return batch.counted()
+        return replace(batch, labels=sequence.local_labels(batch.labels)).counted()
 
     def prepare(batch: MicroBatch) -> MicroBatch:
         batch = replace(batch.to(device), loss_tokens=loss_tokens(batch))

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.data.loader import IGNORED, MicroBatch
+from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.parallel.gradients import Gradients
 from shoal.parallel.micro_batches import MicroBatchRunner, Prepare
@@ -152,9 +151,7 @@ class GraphRunner(MicroBatchRunner):
 
 def _few_sizes(batch: MicroBatch) -> MicroBatch:
     """Round the number of loss tokens up to one of as many sizes as there may be graphs."""
-    found = batch.loss_tokens
-    if found is None and batch.labels.device.type == "cpu":
-        found = int(np.count_nonzero(batch.labels.numpy() != IGNORED))
+    found = batch.counted()
     if found is None:
         return batch
     step = -(-batch.labels.numel() // MOST_GRAPHS)
