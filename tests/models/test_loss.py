@@ -109,6 +109,26 @@ def test_a_bf16_chunked_loss_is_close_to_the_exact_one():
         assert float((one.double() * other).sum() / other.square().sum()) == pytest.approx(1, abs=1e-3), "not biased"
 
 
+@pytest.mark.parametrize("stored", [False, True], ids=["chunked", "stored"])
+def test_improbable_tokens_keep_their_gradients_in_fp16(stored):
+    """Of a probability of 1e-7, fp16 alone would keep one or two bits; the loss scale is applied later."""
+    hidden = torch.ones(4, 8, dtype=torch.float16)
+    weight = torch.zeros(64, 8, dtype=torch.float16)
+    weight[0] = 2.0  # a logit of 16
+    labels, scale = torch.zeros(4, dtype=torch.long), 2.0**12
+    exact = weight.double().requires_grad_()
+    (F.cross_entropy(hidden.double() @ exact.T, labels, reduction="sum") * scale).backward()
+    found = weight.clone().requires_grad_()
+    if stored:
+        loss = cross_entropy.cross_entropy(hidden @ found.T, labels, cross_entropy.measure_full_vocabulary)
+    else:
+        loss = chunked_cross_entropy(hidden, found, labels, rows=2)
+    (loss * scale).backward()
+    assert found.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(found.grad.double()[1:], exact.grad[1:], rtol=5e-3, atol=0)
+
+
 @pytest.mark.parametrize("compute", COMPUTES)
 def test_padding_of_the_vocabulary_has_no_probability_and_no_gradient(compute):
     """Also where all true logits are far below the zeros of the padding."""

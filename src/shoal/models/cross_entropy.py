@@ -28,9 +28,13 @@ VOCABULARY_MULTIPLE = 128
 # Tokens without a loss are left out in steps of this share of a micro-batch, so that there are few sizes of tensors.
 KEPT_SIZES = 32
 
+# Most gradients of logits are the probabilities of tokens that did not occur: in fp16, whose smallest normal number is
+# 6e-5, they are stored times this. Their sums over the vocabulary overflow only with weights beyond 100.
+FP16_GRADIENT_SCALE = 256.0
+
 # From logits, labels and the size of the vocabulary: the loss of each token in fp32, and the gradient of their sum with
-# respect to the logits, in their dtype. Columns beyond the vocabulary are padding: they have no probability, and their
-# gradient is zero. The logits may be overwritten.
+# respect to the logits, in their dtype and times `gradient_scale` of it. Columns beyond the vocabulary are padding:
+# they have no probability, and their gradient is zero. The logits may be overwritten.
 Measure = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -50,6 +54,11 @@ def _has_triton() -> bool:
 def has_kernel(tensor: Tensor) -> bool:
     """Whether there is a Triton kernel for the device of `tensor`."""
     return tensor.is_cuda and _has_triton()
+
+
+def gradient_scale(dtype: torch.dtype) -> float:
+    """The factor of gradients of logits in `dtype`; they are divided by it where the loss scale is known."""
+    return FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
 
 
 def choose_chunks(weight: Tensor, measure: Measure | None) -> Chunks:
@@ -142,7 +151,7 @@ def measure_full_vocabulary(logits: Tensor, labels: Tensor, width: int) -> tuple
     if has_kernel(logits):
         from shoal.models.loss_kernel import measure_in_place
 
-        return measure_in_place(logits, labels, width, IGNORED)
+        return measure_in_place(logits, labels, width, IGNORED, gradient_scale(logits.dtype))
     padding, logits = logits.shape[1] - width, logits[:, :width]
     log_probabilities = torch.log_softmax(logits.float(), dim=-1)
     counted = labels != IGNORED
@@ -150,7 +159,8 @@ def measure_full_vocabulary(logits: Tensor, labels: Tensor, width: int) -> tuple
     losses = -torch.where(counted, label_log_probabilities, 0.0)
     hit = torch.arange(width, device=logits.device) == labels[:, None]
     probabilities = log_probabilities.exp()
-    grad_logits = (torch.where(hit, probabilities - 1, probabilities) * counted[:, None]).to(logits.dtype)
+    factors = counted[:, None] * gradient_scale(logits.dtype)
+    grad_logits = (torch.where(hit, probabilities - 1, probabilities) * factors).to(logits.dtype)
     return losses, F.pad(grad_logits, (0, padding)) if padding else grad_logits
 
 
@@ -164,6 +174,7 @@ class _MeasuredCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
         (grad_logits,) = ctx.saved_tensors
+        outer = outer / gradient_scale(grad_logits.dtype)
         return (grad_logits.float() * outer).to(grad_logits.dtype), None, None
 
 
@@ -177,7 +188,8 @@ class _MeasuredTokenLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
         (grad_logits,) = ctx.saved_tensors
-        return (grad_logits.float() * outer[:, None]).to(grad_logits.dtype), None, None
+        outer = outer[:, None] / gradient_scale(grad_logits.dtype)
+        return (grad_logits.float() * outer).to(grad_logits.dtype), None, None
 
 
 def _pad_rows(weight: Tensor, rows: int) -> Tensor:
@@ -268,6 +280,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         hidden = saved.pop(0) if ctx.needs_input_grad[0] else None
         weight = saved.pop(0) if ctx.needs_input_grad[1] else None
+        outer = outer / gradient_scale(ctx.weight_dtype)
         # Multiplied in fp32: casting `outer` to bf16 first would change every gradient by up to 0.4%.
         return (
             None if hidden is None else (hidden.float() * outer).to(hidden.dtype),

@@ -13,7 +13,18 @@ ELEMENTS = 4096
 
 
 @triton.jit
-def _measure_row(logits, labels, losses, width, stored, stride, ignored, PADDED: tl.constexpr, COLUMNS: tl.constexpr):
+def _measure_row(
+    logits,
+    labels,
+    losses,
+    width,
+    stored,
+    stride,
+    ignored,
+    GRADIENT_SCALE: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     # Loads and stores are masked by `stored`, the row with its padding: only with an aligned mask are they vectorized.
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -43,6 +54,8 @@ def _measure_row(logits, labels, losses, width, stored, stride, ignored, PADDED:
         grad_logits = tl.where(start + columns == label, grad_logits - 1, grad_logits)
         if PADDED:
             grad_logits = tl.where(start + columns < width, grad_logits, 0.0)
+        if GRADIENT_SCALE != 1.0:
+            grad_logits *= GRADIENT_SCALE
         tl.store(logits + start + columns, grad_logits.to(logits.dtype.element_ty), inside)
     tl.store(losses + row, log_sum_exp - label_logit)
 
@@ -54,9 +67,11 @@ def _scale_and_cast(values, factor, scaled, count, ELEMENTS: tl.constexpr):
     tl.store(scaled + offsets, product.to(scaled.dtype.element_ty), offsets < count)
 
 
-def measure_in_place(logits: Tensor, labels: Tensor, width: int, ignored: int) -> tuple[Tensor, Tensor]:
-    """The loss of each token, and the gradient of their sum, which overwrites the logits. Columns from `width` on are
-    padding."""
+def measure_in_place(
+    logits: Tensor, labels: Tensor, width: int, ignored: int, gradient_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and the gradient of their sum times `gradient_scale`, which overwrites the logits.
+    Columns from `width` on are padding."""
     rows, stored = logits.shape
     assert logits.stride(1) == 1, "the logits of a token must be contiguous"
     columns = next((one for one in TILES if stored % one == 0), min(TILES))
@@ -70,6 +85,7 @@ def measure_in_place(logits: Tensor, labels: Tensor, width: int, ignored: int) -
             stored,
             logits.stride(0),
             ignored,
+            GRADIENT_SCALE=gradient_scale,
             PADDED=stored > width,
             COLUMNS=columns,
             num_warps=TILES[columns],

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.catalogue.attention import NARROWEST, Attention
-from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import find_strategy
 from shoal.config.mesh import Mesh
@@ -220,21 +219,16 @@ def _read_recipe(
         anatomy=anatomy,
         shapes={name: tuple(tensor.shape) for name, tensor in everything.items()},
         precision=precision,
-        loss=_choose_loss(model, anatomy, config, precision, micro_batch, mesh),
+        loss=_choose_loss(model, anatomy, config, micro_batch, mesh),
         backend=backend,
         compiled=compiled,
         tiles=mesh.cp == 1 and skips_tiles(model, config.model.attention, compiled=compiled),
     )
 
 
-def _choose_loss(
-    model: Any, anatomy: Anatomy, config: Config, precision: Precision, micro_batch: int, mesh: Mesh
-) -> str:
-    # The chunked sum over tokens computes its gradients before loss scaling, and in fp16 the smallest would underflow.
-    early = precision.scaled and not objective_facts(config.train.objective).of_answers
-    wanted = "plain" if config.train.loss_impl == "auto" and early else config.train.loss_impl
+def _choose_loss(model: Any, anatomy: Anatomy, config: Config, micro_batch: int, mesh: Mesh) -> str:
     tokens = micro_batch * config.data.max_length // mesh.cp
-    return choose_loss(wanted, anatomy, tokens, model.config.get_text_config().vocab_size)
+    return choose_loss(config.train.loss_impl, anatomy, tokens, model.config.get_text_config().vocab_size)
 
 
 def _with_loss(stage: StageModel, recipe: _Recipe, splits: dict[str, Split]) -> nn.Module:

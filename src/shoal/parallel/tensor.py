@@ -18,7 +18,7 @@ from shoal.catalogue.families import Plan, find_plan
 from shoal.mistakes import UserMistake
 from shoal.models.adapters import DOWN, UP
 from shoal.models.anatomy import Anatomy
-from shoal.models.cross_entropy import IGNORED
+from shoal.models.cross_entropy import IGNORED, gradient_scale
 from shoal.models.tensor_slices import Split
 from shoal.parallel.collectives import all_gather, local_chunk, reduce_scatter
 from shoal.parallel.patch import patch
@@ -228,6 +228,6 @@ class VocabularyShard:
         probabilities.div_(sums[0][:, None])
         probabilities.scatter_add_(1, index, -here.to(probabilities.dtype)[:, None])
         grad_logits = torch.empty_like(given)
-        grad_logits[:, :width] = probabilities.mul_(counted[:, None])
+        grad_logits[:, :width] = probabilities.mul_(counted[:, None] * gradient_scale(given.dtype))
         grad_logits[:, width:] = 0  # padding
         return losses, grad_logits

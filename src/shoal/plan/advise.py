@@ -266,7 +266,7 @@ def _candidates(choice: ResolvedRun) -> Sequence[dict[str, Any]]:
     """Single changes worth trying, whatever their cost."""
     run, config, machine = choice.run, choice.config, choice.machine
     found: list[dict[str, Any]] = []
-    if run.loss == "plain" and not run.shape.traits.head_transform and run.precision != "16-mixed":
+    if run.loss == "plain" and not run.shape.traits.head_transform:
         found.append({"train.loss_impl": "chunked"})
     if run.micro_batch > 1:
         half = run.micro_batch

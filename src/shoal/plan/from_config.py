@@ -176,8 +176,6 @@ def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
         return "plain"
     if wanted != "auto":
         return wanted
-    if config.train.precision == "16-mixed" and not objective_facts(config.train.objective).of_answers:
-        return "plain"
     return "chunked" if tokens * shape.vocab > CHUNK_LOGITS else "plain"
 
 
