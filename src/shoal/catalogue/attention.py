@@ -46,7 +46,7 @@ WINDOWED = frozenset({
 SPEED: dict[Path, float] = {"fused": 1.0, "window": 0.54, "tiles": 0.69, "bands": 0.7, "dense mask": 0.31}
 HOPPER = (9, 0)
 # With dropout; and in fp32, relative to the device's peak.
-DROPOUT_SPEED, FP32_SPEED = 0.7, 1.5
+DROPOUT_SPEED, FP32_SPEED = 0.75, 1.14
 SHORTER = "use train.recompute full, which keeps them for one block at a time, or a shorter data.max_length"
 
 

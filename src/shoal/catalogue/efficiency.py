@@ -13,9 +13,10 @@ class Efficiency:
     """Shares of the datasheet peaks."""
 
     matmuls: float  # of peak FLOP/s, large matmuls
-    attention: float  # of peak FLOP/s, causal flash attention with head dimension 128
+    attention: float  # of peak FLOP/s, causal flash attention of long sequences with head dimension 128
     bandwidth: float  # of memory bandwidth, elementwise kernels
     fp8: float  # of peak fp8 FLOP/s, matmuls including casts
+    half_keys: int = 0  # with this many keys per query, attention reaches half of its share; 0: not known
 
 
 _AMPERE = Efficiency(matmuls=0.735, attention=0.64, bandwidth=0.60, fp8=0.62)
@@ -28,7 +29,8 @@ FAMILIES: dict[str, Efficiency] = {
     "h100-pcie": _HOPPER,
     # Limited to 500 W, this part cannot sustain the clocks that its peak assumes.
     "h100-96gb": Efficiency(matmuls=0.54, attention=0.29, bandwidth=0.60, fp8=0.62),
-    "h200": Efficiency(matmuls=0.79, attention=0.36, bandwidth=0.60, fp8=0.75),
+    # From 35 of the runs in benchmarks/gpu/sweep_h200; 20 others were measured afterwards.
+    "h200": Efficiency(matmuls=0.75, attention=0.52, bandwidth=0.64, fp8=0.62, half_keys=200),
 }
 
 

@@ -121,7 +121,7 @@ def _adamw(
         second = second * (1 / 255)
         second = second * second
         second = second * second * second_scale[:, None]
-    # The compiler would choose which products are fused with a sum, and not the same ones with and without alignment.
+    # Only these products are fused with a sum: the compiler would choose others with alignment than without.
     if factor is not None:
         scale = tl.load(factor)
         excess = tl.fma(gradient, -scale, first)
@@ -229,6 +229,7 @@ class AdamWKernel:
                 STEP_MULTIPLIER=STEP_MULTIPLIER,
                 INDEX_MULTIPLIER=INDEX_MULTIPLIER,
                 num_warps=WARPS_IN_BLOCKS if in_eight_bits else WARPS,
+                enable_fp_fusion=False,
             )
 
 

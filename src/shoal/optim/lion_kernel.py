@@ -98,6 +98,7 @@ class LionKernel:
                 ALIGNED=launch.aligned,
                 CHUNK=CHUNK,
                 num_warps=WARPS,
+                enable_fp_fusion=False,
             )
 
 

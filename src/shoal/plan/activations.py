@@ -90,7 +90,10 @@ def _norms(run: Run, tokens: float) -> list[Term]:
     elif run.traits.unfused_norms and shape.traits.rms_norm:
         # Eager RMSNorm saves an fp32 copy of its input and, if its scale is trained, the normalized input too.
         each = 4.0 + (stream if run.trained.blocks else 0)
-    found = [leaf("norm inputs", tokens * 2 * shape.hidden * each)]
+    both = 2 * each
+    if run.recomputes_cheap and shape.traits.parallel_residual and shape.parallel_residual:
+        both = stream  # attention and MLP read norms of the same input, from which both are recomputed
+    found = [leaf("norm inputs", tokens * shape.hidden * both)]
     if shape.traits.head_norms:
         width = shape.query_width + shape.kv_width
         found.append(leaf("query and key norm inputs", tokens * width * (each if not run.compiled else itemsize)))
@@ -120,7 +123,7 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     query, keys = shape.query_width, shape.kv_width
     # The memory-efficient kernel, which fp32 needs, has no grouped keys.
     repeated = run.traits.repeats_keys or (run.precision == "32-true" and not run.gpu.is_cpu)
-    held = query if repeated else keys
+    held = query if repeated and not run.recomputes_cheap else keys
     # Context parallelism by all-gather holds the keys and values of all ranks.
     across = run.mesh.cp if run.cp_method == "gather" else 1
     width = float(query + 2 * held * across)

@@ -14,6 +14,8 @@ from shoal.plan.states import adapted, stored_bytes
 # A matmul with this inner dimension reaches half the throughput of a long one: prologue and epilogue of its tiles cost
 # the same whatever the inner dimension.
 INNER_HALF = 256
+# Matmuls in fp32, which do not use tensor cores, reach more of their lower peak.
+FP32_MATMULS = 1.1
 # How much longer the three matmuls of a head take if its vocabulary is not aligned: odd as GPT-2's, or even. Measured
 # on an H200: benchmarks/gpu/head_h200.
 ODD, EVEN = 5.3, 2.5
@@ -25,6 +27,8 @@ ATTENTION_BACKWARD = 2.5
 BIASED_ATTENTION = 0.52
 # Backward kernels read and write about twice what the forward ones do.
 TRAFFIC_BACKWARD = 2.0
+# The gradient of a bias is a sum over tokens, which reads the gradient of its layer's output once more.
+BIAS_TRAFFIC = 1
 # Bytes moved per logit: an eager loss in about ten kernels, a compiled one in two, or our kernel.
 PLAIN_LOGIT_TRAFFIC = 38
 FUSED_LOGIT_TRAFFIC = 10
@@ -73,7 +77,7 @@ def matmul_seconds(run: Run, rows: float, inner: float, columns: float, *, fp8: 
     reached = efficiency(run.gpu)
     work = 2 * rows * inner * columns
     short = inner / (inner + INNER_HALF)
-    flops = run.peak * reached.matmuls
+    flops = run.peak * reached.matmuls * (FP32_MATMULS if run.compute_bytes == 4 and not run.gpu.is_cpu else 1.0)
     if fp8 and run.gpu.fp8:
         flops = run.gpu.fp8 * reached.fp8
     itemsize = 1 if fp8 else run.compute_bytes
@@ -171,7 +175,7 @@ def _attention(run: Run) -> Seconds:
 def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     """Seconds of attention to `seen` keys per query."""
     shape, reached = run.shape, efficiency(run.gpu)
-    work = 4 * run.tokens * seen * shape.query_width / run.mesh.tp
+    work = 4 * run.tokens * (seen + reached.half_keys) * shape.query_width / run.mesh.tp
     if path == "scores":
         # The full scores are written and read about ten times.
         scores = run.tokens * run.length * shape.heads / run.mesh.tp
@@ -208,13 +212,19 @@ def _elementwise(run: Run) -> Seconds:
         per_token = 2 * (norm + 3 * hidden / tp) + (8 * rotated) + (5 if gated else 2) * inner
         # Biases are added in the matmul's epilogue; heads are transposed for attention and back.
         per_token += 4 * shape.query_width / tp
+    biased = 0.0
+    if shape.traits.linear_bias:
+        biased = sum(one.local_sizes(tp)[1] for one in linears(shape))
+    elif shape.traits.qkv_bias:
+        biased = (shape.query_width + 2 * shape.kv_width) / tp
     if run.dropout:
         per_token += 6 * hidden / tp
     ahead = run.tokens * per_token * itemsize / _bandwidth(run)
     casting = 0.0
     if run.traits.casts_per_use and run.mixed:
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / _bandwidth(run)
-    return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting)
+    summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / _bandwidth(run) * run.trained.blocks
+    return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed)
 
 
 def head_seconds(run: Run) -> Seconds:

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from shoal.plan.activations import buffer_bytes
 from shoal.plan.blocks import linears
 from shoal.plan.layout import Rank, count, micro_batches_in_flight, ranks
-from shoal.plan.moments import Moment, moments
+from shoal.plan.moments import Moment, moments, recomputation
 from shoal.plan.run import Run
 from shoal.plan.states import states, trained_parameters
 from shoal.plan.terms import GIB, Term, group, leaf
@@ -17,6 +17,9 @@ ALLOCATOR_SLACK = 0.02
 SHARDED_SLACK = 0.10
 # Either way with expandable segments; streams still do not share freed memory.
 EXPANDABLE_SLACK = 0.005
+# Recomputed blocks do not fit the gaps that other tensors have left: of what they need for a time, this share is
+# reserved in addition.
+RECOMPUTED_SLACK = 0.3
 # CUDA context with loaded kernels; and NCCL's channels, if there are other ranks.
 CONTEXT_GIB = 0.6
 COMMUNICATION_GIB = 0.6
@@ -88,13 +91,16 @@ def _rank_memory(run: Run, rank: Rank) -> RankMemory:
     found = moments(run, rank)
     highest = max(moment.tree.amount for moment in found)
     slack = SHARDED_SLACK if run.sharded else ALLOCATOR_SLACK
+    gaps = 0.0
     if run.traits.expandable_segments:
         slack = EXPANDABLE_SLACK
+        # Offloaded block inputs do not lie between them.
+        gaps = RECOMPUTED_SLACK * recomputation(run, rank) * (0.5 if run.offloads_inputs else 1.0)
     if not run.sharded:
-        return RankMemory(rank.pipeline_rank, found, highest * slack)
+        return RankMemory(rank.pipeline_rank, found, highest * slack + gaps)
     main = max(moment.tree.amount - moment.side for moment in found)
     side = max(moment.side for moment in found)
-    return RankMemory(rank.pipeline_rank, found, max(0.0, main * (1 + slack) + side - highest))
+    return RankMemory(rank.pipeline_rank, found, max(0.0, main * (1 + slack) + side - highest) + gaps)
 
 
 def _host(run: Run, rank: Rank) -> Term:

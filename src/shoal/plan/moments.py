@@ -12,6 +12,11 @@ from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, states, stored
 from shoal.plan.terms import Term, group, leaf, scaled
 
 
+# Tensors of the residual stream's size, in the compute dtype, that a compiled backward pass holds while it recomputes the block, beside its
+# activations and their gradients, except where attention and MLP read the same input: benchmarks/gpu/sweep_h200.
+RECOMPUTED_TEMPORARIES = 5
+
+
 @dataclass(frozen=True)
 class Moment:
     """Device memory at one moment of a step."""
@@ -95,6 +100,11 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
         )
     )
     gradients = none if run.sharded and run.mesh.pp > 1 else held.gradients
+    # The embedding's gradient, unless it is the head's, does not exist yet.
+    all_but_embedding = gradients
+    if not accumulating and not run.sharded and not run.shape.tied:
+        embedding = counts.embedding * run.trained.embedding * (run.gradient_bytes or run.weight_bytes)
+        all_but_embedding = leaf("gradients", max(0.0, gradients.amount - embedding))
     # The activations of one block are left: saved or recomputed.
     one_block = group("activations", *block_kept(run).parts)
     found.append(
@@ -102,7 +112,7 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
             "backward of the first block",
             around + blocks,
             _reducing(run, counts) + waiting,
-            gradients,
+            all_but_embedding,
             unreduced,
             one_block,
             transient,
@@ -151,6 +161,12 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
     return group("activations", *scaled(kept, in_flight).parts, masks), again
 
 
+def recomputation(run: Run, rank: Rank) -> float:
+    """Bytes that the backward pass of a recomputed block needs for a time."""
+    _, again = _activations(run, rank)
+    return again.amount + _transient_gradients(run).amount if again.amount else 0.0
+
+
 def _forward_temporaries(run: Run) -> Term:
     """What the MLP of a block computes and does not save: its factors and their product."""
     tensors = 0 if run.recompute in ("none", "cheap") else 3 if run.shape.traits.gated else 2
@@ -162,12 +178,17 @@ def _transient_gradients(run: Run) -> Term:
     """Transient gradients in the backward pass of a block: of its input, in its MLP, and of its weights before
     accumulation."""
     between = leaf("residual stream gradient", block_input(run))
+    shape = run.shape
+    parallel_mlp = shape.traits.parallel_residual and shape.parallel_residual
+    recomputes = run.compiled and run.recompute not in ("none", "cheap") and not parallel_mlp
+    width = run.tokens / run.mesh.tp * shape.hidden * run.compute_bytes
     # Of the MLP's inner activation and of what it was computed from: one kernel reads the first and writes the others.
-    inner = (3 if run.shape.traits.gated else 2) * run.tokens / run.mesh.tp * run.shape.ffn * run.compute_bytes
+    inner = (3 if shape.traits.gated else 2) * run.tokens / run.mesh.tp * shape.ffn * run.compute_bytes
     return group(
         "block backward",
         between,
         leaf("MLP gradients", inner),
+        leaf("recomputation temporaries", RECOMPUTED_TEMPORARIES * width if recomputes else 0.0),
         leaf("weight gradients before accumulation", _block_gradients(run)),
     )
 
