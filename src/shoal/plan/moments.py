@@ -11,9 +11,9 @@ from shoal.plan.run import Run
 from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, states, stored_bytes, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
-
-# Tensors of the residual stream's size, in the compute dtype, that a compiled backward pass holds while it recomputes the block, beside its
-# activations and their gradients, except where attention and MLP read the same input: benchmarks/gpu/sweep_h200.
+# Tensors of the residual stream's size, in the compute dtype, that a compiled backward pass holds while it recomputes
+# the block, beside its activations and their gradients, except where attention and MLP read the same input:
+# benchmarks/gpu/sweep_h200.
 RECOMPUTED_TEMPORARIES = 5
 
 
