@@ -2,8 +2,10 @@
 
 import fcntl
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -29,12 +31,38 @@ def locked(file: Path, *, otherwise: str) -> Iterator[None]:
         if _is(file, opened):
             break
         opened.close()  # its holder removed it after this process had opened it: a lock that no third process sees
+    with suppress(OSError):  # for `holder`; a full disk does not unlock it
+        opened.truncate(0)
+        opened.write(f"{os.getpid()} {socket.gethostname()}\n")
+        opened.flush()
     try:
         yield
     finally:
         with suppress(OSError):  # the disk may be gone
             file.unlink()
         opened.close()
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lock."""
+
+    process: int
+    host: str
+
+
+def holder(file: Path) -> Holder | None:
+    """Who holds the lock; None: nobody, also if a killed process has left the file."""
+    try:
+        with file.open("r+") as opened:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                process, _, host = opened.read().strip().partition(" ")
+                return Holder(int(process), host) if process.isdigit() else Holder(0, "")
+    except OSError:
+        pass
+    return None
 
 
 def _is(path: Path, opened: IO[str]) -> bool:
