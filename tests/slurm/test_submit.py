@@ -25,7 +25,7 @@ def test_tasks_of_two_nodes_join_and_train_in_a_folder_with_a_space(
     cluster.wait_for(job.id, "COMPLETED", "FAILED", log=job.log)
     assert following.stdout == job.said()
     assert "set up on n1" in job.said()
-    assert f"step {STEPS} of {STEPS}" in job.said()
+    assert f" {STEPS} of {STEPS}, " in job.said()
     plan = json.loads((job.run / "plan.json").read_text())
     assert plan["chosen"]["world_size"] == 4
     assert {path.name for path in (job.run / "logs").glob("rank-*.log")} == {"rank-1.log", "rank-2.log", "rank-3.log"}

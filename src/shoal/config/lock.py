@@ -3,6 +3,7 @@
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import IO
 
 from shoal.mistakes import UserMistake
 
+ATTEMPTS, BETWEEN_ATTEMPTS = 3, 0.02  # seconds: `holder` locks the file for a moment
+
 
 @contextmanager
 def locked(file: Path, *, otherwise: str) -> Iterator[None]:
@@ -18,13 +21,18 @@ def locked(file: Path, *, otherwise: str) -> Iterator[None]:
 
     The operating system releases the lock however the process ends: a file that a killed process leaves is not locked.
     """
+    attempts = ATTEMPTS
     while True:
         opened = file.open("a")
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             opened.close()
-            raise UserMistake(otherwise) from None
+            attempts -= 1
+            if attempts == 0:
+                raise UserMistake(otherwise) from None
+            time.sleep(BETWEEN_ATTEMPTS)
+            continue
         except OSError:
             opened.close()
             raise
