@@ -211,6 +211,15 @@ def test_mistakes_in_the_block_are_found_before_the_queue(
     assert done.stderr.count("\n") == 1
 
 
+def test_a_step_that_is_longer_than_the_time_to_save_is_refused(shoal: Callable[..., Done], tmp_path: Path) -> None:
+    write(tmp_path, model={"shape": "llama3-8b", "tokenizer": "bytes"})
+    batch = ["train.global_batch=8192", "data.max_length=8192", "slurm.time=1-00:00:00"]
+    done = shoal("submit", "run.yaml", *batch, "--dry-run")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "too late to finish one and save; raise slurm.signal." in done.stderr
+    assert shoal("submit", "run.yaml", *batch, "slurm.signal=3600", "--dry-run").returncode == 0
+
+
 def test_an_unknown_scheduler_is_refused_with_those_there_are(shoal: Callable[..., Done], tmp_path: Path) -> None:
     write(tmp_path)
     done = shoal("submit", "run.yaml", "--to", "slurn", "--dry-run")

@@ -103,8 +103,8 @@ def submit(
     scheduler = find_scheduler(to)
     check_run(config, resume=resume)
     settled = scheduler.settle(config, dry_run=dry_run)
-    submission = prepare(settled)
     plan, notes = forecast(settled)
+    submission = prepare(settled, plan)
     file = submission.run / scheduler.FILE
     text = scheduler.render(submission)
     job = None
