@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_submitted_only_anyway(shoal: Callable[..., Done], 
         model={"shape": "llama3-70b", "tokenizer": "bytes"},
         train={"micro_batch": 8, "global_batch": 64, "steps": 4},
     )
-    there = commands(tmp_path, sinfo=f"printf '{SINFO}'", sbatch="echo 4711", squeue="echo 'PENDING|Priority|'")
+    there = commands(tmp_path, sinfo=f"printf '{SINFO}'", sbatch="echo 4711", squeue="echo '4711|PENDING|Priority|'")
     refused = shoal("submit", "run.yaml", "parallel.strategy=ddp", commands=there)
     assert (refused.returncode, refused.stdout) == (3, "")
     assert refused.stderr.endswith(

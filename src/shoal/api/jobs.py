@@ -33,9 +33,9 @@ def status(run: Path | str, *, runs: Path | str = "runs") -> RunStatus:
 
 def status_of_all(runs: Path | str = "runs") -> list[RunStatus]:
     """How all runs in a folder are, by name."""
-    from shoal.launch.status import run_folders, status_of
+    from shoal.launch.status import run_folders, status_of_each
 
-    return [status_of(run) for run in run_folders(user_path(runs, "--runs"))]
+    return status_of_each(run_folders(user_path(runs, "--runs")))
 
 
 def logs(run: Path | str, *, rank: int | None = None, follow: bool = False, runs: Path | str = "runs") -> Iterator[str]:

@@ -13,9 +13,10 @@ from shoal.checkpoint.store import list_complete
 from shoal.config.lock import holder
 from shoal.config.replaced import is_run
 from shoal.config.run import RunDirectory
-from shoal.launch.jobs import JobState, read_records
-from shoal.launch.outcome import read_outcome
+from shoal.launch.jobs import JobRecord, JobState, read_records
+from shoal.launch.outcome import Outcome, read_outcome
 from shoal.launch.schedulers import find_scheduler
+from shoal.launch.submission import stopped_file
 from shoal.mistakes import UserMistake, suggestion
 from shoal.observe.metrics import read_lines
 
@@ -74,20 +75,35 @@ def run_folders(runs: Path) -> list[Path]:
 
 def status_of(run: Path) -> RunStatus:
     """How the run in this folder is."""
+    return status_of_each([run])[0]
+
+
+def status_of_each(runs: list[Path]) -> list[RunStatus]:
+    """How the runs in these folders are. Each scheduler is asked once, for all of them."""
+    jobs = {run: records[-1] for run in runs if (records := read_records(run))}
+    states: dict[JobRecord, JobState] = {}
+    for scheduler in {record.scheduler for record in jobs.values()}:
+        asked = [record for record in jobs.values() if record.scheduler == scheduler]
+        answers = find_scheduler(scheduler).states([record.job for record in asked])
+        states |= {record: answers[record.job] for record in asked if record.job in answers}
+    return [_status(run, job := jobs.get(run), None if job is None else states.get(job)) for run in runs]
+
+
+def _status(run: Path, record: JobRecord | None, job: JobState | None) -> RunStatus:
     directory = RunDirectory(run)
     status = _progress(RunStatus(Path(os.path.abspath(run)).name, str(run), "new"), directory)
-    outcome, held, records = read_outcome(run), holder(directory.lock), read_records(run)
-    if records:
-        last = records[-1]
-        status = replace(status, scheduler=last.scheduler, job=last.job)
-        job = find_scheduler(last.scheduler).states([last.job]).get(last.job)
-        if job is not None and (job.active or held is None):
-            return _of_job(status, job, run)
+    held, outcome = holder(directory.lock), read_outcome(run)
+    if record is not None:
+        status = replace(status, scheduler=record.scheduler, job=record.job)
+        if outcome is not None and outcome.ended < record.submitted:
+            outcome = None  # of an earlier job
+    if job is not None and (job.active or held is None):
+        return _of_job(replace(status, state=job.state, detail=job.detail, nodes=job.nodes), run, outcome)
     if held is not None:
         return replace(status, state="running", process=held.process or None, host=held.host or None)
     if outcome is not None:
         return replace(status, state=outcome.state, detail=outcome.why if outcome.state == "failed" else "")
-    if records:
+    if record is not None:
         return replace(status, state="unknown", detail="the scheduler does not know the job any more")
     return status if status.step is None else replace(status, state="died", detail="it was killed")
 
@@ -109,14 +125,15 @@ def cancel_run(run: Path) -> RunStatus:
     return status
 
 
-def _of_job(status: RunStatus, job: JobState, run: Path) -> RunStatus:
-    state, detail, outcome = job.state, job.detail, read_outcome(run)
-    if state == "failed" and outcome is not None and outcome.state == "stopped":
-        state, detail = "stopped", ""  # a job that is not requeued ends with status 75
-    elif state == "failed":
-        said = outcome.why if outcome is not None and outcome.state == "failed" else _last_sentence(run, status.job)
-        detail = f"{detail}: {said}" if said and detail != "failed" else said or detail
-    return replace(status, state=state, detail=detail, nodes=job.nodes)
+def _of_job(status: RunStatus, run: Path, outcome: Outcome | None) -> RunStatus:
+    """With what the run itself has said, if its job has failed."""
+    if status.state != "failed":
+        return status
+    if stopped_file(run).exists():
+        return replace(status, state="stopped", detail="")  # a job that is not requeued ends with status 75
+    said = outcome.why if outcome is not None and outcome.state == "failed" else _last_sentence(run, status.job)
+    words = [word for word in (status.detail if status.detail != "failed" or not said else "", said) if word]
+    return replace(status, detail=": ".join(words))
 
 
 def _progress(status: RunStatus, run: RunDirectory) -> RunStatus:
