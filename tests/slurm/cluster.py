@@ -20,7 +20,7 @@ from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "setpriv")
 NODES, CPUS, GPUS = 2, 4, 2
-PATIENCE = 120  # seconds; only a failure takes this long
+PATIENCE = 300  # seconds; only a failure takes this long
 
 # The delay before a requeued job starts is that of cred_expire, 120 seconds unless it is set.
 CONFIG = """
