@@ -21,6 +21,7 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "setpriv")
 NODES, CPUS, GPUS = 2, 4, 2
 PATIENCE = 300  # seconds; only a failure takes this long
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 # The delay before a requeued job starts is that of cred_expire, 120 seconds unless it is set.
 CONFIG = """
@@ -132,12 +133,17 @@ class Cluster:
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
 
     def wait_for(self, job: str, *states: str, log: Path | None = None) -> None:
-        """Until the job is in one of `states`."""
-        wait_until(
-            lambda: self.state(job) in states,
-            f"job {job} is {' or '.join(states)}",
-            lambda: f"{self.run('scontrol', 'show', 'job', job)}\n{log.read_text() if log and log.exists() else ''}",
-        )
+        """Until the job is in one of `states`; a job that has ended in another one fails at once."""
+
+        def report() -> str:
+            return f"{self.run('scontrol', 'show', 'job', job)}\n{log.read_text() if log and log.exists() else ''}"
+
+        def reached() -> bool:
+            state = self.state(job)
+            assert state in states or state not in ENDED, f"job {job} is {state}\n{report()}"
+            return state in states
+
+        wait_until(reached, f"job {job} is {' or '.join(states)}", report)
 
     def report(self) -> str:
         logs = sorted(self.base.glob("*.log"))

@@ -12,7 +12,8 @@ import yaml
 from tests.launch.command import training_lines
 from tests.slurm.cluster import Cluster, freeze, task_processes, thaw, wait_until
 
-STEPS = 12
+STEPS = 60  # enough that a run is not over before its processes are found
+ASKED = "Stopping after this step"
 SHOAL = (sys.executable, "-m", "shoal")
 MODEL = {"family": "llama", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 88, "vocab": 260}
 
@@ -64,8 +65,9 @@ class Job:
 
     def stopped_by(self, *command: str, frozen: list[int]) -> None:
         """Run one of Slurm's commands, and let the run go on once it was asked to stop."""
+        before = self.said().count(ASKED)
         self.cluster.run(*command)
-        wait_until(lambda: "Stopping after this step" in self.said(), "the run is asked to stop", self.said)
+        wait_until(lambda: self.said().count(ASKED) > before, "the run is asked to stop", self.said)
         for process in frozen:
             thaw(process)
 
