@@ -1,5 +1,6 @@
 """Start a training run: choose the launcher for it."""
 
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +10,8 @@ from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.crash import crashes_in
-from shoal.launch.join import first_device, is_first, processes_wanted, restarted, started_by_others
+from shoal.launch.environment import adopt
+from shoal.launch.join import check_placement, first_device, is_first, processes_wanted, restarted
 from shoal.launch.local import LocalProcesses
 from shoal.launch.rank import Request, run_rank, warn_of_settings
 from shoal.models.peft_config import follow_adapter
@@ -64,7 +66,8 @@ def start(
 
 def choose_launcher(request: Request) -> Launcher:
     """Several processes, and processes that may have to be restarted, need our own launcher."""
-    if started_by_others():
+    if (place := adopt(os.environ)) is not None:
+        check_placement(request.config, place)
         return ThisProcess()
     processes = processes_wanted(request.config)
     if processes == 1 and not request.max_restarts and request.config.train.on_oom != "shrink":
