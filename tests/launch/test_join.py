@@ -88,8 +88,8 @@ def test_a_rank_that_cannot_reach_rank_0_names_its_address_and_the_seconds(instr
     ended = forked_shoal(tmp_path, "train", "run.yaml", env=environment(tmp_path, **alone))
     assert (ended.status, ended.out) == (2, ""), ended.err
     assert re.fullmatch(
-        rf"shoal: Rank 1 on \S+ could not reach rank 0 at 127\.0\.0\.1, port {port}, within 0 s \(Connection refused\); "
-        r"check MASTER_ADDR, and that rank 0 runs and no firewall is between them\.\n",
+        rf"shoal: Rank 1 on \S+ could not reach rank 0 at 127\.0\.0\.1, port {port}, within 0 s "
+        r"\(Connection refused\); check MASTER_ADDR, and that rank 0 runs and no firewall is between them\.\n",
         ended.err,
     )
 
@@ -133,7 +133,13 @@ def test_a_rank_that_fails_first_tells_the_others_why() -> None:
 
 
 def test_two_ranks_on_one_gpu_are_refused_also_if_each_sees_only_that_one() -> None:
-    members = [Member(0, "a", "GPU-1"), Member(1, "b", "GPU-1"), Member(2, "a", "GPU-2"), Member(3, "c"), Member(4, "c")]
+    members = [
+        Member(0, "a", "GPU-1"),
+        Member(1, "b", "GPU-1"),
+        Member(2, "a", "GPU-2"),
+        Member(3, "c"),
+        Member(4, "c"),
+    ]
     check_devices(members)
     with pytest.raises(UserMistake, match="Ranks 0 and 5 on a both use the GPU GPU-1; start one process per GPU"):
         check_devices([*members, Member(5, "a", "GPU-1")])

@@ -95,11 +95,6 @@ def _run_rank(
     config = settle_precision(asked, run, device, resume=start.resume)
     if leads:
         warn_of_settings(config, world_size, reporter)
-        if config.train.on_oom == "shrink":
-            reporter.warn(
-                "train.on_oom shrink needs shoal's own launcher, but these processes were started by another, "
-                "as by torchrun. If memory runs out, halve the micro-batch of plan.json: train.micro_batch=N --resume."
-            )
         check_folder(request, config, reporter, resume=start.resume, overwrite=overwrite)
     inputs = read_inputs(config, reporter)
     # Only rank 0 verifies the checkpoint, because that hashes every file.

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ DEFAULT_TIMEOUT = 300.0
 # Rank 0 takes the first of these ports that is free, and the others find it there.
 CANDIDATES = 8
 POLL = 0.05
+# Seconds in which a store answers.
+ANSWER_WITHIN = 3.0
 # In the store of torchrun's agent, which outlives its attempts: this job has begun its run.
 BEGUN = "shoal/begun"
 
@@ -198,18 +201,26 @@ class Meeting:
 
     def _client(self, port: int) -> TCPStore | None:
         """A connection to the store at `port`, if it is of this launch and attempt."""
-        store = TCPStore(
-            self.place.master_addr,
-            port,
-            self.place.world_size,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=5),
-        )
-        if not _appears(store, "shoal/launch") or store.get("shoal/launch").decode() != self._name:
-            return None  # of another program, or another run
-        store.set_timeout(timedelta(seconds=self.timeout))
-        return store
+        found: list[TCPStore] = []
+
+        def connect() -> None:
+            with suppress(RuntimeError):
+                store = TCPStore(
+                    self.place.master_addr,
+                    port,
+                    self.place.world_size,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=self.timeout),
+                )
+                if _appears(store, "shoal/launch") and store.get("shoal/launch").decode() == self._name:
+                    found.append(store)
+
+        # The store waits forever for an answer of a program that is no store.
+        thread = threading.Thread(target=connect, daemon=True)
+        thread.start()
+        thread.join(ANSWER_WITHIN)
+        return found[0] if found else None
 
     def _unreachable(self, why: str) -> UserMistake:
         return UserMistake(
