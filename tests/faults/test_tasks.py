@@ -104,7 +104,8 @@ def test_a_rank_without_memory_shrinks_the_micro_batch_of_all_tasks(
 def test_a_task_that_is_gone_is_named_and_its_ranks_with_it(
     instructions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "LATE", 2.0)
+    for name, seconds in (("LATE", 2.0), ("SIGN", 0.3), ("SILENT", 2.0), ("GRACE", 1.0)):
+        monkeypatch.setattr(nodes, name, seconds)
     write_config(tmp_path, config(instructions, train__steps=100_000))
     run = tmp_path / "runs" / "run"
     with tasks(tmp_path, "--max-restarts", "3") as commands:

@@ -213,7 +213,7 @@ def _master(environment: Mapping[str, str], started_by: str, world_size: int, lo
     several = local_world_size < world_size
     if given := environment.get(MASTER_ADDR):
         # On rank 0 itself, schedulers of containers may call it localhost.
-        if several and is_loopback(given) and _number(environment, RANK, default=1) != 0:
+        if several and is_loopback(given) and STARTED_BY not in environment and _number(environment, RANK, 1) != 0:
             raise UserMistake(
                 f"MASTER_ADDR is {given}, which is this node, but rank 0 of {world_size} is on another: there are "
                 f"{local_world_size} processes here; set MASTER_ADDR to the name of rank 0's node."

@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from shoal.config.schema import Config
 from shoal.launch.environment import LAUNCH_FOLDER, TORCHRUN, Placement, adopt
+from shoal.launch.interfaces import own_address
 from shoal.launch.rendezvous import Meeting, Member, check_devices
 from shoal.mistakes import UserMistake
 from shoal.parallel.ranks import Ranks
@@ -122,8 +123,12 @@ def _rendezvous_store(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         return FileStore(str(Path(os.environ[LAUNCH_FOLDER]) / f"store-{attempt()}"), world_size)
-    store, members = meeting.gather(Member(rank, socket.gethostname(), _identity(device)), timeout.total_seconds())
-    check_devices(members)
+    address = ""
+    with suppress(OSError):
+        address = own_address(meeting.place.master_addr) or ""
+    member = Member(rank, socket.gethostname(), _identity(device), address)
+    store = meeting.gather(member, timeout.total_seconds())
+    check_devices(meeting.members)
     store.set_timeout(timeout)
     return store
 

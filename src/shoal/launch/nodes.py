@@ -41,6 +41,8 @@ POLL = 0.2
 GRACE = 5.0
 # Seconds for a task to say how its processes ended, after others have.
 LATE = 30.0
+# Seconds between two signs of life of a task, and after which one without is gone: a network disk may show them late.
+SIGN, SILENT = 2.0, 90.0
 # Of a failure that is only the consequence of another rank's.
 CONSEQUENCES = ("onnection closed by peer", "onnection reset", "onnection refused", "roken pipe", "Timed out waiting")
 
@@ -83,6 +85,9 @@ class JoinedTasks:
         except (UserMistake, RunFailed) as failure:
             task.board.end("mistake" if isinstance(failure, UserMistake) else "failed", str(failure))
             raise
+        except Exception:
+            task.board.end("failed", "The first task failed; its output says why.")
+            raise
         finally:
             task.board.close()
 
@@ -98,6 +103,7 @@ class Board:
         self.timeout = float(os.environ.get(JOIN_TIMEOUT, DEFAULT_TIMEOUT))
         self.number = -1
         self.tasks: list[str] = []
+        self._next_sign = 0.0
         if place.rank == 0:  # what a launch that was killed has left
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -172,6 +178,21 @@ class Board:
     def reports(self, number: int) -> dict[int, dict[str, Any]]:
         found = {task: read(self.round(number) / f"ended-{task}") for task in range(self.place.world_size)}
         return {task: one for task, one in found.items() if one}
+
+    def show_life(self) -> None:
+        if time.monotonic() > self._next_sign:
+            self._next_sign = time.monotonic() + SIGN
+            with suppress(OSError):
+                (self.folder / f"alive-{self.place.rank}").touch()
+
+    def silent(self) -> set[int]:
+        """The tasks that have shown no life for long, by the clock of the disk."""
+        when: dict[int, float] = {}
+        for task in range(self.place.world_size):
+            with suppress(OSError):
+                when[task] = (self.folder / f"alive-{task}").stat().st_mtime
+        now = when.get(self.place.rank, 0.0)
+        return {task for task, last in when.items() if now - last > SILENT}
 
     def close(self) -> None:
         """On the first task: remove everything, once the others have read the last order."""
@@ -254,9 +275,8 @@ class Task:
             for rank, process in processes.items():
                 if rank not in ended and (status := process.poll()) is not None:
                     ended[rank] = status
-            if not failed_at and (
-                any(ended.values()) or any(any(one["ended"].values()) for one in self._others(order))
-            ):
+            board.show_life()
+            if not failed_at and (any(ended.values()) or self._failed_elsewhere(order)):
                 failed_at = time.monotonic()
             if failed_at and time.monotonic() > failed_at + GRACE:
                 break
@@ -273,8 +293,10 @@ class Task:
             time.sleep(POLL)
         return found
 
-    def _others(self, order: Order) -> list[dict[str, Any]]:
-        return list(self.board.reports(order.number).values())
+    def _failed_elsewhere(self, order: Order) -> bool:
+        """Whether a process of another task has failed, or its task is gone."""
+        found = self.board.reports(order.number)
+        return any(any(one["ended"].values()) for one in found.values()) or bool(self.board.silent() - found.keys())
 
     def _start(self, order: Order) -> dict[int, subprocess.Popen[bytes]]:
         place, count = self.board.place, self.launcher.processes

@@ -72,6 +72,11 @@ def run_rank(
         if meeting is not None:
             meeting.fail(str(failure))
         raise
+    except RuntimeError as error:
+        # A launcher of ours restarts after any other error, and finds the cause itself.
+        if not request.launched and meeting is not None and (lost := meeting.explain_loss(error)) is not None:
+            raise lost from None
+        raise
 
 
 def _run_rank(

@@ -6,6 +6,7 @@ Ranks agree there that they are of one launch and one attempt, and say in a sent
 import errno
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -31,6 +32,8 @@ POLL = 0.05
 ANSWER_WITHIN = 3.0
 # In the store of torchrun's agent, which outlives its attempts: this job has begun its run.
 BEGUN = "shoal/begun"
+# What gloo says of a peer that has died.
+_LOST = re.compile(r"(?:closed by|reset by|onnection to) (?:peer|remote)[^\[]*\[([0-9a-fA-F.:]+)\]")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Member:
     rank: int
     host: str
     device: str = ""  # identifies the GPU; empty on a CPU
+    address: str = ""  # from which it reaches rank 0
 
 
 class Meeting:
@@ -53,6 +57,7 @@ class Meeting:
         self.port = place.master_port
         self.store = self._connect_to_agent() if self.of_agent else self._open()
         # Of this attempt: of an agent's store, once ranks have agreed on a name.
+        self.members: list[Member] = []  # once all have joined
         self._keys = None if self.of_agent else PrefixStore(f"shoal/{attempt}", self.store)
         if place.several_nodes and (name := interface_to(place.master_addr)) is not None:
             # Otherwise gloo takes the address of the host name, which is often a loopback address.
@@ -69,8 +74,8 @@ class Meeting:
         if self.of_agent:
             self.store.set(BEGUN, "1")
 
-    def gather(self, member: Member, patience: float) -> tuple[Store, list[Member]]:
-        """Wait until all ranks have joined: the store for their process group, and what each says of itself."""
+    def gather(self, member: Member, patience: float) -> Store:
+        """Wait until all ranks have joined: the store for their process group. `members` are then known."""
         deadline = time.monotonic() + patience
         try:
             keys = self._keys = self._keys or PrefixStore(f"shoal/{self._agree(deadline, patience)}", self.store)
@@ -78,13 +83,27 @@ class Meeting:
             waited_for = list(range(self.place.world_size))
             while waited_for := [one for one in waited_for if not keys.check([f"member/{one}"])]:
                 self._wait_for(waited_for, deadline, patience)
-            found = [Member(**json.loads(keys.get(f"member/{one}"))) for one in range(self.place.world_size)]
+            self.members = [Member(**json.loads(keys.get(f"member/{one}"))) for one in range(self.place.world_size)]
         except (RuntimeError, ValueError) as error:  # of the store
             raise RunFailed(
                 f"Rank {member.rank} lost its connection to rank 0 at {self.place.master_addr}, port {self.port}, "
                 f"before all ranks had joined; the output of rank 0 says why ({_reason(error)})."
             ) from None
-        return PrefixStore("group", keys), found
+        return PrefixStore("group", keys)
+
+    def explain_loss(self, error: Exception) -> RunFailed | None:
+        """A sentence for a lost connection that names the rank at its other end; None for any other error."""
+        lost = _LOST.search(str(error))
+        peers = [one for one in self.members if lost is not None and one.address == lost[1]]
+        peers = [one for one in peers if one.rank != self.place.rank]
+        if not peers:
+            return None
+        ranks = ", ".join(str(one.rank) for one in peers)
+        which = f"Rank {ranks}" if len(peers) == 1 else f"One of the ranks {ranks}"
+        return RunFailed(
+            f"{which} on {peers[0].host} is gone: rank {self.place.rank} on {socket.gethostname()} lost its connection "
+            f"to {peers[0].address}."
+        )
 
     def fail(self, sentence: str) -> None:
         """Tell the ranks that wait for this one."""
