@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -109,7 +108,7 @@ class Torchrun(ForkedCommand):
         from torch.distributed.run import main
 
         def start(self: Any, arguments: Any, env: Mapping[str, str]) -> Forked:
-            _, *others = arguments  # python -u -m shoal …
+            _, *others = (one if one != "shoal" else "shoal.cli" for one in arguments)  # python -u -m shoal …
             return Forked(lambda: _be_worker(["python", *(one for one in others if one != "-u")], env))
 
         SubprocessHandler._popen = start  # type: ignore[method-assign, assignment]
@@ -123,6 +122,3 @@ class Torchrun(ForkedCommand):
         for process in (self.process.pid, *processes):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-
-
-assert sys.platform == "linux"

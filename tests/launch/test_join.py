@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.launch.environment import read_placement
 from shoal.launch.interfaces import interface_to
+from shoal.launch.join import choose_device
 from shoal.launch.rendezvous import Meeting, Member, check_devices
 from shoal.mistakes import RunFailed, UserMistake
 from tests.harness import reference_run, settings
@@ -130,6 +132,21 @@ def test_a_rank_that_fails_first_tells_the_others_why() -> None:
     second.fail("data.path is gone.")
     with pytest.raises(RunFailed, match=r"Rank 1 failed before all ranks had joined: data\.path is gone\."):
         first.gather(Member(0, "here"), patience=60)
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "used"), [(1, 0, 0), (1, 3, 0), (4, 3, 3)])
+def test_a_task_that_sees_one_gpu_uses_it_whatever_its_local_rank(
+    visible: int, local_rank: int, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    assert [choose_device(local_rank)] == chosen == [torch.device("cuda", used)]
+    if visible > 1:
+        with pytest.raises(UserMistake, match="This is process 5 on this node, which has 4 CUDA devices"):
+            choose_device(4)
 
 
 def test_two_ranks_on_one_gpu_are_refused_also_if_each_sees_only_that_one() -> None:
