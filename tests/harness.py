@@ -37,7 +37,7 @@ import shoal.launch.run
 from shoal import api
 from shoal.checkpoint.layout import SliceReader
 from shoal.config.schema_base import Block
-from shoal.launch.join import LAUNCH_FOLDER
+from shoal.launch.environment import LAUNCH_FOLDER
 from shoal.models.emulate import slow_dtypes
 
 # Imported above so that forked ranks have them already: transformers imports a model's code when it is first used.

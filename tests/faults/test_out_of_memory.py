@@ -157,15 +157,6 @@ def test_a_change_that_is_not_enough_is_not_a_fix_where_another_is() -> None:
         assert choose(changed, choice.run.shape, choice.machine).fits, fix
 
 
-def test_shrink_under_another_launcher_says_what_to_change(
-    instructions: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    train_on(2, config(instructions, train__on_oom="shrink", train__micro_batch=4, train__steps=1), tmp_path)
-    said = capfd.readouterr().err
-    assert said.count("train.on_oom shrink needs shoal's own launcher") == 1
-    assert "halve the micro-batch of plan.json: train.micro_batch=N --resume" in said
-
-
 def hold_as_with(micro_batch: int, run: Path, data: Path, folder: Path, world_size: int, **changes: Any) -> None:
     """The run has the losses of one that started with `micro_batch`, and its plan says so."""
     chosen = json.loads((run / "plan.json").read_text())["chosen"]

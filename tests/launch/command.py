@@ -86,6 +86,9 @@ class Forked:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
     def wait(self, timeout: float = math.inf) -> int:
         deadline = time.monotonic() + timeout
         while (status := self.poll()) is None:
@@ -224,6 +227,9 @@ def _be_command(folder: Path, arguments: Sequence[str], env: Mapping[str, str], 
 
     # What torch's agent starts the ranks with.
     SubprocessHandler._popen = lambda self, arguments, env: Forked(lambda: _be_worker(arguments, env))  # type: ignore[method-assign, assignment, return-value]
+    # And what tasks of another launcher start theirs with.
+    nodes = importlib.import_module("shoal.launch.nodes")
+    nodes.start_process = lambda arguments, env: Forked(lambda: _be_worker(["python", *arguments], env))
     if arguments[:1] == ["bench"]:
         subprocess.Popen = ForkedModule  # type: ignore[misc, assignment]  # starts the measured training
     os.chdir(folder)

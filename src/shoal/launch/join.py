@@ -1,70 +1,41 @@
-"""Initialize this process as a rank: alone, or one of several started by our launcher, torchrun or srun."""
+"""Initialize this process as a rank: alone, or one of several started by our launcher, torchrun, srun or MPI."""
 
 import os
-import re
-from collections.abc import Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
+import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from shoal.config.schema import Config
+from shoal.launch.environment import LAUNCH_FOLDER, TORCHRUN, Placement, adopt
+from shoal.launch.interfaces import own_address
+from shoal.launch.rendezvous import Meeting, Member, check_devices
 from shoal.mistakes import UserMistake
 from shoal.parallel.ranks import Ranks
 from shoal.resilience.collectives import record_collectives
 
-# Set by our launcher: a folder on this node, shared by the ranks of one launch.
-LAUNCH_FOLDER = "SHOAL_LAUNCH"
+# Set by our launcher of several nodes, whose ranks meet over the network.
+SEVERAL_NODES = "SHOAL_NODES"
 # If the user has set one of these, the allocator is not configured.
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # To try out parallelism on CPU; more processes would only wait for each other.
 PROCESSES_PER_CORE = 4
-# Where tasks of srun meet.
-FIRST_PORT, PORTS = 15_000, 15_000
 
 
 def started_by_others() -> bool:
     """Whether this process was started as one rank of several."""
-    adopt_srun(os.environ)
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return adopt(os.environ) is not None
 
 
 def is_first() -> bool:
     """Whether this process prints: a single process, the launcher, or rank 0."""
-    adopt_srun(os.environ)
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def adopt_srun(environment: MutableMapping[str, str]) -> None:
-    """Give a task of srun the variables that torchrun gives its processes. In a step of one task, and under torchrun
-    inside srun, nothing changes."""
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))  # only srun sets it, and not the batch script
-    if tasks == 1 or "RANK" in environment:
-        return
-    nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
-    # Steps of one job, and jobs of one node, must not meet at the same port.
-    step = 97 * int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])
-    environment.update(
-        RANK=environment["SLURM_PROCID"],
-        WORLD_SIZE=str(tasks),
-        LOCAL_RANK=environment["SLURM_LOCALID"],
-        LOCAL_WORLD_SIZE=str(-(-tasks // nodes)),
-    )
-    environment.setdefault("MASTER_ADDR", first_node(environment["SLURM_STEP_NODELIST"]))
-    environment.setdefault("MASTER_PORT", str(FIRST_PORT + step % PORTS))
-
-
-def first_node(nodes: str) -> str:
-    """The first name in Slurm's compressed list of nodes: `gpu[03-05,07]` begins with gpu03."""
-    prefix, _, rest = nodes.partition("[")
-    if "," in prefix or not rest:
-        return nodes.partition(",")[0]
-    inside, _, suffix = rest.partition("]")
-    return prefix + re.split("[-,]", inside)[0] + suffix.partition(",")[0]
+    place = adopt(os.environ)
+    return place is None or place.rank == 0
 
 
 def attempt() -> int:
@@ -83,9 +54,9 @@ def may_be_restarted() -> bool:
 
 
 def heartbeat_file() -> Path | None:
-    """The heartbeat file that the ranks of one launch on this node share."""
+    """The heartbeat file that the ranks of one launch on one node share."""
     folder = os.environ.get(LAUNCH_FOLDER)
-    return None if folder is None else Path(folder) / f"heartbeats-{attempt()}"
+    return None if folder is None or SEVERAL_NODES in os.environ else Path(folder) / f"heartbeats-{attempt()}"
 
 
 def local_rank() -> int:
@@ -93,14 +64,23 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def joined(config: Config) -> AbstractContextManager[Ranks]:
+def open_meeting() -> Meeting | None:
+    """Connect to the other ranks of this launch, without waiting for any but rank 0. None where there is no other, and
+    for ranks of one node that our launcher has started, which meet in a file."""
+    if (os.environ.get(LAUNCH_FOLDER) and SEVERAL_NODES not in os.environ) or "RANK" not in os.environ:
+        return None
+    place = adopt(os.environ)
+    return None if place is None or place.world_size == 1 else Meeting(place, attempt())
+
+
+def joined(config: Config, meeting: Meeting | None = None) -> AbstractContextManager[Ranks]:
     """Join the ranks of a run."""
     # CPU offload is FSDP's, which needs a process group even for one rank.
-    return joined_within(config.train.hang_timeout, alone=config.parallel.offload != "cpu")
+    return joined_within(config.train.hang_timeout, alone=config.parallel.offload != "cpu", meeting=meeting)
 
 
 @contextmanager
-def joined_within(hang_timeout: float, *, alone: bool = True) -> Iterator[Ranks]:
+def joined_within(hang_timeout: float, *, alone: bool = True, meeting: Meeting | None = None) -> Iterator[Ranks]:
     """Join the ranks, with a process group if there are several, which is destroyed at the end.
 
     Collectives time out some time after `hang_timeout` seconds. With `alone` false a single process has a process group
@@ -120,7 +100,7 @@ def joined_within(hang_timeout: float, *, alone: bool = True) -> Iterator[Ranks]
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        store=_rendezvous_store(world_size, timeout),
+        store=_rendezvous_store(rank, world_size, device, timeout, meeting),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -132,17 +112,33 @@ def joined_within(hang_timeout: float, *, alone: bool = True) -> Iterator[Ranks]
         dist.destroy_process_group()
 
 
-def _rendezvous_store(world_size: int, timeout: timedelta) -> Store:
+def _rendezvous_store(
+    rank: int, world_size: int, device: torch.device, timeout: timedelta, meeting: Meeting | None
+) -> Store:
     """The rendezvous store. Each attempt has its own, without the addresses of dead ranks."""
     if world_size == 1:
         return HashStore()
-    if folder := os.environ.get(LAUNCH_FOLDER):
+    if (meeting := meeting or open_meeting()) is None:
         # On one node a file store needs no port, which others could reach or occupy.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        return FileStore(str(Path(folder) / f"store-{attempt()}"), world_size)
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
-    return PrefixStore(f"attempt-{attempt()}", store)
+        return FileStore(str(Path(os.environ[LAUNCH_FOLDER]) / f"store-{attempt()}"), world_size)
+    address = ""
+    with suppress(OSError):
+        address = own_address(meeting.place.master_addr) or ""
+    member = Member(rank, socket.gethostname(), _identity(device), address)
+    store = meeting.gather(member, timeout.total_seconds())
+    check_devices(meeting.members)
+    store.set_timeout(timeout)
+    return store
+
+
+def _identity(device: torch.device) -> str:
+    """What no other device of this node has."""
+    if device.type != "cuda":
+        return ""
+    found = torch.cuda.get_device_properties(device)
+    return str(getattr(found, "uuid", "")) or f"on PCI bus {getattr(found, 'pci_bus_id', device.index)}"
 
 
 def first_device() -> torch.device:
@@ -154,12 +150,13 @@ def choose_device(index: int) -> torch.device:
     """The device for local rank `index`."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if index >= torch.cuda.device_count():
+    present = torch.cuda.device_count()
+    if index >= present > 1:
         raise UserMistake(
-            f"This is process {index + 1} on this node, which has {torch.cuda.device_count()} CUDA devices; "
-            "start one process per device."
+            f"This is process {index + 1} on this node, which has {present} CUDA devices; start one process per device."
         )
-    device = torch.device("cuda", index)
+    # A process that sees one device uses it, whatever its local rank: ranks find out later whether each has its own.
+    device = torch.device("cuda", index if present > 1 else 0)
     torch.cuda.set_device(device)
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         # Sharded training allocates tensors of many sizes, which fragment fixed segments.
@@ -168,14 +165,19 @@ def choose_device(index: int) -> torch.device:
 
 
 def processes_wanted(config: Config) -> int:
-    """The number of processes to start on this node."""
-    wanted = config.hardware.devices
+    """The number of processes to start, all of them on this node."""
     if config.hardware.nodes > 1:
         raise UserMistake(
             f"hardware.nodes is {config.hardware.nodes}, but this process was started alone; start shoal on every node "
             "with torchrun: torchrun --nnodes N --nproc-per-node DEVICES --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
             "-m shoal train FILE"
         )
+    return processes_here(config)
+
+
+def processes_here(config: Config) -> int:
+    """The number of processes for this node's devices."""
+    wanted = config.hardware.devices
     return max(1, cuda_devices()) if wanted == "auto" else check_processes(wanted, "hardware.devices")
 
 
@@ -196,3 +198,26 @@ def check_processes(wanted: int, asked: str) -> int:
             f"{wanted} processes would have to share; ask for at most {max(8, PROCESSES_PER_CORE * cores)}."
         )
     return wanted
+
+
+def check_placement(config: Config, place: Placement) -> None:
+    """A UserMistake if the config names other devices than those that processes were started for."""
+    hardware = config.hardware
+    if isinstance(hardware.devices, int) and "LOCAL_WORLD_SIZE" in os.environ:
+        if hardware.devices != place.local_world_size:
+            raise UserMistake(
+                f"hardware.devices is {hardware.devices}, but {place.started_by} started {place.local_world_size} "
+                f"{'process' if place.local_world_size == 1 else 'processes'} on this node; start one per device, or "
+                "leave hardware.devices out."
+            )
+        # torchrun may go on with fewer nodes.
+        if hardware.nodes > 1 and place.started_by != TORCHRUN:
+            check_nodes(hardware.nodes, -(-place.world_size // place.local_world_size), place)
+
+
+def check_nodes(wanted: int, started: int, place: Placement) -> None:
+    if wanted not in (1, started):
+        raise UserMistake(
+            f"hardware.nodes is {wanted}, but {place.started_by} started processes on {started} "
+            f"{'node' if started == 1 else 'nodes'}; start them on as many, or leave hardware.nodes out."
+        )

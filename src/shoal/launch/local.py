@@ -1,12 +1,13 @@
 """Run training in several processes on this node, and restart them with a smaller micro-batch if memory runs out."""
 
 import json
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.config.resolve import with_global_batch
+from shoal.config.schema import Config
 from shoal.launch.join import first_device
 from shoal.launch.processes import RanOut, run_processes
 from shoal.launch.rank import Request, check_folder, own_folder, settle_adapter, settle_precision, warn_of_settings
@@ -26,27 +27,9 @@ class LocalProcesses:
 
     def launch(self, request: Request) -> Summary:
         """Run the ranks until they end. A run that was asked to stop returns a summary that says so."""
-        if request.hooks:
-            instead = (
-                "start the program with torchrun, so that every rank has its own hooks"
-                if self.processes > 1
-                else "leave out max_restarts and train.on_oom shrink, which start another process"
-            )
-            raise UserMistake(f"Hooks are objects of this process, but others would train this run; {instead}.")
-        run, begin, reporter = request.run, request.start, Reporter(enabled=True)
-        device = inspect_device(first_device())
-        config = with_global_batch(request.config, self.processes)
-        config = settle_adapter(config, run, resume=begin.resume)
-        config = settle_precision(config, run, device, resume=begin.resume)
-        warn_of_settings(config, self.processes, reporter)
-        # Done here first, so that errors are found and data is tokenized before several processes start.
-        check_folder(request, config, reporter, resume=begin.resume, overwrite=request.overwrite)
-        inputs = read_inputs(config, reporter)
-        preflight(config, inputs, self.processes, device, start_from=begin.checkpoint, resume=begin.resume)
-        inputs.sets.stand_by()
-        folder = own_folder(request, config, inputs, reporter, resume=begin.resume, overwrite=request.overwrite)
-        with closing(inputs.sets), folder:
-            run.create(config, overwrite=request.overwrite, say=reporter.say)
+        refuse_hooks(request, self.processes)
+        reporter = Reporter(enabled=True)
+        with prepared(request, self.processes, reporter) as config:
             reporter.say(f"Starting {self.processes} {'process' if self.processes == 1 else 'processes'} …")
             return self._run(request, patience=config.train.hang_timeout, reporter=reporter)
 
@@ -57,7 +40,7 @@ class LocalProcesses:
             try:
                 summary = run_processes(
                     "shoal.launch.worker",
-                    _arguments(request, overrides),
+                    worker_arguments(request, overrides),
                     self.processes,
                     max_restarts=max_restarts,
                     patience=patience,
@@ -72,18 +55,55 @@ class LocalProcesses:
                     raise
                 max_restarts -= failure.restarts
                 overrides = smaller["overrides"]
-                reporter.warn(
-                    f"{failure.found['sentence']} Restarting all processes with train.micro_batch "
-                    f"{smaller['micro_batch']} and {smaller['grad_accum_steps']} gradient accumulation steps, from the "
-                    f"newest checkpoint if there is one. The global batch stays {smaller['global_batch']}."
-                )
+                reporter.warn(restart_sentence(failure.found))
                 continue
             if summary is None:
                 raise RunFailed("The run was stopped before it could save.")
             return Summary(**summary)
 
 
-def _arguments(request: Request, overrides: Mapping[str, Any] | None) -> list[str]:
+def refuse_hooks(request: Request, processes: int) -> None:
+    """A UserMistake if hooks are given for a run of other processes."""
+    if request.hooks:
+        instead = (
+            "start the program with torchrun, so that every rank has its own hooks"
+            if processes > 1
+            else "leave out max_restarts and train.on_oom shrink, which start another process"
+        )
+        raise UserMistake(f"Hooks are objects of this process, but others would train this run; {instead}.")
+
+
+@contextmanager
+def prepared(request: Request, processes: int, reporter: Reporter) -> Iterator[Config]:
+    """Find errors, tokenize the data and create the run's folder, before several processes start; the folder is theirs
+    meanwhile."""
+    run, begin = request.run, request.start
+    device = inspect_device(first_device())
+    config = with_global_batch(request.config, processes)
+    config = settle_adapter(config, run, resume=begin.resume)
+    config = settle_precision(config, run, device, resume=begin.resume)
+    warn_of_settings(config, processes, reporter)
+    check_folder(request, config, reporter, resume=begin.resume, overwrite=request.overwrite)
+    inputs = read_inputs(config, reporter)
+    preflight(config, inputs, processes, device, start_from=begin.checkpoint, resume=begin.resume)
+    inputs.sets.stand_by()
+    folder = own_folder(request, config, inputs, reporter, resume=begin.resume, overwrite=request.overwrite)
+    with closing(inputs.sets), folder:
+        run.create(config, overwrite=request.overwrite, say=reporter.say)
+        yield config
+
+
+def restart_sentence(found: Mapping[str, Any]) -> str:
+    """What is restarted after a rank ran out of memory, of which `found` is its report."""
+    smaller = found["smaller"]
+    return (
+        f"{found['sentence']} Restarting all processes with train.micro_batch "
+        f"{smaller['micro_batch']} and {smaller['grad_accum_steps']} gradient accumulation steps, from the "
+        f"newest checkpoint if there is one. The global batch stays {smaller['global_batch']}."
+    )
+
+
+def worker_arguments(request: Request, overrides: Mapping[str, Any] | None) -> list[str]:
     """The arguments of the worker. The config is in the run directory."""
     flags = ["--resume"] if request.start.resume else []
     if request.start.checkpoint is not None:

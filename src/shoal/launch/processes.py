@@ -24,7 +24,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.crash import report_trace
 from shoal.files import write_atomically
-from shoal.launch.join import LAUNCH_FOLDER, attempt
+from shoal.launch.environment import LAUNCH_FOLDER
+from shoal.launch.join import attempt
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.resilience.signals import LAUNCHER, die_with_parent, second_signal_ends
 from shoal.temporary import temporary_folder

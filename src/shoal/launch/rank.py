@@ -12,8 +12,18 @@ from shoal.config.load import load_config
 from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
-from shoal.launch.join import choose_device, heartbeat_file, joined, local_rank, may_be_restarted, restarted
+from shoal.launch.join import (
+    choose_device,
+    heartbeat_file,
+    joined,
+    local_rank,
+    may_be_restarted,
+    open_meeting,
+    restarted,
+)
 from shoal.launch.outcome import failure_recorded
+from shoal.launch.rendezvous import Meeting
+from shoal.mistakes import RunFailed, UserMistake
 from shoal.models.base import check_resumed_base
 from shoal.models.peft_config import follow_adapter
 from shoal.observe.progress import Reporter
@@ -56,10 +66,33 @@ def run_rank(
     `tell` receives the watchdog's message when it ends a hung run. `on_summary` and `on_out_of_memory` are called while
     the process group still exists: destroying it may fail.
     """
+    meeting = open_meeting()
+    try:
+        return _run_rank(request, meeting, stop, tell, on_summary, on_out_of_memory)
+    except (UserMistake, RunFailed) as failure:
+        if meeting is not None:
+            meeting.fail(str(failure))
+        raise
+    except RuntimeError as error:
+        # A launcher of ours restarts after any other error, and finds the cause itself.
+        if not request.launched and meeting is not None and (lost := meeting.explain_loss(error)) is not None:
+            raise lost from None
+        raise
+
+
+def _run_rank(
+    request: Request,
+    meeting: Meeting | None,
+    stop: StopRequest | None,
+    tell: Callable[[str], None],
+    on_summary: Callable[[Summary], None],
+    on_out_of_memory: Callable[[OutOfMemory], None],
+) -> Summary:
     run, start, overwrite = request.run, request.start, request.overwrite
     first, world_size = int(os.environ.get("RANK", "0")) == 0, int(os.environ.get("WORLD_SIZE", "1"))
-    if restarted() or start.overrides:  # the run folder exists, unless the first attempt died before
-        start, overwrite = replace(start, resume=run.exists, restarted=True), False
+    continues = restarted() or bool(start.overrides) or (meeting is not None and meeting.begun)
+    if continues:  # the run folder exists, unless the first attempt died before
+        start, overwrite = replace(start, resume=run.begun, restarted=True), False
     leads = first and not request.launched
     reporter = Reporter(enabled=leads)
     device = inspect_device(choose_device(local_rank()))
@@ -68,11 +101,6 @@ def run_rank(
     config = settle_precision(asked, run, device, resume=start.resume)
     if leads:
         warn_of_settings(config, world_size, reporter)
-        if config.train.on_oom == "shrink":
-            reporter.warn(
-                "train.on_oom shrink needs shoal's own launcher, but these processes were started by another, "
-                "as by torchrun. If memory runs out, halve the micro-batch of plan.json: train.micro_batch=N --resume."
-            )
         check_folder(request, config, reporter, resume=start.resume, overwrite=overwrite)
     inputs = read_inputs(config, reporter)
     # Only rank 0 verifies the checkpoint, because that hashes every file.
@@ -86,12 +114,14 @@ def run_rank(
         if leads
         else nullcontext()
     )
-    with closing(inputs.sets), folder, joined(config) as ranks:
+    with closing(inputs.sets), folder, joined(config, meeting) as ranks:
         config = with_precision(asked, ranks.broadcast(config.train.precision))  # GPUs may differ
         checked = checked.agree(config, ranks, start.overrides)
         if not request.launched:
             if first:
                 run.create(config, overwrite=overwrite, say=reporter.say)
+                if meeting is not None:
+                    meeting.begin()
             ranks.barrier()
             if not first:
                 send_output_to(run.logs / f"rank-{ranks.rank}.log")

@@ -1,5 +1,6 @@
 """Start a training run: choose the launcher for it."""
 
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -9,8 +10,19 @@ from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.crash import crashes_in
-from shoal.launch.join import first_device, is_first, processes_wanted, restarted, started_by_others
+from shoal.launch.environment import BY_HAND, LAUNCH_FOLDER, TORCHRUN, Placement, adopt
+from shoal.launch.join import (
+    check_nodes,
+    check_placement,
+    first_device,
+    is_first,
+    may_be_restarted,
+    processes_here,
+    processes_wanted,
+    restarted,
+)
 from shoal.launch.local import LocalProcesses
+from shoal.launch.nodes import JoinedTasks
 from shoal.launch.outcome import record_end
 from shoal.launch.rank import Request, run_rank, warn_of_settings
 from shoal.models.peft_config import follow_adapter
@@ -68,12 +80,28 @@ def start(
 
 def choose_launcher(request: Request) -> Launcher:
     """Several processes, and processes that may have to be restarted, need our own launcher."""
-    if started_by_others():
-        return ThisProcess()
+    if (place := adopt(os.environ)) is not None:
+        return join_others(request, place)
     processes = processes_wanted(request.config)
     if processes == 1 and not request.max_restarts and request.config.train.on_oom != "shrink":
         return ThisProcess()
     return LocalProcesses(processes)
+
+
+def join_others(request: Request, place: Placement) -> Launcher:
+    """This process was started as one of several: it is a rank, unless it has several devices, or ranks may have to be
+    restarted by others than torchrun."""
+    if place.one_per_node and place.started_by not in (TORCHRUN, BY_HAND):
+        processes = processes_here(request.config)
+        check_nodes(request.config.hardware.nodes, place.world_size, place)
+    else:
+        processes = 1
+        check_placement(request.config, place)
+    restarts = request.max_restarts > 0 and not may_be_restarted()
+    watched = restarts or request.config.train.on_oom == "shrink"
+    if place.world_size == 1 or os.environ.get(LAUNCH_FOLDER) or (processes == 1 and not watched):
+        return ThisProcess()
+    return JoinedTasks(place, processes)
 
 
 def dry_run(config: Config) -> Preview:
