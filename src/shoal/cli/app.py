@@ -16,6 +16,7 @@ from shoal.cli.common import FAILED, MISTAKEN, ConfigCommand
 from shoal.cli.config import config_app
 from shoal.cli.convert import export_command, import_command, merge_command
 from shoal.cli.data import data_app
+from shoal.cli.doctor import doctor
 from shoal.cli.evaluate import evaluate
 from shoal.cli.plan import plan_command
 from shoal.cli.train import TrainCommand, download, init, train
@@ -35,6 +36,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command("checkpoints")(checkpoints)
 app.command("plan", cls=ConfigCommand)(plan_command)
+app.command("doctor")(doctor)
 app.command("train", cls=TrainCommand)(train)
 app.command("init")(init)
 app.command("download")(download)
