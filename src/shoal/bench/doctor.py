@@ -259,9 +259,7 @@ def _check_within(
     members = [[rank for rank, node in enumerate(nodes) if node.name == nodes[leader].name] for leader in leaders]
     groups = [dist.new_group(one) for one in members]  # by all ranks, also by those that are not in it
     mine = next(index for index, one in enumerate(members) if ranks.rank in one)
-    inside = replace(
-        ranks, rank=members[mine].index(ranks.rank), world_size=len(members[mine]), group=groups[mine]
-    )
+    inside = replace(ranks, rank=members[mine].index(ranks.rank), world_size=len(members[mine]), group=groups[mine])
     measured = measure(QUICK, largest, inside, reporter, ("all-reduce",))
     told = gather(json.dumps(measured.as_dict()), ranks)
     found = [Measured.from_dict(json.loads(told[leader])) for leader in leaders]
@@ -276,4 +274,3 @@ def _check_within(
 
 def _slowness(measured: Measured) -> float:
     return float("inf") if measured.faults else max(one.seconds for one in measured.timings)
-

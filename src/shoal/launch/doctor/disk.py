@@ -39,7 +39,8 @@ def check_run_folder(setting: Setting) -> Finding:
                 )
     except OSError as error:
         return failure(
-            f"{setting.folder} cannot be written: {error.strerror}", "use another folder: run_dir in the file, or --runs"
+            f"{setting.folder} cannot be written: {error.strerror}",
+            "use another folder: run_dir in the file, or --runs",
         )
     space = os.statvfs(folder)
     free = space.f_bavail * space.f_frsize
@@ -53,7 +54,9 @@ def check_run_folder(setting: Setting) -> Finding:
         if free < size:
             return failure(found, "free some space, or use another disk: run_dir in the file, or --runs")
         if free < size * kept:
-            return warning(found, "lower checkpoint.keep and checkpoint.keep_best, free some space, or use another disk")
+            return warning(
+                found, "lower checkpoint.keep and checkpoint.keep_best, free some space, or use another disk"
+            )
     if free < LEAST_FREE:
         return warning(found, "free some space, or use another disk: run_dir in the file, or --runs")
     if kind in ("tmpfs", "ramfs"):
@@ -65,8 +68,8 @@ def check_disk_speed(setting: Setting) -> Finding:
     """Bytes per second that are written and flushed."""
     try:
         speed = measure_disk(setting.existing_folder)
-    except OSError as error:
-        return failure(f"{setting.folder} cannot be written: {error.strerror}", "use another folder: --runs")
+    except OSError:
+        return ok("not measured: the run directory cannot be written")  # which is a failure of its own
     found = f"{speed / 1e6:,.0f} MB/s written and flushed"
     size = None if setting.config is None else checkpoint_bytes(setting.config)
     if size is not None:
@@ -101,8 +104,8 @@ def check_file_clock(setting: Setting) -> Finding:
             file.write(b"now")
             file.flush()
             skew = os.stat(file.name).st_mtime - time.time()
-    except OSError as error:
-        return failure(f"{setting.folder} cannot be written: {error.strerror}", "use another folder: --runs")
+    except OSError:
+        return ok("not measured: the run directory cannot be written")  # which is a failure of its own
     if abs(skew) > CLOCK_SKEW:
         return warning(
             f"files in {setting.folder} are {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} this node's clock",

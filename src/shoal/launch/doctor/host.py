@@ -72,11 +72,11 @@ def check_processes(setting: Setting) -> Finding:
             return failure(found, f"ulimit -u {used + needed} or more, or end other processes")
     else:
         found = f"ulimit -u {_limit(soft)}"
-    most, used = _group_value("pids.max"), _group_value("pids.current")
-    if most is not None and used is not None:
+    most, running = _group_value("pids.max"), _group_value("pids.current")
+    if most is not None and running is not None:
         found += f", {most} in this container"
-        if most - used < needed:
-            return failure(f"{found}, of which {used} are in use", "raise the container's limit (--pids-limit)")
+        if most - running < needed:
+            return failure(f"{found}, of which {running} are in use", "raise the container's limit (--pids-limit)")
     return ok(found)
 
 

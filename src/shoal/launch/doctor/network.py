@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,10 +146,8 @@ def resolve(host: str, seconds: float = RESOLVE) -> str | None:
     found: list[str] = []
 
     def ask() -> None:
-        try:
+        with suppress(OSError, UnicodeError):
             found.append(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
-        except (OSError, UnicodeError):
-            pass
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()

@@ -47,7 +47,9 @@ def check_torch(setting: Setting) -> Finding:
     """torch can be imported, and sees the GPUs that the driver sees."""
     found, gpus = setting.torch, setting.driver.gpus
     if found.error is not None:
-        return failure(found.error, "python -c 'import torch; torch.cuda.init()' shows where; reinstall torch if it fails")
+        return failure(
+            found.error, "python -c 'import torch; torch.cuda.init()' shows where; reinstall torch if it fails"
+        )
     built = f"torch {found.version}, built for {f'CUDA {found.cuda}' if found.cuda else 'the CPU'}"
     if gpus and not found.cuda:
         return failure(
