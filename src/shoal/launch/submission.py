@@ -38,6 +38,7 @@ class Submission:
     setup: tuple[str, ...]  # shell lines that run before
     container: str | None  # the image that the command runs in
     slurm: SlurmConfig
+    gpu: str | None = None  # the GPU's name in the catalogue, if it is known
 
     @property
     def world_size(self) -> int:
@@ -75,6 +76,7 @@ def prepare(config: Config) -> Submission:
         setup=slurm.setup,
         container=slurm.container,
         slurm=slurm,
+        gpu=hardware.gpu if isinstance(hardware.gpu, str) and hardware.gpu not in ("auto", CPU) else None,
     )
 
 
