@@ -99,6 +99,7 @@ def test_a_folder_without_a_run_is_a_mistake(tmp_path: Path) -> None:
         "tokenizer: bytes",
         '"loss_tokens": 12',
         "eos_token_id: 2",
+        "token_dtype: auto",
         "the token is new",
         "author: jane",
         "password: null",

@@ -16,6 +16,8 @@ _SECRET_WORDS = (
 )
 # A word by itself or between separators: MY_TOKEN and apiKey, but neither `tokens` nor `tokenizer`.
 _SECRET_NAME = re.compile(rf"(?:^|[^a-z])(?:{_SECRET_WORDS}|key|pat)(?:$|[^a-z])", re.IGNORECASE)
+# What follows the word in the name of something about it: token_dtype, pad_token_id.
+_ABOUT = r"_(?:dtype|type|ids?|count|length)\b"
 # Names that have such a word and are not secret.
 _PUBLIC = re.compile(r"^(?:SSH_AUTH_SOCK|TOKENIZERS_PARALLELISM|PWD|OLDPWD)$")
 # Shapes of credentials that are secret whatever they are called.
@@ -36,7 +38,7 @@ _URL_USER = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
 # `password: x`, `"api_key": "x"`, `--token x`, `?sig=x`. The value ends at a space, unless it is quoted: a credential
 # may have any other character, so that some text after it is hidden too.
 _ASSIGNED = re.compile(
-    rf"(?P<name>[\w.-]*(?<![A-Za-z])(?:{_SECRET_WORDS})(?![A-Za-z])[\w.-]*[\"']?"
+    rf"(?P<name>[\w.-]*(?<![A-Za-z])(?:{_SECRET_WORDS})(?![A-Za-z]|{_ABOUT})[\w.-]*[\"']?"
     r"(?:[ \t]*[:=][ \t]*|(?<=\w)[ \t]+(?=\S)))"
     r"(?P<value>\"(?:[^\"\\\n]|\\.)*\"|'[^'\n]*'|\S+)",
     re.IGNORECASE,
