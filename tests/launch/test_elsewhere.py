@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from tests.harness import settings, train_on, weights
-from tests.launch.command import Ended, environment, forked_shoal, shoal, write_config
+from tests.launch.command import Command, Ended, environment, forked_shoal, write_config
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text())
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
@@ -221,13 +222,24 @@ def test_ray_trains_the_weights_of_ddp(tmp_path: Path, text: Path) -> None:
     given["hardware"]["gpu"] = "cpu"
     write_config(tmp_path, {**given, "slurm": {"cpus_per_task": 1, "requeue": False}})
     program = tmp_path / "ray"
-    program.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n')  # runs the job here
+    program.write_text('#!/bin/sh\necho "$@" > asked\n')
     program.chmod(0o755)
-    paths = [path for path in (RAY, os.environ.get("PYTHONPATH")) if path]
-    env = environment(
-        tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHONPATH=os.pathsep.join(paths), RAY_ENABLE_AUTOSCALER="0"
+    ended = forked_shoal(
+        tmp_path,
+        "submit",
+        "run.yaml",
+        "--to",
+        "ray",
+        env=environment(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}"),
     )
-    ended = shoal(tmp_path, "submit", "run.yaml", "--to", "ray", env=env)
+    assert ended.status == 0, ended.err
+    job, _, command = (tmp_path / "asked").read_text().strip().partition(" -- ")
+    assert job.startswith("job submit --no-wait --submission-id=ray-")
+    paths = [path for path in (RAY, os.environ.get("PYTHONPATH")) if path]
+    # Ray's workers have the lowest priority by default.
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
+    with Command(tmp_path, shlex.split(command), environment(tmp_path, **variables)) as trainer:
+        ended = trainer.wait()
     assert ended.status == 0, ended.err
     trained = weights(tmp_path / "runs" / "ray")
     assert trained.keys() == expected.keys()
