@@ -18,6 +18,7 @@ from shoal.cli.convert import export_command, import_command, merge_command
 from shoal.cli.data import data_app
 from shoal.cli.doctor import doctor
 from shoal.cli.evaluate import evaluate
+from shoal.cli.jobs import cancel, logs, status
 from shoal.cli.plan import plan_command
 from shoal.cli.submit import submit_command
 from shoal.cli.train import TrainCommand, download, init, train
@@ -40,6 +41,9 @@ app.command("plan", cls=ConfigCommand)(plan_command)
 app.command("doctor")(doctor)
 app.command("train", cls=TrainCommand)(train)
 app.command("submit", cls=ConfigCommand)(submit_command)
+app.command("status")(status)
+app.command("logs")(logs)
+app.command("cancel")(cancel)
 app.command("init")(init)
 app.command("download")(download)
 app.command("export")(export_command)

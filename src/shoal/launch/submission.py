@@ -39,6 +39,7 @@ class Submission:
     container: str | None  # the image that the command runs in
     slurm: SlurmConfig
     gpu: str | None = None  # the GPU's name in the catalogue, if it is known
+    step_seconds: float | None = None  # by the forecast
 
     @property
     def world_size(self) -> int:
@@ -54,8 +55,8 @@ class Submission:
         return stopped_file(self.run)
 
 
-def prepare(config: Config) -> Submission:
-    """The job of `config`, whose number of devices is known. Writes nothing."""
+def prepare(config: Config, plan: Plan | None = None) -> Submission:
+    """The job of `config`, whose number of devices is known, and its forecast. Writes nothing."""
     hardware, slurm = config.hardware, config.slurm
     assert hardware.devices != "auto", "a scheduler settles it"
     run = run_directory(config)
@@ -77,6 +78,7 @@ def prepare(config: Config) -> Submission:
         container=slurm.container,
         slurm=slurm,
         gpu=hardware.gpu if isinstance(hardware.gpu, str) and hardware.gpu not in ("auto", CPU) else None,
+        step_seconds=None if plan is None else plan.choice.speed.step_seconds,
     )
 
 
