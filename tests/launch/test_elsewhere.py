@@ -132,6 +132,8 @@ def test_kubectl_gets_the_manifest_and_is_asked_for_the_state(tmp_path: Path) ->
     assert (tmp_path / "asked").read_text() == f"create --output=name --filename={file}\n"
     assert yaml.safe_load(file.read_text())["kind"] == "JobSet"
     assert yaml.safe_load((file.parent / "config.yaml").read_text())["hardware"]["devices"] == 8
+    told = json.loads(forked_shoal(tmp_path, "status", "Tiny_Run.1", "--json", env=env).out)
+    assert "no image" in json.dumps(told)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ preempted gets SIGTERM, the run saves and stops, and the JobSet starts all pods 
 import json
 import math
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,12 @@ def submit(submission: Submission, file: Path) -> str:
 def states(jobs: list[str]) -> dict[str, JobState]:
     found = {}
     for job in jobs:
-        printed = ask(
-            ["kubectl", "get", "jobset", job, "--ignore-not-found", "--output=json"], "The job cannot be found"
-        )
-        if printed.strip():
-            found[job] = _state(json.loads(printed))
+        with suppress(UserMistake):  # another machine may have kubectl
+            printed = ask(
+                ["kubectl", "get", "jobset", job, "--ignore-not-found", "--output=json"], "The job cannot be found"
+            )
+            if printed.strip():
+                found[job] = _state(json.loads(printed))
     return found
 
 

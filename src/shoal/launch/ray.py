@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,13 @@ def submit(submission: Submission, file: Path) -> str:
 
 
 def states(jobs: list[str]) -> dict[str, JobState]:
-    found = {}
+    found: dict[str, JobState] = {}
     for job in jobs:
-        printed = ask(["ray", "job", "status", job], "The job cannot be found").upper()
-        known = [state for word, state in STATES.items() if word in printed]
-        if known:
-            found[job] = JobState(known[0])
+        with suppress(UserMistake):  # a cluster that is gone does not know it
+            printed = ask(["ray", "job", "status", job], "The job cannot be found").upper()
+            for word, state in STATES.items():
+                if word in printed:
+                    found[job] = JobState(state)
     return found
 
 

@@ -123,6 +123,7 @@ def test_a_full_shared_memory_and_a_node_without_loopback_are_found(tmp_path: Pa
     )  # fmt: skip
     if "not permitted" in ended.stderr:
         pytest.skip("needs root to make namespaces")
+    assert ended.returncode == 0, ended.stderr
     found = by_name(ended.stdout)
     assert (found["/dev/shm"].status, found["/dev/shm"].found) == ("failure", "1 MiB free of 1 MiB")
     assert "--shm-size" in found["/dev/shm"].remedy
