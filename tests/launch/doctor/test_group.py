@@ -57,7 +57,7 @@ def examine_two_nodes(folder: Path, act: Callable[[], None]) -> list[dict[str, F
 
     def be_rank() -> dict[str, Finding]:
         node, local = divmod(int(os.environ["RANK"]), 2)
-        os.environ.update(SLURMD_NODENAME="ab"[node], LOCAL_RANK=str(local), LOCAL_WORLD_SIZE="2")
+        os.environ.update(SLURMD_NODENAME="ab"[node], LOCAL_RANK=str(local), LOCAL_WORLD_SIZE="2", MASTER_ADDR="a")
         if node == 1:
             act()
         return by_name(api.doctor(runs=folder))
