@@ -232,6 +232,9 @@ def _be_command(folder: Path, arguments: Sequence[str], env: Mapping[str, str], 
     nodes.start_process = lambda arguments, env: Forked(lambda: _be_worker(["python", *arguments], env))
     if arguments[:1] == ["bench"]:
         subprocess.Popen = ForkedModule  # type: ignore[misc, assignment]  # starts the measured training
+    if arguments[:1] == ["doctor"]:  # starts a process that imports torch, and other programs
+        start = subprocess.Popen
+        subprocess.Popen = lambda given, **options: (ForkedModule if "-m" in given[:2] else start)(given, **options)  # type: ignore[misc, assignment]
     os.chdir(folder)
     _write_to(out, err)
     _be_program(main, ["shoal", *arguments], env)

@@ -9,6 +9,7 @@
 Importing this module is cheap; torch is imported by the functions that need it.
 """
 
+from shoal.api.checking import doctor, doctor_report
 from shoal.api.data import data_preview, data_stats
 from shoal.api.evaluation import evaluate, evaluate_answers, evaluate_tasks
 from shoal.api.folders import checkpoints, export, import_checkpoint, merge
@@ -32,6 +33,8 @@ __all__ = [
     "config_values",
     "data_preview",
     "data_stats",
+    "doctor",
+    "doctor_report",
     "download",
     "download_packaged",
     "dry_run",

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Buffers:
     def call(self, operation: Operation) -> Callable[[], object]:
         """A function that runs one collective; all ranks have to call it."""
         if operation == "all-reduce":
-            return lambda: dist.all_reduce(self.whole)
+            return lambda: dist.all_reduce(self.whole, group=self.ranks.group)
         if operation == "all-gather":
             return lambda: all_gather(self.whole, self.part)
         return lambda: reduce_scatter(self.part, self.whole)
@@ -71,15 +71,22 @@ class Buffers:
         return table.repeat(-(-self.whole.numel() // PERIOD))[: self.whole.numel()]
 
 
-def measure(request: Request, largest: int, ranks: Ranks, reporter: Reporter) -> Measured:
-    """Time every operation at every size. Stops early, with a message in `faults`, if a result is wrong."""
+def measure(
+    request: Request,
+    largest: int,
+    ranks: Ranks,
+    reporter: Reporter,
+    operations: Sequence[Operation] = OPERATIONS,
+) -> Measured:
+    """Time `operations` at every size. Stops early, with a message in `faults`, if a result is wrong. In a group that
+    is not of all ranks, only all-reduce can be measured."""
     sizes = sizes_up_to(largest, ranks.world_size)
     timings: list[Timing] = []
     faults: list[str] = []
-    reporter.begin(0, len(sizes) * len(OPERATIONS), noun="measurement", waiting="ranks meet")
+    reporter.begin(0, len(sizes) * len(operations), noun="measurement", waiting="ranks meet")
     for size in sizes:
         buffers = Buffers(size, DTYPES[request.dtype], ranks)
-        for operation in OPERATIONS:
+        for operation in operations:
             wrong = _ranks_where(not buffers.is_correct(operation), ranks)
             if wrong:
                 faults.append(f"{operation} of {show_size(size)} gave a wrong result on rank {_listed(wrong)}")

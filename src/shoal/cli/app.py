@@ -16,6 +16,7 @@ from shoal.cli.common import FAILED, MISTAKEN, ConfigCommand
 from shoal.cli.config import config_app
 from shoal.cli.convert import export_command, import_command, merge_command
 from shoal.cli.data import data_app
+from shoal.cli.doctor import doctor
 from shoal.cli.evaluate import evaluate
 from shoal.cli.jobs import cancel, logs, status
 from shoal.cli.plan import plan_command
@@ -37,6 +38,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command("checkpoints")(checkpoints)
 app.command("plan", cls=ConfigCommand)(plan_command)
+app.command("doctor")(doctor)
 app.command("train", cls=TrainCommand)(train)
 app.command("submit", cls=ConfigCommand)(submit_command)
 app.command("status")(status)

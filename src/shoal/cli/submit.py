@@ -10,7 +10,9 @@ from shoal.cli.common import ANSWER_IS_NO, AsJson, File, Overrides, print_json, 
 def submit_command(
     file: File,
     overrides: Overrides = None,
-    to: Annotated[str, typer.Option("--to", metavar="SCHEDULER", help="The scheduler: slurm.")] = "slurm",
+    to: Annotated[
+        str, typer.Option("--to", metavar="SCHEDULER", help="The scheduler: slurm, kubernetes, skypilot or ray.")
+    ] = "slurm",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its newest checkpoint.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the file that would be submitted, and write nothing.")

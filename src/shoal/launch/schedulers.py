@@ -14,7 +14,12 @@ from shoal.mistakes import UserMistake, suggestion
 from shoal.plan.report import Plan
 
 # A line per scheduler: the module has the functions of `Scheduler`, and is imported when it is used.
-SCHEDULERS = {"slurm": "shoal.launch.slurm"}
+SCHEDULERS = {
+    "slurm": "shoal.launch.slurm",
+    "kubernetes": "shoal.launch.kubernetes",
+    "skypilot": "shoal.launch.skypilot",
+    "ray": "shoal.launch.ray",
+}
 
 
 class Scheduler(Protocol):

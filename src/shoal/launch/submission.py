@@ -38,6 +38,7 @@ class Submission:
     setup: tuple[str, ...]  # shell lines that run before
     container: str | None  # the image that the command runs in
     slurm: SlurmConfig
+    gpu: str | None = None  # the GPU's name in the catalogue, if it is known
     step_seconds: float | None = None  # by the forecast
 
     @property
@@ -76,6 +77,7 @@ def prepare(config: Config, plan: Plan | None = None) -> Submission:
         setup=slurm.setup,
         container=slurm.container,
         slurm=slurm,
+        gpu=hardware.gpu if isinstance(hardware.gpu, str) and hardware.gpu not in ("auto", CPU) else None,
         step_seconds=None if plan is None else plan.choice.speed.step_seconds,
     )
 

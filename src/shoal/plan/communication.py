@@ -1,13 +1,25 @@
 """Seconds that collectives take over the links within and between nodes."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
+from shoal.catalogue.gpus import Link
 from shoal.plan.ring import Operation, ring_factor
 from shoal.plan.run import Run
 
 # Share of a link's nominal bandwidth that collectives of tens of megabytes reach (public NCCL measurements; our own
 # over gloo).
 LINK_SHARE = 0.80
+
+
+class Links(Protocol):
+    """What has links: a run, or a machine."""
+
+    @property
+    def link(self) -> Link: ...  # between the devices of a node
+
+    @property
+    def network(self) -> Link: ...  # between nodes, per device
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,7 @@ def rank_group(run: Run, ranks: int, stride: int) -> Group:
     return Group(ranks, max(1, -(-ranks // near)))
 
 
-def collective_seconds(run: Run, operation: Operation, group: Group, size: float) -> float:
+def collective_seconds(run: Links, operation: Operation, group: Group, size: float) -> float:
     """Seconds of one collective over a full tensor of `size` bytes."""
     if group.ranks == 1:
         return 0.0
