@@ -13,6 +13,7 @@ from shoal.api.data import data_preview, data_stats
 from shoal.api.evaluation import evaluate, evaluate_answers, evaluate_tasks
 from shoal.api.folders import checkpoints, export, import_checkpoint, merge
 from shoal.api.generation import chat, generate, load_run
+from shoal.api.jobs import submit
 from shoal.api.measuring import bench_collectives, bench_rank, bench_train
 from shoal.api.sources import download, download_packaged, init, recipes
 from shoal.api.training import dry_run, plan, train
@@ -46,5 +47,6 @@ __all__ = [
     "merge",
     "plan",
     "recipes",
+    "submit",
     "train",
 ]

@@ -72,8 +72,6 @@ def _row(name: str, key: dict[str, Any]) -> str:
         sentences.append(f"Short: `{SHORT[name]}: {name.rpartition('.')[2].upper()}`.")
     if name in UNBUILT:
         sentences.append(f"*Not all of this is built yet. {UNBUILT[name]}*")
-    elif name.startswith("slurm."):
-        sentences.append("*Not built yet.*")
     return f"| `{name}` | {default} | {' '.join(sentences)} |"
 
 

@@ -71,9 +71,6 @@ def config_values(config: Config) -> dict[str, Any]:
     """The complete config as plain values, with defaults; the inverse of `config_from_mapping`."""
     values = config.model_dump(mode="json")
     del values["include"]
-    # A slurm block that was not given must not be written as if it had been: see unbuilt.py.
-    if not config.slurm.model_fields_set:
-        del values["slurm"]
     return values
 
 

@@ -20,9 +20,9 @@ from shoal.config.schema_run import (
     LogConfig,
     OffloadConfig,
     ParallelConfig,
-    SlurmConfig,
     WrapConfig,
 )
+from shoal.config.schema_slurm import SlurmConfig
 from shoal.config.schema_train import (
     EarlyStopConfig,
     EvalConfig,
@@ -96,9 +96,7 @@ class Config(Block):
         default_factory=CheckpointConfig, description="When checkpoints are saved and which are kept."
     )
     log: LogConfig = Field(default_factory=LogConfig, description="Logging during training.")
-    slurm: SlurmConfig = Field(
-        default_factory=SlurmConfig, description="Resources that shoal submit requests from the cluster."
-    )
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="What shoal submit requests from the cluster.")
 
     @field_validator("name")
     @classmethod

@@ -1,4 +1,4 @@
-"""The blocks `parallel`, `hardware`, `checkpoint`, `log` and `slurm`."""
+"""The blocks `parallel`, `hardware`, `checkpoint` and `log`."""
 
 from typing import Annotated, Any, Literal
 
@@ -202,17 +202,3 @@ class LogConfig(Block):
     to: Annotated[tuple[Literal["tensorboard", "csv", "wandb", "mlflow"], ...], Strict(False)] = Field(
         ("tensorboard",), description="Additional loggers; metrics.jsonl is always written."
     )
-
-
-class SlurmConfig(Block):
-    """Resources that `shoal submit` requests from the cluster."""
-
-    partition: str | None = Field(None, description="Partition to submit to; null: the cluster's default.")
-    account: str | None = Field(None, description="Account to charge.")
-    qos: str | None = Field(None, description="Quality of service.")
-    time: str = Field("02:00:00", description="Time limit, in Slurm's notation.")
-    cpus_per_task: Count = Field(8, description="CPU cores per device.")
-    mem: str | None = Field(None, description="Memory per node, in Slurm's notation (64G).")
-    setup: Texts = Field((), description="Shell lines run before training, such as module load.")
-    container: str | None = Field(None, description="Container image to run in.")
-    extra: Texts = Field((), description="Additional sbatch lines, verbatim.")

@@ -62,9 +62,6 @@ def find_unbuilt(config: Config) -> Iterator[tuple[KeyPath, str]]:
             ("model", "shape"),
             f"model.shape is a {family}, which learns masked tokens; that objective is not built yet. Use {causal}.",
         )
-    # Any key of this block, even at its default: whoever sets it expects a cluster job.
-    for key in sorted(config.slurm.model_fields_set):
-        yield ("slurm", key), f"slurm.{key} is not built yet. Start shoal train from your own sbatch script."
 
 
 def refuse_unbuilt(config: Config, origins: Origins) -> None:

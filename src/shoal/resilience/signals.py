@@ -14,6 +14,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # is also signalled by the launcher, possibly later, and ends with the launcher anyway.
 SAME_REQUEST, SAME_REQUEST_FOR_RANKS = 0.3, 2.0
 LAUNCHER = "SHOAL_LAUNCHER"  # the process that started this one as a rank
+STOPPED_FILE = (
+    "SHOAL_STOPPED"  # names a file that a run writes when it has saved and stopped early; it then exits with 0
+)
 _PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
 
 
