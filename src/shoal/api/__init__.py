@@ -16,6 +16,7 @@ from shoal.api.generation import chat, generate, load_run
 from shoal.api.jobs import submit
 from shoal.api.measuring import bench_collectives, bench_rank, bench_train
 from shoal.api.sources import download, download_packaged, init, recipes
+from shoal.api.sweeping import sweep
 from shoal.api.training import dry_run, plan, train
 from shoal.config import Config, config_from_mapping, config_to_yaml, config_values, json_schema, load_config
 
@@ -48,5 +49,6 @@ __all__ = [
     "plan",
     "recipes",
     "submit",
+    "sweep",
     "train",
 ]

@@ -19,6 +19,7 @@ from shoal.cli.data import data_app
 from shoal.cli.evaluate import evaluate
 from shoal.cli.plan import plan_command
 from shoal.cli.submit import submit_command
+from shoal.cli.sweep import sweep
 from shoal.cli.train import TrainCommand, download, init, train
 from shoal.cli.use import chat, generate
 from shoal.crash import report_crash
@@ -38,6 +39,7 @@ app.command("checkpoints")(checkpoints)
 app.command("plan", cls=ConfigCommand)(plan_command)
 app.command("train", cls=TrainCommand)(train)
 app.command("submit", cls=ConfigCommand)(submit_command)
+app.command("sweep", cls=ConfigCommand)(sweep)
 app.command("init")(init)
 app.command("download")(download)
 app.command("export")(export_command)

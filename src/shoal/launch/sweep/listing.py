@@ -63,10 +63,8 @@ def _overrides(entry: Any, here: str) -> Iterator[str]:
 def _flattened(block: Mapping[str, Any], above: str = "") -> Iterator[str]:
     for key, value in block.items():
         # At the top a key may be dotted; below, one with dots is a name, such as a pattern of train.lr_groups.
-        if not above:
-            path = str(key)
-        else:
-            path = f"{above}.{key}" if _PLAIN_KEY.fullmatch(str(key)) else f"{above}[{key}]"
+        below = f".{key}" if _PLAIN_KEY.fullmatch(str(key)) else f"[{key}]"
+        path = f"{above}{below}" if above else str(key)
         if isinstance(value, Mapping) and value:
             yield from _flattened(value, path)
         else:

@@ -53,7 +53,9 @@ def member_name(index: int, overrides: Overrides) -> str:
     return f"{index:02d}-{slug[:LONGEST_NAME].rstrip('-.')}" if slug else f"{index:02d}"
 
 
-def make_members(base: Base, all_overrides: Sequence[Overrides], known: Sequence[Member], *, fits: bool) -> list[Member]:
+def make_members(
+    base: Base, all_overrides: Sequence[Overrides], known: Sequence[Member], *, fits: bool
+) -> list[Member]:
     """A member for each, checked; those that are known keep their names. Every mistake is in one UserMistake, a
     sentence each.
 
@@ -112,8 +114,8 @@ class _Checks:
                 choice = plan.choice
                 raise UserMistake(
                     f"this does not fit: {choice.name} needs {choice.memory.reserved / GIB:.1f} GiB per device of "
-                    f"{choice.machine.gpu.memory_gib:.1f} GiB on {choice.machine.gpu.name}; shoal plan says what would, and "
-                    "--anyway starts it nevertheless."
+                    f"{choice.machine.gpu.memory_gib:.1f} GiB on {choice.machine.gpu.name}; shoal plan says what "
+                    "would, and --anyway starts it nevertheless."
                 )
 
 

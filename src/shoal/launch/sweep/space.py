@@ -42,7 +42,9 @@ class Range:
     def draw(self, source: random.Random) -> str:
         # Whole numbers as equally wide intervals, so that both ends are as likely as the others.
         low, high = (self.low - 0.5, self.high + 0.5) if self.whole else (self.low, self.high)
-        drawn = math.exp(source.uniform(math.log(low), math.log(high))) if self.logarithmic else source.uniform(low, high)
+        drawn = (
+            math.exp(source.uniform(math.log(low), math.log(high))) if self.logarithmic else source.uniform(low, high)
+        )
         return self.written(min(max(drawn, self.low), self.high))
 
     def written(self, value: float) -> str:
@@ -65,8 +67,8 @@ class Space:
         for axis in self.varied:
             if isinstance(axis, Range):
                 raise UserMistake(
-                    f"{axis.key} has a range, of which a grid cannot have every value; add --random N or --optuna N, or "
-                    f"list the values: {axis.key}={axis.written(axis.low)},{axis.written(axis.high)}"
+                    f"{axis.key} has a range, of which a grid cannot have every value; add --random N or --optuna N, "
+                    f"or list the values: {axis.key}={axis.written(axis.low)},{axis.written(axis.high)}"
                 )
         count = math.prod(len(axis.values) for axis in self.varied if isinstance(axis, Values))
         check_count(count, "The grid")
@@ -109,7 +111,9 @@ def read_space(arguments: Sequence[str]) -> Space:
     for text in arguments:
         key, equals, value = text.partition("=")
         if not equals:
-            raise UserMistake(f"override {text} has no value: write {text}=VALUE, or {text}=VALUE,VALUE to sweep over it.")
+            raise UserMistake(
+                f"override {text} has no value: write {text}=VALUE, or {text}=VALUE,VALUE to sweep over it."
+            )
         if key in keys:
             raise UserMistake(f"override {text}: {key} was given before; write all of its values in one: {key}=A,B")
         if key in ("name", "run_dir"):
@@ -154,9 +158,9 @@ def split_values(text: str, override: str) -> tuple[str, ...]:
 
 def _read_range(key: str, kind: str, inside: str, override: str) -> Range:
     if kind not in RANGES:
+        known = ", ".join(f"{name}(LOW,HIGH)" for name in RANGES)
         raise UserMistake(
-            f"override {override}: {kind}(…) is not a range; there are {', '.join(f'{name}(LOW,HIGH)' for name in RANGES)}."
-            f"{suggestion(kind, RANGES)}"
+            f"override {override}: {kind}(…) is not a range; there are {known}.{suggestion(kind, RANGES)}"
         )
     logarithmic, whole = RANGES[kind]
     try:
