@@ -58,7 +58,10 @@ def train(
 ) -> None:
     """Train a model. On Ctrl-C, TERM, USR1 or USR2, finish the step, save a checkpoint and exit with status 75."""
     from shoal import api
+    from shoal.resilience.signals import keep_user_signals, leave_stopped_file
 
+    if not dry_run:
+        keep_user_signals()
     config = api.load_config(file, overrides or [])
     if dry_run:
         preview = api.dry_run(config)
@@ -76,7 +79,7 @@ def train(
         print_json(summary.as_dict())
     else:
         typer.echo(summary.text())
-    if summary.stopped == "signal":
+    if summary.stopped == "signal" and not leave_stopped_file():
         again = ["--resume", *([] if runs is None else ["--runs", str(runs)])]
         command = shlex.join(["shoal", "train", str(file), *(overrides or []), *again])
         typer.echo(f"Stopped early; a checkpoint was saved. Resume with: {command}", err=True)

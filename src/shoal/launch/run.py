@@ -56,7 +56,7 @@ def start(
         remove_abandoned()
         run.recover(Reporter(enabled=True).say)
     if resume == "auto":
-        resume = run.exists
+        resume = run.begun  # a job's folder exists before its first start
     request = Request(config, run, Start(resume, start_from), overwrite, max_restarts, hooks)
     with crashes_in(run.logs):
         return choose_launcher(request).launch(request)

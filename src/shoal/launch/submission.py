@@ -80,11 +80,11 @@ def prepare(config: Config) -> Submission:
 
 def forecast(config: Config) -> tuple[Plan | None, list[str]]:
     """What `shoal plan` says of the job, and notes. None: the kind of its GPUs is not known here."""
+    plan = make_plan(follow_adapter(config))  # its mistakes are those of the job on any device
     if config.hardware.gpu == "auto" and read_machine(config.hardware).is_cpu:
         return None, [
             "Whether the run fits was not checked, because the GPU of the nodes is not known here; set hardware.gpu."
         ]
-    plan = make_plan(follow_adapter(config))
     return plan, list(plan.notes)
 
 
