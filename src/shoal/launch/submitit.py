@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.config.load import config_from_mapping, config_to_yaml, config_values, load_config
+from shoal.config.load import config_from_mapping, config_values, load_config
 from shoal.config.schema import Config
+from shoal.launch.slurm_commands import run_slurm
 from shoal.mistakes import UserMistake
 
 # Set by submitit in the processes that it starts.
@@ -54,17 +55,27 @@ class SubmititTask:
         return DelayedSubmission(self, *args, **kwargs)
 
     def _hand_over(self, received: int | None) -> None:
-        """End this task without a result, after submitit has requeued the job."""
+        """End this task without a result: as requeued by submitit's own handler, if the job is to run again."""
         from submitit import JobEnvironment
 
-        preemption = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
-        if received == preemption:
-            # On rank 0 it does not return, and on the others it does nothing.
-            signal.raise_signal(preemption)
-            # Not with another status: srun may kill the tasks that are left, and rank 0 has to requeue.
+        environment = JobEnvironment()
+        if environment.global_rank != 0:
+            # Not with another status: srun may then kill rank 0, which has to requeue.
             raise SystemExit(0)
-        # TERM, of scancel or scontrol requeue: Slurm knows what happens next.
+        preemption = getattr(signal, f"SIG{environment.USR_SIG}")
+        if received == preemption or (received == signal.SIGTERM and _still_running()):
+            signal.raise_signal(preemption)  # does not return
         raise SystemExit(128 + (received or signal.SIGTERM))
+
+
+def _still_running() -> bool:
+    """Whether Slurm has left the decision to the job: in a grace period before preemption. After scancel and scontrol
+    requeue the job is not running any more, and Slurm does what it was told."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return False
+    printed = run_slurm(["squeue", "--noheader", f"--jobs={job}", "--format=%T"], "The job cannot be found")
+    return printed.strip() == "RUNNING"
 
 
 def submitit_task(
@@ -83,7 +94,6 @@ def submitit_task(
         found = config
     else:
         found = config_from_mapping(_plain(config))
-    config_to_yaml(found)  # what cannot be written cannot be sent
     return SubmititTask(found, None if runs is None else str(Path(runs).absolute()))
 
 
@@ -95,5 +105,7 @@ def _plain(config: Any) -> Mapping[str, Any]:
         plain: Any = OmegaConf.to_container(config, resolve=True)
         return plain  # type: ignore[no-any-return]
     if not isinstance(config, Mapping):
-        raise UserMistake(f"The config of a task is a {type(config).__name__}, but must be a Config, a mapping or a path.")
+        raise UserMistake(
+            f"The config of a task is a {type(config).__name__}, but must be a Config, a mapping or a path."
+        )
     return config
