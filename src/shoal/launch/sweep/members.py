@@ -49,7 +49,7 @@ def member_name(index: int, overrides: Overrides) -> str:
     for text in overrides:
         key, _, value = text.partition("=")
         words += [re.split(r"[.\[]", key.rstrip("]"))[-1], value]
-    slug = re.sub(r"[^\w.+-]+", "-", "-".join(words), flags=re.ASCII).strip("-.")
+    slug = re.sub(r"[^\w.+]+|-{2,}", "-", "-".join(words), flags=re.ASCII).strip("-.")
     return f"{index:02d}-{slug[:LONGEST_NAME].rstrip('-.')}" if slug else f"{index:02d}"
 
 

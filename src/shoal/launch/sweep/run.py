@@ -75,7 +75,8 @@ def sweep(request: Request, report: Callable[[str], None] = lambda _: None) -> O
     space = read_space(request.overrides)
     base = Base(user_path(request.file, "The file"), space.fixed)
     wanted = _wanted(request, space)
-    # Of the first member, if there is one: keys that vary may be required.
+    # Mistakes first, whatever folder it is. Optuna's members are checked as they come, but for what all have.
+    make_members(base, wanted or [_first_trial(space)], (), fits=False)
     first = base.load(wanted[0] if wanted else _first_trial(space))
     name = request.name or f"{first.name}{NAME_SUFFIX}"
     if request.name is None and wanted and base.load(wanted[-1]).name != first.name:
@@ -91,8 +92,9 @@ def sweep(request: Request, report: Callable[[str], None] = lambda _: None) -> O
         _check_plot(request)
         found.add(members)
         if request.on == "slurm":
-            from shoal.launch.sweep.slurm import submit_members
+            from shoal.launch.sweep.slurm import submit_members, update_submitted
 
+            update_submitted(found)
             submit_members(base, found, _left(found, members, request), anyway=request.anyway, report=report)
             stopped = False
         else:

@@ -28,11 +28,8 @@ ACTIVE = ("pending", "running", "stopping")
 def submit_members(
     base: Base, sweep: Sweep, left: Sequence[Entry], *, anyway: bool, report: Callable[[str], None]
 ) -> None:
-    """Find out what has become of the members that were submitted before, and submit those that have no job."""
-    for entry in [entry for entry in sweep.entries if entry.state == "submitted"]:
-        settle_submitted(sweep, entry)
-    names = {entry.name for entry in left}
-    waiting = [entry for entry in sweep.entries if entry.name in names and entry.state not in ("submitted", "done")]
+    """Submit those of `left` that have no job, as one job array."""
+    waiting = [entry for entry in left if entry.state != "submitted"]
     if not waiting:
         return
     jobs = _prepared(base, sweep, dry_run=False)
@@ -56,8 +53,14 @@ def submit_members(
     report(f"job array {job}, --array={array}, {path}; the same command shows what has become of its members.")
 
 
-def settle_submitted(sweep: Sweep, entry: Entry) -> None:
-    """Update a member that was submitted: its exit status, or else what Slurm knows of its job."""
+def update_submitted(sweep: Sweep) -> None:
+    """Find out what has become of the members that were submitted before."""
+    for entry in [entry for entry in sweep.entries if entry.state == "submitted"]:
+        _update(sweep, entry)
+
+
+def _update(sweep: Sweep, entry: Entry) -> None:
+    """By the exit status of the member, or else by what Slurm knows of its job."""
     assert entry.job is not None
     status = _status(sweep, entry)
     state = slurm.states([entry.job]).get(entry.job)
