@@ -100,6 +100,9 @@ def test_members_run_once_and_the_best_config_can_be_trained(config: Path) -> No
     again = api.sweep("run.yaml", ["train.lr=1e-3,3e-3,5e-3", "seed=1"])
     attempts = {one.entry.name: one.entry.attempts for one in again.table.results}
     assert attempts == {"00-lr-1e-3": 1, "01-lr-3e-3": 1, "02-lr-5e-3": 1}, "only the new one has run"
+    pruned = (folder / "sweep.json").read_text().replace('"state": "done"', '"state": "pruned"')
+    (folder / "sweep.json").write_text(pruned)
+    assert api.sweep("run.yaml", ["train.lr=1e-3,3e-3", "seed=1"]).table.best is None, "none was trained to its end"
 
 
 def test_a_failed_member_is_retried_alone_and_says_why(config: Path) -> None:
@@ -192,24 +195,23 @@ def test_a_dry_run_lists_members_and_writes_nothing(config: Path) -> None:
 
 
 def test_optuna_prunes_what_does_worse_and_continues(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STEP_SECONDS", "0.03")
-    from shoal.launch.sweep import local
-
-    monkeypatch.setattr(local, "_LOOK_EVERY", 0.02)
+    monkeypatch.setenv("STEP_SECONDS", "0.05")
+    monkeypatch.setattr("shoal.launch.sweep.local._LOOK_EVERY", 0.02)
+    good = ["train.lr=0.003", "train.lr=0.0031", "train.lr=0.0032", "train.lr=0.0033"]
+    (config / "good.yaml").write_text(json.dumps(good))
+    api.sweep("run.yaml", listed="good.yaml")
+    # All values but one are known, so that this is what Optuna proposes.
     space = ["train.lr=0.003,0.0031,0.0032,0.0033,0.5"]
-    first = api.sweep("run.yaml", space, trials=2)
-    assert len(first.table.results) == 2
     found = api.sweep("run.yaml", space, trials=5)
-    assert len(found.table.results) == 5, "those that there were count"
-    assert all(one.entry.attempts == 1 for one in found.table.results)
-    by_value = {one.entry.member.overrides[0]: one.entry.state for one in found.table.results}
-    last = found.table.sweep.entries[-1]
-    assert set(by_value.values()) <= {"done", "pruned"}
-    worst = next(entry for entry in found.table.sweep.entries if entry.member.overrides == ("train.lr=0.5",))
-    if worst is last:  # there were enough to compare it with
-        assert worst.state == "pruned"
+    assert [entry.attempts for entry in found.table.sweep.entries] == [1] * 5, "those that there were count"
+    worst = found.table.sweep.entries[-1]
+    assert (worst.member.overrides, worst.state) == (("train.lr=0.5",), "pruned")
+    logged = (found.table.sweep.run_of(worst) / "metrics.jsonl").read_text().count("eval_loss")
+    assert logged < 8, "it was asked to stop"
     assert found.table.best is not None
     assert found.table.best.entry.member.overrides == ("train.lr=0.003",)
+    with pytest.raises(UserMistake, match="Optuna finds no members but the 5"):
+        api.sweep("run.yaml", space, trials=6)
 
 
 PROGRAM = """
