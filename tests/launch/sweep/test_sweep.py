@@ -19,7 +19,7 @@ from shoal import api
 from shoal.cli.app import app
 from shoal.config.load import load_config
 from shoal.mistakes import UserMistake
-from tests.launch.command import environment
+from tests.launch.command import descendants, environment
 
 # Trains as `shoal train` does, as far as a sweep can see: the loss is (lr - 0.003)² · 1000 + 1 / step.
 TRAINED = """
@@ -216,11 +216,11 @@ def test_optuna_prunes_what_does_worse_and_continues(config: Path, monkeypatch: 
 
 PROGRAM = """
 import sys
-sys.path.insert(0, {root!r})
-import pytest
-from tests.launch.sweep.test_sweep import stand_in
-stand_in(pytest.MonkeyPatch())
 from shoal.cli import main
+from shoal.launch.sweep import local, run
+real = local.train_command
+local.train_command = lambda *arguments: [sys.executable, "-S", "trained.py", *real(*arguments)[4:]]
+run.can_plot = lambda: False
 try:
     main()
 finally:
@@ -235,19 +235,23 @@ def until(reached: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_ctrl_c_stops_the_member_and_the_same_command_continues(config: Path) -> None:
-    (config / "program.py").write_text(PROGRAM.format(root=str(Path(__file__).parents[3])))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_sweep_stops_its_member_and_the_same_command_continues(number: signal.Signals, config: Path) -> None:
+    (config / "program.py").write_text(PROGRAM)
     command = [sys.executable, "program.py", "sweep", "run.yaml", "train.lr=1e-3,3e-3"]
     folder = config / "runs" / "tiny-sweep"
     slow = {**environment(config), "STEP_SECONDS": "60"}
     with subprocess.Popen(command, env=slow, stderr=subprocess.PIPE, text=True, start_new_session=True) as sweep:
         until((folder / "00-lr-1e-3" / "metrics.jsonl").exists)
-        os.kill(sweep.pid, signal.SIGINT)
+        (member,) = descendants(sweep.pid)
+        os.kill(sweep.pid, number)
         _, said = sweep.communicate(timeout=60)
-    assert sweep.returncode == 75, said
-    assert "Stopped early; the same command continues." in said
-    assert "not imported" in said, "torch is for the members"
-    assert states(folder) == {"00-lr-1e-3": "stopped", "01-lr-3e-3": "waiting"}
+    until(lambda: not Path(f"/proc/{member}").exists())
+    if number is signal.SIGINT:
+        assert sweep.returncode == 75, said
+        assert "Stopped early; the same command continues." in said
+        assert "not imported" in said, "torch is for the members"
+        assert states(folder) == {"00-lr-1e-3": "stopped", "01-lr-3e-3": "waiting"}
     found = api.sweep("run.yaml", ["train.lr=1e-3,3e-3"])
     assert {one.entry.name: one.entry.attempts for one in found.table.results} == {"00-lr-1e-3": 2, "01-lr-3e-3": 1}
     steps = [json.loads(line)["step"] for line in (folder / "00-lr-1e-3" / "metrics.jsonl").read_text().splitlines()]
