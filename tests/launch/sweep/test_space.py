@@ -119,4 +119,5 @@ def test_mistakes_in_a_list_name_the_entry(text: str, sentence: str, tmp_path: P
 def test_names_of_members_are_names_of_folders() -> None:
     assert member_name(3, ("train.lr=3e-4", "parallel.strategy=fsdp")) == "03-lr-3e-4-strategy-fsdp"
     assert member_name(0, ('data.path="../../x y"',)) == "00-path-..-..-x-y"
+    assert member_name(12, ("train.optimizer.name=lion",)) == "12-optimizer-lion"
     assert len(member_name(1, (f"model.freeze=[{'a' * 300}]",))) < 70

@@ -48,7 +48,9 @@ def member_name(index: int, overrides: Overrides) -> str:
     words = []
     for text in overrides:
         key, _, value = text.partition("=")
-        words += [re.split(r"[.\[]", key.rstrip("]"))[-1], value]
+        parts = re.split(r"[.\[]", key.rstrip("]"))
+        # Of train.optimizer.name, what it is a name of.
+        words += [parts[-2] if parts[-1] in ("name", "kind") and len(parts) > 1 else parts[-1], value]
     slug = re.sub(r"[^\w.+]+|-{2,}", "-", "-".join(words), flags=re.ASCII).strip("-.")
     return f"{index:02d}-{slug[:LONGEST_NAME].rstrip('-.')}" if slug else f"{index:02d}"
 
