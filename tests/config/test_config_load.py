@@ -157,7 +157,6 @@ def test_values_may_refer_to_other_keys_and_to_defaults(folder: Path) -> None:
 
 
 def test_a_reference_leaves_unset_keys_unset(folder: Path) -> None:
-    # A slurm key that is set is refused, so this would fail if defaults counted as set.
     write(run="name: run-${seed}\nmodel: {shape: gpt2}\n")
     assert load_config("run.yaml").slurm.model_fields_set == set()
 

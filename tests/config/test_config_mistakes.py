@@ -268,7 +268,6 @@ def test_a_folder_and_a_binary_file_are_not_configs() -> None:
         ("train.compile=thunder", "Use auto."),
         ("parallel.engine=deepspeed", "Use native."),
         ("log.to=[csv, wandb]", "Use tensorboard or csv."),
-        ("slurm.time=02:00:00", "sbatch script."),
     ],
 )
 def test_what_is_not_built_yet_is_refused_with_an_alternative(override: str, meanwhile: str) -> None:
@@ -324,10 +323,10 @@ def test_what_is_built_is_accepted(override: str) -> None:
 
 
 def test_what_is_not_built_yet_is_located_in_the_file() -> None:
-    text = BASE + "parallel:\n  engine: deepspeed\nslurm:\n  qos: null\n"
+    text = BASE + "train:\n  compile: thunder\nparallel:\n  engine: deepspeed\n"
     assert mistake_in(text).splitlines() == [
-        "run.yaml:3: parallel.engine deepspeed is not built yet. Use native.",
-        "run.yaml:5: slurm.qos is not built yet. Start shoal train from your own sbatch script.",
+        "run.yaml:3: train.compile thunder is not built yet. Use auto.",
+        "run.yaml:5: parallel.engine deepspeed is not built yet. Use native.",
     ]
 
 

@@ -101,11 +101,20 @@ slurm:
   partition: null
   account: null
   qos: null
+  constraint: null
   time: "02:00:00"
+  signal: 120
+  requeue: true
+  gpu_type: null
   cpus_per_task: 8
   mem: null
+  cpu_bind: null
   setup: []
+  env: {}
+  python: null
   container: null
+  container_runtime: auto
+  container_mounts: []
   extra: []
 """
 

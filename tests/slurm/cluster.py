@@ -20,7 +20,7 @@ from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "setpriv")
 NODES, CPUS, GPUS = 2, 4, 2
-PATIENCE = 120  # seconds; only a failure takes this long
+PATIENCE = 300  # seconds; only a failure takes this long
 
 # The delay before a requeued job starts is that of cred_expire, 120 seconds unless it is set.
 CONFIG = """
@@ -55,7 +55,8 @@ ReturnToService=2
 KillWait=60
 MinJobAge=3600
 GresTypes=gpu
-NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first_port}-{last_port}] CPUs={cpus} RealMemory=8000 Gres=gpu:{gpus}
+NodeName=DEFAULT CPUs={cpus} RealMemory=8000 Gres=gpu:{gpus}
+NodeName=n[{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports}]
 PartitionName=debug Nodes=ALL Default=YES MaxTime=1-00:00:00 State=UP PriorityTier=10 GraceTime=120
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=100 PreemptMode=off
 """
@@ -168,8 +169,9 @@ class Cluster:
         names = "".join(f"127.0.0.1 n{number}\n" for number in range(1, NODES + 1))
         (base / "hosts").write_text(Path("/etc/hosts").read_text() + names)
         first = random.SystemRandom().randrange(1000, 60_000)  # the ranks of a job meet at a port made of its ID
-        values = dict(base=base, host=host, control=ports[0], first=first, nodes=NODES, cpus=CPUS, gpus=GPUS)
-        (base / "slurm.conf").write_text(CONFIG.format(first_port=ports[1], last_port=ports[-1], **values))
+        ranges = {"control": ports[0], "ports": f"{ports[1]}-{ports[-1]}", "nodes": f"1-{NODES}"}
+        text = CONFIG.format(base=base, host=host, first=first, cpus=CPUS, gpus=GPUS, **ranges)
+        (base / "slurm.conf").write_text(text)
         devices = base / "dev"
         devices.mkdir()
         for number in range(GPUS):  # copies of /dev/null, which Slurm counts as GPUs

@@ -77,7 +77,7 @@ def shoal(cluster: Cluster, folder: Path, *arguments: str, **environment: str) -
         env={**os.environ, **cluster.environment, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

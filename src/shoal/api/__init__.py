@@ -13,7 +13,7 @@ from shoal.api.data import data_preview, data_stats
 from shoal.api.evaluation import evaluate, evaluate_answers, evaluate_tasks
 from shoal.api.folders import checkpoints, export, import_checkpoint, merge
 from shoal.api.generation import chat, generate, load_run
-from shoal.api.jobs import submit
+from shoal.api.jobs import cancel, logs, status, status_of_all, submit
 from shoal.api.measuring import bench_collectives, bench_rank, bench_train
 from shoal.api.sources import download, download_packaged, init, recipes
 from shoal.api.sweeping import sweep
@@ -25,6 +25,7 @@ __all__ = [
     "bench_collectives",
     "bench_rank",
     "bench_train",
+    "cancel",
     "chat",
     "checkpoints",
     "config_from_mapping",
@@ -45,9 +46,12 @@ __all__ = [
     "json_schema",
     "load_config",
     "load_run",
+    "logs",
     "merge",
     "plan",
     "recipes",
+    "status",
+    "status_of_all",
     "submit",
     "sweep",
     "train",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.config import Config
+from shoal.paths import user_path
 
 if TYPE_CHECKING:
     from shoal.launch.schedulers import Submitted
+    from shoal.launch.status import RunStatus
 
 
 def submit(
@@ -18,3 +22,33 @@ def submit(
     from shoal.launch.schedulers import submit
 
     return submit(config, to=to, resume=resume, dry_run=dry_run, anyway=anyway)
+
+
+def status(run: Path | str, *, runs: Path | str = "runs") -> RunStatus:
+    """How a run is; `run` is its folder, or its name in `runs`."""
+    from shoal.launch.status import find_run, status_of
+
+    return status_of(find_run(str(run), user_path(runs, "--runs")))
+
+
+def status_of_all(runs: Path | str = "runs") -> list[RunStatus]:
+    """How all runs in a folder are, by name."""
+    from shoal.launch.status import run_folders, status_of_each
+
+    return status_of_each(run_folders(user_path(runs, "--runs")))
+
+
+def logs(run: Path | str, *, rank: int | None = None, follow: bool = False, runs: Path | str = "runs") -> Iterator[str]:
+    """The lines that a rank of a run has printed; with `follow`, until the run has ended."""
+    from shoal.launch.logs import log_file, read_log
+    from shoal.launch.status import find_run, status_of
+
+    folder = find_run(str(run), user_path(runs, "--runs"))
+    return read_log(log_file(folder, rank), follow=follow, status=lambda: status_of(folder))
+
+
+def cancel(run: Path | str, *, runs: Path | str = "runs") -> RunStatus:
+    """End a run; returns how it was. One that trains finishes its step and saves a checkpoint."""
+    from shoal.launch.status import cancel_run, find_run
+
+    return cancel_run(find_run(str(run), user_path(runs, "--runs")))

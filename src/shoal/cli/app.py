@@ -17,6 +17,7 @@ from shoal.cli.config import config_app
 from shoal.cli.convert import export_command, import_command, merge_command
 from shoal.cli.data import data_app
 from shoal.cli.evaluate import evaluate
+from shoal.cli.jobs import cancel, logs, status
 from shoal.cli.plan import plan_command
 from shoal.cli.submit import submit_command
 from shoal.cli.sweep import sweep
@@ -40,6 +41,9 @@ app.command("plan", cls=ConfigCommand)(plan_command)
 app.command("train", cls=TrainCommand)(train)
 app.command("submit", cls=ConfigCommand)(submit_command)
 app.command("sweep", cls=ConfigCommand)(sweep)
+app.command("status")(status)
+app.command("logs")(logs)
+app.command("cancel")(cancel)
 app.command("init")(init)
 app.command("download")(download)
 app.command("export")(export_command)

@@ -2,12 +2,17 @@
 
 import fcntl
 import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from shoal.mistakes import UserMistake
+
+ATTEMPTS, BETWEEN_ATTEMPTS = 3, 0.02  # seconds: `holder` locks the file for a moment
 
 
 @contextmanager
@@ -16,25 +21,56 @@ def locked(file: Path, *, otherwise: str) -> Iterator[None]:
 
     The operating system releases the lock however the process ends: a file that a killed process leaves is not locked.
     """
+    attempts = ATTEMPTS
     while True:
         opened = file.open("a")
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             opened.close()
-            raise UserMistake(otherwise) from None
+            attempts -= 1
+            if attempts == 0:
+                raise UserMistake(otherwise) from None
+            time.sleep(BETWEEN_ATTEMPTS)
+            continue
         except OSError:
             opened.close()
             raise
         if _is(file, opened):
             break
         opened.close()  # its holder removed it after this process had opened it: a lock that no third process sees
+    with suppress(OSError):  # for `holder`; a full disk does not unlock it
+        opened.truncate(0)
+        opened.write(f"{os.getpid()} {socket.gethostname()}\n")
+        opened.flush()
     try:
         yield
     finally:
         with suppress(OSError):  # the disk may be gone
             file.unlink()
         opened.close()
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lock."""
+
+    process: int
+    host: str
+
+
+def holder(file: Path) -> Holder | None:
+    """Who holds the lock; None: nobody, also if a killed process has left the file."""
+    try:
+        with file.open("r+") as opened:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                process, _, host = opened.read().strip().partition(" ")
+                return Holder(int(process), host) if process.isdigit() else Holder(0, "")
+    except OSError:
+        pass
+    return None
 
 
 def _is(path: Path, opened: IO[str]) -> bool:

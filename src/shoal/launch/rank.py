@@ -13,6 +13,7 @@ from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.launch.join import choose_device, heartbeat_file, joined, local_rank, may_be_restarted, restarted
+from shoal.launch.outcome import failure_recorded
 from shoal.models.base import check_resumed_base
 from shoal.models.peft_config import follow_adapter
 from shoal.observe.progress import Reporter
@@ -145,7 +146,8 @@ def own_folder(
             check_resumed_data(checkpoint_folders(config, run), inputs.sets)
             if config.adapter.kind != "none":
                 check_resumed_base(run, inputs.blueprint.folder)
-        with run.replacing(restores=not may_be_restarted(), say=reporter.say, warn=reporter.warn):
+        replacing = run.replacing(restores=not may_be_restarted(), say=reporter.say, warn=reporter.warn)
+        with replacing, failure_recorded(run.path, fresh=not overwrite):
             yield
 
 

@@ -11,6 +11,7 @@ from shoal.config.schema import Config
 from shoal.crash import crashes_in
 from shoal.launch.join import first_device, is_first, processes_wanted, restarted, started_by_others
 from shoal.launch.local import LocalProcesses
+from shoal.launch.outcome import record_end
 from shoal.launch.rank import Request, run_rank, warn_of_settings
 from shoal.models.peft_config import follow_adapter
 from shoal.observe.progress import Reporter
@@ -59,7 +60,10 @@ def start(
         resume = run.begun  # a job's folder exists before its first start
     request = Request(config, run, Start(resume, start_from), overwrite, max_restarts, hooks)
     with crashes_in(run.logs):
-        return choose_launcher(request).launch(request)
+        summary = choose_launcher(request).launch(request)
+    if is_first():
+        record_end(run.path, summary.stopped)
+    return summary
 
 
 def choose_launcher(request: Request) -> Launcher:

@@ -1,5 +1,6 @@
 """The schedulers that a run can be submitted to, and `submit`, which is the same for all of them."""
 
+import shlex
 import time
 from dataclasses import dataclass
 from importlib import import_module
@@ -60,7 +61,8 @@ class Submitted:
 
     def summary(self) -> str:
         """What was submitted, and the commands that come next."""
-        one, name = self.submission, self.submission.name
+        one = self.submission
+        name = one.name if one.run.parent == one.folder / "runs" else shlex.quote(str(one.run))
         return (
             f"job {self.job}: {one.nodes} {'node' if one.nodes == 1 else 'nodes'} × {one.devices} "
             f"{'device' if one.devices == 1 else 'devices'}, {self.file}\n"
@@ -103,8 +105,8 @@ def submit(
     scheduler = find_scheduler(to)
     check_run(config, resume=resume)
     settled = scheduler.settle(config, dry_run=dry_run)
-    submission = prepare(settled)
     plan, notes = forecast(settled)
+    submission = prepare(settled, plan)
     file = submission.run / scheduler.FILE
     text = scheduler.render(submission)
     job = None

@@ -68,19 +68,13 @@ def submit(submission: Submission, file: Path) -> str:
 
 def states(jobs: list[str]) -> dict[str, JobState]:
     """The states of jobs, as far as the controller or the accounting still knows them."""
-    found: dict[str, JobState] = {}
-    for job in jobs:
-        # One at a time: squeue fails as a whole if the controller has forgotten one of them.
-        try:
-            printed = run_slurm(
-                ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r|%N"],
-                "The job cannot be found",
-            )
-        except UserMistake:
-            printed = _accounted(job)
-        if printed.strip():
-            state, reason, nodes = printed.strip().splitlines()[-1].split("|")[:3]
-            found[job] = _state(state, reason, nodes)
+    squeue = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(jobs)}", "--format=%i|%T|%r|%N"]
+    found = _read_states(squeue)
+    forgotten = [job for job in jobs if job not in found]
+    if forgotten:
+        fields = "--format=JobID,State,Reason,NodeList"
+        sacct = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={','.join(forgotten)}", fields]
+        found |= _read_states(sacct)
     return found
 
 
@@ -96,14 +90,15 @@ def _state(state: str, reason: str, nodes: str) -> JobState:
     return JobState(known, detail, nodes)
 
 
-def _accounted(job: str) -> str:
+def _read_states(command: list[str]) -> dict[str, JobState]:
+    """The lines ID|STATE|REASON|NODES of squeue or sacct. Both fail if they know none of the jobs, and there may be no
+    Slurm here, or no accounting."""
     try:
-        return run_slurm(
-            ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=State,Reason,NodeList"],
-            "The job cannot be found",
-        )
-    except UserMistake:  # a cluster without accounting
-        return ""
+        printed = run_slurm(command, "The jobs cannot be found")
+    except UserMistake:
+        return {}
+    lines = [line.split("|") for line in printed.splitlines()]
+    return {line[0]: _state(*line[1:4]) for line in lines if len(line) >= 4 and line[1].strip()}
 
 
 def _cluster(*, dry_run: bool) -> list[Nodes] | None:

@@ -11,6 +11,7 @@ from shoal.resilience.signals import STOPPED_FILE
 
 def render_script(submission: Submission) -> str:
     """The script that sbatch gets."""
+    check_time_to_save(submission)
     return "\n".join(
         [
             "#!/bin/bash",
@@ -25,6 +26,16 @@ def render_script(submission: Submission) -> str:
             *requeueing(submission),
         ]
     )
+
+
+def check_time_to_save(submission: Submission) -> None:
+    """A UserMistake if a step takes longer than the time between the signal and the time limit."""
+    step, before = submission.step_seconds, submission.slurm.signal
+    if step is not None and step > before:
+        raise UserMistake(
+            f"A step takes about {step:.0f} seconds by the forecast, and slurm.signal {before} seconds before the time "
+            "limit is too late to finish one and save; raise slurm.signal."
+        )
 
 
 def batch_options(submission: Submission) -> Iterator[str]:

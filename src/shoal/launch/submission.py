@@ -38,6 +38,7 @@ class Submission:
     setup: tuple[str, ...]  # shell lines that run before
     container: str | None  # the image that the command runs in
     slurm: SlurmConfig
+    step_seconds: float | None = None  # by the forecast
 
     @property
     def world_size(self) -> int:
@@ -53,8 +54,8 @@ class Submission:
         return stopped_file(self.run)
 
 
-def prepare(config: Config) -> Submission:
-    """The job of `config`, whose number of devices is known. Writes nothing."""
+def prepare(config: Config, plan: Plan | None = None) -> Submission:
+    """The job of `config`, whose number of devices is known, and its forecast. Writes nothing."""
     hardware, slurm = config.hardware, config.slurm
     assert hardware.devices != "auto", "a scheduler settles it"
     run = run_directory(config)
@@ -75,6 +76,7 @@ def prepare(config: Config) -> Submission:
         setup=slurm.setup,
         container=slurm.container,
         slurm=slurm,
+        step_seconds=None if plan is None else plan.choice.speed.step_seconds,
     )
 
 

@@ -5,6 +5,7 @@ stream any more.
 """
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -159,6 +160,9 @@ def build_chunk(job: StreamJob, folder: StreamFolder, number: int, stream: Recor
 
 def main(pipe: int) -> None:
     """Build what the process at the other end of `pipe` sends. When that process dies, the pipe is closed."""
+    # Slurm signals every process of a job, in sessions of their own too: the ranks still need data for their step.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     starter = Connection(pipe)
     job = starter.recv()
     assert isinstance(job, StreamJob)
