@@ -43,6 +43,9 @@ def test_an_array_trains_each_member_and_failed_ones_are_submitted_alone(
     assert seen.returncode == 1, seen.stderr
     assert states(folder) == {"00-lr-1e-3": "done", "01-lr-3e-3": "failed"}, seen.stdout + seen.stderr
     assert len(training_lines(folder / "00-lr-1e-3")) == 3
+    told = shoal(cluster, tmp_path, "status", "runs/run-sweep/00-lr-1e-3")
+    assert "finished" in told.stdout, told.stdout + told.stderr
+    assert "step 3/3" in shoal(cluster, tmp_path, "logs", "runs/run-sweep/00-lr-1e-3").stdout
     again = shoal(cluster, tmp_path, *command, "--retry-failed")
     assert "--array=1," in again.stderr, again.stderr
     job = again.stderr.removeprefix("job array ").partition(",")[0]

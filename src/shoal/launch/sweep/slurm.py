@@ -5,24 +5,27 @@ accounting, too.
 """
 
 import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.config.schema import Config
+from shoal.config.schema import Config, HardwareConfig, SlurmConfig
 from shoal.launch import slurm
+from shoal.launch.jobs import JobRecord, write_record
 from shoal.launch.slurm_commands import run_slurm
-from shoal.launch.slurm_script import batch_options, escaped, preparation, requeueing, task_command
+from shoal.launch.slurm_script import batch_options, check_time_to_save, escaped, preparation, requeueing, task_command
 from shoal.launch.submission import Submission, forecast, prepare, write_run
 from shoal.launch.sweep.members import Base
 from shoal.launch.sweep.results import last_sentence
 from shoal.launch.sweep.state import Entry, Sweep
 from shoal.mistakes import UserMistake
+from shoal.plan.report import Plan
 from shoal.resilience.signals import STOPPED_FILE
 
 FILE = "job.sbatch"
 RUN = "SHOAL_MEMBER"  # in the script: the run folder of this task's member
-ACTIVE = ("pending", "running", "stopping")
 
 
 def submit_members(
@@ -33,24 +36,34 @@ def submit_members(
     if not waiting:
         return
     jobs = _prepared(base, sweep, dry_run=False)
-    _check_fit(sweep, jobs, waiting, anyway=anyway)
-    text = _script(sweep, [submission for _, submission in jobs])
+    indices = [sweep.entries.index(entry) for entry in waiting]
+    if not anyway:
+        _check_fit([jobs[index] for index in indices])
     path = sweep.folder / FILE
     try:
-        path.write_text(text)
+        path.write_text(_script([job.submission for job in jobs]))
+        for index in indices:
+            write_run(jobs[index].config, jobs[index].submission, FILE, f"# Number {index} of the array {path}.\n")
+            _status(sweep, jobs[index].entry).unlink(missing_ok=True)
     except OSError as error:
-        raise UserMistake(f"{path} cannot be written: {error.strerror}.") from None
-    indices = [sweep.entries.index(entry) for entry in waiting]
-    for index in indices:
-        config, submission = jobs[index]
-        write_run(config, submission, FILE, f"# A member of {path}, number {index}.\n")
-        _status(sweep, sweep.entries[index]).unlink(missing_ok=True)
+        raise UserMistake(f"{error.filename or path} cannot be written: {error.strerror}.") from None
     array = compressed(indices)
     printed = run_slurm(["sbatch", "--parsable", f"--array={array}", str(path)], "The job array cannot be submitted")
     job = printed.strip().partition(";")[0]
     for entry, index in zip(waiting, indices, strict=True):
         sweep.update(entry, state="submitted", attempts=entry.attempts + 1, job=f"{job}_{index}", error=None)
+        _follow(sweep, sweep.entries[index])
     report(f"job array {job}, --array={array}, {path}; the same command shows what has become of its members.")
+
+
+def _follow(sweep: Sweep, entry: Entry) -> None:
+    """For `shoal status`, `logs` and `cancel` of a member: its job, and its output in the folder of the run."""
+    assert entry.job is not None
+    run = sweep.run_of(entry)
+    write_record(run, JobRecord("slurm", entry.job, time.time()))
+    log = _log(sweep, entry)
+    with suppress(OSError):
+        (run / "logs" / log.name).symlink_to(Path("..", "..", "logs", log.name))
 
 
 def update_submitted(sweep: Sweep) -> None:
@@ -64,7 +77,7 @@ def _update(sweep: Sweep, entry: Entry) -> None:
     assert entry.job is not None
     status = _status(sweep, entry)
     state = slurm.states([entry.job]).get(entry.job)
-    if state is not None and state.state in ACTIVE:
+    if state is not None and state.active:
         return
     written = status.read_text().strip() if status.is_file() else ""
     if written == "0":
@@ -81,7 +94,7 @@ def _without_status(state: str | None) -> str:
 
 def render(base: Base, sweep: Sweep, *, dry_run: bool) -> str:
     """The script of all members."""
-    return _script(sweep, [submission for _, submission in _prepared(base, sweep, dry_run=dry_run)])
+    return _script([job.submission for job in _prepared(base, sweep, dry_run=dry_run)])
 
 
 def compressed(indices: Sequence[int]) -> str:
@@ -95,47 +108,55 @@ def compressed(indices: Sequence[int]) -> str:
     return ",".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
 
 
-def _prepared(base: Base, sweep: Sweep, *, dry_run: bool) -> list[tuple[Config, Submission]]:
+@dataclass(frozen=True)
+class _Job:
+    """The job of one member."""
+
+    entry: Entry
+    config: Config
+    submission: Submission
+    plan: Plan | None  # None: it cannot be forecast here
+
+
+def _prepared(base: Base, sweep: Sweep, *, dry_run: bool) -> list[_Job]:
     """The job of every member. A job array has one size and one set of options."""
-    found: list[tuple[Config, Submission]] = []
+    found: list[_Job] = []
+    asked: tuple[HardwareConfig, SlurmConfig] | None = None
     for entry in sweep.entries:
         config = base.load(entry.member.overrides)
         config = config.model_copy(update={"name": entry.name, "run_dir": str(sweep.folder)})
-        if not found or (config.hardware, config.slurm) != (found[0][0].hardware, found[0][0].slurm):
-            settled = slurm.settle(config, dry_run=dry_run).hardware
-        config = config.model_copy(update={"hardware": config.hardware.model_copy(update={"devices": settled.devices})})
-        of_nodes = config.model_copy(update={"hardware": settled})
-        found.append((config, prepare(of_nodes)))
-    first = found[0][1]
-    for entry, (_, one) in zip(sweep.entries, found, strict=True):
+        if (config.hardware, config.slurm) != asked:  # the cluster is asked once if all members are alike
+            asked = config.hardware, config.slurm
+            hardware = slurm.settle(config, dry_run=dry_run).hardware
+        settled = config.model_copy(update={"hardware": hardware})
+        plan, _ = forecast(settled)
+        submission = prepare(settled, plan)
+        check_time_to_save(submission)
+        kept = config.hardware.model_copy(update={"devices": submission.devices})
+        found.append(_Job(entry, config.model_copy(update={"hardware": kept}), submission, plan))
+    first = found[0].submission
+    for job in found:
+        one = job.submission
         if (one.nodes, one.devices, one.gpus, one.slurm) != (first.nodes, first.devices, first.gpus, first.slurm):
             raise UserMistake(
-                f"{entry.name} needs other nodes or options of Slurm than {sweep.entries[0].name}, but a job array has "
-                "one size for all; sweep over hardware and slurm with separate commands."
+                f"{job.entry.name} needs other nodes or options of Slurm than {sweep.entries[0].name}, but a job array "
+                "has one size for all; sweep over hardware and slurm with separate commands."
             )
     return found
 
 
-def _check_fit(
-    sweep: Sweep, jobs: Sequence[tuple[Config, Submission]], waiting: Sequence[Entry], *, anyway: bool
-) -> None:
-    names = {entry.name for entry in waiting}
-    mistakes = []
-    for entry, (config, submission) in zip(sweep.entries, jobs, strict=True):
-        if entry.name not in names or anyway:
-            continue
-        settled = config.hardware if submission.gpus else config.hardware.model_copy(update={"gpu": "cpu"})
-        plan, _ = forecast(config.model_copy(update={"hardware": settled}))
-        if plan is not None and not plan.fits:
-            mistakes.append(
-                f"{entry.member.shown}: this does not fit on {plan.choice.machine.gpu.name}; shoal plan says what "
-                "would, and --anyway submits it nevertheless."
-            )
+def _check_fit(jobs: Sequence[_Job]) -> None:
+    mistakes = [
+        f"{job.entry.member.shown}: this does not fit on {job.plan.choice.machine.gpu.name}; shoal plan says what "
+        "would, and --anyway submits it nevertheless."
+        for job in jobs
+        if job.plan is not None and not job.plan.fits
+    ]
     if mistakes:
         raise UserMistake("\n".join(mistakes))
 
 
-def _script(sweep: Sweep, submissions: Sequence[Submission]) -> str:
+def _script(submissions: Sequence[Submission]) -> str:
     folder = Path(submissions[0].run).parent
     # What differs between members is the run folder, which every task of the array looks up.
     common = replace(submissions[0], name=folder.name)
