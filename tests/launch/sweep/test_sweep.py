@@ -210,8 +210,19 @@ def test_optuna_prunes_what_does_worse_and_continues(config: Path, monkeypatch: 
     assert logged < 8, "it was asked to stop"
     assert found.table.best is not None
     assert found.table.best.entry.member.overrides == ("train.lr=0.003",)
+    with pytest.raises(UserMistake, match="was started with another config"):
+        api.sweep("run.yaml", [*space, "train.steps=9"], trials=6)
     with pytest.raises(UserMistake, match="Optuna finds no members but the 5"):
         api.sweep("run.yaml", space, trials=6)
+
+
+def test_a_proposal_of_optuna_that_cannot_be_trained_is_a_failed_member(config: Path) -> None:
+    found = api.sweep("run.yaml", ["train.lr=-1,0.003"], trials=2)
+    assert {entry.member.overrides[0]: entry.state for entry in found.table.sweep.entries} == {
+        "train.lr=-1": "failed",
+        "train.lr=0.003": "done",
+    }
+    assert "must be" in found.text()
 
 
 PROGRAM = """

@@ -17,6 +17,7 @@ from shoal.plan.report import make_plan
 from shoal.plan.terms import GIB
 
 LONGEST_NAME = 60
+NO_CONFIG = ""  # the digest of a member whose config is a mistake
 
 
 @dataclass(frozen=True)

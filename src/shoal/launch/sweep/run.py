@@ -10,7 +10,7 @@ from typing import Any, Literal
 from shoal.config.lock import locked
 from shoal.launch.sweep.listing import read_members
 from shoal.launch.sweep.local import Stopping, run_member, stopping
-from shoal.launch.sweep.members import Base, Member, make_members
+from shoal.launch.sweep.members import NO_CONFIG, Base, Member, make_members, member_name
 from shoal.launch.sweep.plot import can_plot, plot_sweep
 from shoal.launch.sweep.results import Metric, Table, gather, write_best
 from shoal.launch.sweep.space import Overrides, Space, check_count, read_space
@@ -86,6 +86,8 @@ def sweep(request: Request, report: Callable[[str], None] = lambda _: None) -> O
     folder = runs / name
     with _held(folder, changes=not request.dry_run):
         found = read_sweep(folder)
+        if request.trials is not None:  # those that Optuna has proposed before
+            wanted = [member.overrides for member in found.members if member.digest != NO_CONFIG]
         members = make_members(base, wanted, found.members, fits=not request.anyway and request.on == "local")
         if request.dry_run:
             return _preview(request, base, found, members)
@@ -227,9 +229,11 @@ def _run_trials(
             entry = left.pop(0)
             trials.begin(entry)
         elif len(found.entries) < request.trials:
-            (member,) = make_members(base, [_new(trials, found)], found.members, fits=not request.anyway)
-            found.add([member])
-            entry = found.entries[-1]
+            entry = _propose(request, base, found, _new(trials, found))
+            if entry.state == "failed":  # Optuna learns that, and proposes another
+                trials.tell(entry)
+                _tell(found, entry, request, report)
+                continue
         else:
             break
         _announce(found, entry, request.trials, report)
@@ -237,6 +241,17 @@ def _run_trials(
         if entry.state != "stopped":
             trials.tell(entry)
         _tell(found, entry, request, report)
+
+
+def _propose(request: Request, base: Base, found: Sweep, proposed: Overrides) -> Entry:
+    """The member that Optuna proposes; one that cannot be trained, such as one that does not fit, has failed."""
+    try:
+        (member,) = make_members(base, [proposed], found.members, fits=not request.anyway)
+        found.add([member])
+        return found.entries[-1]
+    except UserMistake as mistake:
+        found.add([Member(member_name(len(found.entries), proposed), proposed, NO_CONFIG)])
+        return found.update(found.entries[-1], state="failed", error=str(mistake))
 
 
 def _new(trials: Any, found: Sweep) -> Overrides:
