@@ -17,6 +17,7 @@ from shoal.api.generation import chat, generate, load_run
 from shoal.api.jobs import cancel, logs, status, status_of_all, submit
 from shoal.api.measuring import bench_collectives, bench_rank, bench_train
 from shoal.api.sources import download, download_packaged, init, recipes
+from shoal.api.sweeping import sweep
 from shoal.api.training import dry_run, plan, train
 from shoal.config import Config, config_from_mapping, config_to_yaml, config_values, json_schema, load_config
 
@@ -55,5 +56,6 @@ __all__ = [
     "status",
     "status_of_all",
     "submit",
+    "sweep",
     "train",
 ]

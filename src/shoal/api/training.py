@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shoal.config import Config
+from shoal.launch.first_look import check_inputs
 from shoal.paths import user_path
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def train(
 
     `hooks` see the events of the run: see `shoal.train.hooks`. With several devices, start the program with torchrun.
     """
-    _check_inputs(config, resume=bool(resume))
+    check_inputs(config, resume=bool(resume))
     from shoal.launch.run import start
 
     return start(
@@ -59,20 +60,7 @@ def plan(config: Config, *, system: str = "shoal") -> Plan:
 
 def dry_run(config: Config) -> Preview:
     """Preview what `train` would do: counts, batch sizes, the learning rate, the first sequence. Trains nothing."""
-    _check_inputs(config)
+    check_inputs(config)
     from shoal.launch.run import dry_run
 
     return dry_run(config)
-
-
-def _check_inputs(config: Config, *, resume: bool = False) -> None:
-    """Find a wrong path, an id that is not cached and an unknown format in a moment, before torch is imported."""
-    from shoal.data.first_look import check_first_record
-    from shoal.models.hub import local_folder
-    from shoal.models.peft_config import adapter_folder
-
-    if config.model.from_ is not None:
-        local_folder(config.model.from_, "model.from")
-    if config.adapter.from_ is not None and not resume:  # a checkpoint holds what was read from it
-        adapter_folder(config.adapter.from_)
-    check_first_record(config.data, config.train.objective)

@@ -21,6 +21,7 @@ from shoal.cli.evaluate import evaluate
 from shoal.cli.jobs import cancel, logs, status
 from shoal.cli.plan import plan_command
 from shoal.cli.submit import submit_command
+from shoal.cli.sweep import sweep
 from shoal.cli.train import TrainCommand, download, init, train
 from shoal.cli.use import chat, generate
 from shoal.crash import report_crash
@@ -41,6 +42,7 @@ app.command("plan", cls=ConfigCommand)(plan_command)
 app.command("doctor")(doctor)
 app.command("train", cls=TrainCommand)(train)
 app.command("submit", cls=ConfigCommand)(submit_command)
+app.command("sweep", cls=ConfigCommand)(sweep)
 app.command("status")(status)
 app.command("logs")(logs)
 app.command("cancel")(cancel)

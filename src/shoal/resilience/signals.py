@@ -53,6 +53,7 @@ def second_signal_ends(
                 now = time.monotonic()
                 if first is None:
                     first = now
+                    _received.append(received[0])
                     _say((STOPPING_IN_JOB if in_job else STOPPING) if speaks else "")
                 elif now - first > same_request and (not in_job or received[0] == signal.SIGINT):
                     _say(ENDED_AT_ONCE if speaks else "")
@@ -66,6 +67,14 @@ def second_signal_ends(
     finally:
         signal.set_wakeup_fd(earlier)
         os.close(writing)  # ends the thread
+
+
+_received: list[int] = []  # the first signal of each `second_signal_ends`
+
+
+def received_signal() -> int | None:
+    """The last signal that asked this process to stop, for what comes after a run that was stopped."""
+    return _received[-1] if _received else None
 
 
 def _say(sentence: str) -> None:

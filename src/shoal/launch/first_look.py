@@ -1,0 +1,16 @@
+"""Mistakes in the inputs of a run that are found in a moment, before torch is imported."""
+
+from shoal.config.schema import Config
+
+
+def check_inputs(config: Config, *, resume: bool = False) -> None:
+    """Find a wrong path, an id that is not cached and an unknown format."""
+    from shoal.data.first_look import check_first_record
+    from shoal.models.hub import local_folder
+    from shoal.models.peft_config import adapter_folder
+
+    if config.model.from_ is not None:
+        local_folder(config.model.from_, "model.from")
+    if config.adapter.from_ is not None and not resume:  # a checkpoint holds what was read from it
+        adapter_folder(config.adapter.from_)
+    check_first_record(config.data, config.train.objective)
