@@ -10,6 +10,7 @@ from shoal.launch.doctor.checks import examine_node
 from shoal.launch.doctor.finding import Diagnosis, Finding, failure
 from shoal.launch.doctor.network import reach
 from shoal.launch.doctor.setting import Setting
+from shoal.launch.environment import LAUNCH_FOLDER, Placement, adopt
 from shoal.mistakes import RunFailed
 
 # Seconds until the port of the first rank has to answer: the processes of a job do not start at the same time.
@@ -23,8 +24,8 @@ Say = Callable[[str], None]
 
 def examine(setting: Setting, *, show: Show, say: Say) -> Diagnosis:
     """All checks. `show` gets each finding at once, on the first rank; `say` what is waited for."""
-    if "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        return _examine_as_rank(setting, show=show, say=say)
+    if (place := adopt(os.environ)) is not None:
+        return _examine_as_rank(setting, place, show=show, say=say)
     found = examine_node(setting, show=show, say=say)
     failed = {one.check for one in found.findings if one.status == "failure"}
     if setting.group > 1 and not failed & NEEDED:
@@ -48,25 +49,23 @@ def _examine_processes(setting: Setting) -> list[Finding]:
     return [Finding.from_dict(one) for one in found["findings"]]
 
 
-def _examine_as_rank(setting: Setting, *, show: Show, say: Say) -> Diagnosis:
+def _examine_as_rank(setting: Setting, place: Placement, *, show: Show, say: Say) -> Diagnosis:
     """On a rank: the first rank of each node examines it, and then all of them the group."""
     from shoal.bench.doctor import Asked, examine_group, gather, node_name
     from shoal.bench.doctor_worker import HANG_TIMEOUT
-    from shoal.launch.join import LAUNCH_FOLDER, is_first, joined_within, local_rank, started_by_others
+    from shoal.launch.join import joined_within
     from shoal.observe.progress import Reporter
 
-    started_by_others()  # gives a task of srun the variables of torchrun
-    first, node = is_first(), Diagnosis(())
+    first, node = place.rank == 0, Diagnosis(())
     if not first:
         show, say = _nothing, _nothing
-    if local_rank() == 0:
+    if place.local_rank == 0:
         node = examine_node(setting, show=show, say=say)
     if not first and LAUNCH_FOLDER not in os.environ:
-        met = reach(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", MEET_WITHIN)
+        met = reach(f"{place.master_addr}:{place.master_port}", MEET_WITHIN)
         if met.status != "ok":
             return _add(node, [replace(met, check="first rank")], show)
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size == 1:
+    if place.world_size == 1:
         return node
     try:
         with joined_within(HANG_TIMEOUT) as ranks:
@@ -77,7 +76,7 @@ def _examine_as_rank(setting: Setting, *, show: Show, say: Say) -> Diagnosis:
             told = gather(json.dumps([asdict(one) for one in mine]), ranks)
             elsewhere = [Finding.from_dict(one) for text in told for one in json.loads(text)]
     except RuntimeError as error:  # of torch.distributed
-        remedy = f"see that all {world_size} processes were started, and that they can reach each other's ports"
+        remedy = f"see that all {place.world_size} processes were started, and that they can reach each other's ports"
         return _add(node, [_ranks_failed(str(error).strip().splitlines()[0], remedy)], show)
     return _add(node, [*elsewhere, *group], show)
 

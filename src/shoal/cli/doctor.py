@@ -1,5 +1,6 @@
 """`shoal doctor`."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -68,6 +69,7 @@ def doctor(
 
 def _is_first() -> bool:
     """Whether this process prints, told without importing torch."""
-    import os
+    from shoal.launch.environment import read_placement
 
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    place = read_placement(os.environ)
+    return place is None or place.rank == 0

@@ -92,7 +92,7 @@ def _run_rank(
     first, world_size = int(os.environ.get("RANK", "0")) == 0, int(os.environ.get("WORLD_SIZE", "1"))
     continues = restarted() or bool(start.overrides) or (meeting is not None and meeting.begun)
     if continues:  # the run folder exists, unless the first attempt died before
-        start, overwrite = replace(start, resume=run.begun, restarted=True), False
+        start, overwrite = replace(start, resume=run.exists, restarted=True), False
     leads = first and not request.launched
     reporter = Reporter(enabled=leads)
     device = inspect_device(choose_device(local_rank()))
