@@ -62,11 +62,10 @@ class Strategy:
 
 ALL = "all"
 FSDP = {"strategy": "fsdp"}
-# Other names of full_shard, zero2 and ddp, and what two others do together: slow.
+OTHER_NAMES = ("zero3", "shard_grad_op", "no_shard")  # of full_shard, zero2 and ddp
+# Those, and what two others do together: slow.
 LIKE_ANOTHER = (
-    "zero3",
-    "shard_grad_op",
-    "no_shard",
+    *OTHER_NAMES,
     "recompute_every_second",
     "wrap_by_size",
     "tp_pp",
@@ -138,7 +137,8 @@ IN_EIGHT_BITS = [
 def cases(strategies: list[Strategy], *, exact: bool) -> list[Any]:
     """In fp32 each strategy on its fewest ranks with Llama, and on its most with Pythia and gradient accumulation. In
     bf16 on its fewest ranks with accumulation, one family after the other. Not slow: in fp32 without accumulation, on
-    up to four ranks. Compiled models, which take longest by far, and eight ranks have one case, in fp32."""
+    up to four ranks. Compiled models, which take longest by far, eight ranks, and other names of a strategy have one
+    case, in fp32."""
     found = []
     for index, strategy in enumerate(strategies):
         small, large = strategy.world_sizes[0], strategy.world_sizes[-1]
@@ -146,10 +146,11 @@ def cases(strategies: list[Strategy], *, exact: bool) -> list[Any]:
         compiles = "compile" in strategy.train  # in bf16: tests/train/test_mixed_precision.py
         few, many = (small, "llama", 1), (large, "pythia", accumulated)
         if exact:
-            chosen = [few] if compiles else [many] if small == 8 else [few, many]
+            once = compiles or strategy.name in OTHER_NAMES
+            chosen = [few] if once else [many] if small == 8 else [few, many]
         else:
             fewest = large if "replicate" in strategy.parallel else small  # on two ranks nothing is sharded
-            once = compiles or small == 8
+            once = compiles or small == 8 or strategy.name in OTHER_NAMES
             chosen = [] if once else [(fewest, ("llama", "pythia")[index % 2], accumulated)]
         for world_size, family, grad_accum_steps in chosen:
             quick = exact and not compiles and world_size < 8 and grad_accum_steps == 1
