@@ -44,10 +44,13 @@ def forecast_run(family: str, kv_heads: int, *, compiled: bool, recompute: str =
 
 
 def saved_per_block(family: str, kv_heads: int, *, recompute: str = "none", backend: str | None = None) -> float:
-    """Bytes saved for the backward pass per block: embedding and head, which save two blocks less than two models with
-    one block and one with two, do not count."""
-    one, two = (_saved_eagerly(shape_of(family, layers, kv_heads)) for layers in (1, 2))
-    return _saved_by_model(shape_of(family, 1, kv_heads), recompute, backend) - (2 * one - two)
+    """Bytes saved for the backward pass per block: without those of embedding, head, and what all blocks share."""
+    one, two = (shape_of(family, layers, kv_heads) for layers in (1, 2))
+    if backend is None:
+        return _saved_by_model(two, recompute, None) - _saved_by_model(one, recompute, None)
+    # The others do not depend on the compiler, so that one block is compiled and not three.
+    others = 2 * _saved_eagerly(one) - _saved_eagerly(two)
+    return _saved_by_model(one, recompute, backend) - others
 
 
 @cache
