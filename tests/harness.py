@@ -147,7 +147,7 @@ def settings(data: Path, **changes: Any) -> dict[str, Any]:
             "workers": 0,
         },
         "train": {
-            "steps": 6,
+            "steps": 4,
             "global_batch": 8,
             "micro_batch": 4,
             "lr": 3e-3,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +32,7 @@ def fake_process_group(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@cache
 def trace_run(world_size: int, shape: str, *overrides: str) -> tuple[ResolvedRun, Traced]:
     """Trace the run of these overrides, by default with one sequence per rank and one gradient accumulation step."""
     global_batch = (

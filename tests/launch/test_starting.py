@@ -68,7 +68,7 @@ def test_a_dry_run_shows_what_would_happen_and_leaves_nothing_behind(instruction
 
 
 def test_a_dry_run_as_json_has_the_same_figures(instructions: Path, tmp_path: Path) -> None:
-    write_config(tmp_path, settings(instructions))
+    write_config(tmp_path, settings(instructions, train__steps=6))
     found = json.loads(forked_shoal(tmp_path, "train", "run.yaml", "--dry-run", "--json").out)
     assert (found["parameters"], found["strategy"], found["grad_accum_steps"], found["steps"]) == (
         31520,

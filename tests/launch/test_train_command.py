@@ -36,7 +36,7 @@ from tests.launch.command import (
     write_config,
 )
 
-STEPS, SAVE_EVERY = 60, 20
+STEPS, SAVE_EVERY = 45, 15
 FEW = 20  # steps of the run that nothing disturbs
 TRAINING_KEYS = {
     "step", "attempt", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "tokens_per_second", "mfu", "memory_gib",

@@ -23,7 +23,7 @@ from shoal.train import build, resolve
 from shoal.train.compare import Comparison
 from shoal.train.hooks import LogInterval, RunStart
 from shoal.train.resolve import forecast_values, machine_of_all, resolve_run
-from tests.harness import lines, run_ranks, settings, slow, train_on
+from tests.harness import lines, reference_run, run_ranks, settings, slow, train_on
 from tests.launch.command import forked_shoal, write_config
 from tests.models.small import MIXTURES, mixture_config
 
@@ -61,8 +61,8 @@ def test_training_executes_the_plan_and_stores_the_users_config(world_size, inst
 
 def test_the_model_is_built_with_what_was_chosen(instructions, tmp_path, monkeypatch):
     """On a device so small that only full activation checkpointing fits; the losses are the same."""
-    reference = train_on(1, settings(instructions, name="reference", train__steps=3), tmp_path)
-    config = settings(instructions, **{**AUTO, "train__micro_batch": 4}, train__steps=3)
+    reference = reference_run(settings(instructions))
+    config = settings(instructions, **{**AUTO, "train__micro_batch": 4})
     tight = machine_at_hand("NVIDIA H200", 0.0, devices=1)
     monkeypatch.setattr(resolve, "machine_of_all", lambda *_: tight)
     given: list[Any] = []
@@ -162,8 +162,8 @@ def test_the_steps_after_warmup_are_measured_and_not_compared_on_a_cpu(instructi
 
 
 @pytest.mark.parametrize(("steps", "every", "measured"), [(4, 1, None), (8, 1, [6, 8]), slow(14, 7, [8, 14])])
-def test_a_short_run_measures_the_steps_it_has(steps, every, measured, instructions, tmp_path):
-    found = plan_of(train_on(1, settings(instructions, train__steps=steps, log__every=every), tmp_path))["measured"]
+def test_a_short_run_measures_the_steps_it_has(steps, every, measured, instructions):
+    found = plan_of(reference_run(settings(instructions, train__steps=steps, log__every=every)))["measured"]
     assert (found and found["steps"]) == measured
 
 

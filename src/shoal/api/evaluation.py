@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.imports import importing
 from shoal.paths import user_path
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ def evaluate(
     report: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
     """Compute loss and perplexity on the run's held-out sequences, or on other data: `["data.path=FILE"]`."""
-    from shoal.use.evaluate import evaluate_run
+    with importing("torch"):
+        from shoal.use.evaluate import evaluate_run
 
     return evaluate_run(user_path(run, "The run"), overrides, step=step, batches=batches, device=device, report=report)
 
@@ -54,7 +56,8 @@ def evaluate_answers(
 
     named = score if isinstance(score, str) else getattr(score, "__name__", "score")
     chosen = load_score(score, allow_code=allow_code) if isinstance(score, str) else score
-    from shoal.use.evaluate_answers import evaluate_answers
+    with importing("torch"):
+        from shoal.use.evaluate_answers import evaluate_answers
 
     return evaluate_answers(
         user_path(run, "The run"),
@@ -88,7 +91,8 @@ def evaluate_tasks(
     report: Callable[[str], None] = lambda _: None,
 ) -> TaskEvaluation:
     """Evaluate a run or a Hugging Face folder on tasks of lm-evaluation-harness, its own or those in `folder`."""
-    from shoal.use.tasks import evaluate_tasks
+    with importing("torch"):
+        from shoal.use.tasks import evaluate_tasks
 
     return evaluate_tasks(
         user_path(run, "The run"),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.imports import importing
 from shoal.paths import user_path
 
 if TYPE_CHECKING:
@@ -29,11 +30,13 @@ def export(
     """
     folder = user_path(run, "The run")
     if adapter:
-        from shoal.convert.peft import export_adapter
+        with importing("torch"):
+            from shoal.convert.peft import export_adapter
 
         output = folder / "adapter" if output is None else user_path(output, "--output")
         return export_adapter(folder, output, step=step, dtype=dtype, report=report)
-    from shoal.convert.export import export_hf
+    with importing("torch"):
+        from shoal.convert.export import export_hf
 
     output = folder / "hf" if output is None else user_path(output, "--output")
     return export_hf(folder, output, step=step, dtype=dtype, report=report)
@@ -54,7 +57,8 @@ def merge(
     `dtype` is by default that of the base. With `compare`, the logits of the merged model are compared with those of
     the run, on `device`.
     """
-    from shoal.use.merge import merge_run
+    with importing("torch"):
+        from shoal.use.merge import merge_run
 
     folder = user_path(run, "The run")
     output = folder / "merged" if output is None else user_path(output, "--output")
@@ -74,7 +78,8 @@ def import_checkpoint(
     `model` is the folder with the config.json and tokenizer of the weights; by default they are looked for next to the
     weights.
     """
-    from shoal.convert.imports import import_hf
+    with importing("torch"):
+        from shoal.convert.imports import import_hf
 
     described = None if model is None else str(model)
     source, output = user_path(source, "The checkpoint"), user_path(output, "OUTPUT")

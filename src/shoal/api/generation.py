@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.imports import importing
 from shoal.paths import user_path
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ def load_run(run: Path | str, *, step: int | None = None, device: str = "auto", 
 
     `dtype` is fp32, bf16 or fp16; by default, that of the saved weights.
     """
-    from shoal.use.load import load_run as load
+    with importing("torch"):
+        from shoal.use.load import load_run as load
 
     return load(user_path(run, "The run"), step=step, device=device, dtype=dtype)
 
@@ -39,7 +41,8 @@ def generate(
     write: Callable[[str], None] = lambda _: None,
 ) -> Generated:
     """Generate text after `prompt`; `write` is called with each chunk as it is generated."""
-    from shoal.use.generate import Sampling, stream
+    with importing("torch"):
+        from shoal.use.generate import Sampling, stream
 
     sampling = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     loaded = load_run(run, step=step, device=device, dtype=dtype) if isinstance(run, Path | str) else run
@@ -65,8 +68,9 @@ def chat(
     dtype: str | None = None,
 ) -> None:
     """Answer `lines` one by one. `write` is called with chunks of the answers; `say`, with notices to the user."""
-    from shoal.use.chat import Chat, converse
-    from shoal.use.generate import Sampling
+    with importing("torch"):
+        from shoal.use.chat import Chat, converse
+        from shoal.use.generate import Sampling
 
     sampling = Sampling(tokens=tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     conversation = Chat(load_run(run, step=step, device=device, dtype=dtype), sampling, say)

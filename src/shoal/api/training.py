@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shoal.config import Config
+from shoal.imports import importing
 from shoal.launch.first_look import check_inputs
 from shoal.paths import user_path
 
@@ -33,7 +34,8 @@ def train(
     `hooks` see the events of the run: see `shoal.train.hooks`. With several devices, start the program with torchrun.
     """
     check_inputs(config, resume=bool(resume))
-    from shoal.launch.run import start
+    with importing("torch"):
+        from shoal.launch.run import start
 
     return start(
         config,
@@ -61,6 +63,7 @@ def plan(config: Config, *, system: str = "shoal") -> Plan:
 def dry_run(config: Config) -> Preview:
     """Preview what `train` would do: counts, batch sizes, the learning rate, the first sequence. Trains nothing."""
     check_inputs(config)
-    from shoal.launch.run import dry_run
+    with importing("torch"):
+        from shoal.launch.run import dry_run
 
     return dry_run(config)

@@ -12,24 +12,27 @@ from pathlib import Path
 from typing import NoReturn
 
 import shoal.launch.interrupts  # noqa: F401
-from shoal.config.load import load_config
-from shoal.config.run import RunDirectory
-from shoal.launch.processes import (
-    FAILED,
-    HUNG,
-    MISTAKE,
-    begin_rank,
-    record_errors,
-    report_failure,
-    report_out_of_memory,
-    report_result,
-)
-from shoal.launch.rank import Request, run_rank, send_output_to
-from shoal.mistakes import RunFailed, UserMistake
-from shoal.resilience.out_of_memory import OutOfMemory
-from shoal.resilience.signals import SAME_REQUEST_FOR_RANKS, StopRequest
-from shoal.train.loop import Summary
-from shoal.train.setup import Start
+from shoal.imports import importing
+
+with importing("torch"):
+    from shoal.config.load import load_config
+    from shoal.config.run import RunDirectory
+    from shoal.launch.processes import (
+        FAILED,
+        HUNG,
+        MISTAKE,
+        begin_rank,
+        record_errors,
+        report_failure,
+        report_out_of_memory,
+        report_result,
+    )
+    from shoal.launch.rank import Request, run_rank, send_output_to
+    from shoal.mistakes import RunFailed, UserMistake
+    from shoal.resilience.out_of_memory import OutOfMemory
+    from shoal.resilience.signals import SAME_REQUEST_FOR_RANKS, StopRequest
+    from shoal.train.loop import Summary
+    from shoal.train.setup import Start
 
 
 @record_errors

@@ -17,6 +17,7 @@ from shoal.catalogue.causal_models import why_not_causal
 from shoal.catalogue.families import ATTENTION_DROPOUT, HIDDEN_DROPOUT, OTHER_DROPOUT
 from shoal.catalogue.shapes import find_shape, grown_vocabulary
 from shoal.config.schema import AdapterConfig, ModelConfig
+from shoal.imports import importing
 from shoal.mistakes import UserMistake
 from shoal.models.adapters import AddedAdapters, add_adapters
 from shoal.models.anatomy import Anatomy, matmul_parameters, read_anatomy
@@ -64,6 +65,7 @@ class Blueprint:
 
 def blueprint(model: ModelConfig) -> Blueprint:
     """Read the model's config. Does not read weights."""
+    _import_transformers()
     if model.shape is not None:
         shape = find_shape(model.shape) if isinstance(model.shape, str) else model.shape.named()
         plan = Blueprint(transformers_config(shape), None)
@@ -90,7 +92,13 @@ def _set_dropout(settings: Any, probability: float) -> None:
 
 def read_blueprint(folder: Path) -> Blueprint:
     """The model that a Hugging Face folder describes."""
+    _import_transformers()
     return Blueprint(read_settings(folder), folder)
+
+
+def _import_transformers() -> None:
+    with importing("transformers.modeling_utils"):
+        import transformers.modeling_utils  # noqa: F401  # what the code of every model imports
 
 
 @dataclass(frozen=True)
