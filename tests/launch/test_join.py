@@ -162,5 +162,21 @@ def test_two_ranks_on_one_gpu_are_refused_also_if_each_sees_only_that_one() -> N
         check_devices([*members, Member(5, "a", "GPU-1")])
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[pair.cc:537] Read error [10.0.0.2]:41187: Connection reset by peer. This is typically caused by",
+        "[pair.cc:547] Connection closed by peer [10.0.0.2]:41187. This is typically caused by",
+    ],
+)
+def test_a_lost_connection_names_the_rank_at_its_other_end(said: str) -> None:
+    meeting = meet(0, free_port())
+    meeting.members = [Member(0, "a", address="10.0.0.1"), Member(1, "b", address="10.0.0.2")]
+    lost = meeting.explain_loss(RuntimeError(said))
+    assert lost is not None
+    assert str(lost).startswith("Rank 1 on b is gone: rank 0 on ")
+    assert meeting.explain_loss(RuntimeError("shape [2]:3 is wrong")) is None
+
+
 def test_the_interface_to_this_node_itself_is_not_loopback() -> None:
     assert interface_to("127.0.0.1") in [None, *(name for _, name in socket.if_nameindex() if name != "lo")]

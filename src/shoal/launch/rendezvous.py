@@ -32,8 +32,9 @@ POLL = 0.05
 ANSWER_WITHIN = 3.0
 # In the store of torchrun's agent, which outlives its attempts: this job has begun its run.
 BEGUN = "shoal/begun"
-# What gloo says of a peer that has died.
-_LOST = re.compile(r"(?:closed by|reset by|onnection to) (?:peer|remote)[^\[]*\[([0-9a-fA-F.:]+)\]")
+# What gloo says of a peer that has died, and where it names it.
+_LOST = re.compile(r"closed by peer|reset by peer|Broken pipe")
+_PEER = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,9 @@ class Meeting:
 
     def explain_loss(self, error: Exception) -> RunFailed | None:
         """A sentence for a lost connection that names the rank at its other end; None for any other error."""
-        lost = _LOST.search(str(error))
-        peers = [one for one in self.members if lost is not None and one.address == lost[1]]
-        peers = [one for one in peers if one.rank != self.place.rank]
+        peer = _PEER.search(str(error)) if _LOST.search(str(error)) else None
+        others = [one for one in self.members if one.rank != self.place.rank]
+        peers = [one for one in others if peer is not None and one.address == peer[1]]
         if not peers:
             return None
         ranks = ", ".join(str(one.rank) for one in peers)
