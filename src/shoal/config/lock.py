@@ -39,10 +39,9 @@ def locked(file: Path, *, otherwise: str) -> Iterator[None]:
         if _is(file, opened):
             break
         opened.close()  # its holder removed it after this process had opened it: a lock that no third process sees
-    with suppress(OSError):  # for `holder`; a full disk does not unlock it
-        opened.truncate(0)
-        opened.write(f"{os.getpid()} {socket.gethostname()}\n")
-        opened.flush()
+    with suppress(OSError):  # for `holder`; unbuffered, or closing the file would try again on a full disk
+        os.ftruncate(opened.fileno(), 0)
+        os.write(opened.fileno(), f"{os.getpid()} {socket.gethostname()}\n".encode())
     try:
         yield
     finally:
