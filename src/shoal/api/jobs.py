@@ -10,7 +10,7 @@ from shoal.config import Config
 from shoal.paths import user_path
 
 if TYPE_CHECKING:
-    from shoal.launch.schedulers import Submitted
+    from shoal.launch.cluster.schedulers import Submitted
     from shoal.launch.status import RunStatus
 
 
@@ -19,7 +19,7 @@ def submit(
 ) -> Submitted:
     """Submit a run to a scheduler. With `dry_run`, or if it does not fit by the forecast and `anyway` is not set, the
     job is only rendered, and the result has no job ID."""
-    from shoal.launch.schedulers import submit
+    from shoal.launch.cluster.schedulers import submit
 
     return submit(config, to=to, resume=resume, dry_run=dry_run, anyway=anyway)
 

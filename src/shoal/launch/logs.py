@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.run import RunDirectory
-from shoal.launch.jobs import read_records
+from shoal.launch.cluster.jobs import read_records
 from shoal.launch.status import RunStatus
 from shoal.mistakes import UserMistake
 from shoal.observe.progress import format_metrics

@@ -13,10 +13,10 @@ from shoal.checkpoint.store import list_complete
 from shoal.config.lock import holder
 from shoal.config.replaced import is_run
 from shoal.config.run import RunDirectory
-from shoal.launch.jobs import JobRecord, JobState, read_records
+from shoal.launch.cluster.jobs import JobRecord, JobState, read_records
+from shoal.launch.cluster.schedulers import find_scheduler
+from shoal.launch.cluster.submission import stopped_file
 from shoal.launch.outcome import Outcome, read_outcome
-from shoal.launch.schedulers import find_scheduler
-from shoal.launch.submission import stopped_file
 from shoal.mistakes import UserMistake, suggestion
 from shoal.observe.metrics import read_lines
 

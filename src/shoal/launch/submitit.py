@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.config.load import config_from_mapping, config_values, load_config
 from shoal.config.schema import Config
-from shoal.launch.slurm_commands import run_slurm
+from shoal.launch.cluster.slurm_commands import run_slurm
 from shoal.mistakes import UserMistake
 
 # Set by submitit in the processes that it starts.

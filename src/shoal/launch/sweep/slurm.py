@@ -12,11 +12,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.config.schema import Config, HardwareConfig, SlurmConfig
-from shoal.launch import slurm
-from shoal.launch.jobs import JobRecord, write_record
-from shoal.launch.slurm_commands import run_slurm
-from shoal.launch.slurm_script import batch_options, check_time_to_save, escaped, preparation, requeueing, task_command
-from shoal.launch.submission import Submission, forecast, prepare, write_run
+from shoal.launch.cluster import slurm
+from shoal.launch.cluster.jobs import JobRecord, write_record
+from shoal.launch.cluster.slurm_commands import run_slurm
+from shoal.launch.cluster.slurm_script import (
+    batch_options,
+    check_time_to_save,
+    escaped,
+    preparation,
+    requeueing,
+    task_command,
+)
+from shoal.launch.cluster.submission import Submission, forecast, prepare, write_run
 from shoal.launch.sweep.members import Base
 from shoal.launch.sweep.results import last_sentence
 from shoal.launch.sweep.state import Entry, Sweep

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from shoal.config.schema import Config
-from shoal.launch.submission import Submission
+from shoal.launch.cluster.submission import Submission
 from shoal.mistakes import UserMistake
 from shoal.resilience.signals import STOPPED_FILE
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from shoal.config.schema_slurm import read_time
-from shoal.launch.slurm_commands import run_slurm
+from shoal.launch.cluster.slurm_commands import run_slurm
 
 _FORMAT = "%P|%D|%c|%m|%l|%G|%f"
 _GPU = re.compile(r"gpu(?::(?P<kind>[^:(,]+))??:(?P<count>\d+)")

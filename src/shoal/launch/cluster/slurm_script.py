@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.launch.submission import Submission
+from shoal.launch.cluster.submission import Submission
 from shoal.mistakes import UserMistake
 from shoal.resilience.signals import STOPPED_FILE
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import Config
-from shoal.launch.elsewhere import (
+from shoal.launch.cluster.elsewhere import (
     ask,
     dns_name,
     mounted,
@@ -21,8 +21,8 @@ from shoal.launch.elsewhere import (
     settle_without_cluster,
     write_manifest,
 )
-from shoal.launch.jobs import JobState
-from shoal.launch.submission import Submission
+from shoal.launch.cluster.jobs import JobState
+from shoal.launch.cluster.submission import Submission
 from shoal.mistakes import UserMistake
 
 FILE = "jobset.yaml"

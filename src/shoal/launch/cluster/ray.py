@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import Config
-from shoal.launch.elsewhere import ask, dns_name, settle_without_cluster
-from shoal.launch.jobs import JobState
-from shoal.launch.submission import Submission
+from shoal.launch.cluster.elsewhere import ask, dns_name, settle_without_cluster
+from shoal.launch.cluster.jobs import JobState
+from shoal.launch.cluster.submission import Submission
 from shoal.mistakes import UserMistake
 
 FILE = "train_ray.py"
@@ -43,7 +43,7 @@ def render(submission: Submission) -> str:
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from shoal.launch.ray_worker import train
+from shoal.launch.cluster.ray_worker import train
 
 trainer = TorchTrainer(
     train,

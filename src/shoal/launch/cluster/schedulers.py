@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from shoal.config.schema import Config
-from shoal.launch.jobs import JobRecord, JobState, read_records, write_record
-from shoal.launch.submission import Submission, check_run, forecast, prepare, write_run
+from shoal.launch.cluster.jobs import JobRecord, JobState, read_records, write_record
+from shoal.launch.cluster.submission import Submission, check_run, forecast, prepare, write_run
 from shoal.mistakes import UserMistake, suggestion
 from shoal.plan.report import Plan
 
 # A line per scheduler: the module has the functions of `Scheduler`, and is imported when it is used.
 SCHEDULERS = {
-    "slurm": "shoal.launch.slurm",
-    "kubernetes": "shoal.launch.kubernetes",
-    "skypilot": "shoal.launch.skypilot",
-    "ray": "shoal.launch.ray",
+    "slurm": "shoal.launch.cluster.slurm",
+    "kubernetes": "shoal.launch.cluster.kubernetes",
+    "skypilot": "shoal.launch.cluster.skypilot",
+    "ray": "shoal.launch.cluster.ray",
 }
 
 

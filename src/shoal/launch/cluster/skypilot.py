@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.schema import Config
-from shoal.launch.elsewhere import ask, dns_name, mounted, mounts, node_script, settle_without_cluster, write_manifest
-from shoal.launch.jobs import JobState
-from shoal.launch.submission import Submission
+from shoal.launch.cluster.elsewhere import (
+    ask,
+    dns_name,
+    mounted,
+    mounts,
+    node_script,
+    settle_without_cluster,
+    write_manifest,
+)
+from shoal.launch.cluster.jobs import JobState
+from shoal.launch.cluster.submission import Submission
 from shoal.mistakes import UserMistake
 
 FILE = "skypilot.yaml"

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from shoal.catalogue.gpus import recognize
 from shoal.config.schema import Config
-from shoal.launch.jobs import JobState
-from shoal.launch.slurm_cluster import Nodes, partition_names, read_cluster
-from shoal.launch.slurm_commands import run_slurm
-from shoal.launch.slurm_script import render_script
-from shoal.launch.submission import CPU, Submission
+from shoal.launch.cluster.jobs import JobState
+from shoal.launch.cluster.slurm_cluster import Nodes, partition_names, read_cluster
+from shoal.launch.cluster.slurm_commands import run_slurm
+from shoal.launch.cluster.slurm_script import render_script
+from shoal.launch.cluster.submission import CPU, Submission
 from shoal.mistakes import UserMistake, suggestion
 
 FILE = "job.sbatch"
