@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +30,7 @@ def running(watchdog: Watchdog) -> Iterator[Watchdog]:
     watchdog.stop(failed=True)
 
 
-def hang(folder: Path, act: Callable[[int], None]) -> tuple[str, dict[int, str]]:
+def hang(folder: Path, act: Callable[[int], None], *, one_node: bool = True) -> tuple[str, dict[int, str]]:
     """The watchdog's message and each rank's stacks when three ranks do `act` instead of their next step."""
     said = folder / "said"
 
@@ -38,7 +40,7 @@ def hang(folder: Path, act: Callable[[int], None]) -> tuple[str, dict[int, str]]
                 folder / "hang",
                 ranks,
                 1.0,
-                heartbeats=heartbeat_file(),
+                heartbeats=heartbeat_file() if one_node else None,
                 tell=lambda text: said.write_text(text) and None,
             )
             with running(watchdog):
@@ -79,6 +81,23 @@ def test_a_stopped_rank_is_reported_and_killed(tmp_path):
 
     said, stacks = hang(tmp_path, act)
     assert said.startswith("The run made no progress for 1 s: rank 0 is stopped; it was training after step 7.")
+    assert set(stacks) == {1, 2}
+
+
+def test_a_stopped_rank_of_another_node_is_reported_with_its_host_and_its_activity(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.resilience.watchdog.GRACE", 1.0)
+
+    def act(rank: int) -> None:
+        if rank == 0:
+            time.sleep(0.6)  # for a sign of life
+            subprocess.Popen(["sh", "-c", f"sleep 5; kill -9 {os.getpid()}"])  # which its own node would do
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.all_reduce(torch.ones(5))
+
+    said, stacks = hang(tmp_path, act, one_node=False)
+    host = socket.gethostname()
+    expected = f"The run made no progress for 1 s: rank 0 on {host} does not respond; it was training after step 7."
+    assert said.startswith(expected)
     assert set(stacks) == {1, 2}
 
 

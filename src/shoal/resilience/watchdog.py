@@ -4,6 +4,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from shoal.resilience.heartbeat import DEAD, ENDED, STOPPED, Heartbeats
 
 FAILED, VERDICT = 1, "verdict.txt"
 GRACE = 5.0  # seconds for a rank to write its report
+SIGN_EVERY = 10.0  # seconds between signs of life for ranks of other nodes, which cannot read the heartbeats here
 SURVIVE_A_PEER = 5.0  # seconds for a rank to fail by itself, with a better message, after another died
 
 
@@ -51,6 +53,8 @@ class Watchdog:
         self._last: float | None = None  # None: paused. The first step compiles and may take longer
         self._longest = 0.0  # between two heartbeats
         self._over = threading.Event()
+        self._signs = min(SIGN_EVERY, timeout / 4) if ranks.world_size > 1 and not self.heartbeats.shared else None
+        self._last_sign = 0.0
 
     def start(self) -> None:
         self.heartbeats.write(0, "starting")
@@ -62,6 +66,9 @@ class Watchdog:
     def stop(self, *, failed: bool) -> None:
         """Unless it `failed`, this rank is done, and its exit is not a failure."""
         self._over.set()
+        with suppress(OSError):
+            self._sign(self.ranks.rank).unlink(missing_ok=True)
+            self.folder.rmdir()  # unless it holds anything
         if not failed:
             self.heartbeats.write(self.heartbeats.read(self.ranks.rank).step, ENDED)
 
@@ -81,6 +88,9 @@ class Watchdog:
         died_at: float | None = None
         while not self._over.wait(min(1.0, self.timeout / 10)):
             now = time.monotonic()
+            if self._signs is not None and now - self._last_sign > self._signs:
+                self._last_sign = now
+                self._leave_sign()
             if self._last is not None and now - self._last > self.timeout:
                 self._end_the_run()
             # A collective with a dead rank never returns on some devices, and then signals are not handled either.
@@ -88,6 +98,13 @@ class Watchdog:
                 died_at = now
             if died_at is not None and now - died_at > SURVIVE_A_PEER:
                 os._exit(FAILED)
+
+    def _leave_sign(self) -> None:
+        heartbeat = self.heartbeats.read(self.ranks.rank)
+        sign = {"host": socket.gethostname(), "step": heartbeat.step, "doing": heartbeat.activity}
+        with suppress(OSError):
+            self.folder.mkdir(exist_ok=True)
+            self._sign(self.ranks.rank).write_text(json.dumps(sign))
 
     def _peer_died(self) -> bool:
         return any(self.heartbeats.read(rank).died for rank in range(self.ranks.world_size) if rank != self.ranks.rank)
@@ -113,6 +130,7 @@ class Watchdog:
         """Write the stacks and collectives of this rank. A disk that cannot be written is ignored."""
         heartbeat, collectives = self.heartbeats.read(self.ranks.rank), last_collectives()
         report = {
+            "host": socket.gethostname(),
             "step": heartbeat.step,
             "doing": heartbeat.activity,
             "stood_still_at": time.time() - (time.monotonic() - heartbeat.when),
@@ -132,6 +150,9 @@ class Watchdog:
 
     def _report(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.json"
+
+    def _sign(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05d}.alive"
 
     def _where(self) -> str:
         """The innermost line of shoal in the main thread's stack, else the innermost line of any code."""
@@ -179,14 +200,18 @@ class Watchdog:
             known = " does not respond"
             if last.process:
                 known = f" {last.state}; it was {last.activity} after step {last.step}"
+            with suppress(OSError, ValueError, KeyError):
+                sign = json.loads(self._sign(silent[0]).read_text())
+                known = f" on {sign['host']}{known}; it was {sign['doing']} after step {sign['step']}"
             more = f" (and {len(silent) - 1} more)" if len(silent) > 1 else ""
             return f"{hung}: rank {silent[0]}{more}{known}. {stacks}"
         found = find_missing_rank({rank: report["collectives"] for rank, report in reports.items()})
         rank = found[0] if found else min(reports, key=lambda one: float(reports[one]["stood_still_at"]))
         report = reports[rank]
+        host = f" on {report['host']}" if len({one["host"] for one in reports.values()}) > 1 else ""
         missing = f" has not reached {found[1]}, in which others wait" if found else " was the first to hang"
         return (
-            f"{hung}: rank {rank}{missing}; it was {report['doing']} after step {report['step']}, at "
+            f"{hung}: rank {rank}{host}{missing}; it was {report['doing']} after step {report['step']}, at "
             f"{report['where']}. {stacks}"
         )
 
