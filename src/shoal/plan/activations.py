@@ -91,7 +91,7 @@ def _norms(run: Run, tokens: float) -> list[Term]:
         # Eager RMSNorm saves an fp32 copy of its input and, if its scale is trained, the normalized input too.
         each = 4.0 + (stream if run.trained.blocks else 0)
     both = 2 * each
-    if run.recomputes_cheap and shape.traits.parallel_residual and shape.parallel_residual:
+    if run.recomputes_cheap and stream > itemsize and shape.traits.parallel_residual and shape.parallel_residual:
         both = stream  # attention and MLP read norms of the same input, from which both are recomputed
     found = [leaf("norm inputs", tokens * shape.hidden * both)]
     if shape.traits.head_norms:
