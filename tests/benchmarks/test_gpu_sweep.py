@@ -82,9 +82,10 @@ def test_measurements_are_compared_with_the_forecast_of_this_code() -> None:
 
 def test_the_summary_names_the_worst_row_of_all_and_of_those_held_out() -> None:
     rows = [Compared("a", "reserved_gib", 1.1, 1.0, False), Compared("b", "reserved_gib", 0.98, 1.0, True)]
-    found = summarize(rows)
+    recorded = [rows[0], Compared("b", "reserved_gib", 0.98, 0.9, True)]
+    found = summarize(rows, recorded)
     assert found["reserved GiB, all rows"] == {"rows": 2, "median": 0.06, "bias": 0.04, "worst": 0.1, "worst_row": "a"}
-    assert found["reserved GiB, held out"]["worst"] == -0.02
+    assert found["reserved GiB, held out, as recorded"]["worst"] == 0.0889
 
 
 def test_a_failure_does_not_replace_a_measurement(tmp_path: Path) -> None:

@@ -34,16 +34,18 @@ def write_records(path: Path, records: Records) -> None:
     """Write atomically, in the order of the table."""
     names = {row.name: index for index, row in enumerate(ROWS)}
     rows = sorted(records.values(), key=lambda record: names.get(record["row"], len(names)))
-    content = {"summary": summarize(compare(rows)), "rows": rows}
+    content = {"summary": summarize(compare(rows), compare(rows, recorded=True)), "rows": rows}
     new = path.with_suffix(".new")
     new.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     new.replace(path)
 
 
-def summarize(compared: list[Compared]) -> dict[str, Any]:
-    """Median and worst error of every figure, of all rows and of those that are held out."""
+def summarize(compared: list[Compared], recorded: list[Compared]) -> dict[str, Any]:
+    """Median and worst error of every figure: of all rows, and of those that are held out as they were forecast when
+    they were measured, since constants may have changed because of them."""
     found: dict[str, Any] = {}
-    for title, some in (("all rows", compared), ("held out", [one for one in compared if one.held_out])):
+    held_out = [one for one in recorded if one.held_out]
+    for title, some in (("all rows", compared), ("held out, as recorded", held_out)):
         for figure in FIGURES:
             errors = [one for one in some if one.figure == figure]
             if errors:
@@ -60,14 +62,15 @@ def summarize(compared: list[Compared]) -> dict[str, Any]:
 
 def markdown(records: Records, *, recorded: bool = False) -> str:
     """Summary and table."""
-    compared = compare(list(records.values()), recorded=recorded)
-    return "\n".join([*_summary_lines(compared), *_row_lines(records, compared), *_failures(records)]) + "\n"
+    before = compare(list(records.values()), recorded=True)
+    compared = before if recorded else compare(list(records.values()))
+    return "\n".join([*_summary_lines(compared, before), *_row_lines(records, compared), *_failures(records)]) + "\n"
 
 
-def _summary_lines(compared: list[Compared]) -> Iterator[str]:
+def _summary_lines(compared: list[Compared], recorded: list[Compared]) -> Iterator[str]:
     yield "| measured / forecast − 1 | rows | median | bias | worst | worst row |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    for name, one in summarize(compared).items():
+    for name, one in summarize(compared, recorded).items():
         yield (
             f"| {name} | {one['rows']} | {one['median']:.1%} | {one['bias']:+.1%} | {one['worst']:+.1%} | "
             f"{one['worst_row']} |"

@@ -151,6 +151,25 @@ def report_failure(kind: str, sentence: str) -> None:
     write_atomically(Path(os.environ[LAUNCH_FOLDER]) / name, sentence)
 
 
+def measure_as_worker(measure: Callable[[], Mapping[str, Any] | None]) -> NoReturn:
+    """The main function of a rank that measures and does not train. What `measure` returns on rank 0 is the result."""
+    begin_rank()
+    # Standard output belongs to the launcher: redirect what libraries print.
+    os.dup2(2, 1)
+    # The launcher reports the error of the rank that failed first, once.
+    sys.excepthook = lambda *_: None
+    try:
+        result = measure()
+        if result is not None:
+            report_result(result)
+    except UserMistake as mistake:
+        report_failure(MISTAKE, str(mistake))
+        sys.exit(2)
+    # As in `launch.worker`: PyTorch threads can abort an interpreter that exits normally.
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def report_out_of_memory(found: Mapping[str, Any]) -> None:
     """On a rank that ran out of memory."""
     report_failure(OUT_OF_MEMORY, json.dumps(found))

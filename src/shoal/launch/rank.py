@@ -67,8 +67,59 @@ def run_rank(
     the process group still exists: destroying it may fail.
     """
     meeting = open_meeting()
+    with failures_told(meeting, request):
+        run, start, overwrite = request.run, request.start, request.overwrite
+        first, world_size = int(os.environ.get("RANK", "0")) == 0, int(os.environ.get("WORLD_SIZE", "1"))
+        continues = restarted() or bool(start.overrides) or (meeting is not None and meeting.begun)
+        if continues:  # the run folder exists, unless the first attempt died before
+            start, overwrite = replace(start, resume=run.exists, restarted=True), False
+        leads = first and not request.launched
+        reporter = Reporter(enabled=leads)
+        device = inspect_device(choose_device(local_rank()))
+        asked = with_global_batch(request.config, world_size)
+        asked = settle_adapter(asked, run, resume=start.resume)
+        config = settle_precision(asked, run, device, resume=start.resume)
+        if leads:
+            warn_of_settings(config, world_size, reporter)
+            check_folder(request, config, reporter, resume=start.resume, overwrite=overwrite)
+        inputs = read_inputs(config, reporter)
+        # Only rank 0 verifies the checkpoint, because that hashes every file.
+        checkpoint = start.checkpoint if leads else None
+        checked = preflight(
+            config, inputs, world_size, device, overrides=start.overrides, start_from=checkpoint, resume=start.resume
+        )
+        # Before the others are joined: they wait for rank 0, which writes first.
+        folder = (
+            own_folder(request, config, inputs, reporter, resume=start.resume, overwrite=overwrite)
+            if leads
+            else nullcontext()
+        )
+        with closing(inputs.sets), folder, joined(config, meeting) as ranks:
+            config = with_precision(asked, ranks.broadcast(config.train.precision))  # GPUs may differ
+            checked = checked.agree(config, ranks, start.overrides)
+            if not request.launched:
+                if first:
+                    run.create(config, overwrite=overwrite, say=reporter.say)
+                    if meeting is not None:
+                        meeting.begin()
+                ranks.barrier()
+                if not first:
+                    send_output_to(run.logs / f"rank-{ranks.rank}.log")
+            context = LaunchContext(heartbeat_file(), tell)
+            try:
+                summary = train(checked, run, ranks, start, stop=stop, context=context, hooks=request.hooks)
+                on_summary(summary)
+                return summary
+            except OutOfMemory as failure:
+                on_out_of_memory(failure)
+                raise
+
+
+@contextmanager
+def failures_told(meeting: Meeting | None, request: Request) -> Iterator[None]:
+    """Ranks that wait for this one learn why it failed, and a lost connection is explained by the rank that is gone."""
     try:
-        return _run_rank(request, meeting, stop, tell, on_summary, on_out_of_memory)
+        yield
     except (UserMistake, RunFailed) as failure:
         if meeting is not None:
             meeting.fail(str(failure))
@@ -78,61 +129,6 @@ def run_rank(
         if not request.launched and meeting is not None and (lost := meeting.explain_loss(error)) is not None:
             raise lost from None
         raise
-
-
-def _run_rank(
-    request: Request,
-    meeting: Meeting | None,
-    stop: StopRequest | None,
-    tell: Callable[[str], None],
-    on_summary: Callable[[Summary], None],
-    on_out_of_memory: Callable[[OutOfMemory], None],
-) -> Summary:
-    run, start, overwrite = request.run, request.start, request.overwrite
-    first, world_size = int(os.environ.get("RANK", "0")) == 0, int(os.environ.get("WORLD_SIZE", "1"))
-    continues = restarted() or bool(start.overrides) or (meeting is not None and meeting.begun)
-    if continues:  # the run folder exists, unless the first attempt died before
-        start, overwrite = replace(start, resume=run.exists, restarted=True), False
-    leads = first and not request.launched
-    reporter = Reporter(enabled=leads)
-    device = inspect_device(choose_device(local_rank()))
-    asked = with_global_batch(request.config, world_size)
-    asked = settle_adapter(asked, run, resume=start.resume)
-    config = settle_precision(asked, run, device, resume=start.resume)
-    if leads:
-        warn_of_settings(config, world_size, reporter)
-        check_folder(request, config, reporter, resume=start.resume, overwrite=overwrite)
-    inputs = read_inputs(config, reporter)
-    # Only rank 0 verifies the checkpoint, because that hashes every file.
-    checkpoint = start.checkpoint if leads else None
-    checked = preflight(
-        config, inputs, world_size, device, overrides=start.overrides, start_from=checkpoint, resume=start.resume
-    )
-    # Before the others are joined: they wait for rank 0, which writes first.
-    folder = (
-        own_folder(request, config, inputs, reporter, resume=start.resume, overwrite=overwrite)
-        if leads
-        else nullcontext()
-    )
-    with closing(inputs.sets), folder, joined(config, meeting) as ranks:
-        config = with_precision(asked, ranks.broadcast(config.train.precision))  # GPUs may differ
-        checked = checked.agree(config, ranks, start.overrides)
-        if not request.launched:
-            if first:
-                run.create(config, overwrite=overwrite, say=reporter.say)
-                if meeting is not None:
-                    meeting.begin()
-            ranks.barrier()
-            if not first:
-                send_output_to(run.logs / f"rank-{ranks.rank}.log")
-        context = LaunchContext(heartbeat_file(), tell)
-        try:
-            summary = train(checked, run, ranks, start, stop=stop, context=context, hooks=request.hooks)
-            on_summary(summary)
-            return summary
-        except OutOfMemory as failure:
-            on_out_of_memory(failure)
-            raise
 
 
 def settle_precision(config: Config, run: RunDirectory, device: Device, *, resume: bool) -> Config:
