@@ -1,13 +1,31 @@
-"""Metric sinks. `metrics.jsonl` always, one object per line, append-only; others as `log.to` says."""
+"""`metrics.jsonl`, one object per line and append-only, and `metrics.csv`: writers and readers."""
 
 import csv
+import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from shoal.files import write_atomically
+
 Line = Mapping[str, float | int | None]
+
+
+@dataclass(frozen=True)
+class About:
+    """What a sink is told of the run."""
+
+    run: Path
+    name: str
+    config: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    step: int  # of the checkpoint that the run continues from; 0: a new run
+    wandb: Mapping[str, str | None]
+    mlflow: Mapping[str, str | None]
+    newest_step: int = 0  # in `metrics.jsonl` when the run starts: one that was killed continues from an earlier one
 
 
 class Sink(Protocol):
@@ -29,7 +47,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
-        self._unwritten = b"\n" if _ends_within_a_line(path) else b""
+        self._unwritten = b"\n" if ends_within_a_line(path) else b""
 
     def write(self, line: Line) -> None:
         self._unwritten += json.dumps(dict(line)).encode() + b"\n"
@@ -47,64 +65,54 @@ class JsonLines:
 
 
 class Csv:
-    """Training metrics in `metrics.csv`, evaluation metrics in `evaluation.csv`: their columns differ."""
+    """Training metrics in `metrics.csv`, evaluation metrics in `evaluation.csv`: their columns differ. A file of a
+    run that began without a column is written anew with it."""
 
     name = "metrics.csv"
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, tuple[IO[str], Any]] = {}
+        self._files: dict[str, tuple[IO[str], list[str]]] = {}
 
     def write(self, line: Line) -> None:
         name = "evaluation.csv" if "eval_loss" in line else "metrics.csv"
-        if name not in self._files:
-            path = self.folder / name
-            new = not path.exists() or not path.stat().st_size
-            cut = _ends_within_a_line(path)
-            file = path.open("a", buffering=1, newline="")
-            file.write("\n" * cut)
-            writer = csv.DictWriter(file, fieldnames=list(line), extrasaction="ignore")
-            if new:
-                writer.writeheader()
-            self._files[name] = (file, writer)
-        self._files[name][1].writerow(dict(line))
+        file, columns = self._files.get(name) or self._open(name)
+        if missing := [key for key in line if key not in columns]:
+            file.close()
+            columns = [*columns, *missing]
+            _add_columns(self.folder / name, columns)
+            file = (self.folder / name).open("a", buffering=1, newline="")
+        self._files[name] = (file, columns)
+        csv.DictWriter(file, fieldnames=columns).writerow(dict(line))
+
+    def _open(self, name: str) -> tuple[IO[str], list[str]]:
+        path = self.folder / name
+        columns = []
+        if path.is_file():
+            with path.open(newline="", errors="replace") as file:
+                columns = next(csv.reader(file), [])
+        cut = ends_within_a_line(path)
+        writing = path.open("a", buffering=1, newline="")
+        writing.write("\n" * cut)
+        return writing, columns
 
     def close(self) -> None:
         for file, _ in self._files.values():
             file.close()
 
 
-class TensorBoard:
-    name = "tensorboard"
-
-    def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder))
-
-    def write(self, line: Line) -> None:
-        step = line["step"]
-        for name, value in line.items():
-            if name not in ("step", "attempt") and value is not None:
-                group = "eval" if name.startswith("eval_") else "train"
-                self._writer.add_scalar(f"{group}/{name}", value, step)
-
-    def close(self) -> None:
-        self._writer.close()
+def _add_columns(path: Path, columns: list[str]) -> None:
+    with path.open(newline="", errors="replace") as file:
+        found = list(csv.DictReader(file))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=columns, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(found)
+    write_atomically(path, text.getvalue())
 
 
-def open_sinks(names: Sequence[str], run: Path) -> list[Sink]:
-    """The sinks of `log.to`, and `metrics.jsonl`."""
-    sinks: list[Sink] = [JsonLines(run / "metrics.jsonl")]
-    for name in names:
-        if name == "tensorboard":
-            sinks.append(TensorBoard(run / "logs" / "tensorboard"))
-        elif name == "csv":
-            sinks.append(Csv(run))
-    return sinks
-
-
-def _ends_within_a_line(path: Path) -> bool:
+def ends_within_a_line(path: Path) -> bool:
+    """Whether the last line of a file was cut."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -1,0 +1,197 @@
+"""The charts of runs as data for `pages/charts.js`: series over steps, tokens and hours, thinned for a screen.
+
+One run has several series in a chart, such as training and evaluation loss; of several runs, each has one.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.observe.run_reader import RunRecord, Values, number
+
+MOST_POINTS = 400  # of a series
+MOST_OTHERS = 8  # charts of metrics that are not listed here
+FAULTS = ("restart", "fault", "stop")  # events that are marked in the charts of one run
+
+Chart = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric with a chart of its own, or a line in one that is shared."""
+
+    metric: str
+    label: str
+    chart: str
+    evaluation: bool = False
+
+
+# The charts in their order, with the format of their values.
+CHARTS = {
+    "loss": ("Loss", "number"),
+    "lr": ("Learning rate", "small"),
+    "grad_norm": ("Gradient norm", "number"),
+    "speed": ("Throughput in tokens/s", "tokens"),
+    "mfu": ("MFU", "percent"),
+    "memory": ("Memory per device", "gib"),
+    "seconds": ("Time per step", "seconds"),
+    "utilization": ("GPU utilization", "whole_percent"),
+    "power": ("Power", "watts"),
+    "temperature": ("Temperature", "celsius"),
+}
+CURVES = (
+    Curve("loss", "training", "loss"),
+    Curve("eval_loss", "evaluation", "loss", evaluation=True),
+    Curve("lr", "learning rate", "lr"),
+    Curve("grad_norm", "gradient norm", "grad_norm"),
+    Curve("tokens_per_second", "tokens/s", "speed"),
+    Curve("mfu", "MFU", "mfu"),
+    Curve("memory_gib", "allocated", "memory"),
+    Curve("reserved_gib", "reserved", "memory"),
+    Curve("seconds", "step", "seconds"),
+    Curve("data_seconds", "waiting for data", "seconds"),
+    Curve("communication_seconds", "exposed communication", "seconds"),
+    Curve("save_seconds", "waiting for checkpoints", "seconds"),
+    Curve("gpu_utilization", "GPU utilization", "utilization"),
+    Curve("power_watts", "power", "power"),
+    Curve("temperature_celsius", "temperature", "temperature"),
+)
+# Not metrics, or shown elsewhere. Perplexity is the loss again.
+NOT_DRAWN = {"step", "attempt", "time", "tokens", "loss_tokens", "skipped", "eval_perplexity", "memory_total_gib"}
+
+
+def charts_of(run: RunRecord) -> list[Chart]:
+    """The charts of one run."""
+    axis = Axis(run)
+    drawn = [
+        _chart(name, title, form, [_series(run, axis, curve, curve.label) for curve in CURVES if curve.chart == name])
+        for name, (title, form) in CHARTS.items()
+    ]
+    drawn += [
+        _chart(metric, _title(metric), "number", [_series(run, axis, curve, curve.label)])
+        for metric in _others([run])
+        for curve in [Curve(metric, _title(metric), metric, evaluation=metric.startswith("eval_"))]
+    ]
+    forecast = number(run.planned("forecast", "memory", "allocated_gib"))
+    for chart in drawn:
+        chart["marks"] = _marks(run, axis)
+        if chart["id"] == "memory" and forecast is not None and not _on_cpu(run):
+            chart["levels"] = [{"label": "forecast", "y": forecast}]
+    return [chart for chart in drawn if chart["series"]]
+
+
+def compared_charts(runs: Sequence[tuple[str, RunRecord]]) -> list[Chart]:
+    """The charts of several runs, with one line each: for a shared chart that of its first metric."""
+    axes = {label: Axis(run) for label, run in runs}
+
+    def draw(name: str, title: str, form: str, curve: Curve) -> Chart:
+        found = []
+        for index, (label, run) in enumerate(runs):
+            found += [{**one, "colour": index} for one in [_series(run, axes[label], curve, label)] if one["y"]]
+        return _chart(name, title, form, found)
+
+    drawn = []
+    for name, (title, form) in CHARTS.items():
+        first = next(curve for curve in CURVES if curve.chart == name)
+        drawn.append(draw(name, title, form, first))
+        if name == "loss":
+            drawn.append(draw("eval_loss", "Evaluation loss", form, CURVES[1]))
+    for metric in _others([run for _, run in runs]):
+        curve = Curve(metric, _title(metric), metric, evaluation=metric.startswith("eval_"))
+        drawn.append(draw(metric, _title(metric), "number", curve))
+    return [chart for chart in drawn if chart["series"]]
+
+
+class Axis:
+    """Where a step is on the axes: its tokens and its hours since the run's start."""
+
+    def __init__(self, run: RunRecord) -> None:
+        times = [
+            found for one in (*run.events[:1], *run.training[:1]) if (found := number(one.get("time"))) is not None
+        ]
+        self.start = min(times) if times else None
+        self._steps = [one["step"] for one in run.training]
+        self._training = run.training
+
+    def place(self, line: Values) -> tuple[float, float | None, float | None]:
+        tokens = number(line.get("tokens"))
+        if tokens is None:  # of an evaluation: as after the training step before it
+            index = bisect_right(self._steps, line["step"]) - 1
+            tokens = number(self._training[index].get("tokens")) if index >= 0 else 0
+        seconds = number(line.get("time"))
+        hours = None if seconds is None or self.start is None else (seconds - self.start) / 3600
+        return line["step"], tokens, hours
+
+
+def _series(run: RunRecord, axis: Axis, curve: Curve, label: str) -> Chart:
+    lines = run.evaluations if curve.evaluation else run.training
+    points = [(line, value) for line in lines if (value := number(line.get(curve.metric))) is not None]
+    kept = [points[index] for index in thinned([value for _, value in points])]
+    places = [axis.place(line) for line, _ in kept]
+    return {
+        "label": label,
+        "points": curve.evaluation,
+        "step": [step for step, _, _ in places],
+        "tokens": [tokens for _, tokens, _ in places],
+        "hours": [None if hours is None else _short(hours) for _, _, hours in places],
+        "y": [_short(value) for _, value in kept],
+    }
+
+
+def _chart(name: str, title: str, form: str, series: Iterable[Chart]) -> Chart:
+    # A wait that was never more than nothing is no line.
+    kept = [one for one in series if any(one["y"])]
+    return {"id": name, "title": title, "format": form, "series": kept, "marks": [], "levels": []}
+
+
+def _marks(run: RunRecord, axis: Axis) -> list[Chart]:
+    """The restarts and faults."""
+    found = []
+    for event in run.events:
+        step = number(event.get("step"))
+        if event["event"] in FAULTS and step is not None:
+            _, tokens, hours = axis.place({"step": step, "time": event.get("time")})
+            found.append({"label": event["event"], "step": step, "tokens": tokens, "hours": hours})
+    return found
+
+
+def _others(runs: Sequence[RunRecord]) -> list[str]:
+    """Metrics of the objective, which are not in `CURVES`."""
+    known = NOT_DRAWN | {curve.metric for curve in CURVES}
+    found: dict[str, None] = {}
+    for run in runs:
+        for line in (*run.training[-1:], *run.evaluations[-1:]):
+            found |= {
+                str(name): None for name, value in line.items() if name not in known and number(value) is not None
+            }
+    return list(found)[:MOST_OTHERS]
+
+
+def _title(metric: str) -> str:
+    name = metric.removeprefix("eval_").replace("_", " ")
+    return f"Evaluation: {name}" if metric.startswith("eval_") else name.capitalize()
+
+
+def _on_cpu(run: RunRecord) -> bool:
+    """On a CPU memory is that of the whole process, which the forecast does not count."""
+    return bool(run.planned("machine", "device") == "cpu")
+
+
+def thinned(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+    """Indices of at most `most` values: of each range of equal length the smallest and the largest, so that no spike is
+    lost, and the first and the last."""
+    if len(values) <= most:
+        return list(range(len(values)))
+    ranges = most // 2 - 1
+    kept = {0, len(values) - 1}
+    for one in range(ranges):
+        indices = range(one * len(values) // ranges, (one + 1) * len(values) // ranges)
+        pick: Callable[[int], float] = values.__getitem__
+        kept |= {min(indices, key=pick), max(indices, key=pick)}
+    return sorted(kept)
+
+
+def _short(value: float) -> float:
+    """Six digits are more than a screen shows."""
+    return float(f"{value:.6g}")
