@@ -1,0 +1,1 @@
+"""The pages of `shoal ui`: runs as they train, and the planner."""
