@@ -1,18 +1,22 @@
 """Two hosts with a real link between them, under torchrun: a cut link, a lost host, and fewer hosts than before."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from shoal.checkpoint.store import list_complete
+from shoal.launch.environment import read_placement
+from shoal.launch.rendezvous import Meeting, Member
 from tests.faults.test_kills import hold_undisturbed
 from tests.harness import reference_run, settings
-from tests.launch.command import descendants, losses, training_lines, write_config
+from tests.launch.command import Forked, descendants, losses, training_lines, write_config
 from tests.launch.hosts import Hosts, Torchrun, two_hosts, why_not
 
 pytestmark = pytest.mark.slow
@@ -76,3 +80,22 @@ def test_a_host_that_is_lost_is_named_and_the_other_goes_on_alone_with_the_same_
     found, expected = losses(run), losses(undisturbed)
     assert [step for step, _, _ in found] == [step for step, _, _ in expected]
     assert [loss for _, loss, _ in found] == pytest.approx([loss for _, loss, _ in expected], rel=2e-4)
+
+
+def test_ranks_meet_where_the_first_host_takes_its_own_name_for_loopback(hosts: Hosts, tmp_path: Path) -> None:
+    """As Debian's /etc/hosts says it."""
+    for side, address in enumerate(("127.0.1.1", hosts.addresses[0])):
+        (tmp_path / f"hosts-{side}").write_text(f"127.0.0.1 localhost\n{address} host-a\n")
+    variables = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host-a"}
+
+    def be_rank(rank: int) -> NoReturn:
+        hosts.enter(rank, tmp_path / f"hosts-{rank}")
+        os.environ["SHOAL_JOIN_TIMEOUT"] = "20"
+        place = read_placement({**variables, "RANK": str(rank), "MASTER_PORT": "29411"})
+        assert place is not None
+        Meeting(place, attempt=0).gather(Member(rank, f"host-{rank}"), patience=20)
+        time.sleep(1)  # the store ends with rank 0
+        os._exit(0)
+
+    ranks = [Forked(partial(be_rank, rank)) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.store import damaged_file, list_complete
+from shoal.observe.events import read_events
 from tests.harness import reference_run, settings, train_on, weights
 from tests.launch.command import (
     PATIENCE,
@@ -80,6 +81,12 @@ def test_a_rank_killed_in_the_middle_of_a_save_costs_a_restart_and_nothing_else(
     assert again == list(range(again[0], 61))
     assert again[0] > 1, "it restarted from step 1"
     assert again[0] % SAVE_EVERY == 1, "it did not restart from a checkpoint"
+    # The end of the first attempt is there if rank 0 lived to write it.
+    happened = [one for one in read_events(run) if one["event"] in ("start", "restart")]
+    assert [(one["event"], one["attempt"]) for one in happened] == [("start", 0), ("restart", 0), ("start", 1)]
+    assert "All processes were restarted (restart 1 of 1)" in happened[1]["text"]
+    assert read_events(run)[-1]["error"] is None
+    assert [one["command"][:2] for one in happened if one["event"] == "start"] == [["shoal", "train"]] * 2
 
 
 def test_a_run_begun_from_another_checkpoint_and_killed_before_its_first_save_restarts_there(

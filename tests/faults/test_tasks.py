@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.store import list_complete
-from shoal.launch import nodes
+from shoal.launch import board, nodes
 from shoal.train.step import TrainStep
 from tests.faults.test_kills import hold_undisturbed
 from tests.faults.test_signals import is_dead
@@ -104,8 +104,11 @@ def test_a_rank_without_memory_shrinks_the_micro_batch_of_all_tasks(
 def test_a_task_that_is_gone_is_named_and_its_ranks_with_it(
     instructions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, seconds in (("LATE", 2.0), ("SIGN", 0.3), ("SILENT", 2.0), ("GRACE", 1.0)):
-        monkeypatch.setattr(nodes, name, seconds)
+    for module, name, seconds in (
+        *((nodes, "LATE", 2.0), (nodes, "GRACE", 1.0)),
+        *((board, "LATE", 2.0), (board, "GRACE", 1.0), (board, "SIGN", 0.3), (board, "SILENT", 2.0)),
+    ):
+        monkeypatch.setattr(module, name, seconds)
     write_config(tmp_path, config(instructions, train__steps=100_000))
     run = tmp_path / "runs" / "run"
     with tasks(tmp_path, "--max-restarts", "3") as commands:

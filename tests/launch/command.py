@@ -230,9 +230,8 @@ def _be_command(folder: Path, arguments: Sequence[str], env: Mapping[str, str], 
     # And what tasks of another launcher start theirs with.
     nodes = importlib.import_module("shoal.launch.nodes")
     nodes.start_process = lambda arguments, env: Forked(lambda: _be_worker(["python", *arguments], env))
-    if arguments[:1] == ["bench"]:
-        subprocess.Popen = ForkedModule  # type: ignore[misc, assignment]  # starts the measured training
-    if arguments[:1] == ["doctor"]:  # starts a process that imports torch, and other programs
+    # These start a process that imports torch, and other programs: matplotlib lists the fonts of a machine once.
+    if arguments[:1] in (["bench"], ["doctor"]):
         start = subprocess.Popen
         subprocess.Popen = lambda given, **options: (ForkedModule if "-m" in given[:2] else start)(given, **options)  # type: ignore[misc, assignment]
     os.chdir(folder)

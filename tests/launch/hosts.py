@@ -13,7 +13,8 @@ from typing import Any
 
 from tests.launch.command import Forked, ForkedCommand, _be_program, _be_worker, _write_to, environment
 
-NEW_NETWORK, NEW_NAME = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS
+NEW_NETWORK, NEW_NAME, NEW_MOUNTS = 0x40000000, 0x04000000, 0x20000  # CLONE_NEWNET, CLONE_NEWUTS, CLONE_NEWNS
+PRIVATE, BIND = 1 << 18 | 1 << 14, 1 << 12  # MS_PRIVATE | MS_REC, MS_BIND
 PORT = 29_411
 # Seconds, all of them short: how torchrun finds out that a node is gone.
 RENDEZVOUS = "join_timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={}"
@@ -58,14 +59,18 @@ class Hosts:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
-    def enter(self, side: int) -> None:
-        """This process is on that host from now on."""
+    def enter(self, side: int, names: Path | None = None) -> None:
+        """This process is on that host from now on, whose /etc/hosts is the file `names`."""
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.names[side]}") as namespace:
             assert libc.setns(namespace.fileno(), NEW_NETWORK) == 0
         assert libc.unshare(NEW_NAME) == 0
         name = f"host-{'ab'[side]}".encode()
         assert libc.sethostname(name, len(name)) == 0
+        if names is not None:
+            assert libc.unshare(NEW_MOUNTS) == 0
+            assert libc.mount(None, b"/", None, PRIVATE, None) == 0
+            assert libc.mount(str(names).encode(), b"/etc/hosts", None, BIND, None) == 0
 
 
 def ip(*arguments: str) -> None:

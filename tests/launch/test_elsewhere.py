@@ -211,6 +211,7 @@ def test_the_program_for_ray_is_python_that_reads_well(tmp_path: Path) -> None:
     assert 'resources_per_worker={"CPU": 4, "GPU": 1},' in ended.out
     assert '"NCCL_DEBUG": "WARN"' in ended.out
     assert "max_failures=100" in ended.out
+    assert ended.out.index("RAY_USAGE_STATS_ENABLED") < ended.out.index("from ray")
 
 
 @pytest.mark.slow

@@ -111,7 +111,6 @@ def test_a_plan_says_what_train_does_not_accept_yet(tmp_path: Path) -> None:
         (("--devices", "2"), "--devices is not an option of shoal train: hardware.devices takes the devices per node"),
         (("--learning-rate=1",), "train.lr sets the peak learning rate. Add train.lr=VALUE."),
         (("--out_dir", "x"), "run_dir sets the folder for runs"),
-        (("--profile",), "--profile is not built yet; shoal bench train FILE measures speed and memory."),
         (("--config", "run.yaml"), "--config is not an option: the file is an argument, shoal train FILE."),
     ],
 )

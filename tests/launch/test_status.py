@@ -33,6 +33,9 @@ def test_runs_that_have_ended_say_how(text: Path, tmp_path: Path) -> None:
     assert (whole.step, whole.steps, whole.checkpoint, whole.detail) == (2, 2, 2, "")
     assert whole.loss == pytest.approx(training_lines(tmp_path / "whole")[2]["loss"])
     assert failed.detail == "the second step is too much"
+    shown = list(api.logs("whole", runs=tmp_path))
+    assert [line.split("  ")[0] for line in shown if line.startswith("step ")] == ["step 1/2", "step 2/2"]
+    (tmp_path / "whole" / "logs" / "rank-0.jsonl").unlink()  # as of a run that has no records
     assert [line.split("  ")[0] for line in api.logs("whole", runs=tmp_path)] == ["step 1/2", "step 2/2"]
     with pytest.raises(UserMistake, match="whole does not run and waits for nothing: it is finished"):
         api.cancel(tmp_path / "whole")

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ import pytest
 import yaml
 
 from shoal.cli import main
+from shoal.config.run import RunDirectory
+from shoal.mistakes import RunFailed
 
 SHAPE = {"family": "llama", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 88, "vocab": 260}
 # What an interpreter without torch does: a login node may have none.
@@ -218,6 +221,67 @@ def test_a_step_that_is_longer_than_the_time_to_save_is_refused(shoal: Callable[
     assert (done.returncode, done.stdout) == (2, "")
     assert "too late to finish one and save; raise slurm.signal." in done.stderr
     assert shoal("submit", "run.yaml", *batch, "slurm.signal=3600", "--dry-run").returncode == 0
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """The folder of a run that has logged steps, whose job is over."""
+    run = tmp_path / "runs" / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    write(tmp_path)
+    shutil.copy(tmp_path / "run.yaml", run / "config.yaml")
+    (run / "metrics.jsonl").write_text('{"step": 7, "loss": 2.5}\n')
+    return run
+
+
+def test_an_existing_run_is_continued_or_replaced_as_by_train(
+    shoal: Callable[..., Done], tmp_path: Path, trained: Path
+) -> None:
+    there = commands(tmp_path, sinfo=f"printf '{SINFO}'", sbatch="echo 4711", squeue="true")
+    refused = shoal("submit", "run.yaml", commands=there)
+    assert refused == Done(
+        2,
+        "",
+        "shoal: runs/run already holds a run; add --resume to continue it, --overwrite to delete it, or another "
+        "name=…\n",
+    )
+    both = shoal("submit", "run.yaml", "--resume", "--overwrite", commands=there)
+    assert (both.returncode, both.stdout) == (2, "")
+    assert shoal("submit", "run.yaml", "--overwrite", "--dry-run", commands=there).returncode == 0
+    assert (trained / "metrics.jsonl").exists(), "a dry run changes nothing"
+    done = shoal("submit", "run.yaml", "--overwrite", commands=there)
+    assert done.returncode == 0, done.stderr
+    aside = trained.with_name("run~replaced")
+    assert f"The old run is in {aside} until this one has a complete checkpoint." in done.stderr
+    assert (aside / "metrics.jsonl").read_text() == '{"step": 7, "loss": 2.5}\n'
+    assert (trained / "job.sbatch").is_file()
+    assert not (trained / "metrics.jsonl").exists()
+    # The job starts, and does not take the run that it replaces for one that a killed start has left.
+    run, said = RunDirectory(trained), list[str]()
+    run.recover(said.append)
+    # It fails before its first step: its folder keeps the log that says why.
+    with pytest.raises(RunFailed), run.replacing(restores=True, say=said.append, warn=said.append):
+        raise RunFailed
+    assert (trained / "job.sbatch").is_file()
+    assert [sentence.partition(":")[0] for sentence in said] == [
+        f"the run that --overwrite replaced is still in {aside}"
+    ]
+    nothing = shoal("submit", "run.yaml", "name=other", "--resume", commands=there)
+    assert (nothing.returncode, nothing.stdout) == (2, "")
+    assert nothing.stderr == "shoal: --resume: there is no run in runs/other; start it without --resume.\n"
+
+
+def test_a_job_that_is_not_accepted_leaves_the_run_that_it_would_replace(
+    shoal: Callable[..., Done], tmp_path: Path, trained: Path
+) -> None:
+    refusing = "echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1"
+    there = commands(tmp_path, sinfo=f"printf '{SINFO}'", sbatch=refusing, squeue="true")
+    done = shoal("submit", "run.yaml", "--overwrite", commands=there)
+    assert done == Done(
+        2, "", "shoal: The job cannot be submitted: sbatch says: Batch job submission failed: Invalid account.\n"
+    )
+    assert (trained / "metrics.jsonl").is_file()
+    assert [path.name for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")] == ["run"]
 
 
 def test_an_unknown_scheduler_is_refused_with_those_there_are(shoal: Callable[..., Done], tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ STEPS, SAVE_EVERY = 45, 15
 FEW = 20  # steps of the run that nothing disturbs
 TRAINING_KEYS = {
     "step", "attempt", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "tokens_per_second", "mfu", "memory_gib",
-    "reserved_gib", "data_seconds", "seconds", "skipped",
+    "reserved_gib", "data_seconds", "seconds", "skipped", "time", "save_seconds", "communication_seconds",
 }  # fmt: skip
 SUMMARY_KEYS = {
     "adapter",

@@ -63,11 +63,13 @@ class Job:
             freeze(process)
         return processes
 
-    def stopped_by(self, *command: str, frozen: list[int]) -> None:
-        """Run one of Slurm's commands, and let the run go on once it was asked to stop."""
+    def stopped_by(self, *command: str, frozen: list[int], then: tuple[str, ...] = ()) -> None:
+        """Run one of Slurm's commands, and once the run was asked to stop let it go on, after another one."""
         before = self.said().count(ASKED)
         self.cluster.run(*command)
         wait_until(lambda: self.said().count(ASKED) > before, "the run is asked to stop", self.said)
+        if then:
+            self.cluster.run(*then)
         for process in frozen:
             thaw(process)
 

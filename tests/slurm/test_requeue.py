@@ -12,10 +12,14 @@ from tests.slurm.jobs import STEPS, Job, submit, tiny
 
 pytestmark = pytest.mark.slow
 
+SIGNAL, LONG = 150, "TimeLimit=60"
 
-def by_signal(job: Job, frozen: list[int]) -> None:
-    # What --signal does before the time limit, which Slurm looks at twice a minute.
-    job.stopped_by("scancel", "--signal=USR1", job.id, frozen=frozen)
+
+def by_time_limit(job: Job, frozen: list[int]) -> None:
+    # Slurm looks twice a minute for jobs that end within the time of --signal, and then sends it.
+    elapsed = job.cluster.run("squeue", "--noheader", f"--jobs={job.id}", "--format=%M").split(":")
+    limit = [f"TimeLimit={int(elapsed[-2]) + SIGNAL // 60 + 1}", f"JobId={job.id}"]
+    job.stopped_by("scontrol", "update", *limit, frozen=frozen, then=("scontrol", "update", f"JobId={job.id}", LONG))
 
 
 def by_requeue(job: Job, frozen: list[int]) -> None:
@@ -30,9 +34,9 @@ def by_preemption(job: Job, frozen: list[int]) -> None:
 def test_a_job_that_is_stopped_in_every_way_is_requeued_and_ends_as_if_undisturbed(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    config = tiny(text)
+    config = tiny(text, slurm={"signal": SIGNAL})
     job = submit(cluster, tmp_path, config)
-    for stop in (by_signal, by_requeue, by_preemption):
+    for stop in (by_time_limit, by_requeue, by_preemption):
         stop(job, job.frozen_at(max(training_lines(job.run), default=0) + 2))
         cluster.wait_for(job.id, "PENDING", log=job.log)
     cluster.wait_for(job.id, "COMPLETED", log=job.log)

@@ -1,6 +1,7 @@
 """`shoal submit`, `status`, `logs` and `cancel` on a real Slurm."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,14 @@ def test_tasks_of_two_nodes_join_and_train_in_a_folder_with_a_space(
     config = tiny(text, hardware={"nodes": 2, "devices": 2}, train={"micro_batch": 2})
     setup = ["echo set up on $(hostname)", "export GREETING='so it'"]
     config["slurm"] |= {"setup": setup, "env": {"ODD": "a 'b' $c"}, "extra": ["--comment=tiny"]}
+    config["slurm"] |= {"cpu_bind": "verbose,cores"}
     job = submit(cluster, folder, config)
     following = shoal(cluster, folder, "logs", "--follow", "run")
     cluster.wait_for(job.id, "COMPLETED", log=job.log)
     assert following.stdout == job.said()
     assert "set up on n1" in job.said()
+    bound = re.findall(r"cpu-bind=MASK - (n\d), task +(\d) .+: mask 0x\w+ set", job.said())
+    assert sorted(bound) == [("n1", "0"), ("n1", "1"), ("n2", "2"), ("n2", "3")], job.said()
     assert f" {STEPS} of {STEPS}, " in job.said()
     plan = json.loads((job.run / "plan.json").read_text())
     assert plan["chosen"]["world_size"] == 4
@@ -34,13 +38,16 @@ def test_tasks_of_two_nodes_join_and_train_in_a_folder_with_a_space(
     assert (found["state"], found["step"], found["job"], found["nodes"]) == ("finished", STEPS, job.id, "n[1-2]")
     again = shoal(cluster, folder, "submit", "run.yaml")
     assert again.returncode == 2
-    assert again.stderr.endswith("already holds a run; add --resume to continue it, or another name=…\n")
+    assert again.stderr.endswith(
+        "already holds a run; add --resume to continue it, --overwrite to delete it, or another name=…\n"
+    )
 
 
 def test_a_cancelled_job_saves_is_not_requeued_and_leaves_nothing_behind(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:
-    job = submit(cluster, tmp_path, tiny(text))
+    # A script that goes on after TERM, as with a trap that cleans up: its end must not ask for another start.
+    job = submit(cluster, tmp_path, tiny(text, slurm={"setup": ["trap 'echo cleaned up' TERM"]}))
     frozen = job.frozen_at(2)
     second = shoal(cluster, tmp_path, "submit", "run.yaml", "--resume")
     assert second.returncode == 2
@@ -51,6 +58,7 @@ def test_a_cancelled_job_saves_is_not_requeued_and_leaves_nothing_behind(
         thaw(process)
     cluster.wait_for(job.id, "CANCELLED", log=job.log)
     wait_until(lambda: job_processes(job.id) == [], f"no process of job {job.id} is left")
+    assert "cleaned up" in job.said()
     found = json.loads(shoal(cluster, tmp_path, "status", "run", "--json").stdout)
     assert found["state"] == "cancelled"
     assert found["checkpoint"] == max(training_lines(job.run)) < STEPS
@@ -59,6 +67,11 @@ def test_a_cancelled_job_saves_is_not_requeued_and_leaves_nothing_behind(
         2,
         "shoal: run does not run and waits for nothing: it is cancelled.\n",
     )
+    new = submit(cluster, tmp_path, tiny(text, train={"steps": 2}, hardware={"nodes": 1}), "--overwrite")
+    assert (tmp_path / "runs" / "run~replaced" / "metrics.jsonl").is_file()
+    cluster.wait_for(new.id, "COMPLETED", log=new.log)
+    assert set(training_lines(new.run)) == {1, 2}
+    assert not (tmp_path / "runs" / "run~replaced").exists()
 
 
 def test_a_job_that_fails_says_why(cluster: Cluster, tmp_path: Path) -> None:

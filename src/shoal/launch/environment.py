@@ -1,8 +1,9 @@
 """The rank of this process as its launcher's environment variables give it: torchrun, srun, MPI, or RANK set by hand.
 
-Functions of the variables alone, without torch, so that contradictions are found before anything starts.
+Functions of the variables, without torch, so that contradictions are found before anything starts.
 """
 
+import os
 import re
 import zlib
 from collections.abc import Mapping, MutableMapping
@@ -32,6 +33,7 @@ MPI = {
 }
 # What names one launch: ranks of different launches must not meet.
 LAUNCH_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid", "PBS_JOBID", "LSB_JOBID")
+MPICH_DAEMON = "hydra_pmi_proxy"  # also of Intel MPI
 # Where ranks meet unless MASTER_PORT says so.
 FIRST_PORT, PORTS = 15_000, 15_000
 LOOPBACK = ("localhost", "127.", "::1")
@@ -205,7 +207,24 @@ def _launch(environment: Mapping[str, str], started_by: str) -> str:
     known = [environment[name] for name in LAUNCH_NAMES if name in environment]
     step = [environment[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if name in environment]
     meeting = [f"{environment.get(MASTER_ADDR, '')}:{environment.get(MASTER_PORT, '')}"]
+    if started_by in MPI and not known and not step and MASTER_ADDR not in environment:
+        meeting += _mpi_daemon()
     return f"{started_by} {'.'.join(known or step or meeting)}"
+
+
+def _mpi_daemon() -> list[str]:
+    """The process of MPICH that has started the ranks of this node, of which their variables say nothing: two launches
+    on one node must not meet."""
+    process = os.getppid()
+    while process > 1:
+        try:
+            name = Path(f"/proc/{process}/comm").read_text().strip()
+            if name == MPICH_DAEMON:
+                return [str(process)]
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):  # not Linux, or it has ended
+            break
+    return []
 
 
 def _master(environment: Mapping[str, str], started_by: str, world_size: int, local_world_size: int) -> str:

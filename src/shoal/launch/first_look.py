@@ -8,6 +8,9 @@ def check_inputs(config: Config, *, resume: bool = False) -> None:
     from shoal.data.first_look import check_first_record
     from shoal.models.hub import local_folder
     from shoal.models.peft_config import adapter_folder
+    from shoal.observe.sinks import check_packages
+
+    check_packages(config.log.to)
 
     if config.model.from_ is not None:
         local_folder(config.model.from_, "model.from")

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 from shoal.config.schema import Config
 from shoal.launch.environment import LAUNCH_FOLDER, TORCHRUN, Placement, adopt
 from shoal.launch.interfaces import own_address
-from shoal.launch.rendezvous import Meeting, Member, check_devices
+from shoal.launch.rendezvous import Meeting, Member, check_devices, has_agent_store
 from shoal.mistakes import UserMistake
 from shoal.parallel.ranks import Ranks
 from shoal.resilience.collectives import record_collectives
@@ -65,12 +65,14 @@ def local_rank() -> int:
 
 
 def open_meeting() -> Meeting | None:
-    """Connect to the other ranks of this launch, without waiting for any but rank 0. None where there is no other, and
-    for ranks of one node that our launcher has started, which meet in a file."""
+    """Connect to the other ranks of this launch, without waiting for any but rank 0. None where there is no other and
+    none can come, and for ranks of one node that our launcher has started, which meet in a file."""
     if (os.environ.get(LAUNCH_FOLDER) and SEVERAL_NODES not in os.environ) or "RANK" not in os.environ:
         return None
     place = adopt(os.environ)
-    return None if place is None or place.world_size == 1 else Meeting(place, attempt())
+    # Under an elastic agent more nodes may join a single rank, which then has to know that it has begun the run.
+    alone = place is not None and place.world_size == 1 and not has_agent_store()
+    return None if place is None or alone else Meeting(place, attempt())
 
 
 def joined(config: Config, meeting: Meeting | None = None) -> AbstractContextManager[Ranks]:

@@ -4,14 +4,25 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shoal.config.resolve import with_global_batch
+from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.launch.join import first_device
 from shoal.launch.processes import RanOut, run_processes
-from shoal.launch.rank import Request, check_folder, own_folder, settle_adapter, settle_precision, warn_of_settings
+from shoal.launch.rank import (
+    Request,
+    begin_logs,
+    check_folder,
+    own_folder,
+    settle_adapter,
+    settle_precision,
+    warn_of_settings,
+)
 from shoal.mistakes import RunFailed, UserMistake
+from shoal.observe.events import FAULT, RESTART, launcher_events, read_events
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
 from shoal.train.inputs import read_inputs
@@ -45,7 +56,7 @@ class LocalProcesses:
                     max_restarts=max_restarts,
                     patience=patience,
                     speaks=True,
-                    warn=reporter.warn,
+                    warn=partial(record_restart, request.run, reporter),
                     crashes=request.run.logs,
                 )
             except RanOut as failure:
@@ -55,7 +66,7 @@ class LocalProcesses:
                     raise
                 max_restarts -= failure.restarts
                 overrides = smaller["overrides"]
-                reporter.warn(restart_sentence(failure.found))
+                record_restart(request.run, reporter, restart_sentence(failure.found))
                 continue
             if summary is None:
                 raise RunFailed("The run was stopped before it could save.")
@@ -63,14 +74,16 @@ class LocalProcesses:
 
 
 def refuse_hooks(request: Request, processes: int) -> None:
-    """A UserMistake if hooks are given for a run of other processes."""
-    if request.hooks:
+    """A UserMistake if hooks or an objective are given for a run of other processes."""
+    if request.hooks or request.objective is not None:
         instead = (
-            "start the program with torchrun, so that every rank has its own hooks"
+            "start the program with torchrun, so that every rank has its own"
             if processes > 1
             else "leave out max_restarts and train.on_oom shrink, which start another process"
         )
-        raise UserMistake(f"Hooks are objects of this process, but others would train this run; {instead}.")
+        raise UserMistake(
+            f"Hooks and objectives are objects of this process, but others would train this run; {instead}."
+        )
 
 
 @contextmanager
@@ -90,7 +103,25 @@ def prepared(request: Request, processes: int, reporter: Reporter) -> Iterator[C
     folder = own_folder(request, config, inputs, reporter, resume=begin.resume, overwrite=request.overwrite)
     with closing(inputs.sets), folder:
         run.create(config, overwrite=request.overwrite, say=reporter.say)
-        yield config
+        begin_logs(run, rank=None)
+        try:
+            yield config
+        except RunFailed as failure:
+            record_failure(run, str(failure))
+            raise
+
+
+def record_failure(run: RunDirectory, why: str) -> None:
+    """Why the ranks ended: rank 0 may not have lived to write it, or knows only that another rank is gone."""
+    last = read_events(run.path)[-1:]
+    if not any(why in (one.get("text"), one.get("error")) for one in last):
+        launcher_events(run.path).write(FAULT, text=why)
+
+
+def record_restart(run: RunDirectory, reporter: Reporter, why: str) -> None:
+    """Warn that all processes are restarted, which is an event of its own."""
+    reporter.warn(why, event=False)
+    launcher_events(run.path).write(RESTART, text=why)
 
 
 def restart_sentence(found: Mapping[str, Any]) -> str:
@@ -108,6 +139,10 @@ def worker_arguments(request: Request, overrides: Mapping[str, Any] | None) -> l
     flags = ["--resume"] if request.start.resume else []
     if request.start.checkpoint is not None:
         flags += ["--from", str(request.start.checkpoint)]
+    if request.profile is not None:
+        flags += ["--profile", str(request.profile)]
     if overrides is not None:
         flags += ["--overrides", json.dumps(dict(overrides))]
+    if request.command:
+        flags += ["--command", json.dumps(list(request.command))]
     return [str(request.run.path), *flags]

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from shoal.config.run import RunDirectory
 from shoal.launch.cluster.jobs import read_records
 from shoal.launch.status import RunStatus
 from shoal.mistakes import UserMistake
+from shoal.observe.logs import LEVELS
 from shoal.observe.progress import format_metrics
+from shoal.observe.run_view import Tail
 
 POLL = 0.5  # seconds
 LOOK = 4  # polls between two questions whether the run is still active
@@ -36,7 +39,11 @@ def log_file(run: Path, rank: int | None) -> Path:
 
 
 def read_log(path: Path, *, follow: bool = False, status: Callable[[], RunStatus]) -> Iterator[str]:
-    """The lines of the file. With `follow`, wait for further ones until the run has ended."""
+    """The lines of the file, or in place of the metrics what the terminal has shown. With `follow`, wait for further
+    ones until the run has ended."""
+    if path.name == "metrics.jsonl" and (path.parent / "logs" / "rank-0.jsonl").is_file():
+        yield from printed_records(path.parent, follow=follow, active=lambda: status().active)
+        return
     lines = _lines(path, follow=follow, active=lambda: status().active)
     if path.name != "metrics.jsonl":
         yield from lines
@@ -65,6 +72,63 @@ def _lines(path: Path, *, follow: bool, active: Callable[[], bool]) -> Iterator[
             time.sleep(POLL)
     if rest:
         yield rest.decode(errors="replace")
+
+
+def read_log_records(
+    run: Path, *, rank: int | None = None, level: str = "debug", follow: bool = False, active: Callable[[], bool]
+) -> Iterator[dict[str, Any]]:
+    """The log records of all processes of a run, or of one rank, of `level` and above, by time. With `follow`, wait for
+    further ones until the run has ended."""
+    tails: dict[Path, Tail] = {}
+    polls, going = 0, True
+    while True:
+        for path in _record_files(run, rank):
+            tails.setdefault(path, Tail(path))
+        found = [one for tail in tails.values() for one in tail.read()[0] if _is_record(one)]
+        wanted = (one for one in found if LEVELS.index(_level(one)) >= LEVELS.index(level))
+        yield from sorted(wanted, key=lambda one: one["time"])
+        if not follow or not going:
+            return
+        going = polls % LOOK != 0 or active()
+        polls += 1
+        if going:
+            time.sleep(POLL)
+
+
+def _record_files(run: Path, rank: int | None) -> list[Path]:
+    logs = RunDirectory(run).logs
+    return sorted(logs.glob("*.jsonl")) if rank is None else [logs / f"rank-{rank}.jsonl"]
+
+
+def _is_record(one: dict[str, Any]) -> bool:
+    return isinstance(one.get("time"), int | float) and isinstance(one.get("message"), str)
+
+
+def _level(record: dict[str, Any]) -> str:
+    level = str(record.get("level"))
+    return level if level in LEVELS else "error"  # Python has a level above it
+
+
+def record_text(record: dict[str, Any]) -> str:
+    """A record as a line: when, where, and what."""
+    rank = record.get("rank")
+    where = "launcher" if rank is None else f"rank {rank}"
+    return f"{datetime.fromtimestamp(record['time']):%H:%M:%S} {where} {_level(record)}: {record['message']}"
+
+
+def printed_text(record: dict[str, Any]) -> str:
+    """A record as rank 0 and the launcher have printed it."""
+    level = _level(record)
+    return record["message"] if level == "info" else f"{level}: {record['message']}"
+
+
+def printed_records(run: Path, *, follow: bool, active: Callable[[], bool]) -> Iterator[str]:
+    """What the terminal has shown: what rank 0 and the launcher say, and warnings of the others."""
+    for record in read_log_records(run, level="info", follow=follow, active=active):
+        if not record.get("rank"):
+            yield printed_text(record)
+        elif _level(record) != "info":
+            yield f"rank {record['rank']}: {printed_text(record)}"
 
 
 def _metrics_line(line: str, total: int) -> str | None:

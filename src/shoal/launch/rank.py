@@ -1,5 +1,6 @@
 """The entry point of a rank, whoever started it: alone, by our launcher, by torchrun or by srun."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,9 @@ from shoal.launch.rendezvous import Meeting
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.models.base import check_resumed_base
 from shoal.models.peft_config import follow_adapter
+from shoal.objectives import Objective
+from shoal.observe.events import launcher_events
+from shoal.observe.logs import write_logs_to
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import Device, inspect_device
 from shoal.resilience.out_of_memory import OutOfMemory
@@ -35,9 +39,12 @@ from shoal.train.data_changes import check_resumed_data
 from shoal.train.default_hooks import LaunchContext
 from shoal.train.hooks import Hook
 from shoal.train.inputs import Inputs, read_inputs
+from shoal.train.log import next_attempt
 from shoal.train.loop import Summary, train
 from shoal.train.save import checkpoint_folders
 from shoal.train.setup import Start, preflight
+
+LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,9 @@ class Request:
     overwrite: bool = False  # replace an existing run of this name
     max_restarts: int = 0
     hooks: Sequence[Hook] = ()
+    command: Sequence[str] = ()  # with which the user started the run
+    profile: int | None = None  # steps to profile
+    objective: Objective | None = None  # in place of `train.objective`
     launched: bool = False  # a launcher of ours has checked the run already, and created and locked its folder
 
 
@@ -103,11 +113,21 @@ def run_rank(
                     if meeting is not None:
                         meeting.begin()
                 ranks.barrier()
-                if not first:
-                    send_output_to(run.logs / f"rank-{ranks.rank}.log")
-            context = LaunchContext(heartbeat_file(), tell)
+                terminal = None if first else send_output_to(run.logs / f"rank-{ranks.rank}.log")
+                begin_logs(run, ranks.rank, terminal)
+            LOGGER.debug("rank %d of %d, process %d, on %s", ranks.rank, ranks.world_size, os.getpid(), ranks.device)
+            context = LaunchContext(heartbeat_file(), tell, request.command, request.profile)
             try:
-                summary = train(checked, run, ranks, start, stop=stop, context=context, hooks=request.hooks)
+                summary = train(
+                    checked,
+                    run,
+                    ranks,
+                    start,
+                    stop=stop,
+                    context=context,
+                    hooks=request.hooks,
+                    objective=request.objective,
+                )
                 on_summary(summary)
                 return summary
             except OutOfMemory as failure:
@@ -134,7 +154,7 @@ def failures_told(meeting: Meeting | None, request: Request) -> Iterator[None]:
 def settle_precision(config: Config, run: RunDirectory, device: Device, *, resume: bool) -> Config:
     """Resolve `train.precision: auto`. A resumed run keeps its precision, also on another device."""
     if resume and run.exists:
-        config = with_precision(config, load_config(run.config).train.precision)
+        config = with_precision(config, load_config(run.config, needs_model=False).train.precision)
     return with_precision(config, device.auto_precision)
 
 
@@ -177,11 +197,22 @@ def own_folder(
             yield
 
 
-def send_output_to(path: Path) -> None:
-    """Redirect the output of ranks other than 0 to a file."""
+def begin_logs(run: RunDirectory, rank: int | None, terminal: int | None = None) -> None:
+    """The run's folder is there: write this process's log records into it. `rank` None: the launcher."""
+    events = None
+    if not rank:
+        events = launcher_events(run.path)
+        events.attempt = next_attempt(run.metrics)
+    write_logs_to(run.logs, rank, events, terminal)
+
+
+def send_output_to(path: Path) -> int:
+    """Redirect the output of ranks other than 0 to a file. Returns a descriptor of what standard error was before."""
     sys.stdout.flush()
     sys.stderr.flush()
+    before = os.dup(2)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+    return before

@@ -47,6 +47,11 @@ class Member:
     address: str = ""  # from which it reaches rank 0
 
 
+def has_agent_store() -> bool:
+    """Whether torchrun's agent has a store for its ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
 class Meeting:
     """A connection to the store of this launch. `attempt` tells restarts of the same launch apart."""
 
@@ -54,7 +59,7 @@ class Meeting:
         self.place = place
         self.attempt = attempt
         self.timeout = float(os.environ.get(JOIN_TIMEOUT, DEFAULT_TIMEOUT))
-        self.of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        self.of_agent = has_agent_store()
         self.port = place.master_port
         self.store = self._connect_to_agent() if self.of_agent else self._open()
         # Of this attempt: of an agent's store, once ranks have agreed on a name.
@@ -175,7 +180,7 @@ class Meeting:
         """Listen on the first port that is free."""
         for port in self._ports():
             try:
-                listening = _listen(self.place.master_addr, port)
+                listening = _listen(self.place.master_addr, port, several_nodes=self.place.several_nodes)
             except OSError as error:
                 if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise UserMistake(
@@ -272,12 +277,14 @@ def _appears(store: Store, key: str, within: float = 2.0) -> bool:
     return True
 
 
-def _listen(address: str, port: int) -> socket.socket:
-    """A listening socket at this address alone, unless it is a loopback address, as which only this node knows rank 0,
-    or that of a service in front of it."""
+def _listen(address: str, port: int, *, several_nodes: bool) -> socket.socket:
+    """A listening socket at this address alone, unless it is that of a service in front of this node, or a name that
+    only this node takes for loopback, as Debian's /etc/hosts says of a node's own name."""
     family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     single = is_loopback(address) and is_loopback(str(found[0]))
-    for host in (str(found[0]), "" if family == socket.AF_INET else "::"):
+    everywhere = "" if family == socket.AF_INET else "::"
+    renamed = several_nodes and is_loopback(str(found[0])) and not single
+    for host in (everywhere,) if renamed else (str(found[0]), everywhere):
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,6 +1,7 @@
 """Start a training run: choose the launcher for it."""
 
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -26,6 +27,8 @@ from shoal.launch.nodes import JoinedTasks
 from shoal.launch.outcome import record_end
 from shoal.launch.rank import Request, run_rank, warn_of_settings
 from shoal.models.peft_config import follow_adapter
+from shoal.objectives import Objective
+from shoal.observe.logs import logging_run
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
 from shoal.paths import user_path
@@ -59,6 +62,8 @@ def start(
     overwrite: bool = False,
     max_restarts: int = 0,
     hooks: Sequence[Hook] = (),
+    profile: int | None = None,
+    objective: Objective | None = None,
 ) -> Summary:
     """Train and return a summary. A run that was stopped by a signal has `stopped == "signal"`. `runs` replaces
     `run_dir` of the config; `resume` auto resumes the run if it exists and starts it if not."""
@@ -70,12 +75,20 @@ def start(
         run.recover(Reporter(enabled=True).say)
     if resume == "auto":
         resume = run.begun  # a job's folder exists before its first start
-    request = Request(config, run, Start(resume, start_from), overwrite, max_restarts, hooks)
-    with crashes_in(run.logs):
+    begin, command = Start(resume, start_from), own_command(sys.argv)
+    request = Request(config, run, begin, overwrite, max_restarts, hooks, command, profile, objective)
+    with crashes_in(run.logs), logging_run(config.log.level):
         summary = choose_launcher(request).launch(request)
     if is_first():
         record_end(run.path, summary.stopped)
     return summary
+
+
+def own_command(arguments: Sequence[str]) -> list[str]:
+    """The command with which this process was started, as one would type it again."""
+    program, *rest = arguments or [""]
+    name = Path(program).name
+    return ["shoal", *rest] if name in ("shoal", "__main__.py") else ["python", program, *rest]
 
 
 def choose_launcher(request: Request) -> Launcher:

@@ -1,6 +1,6 @@
 """The program of each rank of `launch.local`.
 
-python -m shoal.launch.worker RUN [--resume] [--from CHECKPOINT] [--overrides KEYS]
+python -m shoal.launch.worker RUN [--resume] [--from CHECKPOINT] [--overrides KEYS] [--command WORDS] [--profile STEPS]
 """
 
 import argparse
@@ -27,8 +27,9 @@ with importing("torch"):
         report_out_of_memory,
         report_result,
     )
-    from shoal.launch.rank import Request, run_rank, send_output_to
+    from shoal.launch.rank import Request, begin_logs, run_rank, send_output_to
     from shoal.mistakes import RunFailed, UserMistake
+    from shoal.observe.logs import logging_run
     from shoal.resilience.out_of_memory import OutOfMemory
     from shoal.resilience.signals import SAME_REQUEST_FOR_RANKS, StopRequest
     from shoal.train.loop import Summary
@@ -43,17 +44,22 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--from", type=Path, dest="start_from")
     parser.add_argument("--overrides", type=json.loads, help="JSON: config keys replaced after running out of memory")
+    parser.add_argument("--command", type=json.loads, default=[], help="JSON: how the user started the run")
+    parser.add_argument("--profile", type=int)
     given = parser.parse_args()
     run = RunDirectory(given.run)
     # The launcher reports the error of the rank that failed first, once.
     sys.excepthook = lambda *_: None
+    terminal = None
     if os.environ["RANK"] != "0":
-        send_output_to(run.logs / f"rank-{os.environ['RANK']}.log")
+        terminal = send_output_to(run.logs / f"rank-{os.environ['RANK']}.log")
         sys.excepthook = sys.__excepthook__
     start = Start(given.resume, given.start_from, overrides=given.overrides or {})
-    request = Request(load_config(run.config), run, start, launched=True)
+    config = load_config(run.config)
+    request = Request(config, run, start, command=given.command, profile=given.profile, launched=True)
     try:
-        with StopRequest(SAME_REQUEST_FOR_RANKS) as stop:
+        with logging_run(config.log.level), StopRequest(SAME_REQUEST_FOR_RANKS) as stop:
+            begin_logs(run, int(os.environ["RANK"]), terminal)
             run_rank(
                 request,
                 stop=stop,

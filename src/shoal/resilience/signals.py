@@ -122,6 +122,11 @@ class StopRequest:
     def wanted(self) -> bool:
         return self.signal is not None
 
+    def ask(self) -> None:
+        """Ask as a signal would: by the program itself."""
+        if self.signal is None:
+            self.signal = signal.SIGTERM
+
     def __enter__(self) -> "StopRequest":
         self.signal = _early.pop() if _early else None
         if threading.current_thread() is threading.main_thread():  # only the main thread can install handlers

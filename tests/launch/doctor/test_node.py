@@ -161,14 +161,14 @@ def test_a_variable_that_names_no_interface_is_a_failure(value: str, monkeypatch
         assert network.check_interface(Setting(Path("runs"))).status == "ok"
 
 
-def test_a_node_whose_name_is_loopback_cannot_have_company(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_whose_own_name_is_loopback_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     here = [network.Interface("lo", "127.0.0.1", True, None), network.Interface("eth0", "10.0.0.1", False, 100.0)]
     monkeypatch.setattr(network, "interfaces", lambda: here)
     monkeypatch.setattr(network, "resolve", lambda host: "127.0.1.1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     found = network.check_interface(Setting(Path("runs")))
-    assert found.status == "failure"
+    assert found.status == "warning"
     assert found.remedy == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 on every node"
 
 

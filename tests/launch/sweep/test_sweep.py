@@ -188,6 +188,21 @@ def test_a_sweep_does_not_mix_with_other_runs_or_another_config(config: Path) ->
         api.sweep("run.yaml", ["seed=1,2"], name="mixed")
 
 
+@pytest.mark.parametrize(
+    ("key", "option", "sentence"),
+    [("name", {"name": "one"}, "different names, .+; give a --name"), ("run_dir", {"runs": "one"}, "give --runs")],
+)
+def test_members_whose_folders_would_differ_are_refused_also_in_the_middle(
+    key: str, option: dict[str, Any], sentence: str, config: Path
+) -> None:
+    written = yaml.safe_load((config / "run.yaml").read_text())
+    (config / "run.yaml").write_text(yaml.safe_dump({**written, key: "of-${seed}"}))
+    (config / "members.yaml").write_text("[{seed: 1}, {seed: 2}, {seed: 1, train.lr: 0.1}]")
+    with pytest.raises(UserMistake, match=sentence):
+        api.sweep("run.yaml", listed="members.yaml", dry_run=True)
+    assert len(api.sweep("run.yaml", listed="members.yaml", dry_run=True, **option).table.results) == 3
+
+
 def test_a_dry_run_lists_members_and_writes_nothing(config: Path) -> None:
     found = api.sweep("run.yaml", ["train.lr=log(1e-4,1e-2)"], random=3, dry_run=True)
     assert len(found.table.results) == 3

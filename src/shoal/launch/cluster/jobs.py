@@ -4,9 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shoal.config.run import RunDirectory
 from shoal.mistakes import UserMistake
-
-JOBS = "jobs.jsonl"  # in the run folder: a line per job, only appended to
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,19 @@ class JobState:
 
 
 def write_record(run: Path, record: JobRecord) -> None:
-    with (run / JOBS).open("a") as file:
+    with RunDirectory(run).jobs.open("a") as file:
         file.write(json.dumps(asdict(record)) + "\n")
 
 
 def read_records(run: Path) -> list[JobRecord]:
     """The jobs of a run, oldest first; none for a run that was started without a scheduler."""
+    file = RunDirectory(run).jobs
     try:
-        lines = (run / JOBS).read_text().splitlines()
+        lines = file.read_text().splitlines()
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise UserMistake(f"{run / JOBS} cannot be read: {error.strerror}.") from None
+        raise UserMistake(f"{file} cannot be read: {error.strerror}.") from None
     return [record for line in lines if (record := _read(line)) is not None]
 
 

@@ -40,6 +40,11 @@ def render(submission: Submission) -> str:
     return f'''\
 """The run {submission.name}: python {FILE}"""
 
+import os
+
+# Before Ray is imported: it reports its use to its makers, unless this says no.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 from shoal.config.schema import Config
 from shoal.launch.cluster.jobs import JobRecord, JobState, read_records, write_record
-from shoal.launch.cluster.submission import Submission, check_run, forecast, prepare, write_run
+from shoal.launch.cluster.submission import Submission, check_run, forecast, prepare, undo_overwrite, write_run
 from shoal.mistakes import UserMistake, suggestion
 from shoal.plan.report import Plan
 
@@ -102,13 +102,14 @@ def submit(
     *,
     to: str = "slurm",
     resume: bool = False,
+    overwrite: bool = False,
     dry_run: bool = False,
     anyway: bool = False,
 ) -> Submitted:
     """Forecast the run, render its job and submit it. A run that does not fit is not submitted, unless `anyway`: see
     `Submitted.fits` and `Submitted.job`."""
     scheduler = find_scheduler(to)
-    check_run(config, resume=resume)
+    check_run(config, resume=resume, overwrite=overwrite)
     settled = scheduler.settle(config, dry_run=dry_run)
     plan, notes = forecast(settled)
     submission = prepare(settled, plan)
@@ -118,8 +119,13 @@ def submit(
     if not dry_run and (anyway or plan is None or plan.fits):
         check_no_job(submission.run)
         kept = config.hardware.model_copy(update={"devices": submission.devices})
-        write_run(config.model_copy(update={"hardware": kept}), submission, scheduler.FILE, text)
-        job = scheduler.submit(submission, file)
+        written = config.model_copy(update={"hardware": kept})
+        write_run(written, submission, scheduler.FILE, text, overwrite=overwrite, say=notes.append)
+        try:
+            job = scheduler.submit(submission, file)
+        except UserMistake:
+            undo_overwrite(submission)
+            raise
         write_record(submission.run, JobRecord(to, job, time.time()))
     return Submitted(submission, to, str(file), text, job, plan, tuple(notes))
 

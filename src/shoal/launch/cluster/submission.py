@@ -6,13 +6,13 @@ submits that. None of this imports torch: it runs on login nodes.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config, SlurmConfig
-from shoal.mistakes import UserMistake
 from shoal.models.peft_config import follow_adapter
 from shoal.paths import user_path
 from shoal.plan.machine import read_machine
@@ -100,22 +100,39 @@ def run_directory(config: Config) -> RunDirectory:
     return RunDirectory(user_path(Path(config.run_dir) / config.name, "run_dir"))
 
 
-def check_run(config: Config, *, resume: bool) -> None:
+def check_run(config: Config, *, resume: bool, overwrite: bool = False) -> None:
     """A UserMistake if the run may not start in its folder."""
     run = run_directory(config)
-    if run.begun and not resume:
-        raise UserMistake(f"{run.path} already holds a run; add --resume to continue it, or another name=…")
     run.check_not_held()
-    run.check(config, resume=resume and run.exists, overwrite=False)
+    run.check(config, resume=resume, overwrite=overwrite)
 
 
-def write_run(config: Config, submission: Submission, file: str, text: str) -> Path:
-    """Create the run's folder with its config and the scheduler's `file`; returns the path of the latter."""
+def write_run(
+    config: Config,
+    submission: Submission,
+    file: str,
+    text: str,
+    *,
+    overwrite: bool = False,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Path:
+    """Create the run's folder with its config and the scheduler's `file`; returns the path of the latter. With
+    `overwrite`, an earlier run there is moved aside."""
     run = RunDirectory(submission.run)
-    run.create(config, overwrite=False)
+    with run.held() if overwrite else nullcontext():
+        run.create(config, overwrite=overwrite, say=say)
     path = submission.run / file
     try:
         path.write_text(text)
+        run.jobs.touch()  # before the job may start, which would otherwise restore the run that it replaces
     except OSError as error:
         raise run.unwritable(error) from None
     return path
+
+
+def undo_overwrite(submission: Submission) -> None:
+    """Put the run back that `write_run` has moved aside, if it has: there is no job that would replace it."""
+    replaced = RunDirectory(submission.run).replaced
+    if replaced.exists:
+        with suppress(OSError):  # it is still where it was said to be
+            replaced.restore()

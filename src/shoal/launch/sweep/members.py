@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.config.load import config_values, load_config
@@ -39,9 +39,14 @@ class Base:
 
     file: Path
     fixed: Overrides
+    _loaded: dict[tuple[str, ...], Config] = field(default_factory=dict, compare=False, repr=False)
 
     def load(self, overrides: Sequence[str]) -> Config:
-        return load_config(self.file, [*self.fixed, *overrides])
+        """The config of a member, as the file was when this command began."""
+        key = tuple(overrides)
+        if key not in self._loaded:
+            self._loaded[key] = load_config(self.file, [*self.fixed, *overrides])
+        return self._loaded[key]
 
 
 def member_name(index: int, overrides: Overrides) -> str:

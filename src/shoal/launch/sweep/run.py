@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.config.lock import locked
+from shoal.config.schema import Config
 from shoal.launch.sweep.listing import read_members
 from shoal.launch.sweep.local import Stopping, run_member, stopping
 from shoal.launch.sweep.members import NO_CONFIG, Base, Member, make_members, member_name
@@ -79,8 +80,7 @@ def sweep(request: Request, report: Callable[[str], None] = lambda _: None) -> O
     make_members(base, wanted or [_first_trial(space)], (), fits=False)
     first = base.load(wanted[0] if wanted else _first_trial(space))
     name = request.name or f"{first.name}{NAME_SUFFIX}"
-    if request.name is None and wanted and base.load(wanted[-1]).name != first.name:
-        raise UserMistake("The members have different names, as FILE derives them from what varies; give a --name.")
+    _check_common(request, [base.load(overrides) for overrides in wanted])
     runs = user_path(first.run_dir if request.runs is None else request.runs, "--runs")
     _check_name(name)
     folder = runs / name
@@ -145,6 +145,14 @@ def _named_by_us(members: list[Overrides]) -> list[Overrides]:
 
 def _first_trial(space: Space) -> Overrides:
     return space.draw(1, 0)[0]
+
+
+def _check_common(request: Request, configs: Sequence[Config]) -> None:
+    """The folder of a sweep is that of all its members, whatever FILE derives from what varies."""
+    if request.name is None and len({config.name for config in configs}) > 1:
+        raise UserMistake("The members have different names, as FILE derives them from what varies; give a --name.")
+    if request.runs is None and len({config.run_dir for config in configs}) > 1:
+        raise UserMistake("The members have different run_dir, as FILE derives it from what varies; give --runs.")
 
 
 def _check_name(name: str) -> None:

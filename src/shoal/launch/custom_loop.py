@@ -1,0 +1,341 @@
+"""A custom training loop: what `shoal.init` returns.
+
+    run = shoal.init("run.yaml")
+    model, optimizer, loader, schedule = run.prepare(model, optimizer, loader, schedule)
+    for batch in run.steps(loader):
+        loss = compute_loss(model, batch)
+        run.backward(loss)
+        run.step(optimizer, schedule)
+
+The step itself, and all that follows it, are those of `shoal train`: `train.step` and `train.conclude`.
+"""
+
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.config.schema import Config
+from shoal.launch.custom import STATUS_STOPPED, JoinedRun, hold
+from shoal.launch.outcome import record_end
+from shoal.mistakes import UserMistake
+from shoal.observe.metrics import JsonLines
+from shoal.parallel.micro_batches import accumulating
+from shoal.parallel.shard import reshards_after_forward
+from shoal.resilience.agreement import Agreement
+from shoal.resilience.health import Action, Decision
+from shoal.train.conclude import Watch, conclude_step, make_health
+from shoal.train.custom import CustomJob, set_up_custom
+from shoal.train.default_hooks import default_hooks
+from shoal.train.hooks import Fault, RunStart, StepEnd
+from shoal.train.rollback import give_up, roll_back
+from shoal.train.save import finish_save
+from shoal.train.step import StepResult
+
+
+class _MicroBatch:
+    """What the loop's body has done with a micro-batch."""
+
+    def __init__(self, *, last: bool) -> None:
+        self.last = last  # of the step
+        self.backward = False
+        self.stepped = False
+
+
+class CustomLoop:
+    """A run whose loop is the user's."""
+
+    def __init__(self, joined: JoinedRun) -> None:
+        self._joined = joined
+        self._job: CustomJob | None = None
+        self._micro: _MicroBatch | None = None
+        self._samples = torch.zeros(())  # in a micro-batch
+        self._sums: Tensor | None = None  # of this step: loss times weight, and weight
+        self._weighted: bool | None = None  # whether the script gives weights
+        self._result: tuple[StepResult, float] | None = None  # of this step, and its learning rate
+        self._started = self._ended = self._closed = False
+        hold(self)
+
+    @property
+    def config(self) -> Config:
+        """The config; after `prepare` without any auto."""
+        return self._joined.config if self._job is None else self._job.config
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self._joined.run.path
+
+    @property
+    def rank(self) -> int:
+        return self._joined.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._joined.ranks.world_size
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which prints and writes."""
+        return self._joined.ranks.first
+
+    @property
+    def device(self) -> torch.device:
+        return self._joined.ranks.device
+
+    @property
+    def step_number(self) -> int:
+        """The number of optimizer steps so far."""
+        return self._prepared.progress.step
+
+    @property
+    def total_steps(self) -> int:
+        return self._prepared.steps
+
+    def prepare(self, model: nn.Module, optimizer: Any, loader: Any, schedule: Any = None) -> tuple[Any, ...]:
+        """Parallelize the model as the config says, and take over the others; returns them in the same order (without
+        a schedule, three). A run that resumes has its weights, optimizer state and schedule afterwards."""
+        if self._job is not None:
+            raise UserMistake("run.prepare was called already; a run has one model, one optimizer and one loader.")
+        joined = self._joined
+        self._job = job = set_up_custom(
+            joined.config,
+            joined.run,
+            joined.ranks,
+            joined.start,
+            joined.device,
+            model=model,
+            optimizer=optimizer,
+            loader=loader,
+            schedule=schedule,
+            nodes=joined.nodes,
+        )
+        self._samples = torch.tensor(float(job.resolved.micro_batch), dtype=torch.float64, device=self.device)
+        return (model, optimizer, job.loader) if schedule is None else (model, optimizer, job.loader, schedule)
+
+    def steps(self, loader: Any) -> Iterator[Any]:
+        """This rank's micro-batches, on its device, up to the last step. Between two of them the body calls `backward`
+        and `step`. Logs, saves, and stops on a signal: the program then ends with status 75."""
+        job = self._prepared
+        if loader is not job.loader:
+            raise UserMistake("run.steps takes the loader that run.prepare returned.")
+        if self._started:
+            raise UserMistake("run.steps was called already: it goes through all steps of the run, epoch after epoch.")
+        return self._steps(job)
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
+        """The backward pass of a micro-batch. `loss` is its mean; `weight` is what it is the mean over, by default the
+        number of samples. The loss of the step is the mean over all micro-batches and ranks, by weight."""
+        job, micro = self._prepared, self._inside("run.backward")
+        if micro.backward:
+            raise UserMistake("run.backward was called twice for one micro-batch; add the losses, and call it once.")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+            raise UserMistake(f"The loss {found}; run.backward takes the mean over the micro-batch, a single number.")
+        if not loss.requires_grad:
+            raise UserMistake("The loss has no gradient; was it detached, or computed under torch.no_grad()?")
+        if self._weighted is None:
+            self._weighted = weight is not None
+        if self._weighted != (weight is not None):
+            raise UserMistake("run.backward needs a weight in every call or in none: losses are averaged by it.")
+        micro.backward = True
+        if weight is None:
+            factor, counted = job.step.loss_factor(job.resolved.global_batch / job.resolved.micro_batch), self._samples
+        else:
+            factor = job.step.loss_factor(job.resolved.global_batch) * weight
+            counted = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
+        torch.autograd.backward(loss * factor)
+        with torch.no_grad():
+            sums = torch.stack([loss.reshape(()).double() * counted, counted])
+            self._sums = sums if self._sums is None else self._sums + sums
+
+    def step(self, optimizer: Any, schedule: Any = None) -> bool:
+        """Clip the gradients, update the weights and advance the schedule, after the last micro-batch of a step; before
+        that it does nothing. Returns whether it did."""
+        job, micro = self._prepared, self._inside("run.step")
+        if optimizer is not job.optimizer.optimizer:
+            raise UserMistake("run.step takes the optimizer that run.prepare returned.")
+        by_metric = isinstance(job.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if schedule is not (None if by_metric else job.schedule):
+            raise UserMistake(
+                "ReduceLROnPlateau needs a metric: call schedule.step(metric) yourself, and run.step(optimizer)."
+                if by_metric
+                else "run.step takes the schedule that was given to run.prepare: run.step(optimizer, schedule)."
+            )
+        if not micro.backward:
+            raise UserMistake("run.step was called before run.backward(loss), which replaces loss.backward().")
+        if micro.stepped:
+            raise UserMistake("run.step was called twice for one micro-batch.")
+        micro.stepped = True
+        if not micro.last:
+            return False
+        assert self._sums is not None
+        sums, self._sums = self._sums, None
+        correction, whole = None, job.resolved.global_batch
+        job.model.gradients.finish()
+        if self._weighted:
+            correction = (whole / job.ranks.sum(sums.clone())[1]).float()
+        lr = job.optimizer.lr
+        result = job.step.update(sums, None if self._weighted else whole, None, correction)
+        for copies in job.model.copies:
+            copies.uninstall()  # so that model.parameters() are the master weights until the next forward pass
+        if schedule is not None:
+            schedule.step()
+        self._result = (result, lr)
+        job.progress.step += 1
+        job.progress.tokens += whole
+        return True
+
+    def stop(self) -> None:
+        """Save and stop after this step, on all ranks, as on a signal."""
+        self._joined.stop.ask()
+
+    def mean(self, value: float | Tensor, weight: float | Tensor = 1.0) -> float:
+        """The mean of `value` over all ranks, by weight. Waits for the device; all ranks call it."""
+        pair = torch.stack([torch.as_tensor(one, dtype=torch.float64).detach().cpu() for one in (value, weight)])
+        total = self._joined.ranks.sum(torch.stack([pair[0] * pair[1], pair[1]]))
+        return float(total[0] / total[1])
+
+    def log_evaluation(self, loss: float, **others: float) -> None:
+        """Write the loss of a held-out set to `metrics.jsonl`, as eval_loss; `checkpoint.keep_best` compares it. The
+        same on every rank."""
+        job = self._prepared
+        values = {"eval_loss": float(loss), **{f"eval_{name}": float(value) for name, value in others.items()}}
+        line = {"step": job.progress.step, "attempt": job.log.attempt, **values}
+        if self._ended:  # the hooks are, too
+            if self.first:
+                lines = JsonLines(job.run.metrics)
+                lines.write(line)
+                lines.close()
+        else:
+            job.hooks.on_evaluation(line)
+        job.progress.evaluated_at, job.progress.eval_loss = job.progress.step, float(loss)
+        job.log.restart_clock()
+
+    def save_weights(self, path: Path | str) -> None:
+        """Write the unsharded weights to one safetensors file. All ranks call it; rank 0 writes."""
+        from safetensors.torch import save_file
+
+        from shoal.paths import user_path
+
+        job, file = self._prepared, user_path(path, "The file")
+        found: dict[str, Tensor] = {}
+        for name, tensor in job.model.saved.items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self.first:
+                found[name] = whole.detach().cpu().contiguous()
+        if self.first:
+            partial = file.with_name(f".{file.name}.tmp")
+            save_file(found, partial)
+            partial.replace(file)
+        job.ranks.barrier()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run: log, watchdog, process group and lock. Called when the program ends."""
+        if self._closed:
+            return
+        self._closed = True
+        job = self._job
+        if job is not None and self._started and not self._ended:
+            self._ended = True
+            if error is not None:
+                job.hooks.on_fault(Fault(job.progress.step, error, str(error)))
+            job.hooks.on_run_end(error)
+        self._joined.leave(error)
+
+    def __enter__(self) -> "CustomLoop":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(None if isinstance(error, SystemExit) else error)
+
+    @property
+    def _prepared(self) -> CustomJob:
+        if self._job is None:
+            raise UserMistake("Call run.prepare(model, optimizer, loader) first.")
+        return self._job
+
+    def _inside(self, call: str) -> _MicroBatch:
+        if self._micro is None:
+            raise UserMistake(f"{call} belongs into the body of: for batch in run.steps(loader).")
+        return self._micro
+
+    def _steps(self, job: CustomJob) -> Generator[Any, None, None]:
+        self._started = True
+        job.hooks.add(*default_hooks(job, self._joined.context, self._joined.hooks))
+        job.hooks.on_run_start(RunStart(job.run.path, job.resolved, job.ranks, job.progress.step, job.steps))
+        with Agreement(job.ranks, job.hooks) as agreement:
+            watch = Watch(self._joined.stop, agreement, make_health(job))
+            while True:
+                decision, stopped = yield from self._until_decision(job, watch)
+                if decision.action is Action.STOP:
+                    give_up(job, decision.steps)
+                if decision.action is not Action.ROLL_BACK:
+                    break
+                roll_back(job, decision.steps)
+        finish_save(job)
+        if stopped is not None:
+            job.hooks.on_stop(job.progress.step, stopped)
+        self._ended = True
+        job.hooks.on_run_end(None)
+        if self.first:
+            record_end(job.run.path, stopped)
+        if stopped == "signal":
+            job.reporter.say("Stopped early; a checkpoint was saved. Start the program again with resume.")
+            raise SystemExit(STATUS_STOPPED)
+
+    def _until_decision(self, job: CustomJob, watch: Watch) -> Generator[Any, None, tuple[Decision, str | None]]:
+        """Steps up to the last one, or to one after which health decides otherwise."""
+        module, resolved, progress = job.model.modules[0], job.resolved, job.progress
+        keeps_weights = reshards_after_forward(job.config.parallel, resolved.strategy) is False
+        stopped: str | None = None
+        stream = job.loader.micro_batches(progress.step, job.steps, progress.left_out)
+        while progress.step < job.steps and stopped is None:
+            data_seconds = 0.0
+            for index in range(resolved.grad_accum_steps):
+                began = time.perf_counter()
+                batch = _to_device(next(stream), job.ranks.device)
+                data_seconds += time.perf_counter() - began
+                self._micro = micro = _MicroBatch(last=index == resolved.grad_accum_steps - 1)
+                with accumulating(module, last=micro.last, keeps_weights=keeps_weights):
+                    yield batch
+                self._micro = None
+                if not micro.backward or not micro.stepped:
+                    missing = "run.backward(loss)" if not micro.backward else "run.step(optimizer)"
+                    raise UserMistake(f"{missing} was not called for a batch of run.steps; call it once for each.")
+            assert self._result is not None
+            (result, lr), self._result = self._result, None
+            arrived = job.log.after_step(
+                progress.step,
+                result,
+                lr=lr,
+                tokens=resolved.global_batch,
+                total_tokens=progress.tokens,
+                loss_tokens=0,
+                positions=0,
+                flops=0.0,
+                data_seconds=data_seconds,
+                save_seconds=job.saver.waited,
+            )
+            job.hooks.on_step_end(StepEnd(progress.step, data_seconds, job.log.step_seconds))
+            decision, stopped = conclude_step(job, watch, arrived)
+            if not decision.continues:
+                return decision, None
+        return Decision(Action.CONTINUE), stopped
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    """Tensors inside tuples, lists and mappings, and objects that move themselves, on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to_device(one, device) for one in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_to_device(one, device) for one in value)
+    if type(value) is dict:
+        return {key: _to_device(one, device) for key, one in value.items()}
+    return value.to(device) if hasattr(value, "to") else value
