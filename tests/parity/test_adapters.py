@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import settings, slow, train_on, weights
+from tests.harness import settings, slow, train_again_on, weights
 from tests.parity.test_parity import (
     ALONE,
     EXACT_STEPS,
@@ -62,7 +62,7 @@ def reference(instructions: Path, tmp_path_factory: pytest.TempPathFactory):
         kind: str, family: str, layers: int, precision: str, global_batch: int, data: Path = instructions
     ) -> Path:
         config = _config(data, kind, family, layers, precision, global_batch)
-        return train_on(1, config, tmp_path_factory.mktemp("reference"))
+        return train_again_on(1, config, tmp_path_factory.mktemp("reference"))
 
     return train
 
@@ -94,7 +94,7 @@ def _compare(
     grad_accum_steps = 4 if "pp" in strategy.parallel else 1
     global_batch = MICRO_BATCH * strategy.data_parallel(world_size) * grad_accum_steps
     config = _config(data, kind, family, strategy.layers, precision, global_batch, **strategy.changes(world_size))
-    run = train_on(world_size, config, runs)
+    run = train_again_on(world_size, config, runs)
     expected = reference(kind, family, strategy.layers, precision, global_batch, data)
     if precision == "32-true":
         hold_equal(run, expected, bitwise=strategy.bitwise and world_size == 2 and grad_accum_steps == 1)

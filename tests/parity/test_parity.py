@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import LLAMA, PYTHIA, lines, settings, train_on, weights
+from tests.harness import LLAMA, PYTHIA, lines, settings, train_again_on, weights
 
 FAMILIES = {
     "llama": {**LLAMA, "heads": 8, "kv_heads": 4, "tied": True},
@@ -171,7 +171,7 @@ def reference(instructions: Path, tmp_path_factory: pytest.TempPathFactory):
     ) -> Path:
         changes = {"train__optimizer": {"name": optimizer}}
         config = _config(data, family, layers, precision, global_batch, **changes)
-        return train_on(1, config, tmp_path_factory.mktemp("reference"))
+        return train_again_on(1, config, tmp_path_factory.mktemp("reference"))
 
     return train
 
@@ -217,7 +217,7 @@ def train_with(
 ) -> Path:
     global_batch = MICRO_BATCH * strategy.data_parallel(world_size) * grad_accum_steps
     config = _config(data, family, strategy.layers, precision, global_batch, **strategy.changes(world_size))
-    return train_on(world_size, config, runs)
+    return train_again_on(world_size, config, runs)
 
 
 @pytest.mark.parametrize(("strategy", "world_size", "family", "grad_accum_steps"), cases(ALONE + TOGETHER, exact=True))

@@ -19,7 +19,7 @@ from transformers import (
 from shoal import api
 from shoal.data.tokenizer import load_tokenizer
 from shoal.models.cross_entropy import Chunks, Measure, choose_chunks, measure_full_vocabulary
-from tests.harness import lines, reference_run, run_ranks, settings, slow, train_on
+from tests.harness import lines, reference_run, run_ranks, settings, slow, train_again_on, train_on
 from tests.parity.test_parity import EXACT_STEPS, FAMILIES, MICRO_BATCH, PIPELINE_LAYERS, hold_equal
 
 SPLITS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def test_the_other_families_train_the_same_on_two_ranks_and_on_one(family, strat
         AutoModelForCausalLM.from_config(settled).save_pretrained(tmp_path / "bert")
         model = {"from": str(tmp_path / "bert"), "tokenizer": "bytes"}
     one = reference_run(small(instructions, "one", model=model))
-    two = train_on(2, small(instructions, "two", model=model, parallel__strategy=strategy), tmp_path)
+    two = train_again_on(2, small(instructions, "two", model=model, parallel__strategy=strategy), tmp_path)
     hold_equal(two, one, bitwise=True)
 
 
@@ -72,7 +72,7 @@ def test_a_sliding_window_is_the_same_for_the_heads_of_each_tensor_parallel_rank
     AutoModelForCausalLM.from_config(limited).save_pretrained(tmp_path / "mistral")
     model = {"from": str(tmp_path / "mistral"), "tokenizer": "bytes"}
     one = reference_run(small(instructions, "one", model=model))
-    two = train_on(2, small(instructions, "two", model=model, parallel={"tp": 2}), tmp_path)
+    two = train_again_on(2, small(instructions, "two", model=model, parallel={"tp": 2}), tmp_path)
     hold_equal(two, one, bitwise=False)
 
 
@@ -82,7 +82,7 @@ def test_the_other_families_can_be_split(family, instructions, tmp_path):
     shape = shape_of(family, vocab=259)
     one = reference_run(small(instructions, "one", model__shape=shape))
     for name, split in SPLITS.items():
-        two = train_on(2, small(instructions, name, model__shape=shape, parallel=split), tmp_path)
+        two = train_again_on(2, small(instructions, name, model__shape=shape, parallel=split), tmp_path)
         hold_equal(two, one, bitwise=False)
 
 
@@ -103,8 +103,8 @@ def test_a_model_without_identical_blocks_trains_the_same_on_two_ranks_and_on_on
     JambaForCausalLM(JambaConfig(**sizes, **heads, **order)).save_pretrained(tmp_path / "start")
     load_tokenizer("bytes").save(tmp_path / "start")
     changes = {"model": {"from": str(tmp_path / "start")}, "data__max_length": 64, "data__train_on": "all"}
-    one = train_on(1, small(instructions, "one", **changes), tmp_path)
-    two = train_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path)
+    one = train_again_on(1, small(instructions, "one", **changes), tmp_path)
+    two = train_again_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path)
     hold_equal(two, one, bitwise=True)
 
 
@@ -123,8 +123,8 @@ def test_an_embedding_with_a_norm_trains_the_same_on_two_ranks_and_on_one(instru
     model.float().save_pretrained(tmp_path / "start")
     load_tokenizer("bytes").save(tmp_path / "start")
     changes = {"model": {"from": str(tmp_path / "start")}, "data__max_length": 64, "data__train_on": "all"}
-    one = train_on(1, small(instructions, "one", **changes), tmp_path)
-    two = train_on(2, small(instructions, "two", parallel__strategy="fsdp", **changes), tmp_path)
+    one = train_again_on(1, small(instructions, "one", **changes), tmp_path)
+    two = train_again_on(2, small(instructions, "two", parallel__strategy="fsdp", **changes), tmp_path)
     hold_equal(two, one, bitwise=True)
 
 
@@ -137,7 +137,7 @@ def test_nvme_offload_and_wrapping_by_class_train_the_same_as_one_process(way, w
         parallel = {"strategy": "fsdp", "wrap": {"classes": ["LlamaMLP", "LlamaAttention"]}}
     batch = {"train__global_batch": MICRO_BATCH * world_size, "model__shape": {**FAMILIES["llama"], "positions": 512}}
     one = reference_run(small(instructions, "one", **batch))
-    several = train_on(world_size, small(instructions, "several", parallel=parallel, **batch), tmp_path)
+    several = train_again_on(world_size, small(instructions, "several", parallel=parallel, **batch), tmp_path)
     hold_equal(several, one, bitwise=world_size == 2)
 
 
@@ -153,7 +153,9 @@ def test_nvme_offload_and_wrapping_by_class_train_the_same_as_one_process(way, w
 def test_packed_documents_train_the_same_on_two_ranks_and_on_one(parallel, instructions, tmp_path):
     shape = {**FAMILIES["llama"], "positions": 512}
     one = reference_run(small(instructions, "one", model__shape=shape, data__pack=True))
-    two = train_on(2, small(instructions, "two", model__shape=shape, data__pack=True, parallel=parallel), tmp_path)
+    two = train_again_on(
+        2, small(instructions, "two", model__shape=shape, data__pack=True, parallel=parallel), tmp_path
+    )
     hold_equal(two, one, bitwise="strategy" in parallel)
 
 
@@ -163,7 +165,7 @@ def test_a_pipeline_is_bitwise_equal_to_one_process(schedule, text, tmp_path):
     shape = {**FAMILIES["pythia"], "layers": PIPELINE_LAYERS, "positions": 512}
     config = {"model__shape": shape, "data__pack": True, "train__global_batch": 8}
     one = reference_run(small(text, "one", **config))
-    two = train_on(2, small(text, "two", parallel={"pp": 2, "pp_schedule": schedule}, **config), tmp_path)
+    two = train_again_on(2, small(text, "two", parallel={"pp": 2, "pp_schedule": schedule}, **config), tmp_path)
     hold_equal(two, one, bitwise=True)
 
 
@@ -186,8 +188,8 @@ def test_a_padded_vocabulary_trains_the_same(parallel, loss, instructions, tmp_p
     config = {"model__shape": shape, "train__loss_impl": loss}
     one = reference_run(small(instructions, "one", **config))
 
-    def padded_chunks(weight: torch.Tensor, measure: Measure | None) -> Chunks:
-        return choose_chunks(weight, measure)._replace(columns=-(-len(weight) // 64) * 64)
+    def padded_chunks(weight: torch.Tensor, measure: Measure | None, **more: bool) -> Chunks:
+        return choose_chunks(weight, measure, **more)._replace(columns=-(-len(weight) // 64) * 64)
 
     monkeypatch.setattr("shoal.models.loss.choose_chunks", padded_chunks)
     two = train_on(2, small(instructions, "two", parallel=parallel, **config), tmp_path)
@@ -228,8 +230,8 @@ def test_the_loss_scale_of_16_mixed_is_one_for_all_ranks(parallel, instructions,
     shape = {**FAMILIES["llama"], "positions": 512}
     changes = {"model__shape": shape, "train__precision": "16-mixed", "train__lr": 1e-2, "train__steps": 6}
     changes["train__loss_scale"] = {"initial": 2.0**22}
-    one = lines(train_on(1, small(instructions, "one", **changes), tmp_path))
-    two = lines(train_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path))
+    one = lines(train_again_on(1, small(instructions, "one", **changes), tmp_path))
+    two = lines(train_again_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path))
     skipped = one[-1]["skipped"]
     assert 2 < skipped < 6
     assert [line["skipped"] for line in two] == [line["skipped"] for line in one]
@@ -262,7 +264,7 @@ def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recomputation_repeats_the_dropout_masks(parallel, recompute, instructions, with_dropout, tmp_path):
     changes = {"model": {"from": str(with_dropout)}, "parallel": parallel}
     saved = reference_run(small(instructions, "saved", **changes), 2)
-    recomputed = train_on(2, small(instructions, "recomputed", train__recompute=recompute, **changes), tmp_path)
+    recomputed = train_again_on(2, small(instructions, "recomputed", train__recompute=recompute, **changes), tmp_path)
     hold_equal(recomputed, saved, bitwise=True)
 
 
@@ -271,7 +273,7 @@ def test_dropout_trains_as_well_when_split(parallel, instructions, with_dropout,
     """Ranks draw different dropout masks, so only the training progress is comparable."""
     changes = {"model": {"from": str(with_dropout)}, "train__steps": 6}
     one = reference_run(small(instructions, "one", **changes))
-    two = train_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path)
+    two = train_again_on(2, small(instructions, "two", parallel=parallel, **changes), tmp_path)
     found, wanted = ([line["loss"] for line in lines(run)] for run in (two, one))
     assert found != wanted
     assert found == pytest.approx(wanted, rel=0.03)
@@ -307,7 +309,9 @@ def test_freezing_and_learning_rate_groups_do_not_depend_on_the_parallel_layout(
     shape = {**FAMILIES["llama"], "tied": False, "positions": 512}
     batch = {"model__shape": shape, "train__global_batch": 8, "train__micro_batch": 2}
     one = reference_run(small(instructions, "one", **batch, **changes))
-    several = train_on(world_size, small(instructions, "several", parallel=parallel, **batch, **changes), tmp_path)
+    several = train_again_on(
+        world_size, small(instructions, "several", parallel=parallel, **batch, **changes), tmp_path
+    )
     hold_equal(several, one, bitwise=False)
 
 
@@ -341,7 +345,7 @@ def test_the_same_sequences_are_evaluated_however_the_model_is_split(world_size,
         "eval": {"every": 1, "batches": 3},
     }
     one = reference_run(settings(instructions, name="one", **changes))
-    several = train_on(world_size, settings(instructions, name="several", parallel=parallel, **changes), tmp_path)
+    several = train_again_on(world_size, settings(instructions, name="several", parallel=parallel, **changes), tmp_path)
     assert len(evaluations(one)) == 2
     assert evaluations(several) == pytest.approx(evaluations(one), rel=2e-6)
 
@@ -353,7 +357,7 @@ def test_compressed_gradients_train_nearly_the_same(compress, instructions, tmp_
     changes = {"train__steps": steps, "train__global_batch": 8, "train__micro_batch": 4}
     plain = reference_run(small(instructions, "plain", parallel={"strategy": "ddp"}, **changes), 2)
     parallel = {"strategy": "ddp", "compress": compress}
-    lossy = train_on(2, small(instructions, "lossy", parallel=parallel, **changes), tmp_path)
+    lossy = train_again_on(2, small(instructions, "lossy", parallel=parallel, **changes), tmp_path)
     found, wanted = ([line["loss"] for line in lines(run)] for run in (lossy, plain))
     assert found[1:] != wanted[1:]
     assert found == pytest.approx(wanted, rel=1e-3 if compress != "powersgd" else 0.05)
@@ -361,5 +365,5 @@ def test_compressed_gradients_train_nearly_the_same(compress, instructions, tmp_
 
 
 def test_the_loss_of_the_reference_decreases(instructions, tmp_path):
-    found = [line["loss"] for line in lines(train_on(1, small(instructions, "one", train__steps=10), tmp_path))]
+    found = [line["loss"] for line in lines(train_again_on(1, small(instructions, "one", train__steps=10), tmp_path))]
     assert found[-1] < 0.9 * found[0]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.imports import importing
+from shoal.mistakes import UserMistake
 from shoal.paths import user_path
 
 if TYPE_CHECKING:
     from shoal.checkpoint.inspect import Listed
+    from shoal.convert.configs.translation import Translation
     from shoal.convert.imports import Imported
     from shoal.use.merge import Merged
 
@@ -19,16 +21,28 @@ def export(
     run: Path | str,
     output: Path | str | None = None,
     *,
+    to: str = "hf",
     adapter: bool = False,
     step: int | None = None,
     dtype: str | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Export a run's weights, config and tokenizer as a Hugging Face folder (by default RUN/hf).
+    """Export a run's weights, config and tokenizer as a Hugging Face folder (by default RUN/hf), or with `to` litgpt as
+    a checkpoint of LitGPT (by default RUN/litgpt).
 
     With `adapter`, export the adapter of a LoRA run as a folder that PEFT loads (by default RUN/adapter).
     """
+    if to not in ("hf", "litgpt"):
+        raise UserMistake(f"A run is exported to hf or litgpt, not {to}.")
     folder = user_path(run, "The run")
+    if to == "litgpt":
+        if adapter:
+            raise UserMistake("--adapter is for PEFT, and LitGPT has another format; shoal merge merges an adapter.")
+        with importing("torch"):
+            from shoal.convert.litgpt_export import export_litgpt
+
+        output = folder / "litgpt" if output is None else user_path(output, "--output")
+        return export_litgpt(folder, output, step=step, dtype=dtype, report=report)
     if adapter:
         with importing("torch"):
             from shoal.convert.peft import export_adapter
@@ -84,6 +98,49 @@ def import_checkpoint(
     described = None if model is None else str(model)
     source, output = user_path(source, "The checkpoint"), user_path(output, "OUTPUT")
     return import_hf(source, output, model=described, dtype=dtype, report=report)
+
+
+def is_foreign_config(files: Sequence[Path | str], command: str = "") -> bool:
+    """Whether `shoal import` is given configs or commands of another system, and not a checkpoint."""
+    from shoal.convert.configs.recognise import is_config
+
+    paths = [user_path(file, "FILE") for file in files]
+    if (missing := next((path for path in paths if not path.exists()), None)) is not None:
+        raise UserMistake(f"{missing} does not exist; give a config, a script or a checkpoint of another system.")
+    configs = [path for path in paths if is_config(path)]
+    if (configs or command or len(paths) > 1) and len(configs) != len(paths):
+        odd = next(path for path in paths if path not in configs)
+        raise UserMistake(f"{odd} is not a config or a script; a checkpoint is imported alone, and configs together.")
+    return bool(configs or command)
+
+
+def import_config(
+    files: Sequence[Path | str],
+    command: str = "",
+    output: Path | str | None = None,
+    *,
+    overwrite: bool = False,
+) -> Translation:
+    """Translate configs and a command of other systems, which belong together, to a YAML file.
+
+    By default it is written beside the first file, or for a command alone as NAME.yaml in the current folder.
+    """
+    from dataclasses import replace
+
+    from shoal.convert.configs.translation import default_output, translate_configs, write_translation
+
+    paths = [user_path(file, "FILE") for file in files]
+    translated = translate_configs(paths, command)
+    written = default_output(paths, translated) if output is None else user_path(output, "--output")
+    write_translation(translated, written, overwrite=overwrite)
+    return replace(translated, output=str(written))
+
+
+def describe_import(translated: Translation) -> str:
+    """What each key of theirs became, what has no meaning here, and what could not be carried, as text."""
+    from shoal.convert.configs.text import report
+
+    return report(translated)
 
 
 def checkpoints(

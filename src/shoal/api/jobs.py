@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config
 from shoal.paths import user_path
@@ -12,16 +12,23 @@ from shoal.paths import user_path
 if TYPE_CHECKING:
     from shoal.launch.cluster.schedulers import Submitted
     from shoal.launch.status import RunStatus
+    from shoal.observe.run_view import RunView
 
 
 def submit(
-    config: Config, *, to: str = "slurm", resume: bool = False, dry_run: bool = False, anyway: bool = False
+    config: Config,
+    *,
+    to: str = "slurm",
+    resume: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    anyway: bool = False,
 ) -> Submitted:
-    """Submit a run to a scheduler. With `dry_run`, or if it does not fit by the forecast and `anyway` is not set, the
-    job is only rendered, and the result has no job ID."""
+    """Submit a run to a scheduler. `overwrite` replaces the existing run of this name. With `dry_run`, or if it does
+    not fit by the forecast and `anyway` is not set, the job is only rendered, and the result has no job ID."""
     from shoal.launch.cluster.schedulers import submit
 
-    return submit(config, to=to, resume=resume, dry_run=dry_run, anyway=anyway)
+    return submit(config, to=to, resume=resume, overwrite=overwrite, dry_run=dry_run, anyway=anyway)
 
 
 def status(run: Path | str, *, runs: Path | str = "runs") -> RunStatus:
@@ -38,6 +45,14 @@ def status_of_all(runs: Path | str = "runs") -> list[RunStatus]:
     return status_of_each(run_folders(user_path(runs, "--runs")))
 
 
+def view(run: Path | str, *, runs: Path | str = "runs") -> RunView:
+    """Metrics and events of a run, from its files; `refresh` reads what was added."""
+    from shoal.launch.status import find_run
+    from shoal.observe.run_view import RunView
+
+    return RunView(find_run(str(run), user_path(runs, "--runs")))
+
+
 def logs(run: Path | str, *, rank: int | None = None, follow: bool = False, runs: Path | str = "runs") -> Iterator[str]:
     """The lines that a rank of a run has printed; with `follow`, until the run has ended."""
     from shoal.launch.logs import log_file, read_log
@@ -45,6 +60,17 @@ def logs(run: Path | str, *, rank: int | None = None, follow: bool = False, runs
 
     folder = find_run(str(run), user_path(runs, "--runs"))
     return read_log(log_file(folder, rank), follow=follow, status=lambda: status_of(folder))
+
+
+def log_records(
+    run: Path | str, *, rank: int | None = None, level: str = "debug", follow: bool = False, runs: Path | str = "runs"
+) -> Iterator[dict[str, Any]]:
+    """The log records of a run (`time, level, rank, host, logger, message`), of all its processes or of one rank."""
+    from shoal.launch.logs import read_log_records
+    from shoal.launch.status import find_run, status_of
+
+    folder = find_run(str(run), user_path(runs, "--runs"))
+    return read_log_records(folder, rank=rank, level=level, follow=follow, active=lambda: status_of(folder).active)
 
 
 def cancel(run: Path | str, *, runs: Path | str = "runs") -> RunStatus:

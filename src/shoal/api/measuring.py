@@ -1,15 +1,17 @@
-"""Measure training steps, one rank of many, and collectives."""
+"""Measure training steps, one rank of many, scaling, batch sizes, and collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.config import Config
 
 if TYPE_CHECKING:
+    from shoal.bench.batch import BatchReport
     from shoal.bench.collectives_report import CollectivesReport
+    from shoal.bench.scaling import ScalingReport
     from shoal.bench.training import RankReport, Steps
 
 
@@ -64,3 +66,60 @@ def bench_collectives(
     from shoal.bench.collectives import measure_collectives
 
     return measure_collectives(request, devices=devices, link=named, output=None if output is None else Path(output))
+
+
+def bench_scaling(
+    config: Config,
+    *,
+    devices: Sequence[int] = (1, 2, 4, 8),
+    strategies: Sequence[str] = ("ddp", "fsdp"),
+    steps: int = 10,
+    warmup: int = 4,
+    measures: bool = True,
+    output: Path | str | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> ScalingReport:
+    """Train the same global batch on each number of `devices` and compare time and memory with the forecast."""
+    from shoal.bench.output import make_folder, write_report
+    from shoal.bench.scaling import measure_scaling
+    from shoal.models.peft_config import follow_adapter
+
+    if output is not None:
+        make_folder(Path(output))
+    found = measure_scaling(
+        follow_adapter(config), devices, strategies, steps=steps, warmup=warmup, measures=measures, report=report
+    )
+    if output is not None:
+        from shoal.bench.curves_plot import plot_scaling
+
+        for note in write_report(found.as_dict(), Path(output), lambda: plot_scaling(found)):
+            report(f"warning: {note}")
+    return found
+
+
+def bench_batch(
+    config: Config,
+    *,
+    up_to: int | None = None,
+    steps: int = 10,
+    warmup: int = 4,
+    measures: bool = True,
+    output: Path | str | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> BatchReport:
+    """Double the micro-batch until it no longer fits, with and without activation checkpointing."""
+    from shoal.bench.batch import measure_batches
+    from shoal.bench.output import make_folder, write_report
+    from shoal.models.peft_config import follow_adapter
+
+    if output is not None:
+        make_folder(Path(output))
+    found = measure_batches(
+        follow_adapter(config), up_to=up_to, steps=steps, warmup=warmup, measures=measures, report=report
+    )
+    if output is not None:
+        from shoal.bench.curves_plot import plot_batches
+
+        for note in write_report(found.as_dict(), Path(output), lambda: plot_batches(found)):
+            report(f"warning: {note}")
+    return found

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.config import Config
+from shoal.config import Config, config_from_mapping, load_config
 from shoal.imports import importing
 from shoal.launch.first_look import check_inputs
 from shoal.paths import user_path
 
 if TYPE_CHECKING:
+    from shoal.objectives import Objective
     from shoal.plan.report import Plan
     from shoal.train.hooks import Hook
     from shoal.train.loop import Summary
     from shoal.train.preview import Preview
 
 
+def read(config: Config | Mapping[str, Any] | Path | str, *, planned: bool = False) -> Config:
+    """The config itself, the one that a mapping describes, or that of a YAML file."""
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, Mapping):
+        return config_from_mapping(config)
+    return load_config(config, planned=planned)
+
+
 def train(
-    config: Config,
+    config: Config | Mapping[str, Any] | Path | str,
     *,
     runs: Path | str | None = None,
     resume: bool | Literal["auto"] = False,
@@ -27,12 +37,17 @@ def train(
     overwrite: bool = False,
     max_restarts: int = 0,
     hooks: Sequence[Hook] = (),
+    profile: int | None = None,
+    objective: Objective | None = None,
 ) -> Summary:
-    """Train as `config` says, under `runs`/NAME (default: `config.run_dir`/NAME); see `shoal train --help` for what the
-    options mean.
+    """Train as `config` says, a `Config`, a mapping or a YAML file, under `runs`/NAME (default: `config.run_dir`/NAME).
+    See `shoal train --help` for what the options mean.
 
-    `hooks` see the events of the run: see `shoal.train.hooks`. With several devices, start the program with torchrun.
+    `hooks` see the events of the run: see `shoal.train.hooks`. `objective` replaces that of `train.objective`, on the
+    same data: see `shoal.objectives.objective`. With either and several devices, start the program with torchrun.
+    `profile` is the number of steps to profile; the result is in RUN/profile, and `read_profile` returns it.
     """
+    config = read(config)
     check_inputs(config, resume=bool(resume))
     with importing("torch"):
         from shoal.launch.run import start
@@ -45,10 +60,19 @@ def train(
         overwrite=overwrite,
         max_restarts=max_restarts,
         hooks=hooks,
+        profile=profile,
+        objective=objective,
     )
 
 
-def plan(config: Config, *, system: str = "shoal") -> Plan:
+def read_profile(run: Path | str) -> dict[str, Any] | None:
+    """What `train(..., profile=N)` has found in the run's folder: see docs/profile.md. None if it was not profiled."""
+    from shoal.observe.profile.summary import read_profile
+
+    return read_profile(Path(run))
+
+
+def plan(config: Config | Mapping[str, Any] | Path | str, *, system: str = "shoal") -> Plan:
     """Forecast memory and speed of `config` on the hardware it names, and what would change them.
 
     `load_config(..., planned=True)` also accepts features that are not implemented yet. `system` selects another
@@ -57,11 +81,12 @@ def plan(config: Config, *, system: str = "shoal") -> Plan:
     from shoal.models.peft_config import follow_adapter
     from shoal.plan.report import make_plan
 
-    return make_plan(follow_adapter(config), system=system)
+    return make_plan(follow_adapter(read(config, planned=True)), system=system)
 
 
-def dry_run(config: Config) -> Preview:
+def dry_run(config: Config | Mapping[str, Any] | Path | str) -> Preview:
     """Preview what `train` would do: counts, batch sizes, the learning rate, the first sequence. Trains nothing."""
+    config = read(config)
     check_inputs(config)
     with importing("torch"):
         from shoal.launch.run import dry_run

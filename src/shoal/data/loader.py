@@ -130,7 +130,7 @@ def batches(
 
     def make(step: int) -> StepBatch:
         everyone = order.training_sequences(step * global_batch, global_batch, left_out)
-        mine = everyone.reshape(micro_batches, ranks, micro_batch)[:, rank]
+        mine = share_of_rank(everyone, micro_batch=micro_batch, rank=rank, ranks=ranks)
         made = [collate(sequences, one, pad=pad, length=length, multiple=multiple) for one in mine]
         return StepBatch(
             [one.pin() for one in made] if pin else made,
@@ -140,6 +140,11 @@ def batches(
         )
 
     return _ahead(make, first_step, workers)
+
+
+def share_of_rank(everyone: np.ndarray, *, micro_batch: int, rank: int, ranks: int) -> np.ndarray:
+    """This rank's share of a step, with a row for each micro-batch. See `batches`."""
+    return everyone.reshape(-1, ranks, micro_batch)[:, rank]
 
 
 def _ahead(make: Callable[[int], StepBatch], step: int, workers: int) -> Generator[StepBatch, None, None]:

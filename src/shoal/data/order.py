@@ -115,6 +115,22 @@ class Order(ABC):
         return
 
 
+class SequentialOrder(Order):
+    """The order in which the samples are stored, epoch after epoch."""
+
+    def __init__(self, samples: int) -> None:
+        self.sequences: int | None = samples
+        self.training_count: int | None = samples
+        self.validation_count = 0
+        self._samples = samples
+
+    def sequences_at(self, first_position: int, count: int) -> np.ndarray:
+        return np.arange(first_position, first_position + count, dtype=np.int64) % self._samples
+
+    def validation_sequences(self) -> np.ndarray:
+        return np.empty(0, dtype=np.int64)
+
+
 class ShuffledOrder(Order):
     """The order of a number of `sequences` for one seed: which are held out, and the infinite order of the others.
 

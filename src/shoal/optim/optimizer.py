@@ -44,12 +44,12 @@ class NamedOptimizer:
         self.writes_copies = self.takes_factor and partition is None and bool(copies)
         self.copies = copies if self.writes_copies else NO_COPIES
 
-    def step(self, lr: float, usable: Tensor, factor: Tensor | None = None) -> None:
+    def step(self, lr: float | None, usable: Tensor, factor: Tensor | None = None) -> None:
         """Update the weights with the gradients times `factor` (if `takes_factor`). If `usable` is false, neither
-        weights nor optimizer state change."""
+        weights nor optimizer state change. Without `lr` each parameter group keeps its own."""
         assert factor is None or self.takes_factor
         for part in self.parts:
-            for group in part.param_groups:
+            for group in part.param_groups if lr is not None else ():
                 group["lr"] = lr * group["lr_factor"]
         if self.partition is not None:
             self.partition.take_gradients()
@@ -120,8 +120,9 @@ def _empty(part: torch.optim.Optimizer, parameter: Tensor, field: str, shape: tu
         return part.empty_field(parameter, field)
     if shape:
         return torch.zeros_like(parameter, requires_grad=False)
-    # A step counter: fused kernels read it on the device, the others on the host.
-    return torch.zeros((), device=parameter.device if _skips_on_device(part) else "cpu")
+    # A step counter: fused and capturable kernels read it on the device, the others on the host.
+    on_device = _skips_on_device(part) or all(group.get("capturable") for group in part.param_groups)
+    return torch.zeros((), device=parameter.device if on_device else "cpu")
 
 
 def make_optimizer(

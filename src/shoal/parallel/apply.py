@@ -32,7 +32,7 @@ from shoal.parallel.adapters import check_adapters, use_adapters, use_quantized
 from shoal.parallel.compile import compile_backend, compile_blocks, sequence_multiple
 from shoal.parallel.context import SequenceShard, check_context_parallel, preparation, split_sequence
 from shoal.parallel.cuda_graphs import GraphRunner
-from shoal.parallel.float8 import float8_notes, use_float8
+from shoal.parallel.float8 import float8_notes, use_float8, uses_float8_head
 from shoal.parallel.gradients import Gradients
 from shoal.parallel.micro_batches import MicroBatchRunner
 from shoal.parallel.model import ParallelModel, Runner
@@ -228,7 +228,10 @@ def _read_recipe(
 
 def _choose_loss(model: Any, anatomy: Anatomy, config: Config, micro_batch: int, mesh: Mesh) -> str:
     tokens = micro_batch * config.data.max_length // mesh.cp
-    return choose_loss(config.train.loss_impl, anatomy, tokens, model.config.get_text_config().vocab_size)
+    wanted = config.train.loss_impl
+    if wanted == "auto" and uses_float8_head(config) and anatomy.linear_head:
+        return "chunked"
+    return choose_loss(wanted, anatomy, tokens, model.config.get_text_config().vocab_size)
 
 
 def _with_loss(stage: StageModel, recipe: _Recipe, splits: dict[str, Split]) -> nn.Module:
@@ -242,6 +245,7 @@ def _with_loss(stage: StageModel, recipe: _Recipe, splits: dict[str, Split]) -> 
         stage.model, stage.anatomy, recipe.loss, measure, skips_tiles=recipe.tiles, matmul_dtype=precision.autocast
     )
     inner.sequence_group = parallel_dims.cp
+    inner.head_and_loss.float8 = uses_float8_head(recipe.config)
     inner.windows_in_tiles = _attention(stage.model, recipe, documents=False).path == "tiles"
     return inner if stage.count == 1 else Stage(inner, is_first=stage.is_first, is_last=stage.is_last)
 

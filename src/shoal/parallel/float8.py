@@ -1,10 +1,11 @@
-"""`train.precision: fp8`: float8 matmuls in the linear layers of the blocks, not in lm_head, embedding and norms."""
+"""`train.precision: fp8`: float8 matmuls in the linear layers of the blocks; with `train.fp8_head` in lm_head too."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.models.adapters import adapter_parameters
 from shoal.models.anatomy import read_anatomy
@@ -38,6 +39,11 @@ def use_float8(blocks: list[nn.Module]) -> None:
     for block in blocks:
         for linear in _eligible(block):
             patch(linear, _Float8RowParallel if isinstance(linear, RowParallel) else _Float8Linear)
+
+
+def uses_float8_head(config: Config) -> bool:
+    """Whether a chunked loss computes its matmuls in float8."""
+    return config.train.precision == "fp8" and config.train.fp8_head
 
 
 def float8_notes(name: str, blocks: list[nn.Module]) -> Iterator[str]:

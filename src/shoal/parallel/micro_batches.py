@@ -34,7 +34,7 @@ class MicroBatchRunner:
 
     def run(self, batch: MicroBatch, factor: Tensor | float, *, last: bool) -> Tensor:
         """One micro-batch of `backward`. `last`: of the step."""
-        with self._accumulating(last=last):
+        with accumulating(self.module, last=last, keeps_weights=self.keeps_weights):
             return self.forward_backward(self.prepare(batch), factor)
 
     def forward_backward(self, batch: MicroBatch, factor: Tensor | float) -> Tensor:
@@ -47,16 +47,18 @@ class MicroBatchRunner:
         found: list[LossSums] = [self.module(self.prepare(batch)) for batch in batches]
         return torch.stack([torch.stack([one.double() for one in each.sums]) for each in found]).sum(0)
 
-    def _accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Context of one micro-batch. DDP, and the replicas of a sharded model, all-reduce only in the last one.
 
-        FSDP reduce-scatters in every micro-batch: holding unsharded gradients would give up the memory it saves.
-        """
-        if isinstance(self.module, DistributedDataParallel) and not last:
-            return self.module.no_sync()
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_all_reduce(last)
-            if self.keeps_weights:
-                # Must be freed at the end of the step: the next step would otherwise use stale weights.
-                self.module.set_reshard_after_backward(last)
-        return nullcontext()
+def accumulating(module: nn.Module, *, last: bool, keeps_weights: bool) -> AbstractContextManager[None]:
+    """Context of one micro-batch. DDP, and the replicas of a sharded model, all-reduce only in the last one.
+
+    FSDP reduce-scatters in every micro-batch: holding unsharded gradients would give up the memory it saves. With
+    `keeps_weights` it all-gathers once per step.
+    """
+    if isinstance(module, DistributedDataParallel) and not last:
+        return module.no_sync()
+    if isinstance(module, FSDPModule):
+        module.set_requires_all_reduce(last)
+        if keeps_weights:
+            # Must be freed at the end of the step: the next step would otherwise use stale weights.
+            module.set_reshard_after_backward(last)
+    return nullcontext()

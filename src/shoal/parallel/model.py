@@ -24,41 +24,19 @@ class Runner(Protocol):
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor: ...
 
 
-@dataclass
-class ParallelModel:
-    """The result of `parallelize`."""
+@dataclass(kw_only=True)
+class TrainedModel:
+    """Any model that is parallelized: what optimizer steps and checkpoints need of it."""
 
     modules: list[nn.Module]  # the wrapped module, or this rank's pipeline stages
-    runner: Runner
     parallel_dims: ParallelDims
-    anatomy: Anatomy  # of the complete model
     precision: Precision
     placement: Placement
-    parameters: dict[str, nn.Parameter]  # this rank's weights, by their Hugging Face names
+    parameters: dict[str, nn.Parameter]  # this rank's weights, by name: of a transformers model, Hugging Face's
     buffers: dict[str, Tensor]  # persistent buffers
     gradients: Gradients
     copies: list[ComputeCopies]
-    sequence_length: int | None  # sequences are padded to this; None: to the longest of a micro-batch
-    sequence_multiple: int  # the padded length is a multiple of this
     notes: list[str]  # for the user: options that have no effect or only a partial one
-
-    def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
-        """Gradients of `factor` times the mean over ranks of the summed loss. Returns this rank's sums of the objective
-        in fp64, the loss first; ranks with a duplicate of another rank's return zeros, so that the sum over ranks
-        counts every loss token once."""
-        total = self.runner.backward(batches, factor)
-        self.gradients.finish()
-        return total if self.parallel_dims.reports_loss else torch.zeros_like(total)
-
-    @torch.no_grad()
-    def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """The sums of the objective, without gradients; the sum over all ranks counts each sequence once."""
-        for module in self.modules:
-            module.eval()
-        sums = self.runner.measure(batches)
-        for module in self.modules:
-            module.train()
-        return sums if self.parallel_dims.reports_loss else torch.zeros_like(sums)
 
     @property
     def saved(self) -> dict[str, Tensor]:
@@ -83,3 +61,31 @@ class ParallelModel:
         """Refresh the compute copies, after an optimizer step or after weights were loaded."""
         for copies in self.copies:
             copies.refresh()
+
+
+@dataclass(kw_only=True)
+class ParallelModel(TrainedModel):
+    """The result of `parallelize`: a language model with its loss."""
+
+    runner: Runner
+    anatomy: Anatomy  # of the complete model
+    sequence_length: int | None  # sequences are padded to this; None: to the longest of a micro-batch
+    sequence_multiple: int  # the padded length is a multiple of this
+
+    def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
+        """Gradients of `factor` times the mean over ranks of the summed loss. Returns this rank's sums of the objective
+        in fp64, the loss first; ranks with a duplicate of another rank's return zeros, so that the sum over ranks
+        counts every loss token once."""
+        total = self.runner.backward(batches, factor)
+        self.gradients.finish()
+        return total if self.parallel_dims.reports_loss else torch.zeros_like(total)
+
+    @torch.no_grad()
+    def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """The sums of the objective, without gradients; the sum over all ranks counts each sequence once."""
+        for module in self.modules:
+            module.eval()
+        sums = self.runner.measure(batches)
+        for module in self.modules:
+            module.train()
+        return sums if self.parallel_dims.reports_loss else torch.zeros_like(sums)

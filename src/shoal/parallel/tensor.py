@@ -18,7 +18,8 @@ from shoal.catalogue.families import Plan, find_plan
 from shoal.mistakes import UserMistake
 from shoal.models.adapters import DOWN, UP
 from shoal.models.anatomy import Anatomy
-from shoal.models.cross_entropy import IGNORED, gradient_scale
+from shoal.models.cross_entropy import IGNORED
+from shoal.models.head import gradient_scale
 from shoal.models.tensor_slices import Split
 from shoal.parallel.collectives import all_gather, local_chunk, reduce_scatter
 from shoal.parallel.patch import patch

@@ -1,5 +1,6 @@
 """The units that FSDP shards and gathers: each block, the embedding and lm_head, or what `parallel.wrap` selects."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ from torch import nn
 
 from shoal.config.schema import WrapConfig
 from shoal.mistakes import UserMistake, suggestion
-from shoal.models.anatomy import Anatomy, require_blocks
+from shoal.models.anatomy import Anatomy, find_blocks, require_blocks
 from shoal.models.loss import LanguageModel
 from shoal.models.slots import parameter_slots
 
@@ -59,6 +60,37 @@ def choose_blocks(model: Any, anatomy: Anatomy, wrap: str | WrapConfig, *, part:
                 "and modules that share weights with others belong to the root."
             )
     return [module for module in model.modules() if module in chosen]
+
+
+def choose_any_units(model: nn.Module, wrap: str | WrapConfig) -> list[nn.Module]:
+    """The same for any model. auto: its list of identical layers or, without one, modules of an eighth of it."""
+    shared = _shared(model)
+    allowed = {
+        one
+        for one in model.modules()
+        if one is not model and not isinstance(one, nn.ModuleList | nn.ModuleDict) and _owns_all(one, shared)
+    }
+    if not isinstance(wrap, WrapConfig):
+        blocks = [model.get_submodule(name) for name in find_blocks(model)]
+        if blocks and all(block in allowed for block in blocks):
+            return blocks
+        wrap = WrapConfig(min_params=max(1, sum(one.numel() for one in model.parameters()) // 8))
+    if wrap.min_params is not None:
+        chosen = _by_size(model, wrap.min_params, allowed)
+    else:
+        chosen = set(blocks_of_classes(model, wrap.classes)) & allowed
+    return [module for module in model.modules() if module in chosen]
+
+
+def blocks_of_classes(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
+    """The modules of these classes. Raises a UserMistake if there are none of one."""
+    names = {type(module).__name__ for module in model.modules()}
+    for name in classes:
+        if name not in names:
+            raise UserMistake(
+                f"parallel.wrap: no module of {type(model).__name__} is a {name}.{suggestion(name, names)}"
+            )
+    return [module for module in model.modules() if type(module).__name__ in classes]
 
 
 def _wrappable(model: Any, anatomy: Anatomy) -> set[nn.Module]:

@@ -36,8 +36,8 @@ class Comparison(Hook):
         self.first_step, self.writes = start.step, start.ranks.first
 
     def on_metrics(self, line: Line, interval: LogInterval) -> None:
-        """Record the steps of a log interval, unless one of them is a warm-up step."""
-        if self.done or interval.step - interval.steps < self.first_step + WARM_UP:
+        """Record the steps of a log interval, unless one of them is a warm-up step or was profiled."""
+        if self.done or interval.profiled or interval.step - interval.steps < self.first_step + WARM_UP:
             return
         self.seen.append(interval)
         if sum(one.steps for one in self.seen) >= ENOUGH:

@@ -4,16 +4,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.config.load import config_values
 from shoal.config.schema_train import SlowRankConfig
 from shoal.mistakes import UserMistake
-from shoal.observe.metrics import Line, Sink, open_sinks
+from shoal.observe.metrics import About, Line
 from shoal.observe.progress import Reporter
+from shoal.observe.sinks import Sinks, newest_step
 from shoal.parallel.ranks import Ranks
 from shoal.resilience.stragglers import RankTimer, StragglerDetector
 from shoal.resilience.watchdog import Watchdog, print_sentence
 from shoal.train.compare import Comparison
+from shoal.train.events import RunEvents
+from shoal.train.gpu_watch import GpuWatch, monitor_of
 from shoal.train.hooks import Fault, Hook, LogInterval, RunStart, StepEnd, Values
-from shoal.train.job import Job
+from shoal.train.job import AnyJob, Job
+from shoal.train.profile import Profiler
+from shoal.train.report import ReportPage
 from shoal.train.slow_data import SlowDataWarning
 
 
@@ -23,23 +29,30 @@ class LaunchContext:
 
     heartbeats: Path | None = None  # a file of this node, through which each rank's watchdog sees the others
     tell: Callable[[str], None] = print_sentence  # says why a hung run is ended
+    command: Sequence[str] = ()  # with which the user started the run
+    profile: int | None = None  # steps to profile
 
 
 STARTED_ALONE = LaunchContext()
 
 
-def default_hooks(job: Job, context: LaunchContext, others: Sequence[Hook] = ()) -> list[Hook]:
+def default_hooks(job: AnyJob, context: LaunchContext, others: Sequence[Hook] = ()) -> list[Hook]:
     """The hooks of every run, and `others`, in the order in which they see its events."""
     config, ranks, reporter = job.config, job.ranks, job.reporter
     folder = job.run.logs / f"hang-{job.log.attempt}"
     watchdog = Watchdog(folder, ranks, config.train.hang_timeout, heartbeats=context.heartbeats, tell=context.tell)
+    profiler = [] if context.profile is None else [Profiler(context.profile, job.log, reporter)]
     return [
-        MetricSinks(config.log.to, job.run.path, reporter),
+        ReportPage(config_values(job.resolved.requested), reporter.warn),  # first, so that it ends last
+        MetricSinks(job),
+        RunEvents(job.log.attempt, context.command, str(job.plan["machine"]["device"])),
+        GpuWatch(monitor_of(ranks.device), job.log, config),
         ProgressLines(reporter),
-        Comparison(job.run, job.resolved, job.plan, reporter),
+        *([Comparison(job.run, job.resolved, job.plan, reporter)] if isinstance(job, Job) else []),
         StragglerDetection(config.train.slow_rank, ranks, reporter.warn),
-        SlowDataWarning(config.data, reporter.warn),
+        *([SlowDataWarning(config.data, reporter.warn)] if isinstance(job, Job) else []),
         *others,
+        *profiler,
         HangDetection(watchdog),  # last, so that it ends first: what others do at the end may take long
     ]
 
@@ -47,41 +60,40 @@ def default_hooks(job: Job, context: LaunchContext, others: Sequence[Hook] = ())
 class MetricSinks(Hook):
     """Writes log lines and evaluations to `metrics.jsonl` and to the sinks of `log.to`, on rank 0."""
 
-    def __init__(self, names: Sequence[str], folder: Path, reporter: Reporter) -> None:
-        self.names = names
-        self.folder = folder
-        self.reporter = reporter
-        self._sinks: list[Sink] = []
-        self._failed: list[Sink] = []
+    def __init__(self, job: AnyJob) -> None:
+        self.job = job
+        self._sinks: Sinks | None = None
 
     def on_run_start(self, start: RunStart) -> None:
-        if start.ranks.first:
-            try:
-                self._sinks = open_sinks(self.names, self.folder)
-            except OSError as error:
-                raise UserMistake(f"{error.filename or self.folder} cannot be written: {error.strerror}.") from None
+        if not start.ranks.first:
+            return
+        job, log = self.job, self.job.config.log
+        about = About(
+            start.folder,
+            job.config.name,
+            config_values(job.config),
+            job.plan,
+            start.step,
+            log.wandb.model_dump(),
+            log.mlflow.model_dump(),
+            newest_step(start.folder),
+        )
+        try:
+            self._sinks = Sinks(log.to, about, job.reporter.warn)
+        except OSError as error:
+            raise UserMistake(f"{error.filename or start.folder} cannot be written: {error.strerror}.") from None
 
     def on_metrics(self, line: Line, interval: LogInterval) -> None:
-        self._write(line)
+        if self._sinks is not None:
+            self._sinks.write(line)
 
     def on_evaluation(self, line: Line) -> None:
-        self._write(line)
+        if self._sinks is not None:
+            self._sinks.write(line)
 
     def on_run_end(self, error: BaseException | None) -> None:
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except OSError as failure:
-                self.reporter.warn(f"{sink.name} could not be written completely: {failure.strerror}.")
-
-    def _write(self, line: Line) -> None:
-        for sink in self._sinks:
-            try:
-                sink.write(line)
-            except OSError as failure:  # a full disk must not end a run that does not depend on this file
-                if sink not in self._failed:
-                    self._failed.append(sink)
-                    self.reporter.warn(f"{sink.name} cannot be written: {failure.strerror}. Training continues.")
+        if self._sinks is not None:
+            self._sinks.close()
 
 
 class ProgressLines(Hook):

@@ -1,10 +1,15 @@
 """Write what other commands read of a run: its plan, model config and tokenizer."""
 
 import json
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
+import transformers
+
+from shoal import __version__
 from shoal.config.run import RunDirectory
 from shoal.files import write_atomically
 from shoal.models.base import Base
@@ -26,6 +31,12 @@ def plan_values(
         "off": None,
         "data": asdict(inputs.sets.training.summary),
         "machine": dict(machine),
+        "versions": {
+            "shoal": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
     }
 
 

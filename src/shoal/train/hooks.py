@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 
 from shoal.checkpoint.saver import Saved
+from shoal.config.resolve import ResolvedConfig
 from shoal.observe.metrics import Line
 from shoal.parallel.ranks import Ranks
-from shoal.plan.resolved import ResolvedRun
 
 Values = Sequence[float]
 
@@ -31,7 +31,7 @@ class RunStart:
     """The run is set up, and its checkpoint, if any, is loaded."""
 
     folder: Path
-    resolved: ResolvedRun
+    resolved: ResolvedConfig
     ranks: Ranks
     step: int  # of the checkpoint; 0 for a new run
     steps: int  # the last step
@@ -57,6 +57,7 @@ class LogInterval:
     mfu: float | None
     allocated_gib: float  # peak so far, maximum over ranks
     reserved_gib: float | None
+    profiled: bool = False  # slowed down by a profiler: not a measure of speed
 
 
 @dataclass(frozen=True)

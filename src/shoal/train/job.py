@@ -1,5 +1,6 @@
 """The state of a run on one rank: everything the training loop uses."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,13 +10,15 @@ from typing import Any
 from shoal.checkpoint import state
 from shoal.checkpoint.saver import Saver
 from shoal.checkpoint.state import Progress, Stateful
+from shoal.config.resolve import ResolvedConfig
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
+from shoal.data.order import Order
 from shoal.objectives import Objective
 from shoal.observe.progress import Reporter
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import NamedOptimizer
-from shoal.parallel.model import ParallelModel
+from shoal.parallel.model import ParallelModel, TrainedModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.resolved import ResolvedRun
 from shoal.train.data_changes import fingerprint
@@ -25,30 +28,50 @@ from shoal.train.log import StepLog
 from shoal.train.step import TrainStep
 
 
-@dataclass
-class Job:
-    """Made by `train.setup`, used by `train.loop`."""
+@dataclass(kw_only=True)
+class AnyJob(ABC):
+    """What every run has, whatever its model and data: a language model's, and one of a custom loop."""
 
-    resolved: ResolvedRun
+    resolved: ResolvedConfig
     run: RunDirectory
     ranks: Ranks
     reporter: Reporter
-    inputs: Inputs
-    objective: Objective
-    model: ParallelModel
+    model: TrainedModel
     optimizer: NamedOptimizer
     scaler: LossScaler
     controls: Mapping[str, Stateful]  # other state that a checkpoint holds: loss scale, spike statistics
     step: TrainStep
-    plan: dict[str, Any]  # the contents of plan.json
     hooks: Hooks
     log: StepLog
-    flops: Callable[[int, int], float]
     progress: Progress
     saver: Saver
-    saved: Path | None  # the newest checkpoint
+    plan: dict[str, Any]  # the contents of plan.json
+    saved: Path | None = None  # the newest checkpoint
     cannot_save: bool = False  # the run folder is not writable any more
     rollbacks: Counter[str] = field(default_factory=Counter)  # rollbacks per checkpoint
+
+    @property
+    @abstractmethod
+    def order(self) -> Order:
+        """The global order of the training data."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """The last step."""
+
+    @property
+    @abstractmethod
+    def items(self) -> str:
+        """What a batch consists of, for messages: "sequences" or "samples"."""
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, dict[str, int | str]]:
+        """What tells whether the data has changed."""
+
+    def before_save(self) -> None:
+        """Called on every rank before the state is collected for a checkpoint."""
+        return
 
     @property
     def config(self) -> Config:
@@ -73,8 +96,34 @@ class Job:
             ranks=self.ranks,
         )
         # A stream of other data, for `--from`, begins here.
-        same = self.progress.data.get("training") == fingerprint(self.inputs.sets)["training"]
+        same = self.progress.data.get("training") == self.fingerprint()["training"]
         position = self.progress.step * self.resolved.global_batch
-        self.inputs.sets.order.restore(self.progress.stream if same else [], position)
+        self.order.restore(self.progress.stream if same else [], position)
         self.model.weights_changed()
         self.saved = checkpoint
+
+
+@dataclass(kw_only=True)
+class Job(AnyJob):
+    """A run of a language model. Made by `train.setup`, used by `train.loop`."""
+
+    resolved: ResolvedRun
+    inputs: Inputs
+    objective: Objective
+    model: ParallelModel
+    flops: Callable[[int, int], float]
+
+    @property
+    def order(self) -> Order:
+        return self.inputs.sets.order
+
+    @property
+    def steps(self) -> int:
+        return self.inputs.steps
+
+    @property
+    def items(self) -> str:
+        return "sequences"
+
+    def fingerprint(self) -> dict[str, dict[str, int | str]]:
+        return fingerprint(self.inputs.sets)

@@ -2,6 +2,8 @@
 
 import math
 import resource
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,20 @@ class Window:
     positions: int = 0  # tokens of this rank's sequences, with prompts and padding
     flops: float = 0.0  # of this rank
     data_seconds: float = 0.0
+    profiled: bool = False  # a profiler has slowed down some of the steps
+
+
+@dataclass
+class _Waits:
+    """What the loop has waited for checkpoints, over all steps since the last log line."""
+
+    steps: int = 0
+    until: float = 0.0  # the total at that line
+
+    def mean(self, total: float) -> float:
+        found = (total - self.until) / max(1, self.steps)
+        self.steps, self.until = 0, total
+        return found
 
 
 @dataclass(frozen=True)
@@ -34,14 +50,14 @@ class Unread:
     """Steps whose metrics are still on the device."""
 
     steps: tuple[int, ...]
-    weights: tuple[int, ...]
+    weights: tuple[int | None, ...]
     # steps × (norm, usable, the sums of the objective): valid on the host once the device has reached the copy
     values: Tensor
 
     def read(self) -> list[StepMetrics]:
         rows = zip(self.steps, self.weights, self.values.tolist(), strict=True)
         return [
-            StepMetrics(step, sums[0] / weight, norm, bool(usable), tuple(sums))
+            StepMetrics(step, sums[0] / (weight or sums[1]), norm, bool(usable), tuple(sums))
             for step, weight, (norm, usable, *sums) in rows
         ]
 
@@ -56,6 +72,7 @@ class Pending:
     unread: Unread
     window: Window
     ended: Mark
+    save_seconds: float
 
 
 class StepLog:
@@ -71,7 +88,10 @@ class StepLog:
         peak: float | None,
         hooks: Hook,
         objective: Objective | None = None,
+        in_samples: bool = False,
     ) -> None:
+        """`in_samples`: what `after_step` counts as tokens are samples, and is logged as such."""
+        self.in_samples = in_samples
         self.every = every
         self.total = total
         self.ranks = ranks
@@ -80,9 +100,14 @@ class StepLog:
         self.hooks = hooks
         # Whose metrics are logged, if it sums more than the loss and its weight.
         self.objective = objective if objective is not None and len(objective.sums) > 2 else None
+        # More values for every line, and the seconds per step for which it waits for communication.
+        self.readings: Callable[[], Mapping[str, float | int | None]] = dict
+        self.communication: Callable[[], float | None] = lambda: None
         self.skipped = 0  # skipped steps
         self.step_seconds = 0.0  # of the last log interval
+        self.profiled = False  # a profiler runs
         self._window = Window(mark(ranks.device))
+        self._saves = _Waits()
         self._pending: Pending | None = None
         self._results: list[tuple[int, StepResult]] = []
 
@@ -98,21 +123,27 @@ class StepLog:
         positions: int,
         flops: float,
         data_seconds: float,
+        save_seconds: float,
     ) -> list[StepMetrics]:
-        """Record a step. Returns the metrics of earlier steps that have arrived."""
+        """Record a step. `save_seconds`: for which the loop has waited for checkpoints so far. Returns the metrics of
+        earlier steps that have arrived."""
         self._results.append((step, result))
+        self._saves.steps += 1
         window = self._window
         window.steps += 1
         window.tokens += tokens
         window.positions += positions
         window.flops += flops
         window.data_seconds += data_seconds
+        window.profiled |= self.profiled
         # The previous step is done by now, or nearly, and this one keeps the device busy.
         arrived = self._read_pending()
         if step % self.every == 0 or step == self.total:
             unread = self._fetch_metrics()
             ended = mark(self.ranks.device)
-            self._pending = Pending(lr, total_tokens, loss_tokens, unread, window, ended)
+            self._pending = Pending(
+                lr, total_tokens, loss_tokens, unread, window, ended, self._saves.mean(save_seconds)
+            )
             self._window = Window(ended)
         return arrived
 
@@ -163,6 +194,7 @@ class StepLog:
         if self.peak is not None and math.isfinite(window.flops):
             mfu = round(window.flops / window.steps / seconds / self.peak, 4)
         allocated, reserved = self.ranks.largest(_peak_memory_gib(self.ranks.device)), _reserved_gib(self.ranks)
+        communication = self.communication()
         line: dict[str, float | int | None] = {
             "step": last.step,
             "attempt": self.attempt,
@@ -176,12 +208,19 @@ class StepLog:
             "memory_gib": round(allocated, 3),
             "reserved_gib": reserved,
             "data_seconds": round(window.data_seconds / window.steps, 6),
+            "save_seconds": round(pending.save_seconds, 6),
+            "communication_seconds": None if communication is None else round(communication, 6),
             "seconds": round(seconds, 6),
             "skipped": self.skipped,
+            "time": round(time.time(), 3),
+            **self.readings(),
             **self._metrics(last),
+            **({"profiled": True} if window.profiled else {}),
         }
+        if self.in_samples:
+            line = _in_samples(line)
         interval = LogInterval(
-            last.step, window.steps, seconds * window.steps, window.positions, mfu, allocated, reserved
+            last.step, window.steps, seconds * window.steps, window.positions, mfu, allocated, reserved, window.profiled
         )
         self.hooks.on_metrics(line, interval)
         return steps
@@ -201,6 +240,12 @@ class StepLog:
     def restart_clock(self) -> None:
         """Exclude an evaluation or a save from the step time."""
         self._window = Window(mark(self.ranks.device))
+
+
+def _in_samples(line: dict[str, float | int | None]) -> dict[str, float | int | None]:
+    """The line of a model that is not a language model: samples where others have tokens."""
+    names = {"tokens": "samples", "tokens_per_second": "samples_per_second"}
+    return {names.get(name, name): value for name, value in line.items() if name != "loss_tokens"}
 
 
 def next_attempt(metrics: Path) -> int:

@@ -5,25 +5,30 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from shoal.config.run import RunDirectory
 from shoal.data.loader import MicroBatch, StepBatch, batches
+from shoal.objectives import Objective
 from shoal.objectives.evaluate import evaluate_held_out
+from shoal.observe.profile.ranges import DATA, annotated
 from shoal.observe.progress import duration
 from shoal.parallel.ranks import Ranks
 from shoal.resilience.agreement import Agreement
-from shoal.resilience.health import Action, Decision, Health, StepMetrics
+from shoal.resilience.health import Action, Decision
 from shoal.resilience.out_of_memory import InUse, explained
 from shoal.resilience.signals import StopRequest
+from shoal.train.conclude import Watch, conclude_step, make_health
 from shoal.train.default_hooks import STARTED_ALONE, LaunchContext, default_hooks
 from shoal.train.hooks import Fault, Hook, RunStart, StepEnd
 from shoal.train.job import Job
 from shoal.train.references import provide_references
-from shoal.train.rollback import give_up, roll_back, sequences_of
-from shoal.train.save import finish_save, poll_save, save
+from shoal.train.rollback import give_up, roll_back
+from shoal.train.samples import write_samples
+from shoal.train.save import finish_save
 from shoal.train.schedule import make_schedule, peak_lr
 from shoal.train.setup import Preflight, Start, set_up
 
@@ -79,11 +84,13 @@ def train(
     stop: StopRequest | None = None,
     context: LaunchContext = STARTED_ALONE,
     hooks: Sequence[Hook] = (),
+    objective: Objective | None = None,
 ) -> Summary:
-    """Train on this rank, together with the others. `stop` is given if signal handlers are installed already."""
+    """Train on this rank, together with the others. `stop` is given if signal handlers are installed already.
+    `objective`: in place of that of the config."""
     began = time.perf_counter()
     with StopRequest() if stop is None else nullcontext(stop) as stop_request:
-        job = set_up(checked, run, ranks, start)
+        job = set_up(checked, run, ranks, start, objective)
         job.hooks.add(*default_hooks(job, context, hooks))
         failure: BaseException | None = None
         try:
@@ -123,15 +130,10 @@ def train(
 
 def fit(job: Job, stop: StopRequest) -> str | None:
     """Run the remaining steps, with rollbacks. Returns why the run stopped early, if it did."""
-    health = Health(
-        job.config.train,
-        scaled=job.scaler.enabled,
-        sequences_of=lambda step: sequences_of(job, step),
-        warn=job.reporter.warn,
-    )
     with Agreement(job.ranks, job.hooks) as agreement:
+        watch = Watch(stop, agreement, make_health(job))
         while True:
-            decision, stopped = run_steps(job, stop, agreement, health)
+            decision, stopped = run_steps(job, watch)
             if decision.action is Action.STOP:
                 give_up(job, decision.steps)
             if decision.action is not Action.ROLL_BACK:
@@ -139,7 +141,7 @@ def fit(job: Job, stop: StopRequest) -> str | None:
             roll_back(job, decision.steps)
 
 
-def run_steps(job: Job, stop: StopRequest, agreement: Agreement, health: Health) -> tuple[Decision, str | None]:
+def run_steps(job: Job, watch: Watch) -> tuple[Decision, str | None]:
     """Train from the current step to the last one, or to one after which health decides otherwise. Also returns why
     the run stopped early, if it did."""
     config, progress = job.config, job.progress
@@ -149,7 +151,8 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement, health: Health)
     with closing(step_batches(job)) as stream:
         while progress.step < job.inputs.steps and stopped is None:
             began = time.perf_counter()
-            batch = next(stream)
+            with annotated(DATA):
+                batch = next(stream)
             data_seconds = time.perf_counter() - began
 
             step_lr = lr * factor_at(progress.step)
@@ -168,27 +171,17 @@ def run_steps(job: Job, stop: StopRequest, agreement: Agreement, health: Health)
                 positions=sum(one.inputs.numel() for one in batch.micro_batches),
                 flops=sum(job.flops(*one.inputs.shape) for one in batch.micro_batches),
                 data_seconds=data_seconds,
+                save_seconds=job.saver.waited,
             )
             job.hooks.on_step_end(StepEnd(progress.step, data_seconds, job.log.step_seconds))
 
             last = progress.step == job.inputs.steps
             evaluates = job.inputs.sets.validation is not None and (last or progress.step % config.eval.every == 0)
-            decision = decide(job, health, arrived + (job.log.catch_up() if evaluates else []))
-            if evaluates and decision.continues:
-                evaluate(job)
-            agreed = agreement.after_step(stop=stop.wanted, cannot_save=job.cannot_save)
-            if not last:
-                stopped = "early_stop" if evaluates and job.no_longer_improves else "signal" if agreed.stop else None
-            ends = last or stopped is not None or agreed.cannot_save
-            saves = progress.step % config.checkpoint.every == 0 or (config.checkpoint.at_end if last else ends)
-            if (ends or saves) and decision.continues:
-                decision = decide(job, health, job.log.catch_up())  # no checkpoint after unnoticed bad steps
+            decision, stopped = conclude_step(
+                job, watch, arrived, evaluate=partial(evaluate, job) if evaluates else None
+            )
             if not decision.continues:
                 return decision, None
-            if saves:
-                save(job, wait=ends)
-            else:
-                poll_save(job)
     finish_save(job)
     if stopped is not None:
         job.hooks.on_stop(progress.step, stopped)
@@ -217,16 +210,6 @@ def step_batches(job: Job) -> Generator[StepBatch, None, None]:
     )
 
 
-def decide(job: Job, health: Health, arrived: Sequence[StepMetrics]) -> Decision:
-    """Record the metrics that have arrived from the device, and judge them."""
-    if not arrived:
-        return Decision(Action.CONTINUE)
-    progress, last = job.progress, arrived[-1]
-    progress.skipped = job.log.skipped
-    progress.loss = last.loss if math.isfinite(last.loss) else None
-    return health.decide(arrived, progress.bad_steps)
-
-
 def evaluate(job: Job) -> None:
     """Compute the metrics of the validation set, and record whether its loss is the best so far."""
     progress, config = job.progress, job.config
@@ -249,7 +232,11 @@ def evaluate(job: Job) -> None:
         at_once=job.resolved.grad_accum_steps,
     )
     metrics = {f"eval_{name}": value if math.isfinite(value) else None for name, value in found.metrics.items()}
-    job.hooks.on_evaluation({"step": progress.step, "attempt": job.log.attempt, **metrics})  # JSON has no NaN
+    now = round(time.time(), 3)
+    job.hooks.on_evaluation(
+        {"step": progress.step, "attempt": job.log.attempt, "time": now, **metrics}
+    )  # JSON has no NaN
+    write_samples(job)
     loss = metrics["eval_loss"]
     progress.evaluated_at, progress.eval_loss = progress.step, loss
     if loss is not None and (progress.best is None or loss < progress.best):

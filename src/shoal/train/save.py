@@ -14,7 +14,7 @@ from shoal.config.run import RunDirectory
 from shoal.config.schema import Config, OffloadConfig
 from shoal.mistakes import RunFailed
 from shoal.parallel.ranks import Ranks
-from shoal.train.job import Job
+from shoal.train.job import AnyJob
 
 SAVE_PATIENCE = 10  # times hang_timeout, for a rank that waits for the others to write
 
@@ -85,14 +85,15 @@ def too_large_to_copy(config: Config) -> bool:
     return isinstance(offload, OffloadConfig) and offload.optimizer == "nvme"
 
 
-def save(job: Job, *, wait: bool) -> None:
+def save(job: AnyJob, *, wait: bool) -> None:
     """Start to write a checkpoint, after a pending one. With `wait`, return when it is written. The metrics of every
     step so far are known, so that no checkpoint is written after unnoticed bad steps."""
     assert job.log.caught_up
     job.hooks.on_activity(job.progress.step, "saving")
     job.progress.metrics = metrics_of_this_step(job)
     job.progress.skipped = job.log.skipped
-    job.progress.stream = job.inputs.sets.order.state(job.progress.step * job.resolved.global_batch)
+    job.progress.stream = job.order.state(job.progress.step * job.resolved.global_batch)
+    job.before_save()
     parts = state.collect(
         tensors=job.model.saved,
         placement=job.model.placement,
@@ -118,17 +119,17 @@ def save(job: Job, *, wait: bool) -> None:
     job.log.restart_clock()
 
 
-def poll_save(job: Job) -> None:
+def poll_save(job: AnyJob) -> None:
     """Record the result of a save that has finished, if any."""
     record_save(job, job.saver.poll())
 
 
-def finish_save(job: Job) -> None:
+def finish_save(job: AnyJob) -> None:
     """Wait for a pending save, if any, and record its result."""
     record_save(job, job.saver.settle())
 
 
-def record_save(job: Job, ended: Saved | None) -> None:
+def record_save(job: AnyJob, ended: Saved | None) -> None:
     if ended is None:
         return
     if ended.folder is not None:
@@ -145,7 +146,7 @@ def record_save(job: Job, ended: Saved | None) -> None:
     job.cannot_save = job.cannot_save or ended.unwritable
 
 
-def _give_up(job: Job, ended: Saved) -> None:
+def _give_up(job: AnyJob, ended: Saved) -> None:
     if ended.folder is not None:
         found = f"Step {ended.step} is in {ended.folder}: continue with --from {ended.folder}."
     else:
@@ -154,7 +155,7 @@ def _give_up(job: Job, ended: Saved) -> None:
     raise CannotSave(f"{job.run.path} cannot be written any more ({ended.explain()}). {found}")
 
 
-def metrics_of_this_step(job: Job) -> dict[str, float]:
+def metrics_of_this_step(job: AnyJob) -> dict[str, float]:
     """The metrics that `checkpoint.keep_best` compares. An earlier evaluation is not of these weights."""
     progress = job.progress
     found: dict[str, float] = {}

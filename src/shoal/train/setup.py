@@ -26,13 +26,14 @@ from shoal.models.peft_config import adapter_folder
 from shoal.models.peft_weights import check_adapter
 from shoal.models.prepare import PreparedModel, prepare_model
 from shoal.models.read_weights import check_stored
-from shoal.objectives import find_objective
+from shoal.objectives import Objective, find_objective
 from shoal.observe.progress import Reporter
 from shoal.optim.check import check_groups, check_quantization_blocks
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.offload import find_store
 from shoal.parallel.apply import check_parallel
 from shoal.parallel.device import Device, describe_machine
+from shoal.parallel.exposed import exposed_communication
 from shoal.parallel.float8 import check_float8
 from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
@@ -141,13 +142,15 @@ def check_checkpoint(start_from: Path, config: Config) -> None:
         raise UserMistake(f"--from: {start_from} holds the optimizer state of {before}, which {now} cannot use.")
 
 
-def set_up(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start) -> Job:
+def set_up(
+    checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start, objective: Objective | None = None
+) -> Job:
     """Build the parallelized model and its optimizer, and load the checkpoint to start from, if any."""
     with explained(checked.resolved, ranks):
-        return _assemble(checked, run, ranks, start)
+        return _assemble(checked, run, ranks, start, objective or find_objective(checked.resolved.config))
 
 
-def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start) -> Job:
+def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start, objective: Objective) -> Job:
     inputs, prepared, resolved, device = checked.inputs, checked.prepared, checked.resolved, checked.device
     config, reporter = resolved.config, Reporter(enabled=ranks.first)
     hooks = Hooks(reporter.warn)
@@ -163,7 +166,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
     if prepared.new_rows and checkpoint is not None and checkpoint == start.checkpoint:
         reporter.warn(f"model.add_tokens: the rows of added tokens are those in {checkpoint}, not the mean.")
 
-    objective, emulated = find_objective(config), _emulated(config, ranks)
+    emulated = emulated_on_any(config, ranks)
     # A checkpoint of an adapter does not hold the base.
     values = checkpoint is None or prepared.adapters is not None
     resumes = checkpoint is not None
@@ -171,15 +174,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
         prepared, resolved, ranks, objective=objective, values=values, resumes=resumes, emulated=emulated
     )
     keep_low_precision_gradients(model, optimizer, resolved)
-    # On the device of the gradients.
-    scaler = LossScaler(
-        torch.device("cpu") if config.parallel.offload == "cpu" else ranks.device,
-        enabled=model.precision.scaled,
-        start=config.train.loss_scale.initial,
-        fixed=config.train.loss_scale.fixed,
-    )
-    spikes = spike_settings(config.train.on_spike)
-    guard = SpikeGuard(spikes.sigma, ranks.device) if spikes.action == "skip" else None
+    scaler, guard = make_scaler(config, ranks), make_guard(config, ranks)
     plan = plan_values(inputs, resolved, parameters=prepared.parameters, machine=describe_machine(ranks.device))
     base = None
     if prepared.adapters is not None and checkpoint is not None and (recorded := read_base(run)) is not None:
@@ -221,6 +216,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
         ),
         saved=None,
     )
+    job.log.communication = lambda: exposed_communication(model, resolved.strategy)
     if checkpoint is not None:
         _resume(job, checkpoint, same_run=checkpoint != start.checkpoint)
     else:
@@ -247,7 +243,22 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start)
     return job
 
 
-def _emulated(config: Config, ranks: Ranks) -> frozenset[torch.dtype]:
+def make_scaler(config: Config, ranks: Ranks) -> LossScaler:
+    """On the device of the gradients."""
+    return LossScaler(
+        torch.device("cpu") if config.parallel.offload == "cpu" else ranks.device,
+        enabled=read_precision(config.train.precision, config.train.reduce_dtype).scaled,
+        start=config.train.loss_scale.initial,
+        fixed=config.train.loss_scale.fixed,
+    )
+
+
+def make_guard(config: Config, ranks: Ranks) -> SpikeGuard | None:
+    spikes = spike_settings(config.train.on_spike)
+    return SpikeGuard(spikes.sigma, ranks.device) if spikes.action == "skip" else None
+
+
+def emulated_on_any(config: Config, ranks: Ranks) -> frozenset[torch.dtype]:
     """Dtypes whose matmuls are emulated. On all ranks if on any, or results would differ in the last bits."""
     if ranks.device.type != "cpu":
         return frozenset()

@@ -40,12 +40,13 @@ class SlowDataWarning(Hook):
             self.warn(
                 f"training waits for data {self._waited / self._seconds:.0%} of the time "
                 f"({self._waited / self._steps:.4f} s of each step of {self._seconds / self._steps:.4f} s): "
-                f"{_remedy(self.data)}."
+                f"{remedy(self.data)}."
             )
         self._steps, self._waited, self._seconds = 0, 0.0, 0.0
 
 
-def _remedy(data: DataConfig) -> str:
+def remedy(data: DataConfig) -> str:
+    """What makes data arrive faster."""
     cores = os.cpu_count() or 1
     remedies = []
     if data.workers == 0:

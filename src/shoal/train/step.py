@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal.data.loader import StepBatch
+from shoal.observe.profile.ranges import OPTIMIZER, annotated
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import NamedOptimizer
 from shoal.parallel.gradients import clip_factor
-from shoal.parallel.model import ParallelModel
+from shoal.parallel.model import ParallelModel, TrainedModel
 from shoal.resilience.health import SpikeGuard
 
 
@@ -22,7 +23,7 @@ class StepResult:
     """Device tensors. Reading them waits for the device."""
 
     sums: Tensor  # of the objective, of this rank, in fp64; the step's loss is the first, summed over ranks, / `weight`
-    weight: int  # of all ranks: loss tokens, or examples
+    weight: int | None  # of all ranks: loss tokens, or examples; None: it is the second of the sums
     norm: Tensor
     usable: Tensor  # False: a non-finite gradient or a loss spike, and the step was skipped
 
@@ -32,7 +33,7 @@ class TrainStep:
 
     def __init__(
         self,
-        model: ParallelModel,
+        model: TrainedModel,
         optimizer: NamedOptimizer,
         scaler: LossScaler,
         *,
@@ -46,21 +47,39 @@ class TrainStep:
         self.clip = clip
         self.guard = guard  # skips steps whose loss is a spike
         self.total = total  # the sum over all ranks, in place
+        # Data-parallel strategies average gradients over ranks where a sum is needed, hence the factor `ranks`: applied
+        # to the loss, or after the backward pass with fp16, which would overflow sooner.
+        ranks = model.parallel_dims.gradient_ranks
+        self._before, self._after = (1, ranks) if scaler.enabled else (ranks, 1)
 
     def __call__(self, batch: StepBatch, lr: float) -> StepResult:
-        # The loss is the mean over all ranks' loss tokens. Data-parallel strategies average gradients over ranks
-        # where a sum is needed, hence the factor `ranks`: applied to the loss, or after the backward pass with fp16,
-        # which would overflow sooner.
-        ranks = self.model.parallel_dims.gradient_ranks
-        before, after = (1, ranks) if self.scaler.enabled else (ranks, 1)
+        assert isinstance(self.model, ParallelModel)
+        sums = self.model.backward(batch.micro_batches, self.loss_factor(batch.weight))
+        with annotated(OPTIMIZER):
+            return self.update(sums, batch.weight, lr)
+
+    def loss_factor(self, weight: float) -> Tensor:
+        """What the summed loss of each micro-batch is multiplied with before its backward pass, so that the step's loss
+        is the mean over `weight`, which is that of all ranks and micro-batches."""
+        return self.scaler.scale * (self._before / weight)
+
+    def update(
+        self, sums: Tensor, weight: int | None, lr: float | None, correction: Tensor | None = None
+    ) -> StepResult:
+        """Clip the gradients that the backward passes have left, and update the weights. `correction`: a factor of the
+        gradients that was not known before the backward passes."""
         gradients, scale = self.model.gradients, self.scaler.scale
-        sums = self.model.backward(batch.micro_batches, scale * (before / batch.weight))
+        after: Tensor | int = self._after
+        if correction is not None:
+            after = correction * after
         norm = gradients.norm() * after / scale
         finite = usable = norm.isfinite()
         if self.guard is not None:
-            usable = usable & self.guard.accepts(self.total(sums[0].clone()) / batch.weight).to(usable.device)
+            total = self.total(sums.clone())
+            mean = total[0] / (total[1] if weight is None else weight)
+            usable = usable & self.guard.accepts(mean).to(usable.device)
         factor = None
-        if self.clip is not None or self.scaler.enabled:
+        if self.clip is not None or self.scaler.enabled or correction is not None:
             factor = clip_factor(norm, self.clip) * after / scale
         if factor is not None and not self.optimizer.takes_factor:
             gradients.multiply(factor)
@@ -70,4 +89,4 @@ class TrainStep:
         self.scaler.update(finite)  # a spike does not concern the loss scale
         if not self.optimizer.writes_copies:
             self.model.weights_changed()
-        return StepResult(sums, batch.weight, norm, usable)
+        return StepResult(sums, weight, norm, usable)

@@ -1,0 +1,306 @@
+"""The run of a custom loop: a model, optimizer, loader and schedule that the user made."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.catalogue.strategies import find_strategy
+from shoal.checkpoint.state import Progress
+from shoal.config.run import RunDirectory
+from shoal.config.schema import Config
+from shoal.data.custom_loader import CustomLoader, Share, check_loader, order_of
+from shoal.data.order import Order
+from shoal.mistakes import UserMistake
+from shoal.observe.progress import Reporter
+from shoal.optim.given import GivenOptimizer, check_optimizer, not_updated
+from shoal.optim.offload import find_store
+from shoal.optim.zero1 import Partition
+from shoal.parallel.custom import check_custom, parallelize_custom
+from shoal.parallel.device import Device, describe_machine
+from shoal.parallel.ranks import Ranks
+from shoal.plan.batches import count_steps
+from shoal.plan.resolved import describe_accumulation
+from shoal.train.custom_run import CustomRun, resolve_custom
+from shoal.train.describe import write_plan
+from shoal.train.hooks import Hooks
+from shoal.train.job import AnyJob
+from shoal.train.log import StepLog, next_attempt
+from shoal.train.rollback import set_aside
+from shoal.train.save import make_saver
+from shoal.train.setup import Start, emulated_on_any, make_guard, make_scaler, seed_everything, starting_point
+from shoal.train.step import TrainStep
+
+# Keys that describe what a script makes itself.
+MADE_BY_SCRIPT = ("lr", "lr_groups", "schedule", "optimizer", "objective", "loss_impl", "cuda_graphs", "early_stop")
+
+
+@dataclass(kw_only=True)
+class CustomJob(AnyJob):
+    """The run of a custom loop."""
+
+    resolved: CustomRun
+    optimizer: GivenOptimizer
+    loader: CustomLoader
+    schedule: Any
+    last_step: int
+
+    @property
+    def order(self) -> Order:
+        return self.loader.share.order
+
+    @property
+    def steps(self) -> int:
+        return self.last_step
+
+    @property
+    def items(self) -> str:
+        return "samples"
+
+    def fingerprint(self) -> dict[str, dict[str, int | str]]:
+        return {
+            "training": {
+                "samples": self.order.training_count or 0,
+                "order": type(self.order).__name__,
+                "global_batch": self.resolved.global_batch,
+            }
+        }
+
+    def before_save(self) -> None:
+        """Buffers such as the statistics of batch normalization are those of rank 0."""
+        if self.ranks.world_size > 1:
+            for buffer in self.model.buffers.values():
+                dist.broadcast(buffer, 0)
+        self.progress.schedule = {"groups": self.optimizer.groups(), "schedule": _numbers(self.schedule)}
+
+    def load(self, checkpoint: Any) -> None:
+        super().load(checkpoint)
+        stored = self.progress.schedule
+        if not stored:
+            raise UserMistake(f"{checkpoint} was not saved by a custom loop; start a new run under another name=…")
+        self.optimizer.load_groups(stored["groups"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(_merged(self.schedule.state_dict(), stored["schedule"]))
+
+
+def set_up_custom(
+    config: Config,
+    run: RunDirectory,
+    ranks: Ranks,
+    start: Start,
+    device: Device,
+    *,
+    model: nn.Module,
+    optimizer: Any,
+    loader: Any,
+    schedule: Any,
+    nodes: int = 1,
+) -> CustomJob:
+    """Parallelize the model, take over optimizer, loader and schedule, and load the checkpoint to start from."""
+    reporter = Reporter(enabled=ranks.first)
+    check_custom(model, config)
+    names = {one: name for name, one in model.named_parameters()}
+    check_optimizer(optimizer, names)
+    check_loader(loader)
+    check_schedule(schedule, optimizer)
+    resolved = resolve_custom(config, model, loader, ranks.world_size, nodes, device)
+    config = resolved.config
+    order = order_of(loader, config.seed)
+    steps = count_steps(
+        epochs=config.train.epochs or 1,
+        steps=config.train.steps,
+        tokens=None,
+        sequences=order.training_count or 0,
+        loss_tokens=0,
+        global_batch=resolved.global_batch,
+    )
+    notes = [one for one in (not_updated(optimizer, names),) if one is not None]
+    trained = parallelize_custom(
+        model,
+        config,
+        strategy=resolved.strategy,
+        mesh=resolved.mesh,
+        ranks=ranks,
+        emulated=emulated_on_any(config, ranks),
+    )
+    partitions = find_strategy(resolved.strategy).partitions_update
+    given = GivenOptimizer(
+        optimizer,
+        trained.parameters,
+        names,
+        partition=Partition(trained.parameters, trained.parallel_dims.replicas) if partitions else None,
+        store=find_store(config.parallel.offload),
+        lr_scale=_lr_scale(config),
+    )
+    # `run.step` clears the gradients. In a loop that accumulates, a zero_grad that was left would discard some.
+    optimizer.zero_grad = lambda set_to_none=True: None
+    scaler, guard = make_scaler(config, ranks), make_guard(config, ranks)
+    share = Share(
+        order,
+        resolved.global_batch,
+        resolved.micro_batch,
+        trained.parallel_dims.data_rank,
+        resolved.data_parallel,
+        config.seed,
+    )
+    hooks = Hooks(reporter.warn)
+    plan = _plan(trained.placement.shapes, resolved, steps, ranks)
+    job = CustomJob(
+        resolved=resolved,
+        run=run,
+        ranks=ranks,
+        reporter=reporter,
+        model=trained,
+        optimizer=given,
+        scaler=scaler,
+        controls={"scaler": scaler} | ({} if guard is None else {"spikes": guard}),
+        step=TrainStep(trained, given, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
+        hooks=hooks,
+        log=StepLog(
+            every=config.log.every,
+            total=steps,
+            ranks=ranks,
+            attempt=next_attempt(run.metrics),
+            peak=None,
+            hooks=hooks,
+            in_samples=True,
+        ),
+        progress=Progress(world_size=ranks.world_size),
+        plan=plan,
+        saver=make_saver(
+            resolved.requested,
+            run,
+            ranks,
+            describe=lambda folder: write_plan(folder, plan),
+            while_waiting=lambda: hooks.on_activity(job.progress.step, "waiting for a save"),
+        ),
+        loader=CustomLoader(loader, share),
+        schedule=schedule,
+        last_step=steps,
+    )
+    # After the model was initialized, and before the checkpoint's state is restored: dropout differs between ranks.
+    seed_everything(config.seed, ranks.rank, config.train.deterministic)
+    checkpoint = starting_point(config, run, ranks, reporter, start)
+    if checkpoint is not None:
+        job.load(checkpoint)
+        _check_resumed(job, optimizer)
+        reporter.say(f"Resuming after step {job.progress.step} from {checkpoint}.")
+    elif start.resume:
+        reporter.warn("there is no complete checkpoint to resume from: starting at step 0.")
+    set_aside(job)
+    job.progress.optimizer, job.progress.data = type(optimizer).__name__, job.fingerprint()
+    job.log.skipped = job.progress.skipped
+    if ranks.first:
+        try:
+            write_plan(run, plan)
+        except OSError as error:
+            raise run.unwritable(error) from None
+        _announce(job, device, sum(one.numel() for one in names))
+        for note in (*notes, *trained.notes, *_without_effect(resolved.requested)):
+            reporter.warn(note)
+    return job
+
+
+def check_schedule(schedule: Any, optimizer: Any) -> None:
+    if schedule is None:
+        return
+    if not hasattr(schedule, "state_dict") or not hasattr(schedule, "step"):
+        raise UserMistake(f"run.prepare takes a schedule of torch.optim.lr_scheduler, not a {type(schedule).__name__}.")
+    if getattr(schedule, "optimizer", optimizer) is not optimizer:
+        raise UserMistake("The schedule belongs to another optimizer than the one that you pass to run.prepare.")
+
+
+def _lr_scale(config: Config) -> float:
+    train = config.train
+    if train.lr_scaling == "none":
+        return 1.0
+    assert train.base_batch is not None, "the schema demands it"
+    return train.global_batch / train.base_batch
+
+
+def _check_resumed(job: CustomJob, optimizer: Any) -> None:
+    before, now = job.progress.data.get("training", {}), job.fingerprint()["training"]
+    for key, value in now.items():
+        if before.get(key) != value:
+            raise UserMistake(
+                f"The loader's {key.replace('_', ' ')} was {before.get(key)} when the run started and is {value} now, "
+                "which a resumed run cannot change; restore it, or start a new run under another name=…"
+            )
+    if job.progress.optimizer not in ("", type(optimizer).__name__):
+        raise UserMistake(
+            f"The checkpoint holds the state of {job.progress.optimizer}, which {type(optimizer).__name__} cannot use."
+        )
+
+
+def _plan(shapes: Mapping[str, tuple[int, ...]], resolved: CustomRun, steps: int, ranks: Ranks) -> dict[str, Any]:
+    return {
+        "parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
+        "steps": steps,
+        "chosen": {
+            "strategy": resolved.strategy,
+            "world_size": resolved.world_size,
+            "data_parallel": resolved.data_parallel,
+            "micro_batch": resolved.micro_batch,
+            "grad_accum_steps": resolved.grad_accum_steps,
+            "global_batch": resolved.global_batch,
+            "mesh": asdict(resolved.mesh),
+            "sharding": resolved.config.parallel.sharding,
+        },
+        "forecast": None,
+        "measured": None,
+        "off": None,
+        "machine": describe_machine(ranks.device),
+    }
+
+
+def _announce(job: CustomJob, device: Device, parameters: int) -> None:
+    resolved, config = job.resolved, job.config
+    job.reporter.say(
+        f"{parameters:,} parameters, {resolved.strategy} on {resolved.world_size} × "
+        f"{device.gpu.name if device.gpu else job.ranks.device.type}; {job.steps} steps of {resolved.global_batch} "
+        f"samples, micro-batch {resolved.micro_batch}, {describe_accumulation(resolved.grad_accum_steps)}."
+    )
+    if config.train.lr_scaling == "linear":
+        job.reporter.say(
+            f"The optimizer's learning rate is multiplied by global batch {resolved.global_batch} / base_batch "
+            f"{config.train.base_batch} = {job.optimizer.lr_scale:g}."
+        )
+
+
+def _without_effect(config: Config) -> list[str]:
+    """Options for what the script makes itself."""
+    default = Config.model_construct()
+    blocks = [name for name in ("model", "adapter", "data", "eval") if getattr(config, name) != getattr(default, name)]
+    keys = [f"train.{key}" for key in MADE_BY_SCRIPT if getattr(config.train, key) != getattr(default.train, key)]
+    return [f"{key} has no effect in a custom loop: the script makes it." for key in (*blocks, *keys)]
+
+
+def _numbers(schedule: Any) -> Any:
+    """The numbers in the state of a schedule, as JSON has them: all else is the script's."""
+    return {} if schedule is None else _filtered(schedule.state_dict())
+
+
+def _filtered(value: Any) -> Any:
+    if isinstance(value, dict):
+        found = {key: _filtered(one) for key, one in value.items() if isinstance(key, str) and type(one) is not object}
+        return {key: one for key, one in found.items() if one is not None}
+    if isinstance(value, list | tuple):
+        inner = [_filtered(one) for one in value]
+        return None if any(one is None for one in inner) else inner
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    return value if isinstance(value, int | float | bool) else None
+
+
+def _merged(own: Any, stored: Any) -> Any:
+    """`own` state with what is `stored` in place of its own."""
+    if isinstance(own, dict) and isinstance(stored, dict) and stored:
+        return {key: _merged(value, stored[key]) if key in stored else value for key, value in own.items()}
+    if isinstance(own, list) and isinstance(stored, list) and len(own) == len(stored):
+        return [_merged(one, other) for one, other in zip(own, stored, strict=True)]
+    if isinstance(own, dict):
+        return own
+    return stored

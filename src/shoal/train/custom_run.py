@@ -1,0 +1,103 @@
+"""How the run of a custom loop is carried out: every auto is filled in, without a forecast."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shoal.catalogue.strategies import find_strategy
+from shoal.config.mesh import Mesh, mesh_for
+from shoal.config.schema import Config
+from shoal.mistakes import UserMistake
+from shoal.parallel.device import Device
+from shoal.plan.batches import nearest_multiples
+
+# Fully replicated training in fp32 with Adam: weights, gradients and two moments.
+BYTES_PER_PARAMETER = 16
+
+
+@dataclass(frozen=True)
+class CustomRun:
+    """How the run is carried out. Without a forecast: only a language model's structure is known."""
+
+    requested: Config
+    config: Config
+    mesh: Mesh
+    micro_batch: int
+    global_batch: int
+
+    @property
+    def strategy(self) -> str:
+        return self.config.parallel.strategy
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    @property
+    def data_parallel(self) -> int:
+        return self.mesh.data_parallel
+
+    @property
+    def grad_accum_steps(self) -> int:
+        return self.global_batch // (self.micro_batch * self.data_parallel)
+
+
+def resolve_custom(
+    config: Config, model: nn.Module, loader: Any, world_size: int, nodes: int, device: Device
+) -> CustomRun:
+    """Fill in every auto; a UserMistake if model, loader and config do not fit together."""
+    requested, parallel, train = config, config.parallel, config.train
+    for key in ("tp", "pp", "cp"):
+        if getattr(parallel, key) > 1:
+            raise UserMistake(
+                f"parallel.{key} {getattr(parallel, key)} needs a language model that shoal builds (shoal train); a "
+                "model of your own is trained with ddp, zero1, zero2, zero3 or fsdp."
+            )
+    if train.tokens is not None:
+        raise UserMistake("train.tokens counts the tokens of language models; set train.steps or train.epochs.")
+    global_batch = int(loader.batch_size)
+    if "global_batch" in train.model_fields_set and train.global_batch != global_batch:
+        raise UserMistake(
+            f"train.global_batch is {train.global_batch}, but the loader's batch_size is {global_batch}; the loader's "
+            "is the global batch, over all devices: leave train.global_batch out, or make them equal."
+        )
+    strategy = _strategy(config, model, world_size, device)
+    mesh = mesh_for(parallel, strategy, world_size, nodes)
+    if global_batch % mesh.data_parallel:
+        near = nearest_multiples(global_batch, mesh.data_parallel)
+        raise UserMistake(
+            f"The loader's batch_size {global_batch} is the global batch, and not divisible by the "
+            f"{mesh.data_parallel} data-parallel ranks; the nearest values that are: {near}."
+        )
+    per_rank = global_batch // mesh.data_parallel
+    micro_batch = per_rank if train.micro_batch == "auto" else min(train.micro_batch, per_rank)
+    if train.grad_accum is not None:
+        micro_batch = max(1, per_rank // train.grad_accum)
+    if per_rank % micro_batch:
+        raise UserMistake(
+            f"train.micro_batch {micro_batch} does not divide the {per_rank} samples that each of {mesh.data_parallel} "
+            f"ranks has of the loader's batch_size {global_batch}."
+        )
+    recompute = "none" if train.recompute == "auto" else train.recompute
+    config = config.model_copy(
+        update={
+            "parallel": parallel.model_copy(update={"strategy": strategy}),
+            "train": train.model_copy(
+                update={"global_batch": global_batch, "micro_batch": micro_batch, "recompute": recompute}
+            ),
+        }
+    )
+    return CustomRun(requested, config, mesh, micro_batch, global_batch)
+
+
+def _strategy(config: Config, model: nn.Module, world_size: int, device: Device) -> str:
+    wanted, offload = config.parallel.strategy, config.parallel.offload == "cpu"
+    if offload:
+        return "fsdp" if wanted in ("auto", "single") else wanted
+    if world_size == 1:
+        return "single"
+    if wanted != "auto":
+        return "ddp" if find_strategy(wanted, config.parallel.sharding).ddp and wanted == "fsdp" else wanted
+    needed = BYTES_PER_PARAMETER * sum(one.numel() for one in model.parameters()) / 2**30
+    return "fsdp" if device.memory_gib is not None and needed > device.memory_gib / 2 else "ddp"
