@@ -22,6 +22,18 @@ def test_defaults_are_never_reported() -> None:
     ("useless", "useful", "world_size", "says"),
     [
         (
+            {"log": {"wandb": {"project": "alpaca"}}},
+            {"log": {"wandb": {"project": "alpaca"}, "to": ["wandb"]}},
+            None,
+            "log.wandb.project alpaca has no effect: log.to does not name wandb.",
+        ),
+        (
+            {"log": {"mlflow": {"experiment": "alpaca"}, "to": ["wandb"]}},
+            {"log": {"mlflow": {"experiment": "alpaca"}, "to": ["mlflow"]}},
+            None,
+            "log.mlflow.experiment alpaca has no effect: log.to does not name mlflow.",
+        ),
+        (
             {"data": {"path": "a.jsonl", "split": "test"}},
             {"data": {"path": "owner/name", "split": "test"}},
             None,

@@ -61,6 +61,7 @@ train:
   optimizer: {name: adamw, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1, momentum: 0.9, rounding: nearest}
   clip: 1.0
   precision: auto
+  fp8_head: false
   reduce_dtype: fp32
   loss_scale: {initial: 65536.0, fixed: false}
   recompute: none
@@ -76,7 +77,7 @@ train:
   on_oom: stop
   slow_rank: {behind: 0.3, steps: 50}
   hang_timeout: 600
-eval: {every: 200, batches: 50}
+eval: {every: 200, batches: 50, prompts: [], tokens: 32}
 parallel:
   strategy: auto
   sharding: full_shard
@@ -96,7 +97,12 @@ hardware: {devices: auto, nodes: 1, gpu: auto, link: auto, network: auto, host_g
 checkpoint:
   {every: 200, at_end: true, keep: 2, keep_best: 3, keep_every: null, metric: eval_loss, format: sharded, async: true,
    fallback: null}
-log: {every: 10, to: [tensorboard]}
+log:
+  every: 10
+  to: [tensorboard]
+  wandb: {project: null, entity: null, mode: null}
+  mlflow: {experiment: null}
+  level: info
 slurm:
   partition: null
   account: null
@@ -376,7 +382,7 @@ train:
   precision: bf16-mixed
   early_stop: {patience: 3}
   on_spike: {sigma: 6}
-eval: {every: 200, batches: 50}
+eval: {every: 200, batches: 50, prompts: [], tokens: 32}
 parallel: {strategy: auto, sharding: FULL_SHARD, reshard: auto, prefetch: 1}
 hardware: {devices: auto, nodes: 1, gpu: h100-80gb, link: auto}
 checkpoint: {every: 200, keep: 2, keep_best: 3, metric: eval_loss, format: sharded, fallback: null}

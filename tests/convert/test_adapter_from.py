@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from shoal import api
 from shoal.mistakes import UserMistake
 from tests.convert.adapted import config_of, make_base
-from tests.harness import lines, slow, train_on, weights
+from tests.harness import lines, slow, train_again_on, train_on, weights
 
 UNCHANGED = {"train__steps": 1, "train__lr": 1e-30, "checkpoint__every": 1}  # too little to change an fp32 weight
 FROM_FILE = {"kind": "lora"}
@@ -63,7 +63,7 @@ def config(data: Path, base: Path, folder: Path, adapter: dict[str, Any] = FROM_
 def started(instructions: Path, base: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory):
     """The run that starts from each adapter, on one process."""
     return {
-        name: train_on(1, config(instructions, base, folder), tmp_path_factory.mktemp(name))
+        name: train_again_on(1, config(instructions, base, folder), tmp_path_factory.mktemp(name))
         for name, folder in adapters.items()
     }
 
@@ -88,7 +88,7 @@ MESHES = {"fsdp": {"strategy": "fsdp"}, "tp": {"tp": 2}, "pp": {"pp": 2}}
 )
 def test_every_mesh_starts_from_the_same_values(mesh, name, started, adapters, base, instructions, tmp_path):
     changes = {f"parallel__{key}": value for key, value in MESHES[mesh].items()}
-    run = train_on(2, config(instructions, base, adapters[name], **changes), tmp_path)
+    run = train_again_on(2, config(instructions, base, adapters[name], **changes), tmp_path)
     one, other = weights(run), weights(started[name])
     assert one.keys() == other.keys()
     assert [key for key in one if not torch.equal(one[key], other[key])] == []
@@ -108,7 +108,7 @@ def test_the_run_records_what_it_took_over(started, adapters):
 
 def test_a_resumed_run_does_not_read_the_folder_again(adapters, base, instructions, tmp_path):
     folder = shutil.copytree(adapters["listed"], tmp_path / "folder")
-    train_on(1, config(instructions, base, folder), tmp_path)
+    train_again_on(1, config(instructions, base, folder), tmp_path)
     shutil.rmtree(folder)
     run = train_on(1, config(instructions, base, folder, train__steps=2), tmp_path, resume=True)
     assert [line["step"] for line in lines(run)] == [1, 2]
@@ -116,7 +116,7 @@ def test_a_resumed_run_does_not_read_the_folder_again(adapters, base, instructio
 
 def test_what_is_exported_can_be_started_from(started, base, instructions, tmp_path):
     folder = api.export(started["also"], tmp_path / "exported", adapter=True)
-    run = train_on(1, config(instructions, base, folder), tmp_path)
+    run = train_again_on(1, config(instructions, base, folder), tmp_path)
     one, other = weights(run), weights(started["also"])
     assert one.keys() == other.keys()
     assert [key for key in one if not torch.equal(one[key], other[key])] == []

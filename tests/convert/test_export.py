@@ -15,7 +15,7 @@ from shoal.convert.export import export_hf
 from shoal.data.tokenizer import load_tokenizer
 from shoal.mistakes import UserMistake
 from shoal.models.buffers import kept_buffers
-from tests.harness import LLAMA, PYTHIA, settings, slow, train_on, weights
+from tests.harness import LLAMA, PYTHIA, settings, slow, train_again_on, weights
 from tests.models.small import mixture_config, plain
 
 SHAPES = {
@@ -52,7 +52,7 @@ def trained(instructions: Path, tmp_path_factory: pytest.TempPathFactory):
     def train(shape: str, strategy: str, world_size: int) -> Path:
         if (shape, strategy) not in done:
             config = config_of(instructions, shape, strategy)
-            done[shape, strategy] = train_on(world_size, config, tmp_path_factory.mktemp("trained"))
+            done[shape, strategy] = train_again_on(world_size, config, tmp_path_factory.mktemp("trained"))
         return done[shape, strategy]
 
     return train
@@ -251,7 +251,7 @@ def test_a_fine_tuned_model_keeps_its_own_config_and_tokenizer(instructions, tmp
     GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(start)
     load_tokenizer("bytes").save(start)
     changes = config_of(instructions, "gpt2", "single", model={"from": str(start)}, train__steps=1)
-    folder = api.export(train_on(1, changes, tmp_path / "runs"), tmp_path / "model")
+    folder = api.export(train_again_on(1, changes, tmp_path / "runs"), tmp_path / "model")
     before, after = (json.loads((path / "config.json").read_text()) for path in (start, folder))
     assert before["dtype"] == "bfloat16"
     assert after == {**before, "dtype": "float32"}
@@ -273,7 +273,7 @@ def test_tensors_with_another_layout_in_files_are_exported_in_that_layout(family
     sizes = {"vocab_size": 260, "max_position_embeddings": 256, "num_key_value_heads": 4}
     plain(mixture_config(family, **sizes)).save_pretrained(start)
     changes = {"model": {"from": str(start), "tokenizer": "bytes"}, "train__steps": 1}
-    run = train_on(2, config_of(instructions, "llama tied", "fsdp", **changes), tmp_path / "runs")
+    run = train_again_on(2, config_of(instructions, "llama tied", "fsdp", **changes), tmp_path / "runs")
     expected, before = weights(run), AutoModelForCausalLM.from_pretrained(start)
     matrices = [name for name, parameter in before.named_parameters() if parameter.dim() >= 2]
     assert not any(torch.equal(expected[name], before.get_parameter(name)) for name in matrices)
@@ -284,3 +284,27 @@ def test_tensors_with_another_layout_in_files_are_exported_in_that_layout(family
         found = {**dict(plain_model.named_parameters()), **kept_buffers(plain_model)}
         assert found.keys() == expected.keys()
         assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("shape", ["llama tied", "llama untied", "pythia"])
+def test_a_run_becomes_a_litgpt_checkpoint_and_back_bit_for_bit(shape, trained, tmp_path):
+    run = trained(shape, "single", 1)
+    written = api.export(run, tmp_path / "lit", to="litgpt")
+    assert {"lit_model.pth", "model_config.yaml", "tokenizer.json"} <= {file.name for file in written.iterdir()}
+    # Without the config.json that lies beside it: the sizes are those of LitGPT's own config.
+    (written / "config.json").unlink()
+    api.import_checkpoint(written, tmp_path / "back")
+    api.export(run, tmp_path / "hf")
+    before, after = (load_plainly(tmp_path / name) for name in ("hf", "back"))
+    expected = dict(before.named_parameters())
+    assert expected.keys() == dict(after.named_parameters()).keys()
+    assert [name for name, one in after.named_parameters() if not torch.equal(one, expected[name])] == []
+    assert torch.equal(before(IDS).logits, after(IDS).logits)
+
+
+def test_what_litgpt_has_no_format_for_is_refused(trained, tmp_path):
+    with pytest.raises(UserMistake, match="is a gpt2, and LitGPT's format is written for llama, mistral"):
+        api.export(trained("gpt2", "single", 1), tmp_path / "lit", to="litgpt")
+    with pytest.raises(UserMistake, match="--adapter is for PEFT"):
+        api.export(trained("gpt2", "single", 1), tmp_path / "lit", to="litgpt", adapter=True)
+    assert not list(tmp_path.glob("lit*"))

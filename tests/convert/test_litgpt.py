@@ -14,11 +14,12 @@ from torch import Tensor
 
 from shoal import api
 from shoal.convert.imports import import_hf
+from shoal.convert.litgpt_export import litgpt_tensors, model_config
 from shoal.data.tokenizer import load_tokenizer
 from shoal.mistakes import UserMistake
 from tests.convert.imported import Weights, holds, model_of, save_config
 from tests.launch.command import forked_shoal
-from tests.models.small import FFN, HIDDEN, LAYERS, POSITIONS, VOCAB
+from tests.models.small import FFN, HIDDEN, LAYERS, POSITIONS, VOCAB, tokens
 
 HEADS, SIZE = 4, 8
 GATED = {
@@ -140,6 +141,37 @@ def test_a_litgpt_model_computes_the_same_in_transformers(family, tied, old, tmp
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (said["architectures"], said["dtype"]) == ([type(model).__name__], "float32")
     assert said["tie_word_embeddings"] is tied
+
+
+@pytest.mark.parametrize("family", LITGPT)
+def test_litgpts_layout_is_written_as_it_is_read(family):
+    model = model_of(family, **({"sliding_window": 5} if family == "mistral" else {}))
+    expected = as_litgpt(model, old=False)
+    named = {
+        name.replace("lm_head.", "embed_out.") if family == "neox" else name: one
+        for name, one in model.state_dict().items()
+    }
+    found = litgpt_tensors(named, model.config)
+    assert [name for name, one in expected.items() if not torch.equal(found[name], one)] == []
+    said = model_config(model.config, "tiny")
+    wanted = {"n_layer": LAYERS, "n_embd": HIDDEN, "n_head": HEADS, "padded_vocab_size": VOCAB, **LITGPT[family]}
+    assert {key: said.get(key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "neox"])
+def test_litgpt_itself_computes_the_same_with_what_is_written(family):
+    lit = pytest.importorskip("litgpt.model", exc_type=ImportError)
+    from litgpt.config import Config
+
+    model = model_of(family)
+    theirs = lit.GPT(Config(**model_config(model.config, "tiny"))).eval()
+    named = {
+        name.replace("lm_head.", "embed_out.") if family == "neox" else name: one
+        for name, one in model.state_dict().items()
+    }
+    theirs.load_state_dict(litgpt_tensors(named, model.config))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens()), model(tokens()).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_the_file_alone_is_enough_and_so_is_another_description_of_the_model(tmp_path):

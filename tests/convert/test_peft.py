@@ -19,7 +19,7 @@ from shoal.mistakes import UserMistake
 from shoal.models.base import fingerprint
 from shoal.use.merge import merge_run
 from tests.convert.adapted import BASES, LORA, config_of, make_base
-from tests.harness import LLAMA, settings, slow, train_on, weights
+from tests.harness import LLAMA, settings, slow, train_again_on, weights
 
 TOKENS = ["<|user|>", "<|bot|>", "<|tool|>"]
 CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
@@ -47,7 +47,9 @@ def run_of(instructions: Path, bases: dict[str, Path], tmp_path_factory: pytest.
     @cache
     def train(case: str) -> Path:
         base, adapter, tokens = CASES[case]
-        return train_on(1, config_of(instructions, bases[base], adapter, tokens), tmp_path_factory.mktemp("adapter"))
+        return train_again_on(
+            1, config_of(instructions, bases[base], adapter, tokens), tmp_path_factory.mktemp("adapter")
+        )
 
     return train
 
@@ -70,7 +72,7 @@ def other_runs(instructions: Path, bases: dict[str, Path], tmp_path_factory: pyt
         ),
         "full": settings(instructions, **short),
     }
-    return {name: train_on(1, config, tmp_path_factory.mktemp(name)) for name, config in configs.items()}
+    return {name: train_again_on(1, config, tmp_path_factory.mktemp(name)) for name, config in configs.items()}
 
 
 @cache
@@ -267,7 +269,7 @@ def test_a_qlora_run_merges_into_its_base_as_it_was_quantized(kind, instructions
     adapter = {**LORA, "kind": "qlora", "quantize": kind, "dora": True}
     shape = {**LLAMA, "hidden": 64, "ffn": 128, "positions": 512}
     config = settings(instructions, adapter=adapter, model__shape=shape, train__steps=2)
-    run = train_on(1, config, tmp_path)
+    run = train_again_on(1, config, tmp_path)
     merged = api.merge(run, tmp_path / "merged", device="cpu")
     assert 0 < merged.largest_logit_difference < 2e-5
     weight = stored(tmp_path / "merged")["model.layers.0.mlp.down_proj.weight"]

@@ -4,6 +4,7 @@ No file here imports torch at the top level, so that `--help` and config errors 
 """
 
 import errno
+import os
 import sys
 from typing import Annotated
 
@@ -14,17 +15,20 @@ from shoal.cli.bench import bench_app
 from shoal.cli.checkpoints import checkpoints
 from shoal.cli.common import FAILED, MISTAKEN, ConfigCommand
 from shoal.cli.config import config_app
-from shoal.cli.convert import export_command, import_command, merge_command
+from shoal.cli.convert import ImportCommand, export_command, import_command, merge_command
 from shoal.cli.data import data_app
 from shoal.cli.doctor import doctor
 from shoal.cli.evaluate import evaluate
 from shoal.cli.jobs import cancel, logs, status
 from shoal.cli.plan import plan_command
+from shoal.cli.report import report, ui
 from shoal.cli.submit import submit_command
 from shoal.cli.sweep import sweep
+from shoal.cli.top import top
 from shoal.cli.train import TrainCommand, download, init, train
 from shoal.cli.use import chat, generate
 from shoal.crash import report_crash
+from shoal.launch.torchrun import ends_again, is_new
 from shoal.mistakes import RunFailed, UserMistake
 
 app = typer.Typer(
@@ -44,13 +48,16 @@ app.command("train", cls=TrainCommand)(train)
 app.command("submit", cls=ConfigCommand)(submit_command)
 app.command("sweep", cls=ConfigCommand)(sweep)
 app.command("status")(status)
+app.command("top")(top)
 app.command("logs")(logs)
 app.command("cancel")(cancel)
+app.command("report")(report)
+app.command("ui")(ui)
 app.command("init")(init)
 app.command("download")(download)
 app.command("export")(export_command)
 app.command("merge")(merge_command)
-app.command("import")(import_command)
+app.command("import", cls=ImportCommand)(import_command)
 app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("eval")(evaluate)
@@ -75,9 +82,12 @@ def main() -> None:
     """Run the command. A user mistake prints one sentence and exits with status 2; a failed run, and an error that
     nobody expected, with 1."""
     try:
+        if ends_again(os.environ):
+            sys.exit(MISTAKEN)
         app()
     except UserMistake as mistake:
-        typer.echo(f"shoal: {mistake}", err=True)
+        if is_new(str(mistake), os.environ):
+            typer.echo(f"shoal: {mistake}", err=True)
         sys.exit(MISTAKEN)
     except RunFailed as failure:
         typer.echo(f"shoal: {failure}", err=True)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shoal.cli.common import ANSWER_IS_NO, AsJson, File, Overrides, print_json, print_progress
+from shoal.mistakes import UserMistake, shortened, suggestion
 
 bench_app = typer.Typer(
     help="Measure training speed, memory and communication.", no_args_is_help=True, rich_markup_mode=None
@@ -63,6 +64,105 @@ def rank(
     config = api.load_config(file, overrides or [])
     found = api.bench_rank(config, world, steps=steps, warmup=warmup, real=real, report=print_progress)
     print_json(found.as_dict()) if as_json else typer.echo(found.text())
+
+
+class ScalingStrategy(StrEnum):
+    ddp = "ddp"
+    fsdp = "fsdp"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
+
+
+Measured = Annotated[
+    bool, typer.Option("--measure/--no-measure", help="Train on this machine's devices, or only forecast.")
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FOLDER", help="Write the JSON object and a plot, as PNG, there."),
+]
+
+
+@bench_app.command()
+def scaling(
+    file: File,
+    overrides: Overrides = None,
+    devices: Annotated[str, typer.Option("--devices", metavar="N,N…", help="Numbers of devices.")] = "1,2,4,8",
+    strategies: Annotated[
+        str, typer.Option("--strategies", metavar="NAME,NAME…", help="Strategies to compare.")
+    ] = "ddp,fsdp",
+    steps: Steps = 10,
+    warmup: Warmup = 4,
+    measures: Measured = True,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the same global batch on more and more devices: time, speed-up, efficiency and memory, beside the forecast.
+
+    Numbers of devices that this machine does not have are forecast only.
+    """
+    from shoal import api
+
+    counts, names = _counts(devices), _names(strategies)
+    found = api.bench_scaling(
+        api.load_config(file, overrides or []),
+        devices=counts,
+        strategies=names,
+        steps=steps,
+        warmup=warmup,
+        measures=measures,
+        output=output,
+        report=print_progress,
+    )
+    print_json(found.as_dict()) if as_json else typer.echo(found.text())
+
+
+@bench_app.command()
+def batch(
+    file: File,
+    overrides: Overrides = None,
+    up_to: Annotated[
+        int | None,
+        typer.Option("--up-to", min=1, help="Largest micro-batch; default: until memory is full, or 8 on a CPU."),
+    ] = None,
+    steps: Steps = 10,
+    warmup: Warmup = 4,
+    measures: Measured = True,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Double the micro-batch until it no longer fits, with and without activation checkpointing: time, tokens/s and
+    memory, beside the forecast."""
+    from shoal import api
+
+    found = api.bench_batch(
+        api.load_config(file, overrides or []),
+        up_to=up_to,
+        steps=steps,
+        warmup=warmup,
+        measures=measures,
+        output=output,
+        report=print_progress,
+    )
+    print_json(found.as_dict()) if as_json else typer.echo(found.text())
+
+
+def _counts(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UserMistake(f"--devices '{text}' is not a list of numbers of devices, such as 1,2,4,8.")
+    return [int(part) for part in parts]
+
+
+def _names(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in set(ScalingStrategy):
+            raise UserMistake(
+                f"--strategies: {shortened(name)} is not one of {', '.join(ScalingStrategy)}."
+                f"{suggestion(name, ScalingStrategy)}"
+            )
+    return names
 
 
 @bench_app.command()

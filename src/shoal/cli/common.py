@@ -35,8 +35,6 @@ class ConfigCommand(TyperCommand):
                 continue
             if option in ("--config", "--config_file", "--config-file"):
                 raise UserMistake(f"{option} is not an option: the file is an argument, shoal {self.name} FILE.")
-            if option.startswith("--profile"):
-                raise UserMistake(f"{option} is not built yet; shoal bench train FILE measures speed and memory.")
             if (ours := our_key([option[2:]])) is not None:
                 raise UserMistake(f"{option} is not an option of shoal {self.name}: {ours}. Add {ours.key}=VALUE.")
         return super().parse_args(ctx, args)

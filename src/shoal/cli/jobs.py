@@ -1,5 +1,7 @@
 """`shoal status`, `shoal logs` and `shoal cancel`: on the name or the folder of a run."""
 
+from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +14,15 @@ if TYPE_CHECKING:
 
 Name = Annotated[str, typer.Argument(metavar="RUN", help="The run's name or folder.")]
 Runs = Annotated[Path, typer.Option("--runs", metavar="DIR", help="The folder of the runs.")]
+
+
+class Level(StrEnum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
 COLUMNS = ("run", "state", "step", "loss", "tok/s", "saved", "job", "nodes")
 
 
@@ -38,16 +49,33 @@ def logs(
     run: Name,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
     rank: Annotated[int | None, typer.Option("--rank", min=0, help="The rank; default: 0, and the job script.")] = None,
+    level: Annotated[
+        Level | None,
+        typer.Option("--level", help="Log records of this level and above, of all ranks or of --rank, by time."),
+    ] = None,
     runs: Runs = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Print what a run has printed."""
+    """Print what a run has printed, or with --level its log records."""
     from shoal import api
 
+    if level is not None:
+        from shoal.launch.logs import record_text
+
+        records = api.log_records(run, rank=rank, level=level.value, follow=follow and not as_json, runs=runs)
+        if as_json:
+            print_json({"run": run, "records": list(records)})
+            return
+        _print_all(record_text(one) for one in records)
+        return
     lines = api.logs(run, rank=rank, follow=follow and not as_json, runs=runs)
     if as_json:
         print_json({"run": run, "lines": list(lines)})
         return
+    _print_all(lines)
+
+
+def _print_all(lines: Iterable[str]) -> None:
     try:
         for line in lines:
             typer.echo(line)

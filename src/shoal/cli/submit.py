@@ -14,6 +14,7 @@ def submit_command(
         str, typer.Option("--to", metavar="SCHEDULER", help="The scheduler: slurm, kubernetes, skypilot or ray.")
     ] = "slurm",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its newest checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the existing run of this name.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the file that would be submitted, and write nothing.")
     ] = False,
@@ -24,7 +25,8 @@ def submit_command(
     not fit: status 3."""
     from shoal import api
 
-    submitted = api.submit(api.load_config(file, overrides or []), to=to, resume=resume, dry_run=dry_run, anyway=anyway)
+    config = api.load_config(file, overrides or [])
+    submitted = api.submit(config, to=to, resume=resume, overwrite=overwrite, dry_run=dry_run, anyway=anyway)
     refused = not (submitted.fits or anyway)
     if as_json:
         print_json(submitted.as_dict())

@@ -17,16 +17,28 @@ class Resume(StrEnum):
     auto = "auto"
 
 
+PROFILED = "--profile=3"
+
+
+class LogLevel(StrEnum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+
+
 class TrainCommand(ConfigCommand):
-    """`--resume` takes a word or none, which the parser of options cannot tell from the next argument."""
+    """`--resume` takes a word or none and `--profile` a number or none, which the parser of options cannot tell from
+    the next argument."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given: list[str] = []
         for argument in args:
             if given and given[-1] == "--resume=newest" and argument in ("auto", "newest"):
                 given[-1] = f"--resume={argument}"
+            elif given and given[-1] == PROFILED and argument.isdecimal():
+                given[-1] = f"--profile={argument}"
             else:
-                given.append("--resume=newest" if argument == "--resume" else argument)
+                given.append({"--resume": "--resume=newest", "--profile": PROFILED}.get(argument, argument))
         return super().parse_args(ctx, given)
 
 
@@ -51,9 +63,23 @@ def train(
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, help="Restart all processes up to this many times if one dies.")
     ] = 0,
+    log_level: Annotated[
+        LogLevel | None, typer.Option("--log-level", help="Least level of what is printed and logged, as log.level.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="As --log-level debug.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="As --log-level warning: only warnings.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Read everything and print what would happen, without training.")
     ] = False,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            "--profile",
+            metavar="[STEPS]",
+            min=1,
+            help="Record 3 or STEPS steps after warm-up and say where their time goes; files in RUN/profile.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a model. On Ctrl-C, TERM, USR1 or USR2, finish the step, save a checkpoint and exit with status 75."""
@@ -62,8 +88,10 @@ def train(
 
     if not dry_run:
         keep_user_signals()
-    config = api.load_config(file, overrides or [])
+    config = api.load_config(file, [*(overrides or []), *_level_override(log_level, verbose=verbose, quiet=quiet)])
     if dry_run:
+        if profile is not None:
+            print_progress("warning: --profile has no effect with --dry-run.")
         preview = api.dry_run(config)
         print_json(preview.as_dict()) if as_json else typer.echo(preview.text())
         return
@@ -74,16 +102,33 @@ def train(
         start_from=start_from,
         overwrite=overwrite,
         max_restarts=max_restarts,
+        profile=profile,
     )
+    profiled = None if profile is None else api.read_profile(summary.run)
     if as_json:
-        print_json(summary.as_dict())
+        print_json(summary.as_dict() | ({} if profile is None else {"profile": profiled}))
     else:
-        typer.echo(summary.text())
+        typer.echo(summary.text() if profiled is None else f"{summary.text()}\n\n{_profile_text(profiled)}")
     if summary.stopped == "signal" and not leave_stopped_file():
         again = ["--resume", *([] if runs is None else ["--runs", str(runs)])]
         command = shlex.join(["shoal", "train", str(file), *(overrides or []), *again])
         typer.echo(f"Stopped early; a checkpoint was saved. Resume with: {command}", err=True)
         raise typer.Exit(STOPPED_EARLY)
+
+
+def _profile_text(profiled: dict[str, Any]) -> str:
+    from shoal.observe.profile.summary import profile_text
+
+    return profile_text(profiled)
+
+
+def _level_override(level: LogLevel | None, *, verbose: bool, quiet: bool) -> list[str]:
+    """The override of `log.level` that the flags amount to."""
+    asked = {LogLevel.debug: verbose, LogLevel.warning: quiet}
+    found = {one for one, given in asked.items() if given} | ({level} if level is not None else set())
+    if len(found) > 1:
+        raise UserMistake("--log-level, --verbose and --quiet contradict each other; give one of them.")
+    return [f"log.level={one.value}" for one in found]
 
 
 def init(

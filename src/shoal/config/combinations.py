@@ -17,18 +17,22 @@ Finding = tuple[str, str]  # the key to point at, and the sentence
 def refuse_combinations(config: Config, origins: Origins) -> None:
     """Raise a UserMistake with one line for each combination that cannot work."""
     sentences = []
-    for key, sentence in (
-        *_sharding(config),
-        *_parallelism(config),
-        *_attention(config),
-        *_data(config),
-        *_adapter(config),
-        *_sizes(config),
-    ):
+    for key, sentence in find_combinations(config):
         path: KeyPath = tuple(key.split("."))
         sentences.append(f"{origins.prefix(path)}{sentence}")
     if sentences:
         raise UserMistake("\n".join(sentences))
+
+
+def find_combinations(config: Config) -> Iterator[Finding]:
+    """The combinations that cannot work: a key of each, and a sentence."""
+    yield from _sharding(config)
+    yield from _parallelism(config)
+    yield from _attention(config)
+    yield from _data(config)
+    yield from _adapter(config)
+    yield from _sizes(config)
+    yield from _samples(config)
 
 
 def _sharding(config: Config) -> Iterator[Finding]:
@@ -134,6 +138,23 @@ def _adapter(config: Config) -> Iterator[Finding]:
         yield (
             "adapter.from",
             f"adapter.from {config.adapter.from_} is an adapter to train, and adapter.kind is none; use kind lora.",
+        )
+
+
+def _samples(config: Config) -> Iterator[Finding]:
+    """The logits that samples need exist on every rank only without model parallelism."""
+    if not config.eval.prompts:
+        return
+    for axis in ("tp", "pp", "cp"):
+        if (size := getattr(config.parallel, axis)) > 1:
+            yield (
+                "eval.prompts",
+                f"eval.prompts cannot be used with parallel.{axis} {size}; remove it, and use shoal generate RUN.",
+            )
+    if config.train.objective != "causal_lm":
+        yield (
+            "eval.prompts",
+            f"eval.prompts is for train.objective causal_lm, not {config.train.objective}; use shoal generate RUN.",
         )
 
 

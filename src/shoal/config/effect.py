@@ -54,6 +54,13 @@ def _in_a_pipeline(run: _Run) -> str | None:
     )
 
 
+def _no_float8_head(run: _Run) -> str | None:
+    train = run.config.train
+    if train.fp8_head and train.precision != "fp8":
+        return "train.precision is not fp8"
+    return "train.loss_impl is plain" if train.fp8_head and train.loss_impl == "plain" else None
+
+
 def _no_reduction(run: _Run) -> str | None:
     if run.config.train.precision == "32-true":
         return "train.precision 32-true reduces gradients in fp32 anyway"
@@ -171,6 +178,10 @@ def _no_adapter(run: _Run) -> str | None:
     return "adapter.kind is none" if run.config.adapter.kind == "none" else None
 
 
+def _not_logged_to(sink: str) -> Callable[[_Run], str | None]:
+    return lambda run: f"log.to does not name {sink}" if sink not in run.config.log.to else None
+
+
 # A key, and the reason why it has no effect in a run (None if it has one).
 _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     *(
@@ -203,6 +214,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     *((f"train.preference.{option}", _objective_without(option)) for option in PreferenceConfig.model_fields),
     ("train.optimizer.rounding", lambda run: _optimizer_without("rounding")(run) or _no_rounding(run)),
     *((f"train.loss_scale.{key}", _unscaled) for key in ("initial", "fixed")),
+    ("train.fp8_head", _no_float8_head),
     ("train.reduce_dtype", _no_reduction),
     ("train.slow_rank.behind", _nobody_to_wait),
     ("train.slow_rank.steps", _nobody_to_wait),
@@ -213,6 +225,8 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("train.early_stop", _no_evaluation),
     ("eval.every", _no_evaluation),
     ("eval.batches", _no_evaluation),
+    ("eval.prompts", _no_evaluation),
+    ("eval.tokens", lambda run: None if run.config.eval.prompts else "eval.prompts is empty"),
     ("checkpoint.keep_best", _no_best),
     (
         "parallel.sharding",
@@ -230,6 +244,8 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         "parallel.compress",
         lambda run: f"parallel.strategy is {run.strategy}" if not run.averages else None,
     ),
+    *((f"log.wandb.{key}", _not_logged_to("wandb")) for key in ("project", "entity", "mode")),
+    ("log.mlflow.experiment", _not_logged_to("mlflow")),
 )
 
 

@@ -48,6 +48,14 @@ def closest(name: str, choices: list[str]) -> str:
 
 
 def _sentences(error: ValidationError, given: Mapping[str, Any], origins: Origins) -> list[str]:
+    found = problems(error, given, origins)
+    sentences = [sentence for _, sentence in found[:MOST_SENTENCES]]
+    more = len(found) - len(sentences)
+    return [*sentences, f"There are {more:,} more such mistakes."] if more else sentences
+
+
+def problems(error: ValidationError, given: Mapping[str, Any], origins: Origins) -> list[tuple[KeyPath, str]]:
+    """The keys that do not pass validation, in reading order, each with a sentence."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False, include_input=False):
         # A default that depends on an invalid key is not a second mistake.
@@ -62,9 +70,7 @@ def _sentences(error: ValidationError, given: Mapping[str, Any], origins: Origin
         for inner in (_foreign_keys(path, _at(given, path)) if _is_unknown(errors) else [path])
     ]
     innermost.sort(key=lambda item: _reading_order(origins.find(item[0])))
-    sentences = [_sentence(path, errors, given, origins) for path, errors in innermost[:MOST_SENTENCES]]
-    more = len(innermost) - len(sentences)
-    return [*sentences, f"There are {more:,} more such mistakes."] if more else sentences
+    return [(path, _sentence(path, errors, given, origins)) for path, errors in innermost]
 
 
 def _is_unknown(errors: list[ErrorDetails]) -> bool:

@@ -34,7 +34,7 @@ WORDS: tuple[tuple[str, str, str], ...] = (
         "train.micro_batch",
         "sets the sequences per device and forward pass",
         "per_device_train_batch_size per_device_batch_size micro_batch_size train_micro_batch_size_per_gpu "
-        "local_batch_size device_batch_size device_train_microbatch_size",
+        "local_batch_size device_batch_size device_train_microbatch_size batch_size_per_device",
     ),
     (
         "train.micro_batch",
@@ -171,9 +171,12 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     (
         "log.to",
         "takes a list of loggers, as in [tensorboard, csv]",
-        "report_to logger logger_name loggers enable_tensorboard enable_wandb use_wandb wandb wandb_project "
-        "tensorboard use_tensorboard",
+        "report_to logger logger_name loggers enable_tensorboard enable_wandb use_wandb wandb tensorboard "
+        "use_tensorboard",
     ),
+    ("log.wandb.project", "names the project, with log.to: [wandb]", "wandb_project"),
+    ("log.wandb.entity", "names the user or team, with log.to: [wandb]", "wandb_entity"),
+    ("log.level", "sets the least level of what is printed and logged", "log_level logging_level"),
     (
         "run_dir",
         "sets the folder for runs; checkpoints and logs of a run are in RUN_DIR/NAME",

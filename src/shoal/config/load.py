@@ -1,5 +1,6 @@
 """Load a Config from a YAML file and overrides, and write it back."""
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,14 +53,25 @@ def load_config(
     return _finish(tree, origins, planned=planned, needs_model=needs_model)
 
 
-def config_from_mapping(mapping: Mapping[str, Any]) -> Config:
-    """The config that a mapping describes: the content of a YAML file, without `include`."""
+def overrides_of(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
+    """The overrides that nested `values` stand for: {"train": {"steps": 9}} is train.steps=9."""
+    for key, value in _plain(values).items():
+        dotted_key = f"{above}[{key}]" if "." in key else f"{above}.{key}" if above else key
+        if isinstance(value, dict) and value:
+            yield from overrides_of(value, dotted_key)
+        else:
+            yield f"{dotted_key}={json.dumps(value)}"
+
+
+def config_from_mapping(mapping: Mapping[str, Any], *, needs_model: bool = True) -> Config:
+    """The config that a mapping describes: the content of a YAML file, without `include`. Without `needs_model` it may
+    leave the model out."""
     if mapping.get("include"):
         raise UserMistake("include works in a file only: read that file with load_config.")
     origins = Origins()
     tree = expand(Document(_plain(mapping), {}, set())).value
     refuse_unsafe(tree, origins)
-    return _finish(tree, origins)
+    return _finish(tree, origins, needs_model=needs_model)
 
 
 def config_to_yaml(config: Config) -> str:

@@ -61,7 +61,7 @@ class Holder:
 def holder(file: Path) -> Holder | None:
     """Who holds the lock; None: nobody, also if a killed process has left the file."""
     try:
-        with file.open("r+") as opened:
+        with file.open("r") as opened:  # reading is enough: the run may be another user's
             try:
                 fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:

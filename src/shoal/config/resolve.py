@@ -1,8 +1,43 @@
 """Resolve what depends on the devices: `train.precision: auto`, and `train.grad_accum` to a global batch."""
 
-from shoal.config.mesh import divide_processes
+from typing import Protocol
+
+from shoal.config.mesh import Mesh, divide_processes
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
+
+
+class ResolvedConfig(Protocol):
+    """How a run is carried out, with no `auto` left: what training needs to know, with a forecast or without."""
+
+    @property
+    def requested(self) -> Config:
+        """The config as it was given; the run folder keeps it."""
+
+    @property
+    def config(self) -> Config:
+        """`requested` with every auto filled in."""
+
+    @property
+    def strategy(self) -> str: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def data_parallel(self) -> int: ...
+
+    @property
+    def micro_batch(self) -> int: ...
+
+    @property
+    def grad_accum_steps(self) -> int: ...
+
+    @property
+    def global_batch(self) -> int: ...
 
 
 def auto_precision(*, is_cpu: bool, has_bf16: bool) -> str:

@@ -32,6 +32,7 @@ class RunDirectory:
         self.logs = path / "logs"
         self.model = path / "model"  # the model's config and tokenizer, for exports
         self.base = path / "base.json"  # of an adapter: which model it belongs to
+        self.jobs = path / "jobs.jsonl"  # a line per job that a scheduler was given, only appended to
         # Beside the folder, which --overwrite moves. A folder that is a link has the same lock under all its names.
         self._folder = Path(os.path.realpath(path)) if path.is_symlink() else path
         self.lock = self._folder.with_name(f".{self._folder.name}.lock")
@@ -46,6 +47,11 @@ class RunDirectory:
         """Whether there is anything to lose: a run that ended before its first step left nothing."""
         logged = os.path.isfile(self.metrics) and self.metrics.stat().st_size > 0
         return self.exists and (logged or any(self.checkpoints.glob("step-*")))
+
+    @property
+    def is_job(self) -> bool:
+        """Whether the run was submitted to a scheduler: its folder is made before it starts."""
+        return os.path.isfile(self.jobs)
 
     def check(self, config: Config, *, resume: bool, overwrite: bool, start_from: Path | None = None) -> list[str]:
         """Check that a run may start here; returns the differences from the existing run. Changes nothing."""
@@ -100,7 +106,7 @@ class RunDirectory:
     def _is_ours(self) -> bool:
         """Whether the config is one of ours. Nothing is deleted or written over in a folder of another program."""
         try:
-            load_config(self.config)
+            load_config(self.config, needs_model=False)
         except UserMistake:
             return False
         return True
@@ -141,17 +147,18 @@ class RunDirectory:
             if has_checkpoint(self.path):
                 with suppress(OSError):
                     self.replaced.delete()
-            elif not self.begun and (self.exists or self._is_empty()):  # not over another program's folder
+            elif not (self.begun or self.is_job) and (self.exists or self._is_empty()):  # not over another's folder
                 self._restore(say)
 
     @contextmanager
     def replacing(self, *, restores: bool, say: Callable[[str], None], warn: Callable[[str], None]) -> Iterator[None]:
         """At the end of a run that has no checkpoint, the run that it replaced is restored, if the new one has failed
-        without having written anything and `restores` is true, or else it is said where it is."""
+        without having written anything and `restores` is true, or else it is said where it is. That of a job stays
+        aside: the folder holds the job's log, which says why it failed."""
         try:
             yield
         except BaseException:
-            if restores and self.replaced.exists and not self.begun:
+            if restores and self.replaced.exists and not (self.begun or self.is_job):
                 self._restore(say)
             raise
         finally:
@@ -188,7 +195,7 @@ class RunDirectory:
         return UserMistake(f"{self.path} cannot be written: {error.strerror}.")
 
     def _compare(self, config: Config) -> list[str]:
-        before = load_config(self.config)
+        before = load_config(self.config, needs_model=False)
         changes = differences(before.model_dump(by_alias=True), config.model_dump(by_alias=True))
         for key, (old, new) in changes.items():
             moved = key == "data.validation" and isinstance(old, str) and isinstance(new, str)

@@ -195,10 +195,31 @@ class CheckpointConfig(Block):
     )
 
 
+class WandbConfig(Block):
+    """Weights & Biases, of which what is null here comes from its own environment variables."""
+
+    project: str | None = Field(None, description="Project; null: WANDB_PROJECT, or shoal.")
+    entity: str | None = Field(None, description="User or team; null: WANDB_ENTITY, or the account's own.")
+    mode: Literal["online", "offline"] | None = Field(
+        None, description="offline: written to RUN/logs/wandb, for wandb sync; null: WANDB_MODE, or online."
+    )
+
+
+class MlflowConfig(Block):
+    """MLflow. Runs go to the store of MLFLOW_TRACKING_URI; without it, to the database mlflow.db beside the runs."""
+
+    experiment: str | None = Field(None, description="Experiment; null: MLFLOW_EXPERIMENT_NAME, or shoal.")
+
+
 class LogConfig(Block):
     """Logging during training."""
 
     every: Count = Field(10, description="Steps between log lines.")
     to: Annotated[tuple[Literal["tensorboard", "csv", "wandb", "mlflow"], ...], Strict(False)] = Field(
         ("tensorboard",), description="Additional loggers; metrics.jsonl is always written."
+    )
+    wandb: WandbConfig = Field(default_factory=WandbConfig, description="Of log.to wandb.")
+    mlflow: MlflowConfig = Field(default_factory=MlflowConfig, description="Of log.to mlflow.")
+    level: Literal["debug", "info", "warning"] = Field(
+        "info", description="Least level of what is printed, and of the records in RUN/logs."
     )

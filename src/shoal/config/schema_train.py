@@ -16,6 +16,7 @@ from shoal.config.schema_base import (
     Share,
     ShareBelowOne,
     Size,
+    Texts,
     contradiction,
     spelled,
 )
@@ -200,6 +201,11 @@ class TrainConfig(Block):
         description="The dtypes of weights and compute; auto: bf16-mixed on GPUs that have bf16, 16-mixed on those "
         "that do not, 32-true on CPUs.",
     )
+    fp8_head: bool = Field(
+        False,
+        description="With precision fp8 and a chunked loss: logits, and the gradient of the last hidden states, by fp8 "
+        "matmuls too.",
+    )
     reduce_dtype: ReduceDtype = Field("fp32", description="Data type in which gradients are reduced over devices.")
     loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig, description="The loss scale of 16-mixed.")
     recompute: Literal["none", "cheap", "selective", "full", "offload", "auto"] | RecomputeConfig = Field(
@@ -289,3 +295,7 @@ class EvalConfig(Block):
 
     every: Count = Field(200, description="Steps between evaluations.")
     batches: Count = Field(50, description="Maximum number of batches per evaluation.")
+    prompts: Texts = Field(
+        (), description="Prompts that the model continues at every evaluation, greedily; the report shows the texts."
+    )
+    tokens: Count = Field(32, description="Tokens that are generated after each prompt.")

@@ -28,6 +28,12 @@ def expand(document: Document, above: KeyPath = ()) -> Document:
     return Document(value, lines, mappings)
 
 
+def expand_tree(tree: dict[str, Any]) -> dict[str, Any]:
+    """The same for values without a file."""
+    expanded: dict[str, Any] = expand(Document(tree, {}, set())).value
+    return expanded
+
+
 def show_shorthands(schema: dict[str, Any]) -> dict[str, Any]:
     """Our JSON Schema with both forms of each block that may be text."""
     for block, key in SHORTHANDS.items():

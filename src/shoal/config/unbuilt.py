@@ -39,9 +39,12 @@ LIMITS = (
         _not("kto"),
         "Use apo_zero_unpaired, TRL's variant of it without the KL term, which depends on what else is in the batch.",
     ),
-    Limit("train.compile", _not("thunder"), "Use auto."),
+    Limit(
+        "train.compile",
+        _not("thunder"),
+        "Use auto: lightning-thunder 0.2.6 cannot be imported with torch 2.13, which has no Tensor.align_as.",
+    ),
     Limit("parallel.engine", _only("native"), "Use native."),
-    Limit("log.to", lambda sinks: set(sinks) <= {"tensorboard", "csv"}, "Use tensorboard or csv."),
 )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from shoal.convert import litgpt
-from shoal.convert.shards import DTYPES, SHARD_BYTES, check_output, temporary_folder, write_shards
+from shoal.convert.sharded import open_sharded
+from shoal.convert.shards import DTYPES, SHARD_BYTES, check_dtype, check_output, temporary_folder, write_shards
 from shoal.convert.state_dicts import LITGPT, Foreign, open_foreign
 from shoal.mistakes import UserMistake
 from shoal.models.buffers import kept_buffers
@@ -18,7 +19,7 @@ from shoal.models.hub import local_folder
 from shoal.models.names import counted, sources_in_files, unused_in_files
 from shoal.models.prepare import Blueprint, prepare_model, read_blueprint
 from shoal.models.stored import DTYPES as IN_FILES
-from shoal.models.stored import InMemory, Stored, equal_values
+from shoal.models.stored import Stored, equal_values
 from shoal.models.tensor_slices import whole
 
 TOKENIZER = ("tokenizer.*", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model")
@@ -50,20 +51,19 @@ def import_hf(
     shard_bytes: int = SHARD_BYTES,
     report: Callable[[str], None] = lambda _: None,
 ) -> Imported:
-    """Convert a LitGPT, DeepSpeed or FSDP checkpoint to a Hugging Face folder.
+    """Convert a LitGPT, DeepSpeed, FSDP or DCP checkpoint to a Hugging Face folder.
 
     `model` is the folder with the model's config.json. Without it, the config is looked for next to the weights.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise UserMistake(f"The dtype of an import is one of {', '.join(DTYPES)}, not {dtype}.")
+    check_dtype(dtype, "import")
     check_output(output)
     described = None if model is None else local_folder(model)
-    foreign = open_foreign(source)
+    foreign = open_sharded(source) or open_foreign(source)
     plan = _blueprint(foreign, described)
     if foreign.note:
         report(foreign.note)
     built = prepare_model(plan).model
-    stored: dict[str, Stored] = {name: InMemory(tensor) for name, tensor in foreign.tensors.items()}
+    stored = foreign.all_stored
     if foreign.kind == LITGPT:
         stored = litgpt.renamed(foreign.path, stored, plan.settings)
     found = _match(foreign.path, built, stored)
@@ -106,14 +106,14 @@ def _blueprint(foreign: Foreign, described: Path | None) -> Blueprint:
         file = foreign.path.parent / litgpt.CONFIG_FILE
         if not file.is_file():
             raise UserMistake(f"{file} does not exist; give --model, a folder whose config.json describes the model.")
-        head, embedding = (foreign.tensors.get(f"{name}.weight") for name in ("lm_head", "transformer.wte"))
+        head, embedding = (foreign.all_stored.get(f"{name}.weight") for name in ("lm_head", "transformer.wte"))
         # LitGPT always stores both; if they are equal, the model was tied.
-        tied = head is None or (embedding is not None and equal_values(InMemory(head), InMemory(embedding)))
+        tied = head is None or (embedding is not None and equal_values(head, embedding))
         return Blueprint(litgpt.read_settings(file, tied=tied, tokens=_special_tokens(foreign.path.parent)), None)
     folder = next((folder for folder in foreign.config_folders if (folder / "config.json").is_file()), None)
     if folder is None:
         raise UserMistake(
-            f"{foreign.path} has {len(foreign.tensors)} tensors but no config.json next to it; "
+            f"{foreign.path} has {len(foreign.all_stored)} tensors but no config.json next to it; "
             "give --model, a folder with that model's config.json and tokenizer."
         )
     return read_blueprint(folder)

@@ -237,6 +237,13 @@ def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return stretched
 
 
+def heads_of(settings: Any) -> Heads:
+    """The heads of a transformers config."""
+    count = settings.num_attention_heads
+    size = getattr(settings, "head_dim", None) or settings.hidden_size // count
+    return Heads(count, getattr(settings, "num_key_value_heads", None) or count, size)
+
+
 def renamed(path: Path, tensors: Mapping[str, Stored], settings: Any) -> dict[str, Stored]:
     """Return LitGPT's `tensors` under transformers' names for a model of `settings`. No values are read yet."""
     names = NAMES.get(settings.model_type)
@@ -245,9 +252,7 @@ def renamed(path: Path, tensors: Mapping[str, Stored], settings: Any) -> dict[st
             f"{path} is a LitGPT checkpoint, which shoal converts to {', '.join(NAMES)}, not to the "
             f"{settings.model_type} of --model."
         )
-    count = settings.num_attention_heads
-    size = getattr(settings, "head_dim", None) or settings.hidden_size // count
-    heads = Heads(count, getattr(settings, "num_key_value_heads", None) or count, size)
+    heads = heads_of(settings)
     found: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         module, _, kind = name.rpartition(".")

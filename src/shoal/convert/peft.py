@@ -15,7 +15,7 @@ from shoal.checkpoint.state import MODEL
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
 from shoal.config.schema import AdapterConfig, Config
-from shoal.convert.shards import DTYPES, check_output, temporary_folder
+from shoal.convert.shards import DTYPES, check_dtype, check_output, temporary_folder
 from shoal.files import write_atomically
 from shoal.mistakes import UserMistake
 from shoal.models.adapters import adapted_layers, adapter_parameters
@@ -40,8 +40,7 @@ def export_adapter(
     report: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """Export the adapter of a run's checkpoint (the newest, or that of `step`), with the run's tokenizer."""
-    if dtype is not None and dtype not in DTYPES:
-        raise UserMistake(f"The dtype of an export is one of {', '.join(DTYPES)}, not {dtype}.")
+    check_dtype(dtype, "export")
     directory, config = adapter_run(run)
     reader = SliceReader(choose_checkpoint(run, step).path)
     base = find_base(directory, config)

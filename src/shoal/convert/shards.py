@@ -20,6 +20,12 @@ SHARD_BYTES = 5_000_000_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def check_dtype(dtype: str | None, of: str) -> None:
+    """A UserMistake unless weights can be converted to `dtype`."""
+    if dtype is not None and dtype not in DTYPES:
+        raise UserMistake(f"The dtype of an {of} is one of {', '.join(DTYPES)}, not {dtype}.")
+
+
 def check_output(output: Path) -> None:
     """Existing files are never overwritten."""
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]):

@@ -11,7 +11,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.mistakes import UserMistake
+from shoal.models.stored import InMemory, Stored
 
 LITGPT, DEEPSPEED, STATE_DICT = "LitGPT", "DeepSpeed", "state dict"
 LITGPT_FILE = "lit_model.pth"
@@ -43,6 +44,14 @@ class Foreign:
     config_folders: tuple[Path, ...]  # may hold its config and tokenizer, the most likely first
     tensors: dict[str, Tensor]
     note: str = ""  # a remark for the user
+    stored: dict[str, Stored] | None = None  # instead of tensors, where they are assembled from the files of ranks
+
+    @property
+    def all_stored(self) -> dict[str, Stored]:
+        """The tensors, read when they are used."""
+        if self.stored is not None:
+            return self.stored
+        return {name: InMemory(tensor) for name, tensor in self.tensors.items()}
 
 
 def open_foreign(source: Path) -> Foreign:
@@ -61,7 +70,7 @@ def open_foreign(source: Path) -> Foreign:
     if not tensors:
         raise UserMistake(f"{files[0]} holds no tensors; give the file that holds the weights.")
     kind = DEEPSPEED if deepspeed else STATE_DICT
-    if any(re.fullmatch(r"transformer\.h\.\d+\.attn\.(qkv|attn)\.weight", name) for name in tensors):
+    if is_litgpt(tensors):
         kind = LITGPT
     note = ""
     low_precision = any(tensor.dtype.itemsize == 2 for tensor in tensors.values())
@@ -74,6 +83,11 @@ def open_foreign(source: Path) -> Foreign:
     # DeepSpeed writes to a subfolder; the training script's files are in its parent.
     config_folders = dict.fromkeys([folder, folder.parent] if files[0].name == DEEPSPEED_FILE else [folder])
     return Foreign(kind, files[0], tuple(config_folders), tensors, note)
+
+
+def is_litgpt(names: Iterable[str]) -> bool:
+    """Whether these are names of LitGPT's tensors."""
+    return any(re.fullmatch(r"transformer\.h\.\d+\.attn\.(qkv|attn)\.weight", name) for name in names)
 
 
 def read_tensors(path: Path) -> Any:
@@ -158,20 +172,13 @@ def _files_of(folder: Path) -> list[Path]:
     if (folder / LITGPT_FILE).is_file():
         return [folder / LITGPT_FILE]
     if (folder / "latest").is_file():
-        return _files_of(_latest(folder))
+        return _files_of(latest_folder(folder))
     if (folder / DEEPSPEED_FILE).is_file():
         return [folder / DEEPSPEED_FILE]
-    for file in sorted(folder.glob("zero_pp_rank_*_model_states.pt")):
-        _refuse_partitioned(file)
     if (index := folder / f"{PYTORCH_FILE}.index.json").is_file():
         return _files_in(index)
     if (folder / PYTORCH_FILE).is_file():
         return [folder / PYTORCH_FILE]
-    if any(folder.glob("*.distcp")):
-        raise UserMistake(
-            f"{folder} is a sharded checkpoint (torch.distributed.checkpoint), whose index is a pickle; convert it to "
-            f"one file (python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE) and import it."
-        )
     if any(folder.glob("model*.safetensors")):
         raise UserMistake(f"{folder} already holds safetensors; use it directly, with model.from.")
     raise UserMistake(
@@ -180,7 +187,7 @@ def _files_of(folder: Path) -> list[Path]:
     )
 
 
-def _latest(folder: Path) -> Path:
+def latest_folder(folder: Path) -> Path:
     """Return the folder of DeepSpeed's newest checkpoint, named in the file `latest`."""
     tag = (folder / "latest").read_text(errors="replace").strip()
     if not tag or Path(tag).name != tag or not (folder / tag).is_dir():
@@ -227,9 +234,8 @@ def _refuse_partitioned(file: Path) -> None:
 
 def _consolidate(file: Path) -> UserMistake:
     return UserMistake(
-        f"{file} belongs to a ZeRO-3 checkpoint, in which every rank holds a partition of each parameter; consolidate "
-        "it with the zero_to_fp32.py that DeepSpeed writes next to the checkpoint (python zero_to_fp32.py FOLDER "
-        "OUTPUT), and import OUTPUT."
+        f"{file} belongs to a ZeRO-3 checkpoint, in which every rank holds a partition of each parameter: import the "
+        "folder with the files of all ranks."
     )
 
 
@@ -267,7 +273,7 @@ def _unwrap(file: Path, state: Mapping[Any, Any]) -> dict[str, Tensor]:
     """Return the tensors under the model's own parameter names."""
     tensors: dict[str, Tensor] = {}
     for key, value in state.items():
-        name = _unwrapped_name(str(key))
+        name = unwrapped_name(str(key))
         if name.rpartition(".")[2] == EXTRA_STATE:
             continue  # a module's own state, such as fp8 scales: not a weight
         if not isinstance(value, Tensor):
@@ -286,7 +292,8 @@ def _unwrap(file: Path, state: Mapping[Any, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _unwrapped_name(name: str) -> str:
+def unwrapped_name(name: str) -> str:
+    """A parameter's name without what wrappers add to it."""
     parts = [part for part in name.split(".") if part not in WRAPPERS]
     while len(parts) > 1 and parts[0] == "module":  # added by DDP and DeepSpeed; deeper it may be the model's own
         parts = parts[1:]

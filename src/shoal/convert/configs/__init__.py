@@ -1,0 +1,1 @@
+"""Configs and commands of other training systems, translated to ours. No torch."""
