@@ -35,12 +35,12 @@ def test_the_command_starts_two_processes_and_prints_one_json_object(measured: t
     assert ended.status == 0, ended.err
     found = json.loads(ended.out)
     assert found.keys() == {
-        "machine", "ranks", "nodes", "dtype", "date", "correct", "faults", "link", "operations"
+        "bench", "date", "machine", "config", "rows", "caveats", "correct", "faults", "link", "operations"
     }  # fmt: skip
     assert found["machine"] == {
         "device": "cpu", "backend": "gloo", "torch": torch.__version__, "cores": found["machine"]["cores"]
     }  # fmt: skip
-    assert (found["ranks"], found["nodes"], found["dtype"]) == (2, 1, "fp32")
+    assert (found["bench"], found["config"]) == ("collectives", {"ranks": 2, "nodes": 1, "dtype": "fp32"})
     assert (found["correct"], found["faults"]) == (True, [])
     assert found["operations"].keys() == set(OPERATIONS)
 
@@ -50,8 +50,9 @@ def test_every_figure_of_a_report_follows_from_the_sizes_and_times(measured: tup
     speeds = []
     for name, operation in found["operations"].items():
         assert operation["ring_factor"] == (1.0 if name == "all-reduce" else 0.5)
-        assert [one["bytes"] for one in operation["sizes"]] == [4096, 16384, 65536, 262144]
-        for one in operation["sizes"]:
+        rows = [one for one in found["rows"] if one["operation"] == name]
+        assert [one["bytes"] for one in rows] == [4096, 16384, 65536, 262144]
+        for one in rows:
             assert 0 < one["seconds_low"] <= one["seconds"] <= one["seconds_high"]
             assert one["samples"] == 3
             assert one["algorithm_bandwidth"] == pytest.approx(one["bytes"] / one["seconds"])
@@ -91,10 +92,11 @@ def test_ranks_of_another_launcher_form_a_group_and_agree_on_the_report() -> Non
         3, lambda: api.bench_collectives(largest="16KiB", dtype="bf16", link="loopback", **QUICK).as_dict()
     )
     assert one == two == three
-    assert (one["ranks"], one["nodes"], one["dtype"], one["correct"]) == (3, 1, "bf16", True)
+    assert (one["config"], one["correct"]) == ({"ranks": 3, "nodes": 1, "dtype": "bf16"}, True)
     reduced = one["operations"]["all-reduce"]
     assert reduced["ring_factor"] == pytest.approx(4 / 3)
-    assert [size["bytes"] for size in reduced["sizes"]] == [4080, 16368]  # divisible by three ranks and by 16 bytes
+    sizes = [row["bytes"] for row in one["rows"] if row["operation"] == "all-reduce"]
+    assert sizes == [4080, 16368]  # divisible by three ranks and by 16 bytes
     assert one["link"] == {"name": "loopback", "bytes_per_second": 2e9}
 
 
@@ -133,8 +135,9 @@ def test_a_wrong_result_is_status_3_and_names_the_operation_and_the_rank(monkeyp
     assert "shoal: The results are wrong: reduce-scatter of 4 KiB gave a wrong result on rank 1." in first[2]
     found = json.loads(first[1])
     assert not found["correct"]
-    assert len(found["operations"]["all-reduce"]["sizes"]) == 1  # correct results are still reported
-    assert found["operations"]["reduce-scatter"] == {"ring_factor": 0.5, "fit": None, "sizes": []}
+    assert [one["operation"] for one in found["rows"]].count("all-reduce") == 1  # correct results are still reported
+    assert found["operations"]["reduce-scatter"] == {"ring_factor": 0.5, "fit": None}
+    assert "reduce-scatter" not in [one["operation"] for one in found["rows"]]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -15,7 +15,7 @@ from tests.launch.command import forked_shoal, shoal, write_config
 SHAPE = {"family": "llama", "hidden": 256, "layers": 3, "heads": 4, "kv_heads": 2, "ffn": 688, "vocab": 512}
 CHOSEN = {
     "strategy": "fsdp", "reason": "set in the config", "world_size": 8, "data_parallel": 8, "micro_batch": 1,
-    "grad_accum_steps": 1,
+    "grad_accum_steps": 1, "recompute": "none",
     "global_batch": 8, "mesh": {"dp_shard": 8, "tp": 1},
 }  # fmt: skip
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-import shoal.bench.collectives as bench
 from shoal.bench.collectives_report import CollectivesReport, Measured, Timing
+from shoal.bench.output import write_report
 from shoal.catalogue.gpus import find_link
 from shoal.plan.ring import OPERATIONS, Operation
 
@@ -25,11 +25,11 @@ def report(*timings: Timing, link: str | None = None, faults: tuple[str, ...] = 
 def test_the_bandwidths_of_100_mb_in_one_millisecond_on_four_ranks() -> None:
     found = report(timing("all-reduce", 100_000_000, 1e-3), timing("all-gather", 100_000_000, 1e-3)).as_dict()
     assert found["link"] == {"name": "measured", "bytes_per_second": pytest.approx(150e9)}
-    (reduced,) = found["operations"]["all-reduce"]["sizes"]
+    reduced, gathered = found["rows"]
+    assert (reduced["operation"], gathered["operation"]) == ("all-reduce", "all-gather")
     assert reduced["algorithm_bandwidth"] == pytest.approx(100e9)
     assert (reduced["bus_bandwidth"], reduced["share"]) == (pytest.approx(150e9), pytest.approx(1))
     # Half of the bytes in the same time: half of the best measured bandwidth.
-    (gathered,) = found["operations"]["all-gather"]["sizes"]
     assert (gathered["bus_bandwidth"], gathered["share"]) == (pytest.approx(75e9), pytest.approx(0.5))
     assert gathered["formula_seconds"] == pytest.approx(0.5e-3)
 
@@ -73,8 +73,8 @@ def test_a_report_without_a_correct_result_can_be_printed() -> None:
 def test_without_matplotlib_the_json_is_written_and_the_missing_plot_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "can_plot", lambda: False)
-    notes = bench.write_report(report(timing("all-reduce", MIB, 1e-3)), tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    notes = write_report(report(timing("all-reduce", MIB, 1e-3)).as_dict(), tmp_path, lambda: b"")
     assert notes == ["collectives.png was not written: plots need matplotlib; pip install 'shoal[plot]'."]
     assert [path.name for path in tmp_path.iterdir()] == ["collectives.json"]
-    assert json.loads((tmp_path / "collectives.json").read_text())["ranks"] == 4
+    assert json.loads((tmp_path / "collectives.json").read_text())["config"]["ranks"] == 4

@@ -1,18 +1,17 @@
 """Measures collectives: in processes started here, or as one rank of a launched job."""
 
-import json
 import os
 from pathlib import Path
 
 import torch
 
 from shoal.bench.collectives_measure import measure
-from shoal.bench.collectives_plot import can_plot, plot
+from shoal.bench.collectives_plot import plot
 from shoal.bench.collectives_report import CollectivesReport, Measured
 from shoal.bench.collectives_request import Request
+from shoal.bench.output import make_folder, write_report
 from shoal.bench.sizes import show_size
 from shoal.catalogue.gpus import Link
-from shoal.files import write_atomically
 from shoal.launch.join import (
     check_processes,
     cuda_devices,
@@ -38,7 +37,7 @@ def measure_collectives(
     """Measure collectives and return the same report on all ranks; rank 0 writes it to `output`."""
     reporter = Reporter(enabled=is_first())
     if output is not None and is_first():
-        _make_folder(output)  # fail before measuring, not after
+        make_folder(output)  # fail before measuring, not after
     if started_by_others():
         if devices is not None:
             reporter.warn("--devices has no effect: the processes are already running.")
@@ -47,7 +46,7 @@ def measure_collectives(
         measured = _measure_in_processes(request, _processes(devices), reporter)
     report = CollectivesReport(measured, link)
     if output is not None and is_first():
-        for note in write_report(report, output):
+        for note in write_report(report.as_dict(), output, lambda: plot(report)):
             reporter.warn(note)
     return report
 
@@ -60,22 +59,6 @@ def measure_as_rank(request: Request) -> Measured:
     largest = _largest(request, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with joined_within(HANG_TIMEOUT) as ranks:
         return measure(request, largest, ranks, Reporter(enabled=ranks.first))
-
-
-def write_report(report: CollectivesReport, folder: Path) -> list[str]:
-    """Write collectives.json and collectives.png; returns notes about them."""
-    write_atomically(folder / "collectives.json", json.dumps(report.as_dict(), indent=2) + "\n")
-    if not can_plot():
-        return ["collectives.png was not written: plots need matplotlib; pip install 'shoal[plot]'."]
-    write_atomically(folder / "collectives.png", plot(report))
-    return []
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserMistake(f"--output {folder}: the folder cannot be created: {error.strerror}.") from None
 
 
 def _measure_in_processes(request: Request, processes: int, reporter: Reporter) -> Measured:

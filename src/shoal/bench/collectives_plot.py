@@ -1,6 +1,5 @@
 """Plots measured collectives: bandwidth by size with the link's, and times with the fitted lines."""
 
-import importlib.util
 import io
 
 from shoal.bench.collectives_report import CollectivesReport
@@ -9,10 +8,6 @@ from shoal.plan.ring import OPERATIONS
 
 # Colour-blind safe, with distinct markers for print.
 STYLES = dict(zip(OPERATIONS, (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")), strict=True))
-
-
-def can_plot() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(report: CollectivesReport) -> bytes:

@@ -1,11 +1,11 @@
 """Measured collectives compared with the ring formula: as a table and as JSON."""
 
-import datetime
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shoal.bench.fit import Fit, fit_link
+from shoal.bench.output import envelope
 from shoal.bench.sizes import show_seconds, show_size, show_speed
 from shoal.catalogue.gpus import Link
 from shoal.plan.ring import OPERATIONS, Operation, ring_factor, ring_seconds
@@ -94,38 +94,38 @@ class CollectivesReport:
     def as_dict(self) -> dict[str, Any]:
         """What `--json` prints and `--output` writes: seconds, bytes, and bytes per second."""
         found = self.measured
-        return {
-            "machine": {name: getattr(found, name) for name in ("device", "backend", "torch", "cores")},
-            "ranks": found.ranks,
-            "nodes": found.nodes,
-            "dtype": found.dtype,
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "correct": self.correct,
-            "faults": found.faults,
-            "link": {"name": self.link.name if self.link else "measured", "bytes_per_second": self.bandwidth},
-            "operations": {operation: self._operation(operation) for operation in OPERATIONS},
-        }
+        return envelope(
+            "collectives",
+            machine={name: getattr(found, name) for name in ("device", "backend", "torch", "cores")},
+            config={"ranks": found.ranks, "nodes": found.nodes, "dtype": found.dtype},
+            rows=[self._row(timing) for operation in OPERATIONS for timing in self.timings(operation)],
+            caveats=[self.fault()] if found.faults else [],
+            correct=self.correct,
+            faults=found.faults,
+            link={"name": self.link.name if self.link else "measured", "bytes_per_second": self.bandwidth},
+            operations={operation: self._operation(operation) for operation in OPERATIONS},
+        )
 
     def _operation(self, operation: Operation) -> dict[str, Any]:
         fit = self.fit(operation)
         return {
             "ring_factor": ring_factor(operation, self.measured.ranks),
             "fit": None if fit is None else asdict(fit),
-            "sizes": [
-                {
-                    "bytes": timing.bytes,
-                    "seconds": timing.seconds,
-                    "seconds_low": timing.low,
-                    "seconds_high": timing.high,
-                    "samples": timing.samples,
-                    "calls": timing.calls,
-                    "algorithm_bandwidth": timing.bytes / timing.seconds,
-                    "bus_bandwidth": self.bus_bandwidth(timing),
-                    "formula_seconds": self._formula(timing),
-                    "share": self.share(timing),
-                }
-                for timing in self.timings(operation)
-            ],
+        }
+
+    def _row(self, timing: Timing) -> dict[str, Any]:
+        return {
+            "operation": timing.operation,
+            "bytes": timing.bytes,
+            "seconds": timing.seconds,
+            "seconds_low": timing.low,
+            "seconds_high": timing.high,
+            "samples": timing.samples,
+            "calls": timing.calls,
+            "algorithm_bandwidth": timing.bytes / timing.seconds,
+            "bus_bandwidth": self.bus_bandwidth(timing),
+            "formula_seconds": self._formula(timing),
+            "share": self.share(timing),
         }
 
     def title(self) -> str:

@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.bench.output import envelope
 from shoal.bench.steps import MISTAKE, Steps, last_sentence
-from shoal.config.load import config_to_yaml
+from shoal.config.load import config_to_yaml, config_values
 from shoal.config.schema import Config
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.plan.resolved import describe_accumulation
@@ -33,6 +34,7 @@ class RankReport:
     forecast: Mapping[str, Any]
     measured: Mapping[str, Any]
     steps: Steps | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def difference(self) -> dict[str, Any]:
@@ -76,18 +78,26 @@ class RankReport:
 
     def as_dict(self) -> dict[str, Any]:
         shared = {} if self.steps is None else self.steps.as_dict()
-        return shared | {
+        notes = self.notes()
+        common = envelope("rank", machine=self.machine, config=self.config, rows=self._rows(), caveats=notes)
+        return {**common, **shared, **common} | {
             "traced": self.traced,
             "world_size": self.world_size,
             "parameters": self.parameters,
             "device": self.device,
             "chosen": dict(self.chosen),
-            "machine": dict(self.machine),
             "forecast": _rounded(self.forecast),
             "measured": _rounded(self.measured),
             "difference": _rounded(self.difference),
-            "notes": self.notes(),
+            "notes": notes,
         }
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Every figure that was measured, beside its forecast."""
+        return [
+            _rounded({"figure": name, "measured": value, "forecast": expected, "difference": difference})
+            for name, value, expected, difference in _compared(self.measured, self.forecast)
+        ]
 
     def text(self) -> str:
         mesh = " × ".join(f"{name} {size}" for name, size in self.chosen["mesh"].items() if size > 1)
@@ -141,7 +151,7 @@ def trace_rank(config: Config, world_size: int, report: Callable[[str], None] = 
                     raise UserMistake(last_sentence(message))
                 raise RunFailed(f"The traced step failed: {last_sentence(message)}")
         found = json.loads(result.read_text())
-    return RankReport(traced=True, world_size=world_size, **found)
+    return RankReport(traced=True, world_size=world_size, config=config_values(config), **found)
 
 
 def report_steps(steps: Steps, forecast: Mapping[str, Any] | None) -> RankReport:
@@ -160,6 +170,7 @@ def report_steps(steps: Steps, forecast: Mapping[str, Any] | None) -> RankReport
         forecast=forecast or {},
         measured=measured,
         steps=steps,
+        config=steps.config,
     )
 
 
@@ -172,6 +183,19 @@ def _differences(forecast: Mapping[str, Any], measured: Mapping[str, Any]) -> di
         elif isinstance(value, int | float) and isinstance(expected, int | float) and expected:
             found[key] = value / expected - 1
     return found
+
+
+def _compared(
+    measured: Mapping[str, Any], forecast: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, float, float | None, float | None]]:
+    """(figure, measured, forecast, measured / forecast − 1); those of a group have its name before theirs."""
+    for key, value in measured.items():
+        expected = forecast.get(key)
+        if isinstance(value, Mapping):
+            yield from _compared(value, expected if isinstance(expected, Mapping) else {}, f"{prefix}{key}.")
+        elif isinstance(value, int | float):
+            known = expected if isinstance(expected, int | float) else None
+            yield prefix + key, value, known, value / known - 1 if known else None
 
 
 def _deviation(name: str, share: float) -> str:

@@ -7,9 +7,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shoal.bench.output import envelope
 from shoal.config.load import config_from_mapping, config_to_yaml, config_values
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
@@ -21,7 +22,12 @@ MFU_FORMULA = (
     "(6 * matmul parameters + 12 * layers * hidden * length) * tokens / seconds / the device's bf16 peak; "
     "4 instead of 6 for frozen parameters"
 )
-MISTAKE = 2
+MISTAKE, OUT_OF_MEMORY = 2, 4  # statuses of the worker
+SHARED_CORES = "Processes of a CPU share its cores and memory bandwidth: their times say nothing about several GPUs."
+
+
+class RanOutOfMemory(RunFailed):
+    """The measured training needs more memory than the device has."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,29 @@ class Steps:
     seconds: list[float]
     chosen: dict[str, Any]
     machine: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+    sequences: int | None = None  # of an epoch
+
+    def row(self) -> dict[str, Any]:
+        """The figures that benches have in common."""
+        return {
+            "strategy": self.chosen["strategy"],
+            "devices": self.world_size,
+            "micro_batch": self.chosen["micro_batch"],
+            "recompute": self.chosen["recompute"],
+            "step_seconds": self.step_seconds,
+            "data_seconds": self.data_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "allocated_gib": self.allocated_gib,
+            "reserved_gib": self.reserved_gib,
+        }
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        machine, config = values.pop("machine"), values.pop("config")
+        caveats = [SHARED_CORES] if machine["device"] == "cpu" and self.world_size > 1 else []
+        return envelope("train", machine=machine, config=config, rows=[self.row()], caveats=caveats, **values)
 
     def text(self) -> str:
         share = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
@@ -86,7 +112,8 @@ def measure(
         first_step_seconds = _run([*command, *worker_options], run, warmup + steps, report)
         lines = [line for line in read_lines(run.metrics) if "loss" in line]
         plan = json.loads(run.plan.read_text())
-    return _summarize(lines, plan, warmup=warmup, share=share, first_step_seconds=first_step_seconds)
+    values = config_values(config)
+    return _summarize(lines, plan, values, warmup=warmup, share=share, first_step_seconds=first_step_seconds)
 
 
 def only_measuring(config: Config, steps: int) -> Config:
@@ -120,6 +147,8 @@ def _run(command: Sequence[str], run: RunDirectory, steps: int, report: Callable
             message = output.read().strip()
             if process.returncode == MISTAKE:
                 raise UserMistake(last_sentence(message))
+            if process.returncode == OUT_OF_MEMORY:
+                raise RanOutOfMemory(last_sentence(message))
             raise RunFailed(f"The measured training failed: {last_sentence(message)}")
     if first is None:
         first = time.perf_counter() - began
@@ -132,7 +161,13 @@ def last_sentence(output: str) -> str:
 
 
 def _summarize(
-    lines: list[dict[str, Any]], plan: dict[str, Any], *, warmup: int, share: int, first_step_seconds: float
+    lines: list[dict[str, Any]],
+    plan: dict[str, Any],
+    config: dict[str, Any],
+    *,
+    warmup: int,
+    share: int,
+    first_step_seconds: float,
 ) -> Steps:
     measured = lines[warmup:]
     seconds = [line["seconds"] for line in measured]
@@ -156,4 +191,6 @@ def _summarize(
         seconds=[line["seconds"] for line in lines],
         chosen=plan["chosen"],
         machine=plan["machine"],
+        config=config,
+        sequences=plan["data"].get("sequences"),
     )

@@ -20,7 +20,8 @@ from shoal.bench.ledger import Ledger, Peak
 from shoal.config.schema import Config, ModelConfig
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.mistakes import UserMistake
-from shoal.models.cross_entropy import CHUNK_LOGITS, KERNEL_CHUNK_LOGITS, Chunks, Measure, padded_vocabulary
+from shoal.models.cross_entropy import CHUNK_LOGITS, KERNEL_CHUNK_LOGITS, Chunks, Measure
+from shoal.models.head import padded_vocabulary
 from shoal.models.loss import HeadAndLoss
 from shoal.models.prepare import Blueprint, PreparedModel, blueprint, prepare_model
 from shoal.models.tensor_slices import local_tensor
@@ -93,6 +94,7 @@ def trace(choice: ResolvedRun, report: Callable[[str], None] = lambda _: None) -
     with ledger:
         step = _build(prepared, choice, ledger, on_gpu)
         report(f"{parameters:,} parameters set up as rank 0 of {run.world_size}")
+        assert isinstance(step.model, ParallelModel)
         _hook_blocks(step.model, built, ledger)
         for number in range(STEPS):
             if number == STEPS - 1:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.bench.forecast import forecast_compute, forecast_memory, machine_of
+from shoal.bench.steps import MISTAKE, OUT_OF_MEMORY
 from shoal.catalogue.strategies import find_strategy
 from shoal.config.load import load_config
 from shoal.config.resolve import with_global_batch, with_precision
@@ -22,6 +23,7 @@ from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.crash import report_crash
 from shoal.launch.join import choose_device
+from shoal.launch.processes import RanOut
 from shoal.launch.run import start
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.progress import Reporter
@@ -32,6 +34,7 @@ from shoal.plan.machine import Machine, machine_at_hand
 from shoal.plan.models import read_shape
 from shoal.plan.resolved import ResolvedRun
 from shoal.plan.terms import GIB
+from shoal.resilience.out_of_memory import OutOfMemory
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import train
 from shoal.train.setup import Start, preflight
@@ -52,7 +55,9 @@ def main() -> int:
             train_as_single_rank(config, given.world, RunDirectory(given.runs / config.name), given.forecast)
     except (UserMistake, RunFailed) as failure:
         print(f"shoal: {failure}", file=sys.stderr)
-        return 2 if isinstance(failure, UserMistake) else 1
+        if isinstance(failure, OutOfMemory | RanOut):
+            return OUT_OF_MEMORY
+        return MISTAKE if isinstance(failure, UserMistake) else 1
     except Exception as error:
         print(f"shoal: {report_crash(error, in_run=False)}", file=sys.stderr)
         return 1
