@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.models import cross_entropy
-from shoal.models.cross_entropy import IGNORED, Chunks, choose_chunks, even_chunk, padded_vocabulary
+from shoal.models.cross_entropy import IGNORED, Chunks, choose_chunks, even_chunk
+from shoal.models.head import padded_vocabulary
 from shoal.models.loss import HeadAndLoss
 
 TINY = "--tiny" in sys.argv

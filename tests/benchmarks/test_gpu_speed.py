@@ -156,7 +156,7 @@ def test_names_are_unique_and_equal_tiny_cases_run_once() -> None:
     assert len(set(names)) == len(names)
     assert {case.job for case in cases.CASES} == set(cases.JOBS)
     tiny = [case.name for case in cases.select(["1b-ours"], tiny=True)]
-    assert tiny == ["1b-ours-4", "1b-ours-fp8-4"]
+    assert tiny == ["1b-ours-4", "1b-ours-fp8-4", "1b-ours-fp8-head-8"]
 
 
 def test_a_report_is_read_back_and_printed(tmp_path: Path, case: Case) -> None:

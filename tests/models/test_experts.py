@@ -17,7 +17,7 @@ from shoal.convert.export import export_hf
 from shoal.mistakes import UserMistake
 from shoal.models.read_weights import locate_weights
 from shoal.models.tensor_slices import TensorSlice, whole
-from tests.harness import lines, run_ranks, settings, slow, train_on
+from tests.harness import lines, run_ranks, settings, slow, train_again_on
 from tests.models.small import EXPERTS, FFN, HIDDEN, MIXTURES, loaded, mixture_config, on_meta, plain, small_config
 from tests.models.test_weights import hold_like_plain, rewrite, shards
 
@@ -211,7 +211,7 @@ def train(world_size: int, start: Path, data: Path, runs: Path, strategy: str = 
         parallel__strategy=strategy,
         **{"train__steps": 2, "train__global_batch": 4, "train__micro_batch": 2, **changes},
     )
-    return [(line["loss"], line["grad_norm"]) for line in lines(train_on(world_size, config, runs))]
+    return [(line["loss"], line["grad_norm"]) for line in lines(train_again_on(world_size, config, runs))]
 
 
 def hold_alike(found: list[Any], expected: list[Any]) -> None:

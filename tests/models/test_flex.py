@@ -58,7 +58,7 @@ def test_tiled_attention_equals_attention_with_the_dense_mask(window):
     exact = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=document_mask(documents, window), scale=0.25, enable_gqa=True
     )
-    assert found.flatten().tolist() == pytest.approx(exact.flatten().tolist(), abs=1e-5)
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,6 +3,13 @@
 import pytest
 import torch
 
+from shoal.models.cross_entropy import (
+    IGNORED,
+    choose_chunks,
+    chunked_cross_entropy,
+    chunked_token_losses,
+    kept_tokens,
+)
 from shoal.models.float8 import GRADIENTS, VALUES, cast_and_transpose, float8_linear
 
 
@@ -77,3 +84,26 @@ def test_the_kernel_casts_as_the_cpu_does(shape, dtype):
     found = cast_and_transpose(values.cuda(), scale.cuda(), dtype)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.cpu().float(), other.float())
+
+
+@pytest.mark.parametrize(("vocabulary", "kept"), [(64, False), (50, True)])  # 50: padded
+def test_a_float8_head_has_nearly_the_losses_and_gradients_of_a_bf16_one(vocabulary, kept):
+    torch.manual_seed(0)
+    found = []
+    for float8 in (False, True):
+        generator = torch.Generator().manual_seed(1)
+        hidden = torch.randn(96, 32, generator=generator).bfloat16().requires_grad_()
+        weight = torch.randn(vocabulary, 32, generator=generator).bfloat16().requires_grad_()
+        labels = torch.randint(0, vocabulary, (96,), generator=generator)
+        labels[40:] = IGNORED if kept else labels[40:]
+        chunks = choose_chunks(weight, None, float8=float8)
+        arguments = {"rows": 25, "columns": chunks.columns, "kept": kept_tokens(labels, 40) if kept else None}
+        loss = chunked_cross_entropy(hidden, weight, labels, float8=float8, **arguments)
+        each = chunked_token_losses(hidden, weight, labels, float8=float8, **arguments)
+        (loss * 0.5).backward()
+        assert each.sum().item() == pytest.approx(loss.item(), rel=1e-5)
+        found.append((loss.detach(), hidden.grad, weight.grad))
+    exact, rounded = found
+    assert 0 < relative_error(rounded[0], exact[0].float()) < 0.01
+    assert 0 < relative_error(rounded[1], exact[1].float()) < 0.08
+    assert 0 < relative_error(rounded[2], exact[2].float()) < 0.08

@@ -20,9 +20,9 @@ from shoal.models.cross_entropy import (
     chunked_cross_entropy,
     chunked_token_losses,
     measure_full_vocabulary,
-    padded_vocabulary,
 )
 from shoal.models.families import transformers_config
+from shoal.models.head import padded_vocabulary
 from shoal.models.loss import LanguageModel, choose_loss
 from tests.models.small import FAMILIES, VOCAB, drawn, mixture_config, on_meta, small_config, tokens
 

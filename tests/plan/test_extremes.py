@@ -64,11 +64,11 @@ def bounds() -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("part", [pytest.param(0), *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
 def test_every_key_at_its_bounds_gives_a_plan_or_a_sentence(part: int) -> None:
     keys = bounds()
     assert len(keys) > 60, "most numeric keys are found"
-    for override in [f"{key}={value}" for key in list(keys)[part::4] for value in keys[key]]:
+    for override in [f"{key}={value}" for key in list(keys)[part::8] for value in keys[key]]:
         with suppress(UserMistake):
             plan = api.plan(api.load_config(None, [*BASE, override], planned=True))
             json.dumps(plan.as_dict(), allow_nan=False)

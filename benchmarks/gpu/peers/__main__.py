@@ -5,14 +5,14 @@ import json
 import sys
 from pathlib import Path
 
-from peers.clock import Clock
 from peers.task import read_task
 
 
 def main(task_file: str, result_file: str) -> None:
     task = read_task(Path(task_file))
-    clock = Clock(task)
-    importlib.import_module(f"peers.{task.runner}").run(task, clock)
+    runner = importlib.import_module(f"peers.{task.runner}")
+    clock = importlib.import_module("peers.clock").Clock(task)
+    runner.run(task, clock)
     Path(result_file).write_text(json.dumps(clock.result()))
 
 

@@ -120,6 +120,7 @@ SMALLEST = {"train.recompute": "offload"}
 # Of GPT-2's config.json. shoal's named shapes have none unless the config asks for it.
 DROPOUT = 0.1
 WINDOWED = {"train.precision": "bf16-true", "train.optimizer.name": "adamw8bit", "train.recompute": "selective"}
+FP8_HEAD = {"train.precision": "fp8", "train.fp8_head": True}
 CASES = [
     _small("ours", 4, "shoal", "ours"),
     _small("hf-trainer", 4, "HF Trainer", "hf_trainer", needs=TRAINER),
@@ -132,6 +133,7 @@ CASES = [
     _small("hand", 8, "hand-written loop", "hand_loop", needs=HAND),
     _small("ours-fp8", 4, "shoal, fp8", "ours", config={"train.precision": "fp8"}),
     _small("ours-fp8", 8, "shoal, fp8", "ours", config={"train.precision": "fp8"}),
+    _small("ours-fp8-head", 8, "shoal, fp8, also in the head", "ours", config=FP8_HEAD),
     _small(
         "hand-fp8", 8, "hand-written loop, torchao float8", "hand_loop", needs=(*HAND, "torchao"),
         options={"float8": True},

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peers.cases import TINY_LENGTH, TINY_MICRO_BATCH, TINY_SHAPE, Case, matches
+from peers.cases import FP8_HEAD, TINY_LENGTH, TINY_MICRO_BATCH, TINY_SHAPE, Case, matches
 
 STEPS, TINY_STEPS = 50, 4
 SHAPE = {
@@ -25,7 +25,7 @@ SHAPE = {
 LENGTH, MICRO_BATCH = 1024, 8
 REFERENCE, PEER = "numerics-fp32", "numerics-hf-trainer"
 # Bounds on the mean and the maximum difference. That of bf16-mixed is relative to HF Trainer's mean in the same run.
-BOUNDS = {"numerics-ours-fp8": (0.02, 0.1), "numerics-ours-fp32": (1e-5, 1e-4)}
+BOUNDS = {"numerics-ours-fp8": (0.02, 0.1), "numerics-ours-fp8-head": (0.02, 0.1), "numerics-ours-fp32": (1e-5, 1e-4)}
 BF16_FACTOR = 1.25
 
 
@@ -38,6 +38,7 @@ CASES = [
     _case(PEER, "HF Trainer, bf16", "hf_trainer", ("transformers", "accelerate")),
     _case("numerics-ours", "shoal, bf16-mixed", "ours"),
     _case("numerics-ours-fp8", "shoal, fp8", "ours", **{"train.precision": "fp8"}),
+    _case("numerics-ours-fp8-head", "shoal, fp8, also in the head", "ours", **FP8_HEAD),
     _case("numerics-ours-fp32", "shoal, 32-true", "ours", **{"train.precision": "32-true"}),
 ]
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from pydantic import ConfigDict, TypeAdapter
@@ -47,6 +47,7 @@ class Progress:
     eval_loss: float | None = None  # of the last evaluation
     stream: list[dict[str, int]] = field(default_factory=list)  # where each streamed source continues
     metrics: dict[str, float] = field(default_factory=dict)  # of this step, for choosing the best checkpoints
+    schedule: dict[str, Any] = field(default_factory=dict)  # of a custom loop: its schedule and parameter groups
 
 
 class StatefulOptimizer(Protocol):

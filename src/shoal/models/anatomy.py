@@ -59,7 +59,7 @@ def read_anatomy(model: Any) -> Anatomy:
     backbone = names.get(id(model.base_model))
     if not backbone and embedding is not None:  # Llama 4 misnames its backbone: it is where the embedding is
         backbone = embedding.rpartition(".")[0]
-    blocks = _find_blocks(model)
+    blocks = find_blocks(model)
     missing = [
         part for part, found in {"input embedding": embedding, "head": head, "backbone": backbone}.items() if not found
     ]
@@ -106,7 +106,7 @@ def matmul_parameters(parameters: Mapping[str, Tensor], anatomy: Anatomy) -> int
     return sum(tensor.numel() for tensor in matrices) + (0 if head is None else head.numel())
 
 
-def _find_blocks(model: nn.Module) -> tuple[str, ...]:
+def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """The nn.ModuleList of identical layers with the most parameters."""
     best: tuple[int, str, int] = (0, "", 0)
     for name, module in model.named_modules():

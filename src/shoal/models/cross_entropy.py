@@ -5,7 +5,7 @@ chunks are computed again in the backward pass.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.models.emulate import emulated_matmuls, emulated_now
+from shoal.models.head import Head, HeadInFloat8, gradient_scale, head_columns
 
 IGNORED = -100
 # The approximate maximum of elements in one chunk of logits. The CUDA kernel overwrites the logits with their gradient;
@@ -21,16 +22,8 @@ IGNORED = -100
 CHUNK_LOGITS = 1 << 25
 KERNEL_CHUNK_LOGITS = 1 << 28
 
-# Tensor cores read rows of a multiple of this many bytes; for others there are slow kernels only.
-ALIGNED_BYTES = 16
-# A vocabulary that is not aligned, as GPT-2's of 50,257, is padded to a multiple of this: whole tiles of a matmul.
-VOCABULARY_MULTIPLE = 128
 # Tokens without a loss are left out in steps of this share of a micro-batch, so that there are few sizes of tensors.
 KEPT_SIZES = 32
-
-# Most gradients of logits are the probabilities of tokens that did not occur: in fp16, whose smallest normal number is
-# 6e-5, they are stored times this. Their sums over the vocabulary overflow only with weights beyond 100.
-FP16_GRADIENT_SCALE = 256.0
 
 # From logits, labels and the size of the vocabulary: the loss of each token in fp32, and the gradient of their sum with
 # respect to the logits, in their dtype and times `gradient_scale` of it. Columns beyond the vocabulary are padding:
@@ -56,25 +49,12 @@ def has_kernel(tensor: Tensor) -> bool:
     return tensor.is_cuda and _has_triton()
 
 
-def gradient_scale(dtype: torch.dtype) -> float:
-    """The factor of gradients of logits in `dtype`; they are divided by it where the loss scale is known."""
-    return FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
-
-
-def choose_chunks(weight: Tensor, measure: Measure | None) -> Chunks:
+def choose_chunks(weight: Tensor, measure: Measure | None, *, float8: bool = False) -> Chunks:
     """The chunks for a head's `weight` on its device. `measure`: that of a sharded vocabulary."""
-    columns = padded_vocabulary(weight) if weight.is_cuda else weight.shape[0]
+    columns = head_columns(weight, float8=float8)
     if measure is not None:
         return Chunks(measure, CHUNK_LOGITS, columns)
     return Chunks(measure_full_vocabulary, KERNEL_CHUNK_LOGITS if has_kernel(weight) else CHUNK_LOGITS, columns)
-
-
-def padded_vocabulary(weight: Tensor) -> int:
-    """The rows of a head's `weight` with which its three matmuls run on tensor cores. They never do in fp32."""
-    rows, itemsize = weight.shape[0], weight.dtype.itemsize
-    if itemsize > 2 or rows * itemsize % ALIGNED_BYTES == 0:
-        return rows
-    return -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def kept_tokens(labels: Tensor, loss_tokens: int | None) -> Tensor | None:
@@ -101,12 +81,14 @@ def chunked_cross_entropy(
     rows: int | None = None,
     columns: int | None = None,
     kept: Tensor | None = None,
+    float8: bool = False,
 ) -> Tensor:
     """The summed cross-entropy of `hidden @ weight.T`, with the logits of `rows` tokens at a time, computed with
-    padding up to `columns`. `kept`: the indices of all tokens with a label, if others are to be skipped."""
+    padding up to `columns`. `kept`: the indices of all tokens with a label, if others are to be skipped. `float8`: see
+    `Float8Head`."""
     rows = rows or max(1, CHUNK_LOGITS // weight.shape[0])
     loss: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, measure or measure_full_vocabulary, rows, columns or weight.shape[0], kept
+        hidden, weight, labels, measure or measure_full_vocabulary, rows, columns or weight.shape[0], kept, float8
     )
     return loss
 
@@ -120,12 +102,13 @@ def chunked_token_losses(
     rows: int | None = None,
     columns: int | None = None,
     kept: Tensor | None = None,
+    float8: bool = False,
 ) -> Tensor:
     """The cross-entropy of each token of `hidden @ weight.T`, with the logits of `rows` tokens at a time: for a loss
     that is not the sum of them. Arguments are those of `chunked_cross_entropy`; skipped tokens have a loss of zero."""
     rows = rows or max(1, CHUNK_LOGITS // weight.shape[0])
     losses: Tensor = _ChunkedTokenLosses.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, measure or measure_full_vocabulary, rows, columns or weight.shape[0], kept
+        hidden, weight, labels, measure or measure_full_vocabulary, rows, columns or weight.shape[0], kept, float8
     )
     return losses
 
@@ -192,16 +175,6 @@ class _MeasuredTokenLosses(torch.autograd.Function):
         return (grad_logits.float() * outer).to(grad_logits.dtype), None, None
 
 
-def _pad_rows(weight: Tensor, rows: int) -> Tensor:
-    """`weight` with zeros appended: the logits of these rows are zero, and add nothing to a gradient."""
-    if rows == weight.shape[0]:
-        return weight
-    padded = weight.new_empty(rows, weight.shape[1])
-    padded[: weight.shape[0]] = weight
-    padded[weight.shape[0] :] = 0
-    return padded
-
-
 def _chunks(tokens: int, rows: int, kept: Tensor | None) -> list[slice | Tensor]:
     """The tokens of each chunk: slices, or indices where tokens are skipped."""
     if kept is not None:
@@ -211,13 +184,6 @@ def _chunks(tokens: int, rows: int, kept: Tensor | None) -> list[slice | Tensor]
 
 def _empty_gradient(hidden: Tensor, kept: Tensor | None) -> Tensor:
     return torch.empty_like(hidden) if kept is None else torch.zeros_like(hidden)
-
-
-def _store_matmul(target: Tensor, here: slice | Tensor, left: Tensor, right: Tensor) -> None:
-    if isinstance(here, slice):
-        torch.matmul(left, right, out=target[here])
-    else:
-        target.index_copy_(0, here, left @ right)
 
 
 def _add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -254,18 +220,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         rows: int,
         columns: int,
         kept: Tensor | None,
+        float8: bool,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         hidden_gradient = _empty_gradient(hidden, kept) if wants_hidden else None
         weight_gradient: Tensor | None = None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        width, weight = weight.shape[0], _pad_rows(weight, columns)
+        width, head = weight.shape[0], (HeadInFloat8 if float8 else Head)(weight, columns)
         for here in _chunks(len(hidden), rows, kept):
             part = hidden[here]
-            losses, grad_logits = measure(part @ weight.T, labels[here], width)
+            losses, grad_logits = measure(head.logits(part), labels[here], width)
             total += losses.sum()
             if hidden_gradient is not None:
-                _store_matmul(hidden_gradient, here, grad_logits, weight)
+                head.store_hidden_gradient(hidden_gradient, here, grad_logits)
             if wants_weight:  # accumulated over chunks in fp32, as inside one large matmul
                 weight_gradient = _add_matmul(weight_gradient, grad_logits.T, part)
             del grad_logits  # frees it before the next chunk's logits are computed
@@ -285,7 +252,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             None if hidden is None else (hidden.float() * outer).to(hidden.dtype),
             None if weight is None else _scale_and_cast(weight, outer, ctx.weight_dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -303,13 +270,15 @@ class _ChunkedTokenLosses(torch.autograd.Function):
         rows: int,
         columns: int,
         kept: Tensor | None,
+        float8: bool,
     ) -> Tensor:
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
-        padded = _pad_rows(weight, columns)
+        ctx.make_head = partial(HeadInFloat8 if float8 else Head, columns=columns)
+        head = ctx.make_head(weight)
         for here in _chunks(len(hidden), rows, kept):
-            losses[here] = measure(hidden[here] @ padded.T, labels[here], weight.shape[0])[0]
-        ctx.save_for_backward(hidden, weight, labels, kept)  # the weight is padded again in the backward pass
-        ctx.measure, ctx.rows, ctx.columns, ctx.emulated = measure, rows, columns, emulated_now()
+            losses[here] = measure(head.logits(hidden[here]), labels[here], weight.shape[0])[0]
+        ctx.save_for_backward(hidden, weight, labels, kept)  # the head is made again in the backward pass
+        ctx.measure, ctx.rows, ctx.emulated = measure, rows, emulated_now()
         return losses
 
     @staticmethod
@@ -318,20 +287,20 @@ class _ChunkedTokenLosses(torch.autograd.Function):
         rows, (wants_hidden, wants_weight) = ctx.rows, ctx.needs_input_grad[:2]
         hidden_gradient = _empty_gradient(hidden, kept) if wants_hidden else None
         weight_gradient: Tensor | None = None
-        width, weight = weight.shape[0], _pad_rows(weight, ctx.columns)
+        width, head = weight.shape[0], ctx.make_head(weight)
         with emulated_matmuls(ctx.emulated):
             for here in _chunks(len(hidden), rows, kept):
                 part = hidden[here]
                 factors: Tensor | None = outer[here, None]
                 if hidden.dtype == torch.float16:
                     # The smallest gradients would underflow before they are multiplied by the loss scale.
-                    grad_logits = ctx.measure((part @ weight.T).float(), labels[here], width)[1]
+                    grad_logits = ctx.measure(head.logits(part).float(), labels[here], width)[1]
                     grad_logits, factors = grad_logits.mul_(factors).to(hidden.dtype), None
                 else:
-                    grad_logits = ctx.measure(part @ weight.T, labels[here], width)[1]
+                    grad_logits = ctx.measure(head.logits(part), labels[here], width)[1]
                 # Else the factors are applied to hidden states and their gradient, which are narrower than logits.
                 if hidden_gradient is not None:
-                    _store_matmul(hidden_gradient, here, grad_logits, weight)
+                    head.store_hidden_gradient(hidden_gradient, here, grad_logits)
                     if factors is not None:
                         hidden_gradient[here] *= factors
                 if wants_weight:
@@ -339,4 +308,4 @@ class _ChunkedTokenLosses(torch.autograd.Function):
                     weight_gradient = _add_matmul(weight_gradient, grad_logits.T, scaled)
                 del grad_logits  # frees it before the next chunk's logits are computed
         cast = None if weight_gradient is None else weight_gradient[:width].to(weight.dtype)
-        return hidden_gradient, cast, *(None,) * 6
+        return hidden_gradient, cast, *(None,) * 7

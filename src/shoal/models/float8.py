@@ -16,6 +16,8 @@ from torch import Tensor
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 # The hardware requires dimensions to be multiples of this.
 MULTIPLE = 16
+# A power of two near the largest e5m2 number: a fixed scale that rounds nothing by itself.
+LARGEST_GRADIENT = 32768.0
 # Keeps the scale of an all-zero tensor positive.
 SMALLEST = 1e-12
 
@@ -27,6 +29,27 @@ def float8_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     result: Tensor = matmul.apply(flat, weight)
     result = result.view(*inputs.shape[:-1], weight.shape[0])
     return result if bias is None else result + bias.to(result.dtype)
+
+
+class Float8Head:
+    """The weight of a head for a chunked loss: logits and the gradient of hidden states are float8 matmuls. That of the
+    weight is not one of its matmuls: it is added up in fp32 over chunks, which costs what float8 would save."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.dtype, self.scale = weight.dtype, _scale_of(weight, VALUES)
+        self.row_major, self.column_major = cast_and_transpose(weight, self.scale, VALUES)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`hidden @ weight.T`."""
+        scale = _scale_of(hidden, VALUES)
+        return _matmul(cast_rows(hidden, scale, VALUES), self.row_major, scale, self.scale, self.dtype, fast=True)
+
+    def hidden_gradient(self, grad_logits: Tensor, largest: float) -> Tensor:
+        """`grad_logits @ weight`. Gradients of a cross-entropy are at most `largest`, so that their maximum need not be
+        computed."""
+        scale = torch.full((), largest / LARGEST_GRADIENT, device=grad_logits.device)
+        rounded = cast_rows(grad_logits, scale, GRADIENTS)
+        return _matmul(rounded, self.column_major, scale, self.scale, self.dtype, fast=False)
 
 
 class _Float8Matmul(torch.autograd.Function):
@@ -112,6 +135,15 @@ def cast_and_transpose(values: Tensor, scale: Tensor, dtype: torch.dtype) -> tup
         return cast_and_transpose_kernel(values, scale, dtype)
     row_major = _cast(values, scale, dtype)
     return row_major, row_major.t().contiguous()
+
+
+def cast_rows(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` divided by `scale` and cast to `dtype`, without an fp32 copy of them on CUDA."""
+    if not values.is_cuda:
+        return _cast(values, scale, dtype)
+    from shoal.models.float8_kernel import cast_kernel
+
+    return cast_kernel(values, scale, dtype)
 
 
 @cast_and_transpose.register_fake

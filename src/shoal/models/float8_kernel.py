@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS = 64, 128
+ELEMENTS = 4096
 
 
 @triton.jit
@@ -21,6 +22,22 @@ def _cast_tile(
     tl.store(row_major + row[:, None] * columns + column[None, :], tile, inside)
     # Transposed in shared memory, so that these stores are coalesced too.
     tl.store(column_major + column[:, None] * rows + row[None, :], tl.trans(tile), tl.trans(inside))
+
+
+@triton.jit
+def _cast_elements(values, scale, result, count, largest, ELEMENTS: tl.constexpr):
+    here = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    loaded = tl.load(values + here, here < count, other=0.0).to(tl.float32) * tl.div_rn(1.0, tl.load(scale))
+    loaded = tl.minimum(tl.maximum(loaded, -largest), largest)
+    tl.store(result + here, loaded.to(result.dtype.element_ty), here < count)
+
+
+def cast_kernel(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    values = values.contiguous()
+    result = torch.empty_like(values, dtype=dtype)
+    grid = (triton.cdiv(values.numel(), ELEMENTS),)
+    _cast_elements[grid](values, scale, result, values.numel(), torch.finfo(dtype).max, ELEMENTS, num_warps=8)
+    return result
 
 
 def cast_and_transpose_kernel(values: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -197,6 +197,7 @@ class HeadAndLoss(nn.Module):
         self.head = head  # the model's own; also registered here, so that FSDP shards it with this module
         self.loss = loss
         self.measure = measure
+        self.float8 = False  # `train.fp8_head`
 
     def forward(
         self, hidden: Tensor, labels: Tensor, *, per_token: bool = False, loss_tokens: int | None = None
@@ -213,7 +214,14 @@ class HeadAndLoss(nn.Module):
         rows = even_chunk(labels.numel() if kept is None else len(kept), most // int(head.out_features))
         compute = chunked_token_losses if per_token else chunked_cross_entropy
         found = compute(
-            hidden.flatten(0, 1), head.weight, labels.flatten(), measure=measure, rows=rows, columns=columns, kept=kept
+            hidden.flatten(0, 1),
+            head.weight,
+            labels.flatten(),
+            measure=measure,
+            rows=rows,
+            columns=columns,
+            kept=kept,
+            float8=self.float8,
         )
         return found.view_as(labels) if per_token else found
 
@@ -238,7 +246,7 @@ class HeadAndLoss(nn.Module):
 
     def chunks(self, weight: Tensor) -> Chunks:
         """How logits are computed from the head's weight or, with tensor parallelism, this rank's shard of it."""
-        return choose_chunks(weight, self.measure)
+        return choose_chunks(weight, self.measure, float8=self.float8)
 
     def loss_of_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits.flatten(0, 1), labels.flatten(), self.measure)

@@ -40,6 +40,9 @@ STREAMED = 0.8
 CAST_TRAFFIC = 3
 # The same into two layouts, plain and transposed, at once.
 TWO_LAYOUT_CAST_TRAFFIC = 4
+# Seconds that a tensor cast to fp8 costs whatever its size: three kernels (the last stage of its maximum, its scale,
+# the cast) of at least 2.5 microseconds each.
+CAST_SECONDS = 7.5e-6
 
 
 @dataclass(frozen=True)
@@ -133,18 +136,22 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         cast = TWO_LAYOUT_CAST_TRAFFIC if run.trained.blocks else CAST_TRAFFIC
         forward += (run.tokens * sum(read.values()) * cast + elements * CAST_TRAFFIC) / _bandwidth(run)
         backward += (run.tokens * made * cast + elements * TWO_LAYOUT_CAST_TRAFFIC) / _bandwidth(run)
+        forward += (len(read) + len(matrices)) * CAST_SECONDS
+        backward += len(matrices) * CAST_SECONDS
     if run.adapter is not None:
         for one in adapted(run):
             inputs, outputs = one.local_sizes(run.mesh.tp)
-            thin = matmul_seconds(run, run.tokens, inputs, run.adapter.rank)
-            thin += matmul_seconds(run, run.tokens, run.adapter.rank, outputs)
-            # Added to the frozen layer's output, which is read and written once more, unless the compiler adds it in
-            # the kernel that reads both.
             fuses = run.compiled and not run.traits.liger_kernels
-            extra = 2 if fuses else 3
-            forward += thin + extra * run.tokens * outputs * run.compute_bytes / _bandwidth(run)
-            added_backward = inputs if fuses else 2 * outputs
-            backward += 2 * thin + extra * run.tokens * added_backward * run.compute_bytes / _bandwidth(run)
+            # `A x`: layers that read one tensor are computed together, so that it and its gradient are moved once.
+            shared = sum(1 for other in adapted(run) if other.reads == one.reads) if fuses else 1
+            narrow = matmul_seconds(run, run.tokens, inputs, run.adapter.rank * shared) / shared
+            thin = narrow + matmul_seconds(run, run.tokens, run.adapter.rank, outputs)
+            # Added to the frozen layer's output, which is read and written once more; the compiler adds it in the
+            # kernel that reads both.
+            added = outputs if fuses else 3 * outputs
+            added_backward = inputs / shared if fuses else 6 * outputs
+            forward += thin + run.tokens * added * run.compute_bytes / _bandwidth(run)
+            backward += 2 * thin + run.tokens * added_backward * run.compute_bytes / _bandwidth(run)
             if run.adapter.dora:
                 # The norms of the adapted matrix's rows: a matmul of the matrix with `A`, and its own norms.
                 forward += matmul_seconds(run, outputs, inputs, run.adapter.rank)
@@ -234,8 +241,12 @@ def head_seconds(run: Run) -> Seconds:
     slower = 1.0
     if not (run.gpu.is_cpu or is_aligned(run) or is_padded(run)):
         slower = ODD if shape.vocab % (2 * tp) else EVEN
-    ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns)
-    back = slower * matmul_seconds(run, tokens, columns, shape.hidden)
+    fp8 = run.fp8_head and run.loss == "chunked"
+    ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns, fp8=fp8)
+    back = slower * matmul_seconds(run, tokens, columns, shape.hidden, fp8=fp8)
+    if fp8:
+        ahead += columns * shape.hidden * TWO_LAYOUT_CAST_TRAFFIC / _bandwidth(run)
+        back += tokens * columns * CAST_TRAFFIC / _bandwidth(run)
     trained = run.trained.embedding if shape.tied else run.trained.head
     if trained:
         back += slower * matmul_seconds(run, shape.hidden, tokens, columns)

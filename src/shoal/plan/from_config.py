@@ -62,6 +62,7 @@ def make_run(
         micro_batch=execution.micro_batch,
         grad_accum_steps=grad_accum_steps,
         precision=train.precision,
+        fp8_head=train.precision == "fp8" and train.fp8_head,
         reduce_bytes=BYTES[train.reduce_dtype] if mixed else (2 if train.precision == "bf16-true" else 4),
         optimizer=train.optimizer.name,
         momentum=train.optimizer.momentum > 0,
@@ -176,7 +177,7 @@ def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
         return "plain"
     if wanted != "auto":
         return wanted
-    return "chunked" if tokens * shape.vocab > CHUNK_LOGITS else "plain"
+    return "chunked" if tokens * shape.vocab > CHUNK_LOGITS or config.train.fp8_head else "plain"
 
 
 def read_recompute(wanted: str | RecomputeConfig) -> str | int:

@@ -56,7 +56,11 @@ def head(run: Run) -> Head:
     else:
         chunk = _chunk_bytes(run, logits)
     weight_gradient = leaf("head weight gradient", head_gradient)
-    peak = group("head", norm, before, gradient, padded, weight_gradient, leaf("logits chunk", chunk))
+    cast = 0.0
+    if run.fp8_head:  # the weight in two layouts, and the gradient of a chunk of logits
+        cast = 2 * matrix + _chunk_logits(run, logits)
+    chunk_leaves = leaf("logits chunk", chunk), leaf("fp8 weight and gradient", cast)
+    peak = group("head", norm, before, gradient, padded, weight_gradient, *chunk_leaves)
     # The backward pass scales the gradient by the incoming one, and returns it in the compute dtype.
     returned = leaf(
         "head weight gradient in compute dtype",
@@ -100,12 +104,20 @@ def _plain_bytes(run: Run) -> float:
 
 
 def _chunk_bytes(run: Run, logits: float) -> float:
-    itemsize = run.compute_bytes
+    itemsize, stored = run.compute_bytes, _chunk_logits(run, logits)
     if run.mesh.tp > 1:
-        return _even(CHUNK_LOGITS / run.mesh.tp, logits) * (2 * itemsize + SHARDED_CHUNK_FP32)
-    if run.loss == "fused" or overwrites_logits(run):
-        return _even(KERNEL_CHUNK_LOGITS, logits) * itemsize
-    return _even(CHUNK_LOGITS, logits) * (2 * itemsize + EAGER_CHUNK_FP32)
+        return stored * (2 * itemsize + SHARDED_CHUNK_FP32)
+    return stored * (itemsize if _is_kernel(run) else 2 * itemsize + EAGER_CHUNK_FP32)
+
+
+def _chunk_logits(run: Run, logits: float) -> float:
+    if run.mesh.tp > 1:
+        return _even(CHUNK_LOGITS / run.mesh.tp, logits)
+    return _even(KERNEL_CHUNK_LOGITS if _is_kernel(run) else CHUNK_LOGITS, logits)
+
+
+def _is_kernel(run: Run) -> bool:
+    return run.loss == "fused" or overwrites_logits(run)
 
 
 def _even(most: float, logits: float) -> float:

@@ -183,7 +183,9 @@ def _transient_gradients(run: Run) -> Term:
     recomputes = run.compiled and run.recompute not in ("none", "cheap") and not parallel_mlp
     width = run.tokens / run.mesh.tp * shape.hidden * run.compute_bytes
     # Of the MLP's inner activation and of what it was computed from: one kernel reads the first and writes the others.
-    inner = (3 if shape.traits.gated else 2) * run.tokens / run.mesh.tp * shape.ffn * run.compute_bytes
+    # A parallel MLP that was recomputed has freed one of the two by then: benchmarks/gpu/sweep_h200.
+    widths = 3 if shape.traits.gated else 1 if parallel_mlp and run.repeats_forward else 2
+    inner = widths * run.tokens / run.mesh.tp * shape.ffn * run.compute_bytes
     return group(
         "block backward",
         between,

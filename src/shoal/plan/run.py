@@ -51,6 +51,7 @@ class Run:
     micro_batch: int = 1
     grad_accum_steps: int = 1
     precision: str = "bf16-mixed"
+    fp8_head: bool = False
     reduce_bytes: int = 4
     optimizer: str = "adamw"
     momentum: bool = True  # sgd may have none

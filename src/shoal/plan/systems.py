@@ -56,7 +56,7 @@ class SystemTraits:
     casts_once: bool = False
     # The allocator uses expandable segments, which hardly fragment.
     expandable_segments: bool = False
-    # The head is computed at a vocabulary that tensor cores can read (models/cross_entropy.py), or by the compiler.
+    # The head is computed at a vocabulary that tensor cores can read (models/head.py), or by the compiler.
     pads_vocabulary: bool = False
     # Clipping, the update and the cast to compute copies are one fused kernel.
     fused_step: bool = False

@@ -13,8 +13,7 @@ from shoal.checkpoint.choose import choose_checkpoint
 from shoal.checkpoint.layout import SliceReader
 from shoal.checkpoint.state import MODEL
 from shoal.convert.peft import adapter_run
-from shoal.convert.shards import DTYPES, SHARD_BYTES, check_output, temporary_folder, write_shards
-from shoal.mistakes import UserMistake
+from shoal.convert.shards import DTYPES, SHARD_BYTES, check_dtype, check_output, temporary_folder, write_shards
 from shoal.models.adapters import DOWN, MAGNITUDE, UP, row_norms, scale_of
 from shoal.models.base import Base, check_drawn_on, find_base, prepare_adapted
 from shoal.models.buffers import kept_buffers
@@ -68,8 +67,7 @@ def merge_run(
 ) -> Merged:
     """Write the complete weights of a run's checkpoint (the newest, or that of `step`), in the dtype of its base or in
     `dtype`. With `compare`, the model is then loaded and its logits are compared with those of the run."""
-    if dtype is not None and dtype not in DTYPES:
-        raise UserMistake(f"The dtype of an export is one of {', '.join(DTYPES)}, not {dtype}.")
+    check_dtype(dtype, "export")
     chosen_device = choose_device(device)
     directory, config = adapter_run(run)
     checkpoint = choose_checkpoint(run, step)
