@@ -49,6 +49,7 @@ check: lint
 docs: $(VENV)/.installed
 	$(BIN)/python -m shoal.config.document > docs/config.md
 	$(BIN)/python -m shoal.catalogue.document > docs/models.md
+	$(BIN)/python -m shoal.convert.configs.document > docs/coming-from.md
 	$(BIN)/python benchmarks/plan_document.py
 
 clean:

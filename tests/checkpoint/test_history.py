@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.config.run import RunDirectory
 from shoal.mistakes import UserMistake
-from tests.harness import lines, settings, slow, train_on
+from tests.harness import lines, settings, slow, train_again_on, train_on
 
 
 def steps(run: Path) -> list[str]:
@@ -25,7 +25,7 @@ def steps(run: Path) -> list[str]:
 
 def test_resuming_from_an_older_checkpoint_sets_the_later_ones_aside(instructions, tmp_path):
     config = settings(instructions, train__steps=4, checkpoint={"every": 1, "keep": 9})
-    run = train_on(2, config, tmp_path)
+    run = train_again_on(2, config, tmp_path)
     assert steps(run) == ["step-00000001", "step-00000002", "step-00000003", "step-00000004"]
     config["checkpoint"] = {"every": 3, "keep": 1}
     train_on(2, config, tmp_path, resume=True, start_from=run / "checkpoints" / "step-00000002")
@@ -35,7 +35,7 @@ def test_resuming_from_an_older_checkpoint_sets_the_later_ones_aside(instruction
 
 def test_overwriting_a_run_with_its_own_checkpoint_is_refused_and_loses_nothing(instructions, tmp_path):
     config = settings(instructions, train__steps=2)
-    run = train_on(1, config, tmp_path)
+    run = train_again_on(1, config, tmp_path)
     with pytest.raises(UserMistake, match=r"--overwrite would delete .+ which --from names"):
         train_on(1, config, tmp_path, overwrite=True, start_from=run / "checkpoints" / "step-00000002")
     assert steps(run) == ["step-00000002"]
@@ -43,7 +43,7 @@ def test_overwriting_a_run_with_its_own_checkpoint_is_refused_and_loses_nothing(
 
 def test_a_second_process_is_kept_out_of_a_live_run(instructions, tmp_path):
     config = settings(instructions, train__steps=2)
-    run = train_on(1, config, tmp_path)
+    run = train_again_on(1, config, tmp_path)
     with (
         RunDirectory(run).held(),
         pytest.raises(UserMistake, match="Another process is training in"),
@@ -58,7 +58,7 @@ def trained_on_lines(instructions: Path, tmp_path_factory: pytest.TempPathFactor
     examples = instructions.read_text().splitlines(keepends=True)
     (folder / "train.jsonl").write_text("".join(examples[:40]))
     (folder / "validation.jsonl").write_text("".join(examples[40:60]))
-    train_on(1, on_lines(folder), folder)
+    train_again_on(1, on_lines(folder), folder)
     return folder
 
 
@@ -126,7 +126,7 @@ def test_a_line_of_metrics_that_was_cut_does_not_swallow_the_next(rest, trained_
 
 
 def test_a_run_or_checkpoint_cannot_be_resumed_with_another_optimizer(instructions, tmp_path):
-    run = train_on(1, settings(instructions, train__steps=2), tmp_path)
+    run = train_again_on(1, settings(instructions, train__steps=2), tmp_path)
     other = settings(instructions, train__steps=4, train__optimizer={"name": "sgd"})
     with pytest.raises(UserMistake, match=r"train\.optimizer\.name was 'adamw'"):
         train_on(1, other, tmp_path, resume=True)
@@ -136,7 +136,7 @@ def test_a_run_or_checkpoint_cannot_be_resumed_with_another_optimizer(instructio
 
 def test_resuming_a_finished_run_still_knows_its_loss(instructions, tmp_path):
     config = settings(instructions, train__steps=2)
-    run = train_on(1, config, tmp_path)
+    run = train_again_on(1, config, tmp_path)
     train_on(1, config, tmp_path, resume=True)
     progress = json.loads((run / "checkpoints" / "step-00000002" / "progress.json").read_text())
     assert progress["loss"] == lines(run)[-1]["loss"]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import settings, train_on
+from tests.harness import settings, train_again_on
 from tests.launch.command import Ended, forked_shoal, shoal
 
 
 @pytest.fixture(scope="module")
 def trained(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = settings(instructions, train__steps=6, checkpoint__every=2, checkpoint__keep=9, parallel__strategy="fsdp")
-    return train_on(2, config, tmp_path_factory.mktemp("trained"))
+    return train_again_on(2, config, tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture

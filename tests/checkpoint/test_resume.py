@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from shoal.data.tokenizer import load_tokenizer
 from shoal.mistakes import UserMistake
 from tests.checkpoint.cut import attempts, column, cut, everything, hold_bitwise
-from tests.harness import lines, reference_run, settings, slow, train_on, written_slices
+from tests.harness import lines, reference_run, settings, slow, train_again_on, train_on, written_slices
 
 STEPS, CUT = 3, 2
 
@@ -71,7 +71,7 @@ MESHES = {
 def test_resume_on_the_same_mesh_is_the_uninterrupted_run_to_the_bit(mesh, grad_accum_steps, few, tmp_path):
     world_size, changes = MESHES[mesh]
     config = config_of(few, train__micro_batch=8 // world_size // grad_accum_steps, **changes)
-    run = train_on(world_size, config, tmp_path / "whole")
+    run = train_again_on(world_size, config, tmp_path / "whole")
     hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=world_size), run)
 
 
@@ -79,7 +79,7 @@ def test_resume_on_the_same_mesh_is_the_uninterrupted_run_to_the_bit(mesh, grad_
 def test_resume_continues_with_the_same_dropout(mesh, few, with_dropout, tmp_path):
     world_size, changes = MESHES[mesh]
     config = config_of(few, model={"from": str(with_dropout)}, **changes)
-    run = train_on(world_size, config, tmp_path / "whole")
+    run = train_again_on(world_size, config, tmp_path / "whole")
     hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=world_size), run)
 
 
@@ -99,20 +99,20 @@ def test_resume_continues_with_the_same_dropout(mesh, few, with_dropout, tmp_pat
 )
 def test_resume_is_exact_for_every_optimizer_and_precision(changes, few, tmp_path):
     config = config_of(few, **changes)
-    run = train_on(1, config, tmp_path / "whole")
+    run = train_again_on(1, config, tmp_path / "whole")
     hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=1), run)
 
 
 def test_resume_is_exact_where_two_optimizers_share_sharded_weights(few, tmp_path):
     config = config_of(few, train__optimizer={"name": "muon"}, train__lr=1e-3, parallel__strategy="fsdp")
     config["train"]["steps"], config["checkpoint"]["every"] = 2, 1
-    run = train_on(2, config, tmp_path / "whole")
+    run = train_again_on(2, config, tmp_path / "whole")
     hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=2, at=1), run)
 
 
 def test_the_loss_scale_of_16_mixed_is_part_of_the_checkpoint(few, tmp_path):
     config = config_of(few, train__precision="16-mixed")
-    held = everything(train_on(1, config, tmp_path))
+    held = everything(train_again_on(1, config, tmp_path))
     assert float(held["control.scaler.scale"]) > 1
     assert 0 < float(held["control.scaler.streak"]) <= STEPS
 
@@ -137,7 +137,7 @@ def hold_near(run: Path, expected: Path) -> None:
 
 def test_resume_on_four_ranks_and_then_on_one_continues_the_two_rank_run(few, tmp_path):
     config = config_of(few, train__micro_batch=2, checkpoint__every=1, parallel__strategy="fsdp")
-    run = train_on(2, config, tmp_path / "whole")
+    run = train_again_on(2, config, tmp_path / "whole")
     on_four = resumed(run, config, tmp_path / "four", world_size=4, at=1)
     hold_near(on_four, run)
     config["parallel"]["strategy"] = "single"
@@ -149,7 +149,7 @@ def test_resume_on_four_ranks_and_then_on_one_continues_the_two_rank_run(few, tm
 @pytest.mark.slow
 def test_resume_under_another_strategy_continues_the_run(few, tmp_path):
     config = config_of(few, parallel__strategy="ddp")
-    run = train_on(2, config, tmp_path / "whole")
+    run = train_again_on(2, config, tmp_path / "whole")
     config["parallel"]["strategy"] = "fsdp"
     hold_near(resumed(run, config, tmp_path / "cut", world_size=2), run)
 
@@ -159,7 +159,7 @@ def test_a_run_can_be_resumed_on_a_sequence_of_meshes(few, tmp_path):
     shape = {"family": "gpt2", "hidden": 32, "layers": 4, "heads": 4, "vocab": 260, "positions": 64}
     long = {"train__steps": 8, "train__micro_batch": 2, "checkpoint__every": 1}
     config = config_of(few, model__shape=shape, parallel={"strategy": "fsdp"}, **long)
-    run = before = train_on(2, config, tmp_path / "whole")
+    run = before = train_again_on(2, config, tmp_path / "whole")
     journey = [
         (4, {"strategy": "fsdp", "tp": 2}),
         (2, {"pp": 2, "pp_schedule": "interleaved"}),
@@ -191,7 +191,7 @@ def test_every_element_is_written_once_however_the_model_is_sharded(world_size, 
     shape = {"family": "gpt2", "hidden": 16, "layers": 2, "heads": 2, "vocab": 259, "positions": 64}
     config = config_of(few, model__shape=shape, parallel=parallel, train__steps=1, train__micro_batch=2)
     config["train"]["schedule"] = {"warmup": 0, "name": "constant"}
-    run = train_on(world_size, config, tmp_path / "whole")
+    run = train_again_on(world_size, config, tmp_path / "whole")
     written: dict[str, int] = {}
     full: dict[str, int] = {}
     for table in written_slices(run / "checkpoints" / "step-00000001"):
@@ -207,14 +207,14 @@ def test_every_element_is_written_once_however_the_model_is_sharded(world_size, 
 @pytest.mark.slow
 def test_a_run_can_be_resumed_on_one_rank_and_on_two_again(few, tmp_path):
     config = config_of(few, checkpoint__every=1)
-    run = train_on(2, config, tmp_path / "whole")
+    run = train_again_on(2, config, tmp_path / "whole")
     on_one = resumed(run, config, tmp_path / "one", world_size=1, at=1)
     hold_near(resumed(on_one, config, tmp_path / "two", world_size=2, at=2), run)
 
 
 def test_after_a_change_of_world_size_resume_is_exact_again(few, with_dropout, tmp_path):
     config = config_of(few, checkpoint__every=1, model={"from": str(with_dropout)})
-    begun = train_on(1, config, tmp_path / "one")
+    begun = train_again_on(1, config, tmp_path / "one")
     run = resumed(begun, config, tmp_path / "two", world_size=2, at=1)
     hold_bitwise(resumed(run, config, tmp_path / "again", world_size=2, at=2), run)
 
@@ -224,7 +224,7 @@ def test_after_a_change_of_world_size_resume_is_exact_again(few, with_dropout, t
 
 @pytest.fixture(scope="module")
 def finished(few: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_on(1, config_of(few), tmp_path_factory.mktemp("finished"))
+    return train_again_on(1, config_of(few), tmp_path_factory.mktemp("finished"))
 
 
 def test_a_new_run_from_a_checkpoint_continues_it(finished, few, tmp_path):
@@ -333,7 +333,7 @@ def test_evaluation_state_is_restored_on_resume(instructions, tmp_path):
     config = config_of(
         instructions, data__validation=0.1, eval={"every": 1, "batches": 1}, train__early_stop={"patience": 50}
     )
-    run = train_on(1, config, tmp_path / "whole")
+    run = train_again_on(1, config, tmp_path / "whole")
     copy = resumed(run, config, tmp_path / "cut", world_size=1)
 
     def evaluations(folder: Path) -> list[tuple[int, float]]:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from shoal import api
 from shoal.mistakes import UserMistake
 from tests.checkpoint.cut import column, cut, everything, hold_bitwise
-from tests.harness import lines, run_ranks, settings, slow, train_on, weights
+from tests.harness import lines, run_ranks, settings, slow, train_again_on, train_on, weights
 from tests.models.small import plain
 
 STEPS, CUT = 4, 2
@@ -51,7 +51,7 @@ def whole(instructions: Path, base: Path, tmp_path_factory: pytest.TempPathFacto
     """Uninterrupted, on one process and on two."""
     meshes = {1: {}, 2: {"parallel__strategy": "fsdp"}}
     return {
-        size: train_on(size, config_of(instructions, base, **changes), tmp_path_factory.mktemp("whole"))
+        size: train_again_on(size, config_of(instructions, base, **changes), tmp_path_factory.mktemp("whole"))
         for size, changes in meshes.items()
     }
 

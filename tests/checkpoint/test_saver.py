@@ -16,7 +16,7 @@ from shoal.checkpoint.snapshot import HostCopy, lay_out, write_snapshot
 from shoal.models.tensor_slices import slice_mappings
 from shoal.parallel.ranks import Ranks
 from tests.checkpoint.cut import everything, hold_bitwise
-from tests.harness import PATIENCE, settings, slow, train_on, written_slices
+from tests.harness import PATIENCE, settings, slow, train_again_on, train_on, written_slices
 
 ALONE = Ranks(0, 1, 0, torch.device("cpu"))
 
@@ -121,24 +121,21 @@ def test_a_full_checkpoint_is_one_file_with_every_tensor_whole_and_resumes_to_th
     world_size, parallel, instructions, tmp_path
 ):
     config = config_of(instructions, parallel=parallel, checkpoint__format="full")
-    run = train_on(world_size, config, tmp_path / "full")
+    run = train_again_on(world_size, config, tmp_path / "full")
     newest = run / "checkpoints" / "step-00000002"
     assert {path.name for path in newest.glob("*.safetensors")} == {"rank-00000.safetensors"}
     assert all(here == whole for here, whole in written_slices(newest)[0].values())
-    sharded = train_on(world_size, {**config, "checkpoint": {"every": 1, "keep": 9}}, tmp_path / "sharded")
-    hold_bitwise(run, sharded)
     config["train"]["steps"] = 3
     train_on(world_size, config, tmp_path / "full", resume=True)
     sharded_config = {**config, "checkpoint": {"every": 1, "keep": 9}}
-    train_on(world_size, sharded_config, tmp_path / "sharded", resume=True)
-    hold_bitwise(run, sharded)
+    hold_bitwise(run, train_again_on(world_size, sharded_config, tmp_path / "sharded"))
 
 
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_saves_in_the_background_hold_what_saves_in_the_foreground_hold(world_size, instructions, tmp_path):
     parallel = {"strategy": "fsdp" if world_size > 1 else "single"}
     runs = [
-        train_on(
+        train_again_on(
             world_size,
             config_of(instructions, parallel=parallel, checkpoint__async=background),
             tmp_path / str(background),
@@ -155,7 +152,7 @@ def test_saves_in_the_background_hold_what_saves_in_the_foreground_hold(world_si
 
 
 def test_a_checkpoint_holds_the_config_it_was_made_with(instructions, tmp_path):
-    run = train_on(1, config_of(instructions, train__lr=2e-3), tmp_path)
+    run = train_again_on(1, config_of(instructions, train__lr=2e-3), tmp_path)
     held = json.loads((run / "checkpoints" / "step-00000002" / "config.json").read_text())
     assert held["train"]["lr"] == 2e-3
     assert held["name"] == "run"

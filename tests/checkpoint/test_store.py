@@ -17,7 +17,7 @@ from shoal.checkpoint.retention import tidy, to_keep
 from shoal.checkpoint.snapshot import write_snapshot
 from shoal.parallel.ranks import Ranks
 from tests.checkpoint.cut import attempts, everything, hold_bitwise
-from tests.harness import lines, settings, slow, train_on, written_slices
+from tests.harness import lines, settings, slow, train_again_on, train_on, written_slices
 
 STEPS = 4
 
@@ -30,7 +30,7 @@ def config_of(data: Path, **changes: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks with the checkpoints step-2 and step-4."""
-    return train_on(2, config_of(instructions, parallel__strategy="fsdp"), tmp_path_factory.mktemp("trained"))
+    return train_again_on(2, config_of(instructions, parallel__strategy="fsdp"), tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_no_rank_writes_what_another_has_written(checkpoints):
 
 
 def test_ddp_ranks_share_the_writing_of_replicated_tensors(instructions, tmp_path):
-    run = train_on(2, config_of(instructions, parallel__strategy="ddp", train__steps=1), tmp_path)
+    run = train_again_on(2, config_of(instructions, parallel__strategy="ddp", train__steps=1), tmp_path)
     folder = run / "checkpoints" / "step-00000001"
     tables = written_slices(folder)
     assert len(tables) == 2
@@ -327,7 +327,7 @@ def test_steps_are_sorted_as_integers(tmp_path):
 def test_a_run_keeps_its_newest_and_its_best(instructions, tmp_path):
     # With a tiny learning rate, the step with the lowest loss depends on its examples only.
     keep = {"every": 1, "keep": 1, "keep_best": 1, "metric": "loss"}
-    run = train_on(1, config_of(instructions, checkpoint=keep, train__lr=1e-9, seed=3), tmp_path)
+    run = train_again_on(1, config_of(instructions, checkpoint=keep, train__lr=1e-9, seed=3), tmp_path)
     losses = {line["step"]: line["loss"] for line in lines(run)}
     best = min(losses, key=lambda step: losses[step])
     assert best != STEPS, "or this shows nothing: choose another seed"

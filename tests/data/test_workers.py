@@ -20,10 +20,16 @@ from shoal.data import write as write_module
 from shoal.data.sources import text
 from shoal.data.tokenizer import ByteTokenizer
 from shoal.mistakes import RunFailed, UserMistake
+from tests.harness import POOLED
 
 Write = Callable[[str, Any], Path]
 BYTES = load_tokenizer("bytes")
 TEST = os.getpid()
+
+
+def live_workers() -> list[Any]:
+    """The processes that this one has started, without the ranks that other tests use again."""
+    return [one for one in multiprocessing.active_children() if one.name != POOLED]
 
 
 def quiet(sentence: str) -> None:
@@ -70,7 +76,7 @@ def test_the_number_of_processes_changes_nothing(
         cores(number)
         together = prepare(data, Elsewhere(), cache=tmp_path / "together", report=quiet)
         assert same(alone, together)
-    assert (multiprocessing.active_children(), together.summary.skipped) == ([], 0)
+    assert (live_workers(), together.summary.skipped) == ([], 0)
 
 
 class Elsewhere(ByteTokenizer):
@@ -99,7 +105,7 @@ def test_mistakes_are_counted_and_raised_in_the_order_of_the_records(
     else:
         with pytest.raises(UserMistake, match=r"a\.jsonl:41 lacks text"):
             prepare(settings(source="json", path=file), BYTES, report=quiet)
-    assert multiprocessing.active_children() == []
+    assert live_workers() == []
 
 
 class Killed(ByteTokenizer):
@@ -144,7 +150,7 @@ def test_a_preparation_that_ends_early_leaves_no_process_and_no_file(
             prepare(settings(source="json", path=write("a.jsonl", records(100))), tokenizer, report=quiet)
     finally:
         signal.signal(signal.SIGINT, inherited)
-    assert multiprocessing.active_children() == []
+    assert live_workers() == []
     assert [entry.suffix for entry in (cache / "data").iterdir()] == [".lock"]
 
 
@@ -237,7 +243,7 @@ def test_work_is_done_outside_of_the_main_thread_whose_memory_is_slow_after_a_fo
 def test_a_worker_that_cannot_answer_is_an_error(work: Any, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RunFailed, match="ended unexpectedly, with status 1"):
         list(workers.map_in_order(work, range(4), 2, lambda: None))
-    assert multiprocessing.active_children() == []
+    assert live_workers() == []
     assert "Traceback" in capfd.readouterr().err
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal import api, objectives
+import shoal
 from shoal.data.loader import IGNORED, MicroBatch
 from shoal.data.sequences import Sequences
 from shoal.models.loss import LanguageModel, LossSums
@@ -78,8 +78,7 @@ def trained(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Any
             folder = tmp_path_factory.mktemp(case)
 
             def be() -> None:
-                objectives.OBJECTIVES["causal_lm"] = lambda config: Examples()
-                api.train(api.config_from_mapping(config), runs=folder)
+                shoal.train(config, runs=folder, objective=Examples())
 
             run_ranks(world_size, be)
             found[case] = folder / "run"
@@ -107,7 +106,7 @@ def test_every_strategy_equals_one_process(case: str, trained: Any) -> None:
 def test_weight_labels_and_metrics_are_the_objectives(trained: Any, instructions: Path) -> None:
     run = trained("single")
     assert [line["loss_tokens"] for line in lines(run)] == [8, 16, 24]  # examples
-    assert set(evaluation(run)) == {"step", "attempt", "eval_loss", "eval_penalty"}
+    assert set(evaluation(run)) == {"step", "attempt", "time", "eval_loss", "eval_penalty"}
 
 
 def test_the_auxiliary_loss_is_trained_and_reported_apart(
@@ -119,8 +118,7 @@ def test_the_auxiliary_loss_is_trained_and_reported_apart(
     config = settings(instructions, train__steps=1, train__micro_batch=2, data__validation=0.05)
 
     def be() -> None:
-        objectives.OBJECTIVES["causal_lm"] = lambda config: Examples()
-        api.train(api.config_from_mapping(config), runs=tmp_path)
+        shoal.train(config, runs=tmp_path, objective=Examples())
 
     run_ranks(1, be)
     (without,) = lines(tmp_path / "run")

@@ -11,7 +11,7 @@ from shoal import api
 from shoal.mistakes import UserMistake
 from shoal.objectives.references import Known, References
 from tests.checkpoint.cut import cut, hold_bitwise
-from tests.harness import lines, settings, slow, train_on
+from tests.harness import lines, settings, slow, train_again_on, train_on
 
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
@@ -51,7 +51,7 @@ def trained(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def train(objective: str) -> Path:
         if objective not in found:
-            found[objective] = train_on(1, config_of(pairs, objective), tmp_path_factory.mktemp(objective))
+            found[objective] = train_again_on(1, config_of(pairs, objective), tmp_path_factory.mktemp(objective))
         return found[objective]
 
     return train
@@ -92,7 +92,7 @@ def test_every_strategy_equals_one_process(
 ) -> None:
     world_size, changes = MESHES[mesh]
     expected = trained(objective)
-    run = train_on(world_size, config_of(pairs, objective, **changes), tmp_path)
+    run = train_again_on(world_size, config_of(pairs, objective, **changes), tmp_path)
     one, many = lines(expected), lines(run)
     assert [line["loss_tokens"] for line in many] == [line["loss_tokens"] for line in one]
     assert [line["loss"] for line in many] == pytest.approx([line["loss"] for line in one], rel=5e-6)
@@ -110,7 +110,7 @@ def test_in_low_precision_a_run_is_nearly_the_same(
 ) -> None:
     world_size, changes = MESHES[mesh]
     config = config_of(pairs, "dpo", train__precision=precision, train__loss_impl=loss_impl, **changes)
-    found, wanted = lines(train_on(world_size, config, tmp_path)), lines(trained("dpo"))
+    found, wanted = lines(train_again_on(world_size, config, tmp_path)), lines(trained("dpo"))
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=2e-2)
     assert [line["grad_norm"] for line in found] == pytest.approx([line["grad_norm"] for line in wanted], rel=5e-2)
 
@@ -121,7 +121,7 @@ def test_a_schedule_with_two_backward_passes_equals_one_process(pairs: Path, tmp
     for name, world_size, parallel in (("one", 1, {}), ("two", 2, {"pp": 2, "pp_schedule": "zero-bubble"})):
         config = config_of(pairs, "dpo", train__loss_impl="chunked", parallel=parallel)
         config["model"]["shape"] = {**config["model"]["shape"], "layers": 4}
-        runs.append(lines(train_on(world_size, config, tmp_path / name)))
+        runs.append(lines(train_again_on(world_size, config, tmp_path / name)))
     for key, bound in (("loss", 5e-6), ("grad_norm", 2e-5)):
         assert [line[key] for line in runs[1]] == pytest.approx([line[key] for line in runs[0]], rel=bound)
 
@@ -131,7 +131,7 @@ LORA = {"adapter": {"kind": "lora", "rank": 4, "targets": "all-linear"}, "train_
 
 @pytest.fixture(scope="module")
 def adapted(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_on(1, config_of(pairs, "dpo", **LORA), tmp_path_factory.mktemp("adapted"))
+    return train_again_on(1, config_of(pairs, "dpo", **LORA), tmp_path_factory.mktemp("adapted"))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def adapted(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_base_of_an_adapter_is_the_reference(mesh: str, adapted: Path, pairs: Path, tmp_path: Path) -> None:
     """Each step switches the adapter off. A pipeline computes the same before the first step."""
     world_size, changes = MESHES[mesh]
-    run = train_on(world_size, config_of(pairs, "dpo", **LORA, **changes), tmp_path)
+    run = train_again_on(world_size, config_of(pairs, "dpo", **LORA, **changes), tmp_path)
     assert (run / "reference.safetensors").exists() == (mesh == "pp")
     assert not (adapted / "reference.safetensors").exists()
     one, many = lines(adapted), lines(run)
@@ -215,7 +215,7 @@ def test_packed_pairs_are_trained_as_single_ones(trained: Any, pairs: Path, tmp_
         config = config_of(pairs, "dpo", data__pack=pack, **common)
         for key in ("global_batch", "micro_batch"):
             config["train"][key] = 90 if not pack else sequences_of(pairs)
-        (found[pack],) = lines(train_on(1, config, tmp_path / str(pack)))
+        (found[pack],) = lines(train_again_on(1, config, tmp_path / str(pack)))
     assert found[True]["loss_tokens"] == found[False]["loss_tokens"] == 90
     for key in ("loss", "grad_norm", "logps/chosen", "logps/rejected"):
         assert found[True][key] == pytest.approx(found[False][key], rel=2e-5), key
@@ -236,7 +236,7 @@ def test_the_first_loss_is_that_of_equal_models(trained: Any) -> None:
 @pytest.mark.parametrize("objective", ["dpo", slow("ipo"), slow("orpo"), slow("simpo")])
 def test_the_model_learns_to_prefer_chosen_answers(objective: str, pairs: Path, tmp_path: Path) -> None:
     config = config_of(pairs, objective, train__steps=16, train__lr=0.01, eval__every=16, checkpoint__every=16)
-    run = train_on(1, config, tmp_path)
+    run = train_again_on(1, config, tmp_path)
     assert sum(line["rewards/accuracies"] for line in lines(run)[:3]) / 3 < 0.75
     assert evaluation(run)["eval_rewards/accuracies"] > 0.9
     assert evaluation(run)["eval_rewards/margins"] > 0

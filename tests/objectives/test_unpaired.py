@@ -20,7 +20,7 @@ from shoal.models.anatomy import read_anatomy
 from shoal.objectives import find_objective
 from shoal.objectives.references import Known, References
 from shoal.objectives.unpaired import Unpaired
-from tests.harness import lines, settings, slow, train_on
+from tests.harness import lines, settings, slow, train_again_on
 from tests.models.small import drawn, small_config
 from tests.objectives.test_pair_losses import Accelerator, Answer, answer_logps, gradients, hold_equal, make_answers
 from tests.objectives.test_preference import MESHES, evaluation
@@ -137,7 +137,7 @@ def test_without_answers_of_a_kind_its_metrics_are_null(examples: Path, tmp_path
     """One sequence of one example per step."""
     alone = {"data__pack": False, "data__validation": 0, "train__global_batch": 1, "train__micro_batch": 1}
     config = config_of(examples, train__steps=2, **alone)
-    for line in lines(train_on(1, config, tmp_path)):
+    for line in lines(train_again_on(1, config, tmp_path)):
         assert (line["rewards/chosen"] is None) != (line["rewards/rejected"] is None)
         assert line["rewards/margins"] is None
 
@@ -166,13 +166,13 @@ def config_of(examples: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_on(1, config_of(examples), tmp_path_factory.mktemp("trained"))
+    return train_again_on(1, config_of(examples), tmp_path_factory.mktemp("trained"))
 
 
 @pytest.mark.parametrize("mesh", ["ddp", *(slow(one) for one in ("fsdp", "pp", "cp", "tp chunked"))])
 def test_every_strategy_equals_one_process(mesh: str, trained: Path, examples: Path, tmp_path: Path) -> None:
     world_size, changes = MESHES[mesh]
-    run = train_on(world_size, config_of(examples, **changes), tmp_path)
+    run = train_again_on(world_size, config_of(examples, **changes), tmp_path)
     one, many = lines(trained), lines(run)
     assert [line["loss_tokens"] for line in many] == [line["loss_tokens"] for line in one]
     assert [line["loss"] for line in many] == pytest.approx([line["loss"] for line in one], rel=5e-6)
@@ -187,7 +187,7 @@ def test_the_model_learns_what_is_desirable(examples: Path, tmp_path: Path) -> N
     """With an adapter, which is switched off for the reference; and a run is evaluated as it was trained."""
     lora = {"adapter": {"kind": "lora", "rank": 8, "targets": "all-linear"}}
     config = config_of(examples, train__steps=10, train__lr=0.05, eval__every=10, **lora)
-    run = train_on(1, config, tmp_path)
+    run = train_again_on(1, config, tmp_path)
     first = lines(run)[0]
     assert first["loss"] == pytest.approx(0.5, abs=1e-5), "policy and reference are the same"
     assert abs(first["rewards/chosen"]) + abs(first["rewards/rejected"]) < 1e-4

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from shoal.optim import eight_bit
 from tests.checkpoint.cut import everything
 from tests.faults.test_numbers import config_of, sequences_of_steps, write_examples
-from tests.harness import lines, settings, train_on
+from tests.harness import lines, settings, train_again_on, train_on
 
 EIGHT_BITS = {"name": "adamw8bit"}
 # Rows of 300 elements are a block and a part of one.
@@ -31,8 +31,8 @@ def losses(run: Path) -> list[float]:
 def test_it_trains_close_to_adamw_with_a_quarter_of_the_state(instructions, tmp_path):
     """Over forty steps, in which the loss falls to a third. Stated in docs/numbers.md."""
     longer = {"train__steps": 40, "train__global_batch": 8, "train__micro_batch": 8}
-    exact = train_on(1, small(instructions, "exact", train__optimizer={"name": "adamw"}, **longer), tmp_path)
-    rounded = train_on(1, small(instructions, "rounded", **longer), tmp_path)
+    exact = train_again_on(1, small(instructions, "exact", train__optimizer={"name": "adamw"}, **longer), tmp_path)
+    rounded = train_again_on(1, small(instructions, "rounded", **longer), tmp_path)
     assert losses(rounded)[-1] < 0.5 * losses(rounded)[0]
     assert losses(rounded) != losses(exact)
     assert losses(rounded) == pytest.approx(losses(exact), rel=0.03)
@@ -45,7 +45,7 @@ def test_it_trains_close_to_adamw_with_a_quarter_of_the_state(instructions, tmp_
 
 
 def test_matrices_are_kept_in_8_bits_with_a_scale_for_each_block_of_a_row(instructions, tmp_path):
-    held = everything(train_on(1, small(instructions, "run", train__steps=2), tmp_path))
+    held = everything(train_again_on(1, small(instructions, "run", train__steps=2), tmp_path))
     down, norm = "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
     assert held[f"model.{down}"].shape == (64, 300)
     kinds = {
@@ -66,15 +66,15 @@ def test_matrices_are_kept_in_8_bits_with_a_scale_for_each_block_of_a_row(instru
 def test_low_precision_copies_match_the_weights(instructions, tmp_path):
     """The optimizer writes them, except with zero1, where a rank has only a shard of a weight."""
     changes = {"train__precision": "bf16-mixed", "train__steps": 3}
-    ddp = train_on(2, small(instructions, "ddp", parallel__strategy="ddp", **changes), tmp_path)
-    zero1 = train_on(2, small(instructions, "zero1", parallel__strategy="zero1", **changes), tmp_path)
+    ddp = train_again_on(2, small(instructions, "ddp", parallel__strategy="ddp", **changes), tmp_path)
+    zero1 = train_again_on(2, small(instructions, "zero1", parallel__strategy="zero1", **changes), tmp_path)
     assert losses(ddp)[-1] < losses(ddp)[0]
     assert losses(zero1) == losses(ddp)
 
 
 def test_a_true_bf16_run_keeps_its_vectors_moments_in_fp32(instructions, tmp_path):
-    run = train_on(1, small(instructions, "true", train__precision="bf16-true", train__steps=3), tmp_path)
-    exact = train_on(1, small(instructions, "exact", train__steps=3), tmp_path)
+    run = train_again_on(1, small(instructions, "true", train__precision="bf16-true", train__steps=3), tmp_path)
+    exact = train_again_on(1, small(instructions, "exact", train__steps=3), tmp_path)
     assert losses(run) == pytest.approx(losses(exact), rel=2e-2)
     held = everything(run)
     assert held["model.model.norm.weight"].dtype == torch.bfloat16
@@ -124,7 +124,7 @@ def test_every_mesh_reads_and_writes_the_same_bits_and_a_skipped_step_changes_no
     data = write_examples(tmp_path / "examples.jsonl", set(sequences_of_steps([4 + at for at in range(len(journey))])))
     config = config_of(folders[family], data, steps=3, micro_batch=2, optimizer=EIGHT_BITS)
     config["checkpoint"]["every"], config["parallel"] = 1, {"strategy": "fsdp"}
-    before = states(train_on(2, config, tmp_path))
+    before = states(train_again_on(2, config, tmp_path))
     assert {one.dtype for one in before.values()} == {torch.float32, torch.int8, torch.uint8}
     assert any(one.any() for name, one in before.items() if "exp_avg_sq_scale" in name)
     for at, (world_size, parallel) in enumerate(journey, start=4):
@@ -145,8 +145,8 @@ def states(run: Path) -> dict[str, torch.Tensor]:
 def test_tensors_sharded_between_blocks_train_like_unsharded_ones(instructions, tmp_path):
     shape = {**WIDE, "hidden": 512, "ffn": 512, "layers": 1, "positions": 512}
     changes = {"model__shape": shape, "train__lr": 1e-3, "train__steps": 3}
-    one = train_on(1, small(instructions, "one", **changes), tmp_path)
-    two = train_on(2, small(instructions, "two", parallel={"tp": 2}, **changes), tmp_path)
+    one = train_again_on(1, small(instructions, "one", **changes), tmp_path)
+    two = train_again_on(2, small(instructions, "two", parallel={"tp": 2}, **changes), tmp_path)
     # Sums are taken in another order, and a moment may be rounded to the adjacent code.
     assert losses(two) == pytest.approx(losses(one), rel=2e-6)
 
@@ -155,7 +155,7 @@ def test_a_run_on_two_ranks_resumes_on_one_bitwise(instructions, tmp_path):
     config = small(instructions, "run", train__steps=2, parallel__strategy="fsdp", checkpoint__every=2)
     config["checkpoint"]["keep"] = 9
     config["train"]["schedule"] = {"name": "constant", "warmup": 2}
-    train_on(2, config, tmp_path / "both")
+    train_again_on(2, config, tmp_path / "both")
     config["train"]["steps"] = 4
     for world_size, strategy in ((1, "single"), (2, "zero1")):
         config["parallel"]["strategy"] = strategy

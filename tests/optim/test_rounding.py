@@ -13,7 +13,7 @@ from shoal.models.tensor_slices import SliceMapping, Split, TensorSlice, slice_m
 from shoal.optim.optimizer import make_optimizer
 from shoal.optim.rounding import StochasticRounding, rounding_key
 from tests.checkpoint.cut import column, cut, everything, hold_bitwise
-from tests.harness import settings, slow, train_on
+from tests.harness import settings, slow, train_again_on, train_on
 
 CPU = torch.device("cpu")
 STOCHASTIC = {"name": "adamw", "rounding": "stochastic"}
@@ -119,12 +119,12 @@ def small(data: Path, name: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_on(1, small(instructions, "run"), tmp_path_factory.mktemp("runs"))
+    return train_again_on(1, small(instructions, "run"), tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", slow("zero1")])
 def test_ranks_round_as_one_process_does(strategy, alone, instructions, tmp_path):
-    run = train_on(2, small(instructions, "run", parallel__strategy=strategy), tmp_path)
+    run = train_again_on(2, small(instructions, "run", parallel__strategy=strategy), tmp_path)
     assert column(run, "loss") == column(alone, "loss")
     found, wanted = everything(run), everything(alone)
     trained = [name for name in wanted if name.startswith(("model.", "optimizer."))]

@@ -15,7 +15,7 @@ from shoal.mistakes import UserMistake
 from shoal.observe.progress import Reporter
 from shoal.train.inputs import Inputs, read_inputs
 from tests.data.test_tokenizer import make_bpe
-from tests.harness import lines, settings, slow, train_on, weights
+from tests.harness import lines, settings, slow, train_again_on, train_on, weights
 from tests.models.every_type import small_settings
 from tests.models.small import plain
 
@@ -67,7 +67,7 @@ def alone(config_of, tmp_path_factory: pytest.TempPathFactory):
 
     @cache
     def train(base: str) -> Path:
-        return train_on(1, config_of(base), tmp_path_factory.mktemp("alone"))
+        return train_again_on(1, config_of(base), tmp_path_factory.mktemp("alone"))
 
     return train
 
@@ -100,7 +100,7 @@ def test_new_rows_start_as_the_mean_and_old_rows_as_they_were(base, bases, confi
 )
 def test_every_strategy_starts_from_the_same_rows(base, parallel, bitwise, alone, config_of, tmp_path):
     changes = {f"parallel__{key}": value for key, value in parallel.items()}
-    run, expected = train_on(2, config_of(base, **changes), tmp_path), alone(base)
+    run, expected = train_again_on(2, config_of(base, **changes), tmp_path), alone(base)
     losses, wanted = ([line["loss"] for line in lines(one)] for one in (run, expected))
     assert losses == (wanted if bitwise else pytest.approx(wanted, rel=2e-6))
     one, other = weights(run), weights(expected)
@@ -136,7 +136,7 @@ def test_an_export_has_the_tokens_and_the_same_logits(base, alone, bases, tmp_pa
 def test_bytes_has_the_tokens_in_training_in_use_and_in_the_export(chats, tmp_path):
     config = settings(chats, train__steps=1, train__global_batch=2, train__micro_batch=2)
     config["model"]["add_tokens"] = TOKENS
-    run = train_on(1, config, tmp_path)
+    run = train_again_on(1, config, tmp_path)
     loaded, exported = api.load_run(run, device="cpu"), AutoTokenizer.from_pretrained(api.export(run))
     text = "a<|im_start|>é<|end|><|tool|>"
     ids = loaded.tokenizer.encode(text).tolist()

@@ -23,7 +23,7 @@ from shoal.train import build, resolve
 from shoal.train.compare import Comparison
 from shoal.train.hooks import LogInterval, RunStart
 from shoal.train.resolve import forecast_values, machine_of_all, resolve_run
-from tests.harness import lines, reference_run, run_ranks, settings, slow, train_on
+from tests.harness import lines, reference_run, run_ranks, settings, slow, train_again_on, train_on
 from tests.launch.command import forked_shoal, write_config
 from tests.models.small import MIXTURES, mixture_config
 
@@ -49,7 +49,7 @@ def test_training_executes_the_plan_and_stores_the_users_config(world_size, inst
     config = settings(instructions, **AUTO, hardware__devices=world_size, train__steps=1, train__global_batch=48)
     planned = write_config(tmp_path, config)
     said = json.loads(forked_shoal(tmp_path, "plan", str(planned), "hardware.gpu=cpu", "--json").out)
-    found = plan_of(train_on(world_size, config, tmp_path / "runs"))
+    found = plan_of(train_again_on(world_size, config, tmp_path / "runs"))
     assert found["chosen"] == {key: said["chosen"][key] for key in found["chosen"]}
     assert found["chosen"]["strategy"] == ("single" if world_size == 1 else "ddp")
     assert (found["chosen"]["micro_batch"], found["chosen"]["recompute"]) == (8, "none")

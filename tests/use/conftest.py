@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.data.tokenizer import ByteTokenizer
-from tests.harness import settings, train_on
+from tests.harness import settings, train_again_on
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -66,7 +66,7 @@ def lively(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(world_size: int, data: Path, runs: Path, model: Path, **changes: Any) -> Path:
     wanted = {"train__steps": 4, "train__lr": 1e-3, "checkpoint__every": 2, "eval__every": 2, "data__validation": 0.05}
     start = {"model__from": str(model), "model__shape": None}
-    return train_on(world_size, settings(data, **{**wanted, **start, **changes}), runs)
+    return train_again_on(world_size, settings(data, **{**wanted, **start, **changes}), runs)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 
 from shoal import api
 from shoal.use.evaluate import Evaluation
-from tests.harness import PYTHIA, settings, train_on
+from tests.harness import PYTHIA, settings, train_again_on
 
 
 def trained_lines(run: Path) -> dict[int, dict]:
@@ -42,7 +42,7 @@ def test_packed_instructions_in_bf16_too(instruction_run, shoal):
 @pytest.mark.slow
 def test_an_fp8_run_is_evaluated_with_the_matmuls_it_was_trained_with(text, tmp_path, shoal):
     config = settings(text, train__steps=2, train__precision="fp8", data__validation=0.05)
-    run = train_on(1, config, tmp_path)
+    run = train_again_on(1, config, tmp_path)
     found = shoal("eval", run, "--batches", 50, "--json").json
     assert found["eval_loss"] == pytest.approx(trained_lines(run)[2]["eval_loss"], rel=1e-6)
     assert (
@@ -54,7 +54,7 @@ def test_an_fp8_run_is_evaluated_with_the_matmuls_it_was_trained_with(text, tmp_
 @pytest.mark.slow
 def test_another_family_is_evaluated_the_same(text, tmp_path, shoal):
     shape = {**PYTHIA, "positions": 256, "tied": False}
-    run = train_on(2, settings(text, train__steps=2, data__validation=0.05, model__shape=shape), tmp_path)
+    run = train_again_on(2, settings(text, train__steps=2, data__validation=0.05, model__shape=shape), tmp_path)
     found = shoal("eval", run, "--batches", 50, "--json").json
     assert found["eval_loss"] == pytest.approx(trained_lines(run)[2]["eval_loss"], rel=1e-6)
     asked = ("def ", "--temperature", 0, "--tokens", 20, "--json")
