@@ -59,6 +59,13 @@ def find_unbuilt(config: Config) -> Iterator[tuple[KeyPath, str]]:
                 value = value[key]
             wanted = value if isinstance(value, str) else shown(value)
             yield path, f"{limit.key} {wanted} is not built yet. {limit.meanwhile}"
+    named = config.model.shape
+    if isinstance(named, str) and not (shape := find_shape(named)).is_family:
+        yield (
+            ("model", "shape"),
+            f"model.shape {named} is only forecast: train a {shape.model_type} from a folder or a cached id with "
+            "model.from.",
+        )
     if (family := _family(config)) is not None and not FAMILIES[family].causal:
         causal = listed([name for name in BUILDABLE if FAMILIES[name].causal])
         yield (
