@@ -115,6 +115,10 @@ class DataConfig(Block):
         description="Chat template to use instead of the tokenizer's own: chatml, llama3, mistral, zephyr, gemma, or a "
         "Jinja file.",
     )
+    label: str | None = Field(
+        None,
+        description="Field of the records that names the class of an example, for train.objective classify.",
+    )
     validation: ShareBelowOne | str = Field(
         0.02,
         description="Validation data: the fraction to hold out (0: none), a path, or for hf another split.",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from shoal.catalogue.causal_models import why_no_new_tokens, why_not_packed
+from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.shapes import VOCABULARY_MULTIPLE
 from shoal.config.schema import Config
 from shoal.data.formats.chat_template import end_ids, read_template
@@ -30,7 +31,8 @@ class Inputs:
 
 def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     """Read model config, tokenizer and datasets. Needs no accelerator and no other rank."""
-    plan = blueprint(config.model)
+    objective = config.train.objective
+    plan = blueprint(config.model, objective)
     tokenizer = load_model_tokenizer(config.model, plan.folder)
     if config.model.add_tokens:
         plan = _with_tokens(plan, tokenizer, config.model.add_tokens, reporter)
@@ -50,6 +52,8 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     if plan.folder is None:
         # A model built from a shape has no special tokens; generation from an export needs the tokenizer's.
         plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end
+        if objective_facts(objective).encoder:
+            plan.settings.pad_token_id = tokenizer.pad
     not_apart = why_not_packed(plan.model_type)
     sets = prepare_sets(
         config.data,
@@ -57,8 +61,11 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         seed=config.seed,
         report=reporter.say,
         not_apart=not_apart,
-        objective=config.train.objective,
+        objective=objective,
+        classes=plan.classes,
     )
+    if (classes := sets.training.summary.classes) is not None:
+        plan = plan.with_classes(classes)
     if "chat" in sets.training.summary.format:
         # Generation has to stop where a turn ends, which may be another token than the one that ends a text.
         present = plan.settings.eos_token_id
@@ -71,12 +78,17 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         steps=config.train.steps,
         tokens=config.train.tokens,
         sequences=sequences,
-        loss_tokens=round(sets.mean_loss_tokens * sequences),
+        loss_tokens=round(sets.mean_loss_tokens * sequences * loss_share(config)),
         global_batch=config.train.global_batch,
     )
     for doubt in doubts(config, steps, sets.order.training_count):
         reporter.warn(doubt)
     return Inputs(plan, tokenizer, sets, steps)
+
+
+def loss_share(config: Config) -> float:
+    """Of the tokens that may count in the loss, the share that does."""
+    return config.train.mask_ratio if config.train.objective == "masked_lm" else 1.0
 
 
 def _with_tokens(plan: Blueprint, tokenizer: Tokenizer, tokens: Sequence[str], reporter: Reporter) -> Blueprint:

@@ -147,7 +147,11 @@ def set_up(
 ) -> Job:
     """Build the parallelized model and its optimizer, and load the checkpoint to start from, if any."""
     with explained(checked.resolved, ranks):
-        return _assemble(checked, run, ranks, start, objective or find_objective(checked.resolved.config))
+        return _assemble(checked, run, ranks, start, objective or objective_of(checked.resolved.config, checked.inputs))
+
+
+def objective_of(config: Config, inputs: Inputs) -> Objective:
+    return find_objective(config, inputs.tokenizer, inputs.sets.training.summary.classes)
 
 
 def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start, objective: Objective) -> Job:

@@ -87,7 +87,7 @@ def open_stream(
         settings=settings,
         reading=reading,
         tokenizer=tokenizer,
-        options=Options(settings.train_on, template),
+        options=options_of(settings, template),
         not_apart=not_apart,
         seed=seed,
         chunk=wanted.chunk,
@@ -281,6 +281,10 @@ class StreamSequences(Sequences):
 
     def loss_tokens(self, indices: np.ndarray) -> np.ndarray:
         return self._each(indices, lambda part, local: part.loss_tokens(local))
+
+    def values(self, index: int) -> np.ndarray | None:
+        ((part, local, _),) = self._parts(np.array([index]))
+        return part.values(int(local[0]))
 
     def _each(self, indices: np.ndarray, count: Callable[[Sequences, np.ndarray], np.ndarray]) -> np.ndarray:
         found = np.empty(indices.size, dtype=np.int64)
