@@ -9,6 +9,7 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "csv": (".csv", ".tsv"),
     "tokens": (".bin", ".idx", ".npy"),
     "chess": (".pgn", ".uci"),
+    "cells": (".h5ad",),
     "text": (
         ".txt",
         ".text",

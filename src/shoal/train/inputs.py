@@ -33,7 +33,7 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     """Read model config, tokenizer and datasets. Needs no accelerator and no other rank."""
     objective = config.train.objective
     plan = blueprint(config.model, objective)
-    tokenizer = load_model_tokenizer(config.model, plan.folder)
+    tokenizer = load_model_tokenizer(config.model, plan.folder, config.data, reporter.say)
     if config.model.add_tokens:
         plan = _with_tokens(plan, tokenizer, config.model.add_tokens, reporter)
     if config.data.chat_template is not None:
