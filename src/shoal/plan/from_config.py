@@ -235,7 +235,7 @@ def _trained(config: Config, shape: ModelShape) -> Trained:
 def has_documents(config: Config) -> bool:
     """Whether sequences hold documents that must not attend to each other; packed plain text does not."""
     data = config.data
-    instructions = not data.kinds <= {"text", "tokens", "chess"} and data.format != "text"
+    instructions = not data.kinds <= {"text", "tokens", "chess", "cells"} and data.format != "text"
     given = data.path is not None or not isinstance(data.source, str)
     packed = data.document_mask or (bool(data.pack) and instructions and given)
     return packed or objective_facts(config.train.objective).of_answers

@@ -141,9 +141,9 @@ def _bins(expression: np.ndarray, counts: np.ndarray, cells: CellsConfig) -> np.
     steps = np.arange(1, bins)
     for begin, end in _cells(counts):
         rising = expression[begin:end][::-1]
-        # Edges are expressions that occur, so that equal ones share a bin.
-        edges = rising[(steps * (end - begin) + bins - 1) // bins - 1]
-        found[begin:end] = np.searchsorted(edges, expression[begin:end], side="left") + 1
+        # Edges are expressions that occur, so that equal ones share a bin; the highest one is always in the last.
+        edges = rising[steps * (end - begin) // bins]
+        found[begin:end] = np.searchsorted(edges, expression[begin:end], side="right") + 1
     return found
 
 
