@@ -26,9 +26,9 @@ from shoal.data.cache import Report, unusable_cache
 from shoal.data.cells.source import find_cell_tokenizer
 from shoal.data.cells.write import FORMAT
 from shoal.data.content import read_states
-from shoal.data.formats.choose import Options, choose_format
+from shoal.data.formats.choose import choose_format
 from shoal.data.order import Order, StreamState, key_of, permute
-from shoal.data.prepare import LAYOUT, notes, reading_of, settings_of, template_of
+from shoal.data.prepare import LAYOUT, notes, options_of, reading_of, settings_of, template_of
 from shoal.data.sequences import Sequences, StoredSequences, Summary, open_sequences
 from shoal.data.sources import read_records
 from shoal.data.stream.builder import StreamJob
