@@ -37,6 +37,7 @@ class Anatomy:
     tied: bool
     linear_head: bool  # logits are exactly head(backbone's last hidden state), without bias
     classifies: bool = False  # the head computes one class for each sequence, not tokens
+    of_encoder: bool = False  # built for masked tokens or for classes
 
     def block_modules(self, model: nn.Module) -> list[nn.Module]:
         return [model.get_submodule(name) for name in self.blocks]
@@ -86,15 +87,15 @@ def read_anatomy(model: Any) -> Anatomy:
         and output.bias is None
         and "." not in head,
         classifies=classifies,
+        of_encoder=classifies or kind.endswith("ForMaskedLM"),
     )
 
 
-def head_modules(model: Any, anatomy: Anatomy) -> list[str]:
-    """The modules of the head of a classifier, and of the backbone's pooler: those without a counterpart in a language
-    model. Each has parameters of its own."""
+def head_parameters(model: Any, anatomy: Anatomy) -> list[str]:
+    """The parameters of the head of a classifier and of the backbone's pooler: those without a counterpart in a
+    language model."""
     backbone = f"{anatomy.backbone}."
-    heads = [name for name, _ in model.named_parameters() if not name.startswith(backbone) or ".pooler." in name]
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in heads))
+    return [name for name, _ in model.named_parameters() if not name.startswith(backbone) or ".pooler." in name]
 
 
 def require_blocks(anatomy: Anatomy, model: Any, key: str, instead: str) -> None:

@@ -21,7 +21,7 @@ from shoal.config.schema import AdapterConfig, ModelConfig
 from shoal.imports import importing
 from shoal.mistakes import UserMistake
 from shoal.models.adapters import AddedAdapters, add_adapters
-from shoal.models.anatomy import Anatomy, head_modules, matmul_parameters, read_anatomy
+from shoal.models.anatomy import Anatomy, head_parameters, matmul_parameters, read_anatomy
 from shoal.models.attention import choose_attention
 from shoal.models.families import transformers_config
 from shoal.models.hub import local_folder
@@ -169,7 +169,8 @@ def prepare_model(
     model = _build_on_meta(plan, attention=attention, longest=longest)
     anatomy = read_anatomy(model)
     if plan.task == CLASSES and adapter is not None:
-        adapter = adapter.model_copy(update={"train_also": (*adapter.train_also, *head_modules(model, anatomy))})
+        # In full, as PEFT does: a fresh head has nothing to adapt.
+        adapter = adapter.model_copy(update={"train_also": (*adapter.train_also, *head_parameters(model, anatomy))})
     parameters = dict(model.named_parameters())
     # Counted now: quantization replaces matrices by smaller ones.
     count, in_matmuls = sum(one.numel() for one in parameters.values()), matmul_parameters(parameters, anatomy)

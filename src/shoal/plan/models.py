@@ -154,8 +154,9 @@ def _plain(name: str) -> str:
 def _folder(name: str) -> Path | None:
     """The local folder with the model's config.json."""
     path = user_path(name, "model.from")
-    if (path / "config.json").is_file():
-        return path
+    for folder in (path, path / "model"):  # a model, or a run
+        if (folder / "config.json").is_file():
+            return folder
     cache = os.environ.get("HF_HUB_CACHE") or str(
         Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
     )

@@ -25,7 +25,7 @@ from shoal.models.emulate import LOW_PRECISION, emulated_dtypes
 from shoal.models.peft_config import adapter_folder
 from shoal.models.peft_weights import check_adapter
 from shoal.models.prepare import PreparedModel, prepare_model
-from shoal.models.read_weights import check_stored
+from shoal.models.read_weights import check_stored, fresh_parameters
 from shoal.objectives import Objective, find_objective
 from shoal.observe.progress import Reporter
 from shoal.optim.check import check_groups, check_quantization_blocks
@@ -307,6 +307,8 @@ def _announce(job: Job, device: str, prepared: PreparedModel) -> None:
         f"{job.inputs.steps} steps of {resolved.global_batch} sequences, micro-batch {resolved.micro_batch}, "
         f"{describe_accumulation(resolved.grad_accum_steps)}."
     )
+    if prepared.folder is not None and job.progress.step == 0 and (fresh := head_of(prepared)):
+        reporter.say(f"{config.model.from_} has no head for these classes: {', '.join(fresh)} start from random values.")
     parallel, stages = config.parallel, resolved.mesh.pp
     if parallel.sharding == "hybrid_shard" and resolved.strategy == "fsdp" and resolved.mesh.dp_replicate == 1:
         reporter.warn("on one machine hybrid_shard equals full_shard; parallel.replicate sets the number of replicas.")
@@ -321,6 +323,12 @@ def _announce(job: Job, device: str, prepared: PreparedModel) -> None:
             f"train.lr {config.train.lr:g} × global_batch {resolved.global_batch} / base_batch "
             f"{config.train.base_batch} = {peak_lr(config.train):g} is the peak learning rate."
         )
+
+
+def head_of(prepared: PreparedModel) -> list[str]:
+    """The modules of a classifier that have no values in its folder."""
+    assert prepared.folder is not None
+    return list(dict.fromkeys(one.rpartition(".")[0] for one in fresh_parameters(prepared.model, prepared.folder)))
 
 
 def starting_point(config: Config, run: RunDirectory, ranks: Ranks, reporter: Reporter, start: Start) -> Path | None:
