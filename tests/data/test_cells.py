@@ -301,14 +301,14 @@ def test_a_stream_reads_every_cell_once_per_epoch_and_resumes_exactly(tmp_path: 
     for number in range(2):
         counts = np.eye(10, 20, k=10 * number) + np.eye(10, 20, k=10 * number) * number
         write_cells(tmp_path / f"{number}.h5ad", counts)
-    sets, tokenizer = stream(tmp_path)
+    sets, tokenizer = stream(tmp_path / "*.h5ad")
     first = cells_at(sets, tokenizer, 0, 20)
     assert sorted(first) == sorted(f"<cls> G{gene} <eos>" for gene in range(20))
     assert first != sorted(first)
     state = sets.order.state(9)
     later = cells_at(sets, tokenizer, 9, 25)
     sets.close()
-    again, _ = stream(tmp_path)
+    again, _ = stream(tmp_path / "*.h5ad")
     again.order.restore(state, 9)
     assert cells_at(again, tokenizer, 9, 25) == later
     again.close()
