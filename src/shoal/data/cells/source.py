@@ -18,7 +18,7 @@ from shoal.data.tokenizer_base import Tokenizer
 from shoal.data.write import Settings
 from shoal.mistakes import UserMistake, shortened
 
-SLAB = 1024  # cells that are read and tokenized together
+SLAB = 256  # cells that are read and tokenized together: their genes fit a processor's cache
 LABEL_KEY = "data.label"
 
 

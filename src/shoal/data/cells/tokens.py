@@ -66,25 +66,24 @@ def sum_by_cell(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def tokenize_slab(slab: Slab, ids: np.ndarray, scheme: Scheme, *, repeated: bool = False) -> CellTokens:
     """`ids`: the token of each column of the matrix, -1 where it has none. `repeated`: several columns have the same
     one; their expression is added."""
-    all_counts = slab.counts
-    expression = normalize(slab, scheme.cells)
-    rows = np.repeat(np.arange(len(all_counts)), all_counts)
+    all_counts = counts = slab.counts
+    expression = _scores(slab, scheme)
     genes = ids[slab.genes]
-    if (genes < 0).any():
-        known = genes >= 0
-        genes, expression, rows = genes[known], expression[known], rows[known]
-    if repeated:
-        genes, expression, rows = _add_up(genes, expression, rows)
-    counts = np.bincount(rows, minlength=len(all_counts))
+    unknown = bool(len(genes)) and int(genes.min()) < 0
+    if unknown or repeated:
+        rows = np.repeat(np.arange(len(all_counts)), all_counts)
+        if unknown:
+            known = genes >= 0
+            genes, expression, rows = genes[known], expression[known], rows[known]
+        if repeated:
+            genes, expression, rows = _add_up(genes, expression, rows)
+        counts = np.bincount(rows, minlength=len(all_counts))
     empty = counts == 0
     kept = ~empty & (all_counts >= scheme.cells.min_genes)
     if not kept.all():
-        here = kept[rows]
+        here = np.repeat(kept, counts)
         genes, expression, counts = genes[here], expression[here], counts[kept]
     if scheme.medians is not None:
-        # Ranks are of normalized counts over their medians: of log1p they would be others.
-        if scheme.cells.log1p or scheme.cells.normalized:
-            expression = np.expm1(expression)
         expression = expression / scheme.medians[genes]
     genes, expression, few = _rank(genes, expression, counts, scheme.most)
     values = None
@@ -92,6 +91,18 @@ def tokenize_slab(slab: Slab, ids: np.ndarray, scheme: Scheme, *, repeated: bool
         values = _bins(expression, few, scheme.cells)
         genes, values = _by_vocabulary(genes, values, few)
     return _assemble(genes, values, few, counts, scheme, kept, all_counts, empty)
+
+
+def _scores(slab: Slab, scheme: Scheme) -> np.ndarray:
+    """What genes are ranked by, or binned."""
+    cells = scheme.cells
+    if scheme.binned:
+        return normalize(slab, cells)
+    if scheme.medians is None:
+        return slab.values.astype(np.float32)  # neither a factor for the cell nor a logarithm changes its ranks
+    # Ranks are of normalized counts over their medians: of log1p they would be others.
+    linear = normalize(slab, cells.model_copy(update={"log1p": False}))
+    return np.expm1(linear) if cells.normalized else linear
 
 
 def _add_up(genes: np.ndarray, expression: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

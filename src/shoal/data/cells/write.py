@@ -26,7 +26,7 @@ from shoal.data.tokenizer_base import disable_threads
 from shoal.data.write import number_classes
 from shoal.mistakes import UserMistake
 
-WORTH_WORKERS = 8  # slabs; fewer are tokenized in this process
+WORTH_WORKERS = 32  # slabs; fewer are tokenized in this process
 FORMAT = "cells"
 Range = tuple[int, int, int]  # the file, the first cell, and the last one, which is not included
 
