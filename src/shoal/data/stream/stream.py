@@ -24,9 +24,9 @@ import numpy as np
 from shoal.config.schema import DataConfig, StreamingConfig
 from shoal.data.cache import Report, unusable_cache
 from shoal.data.content import read_states
-from shoal.data.formats.choose import Options, choose_format
+from shoal.data.formats.choose import choose_format
 from shoal.data.order import Order, StreamState, key_of, permute
-from shoal.data.prepare import LAYOUT, notes, reading_of, settings_of, template_of
+from shoal.data.prepare import LAYOUT, notes, options_of, reading_of, settings_of, template_of
 from shoal.data.sequences import Sequences, StoredSequences, Summary, open_sequences
 from shoal.data.sources import read_records
 from shoal.data.stream.builder import StreamJob
