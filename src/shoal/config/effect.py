@@ -9,7 +9,7 @@ from shoal.catalogue.strategies import Strategy, find_strategy
 from shoal.config.explain import shown
 from shoal.config.schema import Config
 from shoal.config.schema_cells import CellsConfig
-from shoal.config.schema_train import PreferenceConfig
+from shoal.config.schema_train import MaskingConfig, PreferenceConfig
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,20 @@ def _objective_without(option: str) -> Callable[[_Run], str | None]:
     return reason
 
 
+def _not_masked(run: _Run) -> str | None:
+    name = run.config.train.objective
+    return f"train.objective {name} masks nothing" if name != "masked_lm" else None
+
+
+def _no_classes(run: _Run) -> str | None:
+    name = run.config.train.objective
+    return None if objective_facts(name).classes else f"train.objective {name} learns no classes"
+
+
 def _compares_answers(run: _Run) -> str | None:
     name = run.config.train.objective
+    if objective_facts(name).encoder:
+        return f"train.objective {name} reads the whole text"
     if objective_facts(name).of_answers:
         return f"train.objective {name} compares the answers" if run.config.data.train_on == "all" else None
     return _plain_text(run)
@@ -215,6 +227,9 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ),
     *((f"train.optimizer.{option}", _optimizer_without(option)) for option in ("betas", "eps", "momentum")),
     *((f"train.preference.{option}", _objective_without(option)) for option in PreferenceConfig.model_fields),
+    ("train.mask_ratio", _not_masked),
+    *((f"train.masking.{key}", _not_masked) for key in MaskingConfig.model_fields),
+    ("data.label", _no_classes),
     ("train.optimizer.rounding", lambda run: _optimizer_without("rounding")(run) or _no_rounding(run)),
     *((f"train.loss_scale.{key}", _unscaled) for key in ("initial", "fixed")),
     ("train.fp8_head", _no_float8_head),

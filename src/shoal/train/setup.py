@@ -162,7 +162,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start,
     checkpoint = starting_point(config, run, ranks, reporter, start)
     if checkpoint is not None and checkpoint != start.checkpoint:
         check_same_data(read_progress(checkpoint).data, fingerprint(inputs.sets))
-    flops = count_flops(prepared, resolved.mesh)
+    flops = count_flops(prepared, resolved.mesh, resolved.run.head_share)
     for name in prepared.new_rows:
         if not prepared.model.get_parameter(name).requires_grad:
             why = "model.freeze: " if prepared.adapters is None else "adapter.train_also does not list it: "
@@ -342,12 +342,12 @@ def starting_point(config: Config, run: RunDirectory, ranks: Ranks, reporter: Re
     return given
 
 
-def count_flops(prepared: PreparedModel, mesh: Mesh) -> Callable[[int, int], float]:
+def count_flops(prepared: PreparedModel, mesh: Mesh, head_share: float = 1.0) -> Callable[[int, int], float]:
     """FLOPs per device of a micro-batch of (sequences, length), by the usual model FLOPs formula.
 
     Six per matmul parameter and token (four where it is frozen and needs no weight gradient), plus attention without
     the causal mask's savings. Devices that share a micro-batch share them. NaN for mixtures of experts, of which the
-    active share is not known.
+    active share is not known. `head_share`: of the tokens, those with logits.
     """
     model, anatomy = prepared.model, prepared.anatomy
     settings = model.config.get_text_config()
@@ -358,6 +358,10 @@ def count_flops(prepared: PreparedModel, mesh: Mesh) -> Callable[[int, int], flo
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     adapters = 0 if prepared.adapters is None else prepared.adapters.parameters
     per_token = 4 * (prepared.matmul_parameters + adapters) + 2 * matmul_parameters(trained, anatomy)
+    if head_share < 1:
+        output = model.get_submodule(anatomy.head).weight if not anatomy.classifies else None
+        size = 0 if output is None else output.numel()
+        per_token -= (1 - head_share) * size * (6 if output is not None and output.requires_grad else 4)
     attention: int = 12 * settings.num_hidden_layers * attention_width(settings)
     sharing = mesh.pp * mesh.cp * mesh.tp
     return lambda sequences, length: sequences * length * (per_token + attention * length) / sharing
