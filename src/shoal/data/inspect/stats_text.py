@@ -58,7 +58,8 @@ def _cell_lines(stats: SourceStats, cells: CellStats) -> Iterator[str]:
     yield f"genes        {cells.vocabulary:,} in the vocabulary; {cells.expressed:,} are expressed by some cell"
     for file in cells.files[:_FILES]:
         unknown = f", {file.unknown:,} not in the vocabulary" if file.unknown else ""
-        yield f"             {printable(file.path)}: {file.cells:,} cells × {file.genes:,} genes ({file.matrix}){unknown}"
+        size = f"{file.cells:,} cells × {file.genes:,} genes"
+        yield f"             {printable(file.path)}: {size} ({file.matrix}){unknown}"
     if len(cells.files) > _FILES:
         yield f"             and {len(cells.files) - _FILES:,} more files"
     yield f"tokens       {stats.tokens:,} ({cells.tokens})"
