@@ -8,6 +8,7 @@ from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import Strategy, find_strategy
 from shoal.config.explain import shown
 from shoal.config.schema import Config
+from shoal.config.schema_cells import CellsConfig
 from shoal.config.schema_train import MaskingConfig, PreferenceConfig
 
 
@@ -82,7 +83,7 @@ def _plain_text(run: _Run) -> str | None:
         return "a game has no answers, so every token counts"
     return (
         "plain text has no answers, so every token counts"
-        if data.format == "text" or data.kinds <= {"text", "tokens"}
+        if data.format == "text" or data.kinds <= {"text", "tokens", "cells"}
         else None
     )
 
@@ -90,7 +91,7 @@ def _plain_text(run: _Run) -> str | None:
 def _no_chats(run: _Run) -> str | None:
     data = run.config.data
     formats = {block.format for block, _ in data.blocks()}
-    if data.kinds <= {"text", "tokens", "chess"}:
+    if data.kinds <= {"text", "tokens", "chess", "cells"}:
         return "the data has no conversations"
     return (
         f"data.format is {data.format}"
@@ -122,7 +123,8 @@ def _only_for(source: str) -> Callable[[_Run], str | None]:
 
 
 def _no_columns(run: _Run) -> str | None:
-    return "tokens have no columns" if run.config.data.kinds == {"tokens"} else None
+    kind = next((kind for kind in ("tokens", "cells") if run.config.data.kinds == {kind}), None)
+    return None if kind is None else f"{kind} have no columns"
 
 
 def _one_source(run: _Run) -> str | None:
@@ -206,6 +208,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("data.train_on", _compares_answers),
     *((f"data.{key}", _only_for("hf")) for key in ("split", "subset")),
     ("data.token_dtype", _only_for("tokens")),
+    *((f"data.cells.{key}", _only_for("cells")) for key in CellsConfig.model_fields),
     ("data.columns", _no_columns),
     *((f"data.mixing.{key}", _one_source) for key in ("by", "when_exhausted")),
     ("data.chat_template", _no_chats),

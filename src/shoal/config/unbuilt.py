@@ -31,7 +31,6 @@ class Limit:
 # Remove a line when its feature is built. Keys that are not in this table are built.
 LIMITS = (
     Limit("model.attention", _not("flash"), "Use auto, which uses PyTorch's flash attention."),
-    Limit("data.source", _not("cells"), "Use another source."),
     Limit(
         "train.objective",
         _not("kto"),

@@ -9,6 +9,9 @@ from pathlib import Path
 from shoal.catalogue.objectives import objective_facts
 from shoal.config.schema import DataConfig
 from shoal.data.cache import Report, obtain
+from shoal.data.cells.h5ad import check_installed
+from shoal.data.cells.source import find_cell_tokenizer
+from shoal.data.cells.write import write_cells
 from shoal.data.content import hash_contents, read_states
 from shoal.data.formats.chat_template import ChatTemplate, split_markers, tokenizer_template
 from shoal.data.formats.choose import MAY_HAVE_CHATS, Options
@@ -53,6 +56,9 @@ def prepare(
     # Files of tokens are used where they are, so their paths count; of others, only the content does.
     content = before if tokenized else hash_contents(before, cache_root(cache) / "hashes", Progress(report))
     described = [LAYOUT, settings.as_key(), tokenizer.fingerprint, content]
+    cells = reading.source == "cells"
+    if cells:
+        described.append(data.cells.model_dump(mode="json"))
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
@@ -65,6 +71,18 @@ def prepare(
                 length=settings.max_length,
                 key=named_by,
                 progress=Progress(report),
+            )
+        elif cells:
+            work = find_cell_tokenizer(data, reading.files, tokenizer, settings)
+            work.cells.load()
+            write_cells(
+                folder,
+                work,
+                work.cells.ranges(),
+                size=tokenizer.size,
+                key=named_by,
+                progress=Progress(report),
+                classes=settings.classes,
             )
         else:
             _write_sequences(folder, settings, reading, tokenizer, template, report, named_by, not_apart)
@@ -154,6 +172,8 @@ def reading_of(data: DataConfig, path: object, cache: Path, report: Report) -> R
     source = data.source if wanted is None else find_source(data.source, wanted)
     if source == "chess" and find_spec("chess") is None:
         raise UserMistake("data.source chess needs the package chess: pip install 'shoal[chess]'.")
+    if source == "cells":
+        check_installed()
     if source == "chess" and wanted is None:
         from shoal.data.chess_games import Match, played_file
 

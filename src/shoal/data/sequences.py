@@ -60,7 +60,7 @@ class Summary:
 
     @property
     def unit(self) -> str:
-        return "pairs" if self.pairs else "documents"
+        return "pairs" if self.pairs else "cells" if self.format == "cells" else "documents"
 
     @property
     def units(self) -> int:
@@ -68,6 +68,8 @@ class Summary:
 
     def sentences(self) -> list[str]:
         """The summary for a person: the first sentence says what there is, the others what was left out."""
+        if self.format == "cells":
+            return self._sentences_about_cells()
         sequences = f"{self.sequences:,} sequences"
         if self.filled is not None:
             sequences = f"packed into {sequences}, {self.filled:.1%} full"
@@ -93,6 +95,20 @@ class Summary:
             said.append(f"{self.empty:,} documents are empty and were left out.")
         if self.skipped:
             said.append(f"{self.skipped:,} invalid records or files were skipped; the first: {self.first_skipped}")
+        return said
+
+    def _sentences_about_cells(self) -> list[str]:
+        classes = "" if self.classes is None else f", {len(self.classes):,} classes"
+        said = [f"{self.documents:,} cells, {self.tokens:,} tokens, {self.mean_length:,.0f} per cell{classes}."]
+        if self.truncated:
+            said.append(
+                f"{self.truncated:,} cells express more genes than fit: those with the highest expression stay "
+                "(data.cells.max_genes, data.max_length)."
+            )
+        if self.dropped:
+            said.append(f"{self.dropped:,} cells have too few genes or no label and were left out.")
+        if self.empty:
+            said.append(f"{self.empty:,} cells express no gene of the vocabulary and were left out.")
         return said
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import shoal.offline  # noqa: F401
+from shoal.data.cells.gene_tokenizer import GeneTokenizer, is_gene_tokenizer
 from shoal.data.chess_tokenizer import ChessTokenizer
 from shoal.data.tokenizer_base import Offsets, Tokenizer, disable_parallelism, find_mask, parallel_when_safe
 from shoal.mistakes import UserMistake
@@ -35,12 +36,16 @@ def load_tokenizer(name: str, folder: Path | None = None, *, add_tokens: Sequenc
         if add_tokens:
             raise UserMistake("model.add_tokens: the tokenizer chess encodes moves and nothing else; leave it out.")
         return ChessTokenizer()
+    if folder is None and (named := user_path(name, "model.tokenizer")).exists():
+        folder = named
+    if folder is not None and is_gene_tokenizer(folder):
+        if add_tokens:
+            raise UserMistake("model.add_tokens: the tokenizer has genes and nothing else; leave it out.")
+        return GeneTokenizer.load(folder, name)
+    location = name if folder is None else str(folder)
     disable_parallelism()
     from transformers import AutoTokenizer
 
-    if folder is None and (named := user_path(name, "model.tokenizer")).exists():
-        folder = named
-    location = name if folder is None else str(folder)
     try:
         loaded = AutoTokenizer.from_pretrained(location, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types here: OSError, ValueError, KeyError, its own

@@ -249,7 +249,7 @@ def has_documents(config: Config) -> bool:
     data = config.data
     if objective_facts(config.train.objective).encoder:  # one document per sequence, of which some may be padded
         return data.path is not None and data.pack is not True
-    instructions = not data.kinds <= {"text", "tokens", "chess"} and data.format != "text"
+    instructions = not data.kinds <= {"text", "tokens", "chess", "cells"} and data.format != "text"
     given = data.path is not None or not isinstance(data.source, str)
     packed = data.document_mask or (bool(data.pack) and instructions and given)
     return packed or objective_facts(config.train.objective).of_answers

@@ -33,7 +33,7 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     """Read model config, tokenizer and datasets. Needs no accelerator and no other rank."""
     objective = config.train.objective
     plan = blueprint(config.model, objective)
-    tokenizer = load_model_tokenizer(config.model, plan.folder)
+    tokenizer = load_model_tokenizer(config.model, plan.folder, config.data, reporter.say)
     if config.model.add_tokens:
         plan = _with_tokens(plan, tokenizer, config.model.add_tokens, reporter)
     if config.data.chat_template is not None:
@@ -54,6 +54,8 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end
         if objective_facts(objective).encoder:
             plan.settings.pad_token_id = tokenizer.pad
+    if config.data.kinds == {"cells"} and config.data.cells.tokens == "binned":
+        _give_token_types(plan, config)
     not_apart = why_not_packed(plan.model_type)
     sets = prepare_sets(
         config.data,
@@ -84,6 +86,23 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     for doubt in doubts(config, steps, sets.order.training_count):
         reporter.warn(doubt)
     return Inputs(plan, tokenizer, sets, steps)
+
+
+def _give_token_types(plan: Blueprint, config: Config) -> None:
+    """Bins of expression are token types: BERT adds an embedding of these to that of the gene, as scGPT does."""
+    needed = config.data.cells.bins
+    present = getattr(plan.settings, "type_vocab_size", 0)
+    if not objective_facts(config.train.objective).encoder or not present:
+        raise UserMistake(
+            "data.cells.tokens binned gives bins as token types, which only encoders of the BERT family have; use "
+            "train.objective masked_lm or classify with model.shape {family: bert}, or data.cells.tokens rank_value."
+        )
+    if plan.folder is None:
+        plan.settings.type_vocab_size = needed
+    elif present != needed:
+        raise UserMistake(
+            f"data.cells.bins is {needed}, but the model has {present} token types; set data.cells.bins: {present}."
+        )
 
 
 def loss_share(config: Config) -> float:

@@ -23,6 +23,8 @@ import numpy as np
 
 from shoal.config.schema import DataConfig, StreamingConfig
 from shoal.data.cache import Report, unusable_cache
+from shoal.data.cells.source import find_cell_tokenizer
+from shoal.data.cells.write import FORMAT
 from shoal.data.content import read_states
 from shoal.data.formats.choose import choose_format
 from shoal.data.order import Order, StreamState, key_of, permute
@@ -75,12 +77,18 @@ def open_stream(
     reading = reading_of(data, None, cache_root(cache), report)
     template, files = template_of(data, tokenizer), reading.files
     settings = settings_of(data, reading, template, not_apart, objective)
+    cells = None
+    if reading.source == "cells":
+        cells = find_cell_tokenizer(data, files, tokenizer, settings)
+        settings = replace(settings, format=FORMAT)
     if settings.format == "auto":  # one format for all chunks
         first = next(read_records(reading, Errors(skip=settings.on_error == "skip")), None)
         if first is not None:
             settings = replace(settings, format=choose_format("auto", first, objective).name)
     chunks_per_window = -(-wanted.shuffle_buffer // wanted.chunk)
     described = [tokenizer.fingerprint, content_of(files), seed, wanted.chunk, LAYOUT]
+    if cells is not None:
+        described.append(data.cells.model_dump(mode="json"))
     job = StreamJob(
         # Other files may have the same names and sizes: who shares chunks has to read the very same files.
         folder=cache_root(cache) / "stream" / _key_of([*described, settings.as_key(), read_states(files)]),
@@ -92,10 +100,11 @@ def open_stream(
         seed=seed,
         chunk=wanted.chunk,
         ahead=chunks_per_window,
+        cells=cells,
     )
     report(
         f"Streaming {len(files):,} file{'s' if len(files) > 1 else ''} ({settings.format}): chunks of {wanted.chunk:,} "
-        f"records, shuffled among {chunks_per_window * wanted.chunk:,}."
+        f"{'records' if cells is None else 'cells'}, shuffled among {chunks_per_window * wanted.chunk:,}."
     )
     # A run that stopped at a bad record had no other before: it goes on in the same order if that is skipped.
     content = _key_of([*described, replace(settings, on_error="").as_key(), chunks_per_window])
