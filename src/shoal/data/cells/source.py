@@ -169,8 +169,9 @@ def check_match(file: Path, genes: Sequence[str], ids: Sequence[int], unknown: i
         example = next((name for name, one in zip(genes, ids, strict=True) if one < 0), genes[0] if genes else "")
         raise UserMistake(
             f"{unknown:,} of the {len(genes):,} genes in {file} are not in the vocabulary, such as "
-            f"{shortened(example)}; those of it are called {shortened(', '.join(tokenizer.genes[:3]))} …: set data.cells.gene_names to the "
-            "column of var with such names, or data.cells.gene_vocab to another vocabulary."
+            f"{shortened(example)}; those of it are called {shortened(', '.join(tokenizer.genes[:3]))} …: set "
+            "data.cells.gene_names to the column of var with such names, or data.cells.gene_vocab to another "
+            "vocabulary."
         )
 
 
