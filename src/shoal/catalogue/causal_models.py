@@ -51,6 +51,12 @@ ENCODERS = (
     "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
     "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
+# Encoders that transformers has no decoder of.
+ALWAYS_ENCODERS = (
+    "albert", "convbert", "deberta", "deberta-v2", "distilbert", "eurobert", "esm", "funnel", "ibert", "jina_embeddings_v3",
+    "layoutlm", "longformer", "luke", "mobilebert", "modernbert", "mpnet", "mra", "nomic_bert", "nystromformer", "splinter",
+    "squeezebert", "yoso",
+)  # fmt: skip
 # By type, the setting with which it is causal.
 CAUSAL_IF: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(ENCODERS, ("is_decoder", True)),
@@ -87,8 +93,19 @@ def why_not_packed(model_type: str) -> str | None:
     return f"whether {model_type} keeps documents apart is not tested"
 
 
+def why_no_encoder(model_type: str, settings: Any) -> str | None:
+    """Why a model with these settings is no bidirectional encoder; None: it is one."""
+    if model_type in ALWAYS_ENCODERS:
+        return None
+    if model_type in ENCODERS:
+        return f"this {model_type} is a decoder (is_decoder)" if getattr(settings, "is_decoder", False) else None
+    return f"{model_type} is not an encoder: its tokens attend to earlier ones only"
+
+
 def why_not_causal(model_type: str, settings: Any) -> str | None:
     """Why a model with these settings is not trained to predict the next token; None: it can be."""
+    if model_type in ALWAYS_ENCODERS:
+        return f"{model_type} is an encoder, in which every token would attend to its own label"
     if model_type in NEVER_CAUSAL:
         return f"{model_type} is not causal: {NEVER_CAUSAL[model_type]}"
     key, value = CAUSAL_IF.get(model_type, (None, None))

@@ -166,6 +166,10 @@ def _qwen(
     )
 
 
+def _bert(hidden: int, layers: int, heads: int) -> ModelShape:
+    return ModelShape("bert", hidden, layers, heads, heads, 4 * hidden, 30_522, 512, tied=True, norm_eps=1e-12)
+
+
 def _mpt(hidden: int, layers: int, heads: int) -> ModelShape:
     return ModelShape("mpt", hidden, layers, heads, heads, 4 * hidden, 50_368, 2048, tied=True, bos=0, eos=0)
 
@@ -202,6 +206,10 @@ NAMED: dict[str, ModelShape] = {
     "qwen2.5-72b": _qwen("qwen2", 8192, 80, 64, 8, 29_568, 152_064, 131_072, norm_eps=1e-5),
     "qwen3-8b": _qwen("qwen3", 4096, 36, 32, 8, 12_288, 151_936, 40_960, head_size=128, eos=151_645),
     "qwen3-32b": _qwen("qwen3", 5120, 64, 64, 8, 25_600, 151_936, 40_960, head_size=128, eos=151_645),
+    "bert-tiny": _bert(128, 2, 2),
+    "bert-small": _bert(512, 4, 8),
+    "bert-base": _bert(768, 12, 12),
+    "bert-large": _bert(1024, 24, 16),
     "mpt-125m": _mpt(768, 12, 12),
     "mpt-350m": _mpt(1024, 24, 16),
     "mpt-760m": _mpt(1536, 24, 12),

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shoal.catalogue.causal_models import ALWAYS_ENCODERS, ENCODERS
 from shoal.catalogue.families import ATTENTION_DROPOUT, BY_MODEL_TYPE, FAMILIES, HIDDEN_DROPOUT
 from shoal.catalogue.shapes import NAMED, ModelShape, find_shape, grown_vocabulary
 from shoal.config.schema import ModelConfig
@@ -81,7 +82,8 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     hidden, heads = sizes["hidden"], sizes["heads"]
     # Other architectures are counted as Llama if their MLP is gated, as nearly all are, else as neox.
     gated = "intermediate_size" in settings and "silu" in str(settings.get("hidden_act", "silu"))
-    family = BY_MODEL_TYPE.get(kind, "llama" if gated else "neox")
+    usual = "bert" if kind in (*ENCODERS, *ALWAYS_ENCODERS) else "llama" if gated else "neox"
+    family = BY_MODEL_TYPE.get(kind, usual)
     ffn = next((settings[one] for one in ("intermediate_size", "n_inner", "ffn_dim") if settings.get(one)), 4 * hidden)
     positions = next(
         (settings[one] for one in ("max_position_embeddings", "n_positions", "max_seq_len") if settings.get(one)), 2048
@@ -154,8 +156,9 @@ def _plain(name: str) -> str:
 def _folder(name: str) -> Path | None:
     """The local folder with the model's config.json."""
     path = user_path(name, "model.from")
-    if (path / "config.json").is_file():
-        return path
+    for folder in (path, path / "model"):  # a model, or a run
+        if (folder / "config.json").is_file():
+            return folder
     cache = os.environ.get("HF_HUB_CACHE") or str(
         Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
     )

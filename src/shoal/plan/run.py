@@ -69,6 +69,7 @@ class Run:
     compress_bytes: int = 0  # ddp: bytes per compressed gradient element; 0: not compressed
     schedule: str = "1f1b"
     cp_method: str = "gather"
+    head_share: float = 1.0  # of the tokens, those that the head computes logits of; of a classifier, one per sequence
     of_answers: bool = False  # the loss compares answers: a chunk of logits is computed in both passes
     reference_pass: bool = False  # every micro-batch also has a forward pass without the adapter and gradients
     adapter: Adapter | None = None
@@ -160,6 +161,11 @@ class Run:
     def tokens(self) -> int:
         """Tokens per micro-batch and rank, before sequence parallelism shards some tensors."""
         return self.micro_batch * self.length // self.mesh.cp
+
+    @property
+    def head_tokens(self) -> float:
+        """Of these, the ones with logits."""
+        return self.tokens * self.head_share
 
     @property
     def global_batch(self) -> int:
