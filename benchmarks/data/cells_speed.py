@@ -3,9 +3,9 @@
     python benchmarks/data/cells_speed.py --output benchmarks/data/cells_speed.json
 
 Synthetic counts of realistic sparsity: 20,000 genes, about 1,500 of them expressed per cell, in CSR with and without
-gzip. `prepare` reads, normalizes, ranks and writes tokens, with one process and with one per core. anndata's AnnLoader
-reads the same backed file in batches of shuffled cells, as a training loop would, and hands over dense or sparse counts:
-no normalization, no tokens. `in_memory` is anndata with the whole file loaded, and consecutive slices of it.
+gzip. `prepare` reads, ranks and writes tokens, with one process and with one per core. anndata's AnnLoader reads the
+same backed file in batches of shuffled cells, as a training loop would, and hands over counts, not tokens. `in_memory`
+is anndata with the whole file loaded, and consecutive slices of it.
 
 Wall time depends on what else the machine does, so the CPU time of the process and its children is reported too.
 """

@@ -53,9 +53,7 @@ def evaluate(
     pretrained_run: Path, pretrained: Path, finetuned_run: Path, finetuned: Path, picture: Path | None
 ) -> dict[str, Any]:
     config, tokenizer = load_config(finetuned_run / "config.yaml"), load_tokenizer(str(finetuned))
-    sets = prepare_sets(
-        config.data, tokenizer, seed=config.seed, report=lambda sentence: None, objective="classify"
-    )
+    sets = prepare_sets(config.data, tokenizer, seed=config.seed, report=lambda sentence: None, objective="classify")
     held_out = sets.order.validation_sequences()
     count = len(sets.training)
     training = np.setdiff1d(np.arange(count), held_out)

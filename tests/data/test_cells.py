@@ -190,7 +190,9 @@ def test_workers_give_what_one_process_gives(tmp_path: Path, monkeypatch: pytest
     file = write_cells(tmp_path / "a.h5ad", draw_counts(60, 8))
     alone, tokenizer = opened(file)
     monkeypatch.setattr(cell_writer, "WORTH_WORKERS", 2)
-    monkeypatch.setattr("shoal.data.cells.source.Cells.ranges", lambda cells: ((0, at, at + 6) for at in range(0, 60, 6)))
+    monkeypatch.setattr(
+        "shoal.data.cells.source.Cells.ranges", lambda cells: ((0, at, at + 6) for at in range(0, 60, 6))
+    )
     together, _ = opened(file, cells={"same_names": True})  # another entry of the cache
     assert names(alone.training, tokenizer) == names(together.training, tokenizer)
 
@@ -222,6 +224,8 @@ def test_a_label_that_does_not_exist_lists_those_there_are(tmp_path: Path) -> No
 
 def test_cells_without_a_label_are_refused_or_skipped(tmp_path: Path) -> None:
     file = write_cells(tmp_path / "a.h5ad", draw_counts(3, 5), labels={"kind": ["T", "", "B"]})
+    says = refused(file, objective="dpo")
+    assert "data.source cells has none; use masked_lm, classify or causal_lm." in says
     assert "has cells without a value" in refused(file, objective="classify", label="kind")
     sets, _ = opened(file, objective="classify", label="kind", on_error="skip")
     assert (len(sets.training), sets.training.summary.dropped) == (2, 1)

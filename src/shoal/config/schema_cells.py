@@ -18,14 +18,14 @@ class CellsConfig(Block):
 
     tokens: Scheme = Field(
         "rank_value",
-        description="rank_value: the genes of a cell by falling expression (Geneformer). binned: its genes in the order "
-        "of the vocabulary, each with the bin of its expression as token type (scGPT).",
+        description="rank_value: the genes of a cell by falling expression (Geneformer). binned: its genes in the "
+        "order of the vocabulary, each with the bin of its expression as token type (scGPT).",
     )
     gene_vocab: str = Field(
         "auto",
-        description="Genes that are tokens: data (all that the files have), a file with a gene per line, or a name such "
-        "as human_protein_coding, whose file is genes/NAME.txt in the cache. auto: those of the model's tokenizer, else "
-        "data.",
+        description="Genes that are tokens: data (all that the files have), a file with a gene per line, or a name "
+        "such as human_protein_coding, whose file is genes/NAME.txt in the cache. auto: those of the model's "
+        "tokenizer, else data.",
     )
     gene_names: str | None = Field(None, description="Column of var with the names of genes; default: its index.")
     max_genes: Size | None = Field(
@@ -37,7 +37,7 @@ class CellsConfig(Block):
     )
     normalized: bool = Field(
         False,
-        description="The matrix holds no raw counts, but log1p of counts that are normalized already: it is used as is.",
+        description="The matrix holds no raw counts, but log1p of normalized ones, and is used as it is.",
     )
     target_sum: Annotated[float, Ge(0)] = Field(
         10_000.0, description="Sum to which the counts of each cell are normalized; 0: not normalized."
@@ -47,8 +47,8 @@ class CellsConfig(Block):
     )
     medians: str = Field(
         "auto",
-        description="What the expression of each gene is divided by before genes are ranked: none, data (its median over "
-        "the cells that express it), or a file. auto: those that the model's tokenizer has, else none.",
+        description="What the expression of each gene is divided by before genes are ranked: none, data (its median "
+        "over the cells that express it), or a file. auto: those that the model's tokenizer has, else none.",
     )
     bins: Annotated[int, Ge(3), Le(1 << 15)] = Field(
         51, description="Number of bins of tokens binned, the one of special tokens included."

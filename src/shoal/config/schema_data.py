@@ -126,8 +126,8 @@ class DataConfig(Block):
     )
     label: str | None = Field(
         None,
-        description="Field of the records that names the class of an example, for train.objective classify; of cells, a "
-        "column of obs.",
+        description="Field of the records that names the class of an example, for train.objective classify; of cells, "
+        "a column of obs.",
     )
     cells: CellsConfig = Field(CellsConfig(), description="How cells become tokens, for data.source cells.")
     validation: ShareBelowOne | str = Field(

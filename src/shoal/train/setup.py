@@ -308,7 +308,9 @@ def _announce(job: Job, device: str, prepared: PreparedModel) -> None:
         f"{describe_accumulation(resolved.grad_accum_steps)}."
     )
     if prepared.folder is not None and job.progress.step == 0 and (fresh := head_of(prepared)):
-        reporter.say(f"{config.model.from_} has no head for these classes: {', '.join(fresh)} start from random values.")
+        reporter.say(
+            f"{config.model.from_} has no head for these classes: {', '.join(fresh)} start from random values."
+        )
     parallel, stages = config.parallel, resolved.mesh.pp
     if parallel.sharding == "hybrid_shard" and resolved.strategy == "fsdp" and resolved.mesh.dp_replicate == 1:
         reporter.warn("on one machine hybrid_shard equals full_shard; parallel.replicate sets the number of replicas.")

@@ -12,7 +12,6 @@ from shoal.mistakes import UserMistake
 from shoal.models.hub import local_folder
 from shoal.paths import user_path
 
-
 Report = Callable[[str], None]
 
 

@@ -1,1 +1,1 @@
-"""Single cells: `.h5ad` files to sequences of gene tokens, one cell per sequence. Imports h5py only when a file is read."""
+"""Single cells: `.h5ad` files to sequences of genes, one cell each. h5py is imported when a file is opened."""

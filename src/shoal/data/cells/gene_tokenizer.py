@@ -57,7 +57,7 @@ class GeneTokenizer(Tokenizer):
             return cls(tokens[FIRST_GENE:], name=name, medians=kept["medians"], left_out=kept["left_out"])
         except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
             raise UserMistake(
-                f"{folder} has a damaged tokenizer of genes: {GENES_FILE} and {VOCABULARY_FILE} do not belong together. "
+                f"{folder} has a damaged tokenizer of genes: {GENES_FILE} and {VOCABULARY_FILE} do not fit. "
                 "Export the run again."
             ) from error
 

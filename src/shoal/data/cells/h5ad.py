@@ -53,8 +53,8 @@ class CellFile:
             if not path.is_file():
                 raise UserMistake(f"{path} cannot be read: {error}.") from error
             raise UserMistake(
-                f"{path} is not an .h5ad file: HDF5 cannot open it. Write it again with anndata's write_h5ad, or change "
-                "data.source."
+                f"{path} is not an .h5ad file: HDF5 cannot open it. Write it again with anndata's write_h5ad, or "
+                "change data.source."
             ) from error
         missing = [name for name in ("X", "obs", "var") if name not in self._file]
         if missing:
@@ -113,7 +113,7 @@ class CellFile:
         found = ["X"]
         if "raw.X" in self._file or "raw/X" in self._file:
             found.append("raw")
-        return [*found, *(self._file["layers"] if "layers" in self._file else ())]
+        return [*found, *self._file.get("layers", ())]
 
     def genes(self, matrix: str, column: str | None = None) -> np.ndarray:
         """The names of the matrix's genes: the index of var, or one of its columns."""

@@ -29,10 +29,8 @@ def make_tokenizer(data: DataConfig, report: Report, cache: Path | None = None) 
     """The tokenizer for the cells of `data`, whose sources are all cells."""
     files = [file for block, _ in data.blocks() for file in find_files("cells", block.path)]
     cells = data.cells
-    if cells.gene_vocab in ("auto", "data"):
-        genes = _genes_of(files, data)
-    else:
-        genes = read_genes(cells.gene_vocab, cache)
+    of_data = cells.gene_vocab in ("auto", "data")
+    genes = _genes_of(files, data) if of_data else read_genes(cells.gene_vocab, cache)
     tokenizer = GeneTokenizer(genes)
     medians = None if cells.medians in ("auto", "none", "data") else read_medians(cells.medians)
     if medians is not None and not medians.keys() & set(genes):
@@ -117,9 +115,7 @@ def measure_genes(
     first_gene = len(tokenizer.SPECIAL)
     genes = np.arange(first_gene, tokenizer.size)
     if wanted.highly_variable is not None:
-        of_genes = replace(
-            statistics, sums=statistics.sums[first_gene:], squares=statistics.squares[first_gene:]
-        )
+        of_genes = replace(statistics, sums=statistics.sums[first_gene:], squares=statistics.squares[first_gene:])
         genes = of_genes.most_variable(wanted.highly_variable) + first_gene
     found = medians.result()
     kept_genes = [tokenizer.tokens[one] for one in genes.tolist()]

@@ -163,16 +163,15 @@ def find_cells(data: DataConfig, files: Sequence[Path], tokenizer: GeneTokenizer
     return Cells(found, in_memory=not cells.backed)
 
 
-def check_match(
-    file: Path, genes: Sequence[str], ids: Sequence[int], unknown: int, tokenizer: GeneTokenizer
-) -> None:
+def check_match(file: Path, genes: Sequence[str], ids: Sequence[int], unknown: int, tokenizer: GeneTokenizer) -> None:
     """A UserMistake if more than half of a file's genes are unknown."""
     if 2 * unknown > len(genes) or not any(one >= 0 for one in ids):
         example = next((name for name, one in zip(genes, ids, strict=True) if one < 0), genes[0] if genes else "")
         raise UserMistake(
-            f"{unknown:,} of the {len(genes):,} genes in {file} are not in the vocabulary, such as {shortened(example)}; "
-            f"its own are called {shortened(', '.join(tokenizer.genes[:3]))} …: set data.cells.gene_names to the column "
-            "of var with such names, or data.cells.gene_vocab to another vocabulary."
+            f"{unknown:,} of the {len(genes):,} genes in {file} are not in the vocabulary, such as "
+            f"{shortened(example)}; those of it are called {shortened(', '.join(tokenizer.genes[:3]))} …: set "
+            "data.cells.gene_names to the column of var with such names, or data.cells.gene_vocab to another "
+            "vocabulary."
         )
 
 
@@ -200,8 +199,8 @@ def gene_tokenizer(tokenizer: Tokenizer) -> GeneTokenizer:
     if isinstance(tokenizer, GeneTokenizer):
         return tokenizer
     raise UserMistake(
-        f"The tokenizer {tokenizer.name} is for text, and data.source cells has genes; leave model.tokenizer out, which "
-        "makes a token of each gene."
+        f"The tokenizer {tokenizer.name} is for text, and data.source cells has genes; leave model.tokenizer out, "
+        "which makes a token of each gene."
     )
 
 

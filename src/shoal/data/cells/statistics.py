@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -98,12 +99,10 @@ class Medians:
 
 def _runs(owners: np.ndarray) -> Iterator[tuple[int, int, int]]:
     edges: Sequence[int] = [0, *(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in pairwise(edges):
         yield int(owners[begin]), begin, end
 
 
 def before_log1p(expression: np.ndarray, cells: CellsConfig) -> np.ndarray:
     """Normalized counts, of what `normalize` gave."""
     return np.expm1(expression) if cells.log1p or cells.normalized else expression
-
-

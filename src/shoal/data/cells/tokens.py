@@ -136,7 +136,8 @@ def _rank(
 def _offsets(counts: np.ndarray) -> np.ndarray:
     """The place of each gene within its cell."""
     ends = np.cumsum(counts)
-    return np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
+    offsets: np.ndarray = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
+    return offsets
 
 
 def _bins(expression: np.ndarray, counts: np.ndarray, cells: CellsConfig) -> np.ndarray:

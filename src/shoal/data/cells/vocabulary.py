@@ -42,7 +42,8 @@ def _read_names(file: Path) -> list[str]:
     if file.suffix == ".json":
         read = _read_json(file, KEY)
         if isinstance(read, dict):  # a gene and its number
-            read = sorted(read, key=lambda gene: (not isinstance(read[gene], int), read[gene]))
+            numbered = sorted(read.items(), key=lambda pair: (not isinstance(pair[1], int), pair[1]))
+            read = [gene for gene, _ in numbered]
         if not isinstance(read, list) or not all(isinstance(gene, str) for gene in read):
             raise UserMistake(f"{KEY}: {file} must be a list of genes, or genes with their numbers.")
         return [gene for gene in read if not gene.startswith(_SPECIAL)]
@@ -86,7 +87,7 @@ def _read_table(file: Path, key: str) -> Iterable[Sequence[str]]:
         text = file.read_text()
     except UnicodeDecodeError as error:
         raise UserMistake(
-            f"{key}: {file} is not text. Pickled vocabularies are not read: write the genes to a text file, one per line."
+            f"{key}: {file} is not text. Pickled vocabularies are not read: write the genes to a file, one per line."
         ) from error
     delimiter = "\t" if "\t" in text else ","
     return csv.reader(text.splitlines(), delimiter=delimiter)

@@ -73,7 +73,9 @@ def measure_cells(data: DataConfig, tokenizer: Tokenizer, sequences: Sequences) 
     if sequences.classes is not None and sequences.summary.classes is not None:
         of_class = np.bincount(sequences.classes, minlength=len(sequences.summary.classes))
         named = zip(sequences.summary.classes, of_class.tolist(), strict=True)
-        classes = sorted((Share(name, some, round(some / cells, 4)) for name, some in named), key=lambda one: -one.cells)
+        classes = sorted(
+            (Share(name, some, round(some / cells, 4)) for name, some in named), key=lambda one: -one.cells
+        )
     return CellStats(
         tokens=str(data.cells.tokens),
         files=[FileStats(str(one.path), one.matrix, one.cells, one.genes, one.unknown) for one in work.cells.files],

@@ -56,9 +56,10 @@ def source_lines(stats: SourceStats, max_length: int, *, titled: bool) -> Iterat
 def _cell_lines(stats: SourceStats, cells: CellStats) -> Iterator[str]:
     yield f"cells        {stats.documents:,} in {len(cells.files):,} file{'s' if len(cells.files) > 1 else ''}"
     yield f"genes        {cells.vocabulary:,} in the vocabulary; {cells.expressed:,} are expressed by some cell"
-    for one in cells.files[:_FILES]:
-        unknown = f", {one.unknown:,} not in the vocabulary" if one.unknown else ""
-        yield f"             {printable(one.path)}: {one.cells:,} cells × {one.genes:,} genes ({one.matrix}){unknown}"
+    for file in cells.files[:_FILES]:
+        unknown = f", {file.unknown:,} not in the vocabulary" if file.unknown else ""
+        size = f"{file.cells:,} cells × {file.genes:,} genes"
+        yield f"             {printable(file.path)}: {size} ({file.matrix}){unknown}"
     if len(cells.files) > _FILES:
         yield f"             and {len(cells.files) - _FILES:,} more files"
     yield f"tokens       {stats.tokens:,} ({cells.tokens})"
