@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.shapes import block_matrices
-from shoal.plan.activations import block_input
+from shoal.plan.activations import block_input, block_kept
 from shoal.plan.communication import Group, collective_seconds, rank_group
 from shoal.plan.compute import BlockCompute, block_compute, head_seconds, optimizer_seconds
-from shoal.plan.layout import Rank, count, ranks
+from shoal.plan.layout import Rank, count, ranks, stages_each
 from shoal.plan.run import Run
 from shoal.plan.stages import bubble_share
 from shoal.plan.states import optimizer_bytes, trained_parameters
@@ -60,12 +60,12 @@ def flops_per_token(run: Run) -> float:
 
 def forecast_speed(run: Run) -> Speed:
     """The time of one optimizer step of `run`."""
-    pipeline_ranks = ranks(run.shape, run.mesh.pp, run.schedule)
+    pipeline_ranks = ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)
     slowest = max((_micro_batch(run, rank) for rank in pipeline_ranks), key=lambda term: term.amount)
     parts = list(scaled(slowest, run.grad_accum_steps).parts)
     worked = sum(part.amount for part in parts)
     if run.mesh.pp > 1:
-        share = bubble_share(run.mesh.pp, run.grad_accum_steps, 1 if run.schedule == "1f1b" else 2)
+        share = bubble_share(run.mesh.pp, run.grad_accum_steps, stages_each(run.schedule, run.virtual_stages))
         if run.schedule == "zero-bubble":
             share /= 2  # weight-gradient matmuls fill most of the bubble
         parts.append(leaf("pipeline bubble", worked * share / (1 - share)))
@@ -78,7 +78,7 @@ def forecast_speed(run: Run) -> Speed:
 def replays_graphs(run: Run) -> bool:
     """Whether forward and backward pass are replayed as CUDA graphs: see parallel/cuda_graphs.py."""
     applies = run.compiled and run.traits.cuda_graphs and not run.gpu.is_cpu and run.world_size == 1
-    if not applies or run.offload != "none" or run.offloads_inputs:
+    if not applies or run.offload != "none" or run.offloads_inputs or run.offloads_activations:
         return False
     if run.cuda_graphs != "auto":
         return bool(run.cuda_graphs)
@@ -124,9 +124,10 @@ def _host_link(run: Run) -> float:
 
 def _activation_transfer(run: Run, block: BlockCompute) -> float:
     """Seconds per block in which compute waits for the transfer of its input to the host, and back."""
-    if not run.offloads_inputs:
+    if not run.offloads_inputs and not run.offloads_activations:
         return 0.0
-    seconds = block_input(run) / _host_link(run)
+    moved = block_kept(run).amount if run.offloads_activations else block_input(run)
+    seconds = moved / _host_link(run)
     return max(0.0, seconds - block.forward) + max(0.0, seconds - block.backward)
 
 
@@ -181,6 +182,7 @@ def _model_parallel(run: Run, rank: Rank) -> Term:
         halved = run.precision == "fp8" and run.traits.gathers_in_fp8
         gathered = collective_seconds(run, "all-gather", over, size / (2 if halved else 1))
         # Two all-gathers and two reduce-scatters forward, the same backward; recomputation skips only the last one.
+        # Without sequence parallelism each pair is one all-reduce, which moves as many bytes.
         tensor = 4 * gathered + 4 * summed
         if run.repeats_forward:
             tensor += 2 * gathered + summed
@@ -202,7 +204,7 @@ def _per_step(run: Run, rank: Rank) -> list[Term]:
     found = [leaf("optimizer", optimizer_seconds(run, own))]
     all_reduce = _gradient_all_reduce(run, rank, trained)
     found.append(group("communication per step", *all_reduce))
-    if run.offload in ("optimizer", "nvme"):
+    if run.offload in ("optimizer", "nvme") or run.paged_optimizer:
         moved = 2 * optimizer_bytes(run, rank) / run.optimizer_shards
         found.append(leaf("optimizer state transfer", moved / (_host_link(run) if run.offload != "nvme" else 3e9)))
     if run.offload == "cpu":
@@ -231,6 +233,8 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
         leaf("slowdown by overlapped all-reduce", CONTENTION * min(seconds, overlap)),
     ]
     if run.data_parallelism.partitions_update:
-        gather = collective_seconds(run, "all-gather", over, trained * run.weight_bytes)
+        # Within the ranks that share the optimizer state; those are neighbours.
+        sharing = rank_group(run, run.optimizer_shards, stride)
+        gather = collective_seconds(run, "all-gather", sharing, trained * run.weight_bytes)
         found.append(leaf("all-gather of updated weights", gather))
     return found
