@@ -8,7 +8,7 @@ from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import selected_matmuls
 from shoal.plan.blocks import linears
 from shoal.plan.head import is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
-from shoal.plan.run import Run
+from shoal.plan.run import Adapter, Run
 from shoal.plan.states import adapted, stored_bytes
 
 # A matmul with this inner dimension reaches half the throughput of a long one: prologue and epilogue of its tiles cost
@@ -25,6 +25,8 @@ HEAD_HALF = 16
 ATTENTION_BACKWARD = 2.5
 # Attention kernels with ALiBi reach about half of flash attention's speed.
 BIASED_ATTENTION = 0.52
+# Flash attention 2 on Hopper, relative to cuDNN's kernels: benchmarks/gpu/attention_h200.
+FLASH_2 = 0.6
 # Backward kernels read and write about twice what the forward ones do.
 TRAFFIC_BACKWARD = 2.0
 # The gradient of a bias is a sum over tokens, which reads the gradient of its layer's output once more.
@@ -75,12 +77,20 @@ class BlockCompute:
         return self.matmuls.backward + self.attention.backward + self.elementwise.backward + self.recomputed
 
 
+def reached_by(run: Run) -> Efficiency:
+    """The shares of the device's peaks that this run's software reaches."""
+    return efficiency(run.gpu, early=run.traits.early_hopper)
+
+
 def matmul_seconds(run: Run, rows: float, inner: float, columns: float, *, fp8: bool = False) -> float:
     """Seconds of one matmul, [rows, inner] × [inner, columns]."""
-    reached = efficiency(run.gpu)
+    reached = reached_by(run)
     work = 2 * rows * inner * columns
     short = inner / (inner + INNER_HALF)
-    flops = run.peak * reached.matmuls * (FP32_MATMULS if run.compute_bytes == 4 and not run.gpu.is_cpu else 1.0)
+    share = reached.matmuls
+    if run.compute_bytes == 4 and not run.gpu.is_cpu:
+        share = reached.fp32 or FP32_MATMULS * reached.matmuls
+    flops = run.peak * share
     if fp8 and run.gpu.fp8:
         flops = run.gpu.fp8 * reached.fp8
     itemsize = 1 if fp8 else run.compute_bytes
@@ -139,29 +149,64 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         forward += (len(read) + len(matrices)) * CAST_SECONDS
         backward += len(matrices) * CAST_SECONDS
     if run.adapter is not None:
-        for one in adapted(run):
-            inputs, outputs = one.local_sizes(run.mesh.tp)
-            fuses = run.compiled and not run.traits.liger_kernels
-            # `A x`: layers that read one tensor are computed together, so that it and its gradient are moved once.
-            shared = sum(1 for other in adapted(run) if other.reads == one.reads) if fuses else 1
-            narrow = matmul_seconds(run, run.tokens, inputs, run.adapter.rank * shared) / shared
-            thin = narrow + matmul_seconds(run, run.tokens, run.adapter.rank, outputs)
-            # Added to the frozen layer's output, which is read and written once more; the compiler adds it in the
-            # kernel that reads both.
-            added = outputs if fuses else 3 * outputs
-            added_backward = inputs / shared if fuses else 6 * outputs
-            forward += thin + run.tokens * added * run.compute_bytes / _bandwidth(run)
-            backward += 2 * thin + run.tokens * added_backward * run.compute_bytes / _bandwidth(run)
-            if run.adapter.dora:
-                # The norms of the adapted matrix's rows: a matmul of the matrix with `A`, and its own norms.
-                forward += matmul_seconds(run, outputs, inputs, run.adapter.rank)
-                reads = 1 if run.adapter.quantize is None else 2  # or dequantized once more
-                forward += reads * inputs * outputs * run.compute_bytes / _bandwidth(run)
+        ahead, back = _adapters(run, run.adapter)
+        forward, backward = forward + ahead, backward + back
         if run.adapter.quantize is not None:
             elements = sum(one.parameters for one in matrices) / run.mesh.tp
             unpacking = elements * (stored_bytes(run, run.adapter) + run.compute_bytes) / _bandwidth(run)
             forward, backward = forward + unpacking, backward + unpacking
     return Seconds(forward, backward), again
+
+
+def _adapters(run: Run, adapter: Adapter) -> tuple[float, float]:
+    """Seconds of a block's adapters in the forward and the backward pass."""
+    forward = backward = 0.0
+    itemsize, fuses = run.compute_bytes, run.compiled and not run.traits.liger_kernels
+    for one in adapted(run):
+        inputs, outputs = one.local_sizes(run.mesh.tp)
+        # `A x`: layers that read one tensor are computed together, so that it and its gradient are moved once.
+        shared = sum(1 for other in adapted(run) if other.reads == one.reads) if fuses else 1
+        narrow = matmul_seconds(run, run.tokens, inputs, adapter.rank * shared) / shared
+        thin = narrow + matmul_seconds(run, run.tokens, adapter.rank, outputs)
+        # Added to the frozen layer's output, which is read and written once more; the compiler adds it in the kernel
+        # that reads both.
+        added = outputs if fuses else 3 * outputs
+        added_backward = inputs / shared if fuses else 6 * outputs
+        if run.traits.peft and adapter.quantize is None:
+            # The input in fp32 and back, and its gradient.
+            added, added_backward = added + 6 * inputs, added_backward + 6 * inputs
+        if adapter.dropout:
+            # Reads the input, writes it and the mask; backward reads gradient and mask, and adds to the input's.
+            added, added_backward = added + 2.5 * inputs, added_backward + 2.5 * inputs
+        forward += thin + run.tokens * added * itemsize / _bandwidth(run)
+        backward += 2 * thin + run.tokens * added_backward * itemsize / _bandwidth(run)
+        if adapter.dora:
+            ahead, back = _dora(run, adapter, inputs, outputs)
+            forward, backward = forward + ahead, backward + back
+    return forward, backward
+
+
+def _dora(run: Run, adapter: Adapter, inputs: float, outputs: float) -> tuple[float, float]:
+    """What DoRA adds to an adapted layer: the norms of the rows of `W + B A`, and their scale."""
+    elements, itemsize = inputs * outputs, run.compute_bytes
+    dequantized = 0.0 if adapter.quantize is None else elements * (stored_bytes(run, adapter) + itemsize)
+    if not run.traits.peft:
+        # A matmul of the matrix with `A`, and its own norms: it is read once more, or dequantized and read.
+        forward = matmul_seconds(run, outputs, inputs, adapter.rank)
+        reads = 1 if adapter.quantize is None else 2
+        return forward + reads * elements * itemsize / _bandwidth(run), 0.0
+    # `B A` as a matmul with the identity (written and read), the scaled `B A` (read, written), its sum with `W` (two
+    # reads, written) and the norms (read); then three kernels over the output, and their backward ones.
+    matrices = 7 * elements + 2 * inputs * inputs
+    forward = matmul_seconds(run, inputs, inputs, adapter.rank) + matmul_seconds(run, inputs, adapter.rank, outputs)
+    scaled = run.tokens * outputs * itemsize / _bandwidth(run)
+    forward += (matrices * itemsize + dequantized) / _bandwidth(run) + 7 * scaled
+    backward = 9 * scaled
+    if adapter.dropout:
+        # The frozen layer's output is of the input without dropout, so it is computed once more.
+        forward += matmul_seconds(run, run.tokens, inputs, outputs)
+        backward += matmul_seconds(run, run.tokens, outputs, inputs)
+    return forward, backward
 
 
 def _attention(run: Run) -> Seconds:
@@ -181,7 +226,7 @@ def _attention(run: Run) -> Seconds:
 
 def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     """Seconds of attention to `seen` keys per query."""
-    shape, reached = run.shape, efficiency(run.gpu)
+    shape, reached = run.shape, reached_by(run)
     work = 4 * run.tokens * (seen + reached.half_keys) * shape.query_width / run.mesh.tp
     if path == "scores":
         # The full scores are written and read about ten times.
@@ -197,6 +242,8 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
         dropout=run.attention_dropout,
         capability=run.gpu.compute_capability,
     )
+    if run.traits.flash2 and (run.gpu.compute_capability or (0, 0)) >= (9, 0):
+        kernel *= FLASH_2
     ahead = work / (run.peak * reached.attention * min(1.0, long_heads) * biased * kernel)
     return Seconds(ahead, ATTENTION_BACKWARD * ahead)
 
@@ -228,7 +275,7 @@ def _elementwise(run: Run) -> Seconds:
         per_token += 6 * hidden / tp
     ahead = run.tokens * per_token * itemsize / _bandwidth(run)
     casting = 0.0
-    if run.traits.casts_per_use and run.mixed:
+    if run.traits.casts_per_use and run.mixed and run.adapter is None:  # under an adapter, weights are in 16 bits
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / _bandwidth(run)
     summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / _bandwidth(run) * run.trained.blocks
     return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed)
@@ -281,9 +328,9 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     if optimizer.needs_whole_matrices:
         # Five Newton-Schulz iterations of three matmuls of the matrix's shorter side.
         short = min(run.shape.hidden, run.shape.ffn)
-        seconds += 5 * 3 * 2 * parameters * short / (run.peak * efficiency(run.gpu).matmuls)
+        seconds += 5 * 3 * 2 * parameters * short / (run.peak * reached_by(run).matmuls)
     return seconds
 
 
 def _bandwidth(run: Run, reached: Efficiency | None = None) -> float:
-    return run.gpu.memory_bandwidth * (reached or efficiency(run.gpu)).bandwidth
+    return run.gpu.memory_bandwidth * (reached or reached_by(run)).bandwidth
