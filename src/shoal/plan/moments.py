@@ -8,7 +8,7 @@ from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
 from shoal.plan.run import Run
-from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, states, stored_bytes, trained_parameters
+from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, block_bytes, states, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
 # Tensors of the residual stream's size, in the compute dtype, that a compiled backward pass holds while it recomputes
@@ -252,9 +252,7 @@ def _gathered_blocks(run: Run, counts: Counts) -> float:
         return 0.0
     if run.traits.masters_with_optimizer and not run.data_parallelism.shards_weights:
         return 0.0
-    itemsize = float(run.compute_bytes)
-    if run.adapter is not None:
-        itemsize = stored_bytes(run, run.adapter)
+    itemsize = block_bytes(run)
     if run.keeps_weights:
         return counts.blocks * itemsize
     ahead = 1 + max(1, run.prefetch)
@@ -267,7 +265,7 @@ def _gathered_in_forward(run: Run, counts: Counts) -> float:
     gathered = _gathered_blocks(run, counts)
     if not gathered or not run.sharded:
         return gathered
-    itemsize = float(run.compute_bytes) if run.adapter is None else stored_bytes(run, run.adapter)
+    itemsize = block_bytes(run)
     return min(gathered + counts.block * itemsize, 2 * counts.blocks * itemsize)
 
 

@@ -4,16 +4,15 @@ from dataclasses import dataclass
 
 from shoal.catalogue.shapes import block_matrices
 from shoal.plan.activations import block_input
-from shoal.plan.communication import Group, collective_seconds, rank_group
-from shoal.plan.compute import BlockCompute, block_compute, head_seconds, optimizer_seconds
+from shoal.plan.communication import Group, collective_seconds, contention, rank_group, ring_speed, straggling
+from shoal.plan.compute import BlockCompute, block_compute, elementwise_bandwidth, head_seconds, optimizer_seconds
 from shoal.plan.layout import Rank, count, ranks
+from shoal.plan.ring import Operation
 from shoal.plan.run import Run
 from shoal.plan.stages import bubble_share
-from shoal.plan.states import optimizer_bytes, trained_parameters
+from shoal.plan.states import block_bytes, optimizer_bytes, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
-# Slowdown of compute per second of overlapped collectives: they share the device's SMs and memory bandwidth.
-CONTENTION = 0.45
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host.
 EAGER_BLOCK_HOST = 2.0e-3
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
@@ -24,6 +23,9 @@ GRAPHS_BELOW = 3.0
 HOST_LINK_SHARE = 0.8
 # Memory bandwidth of a host that runs the optimizer step, for all of its ranks together.
 HOST_MEMORY = 100e9
+# Bytes that PyTorch's ring attention moves for each block of keys, per element of the output that it merges in fp32, and
+# per element of the gradients of queries, keys and values that it adds up.
+MERGED_OUTPUT, MERGED_GRADIENTS = 40, 16
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def forecast_speed(run: Run) -> Speed:
             share /= 2  # weight-gradient matmuls fill most of the bubble
         parts.append(leaf("pipeline bubble", worked * share / (1 - share)))
     parts.extend(_per_step(run, pipeline_ranks[0]))
+    parts.append(leaf("stragglers", straggling(run.nodes) * sum(part.amount for part in parts)))
     step = group("step", *parts)
     tokens = run.micro_batch * run.length * run.grad_accum_steps * run.mesh.data_parallel
     return Speed(step, tokens, run.world_size, flops_per_token(run), run.peak)
@@ -113,8 +116,8 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     copied = leaf("exposed activation transfer", _activation_transfer(run, block) * blocks)
     exposed, hidden = _sharding(run, rank, ahead, back)
     model_parallel = _model_parallel(run, rank)
-    contention = leaf("slowdown by overlapped collectives", CONTENTION * hidden)
-    return group("micro-batch", *compute, waiting, copied, group("communication", exposed, model_parallel, contention))
+    slowed = leaf("slowdown by overlapped collectives", contention(run, _shard_group(run)) * hidden)
+    return group("micro-batch", *compute, waiting, copied, group("communication", exposed, model_parallel, slowed))
 
 
 def _host_link(run: Run) -> float:
@@ -140,27 +143,32 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
         return leaf("exposed FSDP collectives", 0.0), 0.0
     counts, over = count(run, rank), _shard_group(run)
 
-    def gathered(parameters: float) -> float:
-        return collective_seconds(run, "all-gather", over, parameters * run.compute_bytes)
+    def gathered(parameters: float, itemsize: float = run.compute_bytes) -> float:
+        return collective_seconds(run, "all-gather", over, parameters * itemsize)
 
     def scattered(parameters: float) -> float:
-        return collective_seconds(run, "reduce-scatter", over, parameters * run.reduce_bytes) if parameters else 0.0
+        return collective_seconds(run, "reduce-scatter", over, parameters * run.reduced_bytes) if parameters else 0.0
 
-    gather, scatter = gathered(counts.block), scattered(counts.block * run.trained.blocks)
+    gather, scatter = gathered(counts.block, block_bytes(run)), scattered(counts.block * run.trained.blocks)
     embedding, head = counts.embedding * run.trained.embedding, counts.head * run.trained.head
     embedding_and_head = gathered(counts.embedding_and_head) + scattered(embedding + head)
     if run.mesh.pp > 1:
-        # All-gathered and reduce-scattered once per step: amortized over its micro-batches.
-        return leaf(
-            "exposed FSDP collectives", (embedding_and_head + (gather + scatter) * rank.blocks) / run.grad_accum_steps
-        ), 0.0
+        # Once per step, so amortized over its micro-batches: the all-gathers overlap with the first forward pass, and
+        # the reduce-scatters come after the last backward pass.
+        gathers, scatters = gather * rank.blocks, scatter * rank.blocks
+        exposed = embedding_and_head + gather + max(0.0, gathers - gather - ahead) + scatters
+        hidden = max(0.0, embedding_and_head + gathers + scatters - exposed)
+        steps = run.grad_accum_steps
+        return leaf("exposed FSDP collectives", exposed / steps), hidden / steps
     passes = 2 if run.reference_pass else 1
     gathers = gather * rank.blocks * (1 / run.grad_accum_steps if run.keeps_weights else passes)
     again = 0.0 if run.keeps_weights else gather * rank.blocks
     scatters = scatter * rank.blocks
+    if run.gathers_after_step:
+        gathers, gather, embedding_and_head = 0.0, 0.0, scattered(embedding + head)
     # The first all-gathers and the last reduce-scatters overlap with nothing: those of the embedding and one block; and
     # of the head, if it is in one FSDP unit with the embedding.
-    if run.separate_head_unit:
+    elif run.separate_head_unit:
         gathers += gathered(counts.head)
         scatters += scattered(head)
         embedding_and_head = gathered(counts.embedding) + scattered(embedding)
@@ -188,11 +196,39 @@ def _model_parallel(run: Run, rank: Rank) -> Term:
             tensor += 2 * gathered + 2 * summed
         tensor *= rank.blocks
     if mesh.cp > 1:
-        keys_and_values = run.tokens * mesh.cp * 2 * shape.kv_width / mesh.tp * run.compute_bytes
-        over = rank_group(run, mesh.cp, mesh.tp)
-        each = collective_seconds(run, "all-gather", over, keys_and_values)
-        context = (2 + run.repeats_forward + run.reference_pass) * each * rank.blocks
-    return group("collectives in blocks", leaf("tensor parallel", tensor), leaf("context parallel", context))
+        context = _context_parallel(run) * rank.blocks
+    stages = _stage_transfers(run, rank) if mesh.pp > 1 else 0.0
+    return group(
+        "collectives in blocks",
+        leaf("tensor parallel", tensor),
+        leaf("context parallel", context),
+        leaf("between pipeline stages", stages),
+    )
+
+
+def _context_parallel(run: Run) -> float:
+    """Seconds per block: keys and values of all ranks, and their gradients."""
+    mesh, shape, ring = run.mesh, run.shape, run.traits.ring_attention
+    width = 2 * (shape.query_width if run.traits.repeats_keys else shape.kv_width) / mesh.tp
+    over = rank_group(run, mesh.cp, mesh.tp)
+    each = collective_seconds(run, "all-gather", over, run.tokens * mesh.cp * width * run.compute_bytes)
+    forwards = 1 + run.repeats_forward + run.reference_pass
+    if not ring:
+        return (forwards + 1) * each
+    # The backward pass sends keys and values around again, and their gradients in fp32.
+    backward = (1 + 4 / run.compute_bytes) * each
+    queries = run.tokens * shape.query_width / mesh.tp
+    merged = MERGED_OUTPUT * queries / elementwise_bandwidth(run)
+    gradients = (MERGED_GRADIENTS * queries + MERGED_GRADIENTS * run.tokens * width) / elementwise_bandwidth(run)
+    return forwards * each + backward + (mesh.cp - 1) * (forwards * merged + gradients)
+
+
+def _stage_transfers(run: Run, rank: Rank) -> float:
+    """Seconds to receive the hidden states of the stage before, and the gradients of the stage behind."""
+    stride = run.world_size // run.mesh.pp
+    over = rank_group(run, run.mesh.pp, stride)
+    ends = sum((not stage.first) + (not stage.last) for stage in rank.stages)
+    return ends * block_input(run) / ring_speed(run, over)
 
 
 def _per_step(run: Run, rank: Rank) -> list[Term]:
@@ -200,8 +236,8 @@ def _per_step(run: Run, rank: Rank) -> list[Term]:
     trained = trained_parameters(run, rank)
     own = trained / run.optimizer_shards
     found = [leaf("optimizer", optimizer_seconds(run, own))]
-    all_reduce = _gradient_all_reduce(run, rank, trained)
-    found.append(group("communication per step", *all_reduce))
+    communication = [*_gradient_all_reduce(run, rank, trained), *_weight_gather(run, rank, trained)]
+    found.append(group("communication per step", *communication))
     if run.offload in ("optimizer", "nvme"):
         moved = 2 * optimizer_bytes(run, rank) / run.optimizer_shards
         found.append(leaf("optimizer state transfer", moved / (_host_link(run) if run.offload != "nvme" else 3e9)))
@@ -220,17 +256,30 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
         return []
     stride = run.mesh.tp * (run.shards if run.sharded else 1)
     over = rank_group(run, run.replicas, stride)
-    itemsize = run.compress_bytes or (run.reduce_bytes if run.mixed else run.weight_bytes)
-    seconds = collective_seconds(run, "all-reduce", over, trained / run.shards * itemsize)
-    block = block_compute(run)
-    overlap = block.backward * rank.blocks if run.mesh.pp == 1 else 0.0
+    itemsize = run.compress_bytes or (run.reduced_bytes if run.mixed else run.weight_bytes)
+    # ZeRO reduces each gradient to the rank that updates it.
+    scatters = run.gathers_after_step and run.traits.masters_with_optimizer
+    operation: Operation = "reduce-scatter" if scatters else "all-reduce"
+    seconds = collective_seconds(run, operation, over, trained / run.shards * itemsize)
+    overlap = block_compute(run).backward * rank.blocks
     # The last bucket, or the last block's gradients, start when there is nothing left to compute.
     last = seconds / max(2, rank.blocks)
-    found = [
-        leaf("gradient all-reduce", max(last, seconds - overlap)),
-        leaf("slowdown by overlapped all-reduce", CONTENTION * min(seconds, overlap)),
+    return [
+        leaf(f"gradient {operation}", max(last, seconds - overlap)),
+        leaf("slowdown by overlapped all-reduce", contention(run, over) * min(seconds, overlap)),
     ]
-    if run.data_parallelism.partitions_update:
-        gather = collective_seconds(run, "all-gather", over, trained * run.weight_bytes)
-        found.append(leaf("all-gather of updated weights", gather))
-    return found
+
+
+def _weight_gather(run: Run, rank: Rank, trained: float) -> list[Term]:
+    """The all-gather of updated weights, if each rank updates a shard of them."""
+    if not run.gathers_after_step or run.replicas * run.shards == 1:
+        return []
+    over = _shard_group(run) if run.sharded else rank_group(run, run.replicas, run.mesh.tp)
+    seconds = collective_seconds(run, "all-gather", over, trained * run.updated_bytes)
+    if not run.traits.overlaps_weight_gather:
+        return [leaf("all-gather of updated weights", seconds)]
+    overlap = block_compute(run).forward * rank.blocks
+    return [
+        leaf("all-gather of updated weights", max(seconds / max(2, rank.blocks), seconds - overlap)),
+        leaf("slowdown by overlapped all-gather", contention(run, over) * min(seconds, overlap)),
+    ]

@@ -141,3 +141,8 @@ def stored_bytes(run: Run, adapter: Adapter) -> float:
     if adapter.double_quantized and adapter.quantize in ("nf4", "fp4"):
         return DOUBLE_QUANTIZED_BYTES
     return QUANTIZED_BYTES[adapter.quantize]
+
+
+def block_bytes(run: Run) -> float:
+    """Bytes per parameter of a block that FSDP all-gathers: a frozen matrix as it is stored."""
+    return float(run.compute_bytes) if run.adapter is None else stored_bytes(run, run.adapter)
