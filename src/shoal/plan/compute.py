@@ -95,7 +95,7 @@ def matmul_seconds(run: Run, rows: float, inner: float, columns: float, *, fp8: 
         flops = run.gpu.fp8 * reached.fp8
     itemsize = 1 if fp8 else run.compute_bytes
     moved = (rows * inner + inner * columns + rows * columns) * itemsize
-    return max(work / (flops * short), moved / elementwise_bandwidth(run, reached))
+    return max(work / (flops * short), moved / bandwidth(run, reached))
 
 
 def block_compute(run: Run) -> BlockCompute:
@@ -110,7 +110,7 @@ def block_compute(run: Run) -> BlockCompute:
         # Recomputed inputs are written once more before the matmuls that read them; their sources are read in the
         # backward pass anyway.
         written = 2 * run.shape.hidden + run.shape.ffn / run.mesh.tp
-        recomputed = run.tokens * written * run.compute_bytes / elementwise_bandwidth(run)
+        recomputed = run.tokens * written * run.compute_bytes / bandwidth(run)
     elif run.repeats_forward:
         # All but the last matmul: recomputation stops early once every saved tensor exists, and the backward pass does
         # not need that one's output.
@@ -136,16 +136,16 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         again += 0.0 if index in kept else ahead
         if fp8 and not run.traits.casts_once:
             cast = run.tokens * (inputs + outputs) + inputs * outputs
-            forward += cast * CAST_TRAFFIC / elementwise_bandwidth(run)
-            backward += 2 * cast * CAST_TRAFFIC / elementwise_bandwidth(run)
+            forward += cast * CAST_TRAFFIC / bandwidth(run)
+            backward += 2 * cast * CAST_TRAFFIC / bandwidth(run)
     if fp8 and run.traits.casts_once:
         read = {one.reads: one.local_sizes(run.mesh.tp)[0] for one in matrices}
         made = sum(one.local_sizes(run.mesh.tp)[1] for one in matrices)
         elements = sum(one.parameters for one in matrices) / run.mesh.tp
         # The second layout is for the weight gradient.
         cast = TWO_LAYOUT_CAST_TRAFFIC if run.trained.blocks else CAST_TRAFFIC
-        forward += (run.tokens * sum(read.values()) * cast + elements * CAST_TRAFFIC) / elementwise_bandwidth(run)
-        backward += (run.tokens * made * cast + elements * TWO_LAYOUT_CAST_TRAFFIC) / elementwise_bandwidth(run)
+        forward += (run.tokens * sum(read.values()) * cast + elements * CAST_TRAFFIC) / bandwidth(run)
+        backward += (run.tokens * made * cast + elements * TWO_LAYOUT_CAST_TRAFFIC) / bandwidth(run)
         forward += (len(read) + len(matrices)) * CAST_SECONDS
         backward += len(matrices) * CAST_SECONDS
     if run.adapter is not None:
@@ -153,7 +153,7 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         forward, backward = forward + ahead, backward + back
         if run.adapter.quantize is not None:
             elements = sum(one.parameters for one in matrices) / run.mesh.tp
-            unpacking = elements * (stored_bytes(run, run.adapter) + run.compute_bytes) / elementwise_bandwidth(run)
+            unpacking = elements * (stored_bytes(run, run.adapter) + run.compute_bytes) / bandwidth(run)
             forward, backward = forward + unpacking, backward + unpacking
     return Seconds(forward, backward), again
 
@@ -178,8 +178,8 @@ def _adapters(run: Run, adapter: Adapter) -> tuple[float, float]:
         if adapter.dropout:
             # Reads the input, writes it and the mask; backward reads gradient and mask, and adds to the input's.
             added, added_backward = added + 2.5 * inputs, added_backward + 2.5 * inputs
-        forward += thin + run.tokens * added * itemsize / elementwise_bandwidth(run)
-        backward += 2 * thin + run.tokens * added_backward * itemsize / elementwise_bandwidth(run)
+        forward += thin + run.tokens * added * itemsize / bandwidth(run)
+        backward += 2 * thin + run.tokens * added_backward * itemsize / bandwidth(run)
         if adapter.dora:
             ahead, back = _dora(run, adapter, inputs, outputs)
             forward, backward = forward + ahead, backward + back
@@ -194,13 +194,13 @@ def _dora(run: Run, adapter: Adapter, inputs: float, outputs: float) -> tuple[fl
         # A matmul of the matrix with `A`, and its own norms: it is read once more, or dequantized and read.
         forward = matmul_seconds(run, outputs, inputs, adapter.rank)
         reads = 1 if adapter.quantize is None else 2
-        return forward + reads * elements * itemsize / elementwise_bandwidth(run), 0.0
+        return forward + reads * elements * itemsize / bandwidth(run), 0.0
     # `B A` as a matmul with the identity (written and read), the scaled `B A` (read, written), its sum with `W` (two
     # reads, written) and the norms (read); then three kernels over the output, and their backward ones.
     matrices = 7 * elements + 2 * inputs * inputs
     forward = matmul_seconds(run, inputs, inputs, adapter.rank) + matmul_seconds(run, inputs, adapter.rank, outputs)
-    scaled = run.tokens * outputs * itemsize / elementwise_bandwidth(run)
-    forward += (matrices * itemsize + dequantized) / elementwise_bandwidth(run) + 7 * scaled
+    scaled = run.tokens * outputs * itemsize / bandwidth(run)
+    forward += (matrices * itemsize + dequantized) / bandwidth(run) + 7 * scaled
     backward = 9 * scaled
     if adapter.dropout:
         # The frozen layer's output is of the input without dropout, so it is computed once more.
@@ -232,7 +232,7 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
         # The full scores are written and read about ten times.
         scores = run.tokens * run.length * shape.heads / run.mesh.tp
         full = 4 * run.tokens * run.length * shape.query_width / run.mesh.tp
-        ahead = full / (run.peak * reached.matmuls) + scores * 30 / elementwise_bandwidth(run)
+        ahead = full / (run.peak * reached.matmuls) + scores * 30 / bandwidth(run)
         return Seconds(ahead, 2 * ahead)
     long_heads = (128 + HEAD_HALF) / 128 * shape.head_size / (shape.head_size + HEAD_HALF)
     biased = BIASED_ATTENTION if shape.traits.biased_attention else 1.0
@@ -273,11 +273,11 @@ def _elementwise(run: Run) -> Seconds:
         biased = (shape.query_width + 2 * shape.kv_width) / tp
     if run.dropout:
         per_token += 6 * hidden / tp
-    ahead = run.tokens * per_token * itemsize / elementwise_bandwidth(run)
+    ahead = run.tokens * per_token * itemsize / bandwidth(run)
     casting = 0.0
     if run.traits.casts_per_use and run.mixed and run.adapter is None:  # under an adapter, weights are in 16 bits
-        casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / elementwise_bandwidth(run)
-    summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / elementwise_bandwidth(run) * run.trained.blocks
+        casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / bandwidth(run)
+    summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / bandwidth(run) * run.trained.blocks
     return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed)
 
 
@@ -292,18 +292,18 @@ def head_seconds(run: Run) -> Seconds:
     ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns, fp8=fp8)
     back = slower * matmul_seconds(run, tokens, columns, shape.hidden, fp8=fp8)
     if fp8:
-        ahead += columns * shape.hidden * TWO_LAYOUT_CAST_TRAFFIC / elementwise_bandwidth(run)
-        back += tokens * columns * CAST_TRAFFIC / elementwise_bandwidth(run)
+        ahead += columns * shape.hidden * TWO_LAYOUT_CAST_TRAFFIC / bandwidth(run)
+        back += tokens * columns * CAST_TRAFFIC / bandwidth(run)
     trained = run.trained.embedding if shape.tied else run.trained.head
     if trained:
         back += slower * matmul_seconds(run, shape.hidden, tokens, columns)
     if is_padded(run):
-        ahead += 2 * columns * shape.hidden * run.compute_bytes / elementwise_bandwidth(run)  # a padded copy of the weight
+        ahead += 2 * columns * shape.hidden * run.compute_bytes / bandwidth(run)  # a padded copy of the weight
     fused = is_fused_loss(run) if run.loss == "plain" else run.loss == "fused" or (run.compiled and tp == 1)
     traffic = FUSED_LOGIT_TRAFFIC if fused else PLAIN_LOGIT_TRAFFIC
     if overwrites_logits(run):
         traffic = KERNEL_LOGIT_TRAFFIC
-    moved = tokens * columns * traffic / elementwise_bandwidth(run)
+    moved = tokens * columns * traffic / bandwidth(run)
     if run.loss != "plain" and run.of_answers:
         back += ahead + moved / 2  # the logits and their softmax once more
     elif run.loss == "chunked" and run.traits.chunks == "recomputed":
@@ -324,7 +324,7 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     if run.mixed and not run.sharded:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
     streamed = run.traits.fused_step and optimizer.streams
-    seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else elementwise_bandwidth(run))
+    seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else bandwidth(run))
     if optimizer.needs_whole_matrices:
         # Five Newton-Schulz iterations of three matmuls of the matrix's shorter side.
         short = min(run.shape.hidden, run.shape.ffn)
@@ -332,6 +332,6 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     return seconds
 
 
-def elementwise_bandwidth(run: Run, reached: Efficiency | None = None) -> float:
+def bandwidth(run: Run, reached: Efficiency | None = None) -> float:
     """Bytes per second that elementwise kernels reach."""
     return run.gpu.memory_bandwidth * (reached or reached_by(run)).bandwidth

@@ -3,29 +3,27 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.shapes import block_matrices
-from shoal.plan.activations import block_input
-from shoal.plan.communication import Group, collective_seconds, contention, rank_group, ring_speed, straggling
-from shoal.plan.compute import BlockCompute, block_compute, elementwise_bandwidth, head_seconds, optimizer_seconds
+from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
+from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
 from shoal.plan.layout import Rank, count, ranks
+from shoal.plan.model_parallel import model_parallel
+from shoal.plan.offload import activation_transfer, offloaded_state, steps_on_host
 from shoal.plan.ring import Operation
 from shoal.plan.run import Run
 from shoal.plan.stages import bubble_share
-from shoal.plan.states import block_bytes, optimizer_bytes, trained_parameters
+from shoal.plan.states import adapted, block_bytes, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host.
 EAGER_BLOCK_HOST = 2.0e-3
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
+# Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them.
+EAGER_ADAPTER_HOST = 0.25e-3
+# Share of the forward pass, which is launched once more if it is recomputed.
+FORWARD_HOST = 1 / 3
 # CUDA graphs are used if the device needs less than this many times the host time of a step without them: hosts differ,
 # and so does what else they do.
 GRAPHS_BELOW = 3.0
-# Share of the nominal bandwidth of the link to the host that copies of pinned memory reach.
-HOST_LINK_SHARE = 0.8
-# Memory bandwidth of a host that runs the optimizer step, for all of its ranks together.
-HOST_MEMORY = 100e9
-# Bytes that PyTorch's ring attention moves for each block of keys, per element of the output that it merges in fp32, and
-# per element of the gradients of queries, keys and values that it adds up.
-MERGED_OUTPUT, MERGED_GRADIENTS = 40, 16
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,10 @@ def replays_graphs(run: Run) -> bool:
 
 def _host_seconds(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, forward and backward."""
-    return (COMPILED_BLOCK_HOST if run.compiled else EAGER_BLOCK_HOST) * blocks
+    if run.compiled and not run.traits.liger_kernels:
+        return COMPILED_BLOCK_HOST * blocks
+    block = EAGER_BLOCK_HOST + (EAGER_ADAPTER_HOST * len(adapted(run)) if run.adapter is not None else 0.0)
+    return block * blocks * (1 + FORWARD_HOST * (run.repeats_forward + run.reference_pass))
 
 
 def _micro_batch(run: Run, rank: Rank) -> Term:
@@ -113,24 +114,11 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     back = block.backward * blocks + (loss.backward if loss else 0.0)
     host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else _host_seconds(run, blocks)
     waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back))
-    copied = leaf("exposed activation transfer", _activation_transfer(run, block) * blocks)
+    copied = leaf("exposed activation transfer", activation_transfer(run, block) * blocks)
     exposed, hidden = _sharding(run, rank, ahead, back)
-    model_parallel = _model_parallel(run, rank)
+    in_blocks = model_parallel(run, rank)
     slowed = leaf("slowdown by overlapped collectives", contention(run, _shard_group(run)) * hidden)
-    return group("micro-batch", *compute, waiting, copied, group("communication", exposed, model_parallel, slowed))
-
-
-def _host_link(run: Run) -> float:
-    """Bytes per second between a device and its host's memory, in either direction."""
-    return run.gpu.host_link.bytes_per_second * HOST_LINK_SHARE
-
-
-def _activation_transfer(run: Run, block: BlockCompute) -> float:
-    """Seconds per block in which compute waits for the transfer of its input to the host, and back."""
-    if not run.offloads_inputs:
-        return 0.0
-    seconds = block_input(run) / _host_link(run)
-    return max(0.0, seconds - block.forward) + max(0.0, seconds - block.backward)
+    return group("micro-batch", *compute, waiting, copied, group("communication", exposed, in_blocks, slowed))
 
 
 def _shard_group(run: Run) -> Group:
@@ -178,75 +166,14 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
     )
 
 
-def _model_parallel(run: Run, rank: Rank) -> Term:
-    """Collectives inside blocks, which do not overlap: the next kernel needs their result."""
-    mesh, shape = run.mesh, run.shape
-    tensor, context = 0.0, 0.0
-    if mesh.tp > 1:
-        size = run.tokens * shape.hidden * run.compute_bytes
-        over = rank_group(run, mesh.tp, 1)
-        summed = collective_seconds(run, "reduce-scatter", over, size)
-        halved = run.precision == "fp8" and run.traits.gathers_in_fp8
-        gathered = collective_seconds(run, "all-gather", over, size / (2 if halved else 1))
-        # Two all-gathers and two reduce-scatters forward, the same backward; recomputation skips only the last one.
-        tensor = 4 * gathered + 4 * summed
-        if run.repeats_forward:
-            tensor += 2 * gathered + summed
-        if run.reference_pass:
-            tensor += 2 * gathered + 2 * summed
-        tensor *= rank.blocks
-    if mesh.cp > 1:
-        context = _context_parallel(run) * rank.blocks
-    stages = _stage_transfers(run, rank) if mesh.pp > 1 else 0.0
-    return group(
-        "collectives in blocks",
-        leaf("tensor parallel", tensor),
-        leaf("context parallel", context),
-        leaf("between pipeline stages", stages),
-    )
-
-
-def _context_parallel(run: Run) -> float:
-    """Seconds per block: keys and values of all ranks, and their gradients."""
-    mesh, shape, ring = run.mesh, run.shape, run.traits.ring_attention
-    width = 2 * (shape.query_width if run.traits.repeats_keys else shape.kv_width) / mesh.tp
-    over = rank_group(run, mesh.cp, mesh.tp)
-    each = collective_seconds(run, "all-gather", over, run.tokens * mesh.cp * width * run.compute_bytes)
-    forwards = 1 + run.repeats_forward + run.reference_pass
-    if not ring:
-        return (forwards + 1) * each
-    # The backward pass sends keys and values around again, and their gradients in fp32.
-    backward = (1 + 4 / run.compute_bytes) * each
-    queries = run.tokens * shape.query_width / mesh.tp
-    merged = MERGED_OUTPUT * queries / elementwise_bandwidth(run)
-    gradients = (MERGED_GRADIENTS * queries + MERGED_GRADIENTS * run.tokens * width) / elementwise_bandwidth(run)
-    return forwards * each + backward + (mesh.cp - 1) * (forwards * merged + gradients)
-
-
-def _stage_transfers(run: Run, rank: Rank) -> float:
-    """Seconds to receive the hidden states of the stage before, and the gradients of the stage behind."""
-    stride = run.world_size // run.mesh.pp
-    over = rank_group(run, run.mesh.pp, stride)
-    ends = sum((not stage.first) + (not stage.last) for stage in rank.stages)
-    return ends * block_input(run) / ring_speed(run, over)
-
-
 def _per_step(run: Run, rank: Rank) -> list[Term]:
     """The optimizer, and communication once per step."""
     trained = trained_parameters(run, rank)
     own = trained / run.optimizer_shards
-    found = [leaf("optimizer", optimizer_seconds(run, own))]
+    found = [leaf("optimizer", 0.0 if steps_on_host(run) else optimizer_seconds(run, own))]
     communication = [*_gradient_all_reduce(run, rank, trained), *_weight_gather(run, rank, trained)]
     found.append(group("communication per step", *communication))
-    if run.offload in ("optimizer", "nvme"):
-        moved = 2 * optimizer_bytes(run, rank) / run.optimizer_shards
-        found.append(leaf("optimizer state transfer", moved / (_host_link(run) if run.offload != "nvme" else 3e9)))
-    if run.offload == "cpu":
-        # Gradients move to the host and weights to the device for every micro-batch; the host runs the optimizer.
-        counts = count(run, rank)
-        moved = (2 * counts.all * run.weight_bytes + trained * run.weight_bytes) / run.shards * run.grad_accum_steps
-        stepping = own * 28 * run.devices / HOST_MEMORY
-        found.append(leaf("weight transfer and CPU optimizer step", moved / _host_link(run) + stepping))
+    found.append(offloaded_state(run, rank))
     return found
 
 
