@@ -75,8 +75,6 @@ def make_run(
         cuda_graphs=train.cuda_graphs,
         loss=choose_loss(config, shape, execution.micro_batch * config.data.max_length // mesh.cp),
         attention=attention,
-        if traits == OURS
-        else _attention_elsewhere(config, shape, machine, traits),
         attention_dropout=drops_attention(config.model),
         dropout=has_dropout(config.model) or (traits != OURS and _drops_elsewhere(config, shape)),
         reshard=False if keeps else (True if parallel.reshard == "auto" else parallel.reshard),
