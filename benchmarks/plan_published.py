@@ -32,7 +32,17 @@ from shoal.plan.terms import GIB
 FOLDER = Path(__file__).parent / "plan" / "published"
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
-MEGATRON = replace(DEEPSPEED, unfused_norms=False, loss_kernel="always")
+MEGATRON = replace(
+    DEEPSPEED,
+    unfused_norms=False,
+    loss_kernel="always",
+    overlaps_weight_gather=True,
+    # Transformer Engine's linear layers and cuDNN's attention.
+    saves_fp8_inputs=True,
+    casts_once=True,
+    flash2=False,
+    peft=False,
+)
 NEAREST: dict[str, SystemTraits] = {
     "megatron": MEGATRON,
     "nemo": MEGATRON,

@@ -10,6 +10,7 @@ import math
 
 from shoal.plan.blocks import Linear, linears
 from shoal.plan.run import Run
+from shoal.plan.states import adapted
 from shoal.plan.terms import Term, group, leaf
 
 # The names that `Linear.reads` gives the outputs of norms.
@@ -134,14 +135,22 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
     shape, itemsize = run.shape, _input_bytes(run)
     read = needed(run)
     kept = len(read & NORMS)
-    if run.traits.casts_per_use and run.mixed and (not run.compiled or run.traits.liger_kernels):
-        # Autocast casts a norm's output separately for each linear layer that reads it; the compiler casts it once.
-        kept = sum(1 for one in linears(shape, joined=run.traits.fused_qkv) if one.reads in read & NORMS)
+    joined = linears(shape, joined=run.traits.fused_qkv)
+    if run.adapter is None:
+        if run.traits.casts_per_use and run.mixed and (not run.compiled or run.traits.liger_kernels):
+            # Autocast casts a norm's output separately for each linear layer that reads it; the compiler casts it once.
+            kept = sum(1 for one in joined if one.reads in read & NORMS)
+    elif run.traits.peft and run.adapter.quantize is None and not dropped_inputs(run):
+        # PEFT casts it for each adapted layer.
+        kept = max(kept, sum(1 for one in adapted(run) if one.reads in NORMS))
     if run.recomputes_cheap and run.mesh.tp == 1 and itemsize > 1:
         kept = 0  # recomputed from the norm's input, unless it was all-gathered or cast to fp8
     found = [leaf("linear inputs", tokens * kept * shape.hidden * itemsize)]
-    if run.adapter is not None and run.adapter.dropout and "norm" in read:
-        found.append(leaf("adapter dropout", tokens * shape.hidden * (itemsize + 1)))
+    if run.adapter is not None and run.adapter.dropout:
+        # The mask and, unless compiled, what the adapter reads instead of the layer's input.
+        saved = 1 + (itemsize if dropped_inputs(run) else 0)
+        width = sum(one.local_sizes(run.mesh.tp)[0] for one in _with_dropout(run))
+        found.append(leaf("adapter dropout", tokens * width * saved))
     return found
 
 
@@ -195,7 +204,11 @@ def _dora(run: Run) -> list[Term]:
     compiler saves the MLP's factors as these, and multiplies again."""
     if run.adapter is None or not run.adapter.dora:
         return []
-    targets = [one for one in linears(run.shape) if one.name in run.adapter.targets]
+    targets = adapted(run)
+    if run.traits.peft:
+        # PEFT's adapters save their own output too.
+        widths = 2 * sum(one.outputs for one in targets)
+        return [leaf("DoRA outputs", run.tokens * widths * run.compute_bytes)]
     if run.compiled:
         targets = [one for one in targets if one.outputs != run.shape.ffn]
     return [leaf("DoRA outputs", run.tokens * sum(one.outputs for one in targets) * run.compute_bytes)]
@@ -215,4 +228,19 @@ def needed(run: Run) -> set[str]:
         return {one.reads for one in matrices} if run.trained.blocks else set()
     if adapter.quantize is not None and run.traits.quantized_keep_inputs:
         return {one.reads for one in matrices}
+    if dropped_inputs(run):
+        return set()
     return {one.reads for one in matrices if one.name in adapter.targets}
+
+
+def dropped_inputs(run: Run) -> bool:
+    """Whether an adapter saves its input after dropout instead of its layer's input, which the compiler recomputes."""
+    return run.adapter is not None and run.adapter.dropout and not run.compiled
+
+
+def _with_dropout(run: Run) -> list[Linear]:
+    """The adapted layers with a dropout of their own: of a joined QKV layer, one."""
+    found = adapted(run)
+    if not run.traits.fused_qkv:
+        return found
+    return [one for one in found if one.reads != "norm"] + [one for one in found if one.reads == "norm"][:1]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from shoal.catalogue.attention import Attention, Heads, Path, choose_attention_path
+from shoal.catalogue.attention import AMPERE, Attention, Heads, Path, choose_attention_path
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
@@ -51,6 +51,9 @@ def make_run(
     small = small and find_optimizer(train.optimizer.name).own_kernel
     keeps = find_strategy(execution.strategy, execution.sharding).keeps_weights
     adapter, facts = read_adapter(config, shape), objective_facts(train.objective)
+    attention = plan_attention(config, shape, machine).path
+    if traits != OURS:
+        attention = _attention_elsewhere(config, shape, machine, traits)
     return Run(
         shape=shape,
         gpu=machine.gpu,
@@ -77,9 +80,9 @@ def make_run(
         compiled=compiled,
         cuda_graphs=train.cuda_graphs,
         loss=choose_loss(config, shape, execution.micro_batch * config.data.max_length // mesh.cp),
-        attention=plan_attention(config, shape, machine).path if traits == OURS else _attention_elsewhere(config),
+        attention=attention,
         attention_dropout=drops_attention(config.model),
-        dropout=has_dropout(config.model),
+        dropout=has_dropout(config.model) or (traits != OURS and _drops_elsewhere(config, shape)),
         reshard=False if keeps else (True if parallel.reshard == "auto" else parallel.reshard),
         prefetch=parallel.prefetch,
         offload=_offload(config),
@@ -127,11 +130,21 @@ def plan_attention(config: Config, shape: ModelShape, machine: Machine) -> Atten
     )
 
 
-def _attention_elsewhere(config: Config) -> Path:
+def _attention_elsewhere(config: Config, shape: ModelShape, machine: Machine, traits: SystemTraits) -> Path:
     """The same of other systems, whose kernels for sliding windows are not known."""
     if config.model.attention == "eager":
         return "scores"
-    return "dense mask" if has_documents(config) else "fused"
+    if has_documents(config):
+        return "dense mask"
+    # SDPA has no fused kernel for grouped keys in fp32 and before Ampere, unless they are repeated for every query.
+    flash = (machine.gpu.compute_capability or AMPERE) >= AMPERE and config.train.precision != "32-true"
+    grouped = shape.kv_heads != shape.heads and not traits.repeats_keys and not machine.is_cpu
+    return "fused" if flash or not grouped else "scores"
+
+
+def _drops_elsewhere(config: Config, shape: ModelShape) -> bool:
+    """Whether other systems train with dropout on hidden states: encoders have it, unless the config says 0."""
+    return config.model.dropout is None and not shape.traits.causal and shape.traits.hidden_dropout
 
 
 def count_grad_accum_steps(global_batch: int, micro_batch: int, data_parallel: int) -> int:

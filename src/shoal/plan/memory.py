@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from shoal.catalogue.attention import AMPERE
 from shoal.plan.activations import block_kept, buffer_bytes
 from shoal.plan.blocks import linears
 from shoal.plan.layout import Rank, count, micro_batches_in_flight, ranks
@@ -20,8 +21,10 @@ EXPANDABLE_SLACK = 0.005
 # Recomputed blocks do not fit the gaps that other tensors have left: of what they need for a time, this share is
 # reserved in addition.
 RECOMPUTED_SLACK = 0.3
-# CUDA context with loaded kernels; and NCCL's channels, if there are other ranks.
+# CUDA context with loaded kernels, which older devices and their software load all at once; and NCCL's channels, if
+# there are other ranks.
 CONTEXT_GIB = 0.6
+EARLY_CONTEXT_GIB = 1.3
 COMMUNICATION_GIB = 0.6
 
 
@@ -84,7 +87,9 @@ def forecast_memory(run: Run) -> Memory:
     pipeline_ranks = tuple(_rank_memory(run, rank) for rank in everything)
     context = 0.0
     if not run.gpu.is_cpu:
-        context = (CONTEXT_GIB + (COMMUNICATION_GIB if run.world_size > 1 else 0.0)) * GIB
+        early = (run.gpu.compute_capability or AMPERE) < AMPERE
+        context = EARLY_CONTEXT_GIB if early else CONTEXT_GIB
+        context = (context + (COMMUNICATION_GIB if run.world_size > 1 else 0.0)) * GIB
     return Memory(run, pipeline_ranks, context)
 
 

@@ -8,9 +8,11 @@ from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
 from shoal.plan.run import Run
-from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, states, stored_bytes, trained_parameters
+from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, block_bytes, states, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
+# Elements of DeepSpeed's contiguous gradient bucket (reduce_bucket_size), by default.
+ZERO_BUCKET = 5e8
 # Tensors of the residual stream's size, in the compute dtype, that a compiled backward pass holds while it recomputes
 # the block, beside its activations and their gradients, except where attention and MLP read the same input:
 # benchmarks/gpu/sweep_h200.
@@ -253,20 +255,19 @@ def _gathered_for_loss(run: Run, counts: Counts, matrix: float) -> float:
 
 def _gathered_blocks(run: Run, counts: Counts) -> float:
     """Weights of blocks that are unsharded at a time: the current and the prefetched ones, or all of them."""
+    # A quantized matrix is dequantized while it is used.
+    dequantized = 0.0
+    if run.adapter is not None and run.adapter.quantize is not None:
+        dequantized = max(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
     if not run.sharded:
-        # A quantized matrix is dequantized while it is used.
-        if run.adapter is not None and run.adapter.quantize is not None:
-            return max(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
-        return 0.0
+        return dequantized
     if run.traits.masters_with_optimizer and not run.data_parallelism.shards_weights:
         return 0.0
-    itemsize = float(run.compute_bytes)
-    if run.adapter is not None:
-        itemsize = stored_bytes(run, run.adapter)
+    itemsize = block_bytes(run)
     if run.keeps_weights:
-        return counts.blocks * itemsize
+        return counts.blocks * itemsize + dequantized
     ahead = 1 + max(1, run.prefetch)
-    return min(counts.blocks, ahead * counts.block) * itemsize
+    return min(counts.blocks, ahead * counts.block) * itemsize + dequantized
 
 
 def _gathered_in_forward(run: Run, counts: Counts) -> float:
@@ -275,7 +276,7 @@ def _gathered_in_forward(run: Run, counts: Counts) -> float:
     gathered = _gathered_blocks(run, counts)
     if not gathered or not run.sharded:
         return gathered
-    itemsize = float(run.compute_bytes) if run.adapter is None else stored_bytes(run, run.adapter)
+    itemsize = block_bytes(run)
     return min(gathered + counts.block * itemsize, 2 * counts.blocks * itemsize)
 
 
@@ -286,7 +287,7 @@ def _reducing(run: Run, counts: Counts, behind: float | None = None) -> float:
     if run.adapter is not None:
         return 0.0
     block = counts.block * run.trained.blocks
-    return block * run.compute_bytes + (block if behind is None else behind) * run.reduce_bytes
+    return block * run.compute_bytes + (block if behind is None else behind) * run.reduced_bytes
 
 
 def _reducing_embedding_and_head(run: Run, counts: Counts) -> float:
@@ -296,7 +297,7 @@ def _reducing_embedding_and_head(run: Run, counts: Counts) -> float:
     trained = counts.embedding * run.trained.embedding + counts.head * run.trained.head
     if run.separate_head_unit:
         trained = max(counts.embedding * run.trained.embedding, counts.head * run.trained.head)
-    return trained * (run.compute_bytes + run.reduce_bytes)
+    return trained * (run.compute_bytes + run.reduced_bytes)
 
 
 def _communication_buffers(run: Run, rank: Rank) -> Term:
@@ -308,13 +309,18 @@ def _communication_buffers(run: Run, rank: Rank) -> Term:
         # Input and output of an all-gather or reduce-scatter.
         found.append(leaf("tensor-parallel collectives", 2 * run.tokens * run.shape.hidden * run.compute_bytes))
     if run.mesh.pp > 1:
-        # PyTorch's PipelineStage preallocates receive buffers for hidden states and gradients of every micro-batch.
         receives = sum((not stage.first) + (not stage.last) for stage in rank.stages)
-        found.append(leaf("pipeline receive buffers", receives * run.grad_accum_steps * block_input(run)))
+        in_flight = micro_batches_in_flight(run, rank)
+        # PyTorch's PipelineStage preallocates receive buffers for hidden states and gradients of every micro-batch.
+        # Others hold those that are in use.
+        buffers = run.grad_accum_steps if run.traits.torch_pipeline else 1
+        found.append(leaf("pipeline receive buffers", receives * buffers * block_input(run)))
         # It also keeps its outputs until the backward pass.
-        found.append(
-            leaf("pipeline stage outputs", micro_batches_in_flight(run, rank) * len(rank.stages) * block_input(run))
-        )
+        outputs = in_flight * len(rank.stages) if run.traits.torch_pipeline else 0.0
+        found.append(leaf("pipeline stage outputs", outputs * block_input(run)))
+    if run.traits.masters_with_optimizer and run.data_parallelism.shards_optimizer:
+        bucket = min(ZERO_BUCKET, trained_parameters(run, rank)) * run.reduced_bytes
+        found.append(leaf("gradient bucket", bucket))
     return group("communication buffers", *found)
 
 

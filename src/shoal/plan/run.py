@@ -109,6 +109,24 @@ class Run:
         return 4 if self.precision == "32-true" else 2
 
     @property
+    def reduced_bytes(self) -> int:
+        """Bytes per element of a gradient that is reduced: ZeRO communicates in 16 bits."""
+        return self.compute_bytes if self.mixed and self.traits.masters_with_optimizer else self.reduce_bytes
+
+    @property
+    def updated_bytes(self) -> int:
+        """Bytes per element of an updated weight that is all-gathered after the step."""
+        return self.compute_bytes if self.mixed and self.traits.masters_with_optimizer else self.weight_bytes
+
+    @property
+    def gathers_after_step(self) -> bool:
+        """Whether each rank updates a shard of the weights, and all-gathers those of the others: ZeRO-1, and ZeRO-2 as
+        DeepSpeed implements it."""
+        strategy = self.data_parallelism
+        replicated = self.traits.masters_with_optimizer and not strategy.shards_weights
+        return strategy.partitions_update or (replicated and strategy.shards_optimizer)
+
+    @property
     def residual_bytes(self) -> int:
         """Bytes per element of the residual stream."""
         wide = self.traits.wide_residual_stream and self.adapter is None  # parallel/precision.py

@@ -121,17 +121,17 @@ def _held_gradients(run: Run, rank: Rank) -> float:
 
 def _zero(run: Run, rank: Rank) -> States:
     """ZeRO's layout: 2 bytes per weight and gradient, and fp32 master weights with the optimizer state."""
-    everything, trained = count(run, rank).all, trained_parameters(run, rank)
+    trained = trained_parameters(run, rank)
     over = run.shards * run.replicas
     sharded = run.data_parallelism
     sharing = run.optimizer_shards if sharded.partitions_update else over
     state = (optimizer_bytes(run, rank) + 4 * trained) / (sharing if sharded.shards_optimizer else 1)
     return States(
-        weights=group("weights", leaf("parameters", everything * 2 / (over if sharded.shards_weights else 1))),
+        weights=group("weights", leaf("parameters", 0.0 if run.offload == "cpu" else held_weights(run, rank))),
         gradients=leaf("gradients", trained * 2 / (over if sharded.shards_gradients else 1)),
         optimizer=leaf("optimizer state", 0.0 if run.offload != "none" else state),
         unreduced=leaf("unreduced gradients", 0.0),
-        host=state if run.offload != "none" else 0.0,
+        host=(state if run.offload != "none" else 0.0) + (held_weights(run, rank) if run.offload == "cpu" else 0.0),
     )
 
 
@@ -164,3 +164,17 @@ def stored_bytes(run: Run, adapter: Adapter) -> float:
     if adapter.double_quantized and adapter.quantize in ("nf4", "fp4"):
         return DOUBLE_QUANTIZED_BYTES
     return QUANTIZED_BYTES[adapter.quantize]
+
+
+def block_bytes(run: Run) -> float:
+    """Bytes per parameter of a block that FSDP all-gathers: a frozen matrix as it is stored."""
+    return float(run.compute_bytes) if run.adapter is None else stored_bytes(run, run.adapter)
+
+
+def held_weights(run: Run, rank: Rank) -> float:
+    """Bytes of the weights that a rank keeps, on its device or its host."""
+    counts = count(run, rank)
+    if not (run.traits.masters_with_optimizer and run.mixed):
+        return _weights(run, counts, rank).amount
+    each = _weights(run, counts, rank).amount * run.shards if run.adapter is not None else counts.all * 2
+    return each / (run.shards * run.replicas if run.data_parallelism.shards_weights else 1)
