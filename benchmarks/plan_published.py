@@ -37,6 +37,7 @@ MEGATRON = replace(
     unfused_norms=False,
     loss_kernel="always",
     overlaps_weight_gather=True,
+    fused_softmax=True,
     # Transformer Engine's linear layers and cuDNN's attention.
     saves_fp8_inputs=True,
     casts_once=True,
@@ -50,9 +51,11 @@ NEAREST: dict[str, SystemTraits] = {
     "llama3": MEGATRON,
     "internevo": MEGATRON,
     "flash-attention": MEGATRON,
-    "tensorflow-xla": MEGATRON,
-    "pax": MEGATRON,
-    "unsloth": TRAITS["huggingface-bf16"],
+    "tensorflow-xla": replace(MEGATRON, fused_softmax=False),
+    "pax": replace(MEGATRON, fused_softmax=False),
+    # Its own AdamW then updated one parameter at a time.
+    "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False),
+    "unsloth": replace(TRAITS["huggingface-bf16"], loss_kernel="always", peft=False),
     "fms": TRAITS["torchtitan"],
     "nanogpt": TRAITS["autocast"],
 }

@@ -108,6 +108,10 @@ def test_scores_of_unfused_attention_are_sharded_by_heads():
     assert scores[0] is not None
     assert scores[1] is not None
     assert scores[0].amount == 4 * scores[1].amount
+    # One kernel for scaling, mask and softmax keeps no copy in fp32: 2 of 6 bytes per score.
+    fused = block_kept(replace(four, traits=replace(four.traits, fused_softmax=True))).find("attention scores")
+    assert fused is not None
+    assert fused.amount == scores[1].amount / 3
 
 
 def test_more_virtual_stages_shrink_the_bubble_and_hold_more_micro_batches():

@@ -253,10 +253,13 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     shape, reached = run.shape, reached_by(run)
     work = 4 * run.tokens * (seen + reached.half_keys) * shape.query_width / run.mesh.tp
     if path == "scores":
-        # The full scores are written and read about ten times.
+        # The full scores are written and read about ten times; with a fused softmax once by each matmul, once by the
+        # softmax, and with dropout once more, with its mask.
         scores = run.tokens * run.length * shape.heads / run.mesh.tp
+        moved = 4 * run.compute_bytes + ((2 * run.compute_bytes + 1) if run.attention_dropout else 0)
+        moved = moved if run.traits.fused_softmax else 30
         full = 4 * run.tokens * run.length * shape.query_width / run.mesh.tp
-        ahead = full / (run.peak * reached.matmuls) + scores * 30 / bandwidth(run)
+        ahead = full / (run.peak * reached.matmuls) + scores * moved / bandwidth(run)
         return Seconds(ahead, 2 * ahead)
     long_heads = (128 + HEAD_HALF) / 128 * shape.head_size / (shape.head_size + HEAD_HALF)
     biased = BIASED_ATTENTION if shape.traits.biased_attention else 1.0

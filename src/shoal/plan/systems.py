@@ -66,6 +66,11 @@ class SystemTraits:
     # Adapters are PEFT's: in fp32, so that each adapted layer casts its input and saves it on its own; dropout too is
     # each layer's own; and DoRA computes `B A` and `W + B A` in full, and saves the outputs of both.
     peft: bool = False
+    # Where attention is not one kernel: scaling, mask and softmax are one (Megatron's), in the compute dtype; else
+    # several, in fp32.
+    fused_softmax: bool = False
+    # AdamW's step is PyTorch's `foreach` one, whose denominators are as large as all weights of a rank.
+    foreach_step: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
     # Pipelines are PyTorch's: receive buffers for every micro-batch, and stage outputs that are kept. Others free both.
@@ -103,7 +108,13 @@ TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True)
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
 LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True, pads_vocabulary=True)
 HUGGING_FACE = SystemTraits(
-    wide_residual_stream=True, liger_kernels=True, logit_bytes=14.0, casts_per_use=True, fused_rows=512, peft=True
+    wide_residual_stream=True,
+    liger_kernels=True,
+    logit_bytes=14.0,
+    casts_per_use=True,
+    fused_rows=512,
+    peft=True,
+    foreach_step=True,
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
