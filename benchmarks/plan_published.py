@@ -29,7 +29,8 @@ from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import DEEPSPEED, SystemTraits
 from shoal.plan.terms import GIB
 
-FOLDER = Path(__file__).parent / "plan" / "published"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "benchmarks" / "plan" / "published"
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
 MEGATRON = replace(
@@ -53,8 +54,11 @@ NEAREST: dict[str, SystemTraits] = {
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax=False),
     "pax": replace(MEGATRON, fused_softmax=False),
+    # Until transformers 4.45 the logits that a model returned were the fp32 copy.
+    "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False),
+    # Its loss is one kernel over all logits, and its adapters are in the compute dtype.
     "unsloth": replace(TRAITS["huggingface-bf16"], loss_kernel="always", peft=False),
     "fms": TRAITS["torchtitan"],
     "nanogpt": TRAITS["autocast"],

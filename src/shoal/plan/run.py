@@ -22,6 +22,9 @@ class Adapter:
     double_quantized: bool = False  # the scales of the 4-bit blocks are quantized to 8 bits
     dora: bool = False
     dropout: bool = False  # on the adapters' inputs
+    # Everything that is not quantized is upcast to fp32 (PEFT's prepare_model_for_kbit_training), and so is the
+    # residual stream.
+    upcasts: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ class Run:
     @property
     def residual_bytes(self) -> int:
         """Bytes per element of the residual stream."""
+        if self.adapter is not None and self.adapter.upcasts:
+            return 4
         wide = self.traits.wide_residual_stream and self.adapter is None  # parallel/precision.py
         return self.weight_bytes if wide else self.compute_bytes
 
