@@ -174,6 +174,23 @@ def _mpt(hidden: int, layers: int, heads: int) -> ModelShape:
     return ModelShape("mpt", hidden, layers, heads, heads, 4 * hidden, 50_368, 2048, tied=True, bos=0, eos=0)
 
 
+def _starcoder2(hidden: int, layers: int, heads: int, kv_heads: int, *, tied: bool = True) -> ModelShape:
+    return ModelShape(
+        "starcoder2",
+        hidden,
+        layers,
+        heads,
+        kv_heads,
+        4 * hidden,
+        49_152,
+        16_384,
+        tied=tied,
+        sliding_window=4096,
+        bos=0,
+        eos=0,
+    )
+
+
 # The base models' config.json on the Hugging Face hub; mpt: llm-foundry's pretraining YAMLs.
 NAMED: dict[str, ModelShape] = {
     "gpt2": ModelShape("gpt2", 768, 12, 12, 12, 3072, 50_257, 1024, tied=True, bos=50_256, eos=50_256),
@@ -210,6 +227,9 @@ NAMED: dict[str, ModelShape] = {
     "bert-small": _bert(512, 4, 8),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
+    "starcoder2-3b": _starcoder2(3072, 30, 24, 2),
+    "starcoder2-7b": _starcoder2(4608, 32, 36, 4),
+    "starcoder2-15b": _starcoder2(6144, 40, 48, 4, tied=False),
     "mpt-125m": _mpt(768, 12, 12),
     "mpt-350m": _mpt(1024, 24, 16),
     "mpt-760m": _mpt(1536, 24, 12),
