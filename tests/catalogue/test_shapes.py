@@ -16,6 +16,14 @@ from shoal.catalogue.shapes import (
 from shoal.mistakes import UserMistake
 
 PUBLISHED_TOTALS = {
+    # BertForMaskedLM of transformers with these sizes.
+    "bert-tiny": 4_416_698,
+    "bert-small": 28_795_194,
+    "bert-base": 109_514_298,
+    "bert-large": 335_174_458,
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
     "gpt2": 124_439_808,
     "pythia-160m": 162_322_944,
     "pythia-410m": 405_334_016,

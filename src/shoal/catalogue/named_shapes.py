@@ -340,8 +340,29 @@ def _deepseek_v3() -> ModelShape:
     )
 
 
+def _bert(hidden: int, layers: int, heads: int) -> ModelShape:
+    return ModelShape("bert", hidden, layers, heads, heads, 4 * hidden, 30_522, 512, tied=True, norm_eps=1e-12)
+
+
 def _mpt(hidden: int, layers: int, heads: int) -> ModelShape:
     return ModelShape("mpt", hidden, layers, heads, heads, 4 * hidden, 50_368, 2048, tied=True, bos=0, eos=0)
+
+
+def _starcoder2(hidden: int, layers: int, heads: int, kv_heads: int, *, tied: bool = True) -> ModelShape:
+    return ModelShape(
+        "starcoder2",
+        hidden,
+        layers,
+        heads,
+        kv_heads,
+        4 * hidden,
+        49_152,
+        16_384,
+        tied=tied,
+        sliding_window=4096,
+        bos=0,
+        eos=0,
+    )
 
 
 # The base models' config.json on the Hugging Face hub; mpt: llm-foundry's pretraining YAMLs.
@@ -421,6 +442,13 @@ NAMED: dict[str, ModelShape] = {
     "smollm3-3b": _like_llama(
         "smollm3", 2048, 36, 16, 4, 11_008, 128_256, 65_536, tied=True, norm_eps=1e-6, rope_theta=5e6
     ),
+    "bert-tiny": _bert(128, 2, 2),
+    "bert-small": _bert(512, 4, 8),
+    "bert-base": _bert(768, 12, 12),
+    "bert-large": _bert(1024, 24, 16),
+    "starcoder2-3b": _starcoder2(3072, 30, 24, 2),
+    "starcoder2-7b": _starcoder2(4608, 32, 36, 4),
+    "starcoder2-15b": _starcoder2(6144, 40, 48, 4, tied=False),
     "mpt-125m": _mpt(768, 12, 12),
     "mpt-350m": _mpt(1024, 24, 16),
     "mpt-760m": _mpt(1536, 24, 12),

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.catalogue.families import BUILDABLE, FAMILIES, listed
 from shoal.catalogue.shapes import find_shape
 from shoal.config.explain import shown
 from shoal.config.locate import KeyPath, Origins
@@ -21,6 +20,12 @@ def _not(*unbuilt: Any) -> Callable[[Any], bool]:
     return lambda value: value not in unbuilt
 
 
+def _is_built_recompute(value: Any) -> bool:
+    if isinstance(value, str):
+        return value not in ("attention", "offload-all")
+    return value.first is None and not value.parts
+
+
 @dataclass(frozen=True)
 class Limit:
     """Which values of a key are built, and what to use instead of the others."""
@@ -33,7 +38,6 @@ class Limit:
 # Remove a line when its feature is built. Keys that are not in this table are built.
 LIMITS = (
     Limit("model.attention", _not("flash"), "Use auto, which uses PyTorch's flash attention."),
-    Limit("data.source", _not("cells"), "Use another source."),
     Limit(
         "train.objective",
         _not("kto"),
@@ -44,6 +48,13 @@ LIMITS = (
         _not("thunder"),
         "Use auto: lightning-thunder 0.2.6 cannot be imported with torch 2.13, which has no Tensor.align_as.",
     ),
+    Limit("train.optimizer.name", _not("adafactor"), "Use adamw8bit, or sgd, which needs least memory."),
+    Limit("train.optimizer.in_backward", _only(False), "Use adamw8bit, or parallel.strategy fsdp."),
+    Limit("train.optimizer.paged", _only(False), "Use parallel.offload optimizer."),
+    Limit("train.recompute", _is_built_recompute, "Use selective, full, offload, or every."),
+    Limit("parallel.sequence_parallel", _only(True), "Leave it at true, which needs less memory and no more time."),
+    Limit("parallel.pp_stages", _only("auto"), "Use auto."),
+    Limit("parallel.optimizer_ranks", _only("auto"), "Use auto, or parallel.sharding hybrid_shard."),
     Limit("parallel.engine", _only("native"), "Use native."),
 )
 
@@ -66,12 +77,6 @@ def find_unbuilt(config: Config) -> Iterator[tuple[KeyPath, str]]:
             f"model.shape {named} is only forecast: train a {shape.model_type} from a folder or a cached id with "
             "model.from.",
         )
-    if (family := _family(config)) is not None and not FAMILIES[family].causal:
-        causal = listed([name for name in BUILDABLE if FAMILIES[name].causal])
-        yield (
-            ("model", "shape"),
-            f"model.shape is a {family}, which learns masked tokens; that objective is not built yet. Use {causal}.",
-        )
 
 
 def refuse_unbuilt(config: Config, origins: Origins) -> None:
@@ -79,13 +84,6 @@ def refuse_unbuilt(config: Config, origins: Origins) -> None:
     sentences = [origins.prefix(path) + sentence for path, sentence in find_unbuilt(config)]
     if sentences:
         raise UserMistake("\n".join(sentences))
-
-
-def _family(config: Config) -> str | None:
-    shape = config.model.shape
-    if shape is None:
-        return None
-    return find_shape(shape).family if isinstance(shape, str) else shape.family
 
 
 def _attribute(config: Any, path: KeyPath) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.catalogue.architectures import ARCHITECTURES, TEXT_TYPES, Architecture, parts
+from shoal.catalogue.causal_models import ALWAYS_ENCODERS, ENCODERS
 from shoal.catalogue.families import ATTENTION_DROPOUT, BY_MODEL_TYPE, FAMILIES, HIDDEN_DROPOUT
 from shoal.catalogue.shapes import NAMED, ModelShape, find_shape, grown_vocabulary
 from shoal.config.schema import ModelConfig
@@ -78,8 +79,9 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     hidden, heads = sizes["hidden"], sizes["heads"]
     # Unknown architectures are counted as Llama if their MLP is gated, as nearly all are, else as neox.
     gated = "intermediate_size" in settings and "silu" in str(settings.get("hidden_act", "silu"))
+    usual = "bert" if kind in (*ENCODERS, *ALWAYS_ENCODERS) else "llama" if gated else "neox"
     known = ARCHITECTURES.get(kind)
-    family = known.family if known else BY_MODEL_TYPE.get(kind, "llama" if gated else "neox")
+    family = known.family if known else BY_MODEL_TYPE.get(kind, usual)
     ffn = next((settings[one] for one in ("intermediate_size", "n_inner", "ffn_dim") if settings.get(one)), 4 * hidden)
     positions = next(
         (settings[one] for one in ("max_position_embeddings", "n_positions", "max_seq_len") if settings.get(one)), 2048
@@ -188,8 +190,9 @@ def _plain(name: str) -> str:
 def _folder(name: str) -> Path | None:
     """The local folder with the model's config.json."""
     path = user_path(name, "model.from")
-    if (path / "config.json").is_file():
-        return path
+    for folder in (path, path / "model"):  # a model, or a run
+        if (folder / "config.json").is_file():
+            return folder
     cache = os.environ.get("HF_HUB_CACHE") or str(
         Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
     )
