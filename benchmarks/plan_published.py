@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 import statistics
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,13 @@ from shoal.plan.machine import usual_network
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter, Run, Trained
 from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import DEEPSPEED, SystemTraits
+from shoal.plan.systems import MEGATRON, SystemTraits
 from shoal.plan.terms import GIB
 
 FOLDER = Path(__file__).parent / "plan" / "published"
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
-MEGATRON = replace(DEEPSPEED, unfused_norms=False, loss_kernel="always")
 NEAREST: dict[str, SystemTraits] = {
-    "megatron": MEGATRON,
-    "nemo": MEGATRON,
     "oneflow": MEGATRON,
     "llama3": MEGATRON,
     "internevo": MEGATRON,

@@ -73,6 +73,14 @@ class SystemTraits:
     # Context parallelism is PyTorch's ring attention: blocks of keys and values go around, and each block's output and
     # gradients are merged with those before, eagerly and in fp32.
     ring_attention: bool = False
+    # The same with keys and values sent around while attention is computed (Transformer Engine).
+    overlaps_context: bool = False
+    # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
+    overlaps_tensor: bool = False
+    # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
+    wide_gradients: bool = False
+    # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
+    foreach_step: bool = False
     # Clipping, the update and the cast to compute copies are one fused kernel.
     fused_step: bool = False
 
@@ -103,12 +111,33 @@ TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True)
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
 LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True, pads_vocabulary=True)
 HUGGING_FACE = SystemTraits(
-    wide_residual_stream=True, liger_kernels=True, logit_bytes=14.0, casts_per_use=True, fused_rows=512, peft=True
+    wide_residual_stream=True,
+    liger_kernels=True,
+    logit_bytes=14.0,
+    casts_per_use=True,
+    fused_rows=512,
+    peft=True,
+    foreach_step=True,
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
 DEEPSPEED = SystemTraits(logit_bytes=14.0, masters_with_optimizer=True, flash2=True, peft=True, torch_pipeline=False)
+# Megatron-LM: fused norms and loss, one matmul for queries, keys and values, Transformer Engine's attention and fp8.
+MEGATRON = SystemTraits(
+    unfused_norms=False,
+    fused_qkv=True,
+    loss_kernel="always",
+    masters_with_optimizer=True,
+    wide_gradients=True,
+    saves_fp8_inputs=True,
+    casts_once=True,
+    overlaps_weight_gather=True,
+    overlaps_context=True,
+    torch_pipeline=False,
+)
+# Its recipes, also as Megatron Bridge: gradients in 16 bits, and overlapped tensor parallelism.
+NEMO = replace(MEGATRON, wide_gradients=False, overlaps_tensor=True)
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
 
@@ -124,4 +153,6 @@ SYSTEMS: dict[str, SystemTraits] = {
     "autocast": BY_HAND_AUTOCAST,
     "composer": COMPOSER,
     "deepspeed": DEEPSPEED,
+    "megatron": MEGATRON,
+    "nemo": NEMO,
 }
