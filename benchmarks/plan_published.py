@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 import statistics
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,11 @@ NEAREST: dict[str, SystemTraits] = {
     "llama3": MEGATRON,
     "internevo": MEGATRON,
     "flash-attention": MEGATRON,
-    "tensorflow-xla": MEGATRON,
-    "pax": MEGATRON,
-    "unsloth": TRAITS["huggingface-bf16"],
+    "tensorflow-xla": replace(MEGATRON, fused_softmax="never"),
+    "pax": replace(MEGATRON, fused_softmax="never"),
+    # Its own AdamW then updated one parameter at a time.
+    "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False),
+    "unsloth": replace(TRAITS["huggingface-bf16"], loss_kernel="always", peft=False),
     "fms": TRAITS["torchtitan"],
     "nanogpt": TRAITS["autocast"],
 }

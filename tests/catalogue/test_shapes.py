@@ -16,6 +16,9 @@ from shoal.catalogue.shapes import (
 from shoal.mistakes import UserMistake
 
 PUBLISHED_TOTALS = {
+    "starcoder2-3b": 3_030_371_328,
+    "starcoder2-7b": 7_173_923_840,
+    "starcoder2-15b": 15_957_889_024,
     "gpt2": 124_439_808,
     "pythia-160m": 162_322_944,
     "pythia-410m": 405_334_016,

@@ -58,7 +58,9 @@ train:
   base_batch: null
   lr_groups: {}
   schedule: {name: cosine, warmup: 0.05, total_steps: null, min_ratio: 0.1, decay: 0.2}
-  optimizer: {name: adamw, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1, momentum: 0.9, rounding: nearest}
+  optimizer:
+    {name: adamw, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1, momentum: 0.9, in_backward: false,
+     paged: false, rounding: nearest}
   clip: 1.0
   precision: auto
   fp8_head: false
@@ -84,7 +86,10 @@ parallel:
   replicate: auto
   tp: 1
   pp: 1
+  sequence_parallel: true
   pp_schedule: 1f1b
+  pp_stages: auto
+  optimizer_ranks: auto
   cp: 1
   cp_method: gather
   wrap: auto

@@ -170,6 +170,23 @@ def _mpt(hidden: int, layers: int, heads: int) -> ModelShape:
     return ModelShape("mpt", hidden, layers, heads, heads, 4 * hidden, 50_368, 2048, tied=True, bos=0, eos=0)
 
 
+def _starcoder2(hidden: int, layers: int, heads: int, kv_heads: int, *, tied: bool = True) -> ModelShape:
+    return ModelShape(
+        "starcoder2",
+        hidden,
+        layers,
+        heads,
+        kv_heads,
+        4 * hidden,
+        49_152,
+        16_384,
+        tied=tied,
+        sliding_window=4096,
+        bos=0,
+        eos=0,
+    )
+
+
 # The base models' config.json on the Hugging Face hub; mpt: llm-foundry's pretraining YAMLs.
 NAMED: dict[str, ModelShape] = {
     "gpt2": ModelShape("gpt2", 768, 12, 12, 12, 3072, 50_257, 1024, tied=True, bos=50_256, eos=50_256),
@@ -202,6 +219,9 @@ NAMED: dict[str, ModelShape] = {
     "qwen2.5-72b": _qwen("qwen2", 8192, 80, 64, 8, 29_568, 152_064, 131_072, norm_eps=1e-5),
     "qwen3-8b": _qwen("qwen3", 4096, 36, 32, 8, 12_288, 151_936, 40_960, head_size=128, eos=151_645),
     "qwen3-32b": _qwen("qwen3", 5120, 64, 64, 8, 25_600, 151_936, 40_960, head_size=128, eos=151_645),
+    "starcoder2-3b": _starcoder2(3072, 30, 24, 2),
+    "starcoder2-7b": _starcoder2(4608, 32, 36, 4),
+    "starcoder2-15b": _starcoder2(6144, 40, 48, 4, tied=False),
     "mpt-125m": _mpt(768, 12, 12),
     "mpt-350m": _mpt(1024, 24, 16),
     "mpt-760m": _mpt(1536, 24, 12),

@@ -79,7 +79,20 @@ class ParallelConfig(Block):
     replicate: Size | Literal["auto"] = Field("auto", description="Replicas under hybrid_shard; auto: one per node.")
     tp: Degree = Field(1, description="Tensor-parallel degree: devices that share each layer.")
     pp: Degree = Field(1, description="Pipeline-parallel degree: devices that each hold a range of layers.")
+    sequence_parallel: bool = Field(
+        True,
+        description="Whether tensor-parallel ranks also share the tokens of norms and residual stream; false: each has "
+        "all of them, and all-reduces (Megatron before 2022).",
+    )
     pp_schedule: PipelineSchedule = Field("1f1b", description="Pipeline schedule.")
+    pp_stages: Literal["auto"] | Count = Field(
+        "auto", description="Pipeline stages per rank; auto: 1 with 1f1b, 2 with the other schedules."
+    )
+    optimizer_ranks: Literal["auto"] | Count = Field(
+        "auto",
+        description="Ranks that zero1 shards the optimizer state over, replicated beyond; auto: all. As many as a node "
+        "has devices: updated weights are all-gathered within each node.",
+    )
     cp: Degree = Field(1, description="Context-parallel degree: devices that share each sequence.")
     cp_method: Literal["gather", "ulysses"] = Field(
         "gather",

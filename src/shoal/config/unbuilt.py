@@ -21,6 +21,12 @@ def _not(*unbuilt: Any) -> Callable[[Any], bool]:
     return lambda value: value not in unbuilt
 
 
+def _is_built_recompute(value: Any) -> bool:
+    if isinstance(value, str):
+        return value not in ("attention", "offload-all")
+    return value.first is None and not value.parts
+
+
 @dataclass(frozen=True)
 class Limit:
     """Which values of a key are built, and what to use instead of the others."""
@@ -44,6 +50,13 @@ LIMITS = (
         _not("thunder"),
         "Use auto: lightning-thunder 0.2.6 cannot be imported with torch 2.13, which has no Tensor.align_as.",
     ),
+    Limit("train.optimizer.name", _not("adafactor"), "Use adamw8bit, or sgd, which needs least memory."),
+    Limit("train.optimizer.in_backward", _only(False), "Use adamw8bit, or parallel.strategy fsdp."),
+    Limit("train.optimizer.paged", _only(False), "Use parallel.offload optimizer."),
+    Limit("train.recompute", _is_built_recompute, "Use selective, full, offload, or every."),
+    Limit("parallel.sequence_parallel", _only(True), "Leave it at true, which needs less memory and no more time."),
+    Limit("parallel.pp_stages", _only("auto"), "Use auto."),
+    Limit("parallel.optimizer_ranks", _only("auto"), "Use auto, or parallel.sharding hybrid_shard."),
     Limit("parallel.engine", _only("native"), "Use native."),
 )
 

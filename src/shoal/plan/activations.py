@@ -20,18 +20,45 @@ NORMS = {"norm", "second norm"}
 def block_kept(run: Run) -> Term:
     """Bytes that a block saves per micro-batch without activation checkpointing."""
     full, local = run.tokens, run.tokens / run.mesh.tp
-    parts = *_norms(run, local), *_inputs(run, full), *_attention(run, full), *_mlp(run, local), *_dora(run)
+    parts = *_norms(run, run.stream_tokens), *_inputs(run, full), *_attention(run, full), *_mlp(run, local), *_dora(run)
     return group("block", *parts)
 
 
 def block_input(run: Run) -> float:
     """Bytes that a fully checkpointed block saves: its input."""
-    return run.tokens / run.mesh.tp * run.shape.hidden * run.residual_bytes
+    return run.stream_tokens * run.shape.hidden * run.residual_bytes
 
 
 def buffer_bytes(run: Run) -> float:
     """Bytes of the pinned buffer for one block input: torch rounds pinned memory up to a power of two."""
     return float(2 ** math.ceil(math.log2(max(1.0, block_input(run)))))
+
+
+def block_without_parts(run: Run) -> Term:
+    """What a block saves if `recomputed_parts` are recomputed: each from its inputs, which stay saved.
+
+    Attention: not the scores, nor the sums of the softmax that a fused kernel saves; its output is the input of the
+    next matmul. Norm: not its output, and of its input no fp32 copy. Activation: not its output. MLP: nothing in it.
+    """
+    shape, itemsize, parts = run.shape, run.compute_bytes, run.recomputed_parts
+    local = run.tokens / run.mesh.tp
+    found = []
+    for part in block_kept(run).parts:
+        amount = part.amount
+        if "attention" in parts and part.name == "attention scores":
+            amount = 0.0
+        elif "attention" in parts and part.name == "attention output":
+            amount -= local * 4 * shape.heads
+        elif "norm" in parts and part.name == "linear inputs":
+            amount = 0.0
+        elif "norm" in parts and part.name == "norm inputs":
+            amount = min(amount, 2 * run.stream_tokens * shape.hidden * run.residual_bytes)
+        elif part.name == "MLP intermediates" and "mlp" in parts:
+            amount = 0.0
+        elif part.name == "MLP intermediates" and "activation" in parts:
+            amount = min(amount, local * shape.ffn * itemsize * (2 if shape.traits.gated else 1))
+        found.append(leaf(part.name, amount))
+    return group("block", *found)
 
 
 def block_selected(run: Run) -> Term:
@@ -146,8 +173,9 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     if _input_bytes(run) < itemsize and "attention" in needed(run):
         found.append(leaf("attention output in fp8", tokens / tp * query))
     if run.attention == "scores":
-        # The softmax in fp32, and its copy in the compute dtype.
-        scores = 4.0 + (itemsize if itemsize < 4 else 0) + (1 + itemsize if run.attention_dropout else 0)
+        # The softmax in fp32, and its copy in the compute dtype; or the latter alone.
+        wide = 0.0 if run.traits.fused_softmax == "always" else 4.0
+        scores = wide + (itemsize if itemsize < 4 or not wide else 0) + (1 + itemsize if run.attention_dropout else 0)
         found.append(leaf("attention scores", tokens / tp * shape.heads * run.length * scores))
     return found
 

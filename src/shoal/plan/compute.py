@@ -41,6 +41,9 @@ KERNEL_LOGIT_TRAFFIC = 7
 # Share of the memory bandwidth that a streaming kernel over long tensors reaches: our AdamW of fp32 weights on an H200
 # moves 34.6 GB in 8.6 ms (benchmarks/gpu/ideas_h200/kernels_wide_stream_4.txt); its norm is a little slower.
 STREAMED = 0.8
+# Adafactor's update has the size of the gradient and is computed in about this many reads and writes of fp32: its
+# square, two means, their outer product, the quotient, its norm, the clipped and scaled update.
+FACTORED_PASSES = 14
 # Bytes per element of a cast to fp8: reads 16 bits, writes 8; the preceding kernel computes the absolute maximum.
 CAST_TRAFFIC = 3
 # The same into two layouts, plain and transposed, at once.
@@ -106,9 +109,13 @@ def block_compute(run: Run) -> BlockCompute:
     matmuls, again = _matmuls(run)
     attention, elementwise = _attention(run), _elementwise(run)
     share = 1.0 / run.recompute if isinstance(run.recompute, int) else 1.0
+    if run.recomputed_blocks:
+        share = min(share, run.recomputed_blocks * run.mesh.pp / run.shape.layers)
     recomputed = 0.0
     if run.recompute == "selective":
         recomputed = again + elementwise.forward
+    elif run.recompute == "parts":
+        recomputed = _recomputed_parts(run, attention.forward)
     elif run.recompute == "cheap" and run.compiled:
         # Recomputed inputs are written once more before the matmuls that read them; their sources are read in the
         # backward pass anyway.
@@ -121,6 +128,23 @@ def block_compute(run: Run) -> BlockCompute:
         skipped = matmul_seconds(run, run.tokens, *last.local_sizes(run.mesh.tp), fp8=run.precision == "fp8")
         recomputed = share * (matmuls.forward - skipped + attention.forward + elementwise.forward)
     return BlockCompute(matmuls, attention, elementwise, recomputed)
+
+
+def _recomputed_parts(run: Run, attention: float) -> float:
+    """Forward seconds of the parts of a block that are recomputed."""
+    shape, itemsize, parts = run.shape, run.compute_bytes, run.recomputed_parts
+    inner = run.tokens / run.mesh.tp * shape.ffn * itemsize * (3 if shape.traits.gated else 2)
+    found = attention if "attention" in parts else 0.0
+    if "norm" in parts:
+        moved = 2 * run.stream_tokens * shape.hidden * (run.residual_bytes + itemsize)
+        found += moved / bandwidth(run)
+    if "activation" in parts or "mlp" in parts:
+        found += inner / bandwidth(run)
+    if "mlp" in parts:
+        fp8 = run.precision == "fp8"
+        wide = [one for one in linears(shape) if one.reads == "second norm"]
+        found += sum(matmul_seconds(run, run.tokens, *one.local_sizes(run.mesh.tp), fp8=fp8) for one in wide)
+    return found
 
 
 def _matmuls(run: Run) -> tuple[Seconds, float]:
@@ -235,7 +259,9 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
         # Eager kernels write and read the full scores about ten times, a compiled or fused softmax four times.
         scores = run.tokens * run.length * shape.heads / run.mesh.tp
         full = 4 * run.tokens * run.length * shape.query_width / run.mesh.tp
-        each = (FUSED_SCORES if run.compiled else EAGER_SCORES) + (DROPPED_SCORES if run.attention_dropout else 0)
+        each = (FUSED_SCORES if run.compiled or run.traits.fused_softmax else EAGER_SCORES) + (
+            DROPPED_SCORES if run.attention_dropout else 0
+        )
         moved = scores * each / (run.gpu.memory_bandwidth * STREAMED)
         ahead = full / (run.peak * reached.matmuls) + moved
         return Seconds(ahead, 2 * ahead)
@@ -322,7 +348,9 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     optimizer = find_optimizer(run.optimizer)
     state = optimizer.streamed_bytes(weight)
     gradient = run.gradient_bytes or weight
-    moved = 2 * weight + gradient + 2 * state
+    moved = 2.0 * weight + gradient + 2 * state
+    if optimizer.factored:
+        moved += FACTORED_PASSES * 4
     if run.clips:
         # The norm reads gradients once; a separate clipping kernel reads and writes them again.
         moved += gradient if run.traits.fused_step else 3 * gradient

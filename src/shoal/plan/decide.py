@@ -216,9 +216,7 @@ def micro_batches(config: Config, machine: Machine, strategy: str, sharding: str
 
 def _make_choice(config: Config, machine: Machine, run: Run, sharding: str, reason: str = "") -> ResolvedRun:
     """The choice, with the chosen values in its config."""
-    recompute: Any = run.recompute
-    if isinstance(recompute, int):
-        recompute = config.train.recompute
+    recompute: Any = run.recompute if config.train.recompute == "auto" else config.train.recompute
     chosen = config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update={"strategy": run.strategy, "sharding": sharding}),

@@ -16,6 +16,7 @@ from shoal.plan.batches import nearest_multiples
 from shoal.plan.blocks import linears
 from shoal.plan.frozen import trained_shares
 from shoal.plan.head import CHUNK_LOGITS
+from shoal.plan.layout import stages_each
 from shoal.plan.machine import Machine
 from shoal.plan.models import drops_attention, has_dropout
 from shoal.plan.run import FROZEN, Adapter, Run, Trained
@@ -69,8 +70,13 @@ def make_run(
         reduce_bytes=BYTES[train.reduce_dtype] if mixed else (2 if train.precision == "bf16-true" else 4),
         optimizer=train.optimizer.name,
         momentum=train.optimizer.momentum > 0,
+        optimizer_in_backward=train.optimizer.in_backward,
+        paged_optimizer=train.optimizer.paged,
+        optimizer_ranks=0 if parallel.optimizer_ranks == "auto" else parallel.optimizer_ranks,
         clips=train.clip is not None,
         recompute=execution.recompute,
+        recomputed_parts=_recomputed_parts(config) if execution.recompute == "parts" else (),
+        recomputed_blocks=_recomputed_blocks(config) if execution.recompute == "full" else 0,
         compiled=compiled,
         cuda_graphs=train.cuda_graphs,
         loss=choose_loss(config, shape, execution.micro_batch * config.data.max_length // mesh.cp),
@@ -82,6 +88,8 @@ def make_run(
         offload=_offload(config),
         compress_bytes={"none": 0, "powersgd": POWERSGD_BYTES}.get(parallel.compress, 2),
         schedule=parallel.pp_schedule,
+        virtual_stages=0 if parallel.pp_stages == "auto" else parallel.pp_stages,
+        sequence_parallel=parallel.sequence_parallel,
         cp_method=parallel.cp_method,
         of_answers=facts.of_answers,
         reference_pass=switches_adapter_off(config),
@@ -162,7 +170,8 @@ def check_model(shape: ModelShape, config: Config, machine: Machine) -> None:
     for what, size in (("attention heads", shape.heads), ("key and value heads", shape.kv_heads), ("ffn", shape.ffn)):
         if size % parallel.tp:
             raise UserMistake(f"parallel.tp {parallel.tp} does not divide the model's {size} {what}.")
-    stages = parallel.pp * (1 if parallel.pp_schedule == "1f1b" else 2)
+    virtual = 0 if parallel.pp_stages == "auto" else parallel.pp_stages
+    stages = parallel.pp * stages_each(parallel.pp_schedule, virtual)
     if parallel.pp > 1 and shape.layers < stages:
         raise UserMistake(
             f"parallel.pp {parallel.pp} with pp_schedule {parallel.pp_schedule} makes {stages} stages, but the model "
@@ -195,7 +204,19 @@ def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
 
 def read_recompute(wanted: str | RecomputeConfig) -> str | int:
     """The value of `train.recompute`, if it is not auto."""
-    return wanted.every if isinstance(wanted, RecomputeConfig) else wanted
+    if isinstance(wanted, RecomputeConfig):
+        return "parts" if wanted.parts else "full" if wanted.first is not None else wanted.every
+    return "parts" if wanted == "attention" else wanted
+
+
+def _recomputed_parts(config: Config) -> tuple[str, ...]:
+    wanted = config.train.recompute
+    return wanted.parts if isinstance(wanted, RecomputeConfig) else ("attention",)
+
+
+def _recomputed_blocks(config: Config) -> int:
+    wanted = config.train.recompute
+    return (wanted.first or 0) if isinstance(wanted, RecomputeConfig) else 0
 
 
 def read_adapter(config: Config, shape: ModelShape) -> Adapter | None:

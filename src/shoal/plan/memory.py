@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from shoal.catalogue.attention import AMPERE
-from shoal.plan.activations import buffer_bytes
+from shoal.plan.activations import block_kept, buffer_bytes
 from shoal.plan.blocks import linears
 from shoal.plan.layout import Rank, count, micro_batches_in_flight, ranks
 from shoal.plan.moments import Moment, moments, recomputation
@@ -60,7 +60,8 @@ class Memory:
     @cached_property
     def host(self) -> Term:
         """Bytes of host memory per rank."""
-        return _host(self.run, ranks(self.run.shape, self.run.mesh.pp, self.run.schedule)[0])
+        run = self.run
+        return _host(run, ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)[0])
 
     @property
     def worst(self) -> RankMemory:
@@ -82,7 +83,7 @@ class Memory:
 @lru_cache(maxsize=4096)
 def forecast_memory(run: Run) -> Memory:
     """The memory of every pipeline rank of `run`."""
-    everything = ranks(run.shape, run.mesh.pp, run.schedule)
+    everything = ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)
     pipeline_ranks = tuple(_rank_memory(run, rank) for rank in everything)
     context = 0.0
     if not run.gpu.is_cpu:
@@ -121,6 +122,8 @@ def _host(run: Run, rank: Rank) -> Term:
     inputs = 0.0
     if run.offloads_inputs:
         inputs = buffer_bytes(run) * rank.blocks * micro_batches_in_flight(run, rank)
+    elif run.offloads_activations:
+        inputs = block_kept(run).amount * rank.blocks * micro_batches_in_flight(run, rank)
     return group(
         "host",
         leaf("tensor being loaded", largest * run.weight_bytes),

@@ -23,6 +23,7 @@ def model_parallel(run: Run, rank: Rank) -> Term:
         halved = run.precision == "fp8" and run.traits.gathers_in_fp8
         gathered = collective_seconds(run, "all-gather", over, size / (2 if halved else 1))
         # Two all-gathers and two reduce-scatters forward, the same backward; recomputation skips only the last one.
+        # Without sequence parallelism each pair is one all-reduce, which moves as many bytes.
         tensor = 4 * gathered + 4 * summed
         if run.repeats_forward:
             tensor += 2 * gathered + summed

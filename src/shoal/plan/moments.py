@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.optimizers import find_optimizer
-from shoal.plan.activations import attention_masks, block_input, block_kept, block_selected
+from shoal.plan.activations import attention_masks, block_input, block_kept, block_selected, block_without_parts
 from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
@@ -149,13 +149,21 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
     elif run.recompute == "selective":
         kept = scaled(selected, blocks)
         again = leaf("recomputed block", max(0.0, whole.amount - selected.amount))
+    elif run.recompute == "parts":
+        less = block_without_parts(run)
+        kept = scaled(less, blocks)
+        again = leaf("recomputed block", max(0.0, whole.amount - less.amount))
+    elif run.recompute == "offload-all":
+        # The block's own activations, and those that are copied to or from the host meanwhile.
+        on_device = min(2, blocks) if run.offloads_activations else blocks
+        kept, in_flight = scaled(whole, on_device), 1.0 if run.offloads_activations else in_flight
     elif run.offloads_inputs:
         # The block's own and the one that is copied to or from the host meanwhile, however many are in flight.
         kept, in_flight = group("blocks", scaled(entry, min(2, blocks))), 1.0
         again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))
     else:
         every = run.recompute if isinstance(run.recompute, int) else 1
-        checkpointed = -(-blocks // every)
+        checkpointed = min(-(-blocks // every), run.recomputed_blocks or blocks)
         kept = group("blocks", scaled(entry, checkpointed), *scaled(whole, blocks - checkpointed).parts)
         again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))
     kept = Term("activations", kept.amount, kept.parts)
@@ -171,7 +179,7 @@ def recomputation(run: Run, rank: Rank) -> float:
 
 def _forward_temporaries(run: Run) -> Term:
     """What the MLP of a block computes and does not save: its factors and their product."""
-    tensors = 0 if run.recompute in ("none", "cheap") else 3 if run.shape.traits.gated else 2
+    tensors = 0 if run.recompute in ("none", "cheap", "parts", "offload-all") else 3 if run.shape.traits.gated else 2
     size = run.tokens / run.mesh.tp * run.shape.ffn * run.compute_bytes
     return group("block forward", leaf("MLP intermediates", tensors * size))
 
@@ -182,8 +190,8 @@ def _transient_gradients(run: Run) -> Term:
     between = leaf("residual stream gradient", block_input(run))
     shape = run.shape
     parallel_mlp = shape.traits.parallel_residual and shape.parallel_residual
-    recomputes = run.compiled and run.recompute not in ("none", "cheap") and not parallel_mlp
-    width = run.tokens / run.mesh.tp * shape.hidden * run.compute_bytes
+    recomputes = run.compiled and (run.recompute == "selective" or run.repeats_forward) and not parallel_mlp
+    width = run.stream_tokens * shape.hidden * run.compute_bytes
     # Of the MLP's inner activation and of what it was computed from: one kernel reads the first and writes the others.
     # A parallel MLP that was recomputed has freed one of the two by then: benchmarks/gpu/sweep_h200.
     widths = 3 if shape.traits.gated else 1 if parallel_mlp and run.repeats_forward else 2
@@ -321,7 +329,7 @@ def _optimizer_temporaries(run: Run, rank: Rank) -> Term:
     amount = 0.0
     if run.data_parallelism.partitions_update:
         amount += 2 * ZERO1_BUCKET * run.weight_bytes
-    if run.traits.foreach_step and run.optimizer == "adamw":
+    if run.traits.foreach_step and run.optimizer == "adamw" and not run.optimizer_in_backward:
         # The square roots of the second moments.
         amount += trained_parameters(run, rank) / run.optimizer_shards * run.weight_bytes
     if find_optimizer(run.optimizer).needs_whole_matrices:

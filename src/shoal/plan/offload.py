@@ -1,6 +1,6 @@
 """Time of what is kept in host memory: activations, weights and optimizer state, and the optimizer step of the host."""
 
-from shoal.plan.activations import block_input
+from shoal.plan.activations import block_input, block_kept
 from shoal.plan.compute import BlockCompute, block_compute
 from shoal.plan.layout import Rank
 from shoal.plan.run import Run
@@ -35,10 +35,10 @@ def host_adam(run: Run) -> float:
 
 
 def activation_transfer(run: Run, block: BlockCompute) -> float:
-    """Seconds per block in which compute waits for the transfer of its input to the host, and back."""
-    if not run.offloads_inputs:
+    """Seconds per block in which compute waits for the transfer of its activations to the host, and back."""
+    if not run.offloads_inputs and not run.offloads_activations:
         return 0.0
-    seconds = block_input(run) / host_link(run)
+    seconds = (block_kept(run).amount if run.offloads_activations else block_input(run)) / host_link(run)
     return max(0.0, seconds - block.forward) + max(0.0, seconds - block.backward)
 
 
@@ -49,7 +49,7 @@ def steps_on_host(run: Run) -> bool:
 
 def offloaded_state(run: Run, rank: Rank) -> Term:
     """Seconds per step for weights and optimizer state in host memory."""
-    if run.offload == "none":
+    if run.offload == "none" and not run.paged_optimizer:
         return group("offload")
     if not steps_on_host(run):
         moved = 2 * optimizer_bytes(run, rank) / run.optimizer_shards

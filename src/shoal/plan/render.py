@@ -46,7 +46,7 @@ def _headline(plan: Plan) -> str:
     batch = f"micro-batch {run.micro_batch}, {_count(run.grad_accum_steps, 'gradient accumulation step')}"
     return (
         f"{plan.name}: {choice.name} on {nodes}{machine.devices} × {machine.gpu.name} {verdict} ({choice.reason}).\n"
-        f"{batch}, sequence length {run.length}, recompute {shown_recompute(run.recompute)}, loss {run.loss}, "
+        f"{batch}, sequence length {run.length}, recompute {shown_recompute(run)}, loss {run.loss}, "
         f"precision {run.precision}{', CUDA graphs' if replays_graphs(run) else ''}."
     )
 
@@ -136,7 +136,7 @@ def _table(plan: Plan) -> list[str]:
         lines.append(
             f"{mark} {one.name:22}{'yes' if one.fits else 'no':>5}{one.memory.reserved / GIB:>7.1f} GiB  "
             f"{bar(one, WIDTH // 2)} {one.speed.tokens_per_second_per_gpu:>10,.0f}{one.run.micro_batch:>13}"
-            f"{shown_recompute(one.run.recompute):>11}{time}"
+            f"{shown_recompute(one.run):>11}{time}"
         )
     return lines
 

@@ -191,7 +191,7 @@ def _chosen(choice: ResolvedRun) -> dict[str, Any]:
         "grad_accum_steps": run.grad_accum_steps,
         "global_batch": run.global_batch,
         "mesh": asdict(run.mesh),
-        "recompute": shown_recompute(run.recompute),
+        "recompute": shown_recompute(run),
         "loss": run.loss,
         "compiled": run.compiled,
         "cuda_graphs": replays_graphs(run),

@@ -99,7 +99,7 @@ class ResolvedRun:
             "global_batch": self.global_batch,
             "mesh": asdict(self.mesh),
             "sharding": self.config.parallel.sharding,
-            "recompute": shown_recompute(self.run.recompute),
+            "recompute": shown_recompute(self.run),
         }
 
 
@@ -111,9 +111,13 @@ def fits(run: Run, machine: Machine, share: float = 1.0) -> bool:
     return machine.host_gib is None or memory.host.amount * machine.devices / GIB <= machine.host_gib
 
 
-def shown_recompute(recompute: str | int) -> str:
+def shown_recompute(run: Run) -> str:
     """`recompute` for display."""
-    return f"every {recompute}" if isinstance(recompute, int) else recompute
+    if run.recompute == "parts":
+        return "+".join(run.recomputed_parts)
+    if run.recomputed_blocks:
+        return f"first {run.recomputed_blocks}"
+    return f"every {run.recompute}" if isinstance(run.recompute, int) else run.recompute
 
 
 def describe_accumulation(grad_accum_steps: int) -> str:

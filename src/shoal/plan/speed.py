@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from shoal.catalogue.shapes import block_matrices
 from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
-from shoal.plan.layout import Rank, count, ranks
+from shoal.plan.layout import Rank, count, ranks, stages_each
 from shoal.plan.model_parallel import model_parallel
 from shoal.plan.offload import activation_transfer, offloaded_state, steps_on_host
 from shoal.plan.ring import Operation
@@ -62,12 +62,12 @@ def flops_per_token(run: Run) -> float:
 
 def forecast_speed(run: Run) -> Speed:
     """The time of one optimizer step of `run`."""
-    pipeline_ranks = ranks(run.shape, run.mesh.pp, run.schedule)
+    pipeline_ranks = ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)
     slowest = max((_micro_batch(run, rank) for rank in pipeline_ranks), key=lambda term: term.amount)
     parts = list(scaled(slowest, run.grad_accum_steps).parts)
     worked = sum(part.amount for part in parts)
     if run.mesh.pp > 1:
-        share = bubble_share(run.mesh.pp, run.grad_accum_steps, 1 if run.schedule == "1f1b" else 2)
+        share = bubble_share(run.mesh.pp, run.grad_accum_steps, stages_each(run.schedule, run.virtual_stages))
         if run.schedule == "zero-bubble":
             share /= 2  # weight-gradient matmuls fill most of the bubble
         parts.append(leaf("pipeline bubble", worked * share / (1 - share)))
@@ -81,7 +81,7 @@ def forecast_speed(run: Run) -> Speed:
 def replays_graphs(run: Run) -> bool:
     """Whether forward and backward pass are replayed as CUDA graphs: see parallel/cuda_graphs.py."""
     applies = run.compiled and run.traits.cuda_graphs and not run.gpu.is_cpu and run.world_size == 1
-    if not applies or run.offload != "none" or run.offloads_inputs:
+    if not applies or run.offload != "none" or run.offloads_inputs or run.offloads_activations:
         return False
     if run.cuda_graphs != "auto":
         return bool(run.cuda_graphs)
@@ -191,7 +191,14 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
     # ZeRO reduces each gradient to the rank that updates it.
     scatters = run.gathers_after_step and run.traits.masters_with_optimizer
     operation: Operation = "reduce-scatter" if scatters else "all-reduce"
-    seconds = collective_seconds(run, operation, over, trained / run.shards * itemsize)
+    size, sharing = trained / run.shards * itemsize, run.optimizer_shards
+    if scatters and not run.sharded and sharing < run.replicas:
+        # Within the ranks that share the optimizer state, which are neighbours, and then their shards across.
+        across = rank_group(run, run.replicas // sharing, stride * sharing)
+        seconds = collective_seconds(run, "reduce-scatter", rank_group(run, sharing, stride), size)
+        seconds += collective_seconds(run, "all-reduce", across, size / sharing)
+    else:
+        seconds = collective_seconds(run, operation, over, size)
     overlap = block_compute(run).backward * rank.blocks
     # The last bucket, or the last block's gradients, start when there is nothing left to compute.
     last = seconds / max(2, rank.blocks)
@@ -205,7 +212,7 @@ def _weight_gather(run: Run, rank: Rank, trained: float) -> list[Term]:
     """The all-gather of updated weights, if each rank updates a shard of them."""
     if not run.gathers_after_step or run.replicas * run.shards == 1:
         return []
-    over = _shard_group(run) if run.sharded else rank_group(run, run.replicas, run.mesh.tp)
+    over = _shard_group(run) if run.sharded else rank_group(run, run.optimizer_shards, run.mesh.tp)
     seconds = collective_seconds(run, "all-gather", over, trained * run.updated_bytes)
     if not run.traits.overlaps_weight_gather:
         return [leaf("all-gather of updated weights", seconds)]
