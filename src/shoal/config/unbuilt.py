@@ -12,11 +12,6 @@ from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 
 
-def _only(*built: Any) -> Callable[[Any], bool]:
-    # By type as well, since 1 == True in Python and parallel.reshard may be either.
-    return lambda value: any(value == each and type(value) is type(each) for each in built)
-
-
 def _not(*unbuilt: Any) -> Callable[[Any], bool]:
     return lambda value: value not in unbuilt
 
@@ -44,7 +39,6 @@ LIMITS = (
         _not("thunder"),
         "Use auto: lightning-thunder 0.2.6 cannot be imported with torch 2.13, which has no Tensor.align_as.",
     ),
-    Limit("parallel.engine", _only("native"), "Use native."),
 )
 
 
