@@ -312,9 +312,9 @@ def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Any:
     """The whole parameter that the forward pass uses, if ZeRO-3 has sharded it. `changed`: it is written to."""
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    return GatheredParameters([parameter], modifier_rank=0 if changed else None)
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if changed else None)
 
 
 def start_all_reduce(model: ParallelModel, settings: dict[str, Any]) -> ParallelModel:
@@ -372,6 +372,11 @@ def _once(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 def _initialize(model: ParallelModel, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:
     deepspeed = import_deepspeed(model.parallel_dims.device)
+    if "fp16" in settings and not deepspeed.get_accelerator().is_fp16_supported():
+        raise UserMistake(
+            "train.precision 16-mixed cannot be used with parallel.engine deepspeed on this device, for which DeepSpeed "
+            "has no fp16; use bf16-mixed, or 32-true."
+        )
     (module,) = model.modules
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=settings, dist_init_required=False
