@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.catalogue.shapes import find_shape
 from shoal.config.explain import shown
 from shoal.config.locate import KeyPath, Origins
 from shoal.config.schema import Config
@@ -63,6 +64,13 @@ def find_unbuilt(config: Config) -> Iterator[tuple[KeyPath, str]]:
                 value = value[key]
             wanted = value if isinstance(value, str) else shown(value)
             yield path, f"{limit.key} {wanted} is not built yet. {limit.meanwhile}"
+    named = config.model.shape
+    if isinstance(named, str) and not (shape := find_shape(named)).is_family:
+        yield (
+            ("model", "shape"),
+            f"model.shape {named} is only forecast: train a {shape.model_type} from a folder or a cached id with "
+            "model.from.",
+        )
 
 
 def refuse_unbuilt(config: Config, origins: Origins) -> None:

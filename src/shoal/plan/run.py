@@ -115,7 +115,9 @@ class Run:
     @property
     def reduced_bytes(self) -> int:
         """Bytes per element of a gradient that is reduced: ZeRO communicates in 16 bits."""
-        return self.compute_bytes if self.mixed and self.traits.masters_with_optimizer else self.reduce_bytes
+        if self.mixed and self.traits.masters_with_optimizer:
+            return 4 if self.traits.wide_gradients and self.precision != "16-mixed" else self.compute_bytes
+        return self.reduce_bytes
 
     @property
     def updated_bytes(self) -> int:
@@ -142,6 +144,12 @@ class Run:
     def recomputes_cheap(self) -> bool:
         """Whether compiled blocks recompute cheap elementwise results that the compiler would otherwise save."""
         return self.compiled and self.recompute not in ("none", "offload-all") and self.traits.recomputes_cheap
+
+    @property
+    def fuses_softmax(self) -> bool:
+        """Whether materialized scores are scaled, masked and normalized in one kernel."""
+        fused = self.traits.fused_softmax
+        return fused == "always" or (fused == "compiled" and self.compiled)
 
     @property
     def repeats_forward(self) -> bool:

@@ -83,6 +83,14 @@ def optimizer_bytes(run: Run, rank: Rank) -> float:
     return trained * other - matrices * (other - each)
 
 
+def saved_bytes(run: Run, rank: Rank) -> float:
+    """What a checkpoint holds of a rank, before sharding: of an adapter, not the frozen base."""
+    trained = trained_parameters(run, rank)
+    weights = count(run, rank).all if run.adapter is None else trained
+    masters = 4 * trained - 2 * weights if run.traits.masters_with_optimizer and run.mixed else 0.0
+    return weights * run.weight_bytes + max(0.0, masters) + optimizer_bytes(run, rank)
+
+
 def states(run: Run, rank: Rank) -> States:
     """Weights, gradients and optimizer state of one rank on its device."""
     if run.traits.masters_with_optimizer and run.mixed:
@@ -128,7 +136,7 @@ def _zero(run: Run, rank: Rank) -> States:
     state = (optimizer_bytes(run, rank) + 4 * trained) / (sharing if sharded.shards_optimizer else 1)
     return States(
         weights=group("weights", leaf("parameters", 0.0 if run.offload == "cpu" else held_weights(run, rank))),
-        gradients=leaf("gradients", trained * 2 / (over if sharded.shards_gradients else 1)),
+        gradients=leaf("gradients", trained * run.reduced_bytes / (over if sharded.shards_gradients else 1)),
         optimizer=leaf("optimizer state", 0.0 if run.offload != "none" else state),
         unreduced=leaf("unreduced gradients", 0.0),
         host=(state if run.offload != "none" else 0.0) + (held_weights(run, rank) if run.offload == "cpu" else 0.0),
