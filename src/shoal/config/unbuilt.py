@@ -11,6 +11,10 @@ from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 
 
+def _only(built: Any) -> Callable[[Any], bool]:
+    return lambda value: bool(value == built)
+
+
 def _not(*unbuilt: Any) -> Callable[[Any], bool]:
     return lambda value: value not in unbuilt
 
