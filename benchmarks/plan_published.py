@@ -20,7 +20,7 @@ from plan_accuracy import TRAITS
 
 from shoal.catalogue.gpus import GPUS, LINKS, Link
 from shoal.catalogue.optimizers import OPTIMIZERS
-from shoal.catalogue.shapes import NAMED, ModelShape
+from shoal.catalogue.shapes import NAMED, ModelShape, block_matrices
 from shoal.config.mesh import Mesh
 from shoal.plan.machine import usual_network
 from shoal.plan.memory import forecast_memory
@@ -29,7 +29,10 @@ from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import MEGATRON, SystemTraits
 from shoal.plan.terms import GIB
 
-FOLDER = Path(__file__).parent / "plan" / "published"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "benchmarks" / "plan" / "published"
+# Share of a device's peak that no training reaches.
+POSSIBLE = 0.9
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
 NEAREST: dict[str, SystemTraits] = {
@@ -39,9 +42,10 @@ NEAREST: dict[str, SystemTraits] = {
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never"),
     "pax": replace(MEGATRON, fused_softmax="never"),
+    # Until transformers 4.45 the logits that a model returned were the fp32 copy.
+    "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False),
-    "unsloth": replace(TRAITS["huggingface-bf16"], loss_kernel="always", peft=False),
     "fms": TRAITS["torchtitan"],
     "nanogpt": TRAITS["autocast"],
 }
@@ -50,7 +54,7 @@ SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh"
 # Keys that say where a figure comes from, or that `_run` reads.
 OTHERS = {
     *("source", "system", "model", "gpu", "gpus", "per_node", "mesh", "sequence", "accum", "adapter", "network"),
-    *("memory", "tokens_per_second_per_gpu", "unknown", "date"),
+    *("memory", "tokens_per_second_per_gpu", "unknown", "not_counted", "date"),
 }
 
 
@@ -67,6 +71,7 @@ class Published:
     tokens: float | None  # per second and GPU
     unknown: str
     unsaid: tuple[str, ...]  # what of the run the forecast cannot say
+    not_counted: str = ""  # why its speed says nothing about the forecast
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,18 @@ def _read(line: dict[str, Any], models: dict[str, Any]) -> Published:
         line.get("tokens_per_second_per_gpu"),
         line["unknown"],
         tuple(unsaid),
+        line.get("not_counted", "") or (_impossible(run, line) if run is not None else ""),
     )
+
+
+def _impossible(run: Run, line: dict[str, Any]) -> str:
+    """A sentence if the published speed is more than the device's peak: then something else than stated was run."""
+    blocks, head = run.shape.layers * block_matrices(run.shape), run.shape.vocab * run.shape.hidden
+    needed = 4 * (blocks + head) + 2 * (blocks + head) * (run.adapter is None)
+    needed += 2 * blocks * (run.recompute == "full")
+    peak = run.gpu.fp8 if run.precision == "fp8" else run.peak
+    share = line.get("tokens_per_second_per_gpu", 0.0) * needed / (peak or run.peak)
+    return f"matmuls alone would need {share:.2f} of the device's peak" if share > POSSIBLE else ""
 
 
 def _run(line: dict[str, Any], shape: ModelShape) -> Run:
@@ -163,8 +179,8 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     )
 
 
-def compare(rows: list[Published]) -> list[Figure]:
-    """Every figure that the forecast can say something about."""
+def compare(rows: list[Published], *, all_counted: bool = False) -> list[Figure]:
+    """Every figure that the forecast can say something about; `all_counted`: also those that are not counted."""
     found = []
     for row in rows:
         if row.run is None:
@@ -177,7 +193,7 @@ def compare(rows: list[Published]) -> list[Figure]:
                 "device": memory.reserved + memory.context,
             }
             found.append(Figure(row, "memory", row.gib, of_kind[row.memory_kind] / GIB))
-        if row.tokens is not None:
+        if row.tokens is not None and (all_counted or not row.not_counted):
             found.append(Figure(row, "speed", row.tokens, forecast_speed(row.run).tokens_per_second_per_gpu))
     return found
 

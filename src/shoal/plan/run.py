@@ -22,6 +22,9 @@ class Adapter:
     double_quantized: bool = False  # the scales of the 4-bit blocks are quantized to 8 bits
     dora: bool = False
     dropout: bool = False  # on the adapters' inputs
+    # Everything that is not quantized is upcast to fp32 (PEFT's prepare_model_for_kbit_training), and so is the
+    # residual stream.
+    upcasts: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Run:
     # Tensor-parallel ranks also share the tokens of norms and residual stream; else every rank has all of them.
     sequence_parallel: bool = True
     cp_method: str = "gather"
+    head_share: float = 1.0  # of the tokens, those that the head computes logits of; of a classifier, one per sequence
     of_answers: bool = False  # the loss compares answers: a chunk of logits is computed in both passes
     reference_pass: bool = False  # every micro-batch also has a forward pass without the adapter and gradients
     adapter: Adapter | None = None
@@ -136,6 +140,8 @@ class Run:
     @property
     def residual_bytes(self) -> int:
         """Bytes per element of the residual stream."""
+        if self.adapter is not None and self.adapter.upcasts:
+            return 4
         wide = self.traits.wide_residual_stream and self.adapter is None  # parallel/precision.py
         return self.weight_bytes if wide else self.compute_bytes
 
@@ -207,6 +213,11 @@ class Run:
     def tokens(self) -> int:
         """Tokens per micro-batch and rank, before sequence parallelism shards some tensors."""
         return self.micro_batch * self.length // self.mesh.cp
+
+    @property
+    def head_tokens(self) -> float:
+        """Of these, the ones with logits."""
+        return self.tokens * self.head_share
 
     @property
     def stream_tokens(self) -> float:

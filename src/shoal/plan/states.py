@@ -148,7 +148,7 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
     if adapter is not None:
         matrices = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * rank.blocks
         others = counts.all - matrices
-        frozen = matrices * stored_bytes(run, adapter) + others * run.compute_bytes
+        frozen = matrices * stored_bytes(run, adapter) + others * (4 if adapter.upcasts else run.compute_bytes)
         extra = adapter_parameters(run, rank.blocks)
         copies = extra * run.compute_bytes if run.mixed and not run.sharded else 0.0
         return group(
