@@ -26,7 +26,7 @@ from shoal.plan.machine import usual_network
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter, Run, Trained
 from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import DEEPSPEED, SystemTraits
+from shoal.plan.systems import MEGATRON, SystemTraits
 from shoal.plan.terms import GIB
 
 ROOT = Path(__file__).parents[1]
@@ -35,21 +35,7 @@ FOLDER = ROOT / "benchmarks" / "plan" / "published"
 POSSIBLE = 0.9
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
-MEGATRON = replace(
-    DEEPSPEED,
-    unfused_norms=False,
-    loss_kernel="always",
-    overlaps_weight_gather=True,
-    fused_softmax=True,
-    # Transformer Engine's linear layers and cuDNN's attention.
-    saves_fp8_inputs=True,
-    casts_once=True,
-    flash2=False,
-    peft=False,
-)
 NEAREST: dict[str, SystemTraits] = {
-    "megatron": MEGATRON,
-    "nemo": MEGATRON,
     "oneflow": MEGATRON,
     "llama3": MEGATRON,
     "internevo": MEGATRON,

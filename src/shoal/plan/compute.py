@@ -27,6 +27,9 @@ ATTENTION_BACKWARD = 2.5
 BIASED_ATTENTION = 0.52
 # Flash attention 2 on Hopper, relative to cuDNN's kernels: benchmarks/gpu/attention_h200.
 FLASH_2 = 0.6
+# Bytes moved per score that is materialized: by eager kernels, with a softmax in fp32; by a fused or compiled one; and
+# by dropout, with its mask.
+EAGER_SCORES, FUSED_SCORES, DROPPED_SCORES = 26, 8, 5
 # Backward kernels read and write about twice what the forward ones do.
 TRAFFIC_BACKWARD = 2.0
 # The gradient of a bias is a sum over tokens, which reads the gradient of its layer's output once more.
@@ -253,13 +256,12 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     shape, reached = run.shape, reached_by(run)
     work = 4 * run.tokens * (seen + reached.half_keys) * shape.query_width / run.mesh.tp
     if path == "scores":
-        # The full scores are written and read about ten times; with a fused softmax once by each matmul, once by the
-        # softmax, and with dropout once more, with its mask.
+        # Eager kernels write and read the full scores about ten times, a compiled or fused softmax four times.
         scores = run.tokens * run.length * shape.heads / run.mesh.tp
-        moved = 4 * run.compute_bytes + ((2 * run.compute_bytes + 1) if run.attention_dropout else 0)
-        moved = moved if run.traits.fused_softmax else 30
         full = 4 * run.tokens * run.length * shape.query_width / run.mesh.tp
-        ahead = full / (run.peak * reached.matmuls) + scores * moved / bandwidth(run)
+        each = (FUSED_SCORES if run.compiled else EAGER_SCORES) + (DROPPED_SCORES if run.attention_dropout else 0)
+        moved = scores * each / (run.gpu.memory_bandwidth * STREAMED)
+        ahead = full / (run.peak * reached.matmuls) + moved
         return Seconds(ahead, 2 * ahead)
     long_heads = (128 + HEAD_HALF) / 128 * shape.head_size / (shape.head_size + HEAD_HALF)
     biased = BIASED_ATTENTION if shape.traits.biased_attention else 1.0

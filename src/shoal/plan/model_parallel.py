@@ -1,8 +1,8 @@
 """Time of the collectives inside blocks and between pipeline stages, which overlap with nothing."""
 
 from shoal.plan.activations import block_input
-from shoal.plan.communication import collective_seconds, rank_group, ring_speed
-from shoal.plan.compute import bandwidth
+from shoal.plan.communication import collective_seconds, contention, rank_group, ring_speed
+from shoal.plan.compute import bandwidth, block_compute
 from shoal.plan.layout import Rank
 from shoal.plan.run import Run
 from shoal.plan.terms import Term, group, leaf
@@ -30,6 +30,9 @@ def model_parallel(run: Run, rank: Rank) -> Term:
         if run.reference_pass:
             tensor += 2 * gathered + 2 * summed
         tensor *= rank.blocks
+        if run.traits.overlaps_tensor:
+            # The first chunk of each is exposed; the others overlap with a matmul.
+            tensor *= 1 / mesh.tp + contention(run, over) * (1 - 1 / mesh.tp)
     if mesh.cp > 1:
         context = _context_parallel(run) * rank.blocks
     stages = _stage_transfers(run, rank) if mesh.pp > 1 else 0.0
@@ -48,6 +51,11 @@ def _context_parallel(run: Run) -> float:
     over = rank_group(run, mesh.cp, mesh.tp)
     each = collective_seconds(run, "all-gather", over, run.tokens * mesh.cp * width * run.compute_bytes)
     forwards = 1 + run.repeats_forward + run.reference_pass
+    if run.traits.overlaps_context:
+        # Keys and values, and backward their gradients too, while the attention to those before is computed.
+        attention = block_compute(run).attention
+        back = max(0.0, 2 * each - attention.backward)
+        return forwards * max(each / mesh.cp, each - attention.forward) + max(each / mesh.cp, back)
     if not ring:
         return (forwards + 1) * each
     # The backward pass sends keys and values around again, and their gradients in fp32.

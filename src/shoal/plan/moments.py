@@ -330,6 +330,7 @@ def _optimizer_temporaries(run: Run, rank: Rank) -> Term:
     if run.data_parallelism.partitions_update:
         amount += 2 * ZERO1_BUCKET * run.weight_bytes
     if run.traits.foreach_step and run.optimizer == "adamw" and not run.optimizer_in_backward:
+        # The square roots of the second moments.
         amount += trained_parameters(run, rank) / run.optimizer_shards * run.weight_bytes
     if find_optimizer(run.optimizer).needs_whole_matrices:
         # Newton-Schulz needs a few copies of one matrix in bf16.

@@ -114,7 +114,9 @@ class Run:
     @property
     def reduced_bytes(self) -> int:
         """Bytes per element of a gradient that is reduced: ZeRO communicates in 16 bits."""
-        return self.compute_bytes if self.mixed and self.traits.masters_with_optimizer else self.reduce_bytes
+        if self.mixed and self.traits.masters_with_optimizer:
+            return 4 if self.traits.wide_gradients and self.precision != "16-mixed" else self.compute_bytes
+        return self.reduce_bytes
 
     @property
     def updated_bytes(self) -> int:

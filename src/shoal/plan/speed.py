@@ -19,6 +19,8 @@ EAGER_BLOCK_HOST = 2.0e-3
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
 # Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them.
 EAGER_ADAPTER_HOST = 0.25e-3
+# Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
+AUTOCAST_HOST = 1.5
 # Share of the forward pass, which is launched once more if it is recomputed.
 FORWARD_HOST = 1 / 3
 # CUDA graphs are used if the device needs less than this many times the host time of a step without them: hosts differ,
@@ -93,6 +95,8 @@ def _host_seconds(run: Run, blocks: int) -> float:
     if run.compiled and not run.traits.liger_kernels:
         return COMPILED_BLOCK_HOST * blocks
     block = EAGER_BLOCK_HOST + (EAGER_ADAPTER_HOST * len(adapted(run)) if run.adapter is not None else 0.0)
+    if run.traits.casts_per_use and run.mixed:
+        block *= AUTOCAST_HOST
     return block * blocks * (1 + FORWARD_HOST * (run.repeats_forward + run.reference_pass))
 
 

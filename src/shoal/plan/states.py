@@ -128,7 +128,7 @@ def _zero(run: Run, rank: Rank) -> States:
     state = (optimizer_bytes(run, rank) + 4 * trained) / (sharing if sharded.shards_optimizer else 1)
     return States(
         weights=group("weights", leaf("parameters", 0.0 if run.offload == "cpu" else held_weights(run, rank))),
-        gradients=leaf("gradients", trained * 2 / (over if sharded.shards_gradients else 1)),
+        gradients=leaf("gradients", trained * run.reduced_bytes / (over if sharded.shards_gradients else 1)),
         optimizer=leaf("optimizer state", 0.0 if run.offload != "none" else state),
         unreduced=leaf("unreduced gradients", 0.0),
         host=(state if run.offload != "none" else 0.0) + (held_weights(run, rank) if run.offload == "cpu" else 0.0),

@@ -69,8 +69,6 @@ class SystemTraits:
     # Where attention is not one kernel: scaling, mask and softmax are one (Megatron's), in the compute dtype; else
     # several, in fp32.
     fused_softmax: bool = False
-    # AdamW's step is PyTorch's `foreach` one, whose denominators are as large as all weights of a rank.
-    foreach_step: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
     # Pipelines are PyTorch's: receive buffers for every micro-batch, and stage outputs that are kept. Others free both.
@@ -78,6 +76,14 @@ class SystemTraits:
     # Context parallelism is PyTorch's ring attention: blocks of keys and values go around, and each block's output and
     # gradients are merged with those before, eagerly and in fp32.
     ring_attention: bool = False
+    # The same with keys and values sent around while attention is computed (Transformer Engine).
+    overlaps_context: bool = False
+    # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
+    overlaps_tensor: bool = False
+    # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
+    wide_gradients: bool = False
+    # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
+    foreach_step: bool = False
     # Clipping, the update and the cast to compute copies are one fused kernel.
     fused_step: bool = False
 
@@ -120,6 +126,22 @@ HUGGING_FACE = SystemTraits(
 BY_HAND = SystemTraits(fused_rows=512)
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
 DEEPSPEED = SystemTraits(logit_bytes=14.0, masters_with_optimizer=True, flash2=True, peft=True, torch_pipeline=False)
+# Megatron-LM: fused norms and loss, one matmul for queries, keys and values, Transformer Engine's attention and fp8.
+MEGATRON = SystemTraits(
+    unfused_norms=False,
+    fused_qkv=True,
+    fused_softmax=True,
+    loss_kernel="always",
+    masters_with_optimizer=True,
+    wide_gradients=True,
+    saves_fp8_inputs=True,
+    casts_once=True,
+    overlaps_weight_gather=True,
+    overlaps_context=True,
+    torch_pipeline=False,
+)
+# Its recipes, also as Megatron Bridge: gradients in 16 bits, and overlapped tensor parallelism.
+NEMO = replace(MEGATRON, wide_gradients=False, overlaps_tensor=True)
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
 
@@ -135,4 +157,6 @@ SYSTEMS: dict[str, SystemTraits] = {
     "autocast": BY_HAND_AUTOCAST,
     "composer": COMPOSER,
     "deepspeed": DEEPSPEED,
+    "megatron": MEGATRON,
+    "nemo": NEMO,
 }
