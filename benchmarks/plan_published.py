@@ -40,8 +40,8 @@ NEAREST: dict[str, SystemTraits] = {
     "llama3": MEGATRON,
     "internevo": MEGATRON,
     "flash-attention": MEGATRON,
-    "tensorflow-xla": replace(MEGATRON, fused_softmax=False),
-    "pax": replace(MEGATRON, fused_softmax=False),
+    "tensorflow-xla": replace(MEGATRON, fused_softmax="never"),
+    "pax": replace(MEGATRON, fused_softmax="never"),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy.
     "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0),
     # Its own AdamW then updated one parameter at a time.

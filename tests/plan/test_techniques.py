@@ -109,7 +109,7 @@ def test_scores_of_unfused_attention_are_sharded_by_heads():
     assert scores[1] is not None
     assert scores[0].amount == 4 * scores[1].amount
     # One kernel for scaling, mask and softmax keeps no copy in fp32: 2 of 6 bytes per score.
-    fused = block_kept(replace(four, traits=replace(four.traits, fused_softmax=True))).find("attention scores")
+    fused = block_kept(replace(four, traits=replace(four.traits, fused_softmax="always"))).find("attention scores")
     assert fused is not None
     assert fused.amount == scores[1].amount / 3
 

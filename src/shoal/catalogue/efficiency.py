@@ -40,16 +40,26 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "rtx5090": (217.7, 62.1),
     "a6000": (118.0, 23.0),
     "h100-pcie": (482.3, 36.4),
+    "rtx-pro-6000": (402.0, 76.9),
+    "gh200": (795.0, None),
     "b200": (1640.0, 63.6),
+    "b300": (1698.0, None),
+    "gb200": (1749.0, None),
     "mi250": (133.0, None),
-    "mi300x": (668.0, None),
+    "mi300x": (642.0, None),
+    "mi325x": (754.0, None),
 }
 # TFLOP/s of flash attention, forward and backward pass together, of long causal sequences with head dimension 128, and
 # the number of keys per query at which it reaches half of that.
 ATTENTION: dict[str, tuple[float, int]] = {
     "rtx4090": (132.0, 200),  # 110 at 1,024 keys per query, 135 at 2,048 without a causal mask
-    "h100-pcie": (330.0, 200),  # at the H200's ratio to matmuls
-    "b200": (1150.0, 470),  # flash attention 4
+    # At the H200's ratio to matmuls.
+    "h100-pcie": (330.0, 200),
+    "gh200": (545.0, 200),
+    # Flash attention 4.
+    "b200": (1150.0, 470),
+    "b300": (1190.0, 470),
+    "gb200": (1225.0, 470),
 }
 # Elsewhere, relative to matmuls: flash attention 2 as on a 4090 (an A5000 and a 3090 confirm it), the memory-efficient
 # kernel before Ampere, and AMD at the ratio of flash attention 2 on an H100.
@@ -86,6 +96,8 @@ FAMILIES: dict[str, Efficiency] = {
     # Limited to 500 W, this part cannot sustain the clocks that its peak assumes.
     "h100-96gb": Efficiency(matmuls=0.54, attention=0.48, bandwidth=0.60, fp8=0.62),
     "h200": _HOPPER,
+    # The same chip at the same rate as the L40S.
+    "rtx6000-ada": _published("l40s"),
     **{name: _published(name) for name in MATMULS},
 }
 # A device without an entry is like the one of its architecture that has one.

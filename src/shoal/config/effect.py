@@ -169,9 +169,13 @@ def _no_best(run: _Run) -> str | None:
     if run.config.checkpoint.metric != "eval_loss":
         return None
     saved, evaluated = run.config.checkpoint.every, run.config.eval.every
-    if saved % evaluated and evaluated % saved:
+    if saved != "auto" and saved % evaluated and evaluated % saved:
         return f"checkpoints every {saved} steps and evaluations every {evaluated} seldom coincide"
     return _no_evaluation(run)
+
+
+def _interval_is_given(run: _Run) -> str | None:
+    return None if run.config.checkpoint.every == "auto" else "checkpoint.every is not auto; it is for shoal plan"
 
 
 def _no_adapter(run: _Run) -> str | None:
@@ -220,8 +224,9 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("train.slow_rank.steps", _nobody_to_wait),
     *(
         (f"hardware.{key}", lambda run: "training uses the hardware that is present; it is for shoal plan")
-        for key in ("gpu", "price")
+        for key in ("gpu", "price", "restart_minutes")
     ),
+    *((f"hardware.{key}", _interval_is_given) for key in ("mtbf_hours", "disk_gb_per_second")),
     ("train.early_stop", _no_evaluation),
     ("eval.every", _no_evaluation),
     ("eval.batches", _no_evaluation),

@@ -173,6 +173,17 @@ class HardwareConfig(Block):
     )
     host_gib: Quantity | None = Field(None, description="Host memory per node in GiB to plan for; null: unknown.")
     price: Quantity | None = Field(None, description="Price per device-hour, to plan for.")
+    mtbf_hours: Quantity | None = Field(
+        None,
+        description="Mean device-hours between unexpected interruptions of a run (MTBF of a device); null: 50,677, as "
+        "published of Llama 3.",
+    )
+    restart_minutes: Quantity | None = Field(
+        None, description="Minutes from an interruption until the last checkpoint is loaded again; null: 15."
+    )
+    disk_gb_per_second: Quantity | None = Field(
+        None, description="Speed at which a node writes checkpoints, in GB/s; null: 1."
+    )
 
     @model_validator(mode="after")
     def _names_are_known(self) -> "HardwareConfig":
@@ -189,7 +200,11 @@ class HardwareConfig(Block):
 class CheckpointConfig(Block):
     """When checkpoints are saved and which are kept."""
 
-    every: Count = Field(200, description="Steps between checkpoints.")
+    every: Count | Literal["auto"] = Field(
+        200,
+        description="Steps between checkpoints; auto: the interval that loses least time to interruptions and saves, "
+        "by hardware.mtbf_hours and the time of a step and of a save.",
+    )
     at_end: bool = Field(True, description="Save a checkpoint after the last step; false: for benchmarks.")
     keep: Count = Field(2, description="Number of newest checkpoints to keep.")
     keep_best: CountOrZero = Field(3, description="Number of best checkpoints to keep in addition.")

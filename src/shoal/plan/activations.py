@@ -174,7 +174,7 @@ def _attention(run: Run, tokens: float) -> list[Term]:
         found.append(leaf("attention output in fp8", tokens / tp * query))
     if run.attention == "scores":
         # The softmax in fp32, and its copy in the compute dtype; or the latter alone.
-        wide = 0.0 if run.traits.fused_softmax else 4.0
+        wide = 0.0 if run.traits.fused_softmax == "always" else 4.0
         scores = wide + (itemsize if itemsize < 4 or not wide else 0) + (1 + itemsize if run.attention_dropout else 0)
         found.append(leaf("attention scores", tokens / tp * shape.heads * run.length * scores))
     return found

@@ -25,6 +25,7 @@ from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.batches import divisors, nearest_multiples
 from shoal.plan.from_config import Execution, check_model, effective_strategy, make_run, read_recompute
+from shoal.plan.goodput import forecast_goodput
 from shoal.plan.machine import Machine
 from shoal.plan.memory import forecast_memory
 from shoal.plan.resolved import ResolvedRun, fits
@@ -223,6 +224,9 @@ def _make_choice(config: Config, machine: Machine, run: Run, sharding: str, reas
             "train": config.train.model_copy(update={"micro_batch": run.micro_batch, "recompute": recompute}),
         }
     )
+    if config.checkpoint.every == "auto":
+        every = forecast_goodput(config, run, machine, forecast_speed(run).step_seconds, None).best_every
+        chosen = chosen.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": every})})
     if not reason:
         needed = forecast_memory(run).reserved / GIB
         asked = (

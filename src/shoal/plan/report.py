@@ -14,6 +14,7 @@ from shoal.mistakes import UserMistake
 from shoal.plan.advise import Change, Limits, Question, alternatives, changes, limits
 from shoal.plan.decide import choose
 from shoal.plan.from_config import plan_attention
+from shoal.plan.goodput import Goodput
 from shoal.plan.layout import ranks
 from shoal.plan.machine import Machine, read_machine
 from shoal.plan.models import read_shape
@@ -48,6 +49,10 @@ class Plan:
         return None if self.steps is None else self.steps * self.choice.speed.step_seconds
 
     @property
+    def goodput(self) -> Goodput:
+        return self.choice.goodput(self.steps)
+
+    @property
     def gpu_hours(self) -> float | None:
         return None if self.seconds is None else self.seconds * self.choice.run.world_size / HOUR
 
@@ -68,6 +73,7 @@ class Plan:
                 "gpu_hours": _rounded(self.gpu_hours, 2),
                 "cost": _rounded(self.cost, 2),
             },
+            "goodput": self.goodput.as_dict(),
             "chosen": {**_chosen(self.choice), "reason": self.choice.reason},
             "alternatives": [_alternative(one, self.steps) for one in self.alternatives],
             "limits": self.limits.as_dict(),
@@ -196,6 +202,7 @@ def _chosen(choice: ResolvedRun) -> dict[str, Any]:
         "compiled": run.compiled,
         "cuda_graphs": replays_graphs(run),
         "precision": run.precision,
+        "checkpoint_every": choice.config.checkpoint.every,
     }
 
 

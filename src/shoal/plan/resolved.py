@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal.config.mesh import CONFIGURED_AXES, Mesh
 from shoal.config.schema import Config
+from shoal.plan.goodput import Goodput, forecast_goodput
 from shoal.plan.machine import Machine
 from shoal.plan.memory import Memory, forecast_memory
 from shoal.plan.run import Run
@@ -68,6 +69,10 @@ class ResolvedRun:
     def fits(self) -> bool:
         return fits(self.run, self.machine)
 
+    def goodput(self, steps: int | None = None) -> Goodput:
+        """Interruptions, and the time spent on anything but training, of a run of `steps` steps."""
+        return forecast_goodput(self.config, self.run, self.machine, self.speed.step_seconds, steps)
+
     @property
     def is_promise(self) -> bool:
         """Whether measurements are compared with the forecast."""
@@ -100,6 +105,7 @@ class ResolvedRun:
             "mesh": asdict(self.mesh),
             "sharding": self.config.parallel.sharding,
             "recompute": shown_recompute(self.run),
+            "checkpoint_every": self.config.checkpoint.every,
         }
 
 

@@ -145,6 +145,12 @@ class Run:
         return self.compiled and self.recompute not in ("none", "offload-all") and self.traits.recomputes_cheap
 
     @property
+    def fuses_softmax(self) -> bool:
+        """Whether materialized scores are scaled, masked and normalized in one kernel."""
+        fused = self.traits.fused_softmax
+        return fused == "always" or (fused == "compiled" and self.compiled)
+
+    @property
     def repeats_forward(self) -> bool:
         """Whether blocks run their forward pass again in the backward pass."""
         return self.recompute in ("full", "offload") or isinstance(self.recompute, int)

@@ -83,6 +83,14 @@ def optimizer_bytes(run: Run, rank: Rank) -> float:
     return trained * other - matrices * (other - each)
 
 
+def saved_bytes(run: Run, rank: Rank) -> float:
+    """What a checkpoint holds of a rank, before sharding: of an adapter, not the frozen base."""
+    trained = trained_parameters(run, rank)
+    weights = count(run, rank).all if run.adapter is None else trained
+    masters = 4 * trained - 2 * weights if run.traits.masters_with_optimizer and run.mixed else 0.0
+    return weights * run.weight_bytes + max(0.0, masters) + optimizer_bytes(run, rank)
+
+
 def states(run: Run, rank: Rank) -> States:
     """Weights, gradients and optimizer state of one rank on its device."""
     if run.traits.masters_with_optimizer and run.mixed:

@@ -66,9 +66,11 @@ class SystemTraits:
     # Adapters are PEFT's: in fp32, so that each adapted layer casts its input and saves it on its own; dropout too is
     # each layer's own; and DoRA computes `B A` and `W + B A` in full, and saves the outputs of both.
     peft: bool = False
-    # Where attention is not one kernel: scaling, mask and softmax are one (Megatron's), in the compute dtype; else
-    # several, in fp32.
-    fused_softmax: bool = False
+    # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
+    # several in fp32: never, if blocks are compiled, or always (Megatron's).
+    fused_softmax: Literal["never", "compiled", "always"] = "compiled"
+    # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
+    foreach_step: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
     # Pipelines are PyTorch's: receive buffers for every micro-batch, and stage outputs that are kept. Others free both.
@@ -82,8 +84,6 @@ class SystemTraits:
     overlaps_tensor: bool = False
     # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
     wide_gradients: bool = False
-    # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
-    foreach_step: bool = False
     # Clipping, the update and the cast to compute copies are one fused kernel.
     fused_step: bool = False
 
@@ -130,8 +130,8 @@ DEEPSPEED = SystemTraits(logit_bytes=14.0, masters_with_optimizer=True, flash2=T
 MEGATRON = SystemTraits(
     unfused_norms=False,
     fused_qkv=True,
-    fused_softmax=True,
     loss_kernel="always",
+    fused_softmax="always",
     masters_with_optimizer=True,
     wide_gradients=True,
     saves_fp8_inputs=True,
