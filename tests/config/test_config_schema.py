@@ -41,6 +41,24 @@ data:
   document_mask: false
   train_on: answers
   chat_template: null
+  label: null
+  cells:
+    tokens: rank_value
+    gene_vocab: auto
+    gene_names: null
+    max_genes: null
+    cls: true
+    matrix: auto
+    normalized: false
+    target_sum: 10000.0
+    log1p: true
+    medians: auto
+    bins: 51
+    binning: quantile
+    min_genes: 0
+    highly_variable: null
+    backed: true
+    same_names: false
   validation: 0.02
   mixing: {by: tokens, when_exhausted: repeat}
   streaming: false
@@ -70,6 +88,8 @@ train:
   compile: auto
   cuda_graphs: auto
   objective: causal_lm
+  mask_ratio: 0.15
+  masking: {mask: 0.8, random: 0.1}
   preference: {beta: null, gamma: null, desirable_weight: null, undesirable_weight: null}
   loss_impl: auto
   deterministic: false

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
+from annotated_types import Gt, Lt
 from pydantic import Field, Strict, model_validator
 
 from shoal.catalogue.objectives import OBJECTIVES
@@ -56,8 +57,8 @@ OptimizerName = Annotated[
 
 # The same here, with `catalogue.objectives`.
 ObjectiveName = Annotated[
-    Literal["causal_lm", "dpo", "ipo", "orpo", "simpo", "apo_zero_unpaired", "kto"],
-    spelled(tuple(OBJECTIVES), {"sft": "causal_lm"}),
+    Literal["causal_lm", "masked_lm", "classify", "dpo", "ipo", "orpo", "simpo", "apo_zero_unpaired", "kto"],
+    spelled(tuple(OBJECTIVES), {"sft": "causal_lm", "mlm": "masked_lm", "classification": "classify"}),
 ]
 
 
@@ -161,6 +162,26 @@ class SpikeConfig(Block):
     action: Literal["report", "skip"] = Field("report", description="report: log it; skip: also skip the step.")
 
 
+class MaskingConfig(Block):
+    """What the model sees in place of the tokens that masked_lm predicts."""
+
+    mask: Share = Field(0.8, description="Fraction of the predicted tokens that are replaced by the mask token.")
+    random: Share = Field(
+        0.1, description="Fraction of them that are replaced by a random token; the rest stay as they are."
+    )
+
+    @model_validator(mode="after")
+    def _at_most_all(self) -> "MaskingConfig":
+        if self.mask + self.random > 1 + 1e-9:
+            raise contradiction(
+                f"train.masking: mask {self.mask:g} and random {self.random:g} are more than all of the predicted "
+                "tokens; their sum must be at most 1.",
+                "mask",
+                "random",
+            )
+        return self
+
+
 class PreferenceConfig(Block):
     """The hyperparameters of preference tuning."""
 
@@ -247,9 +268,17 @@ class TrainConfig(Block):
     )
     objective: ObjectiveName = Field(
         "causal_lm",
-        description="What is learnt; causal_lm: the next token, by cross-entropy over the loss tokens; dpo, ipo, orpo, "
+        description="What is learnt; causal_lm: the next token, by cross-entropy over the loss tokens; "
+        "masked_lm: tokens that are masked, by a bidirectional encoder; classify: the class of each example, which "
+        "data.label names; dpo, ipo, orpo, "
         "simpo: to prefer the chosen answer of a pair to the rejected one; apo_zero_unpaired: to prefer answers whose "
         "label is true to those whose label is false; kto: the same with the KL term of KTO, not built.",
+    )
+    mask_ratio: Annotated[float, Gt(0), Lt(1)] = Field(
+        0.15, description="Fraction of the tokens of an example that masked_lm predicts, rounded; at least one token."
+    )
+    masking: MaskingConfig = Field(
+        default_factory=MaskingConfig, description="What the model sees in place of the tokens that masked_lm predicts."
     )
     preference: PreferenceConfig = Field(
         default_factory=PreferenceConfig, description="The hyperparameters of preference tuning."

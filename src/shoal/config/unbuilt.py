@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.catalogue.families import BUILDABLE, FAMILIES, listed
 from shoal.catalogue.shapes import find_shape
 from shoal.config.explain import shown
 from shoal.config.locate import KeyPath, Origins
@@ -39,7 +38,6 @@ class Limit:
 # Remove a line when its feature is built. Keys that are not in this table are built.
 LIMITS = (
     Limit("model.attention", _not("flash"), "Use auto, which uses PyTorch's flash attention."),
-    Limit("data.source", _not("cells"), "Use another source."),
     Limit(
         "train.objective",
         _not("kto"),
@@ -72,11 +70,12 @@ def find_unbuilt(config: Config) -> Iterator[tuple[KeyPath, str]]:
                 value = value[key]
             wanted = value if isinstance(value, str) else shown(value)
             yield path, f"{limit.key} {wanted} is not built yet. {limit.meanwhile}"
-    if (family := _family(config)) is not None and not FAMILIES[family].causal:
-        causal = listed([name for name in BUILDABLE if FAMILIES[name].causal])
+    named = config.model.shape
+    if isinstance(named, str) and not (shape := find_shape(named)).is_family:
         yield (
             ("model", "shape"),
-            f"model.shape is a {family}, which learns masked tokens; that objective is not built yet. Use {causal}.",
+            f"model.shape {named} is only forecast: train a {shape.model_type} from a folder or a cached id with "
+            "model.from.",
         )
 
 
@@ -85,13 +84,6 @@ def refuse_unbuilt(config: Config, origins: Origins) -> None:
     sentences = [origins.prefix(path) + sentence for path, sentence in find_unbuilt(config)]
     if sentences:
         raise UserMistake("\n".join(sentences))
-
-
-def _family(config: Config) -> str | None:
-    shape = config.model.shape
-    if shape is None:
-        return None
-    return find_shape(shape).family if isinstance(shape, str) else shape.family
 
 
 def _attribute(config: Any, path: KeyPath) -> Any:

@@ -314,7 +314,7 @@ def _elementwise(run: Run) -> Seconds:
 def head_seconds(run: Run) -> Seconds:
     """Seconds of logits and loss in the last stage."""
     shape, tp = run.shape, run.mesh.tp
-    tokens, columns = run.tokens, logit_columns(run)
+    tokens, columns = run.head_tokens, logit_columns(run)
     slower = 1.0
     if not (run.gpu.is_cpu or is_aligned(run) or is_padded(run)):
         slower = ODD if shape.vocab % (2 * tp) else EVEN

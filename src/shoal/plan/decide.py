@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from shoal.catalogue.families import PLANS
 from shoal.catalogue.shapes import ModelShape
 from shoal.config.mesh import mesh_for
 from shoal.config.resolve import auto_precision, with_global_batch, with_precision
@@ -118,7 +119,7 @@ def _with_model_parallel(
     the strategy is auto and the family supports both."""
     parallel = config.parallel
     is_open = parallel.strategy == "auto" and parallel.tp * parallel.pp * parallel.cp == 1
-    if not is_open or machine.is_cpu or machine.world_size == 1 or shape.traits.plan is None:
+    if not is_open or machine.is_cpu or machine.world_size == 1 or shape.model_type not in PLANS:
         return None
     found = []
     for tensors in (1, 2, 4, 8):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from math import ceil
 
 from shoal.catalogue.attention import AMPERE, Attention, Heads, Path, choose_attention_path
 from shoal.catalogue.objectives import objective_facts
@@ -25,6 +26,7 @@ from shoal.plan.systems import OURS, SystemTraits
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # PowerSGD communicates two low-rank factors instead of a gradient: a small share for large matrices.
 POWERSGD_BYTES = 1
+KEPT_SIZES = 32  # models/cross_entropy.py
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def make_run(
         virtual_stages=0 if parallel.pp_stages == "auto" else parallel.pp_stages,
         sequence_parallel=parallel.sequence_parallel,
         cp_method=parallel.cp_method,
+        head_share=head_share(config),
         of_answers=facts.of_answers,
         reference_pass=switches_adapter_off(config),
         adapter=adapter,
@@ -99,6 +102,14 @@ def make_run(
         async_checkpoint=config.checkpoint.async_,
         traits=traits,
     )
+
+
+def head_share(config: Config) -> float:
+    """The share of tokens with logits: of a masked language model the masked ones, rounded up as
+    `models.cross_entropy.kept_tokens` does; of a classifier one per sequence."""
+    if config.train.objective == "masked_lm":
+        return min(1.0, ceil(config.train.mask_ratio * KEPT_SIZES) / KEPT_SIZES)
+    return 1 / config.data.max_length if config.train.objective == "classify" else 1.0
 
 
 def is_compiled(config: Config, machine: Machine) -> bool:
@@ -267,12 +278,20 @@ def _trained(config: Config, shape: ModelShape) -> Trained:
 
 
 def has_documents(config: Config) -> bool:
-    """Whether sequences hold documents that must not attend to each other; packed plain text does not."""
+    """Whether sequences hold documents that must not attend to each other, for which attention needs a mask; packed
+    plain text does not."""
     data = config.data
-    instructions = not data.kinds <= {"text", "tokens", "chess"} and data.format != "text"
+    if objective_facts(config.train.objective).encoder:  # one document per sequence, of which some may be padded
+        return data.path is not None and data.pack is not True
+    instructions = not data.kinds <= {"text", "tokens", "chess", "cells"} and data.format != "text"
     given = data.path is not None or not isinstance(data.source, str)
     packed = data.document_mask or (bool(data.pack) and instructions and given)
     return packed or objective_facts(config.train.objective).of_answers
+
+
+def packs(config: Config) -> bool:
+    """Whether sequences are filled up with several documents, as far as the config tells."""
+    return config.data.pack is True if objective_facts(config.train.objective).encoder else bool(config.data.pack)
 
 
 def _offload(config: Config) -> str:

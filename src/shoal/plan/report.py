@@ -17,7 +17,7 @@ from shoal.plan.from_config import plan_attention
 from shoal.plan.goodput import Goodput
 from shoal.plan.layout import ranks
 from shoal.plan.machine import Machine, read_machine
-from shoal.plan.models import read_shape
+from shoal.plan.models import read_shape, unknown_architecture
 from shoal.plan.resolved import ResolvedRun, shown_recompute
 from shoal.plan.speed import replays_graphs
 from shoal.plan.states import trained_parameters
@@ -99,6 +99,11 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
         notes.append(
             f"data.max_length {config.data.max_length} exceeds the {shape.positions} positions that the model was "
             "trained for."
+        )
+    if (kind := unknown_architecture(config.model)) is not None:
+        notes.append(
+            f"The architecture {kind} is not known: it is forecast as a {shape.family} of the sizes in config.json, "
+            "and its number of parameters may differ."
         )
     notes += _about_preference(config)
     if (warning := plan_attention(config, shape, machine).warning(config.data.max_length)) is not None:

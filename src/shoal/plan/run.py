@@ -81,6 +81,7 @@ class Run:
     # Tensor-parallel ranks also share the tokens of norms and residual stream; else every rank has all of them.
     sequence_parallel: bool = True
     cp_method: str = "gather"
+    head_share: float = 1.0  # of the tokens, those that the head computes logits of; of a classifier, one per sequence
     of_answers: bool = False  # the loss compares answers: a chunk of logits is computed in both passes
     reference_pass: bool = False  # every micro-batch also has a forward pass without the adapter and gradients
     adapter: Adapter | None = None
@@ -207,6 +208,11 @@ class Run:
     def tokens(self) -> int:
         """Tokens per micro-batch and rank, before sequence parallelism shards some tensors."""
         return self.micro_batch * self.length // self.mesh.cp
+
+    @property
+    def head_tokens(self) -> float:
+        """Of these, the ones with logits."""
+        return self.tokens * self.head_share
 
     @property
     def stream_tokens(self) -> float:

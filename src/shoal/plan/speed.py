@@ -54,7 +54,7 @@ class Speed:
 def flops_per_token(run: Run) -> float:
     """As published tables count: 6 per matmul parameter (4 if frozen), and attention without the causal discount."""
     shape = run.shape
-    blocks, head = shape.layers * block_matrices(shape), shape.vocab * shape.hidden
+    blocks, head = shape.layers * block_matrices(shape), shape.vocab * shape.hidden * run.head_share
     trained_head = run.trained.embedding if shape.tied else run.trained.head
     matmuls = 4 * (blocks + head) + 2 * (blocks * run.trained.blocks + head * trained_head)
     return matmuls + 12 * shape.layers * shape.heads * shape.head_size * run.length
