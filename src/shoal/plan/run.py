@@ -109,6 +109,11 @@ class Run:
         return 2 if self.precision == "bf16-true" else 4
 
     @property
+    def trained_bytes(self) -> int:
+        """Bytes per element of what is trained: PEFT's adapters are in fp32 whatever their base is in."""
+        return 4 if self.adapter is not None and self.traits.peft else self.weight_bytes
+
+    @property
     def compute_bytes(self) -> int:
         return 4 if self.precision == "32-true" else 2
 

@@ -67,7 +67,7 @@ def optimizer_bytes(run: Run, rank: Rank) -> float:
     optimizer = find_optimizer(run.optimizer)
     if optimizer.state_option == "momentum" and not run.momentum:
         return 0.0
-    each = optimizer.bytes_per_parameter(run.weight_bytes)
+    each = optimizer.bytes_per_parameter(run.trained_bytes)
     if optimizer.factored:
         # A row and a column of fp32 per matrix, and one value for every other parameter.
         rows = sum(one.inputs + one.outputs for one in linears(run.shape)) * rank.blocks * run.trained.blocks
@@ -99,7 +99,7 @@ def states(run: Run, rank: Rank) -> States:
     shards, away = run.shards, run.offload == "cpu"
     kept = 0.0 if away else 1.0
     weights = _weights(run, counts, rank)
-    gradient = run.weight_bytes if run.sharded else run.gradient_bytes or run.weight_bytes
+    gradient = run.trained_bytes if run.sharded else run.gradient_bytes or run.trained_bytes
     state = optimizer_bytes(run, rank) / run.optimizer_shards
     on_device = state * kept
     if run.offload in ("optimizer", "nvme"):
@@ -155,7 +155,7 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
         return group(
             "weights",
             leaf("frozen", frozen / shards),
-            leaf("adapters", extra * run.weight_bytes / shards),
+            leaf("adapters", extra * run.trained_bytes / shards),
             leaf("compute copies", copies),
         )
     copies = counts.all * run.compute_bytes if run.mixed and not run.sharded else 0.0
