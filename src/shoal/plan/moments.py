@@ -39,7 +39,7 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     # keeps its buckets.
     accumulating = run.grad_accum_steps > 1 or run.data_parallelism.ddp
     before = held.gradients if accumulating else none
-    if run.sharded and run.mesh.pp > 1:
+    if run.sharded and (run.mesh.pp > 1 or run.accumulates_unsharded):
         before = none  # unsharded ones are accumulated instead, and reduce-scattered at the end of the step
     buffers = _communication_buffers(run, rank)
     base = (held.weights, held.optimizer)
@@ -102,6 +102,8 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
         )
     )
     gradients = none if run.sharded and run.mesh.pp > 1 else held.gradients
+    # The last backward pass reduces them block by block.
+    unreduced = none if run.accumulates_unsharded else unreduced
     # The embedding's gradient, unless it is the head's, does not exist yet.
     all_but_embedding = gradients
     if not accumulating and not run.sharded and not run.shape.tied:

@@ -182,6 +182,11 @@ class Run:
         return self.data_parallelism.fully_shard
 
     @property
+    def accumulates_unsharded(self) -> bool:
+        """Whether FSDP holds unsharded gradients from micro-batch to micro-batch."""
+        return self.sharded and self.traits.unsharded_accumulation and self.grad_accum_steps > 1
+
+    @property
     def shards(self) -> int:
         """Number of FSDP shards."""
         return self.mesh.dp_shard * self.mesh.cp if self.sharded else 1

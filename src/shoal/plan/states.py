@@ -28,7 +28,7 @@ class States:
     weights: Term
     gradients: Term
     optimizer: Term
-    # Unsharded gradients of a pipeline stage, which FSDP reduces only after the last micro-batch.
+    # Unsharded gradients, which FSDP reduces only after the last micro-batch: in a pipeline, or without sync.
     unreduced: Term
     # Bytes in host memory or on disk.
     host: float
@@ -106,7 +106,8 @@ def states(run: Run, rank: Rank) -> States:
         on_device = min(state, OFFLOAD_BUCKET * state / max(1.0, trained / shards))
     if run.paged_optimizer:
         on_device = 0.0  # unified memory, which PyTorch's allocator does not see
-    unreduced = trained * run.reduce_bytes if run.mesh.pp > 1 and run.sharded else 0.0
+    waits = run.accumulates_unsharded or (run.mesh.pp > 1 and run.sharded)
+    unreduced = trained * run.reduce_bytes if waits else 0.0
     return States(
         weights=Term(weights.name, weights.amount * kept, weights.parts if not away else ()),
         gradients=leaf("gradients", _held_gradients(run, rank) * gradient / shards * kept),
