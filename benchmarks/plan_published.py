@@ -150,6 +150,8 @@ def _impossible(run: Run, line: dict[str, Any]) -> str:
 
 def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     gpu = GPUS[line["gpu"]]
+    if line["system"] == "litgpt":
+        shape = replace(shape, tied=False)  # its models have a head of their own
     network = LINKS[usual_network(gpu)]
     if "network" in line:
         network = Link("given", line["network"]["gb_per_second"] * 1e9, 10e-6)

@@ -69,8 +69,11 @@ class SystemTraits:
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
-    # AdamW's step is PyTorch's `foreach` one, whose denominators are as large as all weights of a rank.
+    # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
+    # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
+    # unsharded until then.
+    unsharded_accumulation: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
     # Pipelines are PyTorch's: receive buffers for every micro-batch, and stage outputs that are kept. Others free both.
@@ -114,7 +117,7 @@ TORCHTITAN = SystemTraits(
 TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled")
 TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True)
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
-LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True, pads_vocabulary=True)
+LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True, pads_vocabulary=True, unsharded_accumulation=True)
 HUGGING_FACE = SystemTraits(
     wide_residual_stream=True,
     liger_kernels=True,
@@ -123,6 +126,7 @@ HUGGING_FACE = SystemTraits(
     fused_rows=512,
     peft=True,
     foreach_step=True,
+    unsharded_accumulation=True,
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
