@@ -81,19 +81,35 @@ def run_case(name: str, work: Path, args: argparse.Namespace) -> dict[str, Any]:
         block, key = key.split(".")
         config[block][key] = value
     (work / f"{name}.yaml").write_text(json.dumps(config))
-    command = ["bench", "train", f"{name}.yaml", "--warmup", str(args.warmup), "--steps", str(args.steps), "--json"]
+    measured = shoal(
+        work, "bench", "train", f"{name}.yaml", "--warmup", str(args.warmup), "--steps", str(args.steps), "--json"
+    )
+    planned = shoal(work, "plan", f"{name}.yaml", "--json", *(["hardware.gpu=cpu"] if args.tiny else []))
+    return {"measured": measured, "forecast": planned}
+
+
+def shoal(work: Path, *command: str) -> dict[str, Any]:
+    """What a command prints as JSON, or its last line if it fails."""
     environment = {**os.environ, "PYTHONPATH": SOURCE, "SHOAL_CACHE": str(work / "cache")}
     done = subprocess.run(
         [sys.executable, "-m", "shoal", *command], cwd=work, env=environment, capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        return {"failed": done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]}
-    measured: dict[str, Any] = json.loads(done.stdout)
-    return measured
+    if done.returncode not in (0, 3):  # 3: the plan says that it does not fit
+        return {"failed": (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def summary(record: dict[str, Any]) -> str:
-    return json.dumps(record)[:2000]
+    """Measured, and measured / forecast."""
+    measured, planned = record["measured"], record["forecast"]
+    if failed := measured.get("failed") or planned.get("failed"):
+        return f"failed: {failed}"
+    memory, speed = planned["memory"]["allocated_gib"], planned["speed"]["tokens_per_second_per_gpu"]
+    return (
+        f"{measured['allocated_gib']:.2f} GiB ({measured['allocated_gib'] / memory:.3f} of the forecast), "
+        f"{measured['tokens_per_second']:,.0f} tokens/s ({measured['tokens_per_second'] / speed:.3f})"
+    )
 
 
 if __name__ == "__main__":
