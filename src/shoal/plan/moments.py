@@ -8,7 +8,7 @@ from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
 from shoal.plan.run import Run
-from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, block_bytes, states, trained_parameters
+from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, adapted, block_bytes, states, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
 # Elements of DeepSpeed's contiguous gradient bucket (reduce_bucket_size), by default.
@@ -183,7 +183,9 @@ def _forward_temporaries(run: Run) -> Term:
     """What the MLP of a block computes and does not save: its factors and their product."""
     tensors = 0 if run.recompute in ("none", "cheap", "parts", "offload-all") else 3 if run.shape.traits.gated else 2
     size = run.tokens / run.mesh.tp * run.shape.ffn * run.compute_bytes
-    return group("block forward", leaf("MLP intermediates", tensors * size))
+    return group(
+        "block forward", leaf("MLP intermediates", tensors * size), leaf("DoRA matrices", _dora_matrices(run))
+    )
 
 
 def _transient_gradients(run: Run) -> Term:
@@ -204,7 +206,17 @@ def _transient_gradients(run: Run) -> Term:
         leaf("MLP gradients", inner),
         leaf("recomputation temporaries", RECOMPUTED_TEMPORARIES * width if recomputes else 0.0),
         leaf("weight gradients before accumulation", _block_gradients(run)),
+        leaf("DoRA matrices", _dora_matrices(run)),
     )
+
+
+def _dora_matrices(run: Run) -> float:
+    """What PEFT computes for the norms of the largest adapted layer: the identity, `B A`, scaled, and its sum with
+    the dequantized matrix."""
+    if run.adapter is None or not run.adapter.dora or not run.traits.peft:
+        return 0.0
+    sizes = [one.local_sizes(run.mesh.tp) for one in adapted(run)]
+    return max(inputs * inputs + 4 * inputs * outputs for inputs, outputs in sizes) * run.compute_bytes
 
 
 def _block_gradients(run: Run) -> float:
