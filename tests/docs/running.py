@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.docs.blocks import COMMANDS, ROOT, Block, Command, blocks, commands, missing
-from tests.launch.command import Ended, ForkedCommand, environment
+from tests.launch.command import Ended, ForkedCommand, ForkedScript, environment
 
 SHELL = re.compile(r"[|<>;&]|\$\(")
 # Their output has no figure of the machine or of training.
@@ -36,7 +36,7 @@ def run_page(page: Path, folder: Path, env: Mapping[str, str]) -> int:
 
 def run_command(block: Block, command: Command, folder: Path, env: Mapping[str, str]) -> None:
     text = f"{command.text.partition('  #')[0].rstrip()} {command.smaller}".rstrip()
-    ended = _shoal(command, text, folder, env) if is_plain(text) else _shell(text, folder, env)
+    ended = _forked(command, text, folder, env) if is_plain(text) else _shell(text, folder, env)
     said = f"{block.place}: {text}\n{ended.err}{ended.out}"
     assert ended.status == command.status, f"status {ended.status} of {said}"
     exact = is_plain(text) and shlex.split(text)[1] in EXACT
@@ -45,13 +45,14 @@ def run_command(block: Block, command: Command, folder: Path, env: Mapping[str, 
 
 
 def is_plain(text: str) -> bool:
-    """A `shoal` command without anything of a shell, which runs in a fork."""
+    """`shoal …` or `python FILE …` without anything of a shell, which runs in a fork."""
     quoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", text)
-    return text.startswith("shoal ") and SHELL.search(quoted) is None
+    return re.match(r"shoal |python \w+\.py\b", text) is not None and SHELL.search(quoted) is None
 
 
-def _shoal(command: Command, text: str, folder: Path, env: Mapping[str, str]) -> Ended:
-    with ForkedCommand(folder, shlex.split(text)[1:], env) as running:
+def _forked(command: Command, text: str, folder: Path, env: Mapping[str, str]) -> Ended:
+    program, *arguments = shlex.split(text)
+    with {"shoal": ForkedCommand, "python": ForkedScript}[program](folder, arguments, env) as running:
         if command.stopped:
             saved = folder / "runs"
             old = set(saved.glob("*/checkpoints/latest"))

@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -193,7 +194,19 @@ class ForkedCommand(Command):
         signal.signal(signal.SIGINT, on_interrupt)
         importlib.import_module("shoal.models.emulate").slow_dtypes()  # measured once, as in the harness
         out, err = (file.fileno() for file in self.files)
-        return Forked(lambda: _be_command(folder, arguments, env, out, err))
+        return Forked(lambda: self._be(folder, arguments, env, out, err))
+
+    @staticmethod
+    def _be(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
+        _be_command(folder, arguments, env, out, err)
+
+
+class ForkedScript(ForkedCommand):
+    """`python FILE` with these arguments, likewise."""
+
+    @staticmethod
+    def _be(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
+        _be_script(folder, arguments, env, out, err)
 
 
 def shoal(folder: Path, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = PATIENCE) -> Ended:
@@ -221,9 +234,25 @@ def forked_shoal(
 
 
 def _be_command(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
-
     from shoal.cli import main
+
+    _be_starter(main, ["shoal", *arguments], folder, env, out, err)
+
+
+def _be_script(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
+    def main() -> None:
+        sys.path.insert(0, str(folder))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+    # What runpy replaces __main__ with is gone when the script has ended.
+    sys.modules["__main__"].__dict__.update(__file__=str(folder / arguments[0]), __spec__=None)
+    _be_starter(main, list(arguments), folder, env, out, err)
+
+
+def _be_starter(
+    main: Callable[[], Any], arguments: list[str], folder: Path, env: Mapping[str, str], out: int, err: int
+) -> NoReturn:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
     # What torch's agent starts the ranks with.
     SubprocessHandler._popen = lambda self, arguments, env: Forked(lambda: _be_worker(arguments, env))  # type: ignore[method-assign, assignment, return-value]
@@ -231,12 +260,12 @@ def _be_command(folder: Path, arguments: Sequence[str], env: Mapping[str, str], 
     nodes = importlib.import_module("shoal.launch.nodes")
     nodes.start_process = lambda arguments, env: Forked(lambda: _be_worker(["python", *arguments], env))
     # These start a process that imports torch, and other programs: matplotlib lists the fonts of a machine once.
-    if arguments[:1] in (["bench"], ["doctor"]):
+    if arguments[1:2] in (["bench"], ["doctor"]):
         start = subprocess.Popen
         subprocess.Popen = lambda given, **options: (ForkedModule if "-m" in given[:2] else start)(given, **options)  # type: ignore[misc, assignment]
     os.chdir(folder)
     _write_to(out, err)
-    _be_program(main, ["shoal", *arguments], env)
+    _be_program(main, arguments, env)
 
 
 def _be_worker(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:

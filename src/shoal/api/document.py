@@ -148,13 +148,10 @@ def _prose(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
 def _class(module: str, name: str, shown: str, about: str) -> list[str]:
     """A class: its docstring, its fields, its properties, and its public methods."""
     definition = find(module, name)
-    node, source = definition.node, _source(definition.module).splitlines()
+    node = definition.node
     lines = ["", f"### {shown}", "", *([about, ""] if about else []), *_prose(node)]
-    rows = []
+    rows = [f"| `{field}` | {about} |" for field, about in field_comments(definition).items()]
     for one in node.body:
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and not one.target.id.startswith("_"):
-            comment = source[(one.end_lineno or one.lineno) - 1].partition("  # ")[2]
-            rows.append(f"| `{one.target.id}` | `{_cell(ast.unparse(one.annotation))}`{comment and f': {comment}'} |")
         if isinstance(one, ast.FunctionDef) and not one.name.startswith("_"):
             if any(isinstance(mark, ast.Name) and "property" in mark.id for mark in one.decorator_list):
                 called = one.name
@@ -162,6 +159,16 @@ def _class(module: str, name: str, shown: str, about: str) -> list[str]:
                 called = f"{one.name}({', '.join(_arguments(one.args)).removeprefix('self').removeprefix(', ')})"
             rows.append(f"| `{_cell(called)}` | {_cell(' '.join((ast.get_docstring(one) or '').split()))} |")
     return [*lines, "", "| | |", "| --- | --- |", *rows] if rows else lines
+
+
+def field_comments(definition: Definition) -> dict[str, str]:
+    """Public field → its type and the comment beside it."""
+    source, found = _source(definition.module).splitlines(), {}
+    for one in definition.node.body:
+        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and not one.target.id.startswith("_"):
+            comment = source[(one.end_lineno or one.lineno) - 1].partition("  # ")[2]
+            found[one.target.id] = f"`{_cell(ast.unparse(one.annotation))}`{comment and f': {comment}'}"
+    return found
 
 
 def _cell(text: str) -> str:

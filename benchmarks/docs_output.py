@@ -1,0 +1,66 @@
+"""Writes the output of the commands in a page's ```console blocks: `python benchmarks/docs_output.py docs/PAGE.md …`.
+
+Runs every block of the page that is not marked, in order, in a temporary folder, as a reader would: at full size. Blocks
+that are stopped with Ctrl-C keep their output. Long output keeps its beginning and end.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.docs.blocks import COMMANDS, ROOT, Block, blocks, commands
+from tests.launch.command import SHOAL
+
+MOST = 45  # lines of one command
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        page = Path(name).resolve()
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(os.environ.get("DOCS_FOLDER", temporary))
+            rewrite(page, folder)
+
+
+def rewrite(page: Path, folder: Path) -> None:
+    for linked in ("recipes", "examples"):
+        if not (folder / linked).exists():
+            (folder / linked).symlink_to(ROOT / linked)
+    for block in list(blocks(page)):
+        if block.title is not None:
+            (folder / block.title).write_text(block.body)
+        if block.language in COMMANDS and block.not_run is None:
+            body = "".join(with_output(block, one.text, one.shown, folder) for one in commands(block))
+            if block.language == "console":
+                page.write_text(page.read_text().replace(f"```console\n{block.body}```", f"```console\n{body}```", 1))
+
+
+def with_output(block: Block, command: str, shown: tuple[str, ...], folder: Path) -> str:
+    if "stops" in block.said:
+        lines = list(shown)
+        command_run = re.sub("^shoal train", "timeout --signal=INT --kill-after=120 60 shoal train", command)
+    else:
+        command_run, lines = command, []
+    print(f"{block.place}: {command}", flush=True)
+    path = f"{SHOAL.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command_run],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "COLUMNS": "120"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if done.returncode != int(block.said.get("status", 0)) and "stops" not in block.said:
+        raise SystemExit(f"{block.place}: {command}: status {done.returncode}\n{done.stdout}")
+    lines = lines or [line.rstrip() for line in done.stdout.replace(str(folder), "…").rstrip().splitlines()]
+    if len(lines) > MOST:
+        lines = [*lines[: MOST // 2], "…", *lines[-MOST // 2 :]]
+    return "\n".join([f"$ {command}", *lines]) + "\n"
+
+
+if __name__ == "__main__":
+    main()
