@@ -1,7 +1,7 @@
 """Writes the output of the commands in a page's ```console blocks: `python benchmarks/docs_output.py docs/PAGE.md …`.
 
-Runs every block of the page that is not marked, in order, in a temporary folder, as a reader would: at full size. Blocks
-that are stopped with Ctrl-C keep their output. Long output keeps its beginning and end.
+Runs every block of the page that is not marked, in order, in a temporary folder, as a reader would: at full size.
+Blocks that are stopped with Ctrl-C keep their output. Long output keeps its beginning and end.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What mkdocs.yml cannot say: the pages of a folder in the nav, and links to files of the repository that are no pages."""
+"""What mkdocs.yml cannot say: the pages of a folder in the nav, and links to files that are no pages."""
 
 import posixpath
 import re

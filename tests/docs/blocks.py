@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 COMMANDS = ("bash", "console")
-FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ \t]*$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ \t]*$", re.MULTILINE | re.DOTALL
+)
 COMMENTS = re.compile(r"(?:^ *<!-- [a-z ]+: [^\n]*? -->\n)+\Z", re.MULTILINE)
 COMMENT = re.compile(r"<!-- (not run|status|smaller|stops): (.*?) -->")
 # Numbers, with what belongs to them: a run's figures are not those of the page.

@@ -30,7 +30,9 @@ def test_the_page_is_what_its_generator_writes(page: str, module: str) -> None:
 
 
 def test_every_function_of_the_api_is_on_its_page() -> None:
-    assert sorted(name for names in GROUPS.values() for name in names) == sorted({*shoal.api.__all__} - {"Config", "init_run"})
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(
+        {*shoal.api.__all__} - {"Config", "init_run"}
+    )
 
 
 def test_every_command_with_json_is_on_the_page_of_json() -> None:

@@ -45,7 +45,8 @@ def test_every_page_fits_on_a_phone_in_both_themes(site: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api")
     wide, asked, schemes = [], [], []
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--allow-file-access-from-files"])
+        options = ["--no-sandbox", "--allow-file-access-from-files"]
+        browser = started.chromium.launch(executable_path=chromium, args=options)
         for theme in ("light", "dark"):
             page = browser.new_page(viewport=PHONE, color_scheme=theme)
             page.on("request", lambda request: asked.append(request.url))

@@ -123,7 +123,10 @@ class ForkedModule(Forked):
 class Command:
     """A running command. Its output goes to files, so that it never blocks on a pipe."""
 
-    def __init__(self, folder: Path, arguments: list[str], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, arguments: list[str], env: Mapping[str, str] | None = None, typed: str | None = None
+    ) -> None:
+        self.typed = typed
         self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         self.began = time.perf_counter()
         self.process = self._start(folder, arguments, environment(folder) if env is None else env)
@@ -194,7 +197,16 @@ class ForkedCommand(Command):
         signal.signal(signal.SIGINT, on_interrupt)
         importlib.import_module("shoal.models.emulate").slow_dtypes()  # measured once, as in the harness
         out, err = (file.fileno() for file in self.files)
-        return Forked(lambda: self._be(folder, arguments, env, out, err))
+        with tempfile.TemporaryFile() as typed:
+            typed.write((self.typed or "").encode())
+            typed.seek(0)
+
+            def be() -> NoReturn:
+                if self.typed is not None:
+                    os.dup2(typed.fileno(), 0)
+                self._be(folder, arguments, env, out, err)
+
+            return Forked(be)
 
     @staticmethod
     def _be(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
@@ -286,6 +298,7 @@ def _run_module(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def _write_to(out: int, err: int) -> None:
+    sys.stdin = os.fdopen(0, closefd=False)  # pytest has another
     os.dup2(out, 1)
     os.dup2(err, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))

@@ -1,4 +1,4 @@
-"""Writes docs/api.md: the Python API with its signatures and docstrings, read from the source. Imports nothing of it."""
+"""Writes docs/api.md: the Python API with its signatures and docstrings, read from the source, without importing it."""
 
 import ast
 import inspect

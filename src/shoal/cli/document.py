@@ -13,8 +13,8 @@ from shoal.cli.app import app
 
 INTRODUCTION = """# Every command
 
-`shoal COMMAND --help` prints the same. With `--json` a command prints one JSON object on standard output, and everything
-else goes to standard error ([what is in it](json.md)). Exit status: 0 success, 1 the run failed, 2 a user mistake, 3 the
+`shoal COMMAND --help` prints the same. With `--json` a command prints one JSON object on standard output, and the rest
+goes to standard error ([what is in it](json.md)). Exit status: 0 success, 1 the run failed, 2 a user mistake, 3 the
 answer is no (it does not fit, a check failed), 75 stopped early with a complete checkpoint. `[KEY=VALUE]...` are
 [config keys](config.md) with their values.
 

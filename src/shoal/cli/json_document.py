@@ -7,8 +7,8 @@ from shoal.api.document import Definition, field_comments, find
 
 INTRODUCTION = """# JSON output
 
-With `--json` a command prints one object on standard output and nothing else there; progress and warnings go to standard
-error. A mistake prints no object: one sentence on standard error, and status 2. Keys are added in new versions, and not
+With `--json` a command prints one object on standard output and nothing else there; progress and warnings go to
+standard error. A mistake prints no object: one sentence on standard error, and status 2. Keys are added in new versions, and not
 renamed or removed without a line in the changelog. Files of a run that are JSON are in [the run folder](run.md),
 [metrics](metrics.md) and [events](observe.md#events).
 
@@ -61,6 +61,7 @@ PRINTED: dict[str, tuple[str, str] | dict[str, str]] = {
     "shoal config show": {"…": "The resolved config: [every key](config.md)."},
 }
 
+EVENTS = "Events of this kind ([events](observe.md#events))."
 METRIC = "As in [metrics](metrics.md)."
 # Keys whose values are computed where they are written.
 MEANINGS = {
@@ -83,7 +84,7 @@ MEANINGS = {
     "waits": "Shares of the time spent waiting for data, communication and checkpoints.",
     "seconds_left": "At the speed since the previous line.",
     "seconds_since_last_line": "How old the newest metrics are.",
-    **dict.fromkeys(("starts", "saves", "faults", "restarts", "warnings"), "Events of this kind ([events](observe.md#events))."),
+    **dict.fromkeys(("starts", "saves", "faults", "restarts", "warnings"), EVENTS),
     "curves": "Up to 400 points of each metric.",
     "recognised": "The systems whose files these are.",
     "became": "Their keys that have become ours: `source`, `key`, `value`, `ours`, `says`.",

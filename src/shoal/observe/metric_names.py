@@ -21,13 +21,14 @@ TRAINING = {
     "samples": Metric("samples", "In place of `tokens` in a loop of your own."),
     "tokens_per_second": Metric("tokens/s", "Of the whole job, mean since the previous line."),
     "samples_per_second": Metric("samples/s", "In place of `tokens_per_second` in a loop of your own."),
-    "mfu": Metric("share", "Model FLOPs utilization: FLOPs of the model over the peak of the device. null: no known peak."),
+    "mfu": Metric("share", "FLOPs of the model over the peak of the device. null: the peak is unknown."),
     "memory_gib": Metric("GiB", "Peak memory allocated, highest of all ranks; on a CPU the resident memory."),
     "reserved_gib": Metric("GiB", "Peak memory reserved by the CUDA allocator, highest of all ranks. null on a CPU."),
     "data_seconds": Metric("s per step", "Time waiting for data, mean since the previous line."),
-    "save_seconds": Metric("s per step", "Time waiting for checkpoints, mean since the previous line; not in `seconds`."),
+    "save_seconds": Metric("s per step", "Time waiting for checkpoints, mean since the previous line."),
     "communication_seconds": Metric(
-        "s per step", "Time in which the device waited for communication. null: cannot be measured ([when](observe.md))."
+        "s per step",
+        "Time waiting for communication. null: cannot be measured ([when](observe.md)).",
     ),
     "seconds": Metric("s per step", "Wall time, mean since the previous line, without evaluations and saves."),
     "skipped": Metric("steps", "Steps so far that changed no weights: a value was non-finite, or the loss spiked."),
