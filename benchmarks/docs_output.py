@@ -56,10 +56,18 @@ def with_output(block: Block, command: str, shown: tuple[str, ...], folder: Path
     )
     if done.returncode != int(block.said.get("status", 0)) and "stops" not in block.said:
         raise SystemExit(f"{block.place}: {command}: status {done.returncode}\n{done.stdout}")
-    lines = lines or [line.rstrip() for line in done.stdout.replace(str(folder), "…").rstrip().splitlines()]
+    lines = lines or clean(done.stdout.replace(str(folder), "…").replace(str(SHOAL.parent), "…"))
     if len(lines) > MOST:
         lines = [*lines[: MOST // 2], "…", *lines[-MOST // 2 :]]
     return "\n".join([f"$ {command}", *lines]) + "\n"
+
+
+def clean(printed: str) -> list[str]:
+    """The lines, without what only this machine has: how fast it is, and what is in its cache."""
+    printed = re.sub(r"^(step \d.*  lr \S+)  .*$", r"\1  …", printed, flags=re.MULTILINE)
+    printed = re.sub(r"^(step +\d+ of .* tokens), .*$", r"\1, …", printed, flags=re.MULTILINE)
+    printed = re.sub(r"^(Using cached|Generating|Tokenizing) .*\n", "", printed, flags=re.MULTILINE)
+    return [line.rstrip() for line in printed.rstrip().splitlines()]
 
 
 if __name__ == "__main__":

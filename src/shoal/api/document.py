@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def find(module: str, name: str) -> Definition:
     return find(_imports(tree)[name], name)
 
 
+@cache
 def _source(module: str) -> str:
     spec = find_spec(module)
     assert spec is not None
@@ -78,6 +80,7 @@ def _source(module: str) -> str:
     return Path(spec.origin).read_text()
 
 
+@cache
 def _tree(module: str) -> ast.Module:
     return ast.parse(_source(module))
 
