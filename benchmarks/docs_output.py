@@ -1,14 +1,17 @@
 """Writes the output of the commands in a page's ```console blocks: `python benchmarks/docs_output.py docs/PAGE.md …`.
 
 Runs every block of the page that is not marked, in order, in a temporary folder, as a reader would: at full size.
-Blocks that are stopped with Ctrl-C keep their output. Long output keeps its beginning and end.
+A block
+that is stopped with Ctrl-C is stopped after its first checkpoint. Long output keeps its beginning and end.
 """
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from tests.docs.blocks import COMMANDS, ROOT, Block, blocks, commands
@@ -33,30 +36,29 @@ def rewrite(page: Path, folder: Path) -> None:
         if block.title is not None:
             (folder / block.title).write_text(block.body)
         if block.language in COMMANDS and block.not_run is None:
-            body = "".join(with_output(block, one.text, one.shown, folder) for one in commands(block))
+            body = "".join(with_output(block, one.text, folder) for one in commands(block))
             if block.language == "console":
                 page.write_text(page.read_text().replace(f"```console\n{block.body}```", f"```console\n{body}```", 1))
 
 
-def with_output(block: Block, command: str, shown: tuple[str, ...], folder: Path) -> str:
-    if "stops" in block.said:
-        lines = list(shown)
-        command_run = re.sub("^shoal train", "timeout --signal=INT --kill-after=120 60 shoal train", command)
-    else:
-        command_run, lines = command, []
+def with_output(block: Block, command: str, folder: Path) -> str:
     print(f"{block.place}: {command}", flush=True)
-    path = f"{SHOAL.parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", command_run],
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {command}" if "stops" in block.said else command],
         cwd=folder,
-        env={**os.environ, "PATH": path, "COLUMNS": "120"},
+        env={**os.environ, "PATH": f"{SHOAL.parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    if done.returncode != int(block.said.get("status", 0)) and "stops" not in block.said:
-        raise SystemExit(f"{block.place}: {command}: status {done.returncode}\n{done.stdout}")
-    lines = lines or clean(done.stdout.replace(str(folder), "…").replace(str(SHOAL.parent), "…"))
+    ) as process:
+        if "stops" in block.said:
+            while not list(folder.glob("runs/*/checkpoints/latest")) and process.poll() is None:
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+        printed = process.communicate()[0]
+    if process.returncode != int(block.said.get("status", block.said.get("stops", 0))):
+        raise SystemExit(f"{block.place}: {command}: status {process.returncode}\n{printed}")
+    lines = clean(printed.replace(str(folder), "…").replace(str(SHOAL.parent), "…"))
     if len(lines) > MOST:
         lines = [*lines[: MOST // 2], "…", *lines[-MOST // 2 :]]
     return "\n".join([f"$ {command}", *lines]) + "\n"

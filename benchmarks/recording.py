@@ -1,6 +1,6 @@
 """Record a terminal session and draw it as an animated SVG: `python benchmarks/recording.py docs/images/session`.
 
-Runs COMMANDS in a pseudo-terminal, in a temporary folder, and writes SESSION.json (what was printed when) and
+Runs COMMANDS in a temporary folder and writes SESSION.json (what was printed when) and
 SESSION.svg. `--draw` only draws the JSON again. The SVG needs no script: each screen is a group that CSS shows for the
 time it was there. Waits are shortened to WAIT seconds; nothing that was printed is changed.
 """
@@ -8,21 +8,19 @@ time it was there. Waits are shortened to WAIT seconds; nothing that was printed
 import html
 import json
 import os
-import pty
-import re
-import select
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.launch.command import SHOAL
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [
-    "shoal plan model.shape=llama3-8b hardware.gpu=h100-80gb hardware.devices=8 | head -4",
-    "shoal train recipes/chess-tiny.yaml data.games=600 train.steps=40 train.schedule.warmup=0.1 log.every=5",
+    "shoal plan model.shape=llama3-8b hardware.gpu=h100-80gb hardware.devices=8 | grep -E '^(run|memory|speed)'",
+    "shoal train recipes/chess-tiny.yaml data.games=600 train.steps=40 train.schedule.warmup=4 log.every=5",
     "shoal export runs/chess-tiny --to hf",
 ]
 COLUMNS, ROWS = 104, 26
@@ -38,38 +36,27 @@ def record() -> list[tuple[float, str]]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "recipes").symlink_to(ROOT / "recipes")
         for command in COMMANDS:
-            events.append((time.monotonic() - began, f"$ {command}\r\n"))
+            events.append((time.monotonic() - began, f"$ {command}\n"))
             for text in printed(command, folder):
                 events.append((time.monotonic() - began, text))
     return events
 
 
-def printed(command: str, folder: str):
-    ours, theirs = pty.openpty()
-    env = {**os.environ, "PATH": f"{SHOAL.parent}:{os.environ['PATH']}", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
-    env |= {"TERM": "dumb", "SHOAL_CACHE": f"{folder}/cache"}
-    process = subprocess.Popen(
-        ["bash", "-c", f"stty cols {COLUMNS} rows {ROWS}; {command}"],
+def printed(command: str, folder: str) -> Iterator[str]:
+    env = {**os.environ, "PATH": f"{SHOAL.parent}:{os.environ['PATH']}", "COLUMNS": str(COLUMNS)}
+    # Not a terminal: progress is then lines, which stay, and not a bar.
+    with subprocess.Popen(
+        ["bash", "-o", "pipefail", "-c", command],
         cwd=folder,
-        env=env,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        close_fds=True,
-    )
-    os.close(theirs)
-    while True:
-        if select.select([ours], [], [], 0.2)[0]:
-            try:
-                found = os.read(ours, 65536)
-            except OSError:
-                break
-            if not found:
-                break
-            yield found.decode(errors="replace")
-        elif process.poll() is not None:
-            break
-    if process.wait() != 0:
+        env=env | {"SHOAL_CACHE": f"{folder}/cache"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
+    ) as process:
+        assert process.stdout is not None
+        yield from process.stdout
+    if process.returncode != 0:
         raise SystemExit(f"{command}: status {process.returncode}")
 
 
@@ -78,14 +65,9 @@ def screens(events: list[tuple[float, str]]) -> list[tuple[float, list[str]]]:
     lines: list[str] = [""]
     found: list[tuple[float, list[str]]] = []
     for index, (when, text) in enumerate(events):
-        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r\n", "\n")
-        for part in re.split(r"(\n|\r)", text):
-            if part == "\n":
-                lines.append("")
-            elif part == "\r":
-                lines[-1] = ""
-            else:
-                lines[-1] += part
+        first, *others = text.split("\n")
+        lines[-1] += first
+        lines += others
         later = events[index + 1][0] if index + 1 < len(events) else when + HOLD
         stays = HOLD if index + 1 == len(events) else min(WAIT, max(later - when, 0.05))
         wrapped = [line[at : at + COLUMNS] for line in lines for at in range(0, max(1, len(line)), COLUMNS)]

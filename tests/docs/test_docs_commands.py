@@ -12,7 +12,7 @@ from tests.docs.running import page_environment, run_page
 # Real weights for the pages that fine-tune SmolLM2; without them a tiny model with the same tokenizer interface.
 SMOLLM2 = os.environ.get("SHOAL_TEST_SMOLLM2")
 # Nothing is trained on these: seconds of one core.
-QUICK = {"data.md", "plan.md", "tutorials/out-of-memory.md"}
+QUICK = {"plan.md", "tutorials/out-of-memory.md"}
 
 
 def names(*, quick: bool) -> list[str]:

@@ -87,7 +87,7 @@ def _tree(module: str) -> ast.Module:
 
 def _imports(tree: ast.Module) -> dict[str, str]:
     """Name → the module of ours that it is imported from, for type checkers too."""
-    found = {}
+    found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shoal"):
             found |= {one.asname or one.name: node.module or "" for one in node.names}
