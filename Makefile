@@ -49,6 +49,7 @@ check: lint
 # Writes the generated pages, then the site in build/site.
 docs: reference
 	$(BIN)/python benchmarks/plan_document.py
+	PYTHONPATH=. $(BIN)/python benchmarks/docs_output.py docs/tutorials/out-of-memory.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "The site is in build/site: open build/site/index.html"
 
