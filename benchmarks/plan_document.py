@@ -29,7 +29,8 @@ def with_output(block: str) -> str:
     first, *before = block.splitlines()
     found = printed(first.removeprefix("$ "))
     if before and before[0] == "…":
-        start = found.index(before[1])
+        words = re.split(r"\d", before[1])[0]  # its figures may have changed
+        start = next(line for line, text in enumerate(found) if text.startswith(words))
         end = next((line for line in range(start, len(found)) if not found[line]), len(found))
         found = ["…", *found[start:end]]
     return "\n".join([first, *found])
