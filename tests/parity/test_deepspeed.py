@@ -1,7 +1,7 @@
 """`parallel.engine: deepspeed` trains as our own strategies do, and its checkpoints are ours.
 
-With the real DeepSpeed on gloo, so all of it is slow, and skipped where DeepSpeed is not installed; .ci/run installs it.
-Each case is compared with our engine on the same number of ranks.
+With the real DeepSpeed on gloo, so all of it is slow, and skipped where DeepSpeed is not installed; .ci/run installs
+it. Each case is compared with our engine on the same number of ranks.
 """
 
 import importlib
@@ -146,4 +146,5 @@ def test_a_run_on_deepspeed_evaluates_and_exports_what_transformers_loads(instru
     folder = api.export(run, to="hf", output=tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     trained = weights(run)
-    assert folder and all(torch.equal(one, trained[name]) for name, one in model.named_parameters())
+    assert folder == tmp_path / "hf"
+    assert all(torch.equal(one, trained[name]) for name, one in model.named_parameters())
