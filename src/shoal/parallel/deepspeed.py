@@ -202,8 +202,8 @@ def _initialize(model: ParallelModel, optimizer: torch.optim.Optimizer, settings
     deepspeed = import_deepspeed(model.parallel_dims.device)
     if "fp16" in settings and not deepspeed.get_accelerator().is_fp16_supported():
         raise UserMistake(
-            "train.precision 16-mixed cannot be used with parallel.engine deepspeed on this device, for which DeepSpeed "
-            "has no fp16; use bf16-mixed, or 32-true."
+            "train.precision 16-mixed cannot be used with parallel.engine deepspeed on this device, for which "
+            "DeepSpeed has no fp16; use bf16-mixed, or 32-true."
         )
     (module,) = model.modules
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)

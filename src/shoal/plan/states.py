@@ -103,12 +103,14 @@ def _zero(run: Run, rank: Rank) -> States:
     over = run.shards * run.replicas
     sharded = run.data_parallelism
     state = (optimizer_bytes(run, rank) + 4 * trained) / (over if sharded.shards_optimizer else 1)
+    weights = everything * 2 / (over if sharded.shards_weights else 1)
+    away = run.offload == "cpu"  # the parameters too
     return States(
-        weights=group("weights", leaf("parameters", everything * 2 / (over if sharded.shards_weights else 1))),
+        weights=group("weights", leaf("parameters", 0.0 if away else weights)),
         gradients=leaf("gradients", trained * 2 / (over if sharded.shards_gradients else 1)),
         optimizer=leaf("optimizer state", 0.0 if run.offload != "none" else state),
         unreduced=leaf("unreduced gradients", 0.0),
-        host=state if run.offload != "none" else 0.0,
+        host=(state if run.offload != "none" else 0.0) + (weights if away else 0.0),
     )
 
 

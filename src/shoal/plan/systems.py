@@ -94,6 +94,8 @@ BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=Tru
 DEEPSPEED = SystemTraits(logit_bytes=14.0, masters_with_optimizer=True)
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always")
 
+ENGINES = {"native": "shoal", "deepspeed": "deepspeed"}  # the system that a value of `parallel.engine` runs on
+
 SYSTEMS: dict[str, SystemTraits] = {
     "shoal": OURS,
     "torchtitan": TORCHTITAN,
