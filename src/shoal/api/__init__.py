@@ -22,6 +22,7 @@ from shoal.api.folders import (
     is_foreign_config,
     merge,
 )
+from shoal.api.encoders import embed, predict
 from shoal.api.generation import chat, generate, load_run
 from shoal.api.jobs import cancel, log_records, logs, status, status_of_all, submit, view
 from shoal.api.measuring import bench_batch, bench_collectives, bench_rank, bench_scaling, bench_train
@@ -52,6 +53,7 @@ __all__ = [
     "download",
     "download_packaged",
     "dry_run",
+    "embed",
     "evaluate",
     "evaluate_answers",
     "evaluate_tasks",
@@ -69,6 +71,7 @@ __all__ = [
     "logs",
     "merge",
     "plan",
+    "predict",
     "read_profile",
     "recipes",
     "report",

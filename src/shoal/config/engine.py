@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator
 
-from shoal.catalogue.optimizers import OPTIMIZERS, find_optimizer
+from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import STRATEGIES, find_strategy
 from shoal.config.schema import Config, OffloadConfig, ParallelConfig
 
 Finding = tuple[str, str]  # the key to point at, and the sentence
 NATIVE = "or parallel.engine native"
-TAKEN = tuple(
-    name for name, one in OPTIMIZERS.items() if not (one.needs_whole_matrices or one.is_quantized)
-)  # by ZeRO, which updates one-dimensional shards of all parameters together
+TAKEN = ("adamw", "lion", "sgd")  # by ZeRO, which updates one-dimensional shards of all parameters together
 
 
 def uses_deepspeed(config: Config) -> bool:
@@ -83,7 +81,7 @@ def _training(config: Config) -> Iterator[Finding]:
         )
     optimizer = find_optimizer(train.optimizer.name)
     if optimizer.name not in TAKEN:
-        why = "needs whole matrices" if optimizer.needs_whole_matrices else "quantizes blocks of each parameter"
+        why = "quantizes blocks of each parameter" if optimizer.is_quantized else "needs whole matrices"
         yield (
             "train.optimizer.name",
             f"train.optimizer.name {optimizer.name} {with_engine}: it {why}, and ZeRO updates one-dimensional shards "

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from shoal.models.anatomy import Anatomy
 from shoal.models.buffers import check_buffers, read_buffers, restore_buffers
-from shoal.models.draw_weights import draw_weights, start_adapters
+from shoal.models.draw_weights import draw_fresh, draw_weights, start_adapters
 from shoal.models.new_rows import NewRows
 from shoal.models.peft_weights import locate_adapter
-from shoal.models.read_weights import read_stored, read_weights
+from shoal.models.read_weights import fresh_parameters, read_stored, read_weights
 from shoal.models.slots import parameter_slots
 from shoal.models.tensor_slices import NOT_SPLIT, Splits, local_slice, placed_like
 
@@ -60,6 +60,7 @@ def materialize(
         _allocate(parameter, slots, home, vectors if vectors is not None and parameter.dim() < 2 else kind)
     if source is not None and source.folder is not None:
         read_weights(model, source.folder, splits, source.new_rows)
+        draw_fresh(model, fresh_parameters(model, source.folder), device, source.seed, splits)
     elif source is not None:
         draw_weights(model, anatomy, device, source.seed, splits)
     if source is not None and source.adapter is not None:

@@ -49,7 +49,7 @@ from shoal.parallel.shard import replicate_stage, reshards_after_forward, shard_
 from shoal.parallel.stages import StageModel, check_pipeline, stages_of_rank
 from shoal.parallel.tensor import VocabularyShard, check_tensor_parallel, split_tensors
 from shoal.parallel.units import choose_blocks
-from shoal.plan.from_config import has_documents
+from shoal.plan.from_config import has_documents, packs
 
 SHARD_INSTEAD = "use parallel.strategy fsdp with parallel.wrap {min_params: 10_000_000}, which needs none"
 
@@ -319,7 +319,7 @@ def _finish(model: Any, recipe: _Recipe, done: _Applied, *, cuda_graphs: bool) -
         },
         gradients=gradients,
         copies=[copies for module in modules for copies in module.modules() if isinstance(copies, ComputeCopies)],
-        sequence_length=config.data.max_length if pp > 1 or (recipe.compiled and config.data.pack) else None,
+        sequence_length=config.data.max_length if pp > 1 or (recipe.compiled and packs(config)) else None,
         sequence_multiple=sequence_multiple(config, compiled=recipe.compiled),
         notes=list(_notes(model, recipe, done, cuda_graphs=cuda_graphs)),
     )

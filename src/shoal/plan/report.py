@@ -14,9 +14,10 @@ from shoal.mistakes import UserMistake
 from shoal.plan.advise import Change, Limits, Question, alternatives, changes, limits
 from shoal.plan.decide import choose
 from shoal.plan.from_config import plan_attention
+from shoal.plan.goodput import Goodput
 from shoal.plan.layout import ranks
 from shoal.plan.machine import Machine, read_machine
-from shoal.plan.models import read_shape
+from shoal.plan.models import read_shape, unknown_architecture
 from shoal.plan.resolved import ResolvedRun, shown_recompute
 from shoal.plan.speed import replays_graphs
 from shoal.plan.states import trained_parameters
@@ -48,6 +49,10 @@ class Plan:
         return None if self.steps is None else self.steps * self.choice.speed.step_seconds
 
     @property
+    def goodput(self) -> Goodput:
+        return self.choice.goodput(self.steps)
+
+    @property
     def gpu_hours(self) -> float | None:
         return None if self.seconds is None else self.seconds * self.choice.run.world_size / HOUR
 
@@ -68,6 +73,7 @@ class Plan:
                 "gpu_hours": _rounded(self.gpu_hours, 2),
                 "cost": _rounded(self.cost, 2),
             },
+            "goodput": self.goodput.as_dict(),
             "chosen": {**_chosen(self.choice), "reason": self.choice.reason},
             "alternatives": [_alternative(one, self.steps) for one in self.alternatives],
             "limits": self.limits.as_dict(),
@@ -93,6 +99,11 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
         notes.append(
             f"data.max_length {config.data.max_length} exceeds the {shape.positions} positions that the model was "
             "trained for."
+        )
+    if (kind := unknown_architecture(config.model)) is not None:
+        notes.append(
+            f"The architecture {kind} is not known: it is forecast as a {shape.family} of the sizes in config.json, "
+            "and its number of parameters may differ."
         )
     notes += _about_preference(config)
     if (warning := plan_attention(config, shape, machine).warning(config.data.max_length)) is not None:
@@ -191,11 +202,12 @@ def _chosen(choice: ResolvedRun) -> dict[str, Any]:
         "grad_accum_steps": run.grad_accum_steps,
         "global_batch": run.global_batch,
         "mesh": asdict(run.mesh),
-        "recompute": shown_recompute(run.recompute),
+        "recompute": shown_recompute(run),
         "loss": run.loss,
         "compiled": run.compiled,
         "cuda_graphs": replays_graphs(run),
         "precision": run.precision,
+        "checkpoint_every": choice.config.checkpoint.every,
     }
 
 

@@ -58,6 +58,32 @@ class SystemTraits:
     expandable_segments: bool = False
     # The head is computed at a vocabulary that tensor cores can read (models/head.py), or by the compiler.
     pads_vocabulary: bool = False
+    # Software of 2023, whose kernels did not use Hopper's instructions yet.
+    early_hopper: bool = False
+    # On Hopper and later, attention is flash attention 2: the flash-attn package, or torch before 2026, whose SDPA
+    # preferred it to cuDNN's.
+    flash2: bool = False
+    # Adapters are PEFT's: in fp32, so that each adapted layer casts its input and saves it on its own; dropout too is
+    # each layer's own; and DoRA computes `B A` and `W + B A` in full, and saves the outputs of both.
+    peft: bool = False
+    # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
+    # several in fp32: never, if blocks are compiled, or always (Megatron's).
+    fused_softmax: Literal["never", "compiled", "always"] = "compiled"
+    # AdamW's step is PyTorch's `foreach` one, whose denominators are as large as all weights of a rank.
+    foreach_step: bool = False
+    # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
+    overlaps_weight_gather: bool = False
+    # Pipelines are PyTorch's: receive buffers for every micro-batch, and stage outputs that are kept. Others free both.
+    torch_pipeline: bool = True
+    # Context parallelism is PyTorch's ring attention: blocks of keys and values go around, and each block's output and
+    # gradients are merged with those before, eagerly and in fp32.
+    ring_attention: bool = False
+    # The same with keys and values sent around while attention is computed (Transformer Engine).
+    overlaps_context: bool = False
+    # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
+    overlaps_tensor: bool = False
+    # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
+    wide_gradients: bool = False
     # Clipping, the update and the cast to compute copies are one fused kernel.
     fused_step: bool = False
 
@@ -76,23 +102,48 @@ OURS = SystemTraits(
 )
 TORCHTITAN = SystemTraits(
     repeats_keys=True,
+    flash2=True,
+    ring_attention=True,
     sharded_logit_bytes=18.0,
     gathers_in_fp8=True,
     separate_head_unit=True,
 )
 # From 2025 on its loss is compiled with its blocks.
 TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled")
-TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast")
+TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True)
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
 LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True, pads_vocabulary=True)
 HUGGING_FACE = SystemTraits(
-    wide_residual_stream=True, liger_kernels=True, logit_bytes=14.0, casts_per_use=True, fused_rows=512
+    wide_residual_stream=True,
+    liger_kernels=True,
+    logit_bytes=14.0,
+    casts_per_use=True,
+    fused_rows=512,
+    peft=True,
+    foreach_step=True,
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
-DEEPSPEED = SystemTraits(logit_bytes=14.0, masters_with_optimizer=True)
-COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always")
+DEEPSPEED = SystemTraits(logit_bytes=14.0, masters_with_optimizer=True, flash2=True, peft=True, torch_pipeline=False)
+# Megatron-LM: fused norms and loss, one matmul for queries, keys and values, Transformer Engine's attention and fp8.
+MEGATRON = SystemTraits(
+    unfused_norms=False,
+    fused_qkv=True,
+    loss_kernel="always",
+    fused_softmax="always",
+    masters_with_optimizer=True,
+    wide_gradients=True,
+    saves_fp8_inputs=True,
+    casts_once=True,
+    overlaps_weight_gather=True,
+    overlaps_context=True,
+    torch_pipeline=False,
+)
+# Its recipes, also as Megatron Bridge: gradients in 16 bits, and overlapped tensor parallelism.
+NEMO = replace(MEGATRON, wide_gradients=False, overlaps_tensor=True)
+# Its published results are of 2023.
+COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
 
 ENGINES = {"native": "shoal", "deepspeed": "deepspeed"}  # the system that a value of `parallel.engine` runs on
 
@@ -108,4 +159,6 @@ SYSTEMS: dict[str, SystemTraits] = {
     "autocast": BY_HAND_AUTOCAST,
     "composer": COMPOSER,
     "deepspeed": DEEPSPEED,
+    "megatron": MEGATRON,
+    "nemo": NEMO,
 }
