@@ -208,7 +208,9 @@ def _build_on_meta(plan: Blueprint, *, attention: str, longest: int) -> Any:
         with torch.device("meta"):
             # Ignores the attention implementation in config.json: it could name code on the hub, which transformers
             # would download and run.
-            model = kind.from_config(settings, dtype=torch.float32, trust_remote_code=False, attn_implementation=None)
+            model = kind.from_config(
+                settings, dtype=torch.float32, trust_remote_code=False, attn_implementation=None
+            )
     except ValueError as error:
         reason = str(error).strip().splitlines()[0]
         called = {CAUSAL: "causal", MASKED: "masked"}.get(plan.task)
