@@ -23,8 +23,8 @@ from shoal.config.schema_run import CheckpointConfig, HardwareConfig
 from shoal.plan.batches import divisors
 from shoal.plan.layout import ranks
 from shoal.plan.machine import Machine
+from shoal.plan.offload import HOST_LINK_SHARE
 from shoal.plan.run import Run
-from shoal.plan.speed import HOST_LINK_SHARE
 from shoal.plan.states import saved_bytes
 
 HOUR, DAY = 3600.0, 86400.0
