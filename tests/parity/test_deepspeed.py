@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shoal import api
+from shoal.mistakes import UserMistake
 from tests.harness import LLAMA, PYTHIA, lines, reference_run, settings, train_on, weights
 
 pytestmark = pytest.mark.slow
@@ -133,6 +134,17 @@ def test_a_run_on_deepspeed_resumes_exactly_and_changes_to_our_engine_and_back(
     train_on(1, config_of(instructions, {**case, "train__steps": 3}), tmp_path / "both", resume=True)
     run = on_deepspeed(instructions, case, tmp_path / "both", ranks, resume=True)
     hold_close(run, whole, loss=2e-6, norm=1e-5)
+
+
+def test_offload_to_disk_without_libaio_is_one_sentence(
+    instructions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
+    case = {"parallel__strategy": "zero3", "parallel__offload": {"optimizer": "nvme", "path": str(tmp_path)}}
+    with pytest.raises(UserMistake, match=r"needs libaio, which is not installed: apt install libaio-dev"):
+        on_deepspeed(instructions, case, tmp_path, 1)
 
 
 def test_a_run_on_deepspeed_evaluates_and_exports_what_transformers_loads(instructions: Path, tmp_path: Path) -> None:

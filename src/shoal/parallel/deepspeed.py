@@ -205,6 +205,14 @@ def _initialize(model: ParallelModel, optimizer: torch.optim.Optimizer, settings
             "train.precision 16-mixed cannot be used with parallel.engine deepspeed on this device, for which "
             "DeepSpeed has no fp16; use bf16-mixed, or 32-true."
         )
+    if any("nvme_path" in one for one in settings["zero_optimization"].values() if isinstance(one, dict)):
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise UserMistake(
+                "parallel.offload to nvme with parallel.engine deepspeed needs libaio, which is not installed: apt "
+                "install libaio-dev, or use offload cpu."
+            )
     (module,) = model.modules
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
     return engine
