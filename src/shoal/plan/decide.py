@@ -119,6 +119,7 @@ def _with_model_parallel(
     the strategy is auto and the family supports both."""
     parallel = config.parallel
     is_open = parallel.strategy == "auto" and parallel.tp * parallel.pp * parallel.cp == 1
+    is_open = is_open and parallel.engine == "native"
     if not is_open or machine.is_cpu or machine.world_size == 1 or shape.model_type not in PLANS:
         return None
     found = []

@@ -161,6 +161,8 @@ UNSLOTH = replace(AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
 
+ENGINES = {"native": "shoal", "deepspeed": "deepspeed"}  # the system that a value of `parallel.engine` runs on
+
 SYSTEMS: dict[str, SystemTraits] = {
     "shoal": OURS,
     "torchtitan": TORCHTITAN,

@@ -74,6 +74,8 @@ wrote ds_config.shoal.yaml
 - **The batch.** Sequences per device × gradient accumulation steps × devices becomes `train.global_batch` where the
   devices are known, and `train.micro_batch` with `train.grad_accum` where they are not. scModelForge's `num_gpus` and
   Accelerate's `num_processes` are totals, LitGPT's `devices` and our `hardware.devices` are per node.
+- **DeepSpeed itself** can run what its JSON became: `shoal train ds_config.shoal.yaml parallel.engine=deepspeed`
+  ([docs/parallel.md](parallel.md#deepspeed-as-the-engine-engine)). The default is our own implementation of its stages.
 - **What is not built** is named with what to use meanwhile, and left out of the file.
 - **Missing** keys, such as the model in a DeepSpeed config, can be given behind the file: `shoal plan
   ds_config.shoal.yaml model.from=… data.path=…`, or another file includes it.
