@@ -143,8 +143,9 @@ def _encoder(config: Config) -> Iterator[Finding]:
     if family is not None and facts.encoder and FAMILIES[family].causal:
         yield (
             "model.shape",
-            f"model.shape is a {family}, whose tokens attend to earlier ones only, and train.objective {train.objective} "
-            f"needs an encoder; use family {listed([name for name in BUILDABLE if not FAMILIES[name].causal])}.",
+            f"model.shape is a {family}, whose tokens attend to earlier ones only, and train.objective "
+            f"{train.objective} needs an encoder; use family "
+            f"{listed([name for name in BUILDABLE if not FAMILIES[name].causal])}.",
         )
     if family is not None and not facts.encoder and not FAMILIES[family].causal:
         yield (
@@ -164,14 +165,14 @@ def _encoder(config: Config) -> Iterator[Finding]:
         if (degree := getattr(parallel, key)) > 1:
             yield (
                 f"parallel.{key}",
-                f"parallel.{key} {degree} is for causal language models, not for train.objective {train.objective}; use "
-                f"{key} 1 and parallel.strategy fsdp, which shards any model.",
+                f"parallel.{key} {degree} is for causal language models, not for train.objective {train.objective}; "
+                f"use {key} 1 and parallel.strategy fsdp, which shards any model.",
             )
     if data.document_mask:
         yield (
             "data.document_mask",
-            f"data.document_mask is for causal language models, not for train.objective {train.objective}; leave data.pack "
-            "out, which makes a sequence of each document.",
+            f"data.document_mask is for causal language models, not for train.objective {train.objective}; leave "
+            "data.pack out, which makes a sequence of each document.",
         )
     if facts.classes and data.streaming:
         yield (
