@@ -45,6 +45,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines(run)]
 
 
+@pytest.mark.slow
 def test_streamed_cells_resume_on_another_number_of_ranks(cells: Path, tmp_path: Path) -> None:
     streamed = {"data__streaming": {"chunk": 10, "shuffle_buffer": 20}}
     whole = losses(train_on(1, config(cells, **streamed), tmp_path / "whole"))
