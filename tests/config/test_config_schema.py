@@ -76,7 +76,9 @@ train:
   base_batch: null
   lr_groups: {}
   schedule: {name: cosine, warmup: 0.05, total_steps: null, min_ratio: 0.1, decay: 0.2}
-  optimizer: {name: adamw, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1, momentum: 0.9, rounding: nearest}
+  optimizer:
+    {name: adamw, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1, momentum: 0.9, in_backward: false,
+     paged: false, rounding: nearest}
   clip: 1.0
   precision: auto
   fp8_head: false
@@ -104,7 +106,10 @@ parallel:
   replicate: auto
   tp: 1
   pp: 1
+  sequence_parallel: true
   pp_schedule: 1f1b
+  pp_stages: auto
+  optimizer_ranks: auto
   cp: 1
   cp_method: gather
   wrap: auto
@@ -113,7 +118,9 @@ parallel:
   offload: none
   compress: none
   engine: native
-hardware: {devices: auto, nodes: 1, gpu: auto, link: auto, network: auto, host_gib: null, price: null}
+hardware:
+  {devices: auto, nodes: 1, gpu: auto, link: auto, network: auto, host_gib: null, price: null, mtbf_hours: null,
+   restart_minutes: null, disk_gb_per_second: null}
 checkpoint:
   {every: 200, at_end: true, keep: 2, keep_best: 3, keep_every: null, metric: eval_loss, format: sharded, async: true,
    fallback: null}
@@ -223,6 +230,8 @@ def test_a_loaded_config_does_not_change() -> None:
         ("adapter.quantize", "BNB.NF4_DQ", "bnb.nf4-dq"),
         ("train.cuda_graphs", True, True),
         ("data.source", "jsonl", "json"),
+        ("parallel.engine", "shoal", "native"),
+        ("parallel.engine", "DeepSpeed", "deepspeed"),
         ("train.compile", True, True),
         ("train.compile", False, False),
     ],
@@ -238,6 +247,7 @@ def test_spellings_of_other_tools_are_accepted(key: str, written: Any, meant: An
         ("train.on_spike", {"sigma": 5, "action": "skip"}),
         ("parallel.wrap", {"min_params": 1_000_000}),
         ("parallel.offload", {"optimizer": "nvme", "path": "/scratch"}),
+        ("parallel.offload", {"optimizer": "cpu", "parameters": "nvme", "path": "/scratch"}),
         ("parallel.reshard", 4),
         ("data.streaming", {"chunk": 10}),
         ("data.source", [{"source": "json", "path": "a.json", "weight": 2}, {"source": "text", "path": "b"}]),

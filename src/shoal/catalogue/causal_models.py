@@ -10,12 +10,13 @@ from typing import Any
 PACKED = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "beam", "bert", "bert-generation", "big_bird",
     "biogpt", "bitnet", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx",
-    "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1", "electra", 
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1", "electra",
     "ernie", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2",
     "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "git", "glm", "glm4", "glm4_moe",
     "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
     "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hrm_text",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "jais2", "jetmoe", "kolibri1", "laguna",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "internlm3",
+    "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna",
     "llama", "longcat_flash", "megatron-bert", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
     "ministral3", "mistral", "mixtral", "modernbert-decoder", "mpt", "nanochat", "nemotron",
     "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2",
@@ -28,8 +29,10 @@ MASKED = frozenset({"axk2", "deepseek_v32", "doge", "glm_moe_dsa"})
 # Types whose documents would influence each other, by the reason.
 UNPACKED = {
     "its recurrent or convolutional state is carried from one document of a sequence to the next": (
-        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text", "jamba",
-        "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
+        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text",
+        "inkling_text", "jamba",
+        "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h",
+        "olmo_hybrid",
         "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm",
         "zamba", "zamba2", "zaya",
     ),

@@ -7,6 +7,7 @@ from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import find_shape
 from shoal.catalogue.strategies import SHARDINGS, STRATEGIES, Strategy, find_strategy
+from shoal.config.engine import find_unsupported
 from shoal.config.locate import KeyPath, Origins
 from shoal.config.mesh import divide_processes, length_multiple
 from shoal.config.reference import computes_before
@@ -30,6 +31,7 @@ def find_combinations(config: Config) -> Iterator[Finding]:
     """The combinations that cannot work: a key of each, and a sentence."""
     yield from _sharding(config)
     yield from _parallelism(config)
+    yield from find_unsupported(config)
     yield from _attention(config)
     yield from _data(config)
     yield from _encoder(config)

@@ -51,7 +51,7 @@ ScheduleName = Annotated[
 ]
 # A type checker needs the literals; a test compares them with the table.
 OptimizerName = Annotated[
-    Literal["adamw", "adamw8bit", "lion", "sgd", "muon"],
+    Literal["adamw", "adamw8bit", "lion", "sgd", "adafactor", "muon"],
     spelled(tuple(OPTIMIZERS), ALIASES),
 ]
 
@@ -99,6 +99,13 @@ class OptimizerConfig(Block):
     eps: Positive = Field(1e-8, description="Added to the denominator for numerical stability.")
     weight_decay: PositiveOrZero = Field(0.1, description="Weight decay coefficient.")
     momentum: ShareBelowOne = Field(0.9, description="Momentum of sgd and muon.")
+    in_backward: bool = Field(
+        False,
+        description="Update each parameter in the backward pass, as soon as its gradient is complete, and free that.",
+    )
+    paged: bool = Field(
+        False, description="Keep the optimizer state in unified memory, which moves to the host if the device is full."
+    )
     rounding: Literal["nearest", "stochastic"] = Field(
         "nearest",
         description="How updated weights are rounded to bf16 with precision bf16-true; stochastic: up or down at "
@@ -107,9 +114,21 @@ class OptimizerConfig(Block):
 
 
 class RecomputeConfig(Block):
-    """Activation checkpointing of some transformer layers."""
+    """Activation checkpointing of some transformer layers, or of parts of every layer."""
 
     every: Count = Field(1, description="Recompute every n-th transformer layer in the backward pass.")
+    first: Count | None = Field(
+        None, description="Recompute only the first n transformer layers of each pipeline rank."
+    )
+    parts: Annotated[tuple[Literal["attention", "norm", "activation", "mlp"], ...], Strict(False)] = Field(
+        (), description="Recompute these parts of every layer instead of whole layers."
+    )
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> "RecomputeConfig":
+        if (self.every > 1) + (self.first is not None) + bool(self.parts) > 1:
+            raise contradiction("train.recompute takes one of every, first and parts.", "parts", "first", "every")
+        return self
 
 
 class EarlyStopConfig(Block):
@@ -229,11 +248,14 @@ class TrainConfig(Block):
     )
     reduce_dtype: ReduceDtype = Field("fp32", description="Data type in which gradients are reduced over devices.")
     loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig, description="The loss scale of 16-mixed.")
-    recompute: Literal["none", "cheap", "selective", "full", "offload", "auto"] | RecomputeConfig = Field(
+    recompute: (
+        Literal["none", "cheap", "attention", "selective", "full", "offload", "offload-all", "auto"] | RecomputeConfig
+    ) = Field(
         "none",
         description="Activation checkpointing: what is recomputed in the backward pass instead of being stored; cheap: "
-        "what costs next to no time, in compiled blocks; offload: as full, and the inputs of the blocks are kept in "
-        "pinned host memory; auto: the fastest that fits in memory.",
+        "what costs next to no time, in compiled blocks; attention: its scores; offload: as full, and the inputs of "
+        "the blocks are kept in pinned host memory; offload-all: all activations are, and nothing is recomputed; auto: "
+        "the fastest that fits in memory.",
     )
     compile: bool | Literal["auto", "thunder", "aot_eager"] = Field(
         "auto",

@@ -4,19 +4,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.catalogue.shapes import find_shape
 from shoal.config.explain import shown
 from shoal.config.locate import KeyPath, Origins
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 
 
-def _only(*built: Any) -> Callable[[Any], bool]:
-    # By type as well, since 1 == True in Python and parallel.reshard may be either.
-    return lambda value: any(value == each and type(value) is type(each) for each in built)
+def _only(built: Any) -> Callable[[Any], bool]:
+    return lambda value: bool(value == built)
 
 
 def _not(*unbuilt: Any) -> Callable[[Any], bool]:
     return lambda value: value not in unbuilt
+
+
+def _is_built_recompute(value: Any) -> bool:
+    if isinstance(value, str):
+        return value not in ("attention", "offload-all")
+    return value.first is None and not value.parts
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,13 @@ LIMITS = (
         _not("thunder"),
         "Use auto: lightning-thunder 0.2.6 cannot be imported with torch 2.13, which has no Tensor.align_as.",
     ),
-    Limit("parallel.engine", _only("native"), "Use native."),
+    Limit("train.optimizer.name", _not("adafactor"), "Use adamw8bit, or sgd, which needs least memory."),
+    Limit("train.optimizer.in_backward", _only(False), "Use adamw8bit, or parallel.strategy fsdp."),
+    Limit("train.optimizer.paged", _only(False), "Use parallel.offload optimizer."),
+    Limit("train.recompute", _is_built_recompute, "Use selective, full, offload, or every."),
+    Limit("parallel.sequence_parallel", _only(True), "Leave it at true, which needs less memory and no more time."),
+    Limit("parallel.pp_stages", _only("auto"), "Use auto."),
+    Limit("parallel.optimizer_ranks", _only("auto"), "Use auto, or parallel.sharding hybrid_shard."),
 )
 
 
@@ -56,6 +68,13 @@ def find_unbuilt(config: Config) -> Iterator[tuple[KeyPath, str]]:
                 value = value[key]
             wanted = value if isinstance(value, str) else shown(value)
             yield path, f"{limit.key} {wanted} is not built yet. {limit.meanwhile}"
+    named = config.model.shape
+    if isinstance(named, str) and not (shape := find_shape(named)).is_family:
+        yield (
+            ("model", "shape"),
+            f"model.shape {named} is only forecast: train a {shape.model_type} from a folder or a cached id with "
+            "model.from.",
+        )
 
 
 def refuse_unbuilt(config: Config, origins: Origins) -> None:

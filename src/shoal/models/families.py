@@ -20,6 +20,11 @@ def transformers_config(shape: ModelShape, *, encoder: bool = False) -> Any:
             f"Shapes of the family {shape.family} are for the forecast only: `shoal plan` supports them, training does "
             f"not. Choose a gpt2, neox or llama shape of a similar size."
         )
+    if not shape.is_family:
+        raise UserMistake(
+            f"Shapes of {shape.model_type} are for the forecast only: train such a model from a folder or a cached id "
+            "with model.from, or choose a llama or qwen3 shape of a similar size."
+        )
     found = BUILDERS[shape.family](shape)
     if encoder:
         found.is_decoder = False

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from math import ceil
 
-from shoal.catalogue.attention import Attention, Heads, Path, choose_attention_path
+from shoal.catalogue.attention import AMPERE, Attention, Heads, Path, choose_attention_path
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
@@ -17,6 +17,7 @@ from shoal.plan.batches import nearest_multiples
 from shoal.plan.blocks import linears
 from shoal.plan.frozen import trained_shares
 from shoal.plan.head import CHUNK_LOGITS
+from shoal.plan.layout import stages_each
 from shoal.plan.machine import Machine
 from shoal.plan.models import drops_attention, has_dropout
 from shoal.plan.run import FROZEN, Adapter, Run, Trained
@@ -52,6 +53,9 @@ def make_run(
     small = small and find_optimizer(train.optimizer.name).own_kernel
     keeps = find_strategy(execution.strategy, execution.sharding).keeps_weights
     adapter, facts = read_adapter(config, shape), objective_facts(train.objective)
+    attention = plan_attention(config, shape, machine).path
+    if traits != OURS:
+        attention = _attention_elsewhere(config, shape, machine, traits)
     return Run(
         shape=shape,
         gpu=machine.gpu,
@@ -68,19 +72,26 @@ def make_run(
         reduce_bytes=BYTES[train.reduce_dtype] if mixed else (2 if train.precision == "bf16-true" else 4),
         optimizer=train.optimizer.name,
         momentum=train.optimizer.momentum > 0,
+        optimizer_in_backward=train.optimizer.in_backward,
+        paged_optimizer=train.optimizer.paged,
+        optimizer_ranks=0 if parallel.optimizer_ranks == "auto" else parallel.optimizer_ranks,
         clips=train.clip is not None,
         recompute=execution.recompute,
+        recomputed_parts=_recomputed_parts(config) if execution.recompute == "parts" else (),
+        recomputed_blocks=_recomputed_blocks(config) if execution.recompute == "full" else 0,
         compiled=compiled,
         cuda_graphs=train.cuda_graphs,
         loss=choose_loss(config, shape, execution.micro_batch * config.data.max_length // mesh.cp),
-        attention=plan_attention(config, shape, machine).path if traits == OURS else _attention_elsewhere(config),
+        attention=attention,
         attention_dropout=drops_attention(config.model),
-        dropout=has_dropout(config.model),
+        dropout=has_dropout(config.model) or (traits != OURS and _drops_elsewhere(config, shape)),
         reshard=False if keeps else (True if parallel.reshard == "auto" else parallel.reshard),
         prefetch=parallel.prefetch,
         offload=_offload(config),
         compress_bytes={"none": 0, "powersgd": POWERSGD_BYTES}.get(parallel.compress, 2),
         schedule=parallel.pp_schedule,
+        virtual_stages=0 if parallel.pp_stages == "auto" else parallel.pp_stages,
+        sequence_parallel=parallel.sequence_parallel,
         cp_method=parallel.cp_method,
         head_share=head_share(config),
         of_answers=facts.of_answers,
@@ -130,11 +141,21 @@ def plan_attention(config: Config, shape: ModelShape, machine: Machine) -> Atten
     )
 
 
-def _attention_elsewhere(config: Config) -> Path:
+def _attention_elsewhere(config: Config, shape: ModelShape, machine: Machine, traits: SystemTraits) -> Path:
     """The same of other systems, whose kernels for sliding windows are not known."""
     if config.model.attention == "eager":
         return "scores"
-    return "dense mask" if has_documents(config) else "fused"
+    if has_documents(config):
+        return "fused" if traits.variable_lengths else "dense mask"
+    # SDPA has no fused kernel for grouped keys in fp32 and before Ampere, unless they are repeated for every query.
+    flash = (machine.gpu.compute_capability or AMPERE) >= AMPERE and config.train.precision != "32-true"
+    grouped = shape.kv_heads != shape.heads and not traits.repeats_keys and not machine.is_cpu
+    return "fused" if flash or not grouped else "scores"
+
+
+def _drops_elsewhere(config: Config, shape: ModelShape) -> bool:
+    """Whether other systems train with dropout on hidden states: encoders have it, unless the config says 0."""
+    return config.model.dropout is None and not shape.traits.causal and shape.traits.hidden_dropout
 
 
 def count_grad_accum_steps(global_batch: int, micro_batch: int, data_parallel: int) -> int:
@@ -160,7 +181,8 @@ def check_model(shape: ModelShape, config: Config, machine: Machine) -> None:
     for what, size in (("attention heads", shape.heads), ("key and value heads", shape.kv_heads), ("ffn", shape.ffn)):
         if size % parallel.tp:
             raise UserMistake(f"parallel.tp {parallel.tp} does not divide the model's {size} {what}.")
-    stages = parallel.pp * (1 if parallel.pp_schedule == "1f1b" else 2)
+    virtual = 0 if parallel.pp_stages == "auto" else parallel.pp_stages
+    stages = parallel.pp * stages_each(parallel.pp_schedule, virtual)
     if parallel.pp > 1 and shape.layers < stages:
         raise UserMistake(
             f"parallel.pp {parallel.pp} with pp_schedule {parallel.pp_schedule} makes {stages} stages, but the model "
@@ -193,7 +215,19 @@ def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
 
 def read_recompute(wanted: str | RecomputeConfig) -> str | int:
     """The value of `train.recompute`, if it is not auto."""
-    return wanted.every if isinstance(wanted, RecomputeConfig) else wanted
+    if isinstance(wanted, RecomputeConfig):
+        return "parts" if wanted.parts else "full" if wanted.first is not None else wanted.every
+    return "parts" if wanted == "attention" else wanted
+
+
+def _recomputed_parts(config: Config) -> tuple[str, ...]:
+    wanted = config.train.recompute
+    return wanted.parts if isinstance(wanted, RecomputeConfig) else ("attention",)
+
+
+def _recomputed_blocks(config: Config) -> int:
+    wanted = config.train.recompute
+    return (wanted.first or 0) if isinstance(wanted, RecomputeConfig) else 0
 
 
 def read_adapter(config: Config, shape: ModelShape) -> Adapter | None:

@@ -42,9 +42,9 @@ from shoal.plan.resolved import ResolvedRun, describe_accumulation
 from shoal.plan.stages import bubble_share
 from shoal.resilience.health import SpikeGuard, spike_settings
 from shoal.resilience.out_of_memory import explained
-from shoal.train.build import build, keep_low_precision_gradients
+from shoal.train.build import build, keep_low_precision_gradients, make_step
 from shoal.train.data_changes import check_same_data, fingerprint
-from shoal.train.describe import describe, plan_values
+from shoal.train.describe import describe, plan_values, record_interval
 from shoal.train.hooks import Hooks
 from shoal.train.inputs import Inputs
 from shoal.train.job import Job
@@ -52,8 +52,8 @@ from shoal.train.log import StepLog, next_attempt
 from shoal.train.resolve import machine_here, resolve_for_all, resolve_run
 from shoal.train.rollback import set_aside
 from shoal.train.save import checkpoint_folders, make_saver
+from shoal.train.save_interval import SaveInterval
 from shoal.train.schedule import peak_lr
-from shoal.train.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start,
         optimizer=optimizer,
         scaler=scaler,
         controls={"scaler": scaler} | ({} if guard is None else {"spikes": guard}),
-        step=TrainStep(model, optimizer, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
+        step=make_step(model, optimizer, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
         plan=plan,
         hooks=hooks,
         log=StepLog(
@@ -217,6 +217,13 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start,
             ranks,
             describe=describe_in,
             while_waiting=lambda: hooks.on_activity(job.progress.step, "waiting for a save"),
+        ),
+        interval=SaveInterval(
+            config,
+            resolved.goodput().conditions if resolved.requested.checkpoint.every == "auto" else None,
+            ranks,
+            reporter,
+            record=lambda every: record_interval(run, plan, every, ranks, reporter.warn),
         ),
         saved=None,
     )
@@ -279,7 +286,9 @@ def _resume(job: Job, checkpoint: Path, *, same_run: bool) -> None:
     """Load a checkpoint of this run or of another."""
     job.load(checkpoint)
     set_aside(job)
-    if not same_run:
+    if same_run:
+        job.interval.restore(job.progress.interval)
+    else:
         job.progress.evaluations_without_gain = 0
     step, steps = job.progress.step, job.inputs.steps
     if same_run and step < steps and job.no_longer_improves:
