@@ -49,8 +49,10 @@ check: lint
 docs: $(VENV)/.installed
 	$(BIN)/python -m shoal.config.document > docs/config.md
 	$(BIN)/python -m shoal.catalogue.document > docs/models.md
-	$(BIN)/python -m shoal.convert.configs.document > docs/coming-from.md
+	$(BIN)/python -m shoal.convert.configs.document docs/coming-from
 	$(BIN)/python benchmarks/plan_document.py
+	$(BIN)/python -m benchmarks.pictures
+	$(BIN)/python -m benchmarks.pages
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
