@@ -59,7 +59,8 @@ def accuracy() -> str:
 
 def main() -> None:
     text = DOCUMENT.read_text()
-    text = re.sub(r"(?<=```\n)\$ shoal plan .*?(?=\n```)", lambda block: with_output(block[0]), text, flags=re.DOTALL)
+    examples = re.compile(r"(?<=```console\n)\$ shoal plan .*?(?=\n```)", re.DOTALL)
+    text = examples.sub(lambda block: with_output(block[0]), text)
     text = replaced(text, accuracy())
     for name in ("traced.md", "examples.md"):
         written = (HERE / "plan" / name).read_text()
