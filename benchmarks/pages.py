@@ -48,14 +48,18 @@ def table(name: str) -> str:
 
 def _with_output(block: str) -> Iterator[str]:
     rest: list[str] | None = None
+    in_list = False  # of changes or strategies, whose order is the plan's: its lines are taken as they come
     for line in block.splitlines():
         if line.startswith("$ "):
             rest = _printed(line[2:]) if line.startswith("$ shoal plan ") else None
-        elif rest is not None and line != LEFT_OUT:
-            like = [index for index, printed in enumerate(rest) if _form(printed) == _form(line)]
+        elif line == LEFT_OUT:
+            in_list = False
+        elif rest is not None:
+            like = [0] if in_list else [index for index, one in enumerate(rest) if _form(one) == _form(line)]
             if not like:
                 raise SystemExit(f"no longer printed: {line}")
             line, rest = rest[like[0]], rest[like[0] + 1 :]
+            in_list = in_list or line.endswith(":")
         yield line
 
 

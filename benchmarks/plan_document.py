@@ -29,10 +29,15 @@ def with_output(block: str) -> str:
     first, *before = block.splitlines()
     found = printed(first.removeprefix("$ "))
     if before and before[0] == "…":
-        start = found.index(before[1])
+        start = [_words(line) for line in found].index(_words(before[1]))
         end = next((line for line in range(start, len(found)) if not found[line]), len(found))
         found = ["…", *found[start:end]]
     return "\n".join([first, *found])
+
+
+def _words(line: str) -> str:
+    """A line without its figures, which may have changed."""
+    return re.sub(r"[\d.,]+", "#", line)
 
 
 def table_like(text: str, header: str) -> str:

@@ -23,7 +23,7 @@ COMMANDS = [
     "shoal train recipes/chess-tiny.yaml data.games=600 train.steps=40 train.schedule.warmup=4 log.every=5",
     "shoal export runs/chess-tiny --to hf",
 ]
-COLUMNS, ROWS = 104, 26
+COLUMNS, ROWS = 118, 27
 WAIT, HOLD = 1.2, 5.0  # seconds: the longest wait between two screens, and how long the last one stays
 CHARACTER, LINE = 7.25, 16
 BACK, FORE, DIM, PROMPT = "#1f2129", "#d8dee9", "#8a93a6", "#4fd1b5"

@@ -26,6 +26,15 @@ PRINTED = {
     "NVIDIA H100 PCIe": "h100-pcie",
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
+    "NVIDIA RTX A5000": "a5000",
+    "NVIDIA RTX 6000 Ada Generation": "rtx6000-ada",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtx-pro-6000",
+    "NVIDIA A800-SXM4-80GB": "a800-80gb",
+    "NVIDIA H800": "h800-80gb",
+    "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA GB200": "gb200",
+    "NVIDIA B300 SXM6 AC": "b300",
+    "AMD Instinct MI325X": "mi325x",
     "AMD Instinct MI250X / MI250": "mi250",
     "AMD Instinct MI300X": "mi300x",
     "cpu": "cpu",
@@ -43,6 +52,7 @@ def test_names_printed_by_the_driver_are_recognized(printed: str, name: str) -> 
         ("Tesla V100-PCIE-32GB", "v100-32gb", "pcie3"),
         ("NVIDIA A100-PCIE-40GB", "a100-40gb", "pcie4"),
         ("NVIDIA A100 80GB PCIe", "a100-80gb", "pcie4"),
+        ("NVIDIA A800 80GB PCIe", "a800-80gb", "pcie4"),
     ],
 )
 def test_a_pcie_card_has_no_nvlink(printed: str, name: str, link: str) -> None:
@@ -60,7 +70,9 @@ def test_a_pcie_card_has_no_nvlink(printed: str, name: str, link: str) -> None:
         "NVIDIA GeForce RTX 3090 Ti",
         "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
         "NVIDIA H100 NVL",
-        "NVIDIA GH200 480GB",
+        "NVIDIA GH200 144G HBM3e",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        "NVIDIA RTX A5000 Laptop GPU",
         "NVIDIA A10",
         "Tesla P100-PCIE-16GB",
     ],
@@ -111,4 +123,5 @@ def test_links_within_a_node_are_faster_than_those_between_nodes() -> None:
 def test_every_gpu_has_a_link_to_its_host_of_its_generation() -> None:
     generations = {"t4": "pcie3", "a100-80gb": "pcie4", "l40s": "pcie4", "h200": "pcie5", "mi250": "pcie4"}
     assert {name: GPUS[name].host_link.name for name in generations} == generations
-    assert all(gpu.host_link.name.startswith("pcie") for gpu in GPUS.values())
+    grace = {name: gpu.host_link.name for name, gpu in GPUS.items() if not gpu.host_link.name.startswith("pcie")}
+    assert grace == {"gh200": "nvlink-c2c", "gb200": "nvlink-c2c-shared"}

@@ -41,6 +41,24 @@ data:
   document_mask: false
   train_on: answers
   chat_template: null
+  label: null
+  cells:
+    tokens: rank_value
+    gene_vocab: auto
+    gene_names: null
+    max_genes: null
+    cls: true
+    matrix: auto
+    normalized: false
+    target_sum: 10000.0
+    log1p: true
+    medians: auto
+    bins: 51
+    binning: quantile
+    min_genes: 0
+    highly_variable: null
+    backed: true
+    same_names: false
   validation: 0.02
   mixing: {by: tokens, when_exhausted: repeat}
   streaming: false
@@ -58,7 +76,9 @@ train:
   base_batch: null
   lr_groups: {}
   schedule: {name: cosine, warmup: 0.05, total_steps: null, min_ratio: 0.1, decay: 0.2}
-  optimizer: {name: adamw, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1, momentum: 0.9, rounding: nearest}
+  optimizer:
+    {name: adamw, betas: [0.9, 0.95], eps: 0.00000001, weight_decay: 0.1, momentum: 0.9, in_backward: false,
+     paged: false, rounding: nearest}
   clip: 1.0
   precision: auto
   fp8_head: false
@@ -68,6 +88,8 @@ train:
   compile: auto
   cuda_graphs: auto
   objective: causal_lm
+  mask_ratio: 0.15
+  masking: {mask: 0.8, random: 0.1}
   preference: {beta: null, gamma: null, desirable_weight: null, undesirable_weight: null}
   loss_impl: auto
   deterministic: false
@@ -84,7 +106,10 @@ parallel:
   replicate: auto
   tp: 1
   pp: 1
+  sequence_parallel: true
   pp_schedule: 1f1b
+  pp_stages: auto
+  optimizer_ranks: auto
   cp: 1
   cp_method: gather
   wrap: auto
@@ -93,7 +118,9 @@ parallel:
   offload: none
   compress: none
   engine: native
-hardware: {devices: auto, nodes: 1, gpu: auto, link: auto, network: auto, host_gib: null, price: null}
+hardware:
+  {devices: auto, nodes: 1, gpu: auto, link: auto, network: auto, host_gib: null, price: null, mtbf_hours: null,
+   restart_minutes: null, disk_gb_per_second: null}
 checkpoint:
   {every: 200, at_end: true, keep: 2, keep_best: 3, keep_every: null, metric: eval_loss, format: sharded, async: true,
    fallback: null}
@@ -203,6 +230,8 @@ def test_a_loaded_config_does_not_change() -> None:
         ("adapter.quantize", "BNB.NF4_DQ", "bnb.nf4-dq"),
         ("train.cuda_graphs", True, True),
         ("data.source", "jsonl", "json"),
+        ("parallel.engine", "shoal", "native"),
+        ("parallel.engine", "DeepSpeed", "deepspeed"),
         ("train.compile", True, True),
         ("train.compile", False, False),
     ],
@@ -218,6 +247,7 @@ def test_spellings_of_other_tools_are_accepted(key: str, written: Any, meant: An
         ("train.on_spike", {"sigma": 5, "action": "skip"}),
         ("parallel.wrap", {"min_params": 1_000_000}),
         ("parallel.offload", {"optimizer": "nvme", "path": "/scratch"}),
+        ("parallel.offload", {"optimizer": "cpu", "parameters": "nvme", "path": "/scratch"}),
         ("parallel.reshard", 4),
         ("data.streaming", {"chunk": 10}),
         ("data.source", [{"source": "json", "path": "a.json", "weight": 2}, {"source": "text", "path": "b"}]),

@@ -246,5 +246,5 @@ def test_the_command_says_what_it_made_and_a_mistake_is_status_2(tmp_path):
     assert (said["output"], said["format"], said["architecture"]) == ("out", "LitGPT", "LlamaForCausalLM")
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     forked_shoal(tmp_path, "import", "nowhere", "--output", "other").hold_mistake(
-        "nowhere does not exist; give a LitGPT, DeepSpeed or FSDP checkpoint."
+        "nowhere does not exist; give a config, a script or a checkpoint of another system."
     )

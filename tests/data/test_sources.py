@@ -112,5 +112,5 @@ def test_paths_that_lead_nowhere_say_so(write: Write, tmp_path: Path) -> None:
         find_files("json", tmp_path / "corpus")
     with pytest.raises(UserMistake, match=r"data\.path is not set"):
         find_files("text", None)
-    with pytest.raises(UserMistake, match=r"data\.source cells.*json, text, parquet"):
-        find_files("cells", tmp_path / "corpus")
+    with pytest.raises(UserMistake, match=r"data\.source images.*json, text, parquet"):
+        find_files("images", tmp_path / "corpus")

@@ -25,7 +25,7 @@ FENCE = re.compile(
 COMMENTS = re.compile(r"(?:^ *<!-- [a-z ]+: [^\n]*? -->\n)+\Z", re.MULTILINE)
 COMMENT = re.compile(r"<!-- (not run|status|smaller|stops): (.*?) -->")
 # Numbers, with what belongs to them: a run's figures are not those of the page.
-NUMBER = re.compile(r"[-+±]?\d[\d,.]*(?:e[-+]?\d+)?%?")
+NUMBER = re.compile(r"\d(?:[\d,.]*\d)?(?:e[-+]?\d+)?%?")
 PROGRESS = re.compile(r"^(step #/#) .*|^((?:Generating|Tokenizing)\b).*")
 
 

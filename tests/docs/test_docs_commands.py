@@ -33,7 +33,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", names(quick=True))
 def test_the_commands_of_the_page_run(name: str, tmp_path: Path, env: dict[str, str]) -> None:
-    assert run_page(DOCS / name, tmp_path, env) > 0
+    assert run_page(DOCS / name, tmp_path, env, exact=True) > 0
 
 
 @pytest.fixture(scope="module")

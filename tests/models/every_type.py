@@ -2,8 +2,12 @@
 
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from shoal.catalogue.causal_models import NEVER_CAUSAL, PACKED, UNPACKED
 
 VOCAB, POSITIONS, WINDOW = 96, 64, 8
 
@@ -69,6 +73,19 @@ QWEN4 = {
     "ple_layer_ids": [1],
     "split_ngram_parts": 1,
 }
+# Its window layers have sizes of their own.
+DOTS3 = {
+    "head_dim": 16,
+    "index_head_dim": 8,
+    "shared_experts_intermediate_size": 48,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 24,
+    "swa_head_dim": 20,
+    "swa_qk_nope_head_dim": 12,
+    "swa_v_head_dim": 8,
+}
 # Its hybrid layers share one transformer block.
 ZAMBA = {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_key_value_heads": 4}
 # What the table above does not make small, or makes inconsistent.
@@ -105,6 +122,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "doge": {"keep_window_size": WINDOW},
     "dots1": FULL_AND_SLIDING,
+    "dots3_note": {
+        "text_config": DOTS3,
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32, "per_layer_config": {}},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
+    "dots3_note_text": DOTS3,
     "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64},
     "gemma3n_text": {
         **SHARED_KEYS,
@@ -122,6 +145,15 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {**MAMBA2, "layer_types": ["linear_attention", "full_attention"]},
     "hy_v4": SHARED_INDEX,
+    "inkling2_text": {
+        "log_scaling_n_floor": 4,
+        "n_layers_per_attn_res_block": 1,
+        "rel_extent": 16,
+        "sliding_window_size": WINDOW,
+        "swa_head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+    },
     "inkling_text": {
         **DENSE_AND_SPARSE,
         "log_scaling_n_floor": 4,
@@ -134,6 +166,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "laguna": FULL_AND_SLIDING,
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention"]},
     "llama4": {"text_config": LLAMA4},
     "llama4_text": LLAMA4,
     "longcat_flash": {"zero_expert_num": 2},
@@ -203,7 +236,20 @@ UNBUILDABLE: dict[str, str] = {
     "musicgen": "a decoder of audio codes, which AutoModelForCausalLM cannot build from the config of the whole",
     "musicgen_melody": "a decoder of audio codes, which AutoModelForCausalLM cannot build from the config of the whole",
 }
-TYPES = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in UNBUILDABLE]
+# Those whose layers differ in size: refused.
+UNEVEN = ("dots3_note", "dots3_note_text")
+# The newest version of transformers whose types are all listed. Types of a later one are left aside.
+LISTED_UP_TO = Version("5.23.0")
+
+
+def is_listed(model_type: str) -> bool:
+    if Version(transformers.__version__) <= LISTED_UP_TO:
+        return True
+    text = CONFIG_MAPPING[model_type]().get_text_config().model_type
+    return text in PACKED or text in NEVER_CAUSAL or any(text in names for names in UNPACKED.values())
+
+
+TYPES = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in (*UNBUILDABLE, *UNEVEN) and is_listed(name)]
 
 
 def small_settings(model_type: str) -> Any:

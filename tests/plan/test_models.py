@@ -42,7 +42,17 @@ def test_a_cached_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
         ("meta-llama/Meta-Llama-3-8B", "llama3-8b"),
-        ("meta-llama/Llama-3.1-8B-Instruct", "llama3-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3.1-8b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3.3-70b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("google/gemma-2-9b-it", "gemma2-9b"),
+        ("google/gemma-3-27b-pt", "gemma3-27b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi3-mini"),
+        ("microsoft/phi-4", "phi4"),
+        ("allenai/OLMo-2-1124-7B", "olmo2-7b"),
+        ("HuggingFaceTB/SmolLM3-3B-Base", "smollm3-3b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
         ("meta-llama/Llama-3.2-1B", "llama3.2-1b"),
         ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
         ("EleutherAI/pythia-1b", "pythia-1b"),
@@ -61,7 +71,8 @@ def test_a_well_known_model_that_is_not_cached_is_recognized_by_its_name(name, s
         ({"model_type": "llama"}, "has no hidden_size"),
         ({**LLAMA, "num_attention_heads": 7, "head_dim": None}, "not divisible by 7 heads"),
         ({**LLAMA, "num_key_value_heads": 5}, "not a multiple of 5"),
-        ({**LLAMA, "num_local_experts": 8}, "mixture of experts"),
+        ({**LLAMA, "num_local_experts": "eight"}, "does not state the sizes of its experts"),
+        ({**LLAMA, "kv_lora_rank": 512}, "of its attention as integers"),
     ],
 )
 def test_an_invalid_config_is_one_sentence(settings, says, tmp_path: Path):

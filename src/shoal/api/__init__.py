@@ -12,6 +12,7 @@ Importing this module is cheap; torch is imported by the functions that need it.
 from shoal.api.checking import doctor, doctor_report
 from shoal.api.custom import init_run
 from shoal.api.data import data_preview, data_stats
+from shoal.api.encoders import embed, predict
 from shoal.api.evaluation import evaluate, evaluate_answers, evaluate_tasks
 from shoal.api.folders import (
     checkpoints,
@@ -52,6 +53,7 @@ __all__ = [
     "download",
     "download_packaged",
     "dry_run",
+    "embed",
     "evaluate",
     "evaluate_answers",
     "evaluate_tasks",
@@ -69,6 +71,7 @@ __all__ = [
     "logs",
     "merge",
     "plan",
+    "predict",
     "read_profile",
     "recipes",
     "report",

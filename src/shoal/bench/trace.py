@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from shoal.bench.ledger import Ledger, Peak
+from shoal.catalogue.objectives import objective_facts
 from shoal.config.schema import Config, ModelConfig
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.mistakes import UserMistake
@@ -79,7 +80,7 @@ def trace(choice: ResolvedRun, report: Callable[[str], None] = lambda _: None) -
     config, run = choice.config, choice.run
     check_traceable(config, run)
     prepared = prepare_model(
-        _blueprint(config.model),
+        _blueprint(config.model, config.train.objective),
         attention=config.model.attention,
         longest=config.data.max_length,
         freeze=config.model.freeze,
@@ -106,9 +107,9 @@ def trace(choice: ResolvedRun, report: Callable[[str], None] = lambda _: None) -
         return Traced(timeline.peaks(ledger.names), parameters)
 
 
-def _blueprint(model: ModelConfig) -> Blueprint:
+def _blueprint(model: ModelConfig, objective: str) -> Blueprint:
     """The model as the forecast counts it: without a tokenizer, a vocabulary may have spare rows for added tokens."""
-    plan = blueprint(model)
+    plan = blueprint(model, objective)
     if not model.add_tokens:
         return plan
     return plan.with_tokens(range(plan.vocabulary, plan.vocabulary + len(model.add_tokens)), plan.vocabulary)
@@ -233,11 +234,16 @@ def _batch(config: Config, run: Run) -> StepBatch:
     """Sequences of the maximal length."""
     shape = (run.micro_batch, config.data.max_length)
     every_token = run.micro_batch * config.data.max_length  # fake labels cannot be counted
+    encoder = objective_facts(config.train.objective)
 
     def zeros() -> Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
     def micro_batch() -> MicroBatch:
+        if encoder.classes:
+            return MicroBatch(zeros(), zeros()[:, :1])
+        if encoder.encoder:
+            return MicroBatch(zeros(), zeros(), loss_tokens=round(every_token * run.head_share))
         if not has_documents(config):
             return MicroBatch(zeros(), zeros(), loss_tokens=every_token)
         documents = torch.zeros(shape, dtype=torch.int32)

@@ -30,7 +30,8 @@ LONG = 1024
 # Types that transformers implements without SDPA; and types that call SDPA themselves, not through its registry.
 EAGER = frozenset({
     "big_bird", "bigbird_pegasus", "bloom", "codegen", "deepseek_v4", "flint", "gemma2", "git", "gpt_neo",
-    "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "megatron-bert", "mimo_v2_flash",
+    "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "inkling2_text", "megatron-bert",
+    "mimo_v2_flash",
     "mpt", "mvp", "openai-gpt", "rembert", "roformer", "trocr", "vaultgemma", "xglm", "xlm", "xlnet",
 })  # fmt: skip
 DIRECT = frozenset({"biogpt", "falcon", "stablelm", "whisper"})

@@ -10,12 +10,13 @@ from typing import Any
 PACKED = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "beam", "bert", "bert-generation", "big_bird",
     "biogpt", "bitnet", "codegen", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx",
-    "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1", "electra", 
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots1", "electra",
     "ernie", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2",
     "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "git", "glm", "glm4", "glm4_moe",
     "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
     "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hrm_text",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "jais2", "jetmoe", "kolibri1", "laguna",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4", "hyperclovax", "internlm3",
+    "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna",
     "llama", "longcat_flash", "megatron-bert", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
     "ministral3", "mistral", "mixtral", "modernbert-decoder", "mpt", "nanochat", "nemotron",
     "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2",
@@ -28,8 +29,10 @@ MASKED = frozenset({"axk2", "deepseek_v32", "doge", "glm_moe_dsa"})
 # Types whose documents would influence each other, by the reason.
 UNPACKED = {
     "its recurrent or convolutional state is carried from one document of a sequence to the next": (
-        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text", "jamba",
-        "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
+        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text",
+        "inkling_text", "jamba",
+        "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h",
+        "olmo_hybrid",
         "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm",
         "zamba", "zamba2", "zaya",
     ),
@@ -47,6 +50,12 @@ UNPACKED = {
 ENCODERS = (
     "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
     "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+# Encoders that transformers has no decoder of.
+ALWAYS_ENCODERS = (
+    "albert", "convbert", "deberta", "deberta-v2", "distilbert", "esm", "eurobert", "funnel", "ibert",
+    "jina_embeddings_v3", "layoutlm", "longformer", "luke", "mobilebert", "modernbert", "mpnet", "mra", "nomic_bert",
+    "nystromformer", "splinter", "squeezebert", "yoso",
 )  # fmt: skip
 # By type, the setting with which it is causal.
 CAUSAL_IF: dict[str, tuple[str, Any]] = {
@@ -84,8 +93,19 @@ def why_not_packed(model_type: str) -> str | None:
     return f"whether {model_type} keeps documents apart is not tested"
 
 
+def why_no_encoder(model_type: str, settings: Any) -> str | None:
+    """Why a model with these settings is no bidirectional encoder; None: it is one."""
+    if model_type in ALWAYS_ENCODERS:
+        return None
+    if model_type in ENCODERS:
+        return f"this {model_type} is a decoder (is_decoder)" if getattr(settings, "is_decoder", False) else None
+    return f"{model_type} is not an encoder: its tokens attend to earlier ones only"
+
+
 def why_not_causal(model_type: str, settings: Any) -> str | None:
     """Why a model with these settings is not trained to predict the next token; None: it can be."""
+    if model_type in ALWAYS_ENCODERS:
+        return f"{model_type} is an encoder, in which every token would attend to its own label"
     if model_type in NEVER_CAUSAL:
         return f"{model_type} is not causal: {NEVER_CAUSAL[model_type]}"
     key, value = CAUSAL_IF.get(model_type, (None, None))

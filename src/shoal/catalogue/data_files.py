@@ -9,6 +9,7 @@ SUFFIXES: dict[str, tuple[str, ...]] = {
     "csv": (".csv", ".tsv"),
     "tokens": (".bin", ".idx", ".npy"),
     "chess": (".pgn", ".uci"),
+    "cells": (".h5ad",),
     "text": (
         ".txt",
         ".text",
@@ -38,5 +39,7 @@ def uncompressed_suffix(name: str) -> str:
 
 def source_of_name(name: str) -> str | None:
     """The source that reads files of this name; None: the name does not tell."""
+    if name.startswith("scanpy:"):  # a dataset that comes with scanpy
+        return "cells"
     suffix = uncompressed_suffix(name)
     return next((source for source, suffixes in SUFFIXES.items() if suffix in suffixes), None)

@@ -1,11 +1,13 @@
 """The shares of a device's datasheet peaks that training reaches: one set per GPU family, never fitted to one result.
 
-Fitted on two thirds of the published results in `benchmarks/data` and tested on the other third; see docs/plan.md.
+The A100's come from training results, two thirds of llm-foundry's in `benchmarks/data`; the H200's from runs on one
+(benchmarks/gpu/sweep_h200). The others come from published speeds of large matmuls and of flash attention on the device
+itself: `MATMULS` and `ATTENTION`, whose sources are in docs/plan.md.
 """
 
 from dataclasses import dataclass
 
-from shoal.catalogue.gpus import Gpu
+from shoal.catalogue.gpus import GPUS, Gpu
 
 
 @dataclass(frozen=True)
@@ -17,26 +19,110 @@ class Efficiency:
     bandwidth: float  # of memory bandwidth, elementwise kernels
     fp8: float  # of peak fp8 FLOP/s, matmuls including casts
     half_keys: int = 0  # with this many keys per query, attention reaches half of its share; 0: not known
+    fp32: float | None = None  # of peak fp32 FLOP/s, large matmuls; None: a little more than `matmuls`
 
+
+# The share of training over the speed of large matmuls alone: 0.89 on an A100 and 0.98 on an H200, the two families of
+# which both are known.
+IN_TRAINING = 0.93
+# Sustained TFLOP/s of large bf16 matmuls (fp16 before Ampere), and of fp32 ones: the mean of 8,192 and 10,240 rows and
+# columns where both are published, else 0.96 of the best size, as on the devices that list all sizes. 70 W are too
+# little for the peak of a T4 or an L4, whose larger sizes reach 0.82 of the best.
+MATMULS: dict[str, tuple[float, float | None]] = {
+    "t4": (34.5, 4.2),
+    "v100-16gb": (93.4, 14.4),
+    "v100-32gb": (93.4, 14.4),
+    "a10g": (68.0, 22.8),
+    "l4": (58.2, 10.9),
+    "l40s": (258.0, 45.0),
+    "rtx3090": (75.0, 24.0),
+    "rtx4090": (159.4, 52.4),
+    "rtx5090": (217.7, 62.1),
+    "a6000": (118.0, 23.0),
+    "h100-pcie": (482.3, 36.4),
+    "rtx-pro-6000": (402.0, 76.9),
+    "gh200": (795.0, None),
+    "b200": (1640.0, 63.6),
+    "b300": (1698.0, None),
+    "gb200": (1749.0, None),
+    "mi250": (133.0, None),
+    "mi300x": (642.0, None),
+    "mi325x": (754.0, None),
+}
+# TFLOP/s of flash attention, forward and backward pass together, of long causal sequences with head dimension 128, and
+# the number of keys per query at which it reaches half of that.
+ATTENTION: dict[str, tuple[float, int]] = {
+    "rtx4090": (132.0, 200),  # 110 at 1,024 keys per query, 135 at 2,048 without a causal mask
+    # At the H200's ratio to matmuls.
+    "h100-pcie": (330.0, 200),
+    "gh200": (545.0, 200),
+    # Flash attention 4.
+    "b200": (1150.0, 470),
+    "b300": (1190.0, 470),
+    "gb200": (1225.0, 470),
+}
+# Elsewhere, relative to matmuls: flash attention 2 as on a 4090 (an A5000 and a 3090 confirm it), the memory-efficient
+# kernel before Ampere, and AMD at the ratio of flash attention 2 on an H100.
+FLASH, EFFICIENT, AMD = 0.83, 0.32, 0.56
 
 _AMPERE = Efficiency(matmuls=0.735, attention=0.64, bandwidth=0.60, fp8=0.62)
-_HOPPER = Efficiency(matmuls=0.60, attention=0.335, bandwidth=0.60, fp8=0.62)
+# From 35 of the runs in benchmarks/gpu/sweep_h200; 20 others were measured afterwards.
+_HOPPER = Efficiency(matmuls=0.75, attention=0.52, bandwidth=0.64, fp8=0.62, half_keys=200)
+# Software of 2023, before cuBLAS and attention kernels had Hopper's instructions: llm-foundry's H100 results.
+_EARLY_HOPPER = Efficiency(matmuls=0.60, attention=0.335, bandwidth=0.60, fp8=0.62)
+
+
+def _published(name: str) -> Efficiency:
+    """From the speeds of matmuls and attention that were published for this device."""
+    gpu, (matmuls, fp32) = GPUS[name], MATMULS[name]
+    peak, capability = (gpu.bf16 or gpu.fp16) / 1e12, gpu.compute_capability
+    ratio = AMD if capability is None else FLASH if capability >= (8, 0) else EFFICIENT
+    attention, half_keys = ATTENTION.get(name, (ratio * matmuls, 200))
+    return Efficiency(
+        matmuls=IN_TRAINING * matmuls / peak,
+        attention=attention / peak,
+        bandwidth=0.64,
+        fp8=0.62,
+        half_keys=half_keys,
+        fp32=IN_TRAINING * fp32 * 1e12 / gpu.fp32 if fp32 else None,
+    )
+
 
 FAMILIES: dict[str, Efficiency] = {
     "a100-40gb": _AMPERE,
     "a100-80gb": _AMPERE,
+    # The same chip as the H200 (its large matmuls reach 0.80 of the peak on both), with slower memory.
     "h100-80gb": _HOPPER,
-    "h100-pcie": _HOPPER,
     # Limited to 500 W, this part cannot sustain the clocks that its peak assumes.
-    "h100-96gb": Efficiency(matmuls=0.54, attention=0.29, bandwidth=0.60, fp8=0.62),
-    # From 35 of the runs in benchmarks/gpu/sweep_h200; 20 others were measured afterwards.
-    "h200": Efficiency(matmuls=0.75, attention=0.52, bandwidth=0.64, fp8=0.62, half_keys=200),
+    "h100-96gb": Efficiency(matmuls=0.54, attention=0.48, bandwidth=0.60, fp8=0.62),
+    "h200": _HOPPER,
+    # The same chip at the same rate as the L40S.
+    "rtx6000-ada": _published("l40s"),
+    **{name: _published(name) for name in MATMULS},
+}
+# A device without an entry is like the one of its architecture that has one.
+_BY_CAPABILITY = {
+    (7, 0): "v100-32gb",
+    (7, 5): "t4",
+    (8, 0): "a100-80gb",
+    (8, 6): "a6000",
+    # The L40, at half of the L40S's rate, is not limited by its power: an L20, which has the same chip, reaches 0.93.
+    (8, 9): "rtx4090",
+    (9, 0): "h200",
+    (10, 0): "b200",
+    (10, 3): "b200",
+    (12, 0): "rtx5090",
 }
 
 
-def efficiency(gpu: Gpu) -> Efficiency:
-    """The efficiency of a GPU; without published results that of the most similar family."""
+def efficiency(gpu: Gpu, *, early: bool = False) -> Efficiency:
+    """The efficiency of a GPU; without published results that of the most similar family. `early`: with software of
+    2023."""
+    if early and gpu.name in ("h100-80gb", "h100-pcie"):
+        return _EARLY_HOPPER
     if gpu.name in FAMILIES:
         return FAMILIES[gpu.name]
     capability = gpu.compute_capability
-    return _HOPPER if capability is not None and capability >= (9, 0) else _AMPERE
+    if capability is None:
+        return _AMPERE if gpu.is_cpu else FAMILIES["mi300x"]
+    return FAMILIES[_BY_CAPABILITY.get(capability, "h200" if capability >= (9, 0) else "a100-80gb")]

@@ -201,6 +201,42 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         norm_eps=1e-12,
     ),
+    # Grouped keys without a gated MLP.
+    "starcoder2": Family(
+        "starcoder2",
+        Names(
+            embedding="model.embed_tokens.weight",
+            block="model.layers.{}.",
+            head="lm_head.weight",
+            attention=("q_proj", "k_proj", "v_proj", "o_proj"),
+            attention_in="self_attn.",
+            mlp=("c_fc", "c_proj"),
+            mlp_in="mlp.",
+        ),
+        buildable=False,
+        rotary=True,
+        linear_bias=True,
+        norm_bias=True,
+        grouped=True,
+        tied=True,
+    ),
+    "nemotron": Family(
+        "nemotron",
+        Names(
+            embedding="model.embed_tokens.weight",
+            block="model.layers.{}.",
+            head="lm_head.weight",
+            attention=("q_proj", "k_proj", "v_proj", "o_proj"),
+            attention_in="self_attn.",
+            mlp=("up_proj", "down_proj"),
+            mlp_in="mlp.",
+        ),
+        buildable=False,
+        rotary=True,
+        norm_bias=True,
+        grouped=True,
+        rotary_share=0.5,
+    ),
     "mpt": Family(
         "mpt",
         Names(

@@ -41,8 +41,11 @@ class Gpu:
 
     @property
     def host_link(self) -> Link:
-        """Between the device and the memory of its host: sixteen lanes of the PCI Express of its generation."""
-        if self.name in ("mi250", "mi300x"):
+        """Between the device and the memory of its host: sixteen lanes of the PCI Express of its generation, or
+        NVLink-C2C to a Grace."""
+        if self.name in ("gh200", "gb200"):
+            return LINKS["nvlink-c2c" if self.name == "gh200" else "nvlink-c2c-shared"]
+        if self.name.startswith("mi"):
             return LINKS["pcie4" if self.name == "mi250" else "pcie5"]
         capability = self.compute_capability or (0, 0)
         return LINKS["pcie5" if capability >= (9, 0) else "pcie4" if capability >= (8, 0) else "pcie3"]
@@ -56,6 +59,12 @@ LINKS: dict[str, Link] = {
         Link("nvlink3", 300e9, 5e-6),
         Link("nvlink4", 450e9, 5e-6),
         Link("nvlink5", 900e9, 5e-6),
+        # Eight links instead of twelve and eighteen.
+        Link("nvlink-a800", 200e9, 5e-6),
+        Link("nvlink-h800", 200e9, 5e-6),
+        # From a GPU to the memory of a Grace, which has one of them (GH200) or two (GB200).
+        Link("nvlink-c2c", 450e9, 5e-6),
+        Link("nvlink-c2c-shared", 225e9, 5e-6),
         # AMD's links between the GPUs of a node, all links of a GPU together.
         Link("xgmi2", 150e9, 8e-6),
         Link("xgmi3", 448e9, 8e-6),
@@ -75,7 +84,8 @@ LINKS: dict[str, Link] = {
     )
 }
 
-# Peaks and bandwidths: vendors' datasheets. Memory: totals that PyTorch prints on these parts.
+# Peaks and bandwidths: vendors' datasheets; where they give a whole server or sparse peaks, the line says so.
+# Memory: totals that PyTorch prints on these parts; of the B300, what nvidia-smi prints (275,040 MiB) less 0.9 GiB.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -91,18 +101,33 @@ GPUS: dict[str, Gpu] = {
         Gpu("rtx3090", 23.68, 936e9, 71e12, 71e12, 35.6e12, None, (8, 6), "pcie4"),
         Gpu("rtx4090", 23.64, 1008e9, 165.2e12, 165.2e12, 82.6e12, 330.3e12, (8, 9), "pcie4"),
         Gpu("rtx5090", 31.36, 1792e9, 209.5e12, 209.5e12, 104.8e12, 419e12, (12, 0), "pcie5"),
+        Gpu("a5000", 23.68, 768e9, 111.1e12, 111.1e12, 27.8e12, None, (8, 6), "pcie4"),
         Gpu("a6000", 47.54, 768e9, 154.8e12, 154.8e12, 38.7e12, None, (8, 6), "pcie4"),
+        # Unlike GeForce parts at full rate: the tensor peak of the datasheet, 1,457 TFLOP/s, is sparse fp8.
+        Gpu("rtx6000-ada", 47.50, 960e9, 364.2e12, 364.2e12, 91.1e12, 728.5e12, (8, 9), "pcie4"),
+        # The Workstation Edition: 4,000 TFLOP/s of sparse fp4. The Server Edition and the Max-Q are slower.
+        Gpu("rtx-pro-6000", 94.97, 1792e9, 503.8e12, 503.8e12, 125e12, 1007.6e12, (12, 0), "pcie5"),
         Gpu("a100-40gb", 39.49, 1555e9, 312e12, 312e12, 19.5e12, None, (8, 0), "nvlink3"),
         Gpu("a100-80gb", 79.25, 2039e9, 312e12, 312e12, 19.5e12, None, (8, 0), "nvlink3"),
+        # A100 and H100 with less NVLink.
+        Gpu("a800-80gb", 79.25, 2039e9, 312e12, 312e12, 19.5e12, None, (8, 0), "nvlink-a800"),
+        Gpu("h800-80gb", 79.11, 3.35e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink-h800"),
         Gpu("h100-80gb", 79.11, 3.35e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
         Gpu("h100-pcie", 79.11, 2.0e12, 756e12, 756e12, 51e12, 1513e12, (9, 0), "pcie5"),
         # Limited to 500 W: the peak is the SXM part's, but the clocks cannot sustain it, so expect a lower share.
         Gpu("h100-96gb", 95.0, 2.4e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
         Gpu("h200", 139.80, 4.8e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
+        # With 96 GB of HBM3.
+        Gpu("gh200", 94.50, 4.0e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
         Gpu("b200", 178.35, 7.7e12, 2250e12, 2250e12, 75e12, 4500e12, (10, 0), "nvlink5"),
+        # A 72nd of a GB200 NVL72: half of its sparse peaks, 360 PFLOP/s in bf16 and 720 in fp8.
+        Gpu("gb200", 184.0, 8.0e12, 2500e12, 2500e12, 80e12, 5000e12, (10, 0), "nvlink5"),
+        # An eighth of an HGX B300: half of its sparse peaks, 36 PFLOP/s in bf16 and 72 in fp8.
+        Gpu("b300", 267.7, 7.7e12, 2250e12, 2250e12, 75e12, 4500e12, (10, 3), "nvlink5"),
         # Half a card: PyTorch sees each of its two dies as a device.
         Gpu("mi250", 63.98, 1.6e12, 181e12, 181e12, 45.3e12, None, None, "xgmi2"),
         Gpu("mi300x", 191.98, 5.3e12, 1307e12, 1307e12, 163.4e12, 2615e12, None, "xgmi3"),
+        Gpu("mi325x", 255.98, 6.0e12, 1307.4e12, 1307.4e12, 163.4e12, 2614.9e12, None, "xgmi3"),
         # For planning, not measured: about eight cores of a workstation.
         Gpu("cpu", 16.0, 50e9, 0.5e12, 0.25e12, 0.5e12, None, None, "loopback"),
     )
@@ -121,7 +146,16 @@ _PRINTED: tuple[tuple[str, str], ...] = (
     (r"rtx 3090", "rtx3090"),
     (r"rtx 4090", "rtx4090"),
     (r"rtx 5090", "rtx5090"),
+    (r"rtx a5000", "a5000"),
     (r"rtx a6000", "a6000"),
+    (r"rtx 6000 ada generation", "rtx6000-ada"),
+    (r"rtx pro 6000 blackwell workstation edition", "rtx-pro-6000"),
+    (r"a800-sxm4-80gb|a800 80gb pcie", "a800-80gb"),
+    (r"h800", "h800-80gb"),
+    (r"gh200 480gb", "gh200"),
+    (r"gb200", "gb200"),
+    (r"b300 sxm6 ac", "b300"),
+    (r"mi325x( oam)?", "mi325x"),
     (r"a100-(sxm4|pcie)-40gb", "a100-40gb"),
     (r"a100-(sxm4|pcie)-80gb|a100 80gb pcie", "a100-80gb"),
     (r"h100 80gb hbm3|h100 sxm5", "h100-80gb"),
@@ -134,7 +168,13 @@ _PRINTED: tuple[tuple[str, str], ...] = (
     (r"cpu", "cpu"),
 )
 
-_PCIE_CARD = {"v100-16gb": "pcie3", "v100-32gb": "pcie3", "a100-40gb": "pcie4", "a100-80gb": "pcie4"}
+_PCIE_CARD = {
+    "v100-16gb": "pcie3",
+    "v100-32gb": "pcie3",
+    "a100-40gb": "pcie4",
+    "a100-80gb": "pcie4",
+    "a800-80gb": "pcie4",
+}
 
 
 def find_gpu(name: str) -> Gpu:

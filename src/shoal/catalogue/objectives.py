@@ -10,6 +10,8 @@ class ObjectiveFacts:
     name: str
     pairs: bool = False  # trains on pairs of a chosen and a rejected answer, not on single documents
     unpaired: bool = False  # trains on single answers, each with a label: desirable or not
+    encoder: bool = False  # trains a bidirectional encoder: every token attends to every other one of its example
+    classes: bool = False  # trains on single examples, each with a class: `data.label`
     reference: bool = False  # compares with the log-probabilities of the model that training starts from
     # Keys of `train.preference` that it has, and their defaults.
     options: tuple[tuple[str, float], ...] = ()
@@ -26,6 +28,8 @@ OBJECTIVES = {
     one.name: one
     for one in (
         ObjectiveFacts("causal_lm"),
+        ObjectiveFacts("masked_lm", encoder=True),
+        ObjectiveFacts("classify", encoder=True, classes=True),
         ObjectiveFacts("dpo", pairs=True, reference=True, options=(("beta", 0.1),)),
         ObjectiveFacts("ipo", pairs=True, reference=True, options=(("beta", 0.1),)),
         ObjectiveFacts("orpo", pairs=True, options=(("beta", 0.1),)),

@@ -23,6 +23,8 @@ class Optimizer:
     # It updates matrices inside blocks, whole; all other parameters are updated by this optimizer.
     elsewhere: str | None = None
     smaller: str | None = None  # the same optimizer with smaller state
+    factored: bool = False  # of a matrix it has a row and a column of state
+    built: bool = True  # false: only forecast
     aliases: tuple[str, ...] = ()  # what other tools call it
 
     @property
@@ -67,6 +69,7 @@ OPTIMIZERS = {
         ),
         Optimizer("lion", state_tensors=1, options=("betas",), own_kernel=True, streams=True),
         Optimizer("sgd", state_tensors=1, options=("momentum",), state_option="momentum"),
+        Optimizer("adafactor", state_tensors=0, options=(), factored=True, built=False),
         # Its betas and eps are those of AdamW, elsewhere.
         Optimizer("muon", state_tensors=1, options=("betas", "eps", "momentum"), elsewhere="adamw"),
     )

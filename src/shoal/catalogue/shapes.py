@@ -7,14 +7,16 @@ config.
 from math import gcd
 
 from shoal.catalogue.families import BUILDABLE, FAMILIES, listed
-from shoal.catalogue.named_shapes import NAMED, ModelShape, RopeScaling
+from shoal.catalogue.named_shapes import NAMED, LatentAttention, ModelShape, RopeScaling
 from shoal.mistakes import UserMistake, suggestion
 
 __all__ = [
     "NAMED",
     "VOCABULARY_MULTIPLE",
+    "LatentAttention",
     "ModelShape",
     "RopeScaling",
+    "attention_matrices",
     "block_matrices",
     "block_vectors",
     "default_ffn",
@@ -40,9 +42,29 @@ def grown_vocabulary(vocabulary: int, tokens: int) -> int:
 
 def block_matrices(shape: ModelShape) -> int:
     """Matmul parameters of one block."""
-    attention = shape.hidden * (2 * shape.query_width + 2 * shape.kv_width)
+    attention = sum(inputs * outputs for _, inputs, outputs in attention_matrices(shape))
     feed_forward = shape.hidden * shape.ffn * (3 if shape.traits.gated else 2)
     return attention + feed_forward
+
+
+def attention_matrices(shape: ModelShape) -> list[tuple[str, int, int]]:
+    """The linear layers of attention in forward order: name, inputs, outputs. A fused one is the first of two."""
+    hidden, query, keys, names = shape.hidden, shape.query_width, shape.kv_width, shape.traits.names.attention
+    if (latent := shape.latent) is not None:
+        channels = latent.plain + latent.rotated
+        down, up = ("q_a_proj", hidden, latent.query_rank), ("q_b_proj", latent.query_rank, shape.heads * channels)
+        return [
+            *((down, up) if latent.query_rank else (("q_proj", hidden, shape.heads * channels),)),
+            ("kv_a_proj_with_mqa", hidden, latent.kv_rank + latent.rotated),
+            ("kv_b_proj", latent.kv_rank, shape.heads * (latent.plain + latent.value)),
+            ("o_proj", shape.heads * latent.value, hidden),
+        ]
+    if shape.traits.fused_qkv:
+        return [(names[0], hidden, query + 2 * keys), (names[1], query, hidden)]
+    return [
+        *((name, hidden, width) for name, width in zip(names[:-1], (query, keys, keys), strict=True)),
+        (names[-1], query, hidden),
+    ]
 
 
 def block_vectors(shape: ModelShape) -> int:
@@ -55,6 +77,8 @@ def block_vectors(shape: ModelShape) -> int:
         count += shape.hidden + shape.ffn + shape.hidden
     if traits.head_norms:
         count += 2 * shape.head_size
+    if shape.latent is not None:
+        count += shape.latent.query_rank + shape.latent.kv_rank
     return count
 
 

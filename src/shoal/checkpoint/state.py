@@ -47,6 +47,7 @@ class Progress:
     eval_loss: float | None = None  # of the last evaluation
     stream: list[dict[str, int]] = field(default_factory=list)  # where each streamed source continues
     metrics: dict[str, float] = field(default_factory=dict)  # of this step, for choosing the best checkpoints
+    interval: dict[str, float] = field(default_factory=dict)  # of checkpoint.every auto: train/save_interval.py
     schedule: dict[str, Any] = field(default_factory=dict)  # of a custom loop: its schedule and parameter groups
 
 

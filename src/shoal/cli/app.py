@@ -18,6 +18,7 @@ from shoal.cli.config import config_app
 from shoal.cli.convert import ImportCommand, export_command, import_command, merge_command
 from shoal.cli.data import data_app
 from shoal.cli.doctor import doctor
+from shoal.cli.encoders import embed, predict
 from shoal.cli.evaluate import evaluate
 from shoal.cli.jobs import cancel, logs, status
 from shoal.cli.plan import plan_command
@@ -61,6 +62,8 @@ app.command("import", cls=ImportCommand)(import_command)
 app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("eval")(evaluate)
+app.command("embed")(embed)
+app.command("predict")(predict)
 
 
 def _version(wanted: bool) -> None:

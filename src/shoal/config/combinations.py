@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 
+from shoal.catalogue.families import BUILDABLE, FAMILIES, listed
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
+from shoal.catalogue.shapes import find_shape
 from shoal.catalogue.strategies import SHARDINGS, STRATEGIES, Strategy, find_strategy
+from shoal.config.engine import find_unsupported
 from shoal.config.locate import KeyPath, Origins
 from shoal.config.mesh import divide_processes, length_multiple
 from shoal.config.reference import computes_before
@@ -28,8 +31,10 @@ def find_combinations(config: Config) -> Iterator[Finding]:
     """The combinations that cannot work: a key of each, and a sentence."""
     yield from _sharding(config)
     yield from _parallelism(config)
+    yield from find_unsupported(config)
     yield from _attention(config)
     yield from _data(config)
+    yield from _encoder(config)
     yield from _adapter(config)
     yield from _sizes(config)
     yield from _samples(config)
@@ -131,6 +136,64 @@ def _data(config: Config) -> Iterator[Finding]:
             "data.streaming",
             "data.streaming has nothing to tokenize in source tokens, which is memory-mapped; use false.",
         )
+
+
+def _encoder(config: Config) -> Iterator[Finding]:
+    """What the objectives of encoders need, and what they do not have."""
+    train, data, parallel = config.train, config.data, config.parallel
+    facts, family = objective_facts(train.objective), _family(config)
+    if family is not None and facts.encoder and FAMILIES[family].causal:
+        yield (
+            "model.shape",
+            f"model.shape is a {family}, whose tokens attend to earlier ones only, and train.objective "
+            f"{train.objective} needs an encoder; use family "
+            f"{listed([name for name in BUILDABLE if not FAMILIES[name].causal])}.",
+        )
+    if family is not None and not facts.encoder and not FAMILIES[family].causal:
+        yield (
+            "model.shape",
+            f"model.shape is a {family}, an encoder, in which every token would attend to its own label; use "
+            "train.objective masked_lm or classify, or family "
+            f"{listed([name for name in BUILDABLE if FAMILIES[name].causal])}.",
+        )
+    if facts.classes and data.label is None:
+        yield (
+            "train.objective",
+            "train.objective classify needs data.label, the field of the records that names the class of an example.",
+        )
+    if not facts.encoder:
+        return
+    for key in ("tp", "pp", "cp"):
+        if (degree := getattr(parallel, key)) > 1:
+            yield (
+                f"parallel.{key}",
+                f"parallel.{key} {degree} is for causal language models, not for train.objective {train.objective}; "
+                f"use {key} 1 and parallel.strategy fsdp, which shards any model.",
+            )
+    if data.document_mask:
+        yield (
+            "data.document_mask",
+            f"data.document_mask is for causal language models, not for train.objective {train.objective}; leave "
+            "data.pack out, which makes a sequence of each document.",
+        )
+    if facts.classes and data.streaming:
+        yield (
+            "data.streaming",
+            "data.streaming does not know all classes before it has read all examples, and train.objective classify "
+            "needs them; use false.",
+        )
+    if facts.classes and not isinstance(data.source, str):
+        yield (
+            "data.source",
+            "data.source is a list, and train.objective classify takes one source; list several files in data.path.",
+        )
+
+
+def _family(config: Config) -> str | None:
+    shape = config.model.shape
+    if shape is None:
+        return None
+    return find_shape(shape).family if isinstance(shape, str) else shape.family
 
 
 def _adapter(config: Config) -> Iterator[Finding]:

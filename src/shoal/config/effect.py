@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import Strategy, find_strategy
+from shoal.config.engine import uses_deepspeed
 from shoal.config.explain import shown
 from shoal.config.schema import Config
-from shoal.config.schema_train import PreferenceConfig
+from shoal.config.schema_cells import CellsConfig
+from shoal.config.schema_train import MaskingConfig, PreferenceConfig
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class _Run:
         return self.data_parallelism is None or self.data_parallelism.ddp
 
 
+def _not_fsdp(run: _Run) -> str | None:
+    return "parallel.engine is deepspeed, which has no FSDP units" if uses_deepspeed(run.config) else _unsharded(run)
+
+
 def _unsharded(run: _Run) -> str | None:
     strategy = run.data_parallelism
     if strategy is None or strategy.fully_shard:
@@ -50,7 +56,7 @@ def _in_a_pipeline(run: _Run) -> str | None:
     return (
         "a pipeline stage keeps its weights gathered for all micro-batches"
         if run.config.parallel.pp > 1
-        else _unsharded(run)
+        else _not_fsdp(run)
     )
 
 
@@ -82,7 +88,7 @@ def _plain_text(run: _Run) -> str | None:
         return "a game has no answers, so every token counts"
     return (
         "plain text has no answers, so every token counts"
-        if data.format == "text" or data.kinds <= {"text", "tokens"}
+        if data.format == "text" or data.kinds <= {"text", "tokens", "cells"}
         else None
     )
 
@@ -90,7 +96,7 @@ def _plain_text(run: _Run) -> str | None:
 def _no_chats(run: _Run) -> str | None:
     data = run.config.data
     formats = {block.format for block, _ in data.blocks()}
-    if data.kinds <= {"text", "tokens", "chess"}:
+    if data.kinds <= {"text", "tokens", "chess", "cells"}:
         return "the data has no conversations"
     return (
         f"data.format is {data.format}"
@@ -122,7 +128,8 @@ def _only_for(source: str) -> Callable[[_Run], str | None]:
 
 
 def _no_columns(run: _Run) -> str | None:
-    return "tokens have no columns" if run.config.data.kinds == {"tokens"} else None
+    kind = next((kind for kind in ("tokens", "cells") if run.config.data.kinds == {kind}), None)
+    return None if kind is None else f"{kind} have no columns"
 
 
 def _one_source(run: _Run) -> str | None:
@@ -145,8 +152,20 @@ def _objective_without(option: str) -> Callable[[_Run], str | None]:
     return reason
 
 
+def _not_masked(run: _Run) -> str | None:
+    name = run.config.train.objective
+    return f"train.objective {name} masks nothing" if name != "masked_lm" else None
+
+
+def _no_classes(run: _Run) -> str | None:
+    name = run.config.train.objective
+    return None if objective_facts(name).classes else f"train.objective {name} learns no classes"
+
+
 def _compares_answers(run: _Run) -> str | None:
     name = run.config.train.objective
+    if objective_facts(name).encoder:
+        return f"train.objective {name} reads the whole text"
     if objective_facts(name).of_answers:
         return f"train.objective {name} compares the answers" if run.config.data.train_on == "all" else None
     return _plain_text(run)
@@ -169,9 +188,13 @@ def _no_best(run: _Run) -> str | None:
     if run.config.checkpoint.metric != "eval_loss":
         return None
     saved, evaluated = run.config.checkpoint.every, run.config.eval.every
-    if saved % evaluated and evaluated % saved:
+    if saved != "auto" and saved % evaluated and evaluated % saved:
         return f"checkpoints every {saved} steps and evaluations every {evaluated} seldom coincide"
     return _no_evaluation(run)
+
+
+def _interval_is_given(run: _Run) -> str | None:
+    return None if run.config.checkpoint.every == "auto" else "checkpoint.every is not auto; it is for shoal plan"
 
 
 def _no_adapter(run: _Run) -> str | None:
@@ -194,6 +217,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("data.train_on", _compares_answers),
     *((f"data.{key}", _only_for("hf")) for key in ("split", "subset")),
     ("data.token_dtype", _only_for("tokens")),
+    *((f"data.cells.{key}", _only_for("cells")) for key in CellsConfig.model_fields),
     ("data.columns", _no_columns),
     *((f"data.mixing.{key}", _one_source) for key in ("by", "when_exhausted")),
     ("data.chat_template", _no_chats),
@@ -212,6 +236,9 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ),
     *((f"train.optimizer.{option}", _optimizer_without(option)) for option in ("betas", "eps", "momentum")),
     *((f"train.preference.{option}", _objective_without(option)) for option in PreferenceConfig.model_fields),
+    ("train.mask_ratio", _not_masked),
+    *((f"train.masking.{key}", _not_masked) for key in MaskingConfig.model_fields),
+    ("data.label", _no_classes),
     ("train.optimizer.rounding", lambda run: _optimizer_without("rounding")(run) or _no_rounding(run)),
     *((f"train.loss_scale.{key}", _unscaled) for key in ("initial", "fixed")),
     ("train.fp8_head", _no_float8_head),
@@ -220,8 +247,9 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("train.slow_rank.steps", _nobody_to_wait),
     *(
         (f"hardware.{key}", lambda run: "training uses the hardware that is present; it is for shoal plan")
-        for key in ("gpu", "price")
+        for key in ("gpu", "price", "restart_minutes")
     ),
+    *((f"hardware.{key}", _interval_is_given) for key in ("mtbf_hours", "disk_gb_per_second")),
     ("train.early_stop", _no_evaluation),
     ("eval.every", _no_evaluation),
     ("eval.batches", _no_evaluation),
@@ -232,7 +260,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         "parallel.sharding",
         lambda run: _unsharded(run) if run.config.parallel.sharding != "no_shard" else None,
     ),
-    *((f"parallel.{key}", _unsharded) for key in ("wrap", "prefetch")),
+    *((f"parallel.{key}", _not_fsdp) for key in ("wrap", "prefetch")),
     ("parallel.reshard", _in_a_pipeline),
     (
         "parallel.replicate",

@@ -111,8 +111,18 @@ WORDS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "train.objective",
-        "chooses between causal_lm, dpo, ipo, orpo, simpo and apo_zero_unpaired",
+        "chooses between causal_lm, masked_lm, classify, dpo, ipo, orpo, simpo and apo_zero_unpaired",
         "rl rlhf rl_type dpo_loss_type",
+    ),
+    (
+        "train.mask_ratio",
+        "is the share of tokens that masked_lm predicts",
+        "mlm_probability mask_prob masking_ratio mlm_ratio",
+    ),
+    (
+        "data.label",
+        "names the field with the class of an example",
+        "label_column label_column_name label_field cell_type_key label_key",
     ),
     (
         "train.preference.beta",

@@ -7,12 +7,21 @@ from pydantic import Field, Strict, model_validator
 
 from shoal.catalogue.data_files import source_of_name
 from shoal.config.schema_base import MOST_IN_SIZE, Block, Positive, ShareBelowOne, Size, Texts, contradiction, spelled
+from shoal.config.schema_cells import CellsConfig
 
 SourceName = Annotated[
     Literal["auto", "json", "text", "parquet", "csv", "hf", "tokens", "chess", "cells"],
     spelled(
         ("auto", "json", "text", "parquet", "csv", "hf", "tokens", "chess", "cells"),
-        {"jsonl": "json", "txt": "text", "huggingface": "hf", "tsv": "csv", "pgn": "chess"},
+        {
+            "jsonl": "json",
+            "txt": "text",
+            "huggingface": "hf",
+            "tsv": "csv",
+            "pgn": "chess",
+            "h5ad": "cells",
+            "anndata": "cells",
+        },
     ),
 ]
 RecordFormat = Annotated[
@@ -102,7 +111,8 @@ class DataConfig(Block):
     pack: bool | Literal["auto"] = Field(
         "auto",
         description="Pack documents into full sequences: instructions do not attend to each other, plain text is one "
-        "continuous stream. auto: instructions only for models that keep them apart (docs/models.md).",
+        "continuous stream. auto: instructions only for models that keep them apart (docs/models.md); for encoders, "
+        "one example per sequence.",
     )
     document_mask: bool = Field(
         False, description="Confine attention to documents in a continuous stream of plain text too."
@@ -115,6 +125,12 @@ class DataConfig(Block):
         description="Chat template to use instead of the tokenizer's own: chatml, llama3, mistral, zephyr, gemma, or a "
         "Jinja file.",
     )
+    label: str | None = Field(
+        None,
+        description="Field of the records that names the class of an example, for train.objective classify; of cells, "
+        "a column of obs.",
+    )
+    cells: CellsConfig = Field(CellsConfig(), description="How cells become tokens, for data.source cells.")
     validation: ShareBelowOne | str = Field(
         0.02,
         description="Validation data: the fraction to hold out (0: none), a path, or for hf another split.",

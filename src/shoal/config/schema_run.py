@@ -30,6 +30,7 @@ Sharding = Annotated[
     Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"],
     spelled(tuple(SHARDINGS)),
 ]
+Engine = Annotated[Literal["native", "deepspeed"], spelled(("native", "deepspeed"), {"shoal": "native"})]
 PipelineSchedule = Annotated[
     Literal["1f1b", "interleaved", "zero-bubble"],
     spelled(
@@ -53,16 +54,24 @@ class WrapConfig(Block):
 
 
 class OffloadConfig(Block):
-    """Where the optimizer state is offloaded to."""
+    """Where the optimizer state is offloaded to and, with DeepSpeed's engine, the parameters."""
 
     optimizer: Literal["cpu", "nvme"] = Field("cpu", description="Host memory (cpu) or a local disk (nvme).")
+    parameters: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="The same for the sharded parameters, with parallel.engine deepspeed."
+    )
     path: str | None = Field(None, description="Folder on the disk, for nvme.")
+
+    @property
+    def places(self) -> tuple[str, str]:
+        return self.optimizer, self.parameters
 
     @model_validator(mode="after")
     def _disk_needs_a_folder(self) -> "OffloadConfig":
-        if self.optimizer == "nvme" and self.path is None:
-            raise contradiction("parallel.offload to nvme needs path, a folder on the disk.", "optimizer")
-        if self.optimizer == "cpu" and self.path is not None:
+        if "nvme" in self.places and self.path is None:
+            key = "optimizer" if self.optimizer == "nvme" else "parameters"
+            raise contradiction("parallel.offload to nvme needs path, a folder on the disk.", key)
+        if "nvme" not in self.places and self.path is not None:
             raise contradiction("parallel.offload to cpu has no path: give optimizer nvme, or leave path out.", "path")
         return self
 
@@ -79,7 +88,20 @@ class ParallelConfig(Block):
     replicate: Size | Literal["auto"] = Field("auto", description="Replicas under hybrid_shard; auto: one per node.")
     tp: Degree = Field(1, description="Tensor-parallel degree: devices that share each layer.")
     pp: Degree = Field(1, description="Pipeline-parallel degree: devices that each hold a range of layers.")
+    sequence_parallel: bool = Field(
+        True,
+        description="Whether tensor-parallel ranks also share the tokens of norms and residual stream; false: each has "
+        "all of them, and all-reduces (Megatron before 2022).",
+    )
     pp_schedule: PipelineSchedule = Field("1f1b", description="Pipeline schedule.")
+    pp_stages: Literal["auto"] | Count = Field(
+        "auto", description="Pipeline stages per rank; auto: 1 with 1f1b, 2 with the other schedules."
+    )
+    optimizer_ranks: Literal["auto"] | Count = Field(
+        "auto",
+        description="Ranks that zero1 shards the optimizer state over, replicated beyond; auto: all. As many as a node "
+        "has devices: updated weights are all-gathered within each node.",
+    )
     cp: Degree = Field(1, description="Context-parallel degree: devices that share each sequence.")
     cp_method: Literal["gather", "ulysses"] = Field(
         "gather",
@@ -104,7 +126,11 @@ class ParallelConfig(Block):
     compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
         "none", description="DDP gradient compression; lossy."
     )
-    engine: Literal["native", "deepspeed"] = Field("native", description="Implementation of the strategy.")
+    engine: Engine = Field(
+        "native",
+        description="Implementation of the strategy: PyTorch's DDP and FSDP2 (native, or shoal), or DeepSpeed's ZeRO 0 to "
+        "3 for ddp, zero1, zero2 and zero3 or fsdp.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -160,6 +186,17 @@ class HardwareConfig(Block):
     )
     host_gib: Quantity | None = Field(None, description="Host memory per node in GiB to plan for; null: unknown.")
     price: Quantity | None = Field(None, description="Price per device-hour, to plan for.")
+    mtbf_hours: Quantity | None = Field(
+        None,
+        description="Mean device-hours between unexpected interruptions of a run (MTBF of a device); null: 50,677, as "
+        "published of Llama 3.",
+    )
+    restart_minutes: Quantity | None = Field(
+        None, description="Minutes from an interruption until the last checkpoint is loaded again; null: 15."
+    )
+    disk_gb_per_second: Quantity | None = Field(
+        None, description="Speed at which a node writes checkpoints, in GB/s; null: 1."
+    )
 
     @model_validator(mode="after")
     def _names_are_known(self) -> "HardwareConfig":
@@ -176,7 +213,11 @@ class HardwareConfig(Block):
 class CheckpointConfig(Block):
     """When checkpoints are saved and which are kept."""
 
-    every: Count = Field(200, description="Steps between checkpoints.")
+    every: Count | Literal["auto"] = Field(
+        200,
+        description="Steps between checkpoints; auto: the interval that loses least time to interruptions and saves, "
+        "by hardware.mtbf_hours and the time of a step and of a save.",
+    )
     at_end: bool = Field(True, description="Save a checkpoint after the last step; false: for benchmarks.")
     keep: Count = Field(2, description="Number of newest checkpoints to keep.")
     keep_best: CountOrZero = Field(3, description="Number of best checkpoints to keep in addition.")

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
+from annotated_types import Gt, Lt
 from pydantic import Field, Strict, model_validator
 
 from shoal.catalogue.objectives import OBJECTIVES
@@ -50,14 +51,14 @@ ScheduleName = Annotated[
 ]
 # A type checker needs the literals; a test compares them with the table.
 OptimizerName = Annotated[
-    Literal["adamw", "adamw8bit", "lion", "sgd", "muon"],
+    Literal["adamw", "adamw8bit", "lion", "sgd", "adafactor", "muon"],
     spelled(tuple(OPTIMIZERS), ALIASES),
 ]
 
 # The same here, with `catalogue.objectives`.
 ObjectiveName = Annotated[
-    Literal["causal_lm", "dpo", "ipo", "orpo", "simpo", "apo_zero_unpaired", "kto"],
-    spelled(tuple(OBJECTIVES), {"sft": "causal_lm"}),
+    Literal["causal_lm", "masked_lm", "classify", "dpo", "ipo", "orpo", "simpo", "apo_zero_unpaired", "kto"],
+    spelled(tuple(OBJECTIVES), {"sft": "causal_lm", "mlm": "masked_lm", "classification": "classify"}),
 ]
 
 
@@ -98,6 +99,13 @@ class OptimizerConfig(Block):
     eps: Positive = Field(1e-8, description="Added to the denominator for numerical stability.")
     weight_decay: PositiveOrZero = Field(0.1, description="Weight decay coefficient.")
     momentum: ShareBelowOne = Field(0.9, description="Momentum of sgd and muon.")
+    in_backward: bool = Field(
+        False,
+        description="Update each parameter in the backward pass, as soon as its gradient is complete, and free that.",
+    )
+    paged: bool = Field(
+        False, description="Keep the optimizer state in unified memory, which moves to the host if the device is full."
+    )
     rounding: Literal["nearest", "stochastic"] = Field(
         "nearest",
         description="How updated weights are rounded to bf16 with precision bf16-true; stochastic: up or down at "
@@ -106,9 +114,21 @@ class OptimizerConfig(Block):
 
 
 class RecomputeConfig(Block):
-    """Activation checkpointing of some transformer layers."""
+    """Activation checkpointing of some transformer layers, or of parts of every layer."""
 
     every: Count = Field(1, description="Recompute every n-th transformer layer in the backward pass.")
+    first: Count | None = Field(
+        None, description="Recompute only the first n transformer layers of each pipeline rank."
+    )
+    parts: Annotated[tuple[Literal["attention", "norm", "activation", "mlp"], ...], Strict(False)] = Field(
+        (), description="Recompute these parts of every layer instead of whole layers."
+    )
+
+    @model_validator(mode="after")
+    def _one_rule(self) -> "RecomputeConfig":
+        if (self.every > 1) + (self.first is not None) + bool(self.parts) > 1:
+            raise contradiction("train.recompute takes one of every, first and parts.", "parts", "first", "every")
+        return self
 
 
 class EarlyStopConfig(Block):
@@ -140,6 +160,26 @@ class SpikeConfig(Block):
 
     sigma: Positive = Field(6.0, description="Standard deviations above the recent mean that count as a spike.")
     action: Literal["report", "skip"] = Field("report", description="report: log it; skip: also skip the step.")
+
+
+class MaskingConfig(Block):
+    """What the model sees in place of the tokens that masked_lm predicts."""
+
+    mask: Share = Field(0.8, description="Fraction of the predicted tokens that are replaced by the mask token.")
+    random: Share = Field(
+        0.1, description="Fraction of them that are replaced by a random token; the rest stay as they are."
+    )
+
+    @model_validator(mode="after")
+    def _at_most_all(self) -> "MaskingConfig":
+        if self.mask + self.random > 1 + 1e-9:
+            raise contradiction(
+                f"train.masking: mask {self.mask:g} and random {self.random:g} are more than all of the predicted "
+                "tokens; their sum must be at most 1.",
+                "mask",
+                "random",
+            )
+        return self
 
 
 class PreferenceConfig(Block):
@@ -208,11 +248,14 @@ class TrainConfig(Block):
     )
     reduce_dtype: ReduceDtype = Field("fp32", description="Data type in which gradients are reduced over devices.")
     loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig, description="The loss scale of 16-mixed.")
-    recompute: Literal["none", "cheap", "selective", "full", "offload", "auto"] | RecomputeConfig = Field(
+    recompute: (
+        Literal["none", "cheap", "attention", "selective", "full", "offload", "offload-all", "auto"] | RecomputeConfig
+    ) = Field(
         "none",
         description="Activation checkpointing: what is recomputed in the backward pass instead of being stored; cheap: "
-        "what costs next to no time, in compiled blocks; offload: as full, and the inputs of the blocks are kept in "
-        "pinned host memory; auto: the fastest that fits in memory.",
+        "what costs next to no time, in compiled blocks; attention: its scores; offload: as full, and the inputs of "
+        "the blocks are kept in pinned host memory; offload-all: all activations are, and nothing is recomputed; auto: "
+        "the fastest that fits in memory.",
     )
     compile: bool | Literal["auto", "thunder", "aot_eager"] = Field(
         "auto",
@@ -225,9 +268,17 @@ class TrainConfig(Block):
     )
     objective: ObjectiveName = Field(
         "causal_lm",
-        description="What is learnt; causal_lm: the next token, by cross-entropy over the loss tokens; dpo, ipo, orpo, "
+        description="What is learnt; causal_lm: the next token, by cross-entropy over the loss tokens; "
+        "masked_lm: tokens that are masked, by a bidirectional encoder; classify: the class of each example, which "
+        "data.label names; dpo, ipo, orpo, "
         "simpo: to prefer the chosen answer of a pair to the rejected one; apo_zero_unpaired: to prefer answers whose "
         "label is true to those whose label is false; kto: the same with the KL term of KTO, not built.",
+    )
+    mask_ratio: Annotated[float, Gt(0), Lt(1)] = Field(
+        0.15, description="Fraction of the tokens of an example that masked_lm predicts, rounded; at least one token."
+    )
+    masking: MaskingConfig = Field(
+        default_factory=MaskingConfig, description="What the model sees in place of the tokens that masked_lm predicts."
     )
     preference: PreferenceConfig = Field(
         default_factory=PreferenceConfig, description="The hyperparameters of preference tuning."

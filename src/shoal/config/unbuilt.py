@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.catalogue.families import BUILDABLE, FAMILIES, listed
 from shoal.catalogue.shapes import find_shape
 from shoal.config.explain import shown
 from shoal.config.locate import KeyPath, Origins
@@ -12,13 +11,18 @@ from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 
 
-def _only(*built: Any) -> Callable[[Any], bool]:
-    # By type as well, since 1 == True in Python and parallel.reshard may be either.
-    return lambda value: any(value == each and type(value) is type(each) for each in built)
+def _only(built: Any) -> Callable[[Any], bool]:
+    return lambda value: bool(value == built)
 
 
 def _not(*unbuilt: Any) -> Callable[[Any], bool]:
     return lambda value: value not in unbuilt
+
+
+def _is_built_recompute(value: Any) -> bool:
+    if isinstance(value, str):
+        return value not in ("attention", "offload-all")
+    return value.first is None and not value.parts
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,6 @@ class Limit:
 # Remove a line when its feature is built. Keys that are not in this table are built.
 LIMITS = (
     Limit("model.attention", _not("flash"), "Use auto, which uses PyTorch's flash attention."),
-    Limit("data.source", _not("cells"), "Use another source."),
     Limit(
         "train.objective",
         _not("kto"),
@@ -44,7 +47,13 @@ LIMITS = (
         _not("thunder"),
         "Use auto: lightning-thunder 0.2.6 cannot be imported with torch 2.13, which has no Tensor.align_as.",
     ),
-    Limit("parallel.engine", _only("native"), "Use native."),
+    Limit("train.optimizer.name", _not("adafactor"), "Use adamw8bit, or sgd, which needs least memory."),
+    Limit("train.optimizer.in_backward", _only(False), "Use adamw8bit, or parallel.strategy fsdp."),
+    Limit("train.optimizer.paged", _only(False), "Use parallel.offload optimizer."),
+    Limit("train.recompute", _is_built_recompute, "Use selective, full, offload, or every."),
+    Limit("parallel.sequence_parallel", _only(True), "Leave it at true, which needs less memory and no more time."),
+    Limit("parallel.pp_stages", _only("auto"), "Use auto."),
+    Limit("parallel.optimizer_ranks", _only("auto"), "Use auto, or parallel.sharding hybrid_shard."),
 )
 
 
@@ -59,11 +68,12 @@ def find_unbuilt(config: Config) -> Iterator[tuple[KeyPath, str]]:
                 value = value[key]
             wanted = value if isinstance(value, str) else shown(value)
             yield path, f"{limit.key} {wanted} is not built yet. {limit.meanwhile}"
-    if (family := _family(config)) is not None and not FAMILIES[family].causal:
-        causal = listed([name for name in BUILDABLE if FAMILIES[name].causal])
+    named = config.model.shape
+    if isinstance(named, str) and not (shape := find_shape(named)).is_family:
         yield (
             ("model", "shape"),
-            f"model.shape is a {family}, which learns masked tokens; that objective is not built yet. Use {causal}.",
+            f"model.shape {named} is only forecast: train a {shape.model_type} from a folder or a cached id with "
+            "model.from.",
         )
 
 
@@ -72,13 +82,6 @@ def refuse_unbuilt(config: Config, origins: Origins) -> None:
     sentences = [origins.prefix(path) + sentence for path, sentence in find_unbuilt(config)]
     if sentences:
         raise UserMistake("\n".join(sentences))
-
-
-def _family(config: Config) -> str | None:
-    shape = config.model.shape
-    if shape is None:
-        return None
-    return find_shape(shape).family if isinstance(shape, str) else shape.family
 
 
 def _attribute(config: Any, path: KeyPath) -> Any:

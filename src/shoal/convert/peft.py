@@ -30,6 +30,9 @@ from shoal.models.tensor_slices import whole
 # Of the files of a run's model, those that describe the base and not its tokenizer.
 OF_THE_BASE = ("config.json", "generation_config.json")
 
+# PEFT's, by the end of the name of the transformers class; masked language models have none.
+TASK_TYPES = {"SequenceClassification": "SEQ_CLS", "MaskedLM": None}
+
 
 def export_adapter(
     run: Path,
@@ -93,7 +96,7 @@ def adapter_config(
     tying = {"ensure_weight_tying": True} if tied else {}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": TASK_TYPES.get(type(model).__name__.partition("For")[2], "CAUSAL_LM"),
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": adapter.rank,
@@ -131,7 +134,12 @@ def modules_to_save(prepared: PreparedModel) -> list[str]:
     names = dict.fromkeys(
         name.rpartition(".")[0] for name, one in model.named_parameters(remove_duplicate=False) if id(one) in trained
     )
+    if prepared.anatomy.classifies:  # PEFT saves the head as a whole
+        inside = f"{prepared.anatomy.backbone}."
+        names = dict.fromkeys(name if name.startswith(inside) else name.partition(".")[0] for name in names)
     for name in names:
+        if all(id(one) in trained for one in model.get_submodule(name).parameters()):
+            continue
         if any(True for _ in model.get_submodule(name).children()):
             raise UserMistake(
                 f"adapter.train_also trains a parameter of {name}, which has other layers inside, and PEFT saves whole "

@@ -19,12 +19,17 @@ class Encoded:
     lengths: np.ndarray  # int64, tokens of each part
     continued: np.ndarray  # bool, per part: its document continues in the next
     empty: int
+    labels: tuple[str, ...] = ()  # the classes of the documents, if they have one
 
 
-def encode(tokenizer: Tokenizer, documents: Sequence[Document], *, keep_empty: bool = False) -> Encoded:
+def encode(
+    tokenizer: Tokenizer, documents: Sequence[Document], *, keep_empty: bool = False, encoder: bool = False
+) -> Encoded:
     """Each document: the begin token where the tokenizer prepends one, the text, the end token. With `keep_empty`,
-    empty ones are not left out: pairs are counted by their number."""
-    begin = None if tokenizer.begin is None or not tokenizer.prepends_begin else np.array([tokenizer.begin], np.int32)
+    empty ones are not left out: pairs are counted by their number. For an `encoder` there is always a begin token, if
+    the tokenizer has one, and the tokens of the text are those that count."""
+    begins = tokenizer.begin is not None and (encoder or tokenizer.prepends_begin)
+    begin = np.array([tokenizer.begin], np.int32) if begins else None
     end = np.array([tokenizer.end], np.int32)
     joined, counts = tokenizer.encode_joined([text for one in documents if not one.whole for text, _ in one.segments])
     segments, at = iter(counts), 0
@@ -37,6 +42,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document], *, keep_empty: b
     desirable: list[int] = []  # the same of those with the label true
     lengths: list[int] = []
     continued: list[bool] = []
+    labels: list[str] = []
     empty = written = 0
     for document in documents:
         if document.whole:
@@ -49,15 +55,19 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document], *, keep_empty: b
         if not (len(ids) or keep_empty or document.continues or document.continued):
             empty += 1
             continue
-        if begin is not None and document.begin and not document.continues:
+        if encoder:
+            found = [(count, True) for count, _ in found]
+        if document.label is not None:
+            labels.append(document.label)
+        if begin is not None and (document.begin or encoder) and not document.continues:
             parts.append(begin)
             found.insert(0, (1, False))
         parts.append(ids)
-        if document.end and not document.continued:
+        if (document.end or encoder) and not document.continued:
             # The end token is a loss token if the last segment is. After a conversation it closes an answer.
             trained_end = any(loss for _, loss in document.segments) if document.whole else document.segments[-1][1]
             parts.append(end)
-            found.append((1, trained_end))
+            found.append((1, trained_end and not encoder))
         added = 0
         for count, loss in found:
             runs.append(count)
@@ -74,7 +84,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[Document], *, keep_empty: b
     flags = np.repeat(np.array(trained, dtype=np.uint8) * np.uint8(LOSS_TOKEN), runs)
     flags[firsts] = DOCUMENT  # and not a loss token: no input of the document precedes it
     flags[desirable] |= DESIRABLE
-    return Encoded(ids, flags, np.array(lengths, dtype=np.int64), np.array(continued, dtype=bool), empty)
+    return Encoded(ids, flags, np.array(lengths, dtype=np.int64), np.array(continued, dtype=bool), empty, tuple(labels))
 
 
 def _text(document: Document) -> str:

@@ -1,6 +1,7 @@
 """Mistakes in the data that can be found in a moment, before torch is imported: a wrong path, an unknown format."""
 
 from shoal.config.schema import DataConfig
+from shoal.data.cells.source import check_cells
 from shoal.data.formats.choose import check_pairs, choose_format
 from shoal.data.sources import Reading, find_reading, read_records, stop
 from shoal.data.sources.hf import parse_split
@@ -9,6 +10,7 @@ from shoal.data.token_files import check_tokenized
 from shoal.mistakes import UserMistake
 
 LARGE = 1 << 26  # bytes
+FEW = 16  # files of cells that are opened
 
 
 def check_first_record(data: DataConfig, objective: str = "causal_lm") -> None:
@@ -24,6 +26,8 @@ def check_first_record(data: DataConfig, objective: str = "causal_lm") -> None:
 def _check(data: DataConfig, reading: Reading, objective: str) -> None:
     if reading.source == "tokens":
         check_tokenized(data, objective=objective)
+    if reading.source == "cells":
+        check_cells(data, reading.files[:FEW], objective)
     on_bad = ignore if data.on_error == "skip" else stop
     first = next(read_records(reading, on_bad), None) if _is_quick(reading) else None
     if first is not None:
@@ -32,7 +36,7 @@ def _check(data: DataConfig, reading: Reading, objective: str) -> None:
 
 def _is_quick(reading: Reading) -> bool:
     """Whether the first record is found without reading much more."""
-    if reading.source in ("tokens", "chess"):
+    if reading.source in ("tokens", "chess", "cells"):
         return False
     if reading.source == "hf":
         return not parse_split(reading.split).needs_length

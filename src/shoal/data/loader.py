@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.order import Order, Spans
+from shoal.data.order import Order, Spans, positions_around
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN, Sequences
 
 IGNORED = -100  # the ignore index of the loss
@@ -36,6 +36,8 @@ class MicroBatch:
     reference: Tensor | None = None
     # At most this many labels are not IGNORED; None: they are counted before the micro-batch is moved to a device.
     loss_tokens: int | None = None
+    # Encoders only: a number for each token beside its id, which the model gets as token type; int64, batch × length.
+    values: Tensor | None = None
 
     def counted(self) -> int | None:
         """`loss_tokens`, or their number if it can be told without waiting for a device."""
@@ -58,6 +60,7 @@ class MicroBatch:
             None if self.mask is None else change(self.mask),
             None if self.reference is None else change(self.reference),
             self.loss_tokens,
+            None if self.values is None else change(self.values),
         )
 
 
@@ -72,10 +75,18 @@ class StepBatch:
 
 
 class Collate(Protocol):
-    """Makes the micro-batch of these sequences, with its labels: an objective's, or `collate_next_token`."""
+    """Makes the micro-batch of these sequences, with its labels: an objective's, or `collate_next_token`. `positions`:
+    where each stands in the global order; None: they are evaluated."""
 
     def __call__(
-        self, sequences: Sequences, sequence_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1
+        self,
+        sequences: Sequences,
+        sequence_ids: np.ndarray,
+        *,
+        pad: int,
+        length: int | None = None,
+        multiple: int = 1,
+        positions: np.ndarray | None = None,
     ) -> MicroBatch: ...
 
 
@@ -131,7 +142,16 @@ def batches(
     def make(step: int) -> StepBatch:
         everyone = order.training_sequences(step * global_batch, global_batch, left_out)
         mine = share_of_rank(everyone, micro_batch=micro_batch, rank=rank, ranks=ranks)
-        made = [collate(sequences, one, pad=pad, length=length, multiple=multiple) for one in mine]
+        positions = share_of_rank(
+            positions_around(step * global_batch, global_batch, left_out),
+            micro_batch=micro_batch,
+            rank=rank,
+            ranks=ranks,
+        )
+        made = [
+            collate(sequences, one, pad=pad, length=length, multiple=multiple, positions=where)
+            for one, where in zip(mine, positions, strict=True)
+        ]
         return StepBatch(
             [one.pin() for one in made] if pin else made,
             weigh(sequences, everyone),
@@ -204,7 +224,13 @@ def evaluation_share(count: int, *, micro_batch: int, rank: int, ranks: int) -> 
 
 
 def collate_next_token(
-    sequences: Sequences, sequence_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1
+    sequences: Sequences,
+    sequence_ids: np.ndarray,
+    *,
+    pad: int,
+    length: int | None = None,
+    multiple: int = 1,
+    positions: np.ndarray | None = None,
 ) -> MicroBatch:
     """The labels of a causal language model: the next token, where it is a loss token."""
     found = [sequences[int(index)] for index in sequence_ids]
@@ -224,20 +250,20 @@ def collate_next_token(
             begins[line, :used] = flags[:-1]
     # All else for the whole micro-batch at once: few calls, in most of which numpy lets the other threads run.
     np.copyto(labels, IGNORED, where=(counted & LOSS_TOKEN) == 0)
-    positions = documents = None
+    within = documents = None
     if begins is not None:
         first = (begins & DOCUMENT) != 0
         first[:, 0] = True  # a sequence of a stream may begin inside a document
         columns = np.arange(width)
         # Positions in the padding continue the last document's: no position exceeds the length, and no kernel takes the
         # padding for a new document.
-        positions = columns - np.maximum.accumulate(np.where(first, columns, 0), axis=1)
+        within = columns - np.maximum.accumulate(np.where(first, columns, 0), axis=1)
         for line, (tokens, _) in enumerate(found):
             first[line, len(tokens) - 1 : len(tokens)] = True  # the padding, which is a document of its own
         documents = np.cumsum(first, axis=1, dtype=np.int32) - np.int32(1)
     return MicroBatch(
         torch.from_numpy(inputs),
         torch.from_numpy(labels),
-        None if positions is None else torch.from_numpy(positions),
+        None if within is None else torch.from_numpy(within),
         None if documents is None else torch.from_numpy(documents),
     )

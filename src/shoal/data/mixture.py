@@ -41,6 +41,10 @@ class MixedSequences(Sequences):
     def loss_tokens(self, indices: np.ndarray) -> np.ndarray:
         return self._each(indices, lambda part, local: part.loss_tokens(local))
 
+    def values(self, index: int) -> np.ndarray | None:
+        local, source = divmod(int(index), len(self._parts))
+        return self._parts[source].values(local)
+
     def _each(self, indices: np.ndarray, count: Callable[[Sequences, np.ndarray], np.ndarray]) -> np.ndarray:
         local, source = np.divmod(indices, len(self._parts))
         found = np.empty(indices.shape, dtype=np.int64)
@@ -239,5 +243,6 @@ def summarize(parts: Sequence[Sequences], weights: Sequence[float], mixing: obje
         skipped=total("skipped"),
         first_skipped=next((one.first_skipped for one in summaries if one.first_skipped), None),
         pairs=all(one.pairs for one in summaries),
+        encoder=all(one.encoder for one in summaries),
         desirable=None if any(one.desirable is None for one in summaries) else total("desirable"),
     )

@@ -83,6 +83,12 @@ def around(first: int, count: int, left_out: Spans) -> list[tuple[int, int]]:
     return [*found, (first, count)] if count else found
 
 
+def positions_around(first: int, count: int, left_out: Spans = ()) -> np.ndarray:
+    """The `count` global positions starting at `first`: see `around`."""
+    spans = around(first, count, left_out)
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(at, at + length) for at, length in spans)])
+
+
 class Order(ABC):
     """Which sequence is at each global position of training, and which are held out."""
 

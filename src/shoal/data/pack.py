@@ -55,6 +55,24 @@ def split_documents(lengths: np.ndarray, length: int, long: str) -> Bounds:
     return Bounds(starts, np.minimum(starts + length + 1, np.repeat(firsts + lengths, parts)), count)
 
 
+def split_examples(lengths: np.ndarray, length: int, long: str) -> Bounds:
+    """As `split_documents`, for encoders: every token of a document is an input, so that its sequence ends one token
+    later. That token, which is the next document's first, is never read."""
+    lengths = lengths.astype(np.int64)
+    firsts = np.cumsum(lengths) - lengths
+    too_long = lengths > length
+    count = int(np.sum(too_long))
+    if long == "truncate":
+        return Bounds(firsts, firsts + np.minimum(lengths, length) + 1, count)
+    if long == "drop":
+        return Bounds(firsts[~too_long], (firsts + lengths)[~too_long] + 1, count)
+    assert long == "split"
+    parts = -(-lengths // length)
+    number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
+    starts = np.repeat(firsts, parts) + number * length
+    return Bounds(starts, np.minimum(starts + length, np.repeat(firsts + lengths, parts)) + 1, count)
+
+
 def shorten_pairs(lengths: np.ndarray, length: int, long: str) -> Bounds:
     """The documents of pairs, which are consecutive and have to fit one sequence together. `long`: the answers of
     longer pairs are shortened (`truncate`), the longer one first, or both are left out (`drop`)."""

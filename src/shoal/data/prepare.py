@@ -2,13 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from shoal.catalogue.objectives import objective_facts
 from shoal.config.schema import DataConfig
 from shoal.data.cache import Report, obtain
+from shoal.data.cells.h5ad import check_installed
+from shoal.data.cells.source import find_cell_tokenizer
+from shoal.data.cells.write import write_cells
 from shoal.data.content import hash_contents, read_states
 from shoal.data.formats.chat_template import ChatTemplate, split_markers, tokenizer_template
 from shoal.data.formats.choose import MAY_HAVE_CHATS, Options
@@ -37,12 +40,14 @@ def prepare(
     path: object = None,
     not_apart: str | None = None,
     objective: str = "causal_lm",
+    classes: Sequence[str] | None = None,
 ) -> Sequences:
     """The sequences of `data` (or of `path`, its validation data), from the cache if they are there and complete.
-    `objective` decides whether they hold single documents, pairs, or documents with labels."""
+    `objective` decides whether they hold single documents, pairs, or documents with labels. `classes`: the only ones
+    that examples may have; None: those that they have."""
     reading = reading_of(data, path, cache_root(cache), report)
     template = template_of(data, tokenizer)
-    settings = settings_of(data, reading, template, not_apart, objective)
+    settings = settings_of(data, reading, template, not_apart, objective, classes)
     named_by = PATH if path is None else VALIDATION
     tokenized = reading.source == "tokens"
     if tokenized:
@@ -51,6 +56,9 @@ def prepare(
     # Files of tokens are used where they are, so their paths count; of others, only the content does.
     content = before if tokenized else hash_contents(before, cache_root(cache) / "hashes", Progress(report))
     described = [LAYOUT, settings.as_key(), tokenizer.fingerprint, content]
+    cells = reading.source == "cells"
+    if cells:
+        described.append(data.cells.model_dump(mode="json"))
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
@@ -63,6 +71,18 @@ def prepare(
                 length=settings.max_length,
                 key=named_by,
                 progress=Progress(report),
+            )
+        elif cells:
+            work = find_cell_tokenizer(data, reading.files, tokenizer, settings)
+            work.cells.load()
+            write_cells(
+                folder,
+                work,
+                work.cells.ranges(),
+                size=tokenizer.size,
+                key=named_by,
+                progress=Progress(report),
+                classes=settings.classes,
             )
         else:
             _write_sequences(folder, settings, reading, tokenizer, template, report, named_by, not_apart)
@@ -87,7 +107,7 @@ def notes(data: DataConfig, summary: Summary, tokenizer: Tokenizer, not_apart: s
     """What the user may not expect of these sequences."""
     if summary.format == "chat" and (split := split_markers(tokenizer, data.chat_template)) is not None:
         yield split
-    if data.pack == "auto" and not_apart is not None and not summary.joined and not summary.pairs:
+    if data.pack == "auto" and not_apart and not (summary.joined or summary.pairs or summary.encoder):
         yield f"data.pack auto: one document per sequence, because {not_apart}."
     if summary.desirable in (0, summary.documents - summary.dropped - summary.too_long):
         yield (
@@ -109,9 +129,11 @@ def settings_of(
     template: ChatTemplate | None,
     not_apart: str | None = None,
     objective: str = "causal_lm",
+    classes: Sequence[str] | None = None,
 ) -> Settings:
     """What `data` says about the sequences of `reading`."""
-    of_answers = objective_facts(objective).of_answers
+    facts = objective_facts(objective)
+    of_answers = facts.of_answers
     return Settings(
         source=reading.source,
         split=reading.split,
@@ -120,15 +142,21 @@ def settings_of(
         token_dtype=str(data.token_dtype),
         format=str(data.format),
         max_length=int(data.max_length),
-        pack=bool(data.pack),
-        pack_apart=data.pack is True or (data.pack == "auto" and not_apart is None),
+        pack=data.pack is True if facts.encoder else bool(data.pack),
+        pack_apart=not facts.encoder and (data.pack is True or (data.pack == "auto" and not_apart is None)),
         train_on="answers" if of_answers and data.train_on == "all" else str(data.train_on),
         on_error=str(data.on_error),
         long_documents=str(data.long_documents),
         document_mask=bool(data.document_mask),
         chat_template=None if template is None else template.fingerprint,
         objective=objective,
+        label=data.label if facts.classes else None,
+        classes=None if classes is None else tuple(classes),
     )
+
+
+def options_of(settings: Settings, template: ChatTemplate | None) -> Options:
+    return Options(settings.train_on, template, settings.label, settings.encoder)
 
 
 def read_source(data: DataConfig, *, cache: Path | None = None, report: Report, on_bad: OnBad) -> Iterator[Record]:
@@ -144,6 +172,8 @@ def reading_of(data: DataConfig, path: object, cache: Path, report: Report) -> R
     source = data.source if wanted is None else find_source(data.source, wanted)
     if source == "chess" and find_spec("chess") is None:
         raise UserMistake("data.source chess needs the package chess: pip install 'shoal[chess]'.")
+    if source == "cells":
+        check_installed()
     if source == "chess" and wanted is None:
         from shoal.data.chess_games import Match, played_file
 
@@ -167,7 +197,7 @@ def _write_sequences(
         settings,
         read_records(reading, errors),
         tokenizer,
-        options=Options(settings.train_on, template),
+        options=options_of(settings, template),
         errors=errors,
         report=report,
         where=name_files(files),

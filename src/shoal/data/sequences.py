@@ -16,7 +16,9 @@ DOCUMENT = 2  # flag: the first token of a document, and therefore never a loss 
 DESIRABLE = 4  # flag, beside DOCUMENT: the answer of the document has the label true
 
 DOCUMENT_LENGTHS = "document_lengths.npy"
-_DETERMINE_SEQUENCES = ("tokens", "flags", "starts", "ends")
+LABELS = "labels.npy"  # the class of each sequence
+VALUES = "values.npy"  # a number for each token
+_DETERMINE_SEQUENCES = ("tokens.npy", "flags.npy", "starts.npy", "ends.npy")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Summary:
     skipped: int = 0
     first_skipped: str | None = None
     pairs: bool = False  # documents are chosen and rejected answers in turn, counted in pairs where they are left out
+    encoder: bool = False  # for an encoder: loss tokens are those that may be masked
+    classes: list[str] | None = None  # the names of the classes, by their numbers; None: examples have none
     desirable: int | None = None  # documents with the label true; None: they have no labels
 
     @property
@@ -56,7 +60,7 @@ class Summary:
 
     @property
     def unit(self) -> str:
-        return "pairs" if self.pairs else "documents"
+        return "pairs" if self.pairs else "cells" if self.format == "cells" else "documents"
 
     @property
     def units(self) -> int:
@@ -64,16 +68,20 @@ class Summary:
 
     def sentences(self) -> list[str]:
         """The summary for a person: the first sentence says what there is, the others what was left out."""
+        if self.format == "cells":
+            return self._sentences_about_cells()
         sequences = f"{self.sequences:,} sequences"
         if self.filled is not None:
             sequences = f"packed into {sequences}, {self.filled:.1%} full"
         kind = self.format
         if self.desirable is not None:
             kind += f", {self.desirable:,} desirable"
-        said = [
-            f"{self.units:,} {self.unit} ({kind}), {self.tokens:,} tokens, {sequences}; "
-            f"{self.loss_token_share:.0%} of tokens count in the loss."
-        ]
+        counted = f"{self.loss_token_share:.0%} of tokens count in the loss"
+        if self.encoder:
+            counted = f"{self.mean_length:,.0f} tokens each"
+        if self.classes is not None:
+            counted += f", {len(self.classes):,} classes"
+        said = [f"{self.units:,} {self.unit} ({kind}), {self.tokens:,} tokens, {sequences}; {counted}."]
         left = "pairs" if self.pairs else "documents or sequences"
         if self.truncated:
             said.append(f"{self.truncated:,} {self.unit} are longer than data.max_length and were truncated.")
@@ -87,6 +95,20 @@ class Summary:
             said.append(f"{self.empty:,} documents are empty and were left out.")
         if self.skipped:
             said.append(f"{self.skipped:,} invalid records or files were skipped; the first: {self.first_skipped}")
+        return said
+
+    def _sentences_about_cells(self) -> list[str]:
+        classes = "" if self.classes is None else f", {len(self.classes):,} classes"
+        said = [f"{self.documents:,} cells, {self.tokens:,} tokens, {self.mean_length:,.0f} per cell{classes}."]
+        if self.truncated:
+            said.append(
+                f"{self.truncated:,} cells express more genes than fit: those with the highest expression stay "
+                "(data.cells.max_genes, data.max_length)."
+            )
+        if self.dropped:
+            said.append(f"{self.dropped:,} cells have too few genes or no label and were left out.")
+        if self.empty:
+            said.append(f"{self.empty:,} cells express no gene of the vocabulary and were left out.")
         return said
 
 
@@ -110,6 +132,14 @@ class Sequences(ABC):
     def loss_tokens(self, indices: np.ndarray) -> np.ndarray:
         """How many labels of each of these sequences the loss counts."""
 
+    def labels(self, indices: np.ndarray) -> np.ndarray:
+        """The number of the class of each of these sequences."""
+        raise TypeError("these sequences have no classes")
+
+    def values(self, index: int) -> np.ndarray | None:
+        """A number for each token of one sequence, such as its binned expression; None: there are none."""
+        return None
+
     @property
     def separate(self) -> bool:
         return self.summary.separate
@@ -126,6 +156,8 @@ class StoredSequences(Sequences):
     counted: np.ndarray  # loss tokens of each sequence
     summary: Summary
     documents: np.ndarray | None = None  # tokens of each document before it was truncated or split, in source order
+    classes: np.ndarray | None = None  # the number of the class of each sequence
+    token_values: np.ndarray | None = None  # beside `tokens`
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -142,6 +174,17 @@ class StoredSequences(Sequences):
         found: np.ndarray = self.counted[indices]
         return found
 
+    def labels(self, indices: np.ndarray) -> np.ndarray:
+        if self.classes is None:
+            return super().labels(indices)
+        found: np.ndarray = self.classes[indices]
+        return found
+
+    def values(self, index: int) -> np.ndarray | None:
+        if self.token_values is None:
+            return None
+        return self.token_values[int(self.starts[index]) : int(self.ends[index])]
+
 
 def open_sequences(folder: Path) -> StoredSequences:
     """The sequences in `folder`, memory-mapped."""
@@ -149,9 +192,10 @@ def open_sequences(folder: Path) -> StoredSequences:
         load_array(folder / f"{name}.npy") for name in ("tokens", "flags", "starts", "ends", "loss_tokens")
     )
     summary = Summary(**json.loads((folder / "summary.json").read_text()))
-    lengths = folder / DOCUMENT_LENGTHS
-    documents = load_array(lengths) if lengths.exists() else None
-    return StoredSequences(tokens, flags, starts, ends, counted, summary, documents)
+    documents, classes, values = (
+        load_array(folder / name) if (folder / name).exists() else None for name in (DOCUMENT_LENGTHS, LABELS, VALUES)
+    )
+    return StoredSequences(tokens, flags, starts, ends, counted, summary, documents, classes, values)
 
 
 _header = threading.Lock()
@@ -168,7 +212,8 @@ def load_array(path: Path) -> np.ndarray:
 def hash_sequences(folder: Path) -> str:
     """A hash of the sequences in `folder`. It reads all of them: computed once, when they are prepared."""
     with ThreadPoolExecutor() as pool:
-        digests = pool.map(_hash_file, [folder / f"{name}.npy" for name in _DETERMINE_SEQUENCES])
+        optional = [name for name in (LABELS, VALUES) if (folder / name).exists()]
+        digests = pool.map(_hash_file, [folder / name for name in (*_DETERMINE_SEQUENCES, *optional)])
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
 

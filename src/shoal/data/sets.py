@@ -1,12 +1,13 @@
 """The sets of a run: training and validation sequences of one source or several, and their one global order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.config.schema import DataConfig
 from shoal.data.cache import Report
 from shoal.data.mixture import MixedOrder, MixedSequences, rates_of, summarize
@@ -15,6 +16,8 @@ from shoal.data.prepare import prepare
 from shoal.data.sequences import Sequences
 from shoal.data.stream.stream import Stream, StreamOrder, StreamSequences, open_stream
 from shoal.data.tokenizer_base import Tokenizer
+
+Prepare = Callable[..., Sequences]  # `prepare`, with all that is the same for every source
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,16 @@ def prepare_sets(
     report: Report,
     not_apart: str | None = None,
     objective: str = "causal_lm",
+    classes: Sequence[str] | None = None,
 ) -> Sets:
     """The data of a run. `data.validation` is a fraction to hold out, the path of a separate set, or 0. `not_apart` is
-    the reason if the model cannot keep packed documents apart. `objective`: `train.objective`."""
+    the reason if the model cannot keep packed documents apart. `objective`: `train.objective`. `classes`: of a
+    model that has some already."""
     prepare_one = partial(
         prepare, tokenizer=tokenizer, cache=cache, report=report, not_apart=not_apart, objective=objective
     )
+    if objective_facts(objective).classes:
+        return _with_classes(data, prepare_one, seed, classes)
     share, validation = data.validation, None
     if isinstance(share, str):
         validation, share = prepare_one(data, path=share), 0.0
@@ -95,6 +102,23 @@ def prepare_sets(
     lengths = float(np.dot(shares, [part.summary.mean_length for part in parts]))
     loss_tokens = float(np.dot(shares, [part.summary.mean_loss_tokens for part in parts]))
     return Sets(training, training if share else validation, order, lengths, loss_tokens, streams)
+
+
+def _with_classes(data: DataConfig, prepare_one: Prepare, seed: int, classes: Sequence[str] | None) -> Sets:
+    """Examples of one source, each with a class. Those of separate validation data are the training data's. `classes`
+    of a model keep their numbers if they include those of the data."""
+    training = prepare_one(data)
+    found = training.summary.classes or []
+    if classes is not None and found != list(classes) and set(found) <= set(classes):
+        training = prepare_one(data, classes=classes)
+    share, validation, separate = data.validation, None, None
+    if isinstance(share, str):
+        validation = prepare_one(data, path=share, classes=training.summary.classes)
+        share, separate = 0.0, len(validation)
+    elif share:
+        validation = training
+    order = ShuffledOrder(len(training), seed, share, separate)
+    return Sets(training, validation, order, training.summary.mean_length, training.summary.mean_loss_tokens)
 
 
 def describe_mixture(data: DataConfig, parts: Sequence[Sequences], order: MixedOrder) -> str:

@@ -93,6 +93,11 @@ def check_tokenized(data: DataConfig, not_apart: str | None = None, objective: s
             f"train.objective {objective} compares answers, and data.source tokens does not tell them apart; give "
             f"text, in records with the keys {keys}."
         )
+    if facts.encoder:
+        raise UserMistake(
+            f"train.objective {objective} needs to know the special tokens of each example, and data.source tokens "
+            "does not tell them apart; give text."
+        )
     if data.format not in ("auto", "text"):
         raise UserMistake(f"data.source tokens has no records of format {data.format}. Use data.format: auto.")
     if not data.pack:

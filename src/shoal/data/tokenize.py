@@ -39,6 +39,7 @@ class Corpus:
     format: Format
     lengths: np.ndarray  # tokens of each document
     summary: Summary
+    labels: list[str] = field(default_factory=list)  # the class of each document, if they have one
 
     @property
     def documents(self) -> int:
@@ -137,7 +138,7 @@ class BatchTokenizer:
                     found = tuple(replace(one, continues=continues, continued=item.continued) for one in found)
                 documents += found
             continues = item.continued
-        encoded = encode(self.tokenizer, documents, keep_empty=self.format.pairs)
+        encoded = encode(self.tokenizer, documents, keep_empty=self.format.pairs, encoder=self.options.encoder)
         compact = replace(encoded, ids=encoded.ids.astype(self.dtype))
         return Tokenized(compact, len(mistakes), mistakes[:1], share=batch.share)
 
@@ -187,6 +188,9 @@ def tokenize_records(
             errors.add(one.first, one.mistakes)
             writer.write(one.encoded)
             progress.tick("Tokenizing", len(writer.lengths), "examples", one.share)
+        if options.encoder:  # see `pack.split_examples`
+            tokens.append(np.array([tokenizer.end]))
+            flags.append(np.zeros(1))
     if not writer.lengths:
         raise _nothing(where, errors, "no text", key)
     return Corpus(
@@ -198,7 +202,7 @@ def tokenize_records(
             joined=chosen.joined,
             separate=False,
             documents=len(writer.lengths),
-            tokens=tokens.length,
+            tokens=sum(writer.lengths),
             sequences=0,
             longest=0,
             loss_tokens=0,
@@ -208,6 +212,7 @@ def tokenize_records(
             skipped=errors.count,
             first_skipped=errors.first,
         ),
+        writer.labels,
     )
 
 
@@ -282,6 +287,7 @@ class _Writer:
 
     def __init__(self, tokens: ArrayWriter, flags: ArrayWriter) -> None:
         self.lengths = array("q")
+        self.labels: list[str] = []
         self.empty = 0
         self._tokens = tokens
         self._flags = flags
@@ -289,6 +295,7 @@ class _Writer:
 
     def write(self, batch: Encoded) -> None:
         self.empty += batch.empty
+        self.labels += batch.labels
         self._tokens.append(batch.ids)
         self._flags.append(batch.flags)
         for length, continued in zip(batch.lengths.tolist(), batch.continued.tolist(), strict=True):

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 import shoal.offline  # noqa: F401
+from shoal.data.cells.gene_tokenizer import GeneTokenizer, is_gene_tokenizer
 from shoal.data.chess_tokenizer import ChessTokenizer
-from shoal.data.tokenizer_base import Offsets, Tokenizer, disable_parallelism, parallel_when_safe
+from shoal.data.tokenizer_base import Offsets, Tokenizer, disable_parallelism, find_mask, parallel_when_safe
 from shoal.mistakes import UserMistake
 from shoal.paths import user_path
 
@@ -35,12 +36,16 @@ def load_tokenizer(name: str, folder: Path | None = None, *, add_tokens: Sequenc
         if add_tokens:
             raise UserMistake("model.add_tokens: the tokenizer chess encodes moves and nothing else; leave it out.")
         return ChessTokenizer()
+    if folder is None and (named := user_path(name, "model.tokenizer")).exists():
+        folder = named
+    if folder is not None and is_gene_tokenizer(folder):
+        if add_tokens:
+            raise UserMistake("model.add_tokens: the tokenizer has genes and nothing else; leave it out.")
+        return GeneTokenizer.load(folder, name)
+    location = name if folder is None else str(folder)
     disable_parallelism()
     from transformers import AutoTokenizer
 
-    if folder is None and (named := user_path(name, "model.tokenizer")).exists():
-        folder = named
-    location = name if folder is None else str(folder)
     try:
         loaded = AutoTokenizer.from_pretrained(location, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types here: OSError, ValueError, KeyError, its own
@@ -69,6 +74,8 @@ class ByteTokenizer(Tokenizer):
         new = [token for token in add_tokens if token not in present]
         self.added = {token: 259 + index for index, token in enumerate(new)}
         self.size = 259 + len(new)
+        mask = find_mask(new)
+        self.mask = None if mask is None else self.added[mask]
         self._tokens = (*self.SPECIAL, *new)  # from id 256
         longest_first = sorted(map(re.escape, new), key=len, reverse=True)
         self._pattern = re.compile(f"({'|'.join(longest_first)})") if new else None
@@ -148,6 +155,8 @@ class ByteTokenizer(Tokenizer):
                 chat_template=self._chat_template,
             )
             _add(self._hugging_face, list(self.added))
+            if (mask := find_mask(list(self.added))) is not None:
+                self._hugging_face.mask_token = mask
         return self._hugging_face
 
 
@@ -155,7 +164,10 @@ class PretrainedTokenizer(Tokenizer):
     """A Hugging Face tokenizer behind the `Tokenizer` interface."""
 
     def __init__(self, name: str, loaded: Any, add_tokens: Sequence[str] = ()) -> None:
-        if loaded.eos_token_id is None:
+        # Tokenizers of encoders call them so.
+        end = loaded.sep_token_id if loaded.eos_token_id is None else loaded.eos_token_id
+        begin = loaded.cls_token_id if loaded.bos_token_id is None else loaded.bos_token_id
+        if end is None:
             raise UserMistake(
                 f"The tokenizer {name} has no end token, which separates documents. Add an `eos_token` "
                 "to its tokenizer_config.json, or set model.tokenizer to one that has an end token."
@@ -163,11 +175,14 @@ class PretrainedTokenizer(Tokenizer):
         self.name = name
         self._loaded = loaded
         self._fingerprint: str | None = None
-        self.end = int(loaded.eos_token_id)
-        self.begin = None if loaded.bos_token_id is None else int(loaded.bos_token_id)
+        self.end = int(end)
+        self.begin = None if begin is None else int(begin)
         self.pad = self.end if loaded.pad_token_id is None else int(loaded.pad_token_id)
         self.added = _add(loaded, add_tokens)
         self.size = max([len(loaded), *(number + 1 for number in self.added.values())])
+        if loaded.mask_token_id is None and (mask := find_mask(list(self.added))) is not None:
+            loaded.mask_token = mask  # so that it is saved and exported
+        self.mask = None if loaded.mask_token_id is None else int(loaded.mask_token_id)
         # Found by calling it: `add_bos_token` in the tokenizer's config is often missing or wrong.
         first = list(loaded("a", return_attention_mask=False)["input_ids"])[:1]
         self.prepends_begin = self.begin is not None and first == [self.begin]
@@ -175,6 +190,10 @@ class PretrainedTokenizer(Tokenizer):
     @property
     def hugging_face(self) -> Any:
         return self._loaded
+
+    @property
+    def special(self) -> frozenset[int]:
+        return super().special | {int(one) for one in self._loaded.all_special_ids}
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from shoal.mistakes import UserMistake
 
+MASKS = ("<mask>", "[MASK]", "<|mask|>")  # names of mask tokens
 Offsets = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids; start and end of each token, in characters
 
 
@@ -23,7 +24,14 @@ class Tokenizer(ABC):
     prepends_begin: bool  # whether documents start with `begin` (Llama: yes, GPT-2: no)
     pad: int  # masked in the loss, so the end token serves if there is no pad token
     size: int  # ids are below this, added tokens included
+    mask: int | None = None  # stands for a token that is to be predicted: of tokenizers for masked language models
     added: Mapping[str, int]  # the ids of the tokens of model.add_tokens that the tokenizer did not have
+
+    @property
+    def special(self) -> frozenset[int]:
+        """The ids that stand for no text. A masked language model never sees one in place of a token."""
+        own = (self.begin, self.end, self.pad, self.mask, *self.added.values())
+        return frozenset(one for one in own if one is not None)
 
     @property
     @abstractmethod
@@ -77,6 +85,11 @@ class Tokenizer(ABC):
     def save(self, folder: Path) -> None:
         """Write a folder that `AutoTokenizer.from_pretrained` loads."""
         self.hugging_face.save_pretrained(str(folder))
+
+
+def find_mask(added: Sequence[str]) -> str | None:
+    """The mask token among tokens of `model.add_tokens`, by its usual names."""
+    return next((name for name in MASKS if name in added), None)
 
 
 # The tokenizers library has a thread pool that does not survive a fork: a child that uses its parent's pool deadlocks.

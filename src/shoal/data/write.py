@@ -15,6 +15,7 @@ from shoal.data.sequences import (
     DESIRABLE,
     DOCUMENT,
     DOCUMENT_LENGTHS,
+    LABELS,
     LOSS_TOKEN,
     ArrayWriter,
     Summary,
@@ -25,7 +26,7 @@ from shoal.data.sequences import (
 from shoal.data.sources import Record
 from shoal.data.tokenize import Corpus, Errors, NothingToLearn, tokenize_records
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.mistakes import UserMistake
+from shoal.mistakes import UserMistake, shortened
 
 _TOKENS_AT_ONCE = 1 << 20
 
@@ -49,6 +50,12 @@ class Settings:
     long_documents: str = "auto"
     document_mask: bool = False  # documents of a stream do not attend to each other either
     objective: str = "causal_lm"
+    label: str | None = None  # the field with the class of an example
+    classes: tuple[str, ...] | None = None  # the only names that it may have; None: those in the data
+
+    @property
+    def encoder(self) -> bool:
+        return objective_facts(self.objective).encoder
 
     @property
     def pairs(self) -> bool:
@@ -69,6 +76,9 @@ class Settings:
         """The part of a cache key: objectives that need the same sequences share them."""
         key = asdict(self)
         del key["objective"]
+        if self.encoder:
+            return key | {"encoder": True}
+        del key["label"], key["classes"]
         return key | ({"pairs": True} if self.pairs else {"unpaired": True} if self.unpaired else {})
 
     def refuse(self, joined: bool, not_apart: str | None) -> None:
@@ -120,6 +130,21 @@ def write_sequences(
                 "data.long_documents split makes several documents of one, and an answer is compared as a whole; use "
                 "truncate or drop."
             )
+        if settings.label is not None and settings.long_documents == "split":
+            raise UserMistake(
+                "data.long_documents split makes several examples of one, and the label is that of the whole; use "
+                "truncate or drop."
+            )
+        if settings.encoder and settings.pack and (settings.label is not None or not chosen.joined):
+            raise UserMistake(
+                "data.pack true joins plain texts for train.objective masked_lm; these examples are one sequence each, "
+                "so leave it out."
+            )
+        if settings.encoder and settings.pack and settings.long_documents in ("truncate", "drop"):
+            raise UserMistake(
+                f"data.long_documents {settings.long_documents} has no meaning for texts that are joined by data.pack "
+                "true; leave one of them out."
+            )
 
     progress = Progress(report)
     corpus = tokenize_records(
@@ -140,10 +165,11 @@ def write_sequences(
     joined, length = corpus.format.joined, settings.max_length
     stream = settings.pack and joined
     separate = settings.document_mask if stream else (settings.pack_apart or settings.of_answers) and not joined
-    long = pack.rule_for_long(settings.long_documents, joined)
-    bounds, affected = _bounds(corpus, length, long, stream, progress)
-    loss_tokens = count_loss_tokens(corpus.load("flags"), bounds)
-    kept = loss_tokens > 0
+    long = pack.rule_for_long(settings.long_documents, joined and settings.label is None)
+    bounds, affected = _bounds(corpus, length, long, stream, progress, encoder=settings.encoder)
+    counted = replace(bounds, ends=bounds.ends - 1) if settings.encoder else bounds  # inputs, or labels
+    loss_tokens = count_loss_tokens(corpus.load("flags"), counted)
+    kept = loss_tokens > (-1 if settings.label is not None else 0)
     per_unit = 2 if settings.pairs else 1  # documents that are kept, packed and counted together
     if settings.pairs:
         kept = kept.reshape(-1, 2).all(axis=1).repeat(2)  # both prompts whole, and something of both answers
@@ -155,6 +181,7 @@ def write_sequences(
         too_long=affected if long == "drop" else 0,
         dropped=int(np.sum(~kept)) // per_unit,
         pairs=settings.pairs,
+        encoder=settings.encoder,
         desirable=_count_desirable(corpus, bounds.starts[kept]) if settings.unpaired else None,
     )
     if not kept.any():
@@ -163,6 +190,12 @@ def write_sequences(
     if separate and not stream:
         packing = pack.pack_units(ends - starts, length + 1, per_unit, together=settings.pack_apart)
         starts, ends, loss_tokens = _write_packed(corpus, starts, ends, loss_tokens, packing, progress)
+    if settings.label is not None:
+        firsts = np.cumsum(corpus.lengths) - corpus.lengths
+        names = [corpus.labels[one] for one in np.searchsorted(firsts, starts).tolist()]
+        classes, numbers = number_classes(names, settings.classes, key)
+        write_array(folder / LABELS, numbers)
+        summary = replace(summary, classes=classes)
     write_array(folder / DOCUMENT_LENGTHS, corpus.lengths)
     write_array(folder / "starts.npy", starts)
     write_array(folder / "ends.npy", ends)
@@ -182,12 +215,40 @@ def write_sequences(
     )
 
 
+def number_classes(names: Sequence[str], known: Sequence[str] | None, key: str) -> tuple[list[str], np.ndarray]:
+    """The classes, in the order of their numbers, and the number of each example's. `known`: the only ones that there
+    may be; `key`: the config's name of the data."""
+    found = set(names)
+    if known is not None and (unknown := sorted(found - set(known))):
+        count = sum(name in unknown for name in names)
+        raise UserMistake(
+            f"{count:,} examples in {key} have a label that no training example has, such as {shortened(unknown[0])}; "
+            f"the classes are {shortened(', '.join(known))}."
+        )
+    if known is None and len(found) < 2:
+        raise UserMistake(
+            f"All examples in {key} have the label {shortened(names[0])}: there is nothing to tell apart. Check "
+            "data.label."
+        )
+    numeric = all(name.lstrip("-").isdecimal() for name in found)
+    classes = list(known) if known is not None else sorted(found, key=int if numeric else None)
+    numbers = {name: number for number, name in enumerate(classes)}
+    return classes, np.array([numbers[name] for name in names], dtype=np.int32)
+
+
 def _count_desirable(corpus: Corpus, starts: np.ndarray) -> int:
     return int(np.count_nonzero(corpus.load("flags")[starts] & DESIRABLE))
 
 
-def _bounds(corpus: Corpus, length: int, long: str, stream: bool, progress: Progress) -> tuple[pack.Bounds, int]:
+def _bounds(
+    corpus: Corpus, length: int, long: str, stream: bool, progress: Progress, *, encoder: bool
+) -> tuple[pack.Bounds, int]:
     """Where the sequences are (the documents, if they are packed later), and how many documents were too long."""
+    if encoder and stream:
+        return pack.split_stream(int(corpus.lengths.sum()) + 1, length), 0
+    if encoder:
+        bounds = pack.split_examples(corpus.lengths, length, long)
+        return bounds, bounds.long
     if stream and long == "split":
         return pack.split_stream(int(corpus.lengths.sum()), length), 0
     if corpus.format.pairs:

@@ -1,6 +1,8 @@
 """Mistakes in the inputs of a run that are found in a moment, before torch is imported."""
 
+from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
+from shoal.paths import user_path
 
 
 def check_inputs(config: Config, *, resume: bool = False) -> None:
@@ -12,7 +14,7 @@ def check_inputs(config: Config, *, resume: bool = False) -> None:
 
     check_packages(config.log.to)
 
-    if config.model.from_ is not None:
+    if config.model.from_ is not None and not RunDirectory(user_path(config.model.from_, "model.from")).exists:
         local_folder(config.model.from_, "model.from")
     if config.adapter.from_ is not None and not resume:  # a checkpoint holds what was read from it
         adapter_folder(config.adapter.from_)

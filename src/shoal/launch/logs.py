@@ -11,9 +11,9 @@ from shoal.config.run import RunDirectory
 from shoal.launch.cluster.jobs import read_records
 from shoal.launch.status import RunStatus
 from shoal.mistakes import UserMistake
+from shoal.observe.json_lines import GrowingLines
 from shoal.observe.logs import LEVELS
 from shoal.observe.progress import format_metrics
-from shoal.observe.run_view import Tail
 
 POLL = 0.5  # seconds
 LOOK = 4  # polls between two questions whether the run is still active
@@ -79,12 +79,12 @@ def read_log_records(
 ) -> Iterator[dict[str, Any]]:
     """The log records of all processes of a run, or of one rank, of `level` and above, by time. With `follow`, wait for
     further ones until the run has ended."""
-    tails: dict[Path, Tail] = {}
+    files: dict[Path, GrowingLines] = {}
     polls, going = 0, True
     while True:
         for path in _record_files(run, rank):
-            tails.setdefault(path, Tail(path))
-        found = [one for tail in tails.values() for one in tail.read()[0] if _is_record(one)]
+            files.setdefault(path, GrowingLines(path))
+        found = [one for file in files.values() for one in file.read_new() if _is_record(one)]
         wanted = (one for one in found if LEVELS.index(_level(one)) >= LEVELS.index(level))
         yield from sorted(wanted, key=lambda one: one["time"])
         if not follow or not going:

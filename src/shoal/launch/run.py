@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from shoal.config.resolve import with_global_batch, with_precision
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
+from shoal.convert.run_model import with_exported
 from shoal.crash import crashes_in
 from shoal.launch.environment import BY_HAND, LAUNCH_FOLDER, TORCHRUN, Placement, adopt
 from shoal.launch.join import (
@@ -73,6 +74,7 @@ def start(
     if is_first() and not restarted():
         remove_abandoned()
         run.recover(Reporter(enabled=True).say)
+    config = with_exported(config, Reporter(enabled=is_first()).say)
     if resume == "auto":
         resume = run.begun  # a job's folder exists before its first start
     begin, command = Start(resume, start_from), own_command(sys.argv)
@@ -120,6 +122,7 @@ def join_others(request: Request, place: Placement) -> Launcher:
 def dry_run(config: Config) -> Preview:
     """Preview what `start` would do, without a step, an accelerator or a run folder."""
     reporter = Reporter(enabled=True)
+    config = with_exported(config, reporter.say)
     processes = processes_wanted(config)
     device = inspect_device(first_device())
     config = follow_adapter(with_global_batch(with_precision(config, device.auto_precision), processes))

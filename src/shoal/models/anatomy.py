@@ -36,6 +36,8 @@ class Anatomy:
     head: str
     tied: bool
     linear_head: bool  # logits are exactly head(backbone's last hidden state), without bias
+    classifies: bool = False  # the head computes one class for each sequence, not tokens
+    of_encoder: bool = False  # built for masked tokens or for classes
 
     def block_modules(self, model: nn.Module) -> list[nn.Module]:
         return [model.get_submodule(name) for name in self.blocks]
@@ -54,7 +56,8 @@ def read_anatomy(model: Any) -> Anatomy:
         embedding = names.get(id(model.get_input_embeddings()))
     except NotImplementedError:  # transformers raises this if there is none
         embedding = None
-    output = model.get_output_embeddings()
+    classifies = kind.endswith("ForSequenceClassification")
+    output = getattr(model, "classifier", None) if classifies else model.get_output_embeddings()
     head = names.get(id(output)) if output is not None else None
     backbone = names.get(id(model.base_model))
     if not backbone and embedding is not None:  # Llama 4 misnames its backbone: it is where the embedding is
@@ -66,7 +69,7 @@ def read_anatomy(model: Any) -> Anatomy:
     if missing or embedding is None or head is None or not backbone:
         raise UserMistake(
             f"shoal cannot find the {' and the '.join(missing)} of {kind}; "
-            "it needs a causal language model such as Llama, GPT-NeoX or GPT-2."
+            "it needs a causal language model such as Llama, GPT-NeoX or GPT-2, or an encoder such as BERT."
         )
     settings = model.config.get_text_config()
     plain = not any(getattr(settings, name, None) not in (None, 1, 1.0) for name in LOGIT_TRANSFORMS)
@@ -76,10 +79,23 @@ def read_anatomy(model: Any) -> Anatomy:
         embedding=embedding,
         final_norm=_find_final_norm(model, backbone, blocks),
         head=head,
-        tied=output.weight is model.get_input_embeddings().weight,
+        tied=getattr(output, "weight", None) is model.get_input_embeddings().weight,
         # A head that is not a direct child (BERT's) has other layers between it and the backbone.
-        linear_head=plain and isinstance(output, nn.Linear) and output.bias is None and "." not in head,
+        linear_head=plain
+        and not classifies
+        and isinstance(output, nn.Linear)
+        and output.bias is None
+        and "." not in head,
+        classifies=classifies,
+        of_encoder=classifies or kind.endswith("ForMaskedLM"),
     )
+
+
+def head_parameters(model: Any, anatomy: Anatomy) -> list[str]:
+    """The parameters of the head of a classifier and of the backbone's pooler: those without a counterpart in a
+    language model."""
+    backbone = f"{anatomy.backbone}."
+    return [name for name, _ in model.named_parameters() if not name.startswith(backbone) or ".pooler." in name]
 
 
 def require_blocks(anatomy: Anatomy, model: Any, key: str, instead: str) -> None:

@@ -4,7 +4,7 @@ own, and keeps its shard."""
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -41,6 +41,19 @@ def draw_weights(model: Any, anatomy: Anatomy, device: torch.device, seed: int, 
                 for module in modules:
                     _reseed(seed, names[module], device)
                     initialize[module](module)
+
+
+def draw_fresh(model: Any, names: Collection[str], device: torch.device, seed: int, splits: Splits) -> None:
+    """Initialize the modules with these parameters, as `draw_weights` does."""
+    wanted = {name.rpartition(".")[0] for name in names}
+    split = {parameter: splits[name] for name, parameter in model.named_parameters() if name in splits}
+    initialize = initializers(model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for name in sorted(wanted):
+            module = model.get_submodule(name)
+            with _whole_parameters([module], device, split):
+                _reseed(seed, name, device)
+                initialize[module](module)
 
 
 def _one_at_a_time(modules: list[nn.Module]) -> Iterator[list[nn.Module]]:

@@ -45,14 +45,15 @@ class MicroBatch(Protocol):
     mask: Tensor | None  # the attention mask, where it does not follow from `documents`
     loss_tokens: int | None  # at most this many labels are not IGNORED; None: unknown
     reference: Tensor | None  # of pairs: see `data.loader.MicroBatch`
+    values: Tensor | None  # of an encoder's tokens
 
 
 class LossSums(NamedTuple):
     """What the module computes from a micro-batch."""
 
     trained: Tensor  # the loss that is differentiated: the sum over all labels, and auxiliary losses
-    # Scalars to add up over micro-batches and ranks: the loss without auxiliary ones, the weight by which it is divided
-    # (the number of loss tokens, or of examples), and what else the objective's metrics need.
+    # Numbers to add up over micro-batches and ranks, in scalars and vectors: the loss without auxiliary ones, the
+    # weight by which it is divided (the number of loss tokens, or of examples), and what else the metrics need.
     sums: tuple[Tensor, ...]
 
 

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from shoal.mistakes import UserMistake
 from shoal.models.adapters import MAGNITUDE, adapter_parameters, row_norms
+from shoal.models.anatomy import head_parameters, read_anatomy
 from shoal.models.conversion import Tensors, convert
 from shoal.models.names import counted, sources_in_files, unused_in_files
 from shoal.models.new_rows import ExtendedRows, NewRows
 from shoal.models.nf4_layers import STORED, fill_quantized, quantized_layers
+from shoal.models.read_config import read_json_object
 from shoal.models.stored import Stored, equal_values, open_folder
 from shoal.models.tensor_slices import NOT_SPLIT, Split, Splits, TensorSlice, local_tensor, slice_mappings, whole_shape
 
@@ -21,7 +23,8 @@ NO_NEW_ROWS: Mapping[str, NewRows] = {}
 def locate_weights(
     model: Any, folder: Path, splits: Splits = NOT_SPLIT, new_rows: Mapping[str, NewRows] = NO_NEW_ROWS
 ) -> dict[str, Stored]:
-    """The stored tensor of each parameter, with `new_rows` of added tokens. Reads headers only, and checks shapes."""
+    """The stored tensor of each parameter but those of a fresh head, with `new_rows` of added tokens. Reads headers
+    only, and checks shapes."""
     files = open_folder(folder)
     shapes = {name: whole_shape(one, splits.get(name)) for name, one in _base_parameters(model).items()}
     shapes |= {
@@ -42,6 +45,9 @@ def locate_weights(
         elif name in names and names[name] not in found:  # files may hold a tied weight by its other name only
             found[names[name]] = files.find(first)
             origin[names[name]] = f"{files.file_of(first)} holds {first}"
+    for name in fresh_parameters(model, folder):
+        found.pop(name, None)
+        shapes.pop(name, None)
     if missing := [name for name in shapes if name not in found]:
         raise UserMistake(f"{folder} holds no tensor {counted(missing)}, which {type(model).__name__} needs.")
     found |= {name: ExtendedRows(found[name], rows) for name, rows in new_rows.items() if name in shapes}
@@ -53,13 +59,32 @@ def locate_weights(
     return {name: found[name] for name in shapes}
 
 
+def fresh_parameters(model: Any, folder: Path) -> list[str]:
+    """The parameters of a classifier that have no values in `folder`, which is a language model or has other classes:
+    those of its head, and of its pooler if the files have none."""
+    anatomy = read_anatomy(model)
+    if not anatomy.classifies:
+        return []
+    saved = read_json_object(folder / "config.json")
+    if any(str(name).endswith("ForSequenceClassification") for name in saved.get("architectures") or ()):
+        known = saved.get("id2label") or {}
+        same = {str(number): name for number, name in model.config.id2label.items()} == known
+        return [] if same else [name for name in head_parameters(model, anatomy) if ".pooler." not in name]
+    sources = sources_in_files(model, open_folder(folder).files)
+    return [name for name in head_parameters(model, anatomy) if name not in sources]
+
+
 def check_stored(model: Any, folder: Path, new_rows: Mapping[str, NewRows] = NO_NEW_ROWS) -> None:
     """A UserMistake if the files of `folder` are not this model: a tensor is missing, left over, of another shape, or
     differs from the one it is tied to. `model` is the whole model, not a stage of a pipeline."""
     locate_weights(model, folder, new_rows=new_rows)
     files = open_folder(folder)
     sources = sources_in_files(model, files.files)
-    if unused := unused_in_files(model, files.files, sources):
+    unused = unused_in_files(model, files.files, sources)
+    anatomy = read_anatomy(model)
+    if anatomy.of_encoder:  # which has a head for each task, and files may have another's
+        unused = [name for name in unused if anatomy.inside_blocks is not None and anatomy.inside_blocks in name]
+    if unused:
         raise UserMistake(
             f"{folder} holds {counted(unused)}, which {type(model).__name__} does not have: its config.json describes "
             "another model. Correct it, or drop them with from_pretrained and save_pretrained of transformers."
@@ -78,7 +103,7 @@ def read_weights(model: Any, folder: Path, splits: Splits, new_rows: Mapping[str
     """Each rank reads its own slices of each tensor."""
     stored = locate_weights(model, folder, splits, new_rows)
     plain = _base_parameters(model)
-    read_stored(plain, {name: stored[name] for name in plain}, splits)
+    read_stored(plain, {name: stored[name] for name in plain if name in stored}, splits)
     for name, layer in quantized_layers(model).items():
         weight = f"{name}.weight"
         fill_quantized_layer(layer, stored[weight].read, splits.get(weight))

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from shoal.models.anatomy import Anatomy
 from shoal.models.buffers import check_buffers, read_buffers, restore_buffers
-from shoal.models.draw_weights import draw_weights, start_adapters
+from shoal.models.draw_weights import draw_fresh, draw_weights, start_adapters
 from shoal.models.new_rows import NewRows
 from shoal.models.peft_weights import locate_adapter
-from shoal.models.read_weights import read_stored, read_weights
+from shoal.models.read_weights import fresh_parameters, read_stored, read_weights
 from shoal.models.slots import parameter_slots
 from shoal.models.tensor_slices import NOT_SPLIT, Splits, local_slice, placed_like
 
@@ -42,22 +42,25 @@ def materialize(
     source: Weights | None,
     splits: Splits = NOT_SPLIT,
     offload: bool = False,
+    host: bool = False,
     vectors: torch.dtype | None = None,
     frozen: torch.dtype | None = None,
 ) -> None:
     """Allocate every parameter and buffer of `model` on `device` and set its value. Without `source`, parameters stay
     uninitialized.
 
-    `splits`: the parameters that tensor parallelism has split. `offload`: sharded parameters live in CPU memory.
+    `splits`: the parameters that tensor parallelism has split. `offload`: sharded parameters live in CPU memory, and
+    `host`: all parameters.
     `vectors`: the dtype of norms and biases, and `frozen`: of parameters that are not trained, if it differs from
     `dtype`.
     """
     for parameter, slots in parameter_slots(model.modules()).items():
-        home = torch.device("cpu") if offload and isinstance(parameter, DTensor) else device
+        home = torch.device("cpu") if host or (offload and isinstance(parameter, DTensor)) else device
         kind = frozen if frozen is not None and not parameter.requires_grad else dtype
         _allocate(parameter, slots, home, vectors if vectors is not None and parameter.dim() < 2 else kind)
     if source is not None and source.folder is not None:
         read_weights(model, source.folder, splits, source.new_rows)
+        draw_fresh(model, fresh_parameters(model, source.folder), device, source.seed, splits)
     elif source is not None:
         draw_weights(model, anatomy, device, source.seed, splits)
     if source is not None and source.adapter is not None:

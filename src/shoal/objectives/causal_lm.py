@@ -23,7 +23,14 @@ class CausalLM:
     sums = ("loss", "weight")
 
     def collate(
-        self, sequences: Sequences, sequence_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1
+        self,
+        sequences: Sequences,
+        sequence_ids: np.ndarray,
+        *,
+        pad: int,
+        length: int | None = None,
+        multiple: int = 1,
+        positions: np.ndarray | None = None,
     ) -> MicroBatch:
         return collate_next_token(sequences, sequence_ids, pad=pad, length=length, multiple=multiple)
 

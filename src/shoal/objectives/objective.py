@@ -7,8 +7,8 @@ The loss of a step is one quotient, whatever the split: the sums of all micro-ba
 To add an objective, write a class with these members in a file of this folder and add it to `objectives.OBJECTIVES`,
 which makes it from the config of a run:
 
-- masked LM: `collate` masks tokens and labels them; module and metrics are those of `CausalLM`.
-- classification: `weight` counts examples; the module's `losses` reads one hidden state per sequence.
+- masked LM: `collate` masks tokens and labels them; see `objectives.masked_lm`.
+- classification: `weight` counts examples; see `objectives.classify`.
 - preference pairs: `weight` counts pairs; see `objectives.preference`, and `objectives.unpaired` for single answers.
 - a router's auxiliary loss: the module's `losses` adds it to `trained`, times the weight of its micro-batch so that the
   step's total is again a mean, and to `sums` under a name of its own, so that it is reported beside the loss.
@@ -39,10 +39,18 @@ class Objective(Protocol):
         """The names of what the module sums: first "loss", second "weight", then what else `metrics` needs."""
 
     def collate(
-        self, sequences: Sequences, sequence_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1
+        self,
+        sequences: Sequences,
+        sequence_ids: np.ndarray,
+        *,
+        pad: int,
+        length: int | None = None,
+        multiple: int = 1,
+        positions: np.ndarray | None = None,
     ) -> MicroBatch:
         """The micro-batch of these sequences, with its labels. Depends on nothing but its arguments and the data, so
-        that every world size trains on the same labels."""
+        that every world size trains on the same labels. `positions`: where each sequence stands in the global order of
+        training, for what is drawn anew in every epoch; None: in evaluation."""
 
     def weight(self, sequences: Sequences, sequence_ids: np.ndarray) -> int:
         """The sum of weights of these sequences, from the data alone: it is known before the step is computed."""

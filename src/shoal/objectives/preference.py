@@ -54,7 +54,14 @@ class Preference:
         self.references: References | None = None  # set before the first step
 
     def collate(
-        self, sequences: Sequences, sequence_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1
+        self,
+        sequences: Sequences,
+        sequence_ids: np.ndarray,
+        *,
+        pad: int,
+        length: int | None = None,
+        multiple: int = 1,
+        positions: np.ndarray | None = None,
     ) -> MicroBatch:
         batch = collate_next_token(sequences, sequence_ids, pad=pad, length=length, multiple=multiple)
         counts = self.count(sequences, sequence_ids)

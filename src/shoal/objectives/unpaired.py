@@ -34,7 +34,14 @@ class Unpaired(Preference):
     )
 
     def collate(
-        self, sequences: Sequences, sequence_ids: np.ndarray, *, pad: int, length: int | None = None, multiple: int = 1
+        self,
+        sequences: Sequences,
+        sequence_ids: np.ndarray,
+        *,
+        pad: int,
+        length: int | None = None,
+        multiple: int = 1,
+        positions: np.ndarray | None = None,
     ) -> MicroBatch:
         batch = super().collate(sequences, sequence_ids, pad=pad, length=length, multiple=multiple)
         assert batch.documents is not None, "sequences with labels are collated with documents"

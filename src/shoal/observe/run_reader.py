@@ -6,22 +6,21 @@ Files may be missing, half written or damaged: what can be read is shown, and th
 import json
 import math
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from shoal.config.locate import parse_document
 from shoal.config.lock import holder
 from shoal.config.run import RunDirectory
 from shoal.mistakes import UserMistake
+from shoal.observe.json_lines import GrowingLines, open_regular
 
 Values = dict[str, Any]
 
 LARGEST = 16 * 2**20  # bytes of a file that is read at once; those of a run are far smaller
-MOST_READ = 64 * 2**20  # bytes of new lines that are read at once
 
 
 @dataclass(frozen=True)
@@ -192,48 +191,6 @@ class RunReader:
             )
 
 
-@dataclass
-class GrowingLines:
-    """The complete lines of a JSON Lines file that other processes append to."""
-
-    path: Path
-    follow_links: bool = True
-    lines: list[Values] = field(default_factory=list)
-    _offset: int = 0
-    _inode: int = 0
-
-    def read(self) -> list[Values]:
-        """All lines so far. A line that is not complete yet is left for the next call, one that is damaged out."""
-        if not self.follow_links and self.path.is_symlink():
-            return []
-        try:
-            with open_regular(self.path) as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._inode or found.st_size < self._offset:  # another file
-                    self.lines, self._offset, self._inode = [], 0, found.st_ino
-                file.seek(self._offset)
-                while content := file.read(MOST_READ):
-                    complete, newline, _ = content.rpartition(b"\n")
-                    if not newline:
-                        break
-                    self._offset += len(complete) + 1
-                    file.seek(self._offset)
-                    self.lines += _parsed(complete.split(b"\n"))
-        except OSError:
-            return self.lines
-        return self.lines
-
-
-def _parsed(lines: list[bytes]) -> Iterator[Values]:
-    for line in lines:
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(found, dict):
-            yield found
-
-
 def kept_lines(lines: list[Values]) -> tuple[list[Values], list[Values]]:
     """Training and evaluation lines by step. What was computed again, after a restart or a rollback, counts once, and
     what it replaces does not count."""
@@ -276,15 +233,6 @@ def look_up(values: object, *keys: str) -> Any:
             return None
         values = values.get(key)
     return values
-
-
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a file to read bytes; raises FileNotFoundError for folders, and for pipes, where reading would block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise FileNotFoundError(path)
-    return os.fdopen(descriptor, "rb")
 
 
 def _stat(path: Path) -> os.stat_result | None:

@@ -1,7 +1,6 @@
 """A run as its files tell it: metrics, events and plan. Reads only, also while the run goes on, and without torch."""
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,44 +10,13 @@ from typing import Any
 
 from shoal.observe.curve import Point, thinned
 from shoal.observe.events import EVENTS, FAULT, RESTART, SAVE, START, WARNING
+from shoal.observe.json_lines import GrowingLines
 from shoal.observe.progress import Trend, waits
+from shoal.observe.run_reader import kept_lines
 
 CURVES = ("loss", "eval_loss", "tokens_per_second", "lr", "grad_norm")
 POINTS = 400  # of a curve
 SHOWN = 20  # newest events of a kind
-
-
-class Tail:
-    """Complete JSON lines of a file, each given once; a file that was replaced is read from its start."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._position = 0
-        self._rest = b""
-        self._identity: tuple[int, int] | None = None
-
-    def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The objects since the last call, and whether the file is another one than then."""
-        try:
-            with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                identity = (status.st_dev, status.st_ino)
-                again = self._identity is not None and (identity != self._identity or status.st_size < self._position)
-                if again:
-                    self._position, self._rest = 0, b""
-                self._identity = identity
-                file.seek(self._position)
-                data = file.read()
-        except OSError:
-            return [], False
-        self._position += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        objects = []
-        for line in whole:
-            with suppress(ValueError):
-                if isinstance(one := json.loads(line), dict):
-                    objects.append(one)
-        return objects, again
 
 
 @dataclass
@@ -62,29 +30,17 @@ class RunView:
     plan: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._metrics, self._happened = Tail(self.run / "metrics.jsonl"), Tail(self.run / EVENTS)
+        self._metrics, self._happened = GrowingLines(self.run / "metrics.jsonl"), GrowingLines(self.run / EVENTS)
         self.refresh()
 
     def refresh(self) -> None:
-        lines, again = self._metrics.read()
-        if again:
-            self.lines, self.evaluations = {}, {}
-        for line in lines:
-            step = line.get("step")
-            if isinstance(step, int):
-                self._add(self.evaluations if "eval_loss" in line else self.lines, step, line)
-        events, again = self._happened.read()
-        self.events = [*([] if again else self.events), *(one for one in events if isinstance(one.get("event"), str))]
+        training, evaluations = kept_lines(self._metrics.read())
+        self.lines = {line["step"]: line for line in training}
+        self.evaluations = {line["step"]: line for line in evaluations}
+        self.events = [one for one in self._happened.read() if isinstance(one.get("event"), str)]
         with suppress(OSError, ValueError):
             found = json.loads((self.run / "plan.json").read_text())
             self.plan = found if isinstance(found, dict) else {}
-
-    def _add(self, lines: dict[int, dict[str, Any]], step: int, line: dict[str, Any]) -> None:
-        """After a restart or a rollback a step is there twice: the last one counts, and later ones were abandoned."""
-        if lines and step <= next(reversed(lines)):
-            for later in [one for one in lines if one >= step]:
-                del lines[later]
-        lines[step] = line
 
     @property
     def newest(self) -> dict[str, Any]:

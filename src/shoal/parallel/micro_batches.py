@@ -40,12 +40,17 @@ class MicroBatchRunner:
     def forward_backward(self, batch: MicroBatch, factor: Tensor | float) -> Tensor:
         found: LossSums = self.module(batch)
         torch.autograd.backward(found.trained * factor)
-        return torch.stack([one.double() for one in found.sums])
+        return joined(found.sums)
 
     def measure(self, batches: Sequence[MicroBatch]) -> Tensor:
         """The sums of the objective, without gradients, in fp64."""
         found: list[LossSums] = [self.module(self.prepare(batch)) for batch in batches]
-        return torch.stack([torch.stack([one.double() for one in each.sums]) for each in found]).sum(0)
+        return torch.stack([joined(each.sums) for each in found]).sum(0)
+
+
+def joined(sums: Sequence[Tensor]) -> Tensor:
+    """The scalars and vectors of an objective in one vector, in fp64."""
+    return torch.cat([one.double().reshape(-1) for one in sums])
 
 
 def accumulating(module: nn.Module, *, last: bool, keeps_weights: bool) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ import math
 
 from shoal.plan.blocks import Linear, linears
 from shoal.plan.run import Run
+from shoal.plan.states import adapted
 from shoal.plan.terms import Term, group, leaf
 
 # The names that `Linear.reads` gives the outputs of norms.
@@ -19,18 +20,45 @@ NORMS = {"norm", "second norm"}
 def block_kept(run: Run) -> Term:
     """Bytes that a block saves per micro-batch without activation checkpointing."""
     full, local = run.tokens, run.tokens / run.mesh.tp
-    parts = *_norms(run, local), *_inputs(run, full), *_attention(run, full), *_mlp(run, local), *_dora(run)
+    parts = *_norms(run, run.stream_tokens), *_inputs(run, full), *_attention(run, full), *_mlp(run, local), *_dora(run)
     return group("block", *parts)
 
 
 def block_input(run: Run) -> float:
     """Bytes that a fully checkpointed block saves: its input."""
-    return run.tokens / run.mesh.tp * run.shape.hidden * run.residual_bytes
+    return run.stream_tokens * run.shape.hidden * run.residual_bytes
 
 
 def buffer_bytes(run: Run) -> float:
     """Bytes of the pinned buffer for one block input: torch rounds pinned memory up to a power of two."""
     return float(2 ** math.ceil(math.log2(max(1.0, block_input(run)))))
+
+
+def block_without_parts(run: Run) -> Term:
+    """What a block saves if `recomputed_parts` are recomputed: each from its inputs, which stay saved.
+
+    Attention: not the scores, nor the sums of the softmax that a fused kernel saves; its output is the input of the
+    next matmul. Norm: not its output, and of its input no fp32 copy. Activation: not its output. MLP: nothing in it.
+    """
+    shape, itemsize, parts = run.shape, run.compute_bytes, run.recomputed_parts
+    local = run.tokens / run.mesh.tp
+    found = []
+    for part in block_kept(run).parts:
+        amount = part.amount
+        if "attention" in parts and part.name == "attention scores":
+            amount = 0.0
+        elif "attention" in parts and part.name == "attention output":
+            amount -= local * 4 * shape.heads
+        elif "norm" in parts and part.name == "linear inputs":
+            amount = 0.0
+        elif "norm" in parts and part.name == "norm inputs":
+            amount = min(amount, 2 * run.stream_tokens * shape.hidden * run.residual_bytes)
+        elif part.name == "MLP intermediates" and "mlp" in parts:
+            amount = 0.0
+        elif part.name == "MLP intermediates" and "activation" in parts:
+            amount = min(amount, local * shape.ffn * itemsize * (2 if shape.traits.gated else 1))
+        found.append(leaf(part.name, amount))
+    return group("block", *found)
 
 
 def block_selected(run: Run) -> Term:
@@ -107,14 +135,22 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
     shape, itemsize = run.shape, _input_bytes(run)
     read = needed(run)
     kept = len(read & NORMS)
-    if run.traits.casts_per_use and run.mixed and (not run.compiled or run.traits.liger_kernels):
-        # Autocast casts a norm's output separately for each linear layer that reads it; the compiler casts it once.
-        kept = sum(1 for one in linears(shape, joined=run.traits.fused_qkv) if one.reads in read & NORMS)
+    joined = linears(shape, joined=run.traits.fused_qkv)
+    if run.adapter is None:
+        if run.traits.casts_per_use and run.mixed and (not run.compiled or run.traits.liger_kernels):
+            # Autocast casts a norm's output separately for each linear layer that reads it; the compiler casts it once.
+            kept = sum(1 for one in joined if one.reads in read & NORMS)
+    elif run.traits.peft and run.adapter.quantize is None and not dropped_inputs(run):
+        # PEFT casts it for each adapted layer.
+        kept = max(kept, sum(1 for one in adapted(run) if one.reads in NORMS))
     if run.recomputes_cheap and run.mesh.tp == 1 and itemsize > 1:
         kept = 0  # recomputed from the norm's input, unless it was all-gathered or cast to fp8
     found = [leaf("linear inputs", tokens * kept * shape.hidden * itemsize)]
-    if run.adapter is not None and run.adapter.dropout and "norm" in read:
-        found.append(leaf("adapter dropout", tokens * shape.hidden * (itemsize + 1)))
+    if run.adapter is not None and run.adapter.dropout:
+        # The mask and, unless compiled, what the adapter reads instead of the layer's input.
+        saved = 1 + (itemsize if dropped_inputs(run) else 0)
+        width = sum(one.local_sizes(run.mesh.tp)[0] for one in _with_dropout(run))
+        found.append(leaf("adapter dropout", tokens * width * saved))
     return found
 
 
@@ -137,8 +173,9 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     if _input_bytes(run) < itemsize and "attention" in needed(run):
         found.append(leaf("attention output in fp8", tokens / tp * query))
     if run.attention == "scores":
-        # The softmax in fp32, and its copy in the compute dtype.
-        scores = 4.0 + (itemsize if itemsize < 4 else 0) + (1 + itemsize if run.attention_dropout else 0)
+        # The softmax in fp32, and its copy in the compute dtype; or the latter alone.
+        wide = 0.0 if run.traits.fused_softmax == "always" else 4.0
+        scores = wide + (itemsize if itemsize < 4 or not wide else 0) + (1 + itemsize if run.attention_dropout else 0)
         found.append(leaf("attention scores", tokens / tp * shape.heads * run.length * scores))
     return found
 
@@ -168,7 +205,11 @@ def _dora(run: Run) -> list[Term]:
     compiler saves the MLP's factors as these, and multiplies again."""
     if run.adapter is None or not run.adapter.dora:
         return []
-    targets = [one for one in linears(run.shape) if one.name in run.adapter.targets]
+    targets = adapted(run)
+    if run.traits.peft:
+        # PEFT's adapters save their own output too.
+        widths = 2 * sum(one.outputs for one in targets)
+        return [leaf("DoRA outputs", run.tokens * widths * run.compute_bytes)]
     if run.compiled:
         targets = [one for one in targets if one.outputs != run.shape.ffn]
     return [leaf("DoRA outputs", run.tokens * sum(one.outputs for one in targets) * run.compute_bytes)]
@@ -188,4 +229,19 @@ def needed(run: Run) -> set[str]:
         return {one.reads for one in matrices} if run.trained.blocks else set()
     if adapter.quantize is not None and run.traits.quantized_keep_inputs:
         return {one.reads for one in matrices}
+    if dropped_inputs(run):
+        return set()
     return {one.reads for one in matrices if one.name in adapter.targets}
+
+
+def dropped_inputs(run: Run) -> bool:
+    """Whether an adapter saves its input after dropout instead of its layer's input, which the compiler recomputes."""
+    return run.adapter is not None and run.adapter.dropout and not run.compiled
+
+
+def _with_dropout(run: Run) -> list[Linear]:
+    """The adapted layers with a dropout of their own: of a joined QKV layer, one."""
+    found = adapted(run)
+    if not run.traits.fused_qkv:
+        return found
+    return [one for one in found if one.reads != "norm"] + [one for one in found if one.reads == "norm"][:1]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shoal.catalogue.shapes import ModelShape, block_vectors
+from shoal.catalogue.shapes import ModelShape, attention_matrices, block_vectors
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class Linear:
 @lru_cache(maxsize=256)
 def linears(shape: ModelShape, *, joined: bool = False) -> tuple[Linear, ...]:
     """The linear layers in forward order; `joined`: query, key and value as one."""
-    hidden, query, keys, ffn = shape.hidden, shape.query_width, shape.kv_width, shape.ffn
-    names = shape.traits.names
-    if shape.traits.fused_qkv:
-        attention = [Linear(names.attention[0], hidden, query + 2 * keys, reads="norm")]
-    elif joined:
-        attention = [Linear("attn", hidden, query + 2 * keys, reads="norm")]
-    else:
-        widths = zip(names.attention[:-1], (query, keys, keys), strict=True)
-        attention = [Linear(name, hidden, width, reads="norm") for name, width in widths]
+    hidden, ffn, names = shape.hidden, shape.ffn, shape.traits.names
+    *inward, (last, width, _) = attention_matrices(shape)
+    if joined and shape.latent is None:
+        inward = [("attn" if len(inward) > 1 else inward[0][0], hidden, sum(outputs for _, _, outputs in inward))]
+    # Of latent attention, the second of each pair of projections reads the first one's output.
+    attention = [
+        Linear(name, inputs, outputs, reads="norm" if inputs == hidden else f"{name} input")
+        for name, inputs, outputs in inward
+    ]
     return (
         *attention,
-        Linear(names.attention[-1], query, hidden, row=True, reads="attention"),
+        Linear(last, width, hidden, row=True, reads="attention"),
         *(Linear(name, hidden, ffn, reads="second norm") for name in names.mlp[:-1]),
         Linear(names.mlp[-1], ffn, hidden, row=True, reads="inner"),
     )
@@ -48,6 +48,7 @@ def linears(shape: ModelShape, *, joined: bool = False) -> tuple[Linear, ...]:
 
 @lru_cache(maxsize=256)
 def block_parameters(shape: ModelShape, tensor_parallel: int = 1) -> float:
-    """Parameters of one block on a tensor-parallel rank: matrices are sharded, norms and biases replicated."""
-    matrices = sum(one.parameters for one in linears(shape))
-    return matrices / tensor_parallel + block_vectors(shape)
+    """Parameters of one block on a tensor-parallel rank: matrices, also of inactive experts, are sharded, norms and
+    biases replicated."""
+    matrices = sum(one.parameters for one in linears(shape)) + shape.others
+    return matrices / tensor_parallel + block_vectors(shape) - shape.others

@@ -11,6 +11,19 @@ from shoal.plan.run import Run
 # over gloo).
 LINK_SHARE = 0.80
 
+# Share of a link's latency that one hop of a ring adds: the messages of a ring are pipelined.
+HOP_SHARE = 0.25
+# What a collective takes from the kernels that it overlaps with. NCCL occupies about 12 of 108 to 132 multiprocessors,
+# whatever the speed; and of each byte that arrives, memory is accessed 2.5 times (an all-gather writes it and reads it
+# to send it on; a reduce-scatter also reads what it adds to).
+OCCUPIED = 0.10
+ACCESSES = 2.5
+
+# Every step waits for the slowest node. In large clusters about 0.5% of the nodes are slow at any time (MegaScale, NSDI
+# 2024, section 6.3), by 10% there and by a third in jobs that Falcon observed (arXiv 2410.12588).
+SLOW_NODES = 0.005
+SLOWER_BY = 0.2
+
 
 class Links(Protocol):
     """What has links: a run, or a machine."""
@@ -47,14 +60,6 @@ def collective_seconds(run: Links, operation: Operation, group: Group, size: flo
     """Seconds of one collective over a full tensor of `size` bytes."""
     if group.ranks == 1:
         return 0.0
-    speed = run.link.bytes_per_second
-    if group.nodes > 1:
-        # Every device has its own network port, and NCCL builds one ring per device of the group in a node.
-        speed = (
-            min(speed, run.network.bytes_per_second * group.within)
-            if group.within > 1
-            else (run.network.bytes_per_second)
-        )
     phases = 2 if operation == "all-reduce" else 1
     latency = (
         phases
@@ -64,8 +69,24 @@ def collective_seconds(run: Links, operation: Operation, group: Group, size: flo
         )
         * HOP_SHARE
     )
-    return latency + ring_factor(operation, group.ranks) * size / (speed * LINK_SHARE)
+    return latency + ring_factor(operation, group.ranks) * size / ring_speed(run, group)
 
 
-# Share of a link's latency that one hop of a ring adds: the messages of a ring are pipelined.
-HOP_SHARE = 0.25
+def ring_speed(run: Links, group: Group) -> float:
+    """Bytes per second that every link of a ring carries."""
+    speed = run.link.bytes_per_second
+    if group.nodes > 1:
+        # Every device has its own network port, and NCCL builds one ring per device of the group in a node.
+        ports = run.network.bytes_per_second * group.within
+        speed = ports if group.within == 1 else min(speed, ports)
+    return speed * LINK_SHARE
+
+
+def contention(run: Run, group: Group) -> float:
+    """The slowdown of kernels per second of collectives of `group` that overlap with them."""
+    return OCCUPIED + ACCESSES * ring_speed(run, group) / run.gpu.memory_bandwidth
+
+
+def straggling(nodes: int) -> float:
+    """The expected slowdown of a step by the slowest of `nodes` nodes: 1% on 10, 9% on 128, 20% on a thousand."""
+    return SLOWER_BY * (1 - (1 - SLOW_NODES) ** nodes) if nodes > 1 else 0.0

@@ -8,7 +8,7 @@ from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import selected_matmuls
 from shoal.plan.blocks import linears
 from shoal.plan.head import is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
-from shoal.plan.run import Run
+from shoal.plan.run import Adapter, Run
 from shoal.plan.states import adapted, stored_bytes
 
 # A matmul with this inner dimension reaches half the throughput of a long one: prologue and epilogue of its tiles cost
@@ -25,6 +25,11 @@ HEAD_HALF = 16
 ATTENTION_BACKWARD = 2.5
 # Attention kernels with ALiBi reach about half of flash attention's speed.
 BIASED_ATTENTION = 0.52
+# Flash attention 2 on Hopper, relative to cuDNN's kernels: benchmarks/gpu/attention_h200.
+FLASH_2 = 0.6
+# Bytes moved per score that is materialized: by eager kernels, with a softmax in fp32; by a fused or compiled one; and
+# by dropout, with its mask.
+EAGER_SCORES, FUSED_SCORES, DROPPED_SCORES = 26, 8, 5
 # Backward kernels read and write about twice what the forward ones do.
 TRAFFIC_BACKWARD = 2.0
 # The gradient of a bias is a sum over tokens, which reads the gradient of its layer's output once more.
@@ -36,6 +41,9 @@ KERNEL_LOGIT_TRAFFIC = 7
 # Share of the memory bandwidth that a streaming kernel over long tensors reaches: our AdamW of fp32 weights on an H200
 # moves 34.6 GB in 8.6 ms (benchmarks/gpu/ideas_h200/kernels_wide_stream_4.txt); its norm is a little slower.
 STREAMED = 0.8
+# Adafactor's update has the size of the gradient and is computed in about this many reads and writes of fp32: its
+# square, two means, their outer product, the quotient, its norm, the clipped and scaled update.
+FACTORED_PASSES = 14
 # Bytes per element of a cast to fp8: reads 16 bits, writes 8; the preceding kernel computes the absolute maximum.
 CAST_TRAFFIC = 3
 # The same into two layouts, plain and transposed, at once.
@@ -75,17 +83,25 @@ class BlockCompute:
         return self.matmuls.backward + self.attention.backward + self.elementwise.backward + self.recomputed
 
 
+def reached_by(run: Run) -> Efficiency:
+    """The shares of the device's peaks that this run's software reaches."""
+    return efficiency(run.gpu, early=run.traits.early_hopper)
+
+
 def matmul_seconds(run: Run, rows: float, inner: float, columns: float, *, fp8: bool = False) -> float:
     """Seconds of one matmul, [rows, inner] × [inner, columns]."""
-    reached = efficiency(run.gpu)
+    reached = reached_by(run)
     work = 2 * rows * inner * columns
     short = inner / (inner + INNER_HALF)
-    flops = run.peak * reached.matmuls * (FP32_MATMULS if run.compute_bytes == 4 and not run.gpu.is_cpu else 1.0)
+    share = reached.matmuls
+    if run.compute_bytes == 4 and not run.gpu.is_cpu:
+        share = reached.fp32 or FP32_MATMULS * reached.matmuls
+    flops = run.peak * share
     if fp8 and run.gpu.fp8:
         flops = run.gpu.fp8 * reached.fp8
     itemsize = 1 if fp8 else run.compute_bytes
     moved = (rows * inner + inner * columns + rows * columns) * itemsize
-    return max(work / (flops * short), moved / _bandwidth(run, reached))
+    return max(work / (flops * short), moved / bandwidth(run, reached))
 
 
 def block_compute(run: Run) -> BlockCompute:
@@ -93,14 +109,18 @@ def block_compute(run: Run) -> BlockCompute:
     matmuls, again = _matmuls(run)
     attention, elementwise = _attention(run), _elementwise(run)
     share = 1.0 / run.recompute if isinstance(run.recompute, int) else 1.0
+    if run.recomputed_blocks:
+        share = min(share, run.recomputed_blocks * run.mesh.pp / run.shape.layers)
     recomputed = 0.0
     if run.recompute == "selective":
         recomputed = again + elementwise.forward
+    elif run.recompute == "parts":
+        recomputed = _recomputed_parts(run, attention.forward)
     elif run.recompute == "cheap" and run.compiled:
         # Recomputed inputs are written once more before the matmuls that read them; their sources are read in the
         # backward pass anyway.
         written = 2 * run.shape.hidden + run.shape.ffn / run.mesh.tp
-        recomputed = run.tokens * written * run.compute_bytes / _bandwidth(run)
+        recomputed = run.tokens * written * run.compute_bytes / bandwidth(run)
     elif run.repeats_forward:
         # All but the last matmul: recomputation stops early once every saved tensor exists, and the backward pass does
         # not need that one's output.
@@ -108,6 +128,23 @@ def block_compute(run: Run) -> BlockCompute:
         skipped = matmul_seconds(run, run.tokens, *last.local_sizes(run.mesh.tp), fp8=run.precision == "fp8")
         recomputed = share * (matmuls.forward - skipped + attention.forward + elementwise.forward)
     return BlockCompute(matmuls, attention, elementwise, recomputed)
+
+
+def _recomputed_parts(run: Run, attention: float) -> float:
+    """Forward seconds of the parts of a block that are recomputed."""
+    shape, itemsize, parts = run.shape, run.compute_bytes, run.recomputed_parts
+    inner = run.tokens / run.mesh.tp * shape.ffn * itemsize * (3 if shape.traits.gated else 2)
+    found = attention if "attention" in parts else 0.0
+    if "norm" in parts:
+        moved = 2 * run.stream_tokens * shape.hidden * (run.residual_bytes + itemsize)
+        found += moved / bandwidth(run)
+    if "activation" in parts or "mlp" in parts:
+        found += inner / bandwidth(run)
+    if "mlp" in parts:
+        fp8 = run.precision == "fp8"
+        wide = [one for one in linears(shape) if one.reads == "second norm"]
+        found += sum(matmul_seconds(run, run.tokens, *one.local_sizes(run.mesh.tp), fp8=fp8) for one in wide)
+    return found
 
 
 def _matmuls(run: Run) -> tuple[Seconds, float]:
@@ -126,42 +163,77 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         again += 0.0 if index in kept else ahead
         if fp8 and not run.traits.casts_once:
             cast = run.tokens * (inputs + outputs) + inputs * outputs
-            forward += cast * CAST_TRAFFIC / _bandwidth(run)
-            backward += 2 * cast * CAST_TRAFFIC / _bandwidth(run)
+            forward += cast * CAST_TRAFFIC / bandwidth(run)
+            backward += 2 * cast * CAST_TRAFFIC / bandwidth(run)
     if fp8 and run.traits.casts_once:
         read = {one.reads: one.local_sizes(run.mesh.tp)[0] for one in matrices}
         made = sum(one.local_sizes(run.mesh.tp)[1] for one in matrices)
         elements = sum(one.parameters for one in matrices) / run.mesh.tp
         # The second layout is for the weight gradient.
         cast = TWO_LAYOUT_CAST_TRAFFIC if run.trained.blocks else CAST_TRAFFIC
-        forward += (run.tokens * sum(read.values()) * cast + elements * CAST_TRAFFIC) / _bandwidth(run)
-        backward += (run.tokens * made * cast + elements * TWO_LAYOUT_CAST_TRAFFIC) / _bandwidth(run)
+        forward += (run.tokens * sum(read.values()) * cast + elements * CAST_TRAFFIC) / bandwidth(run)
+        backward += (run.tokens * made * cast + elements * TWO_LAYOUT_CAST_TRAFFIC) / bandwidth(run)
         forward += (len(read) + len(matrices)) * CAST_SECONDS
         backward += len(matrices) * CAST_SECONDS
     if run.adapter is not None:
-        for one in adapted(run):
-            inputs, outputs = one.local_sizes(run.mesh.tp)
-            fuses = run.compiled and not run.traits.liger_kernels
-            # `A x`: layers that read one tensor are computed together, so that it and its gradient are moved once.
-            shared = sum(1 for other in adapted(run) if other.reads == one.reads) if fuses else 1
-            narrow = matmul_seconds(run, run.tokens, inputs, run.adapter.rank * shared) / shared
-            thin = narrow + matmul_seconds(run, run.tokens, run.adapter.rank, outputs)
-            # Added to the frozen layer's output, which is read and written once more; the compiler adds it in the
-            # kernel that reads both.
-            added = outputs if fuses else 3 * outputs
-            added_backward = inputs / shared if fuses else 6 * outputs
-            forward += thin + run.tokens * added * run.compute_bytes / _bandwidth(run)
-            backward += 2 * thin + run.tokens * added_backward * run.compute_bytes / _bandwidth(run)
-            if run.adapter.dora:
-                # The norms of the adapted matrix's rows: a matmul of the matrix with `A`, and its own norms.
-                forward += matmul_seconds(run, outputs, inputs, run.adapter.rank)
-                reads = 1 if run.adapter.quantize is None else 2  # or dequantized once more
-                forward += reads * inputs * outputs * run.compute_bytes / _bandwidth(run)
+        ahead, back = _adapters(run, run.adapter)
+        forward, backward = forward + ahead, backward + back
         if run.adapter.quantize is not None:
             elements = sum(one.parameters for one in matrices) / run.mesh.tp
-            unpacking = elements * (stored_bytes(run, run.adapter) + run.compute_bytes) / _bandwidth(run)
+            unpacking = elements * (stored_bytes(run, run.adapter) + run.compute_bytes) / bandwidth(run)
             forward, backward = forward + unpacking, backward + unpacking
     return Seconds(forward, backward), again
+
+
+def _adapters(run: Run, adapter: Adapter) -> tuple[float, float]:
+    """Seconds of a block's adapters in the forward and the backward pass."""
+    forward = backward = 0.0
+    itemsize, fuses = run.compute_bytes, run.compiled and not run.traits.liger_kernels
+    for one in adapted(run):
+        inputs, outputs = one.local_sizes(run.mesh.tp)
+        # `A x`: layers that read one tensor are computed together, so that it and its gradient are moved once.
+        shared = sum(1 for other in adapted(run) if other.reads == one.reads) if fuses else 1
+        narrow = matmul_seconds(run, run.tokens, inputs, adapter.rank * shared) / shared
+        thin = narrow + matmul_seconds(run, run.tokens, adapter.rank, outputs)
+        # Added to the frozen layer's output, which is read and written once more; the compiler adds it in the kernel
+        # that reads both.
+        added = outputs if fuses else 3 * outputs
+        added_backward = inputs / shared if fuses else 6 * outputs
+        if run.traits.peft and adapter.quantize is None:
+            # The input in fp32 and back, and its gradient.
+            added, added_backward = added + 6 * inputs, added_backward + 6 * inputs
+        if adapter.dropout:
+            # Reads the input, writes it and the mask; backward reads gradient and mask, and adds to the input's.
+            added, added_backward = added + 2.5 * inputs, added_backward + 2.5 * inputs
+        forward += thin + run.tokens * added * itemsize / bandwidth(run)
+        backward += 2 * thin + run.tokens * added_backward * itemsize / bandwidth(run)
+        if adapter.dora:
+            ahead, back = _dora(run, adapter, inputs, outputs)
+            forward, backward = forward + ahead, backward + back
+    return forward, backward
+
+
+def _dora(run: Run, adapter: Adapter, inputs: float, outputs: float) -> tuple[float, float]:
+    """What DoRA adds to an adapted layer: the norms of the rows of `W + B A`, and their scale."""
+    elements, itemsize = inputs * outputs, run.compute_bytes
+    dequantized = 0.0 if adapter.quantize is None else elements * (stored_bytes(run, adapter) + itemsize)
+    if not run.traits.peft:
+        # A matmul of the matrix with `A`, and its own norms: it is read once more, or dequantized and read.
+        forward = matmul_seconds(run, outputs, inputs, adapter.rank)
+        reads = 1 if adapter.quantize is None else 2
+        return forward + reads * elements * itemsize / bandwidth(run), 0.0
+    # `B A` as a matmul with the identity (written and read), the scaled `B A` (read, written), its sum with `W` (two
+    # reads, written) and the norms (read); then three kernels over the output, and their backward ones.
+    matrices = 7 * elements + 2 * inputs * inputs
+    forward = matmul_seconds(run, inputs, inputs, adapter.rank) + matmul_seconds(run, inputs, adapter.rank, outputs)
+    scaled = run.tokens * outputs * itemsize / bandwidth(run)
+    forward += (matrices * itemsize + dequantized) / bandwidth(run) + 7 * scaled
+    backward = 9 * scaled
+    if adapter.dropout:
+        # The frozen layer's output is of the input without dropout, so it is computed once more.
+        forward += matmul_seconds(run, run.tokens, inputs, outputs)
+        backward += matmul_seconds(run, run.tokens, outputs, inputs)
+    return forward, backward
 
 
 def _attention(run: Run) -> Seconds:
@@ -181,13 +253,16 @@ def _attention(run: Run) -> Seconds:
 
 def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     """Seconds of attention to `seen` keys per query."""
-    shape, reached = run.shape, efficiency(run.gpu)
+    shape, reached = run.shape, reached_by(run)
     work = 4 * run.tokens * (seen + reached.half_keys) * shape.query_width / run.mesh.tp
     if path == "scores":
-        # The full scores are written and read about ten times.
+        # Eager kernels write and read the full scores about ten times, a compiled or fused softmax four times.
         scores = run.tokens * run.length * shape.heads / run.mesh.tp
         full = 4 * run.tokens * run.length * shape.query_width / run.mesh.tp
-        ahead = full / (run.peak * reached.matmuls) + scores * 30 / _bandwidth(run)
+        each = FUSED_SCORES if run.fuses_softmax else EAGER_SCORES
+        each += DROPPED_SCORES if run.attention_dropout else 0
+        moved = scores * each / (run.gpu.memory_bandwidth * STREAMED)
+        ahead = full / (run.peak * reached.matmuls) + moved
         return Seconds(ahead, 2 * ahead)
     long_heads = (128 + HEAD_HALF) / 128 * shape.head_size / (shape.head_size + HEAD_HALF)
     biased = BIASED_ATTENTION if shape.traits.biased_attention else 1.0
@@ -197,6 +272,8 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
         dropout=run.attention_dropout,
         capability=run.gpu.compute_capability,
     )
+    if run.traits.flash2 and (run.gpu.compute_capability or (0, 0)) >= (9, 0):
+        kernel *= FLASH_2
     ahead = work / (run.peak * reached.attention * min(1.0, long_heads) * biased * kernel)
     return Seconds(ahead, ATTENTION_BACKWARD * ahead)
 
@@ -226,18 +303,18 @@ def _elementwise(run: Run) -> Seconds:
         biased = (shape.query_width + 2 * shape.kv_width) / tp
     if run.dropout:
         per_token += 6 * hidden / tp
-    ahead = run.tokens * per_token * itemsize / _bandwidth(run)
+    ahead = run.tokens * per_token * itemsize / bandwidth(run)
     casting = 0.0
-    if run.traits.casts_per_use and run.mixed:
-        casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / _bandwidth(run)
-    summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / _bandwidth(run) * run.trained.blocks
+    if run.traits.casts_per_use and run.mixed and run.adapter is None:  # under an adapter, weights are in 16 bits
+        casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / bandwidth(run)
+    summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / bandwidth(run) * run.trained.blocks
     return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed)
 
 
 def head_seconds(run: Run) -> Seconds:
     """Seconds of logits and loss in the last stage."""
     shape, tp = run.shape, run.mesh.tp
-    tokens, columns = run.tokens, logit_columns(run)
+    tokens, columns = run.head_tokens, logit_columns(run)
     slower = 1.0
     if not (run.gpu.is_cpu or is_aligned(run) or is_padded(run)):
         slower = ODD if shape.vocab % (2 * tp) else EVEN
@@ -245,18 +322,18 @@ def head_seconds(run: Run) -> Seconds:
     ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns, fp8=fp8)
     back = slower * matmul_seconds(run, tokens, columns, shape.hidden, fp8=fp8)
     if fp8:
-        ahead += columns * shape.hidden * TWO_LAYOUT_CAST_TRAFFIC / _bandwidth(run)
-        back += tokens * columns * CAST_TRAFFIC / _bandwidth(run)
+        ahead += columns * shape.hidden * TWO_LAYOUT_CAST_TRAFFIC / bandwidth(run)
+        back += tokens * columns * CAST_TRAFFIC / bandwidth(run)
     trained = run.trained.embedding if shape.tied else run.trained.head
     if trained:
         back += slower * matmul_seconds(run, shape.hidden, tokens, columns)
     if is_padded(run):
-        ahead += 2 * columns * shape.hidden * run.compute_bytes / _bandwidth(run)  # a padded copy of the weight
+        ahead += 2 * columns * shape.hidden * run.compute_bytes / bandwidth(run)  # a padded copy of the weight
     fused = is_fused_loss(run) if run.loss == "plain" else run.loss == "fused" or (run.compiled and tp == 1)
     traffic = FUSED_LOGIT_TRAFFIC if fused else PLAIN_LOGIT_TRAFFIC
     if overwrites_logits(run):
         traffic = KERNEL_LOGIT_TRAFFIC
-    moved = tokens * columns * traffic / _bandwidth(run)
+    moved = tokens * columns * traffic / bandwidth(run)
     if run.loss != "plain" and run.of_answers:
         back += ahead + moved / 2  # the logits and their softmax once more
     elif run.loss == "chunked" and run.traits.chunks == "recomputed":
@@ -270,20 +347,23 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     optimizer = find_optimizer(run.optimizer)
     state = optimizer.streamed_bytes(weight)
     gradient = run.gradient_bytes or weight
-    moved = 2 * weight + gradient + 2 * state
+    moved = 2.0 * weight + gradient + 2 * state
+    if optimizer.factored:
+        moved += FACTORED_PASSES * 4
     if run.clips:
         # The norm reads gradients once; a separate clipping kernel reads and writes them again.
         moved += gradient if run.traits.fused_step else 3 * gradient
     if run.mixed and not run.sharded:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
     streamed = run.traits.fused_step and optimizer.streams
-    seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else _bandwidth(run))
+    seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else bandwidth(run))
     if optimizer.needs_whole_matrices:
         # Five Newton-Schulz iterations of three matmuls of the matrix's shorter side.
         short = min(run.shape.hidden, run.shape.ffn)
-        seconds += 5 * 3 * 2 * parameters * short / (run.peak * efficiency(run.gpu).matmuls)
+        seconds += 5 * 3 * 2 * parameters * short / (run.peak * reached_by(run).matmuls)
     return seconds
 
 
-def _bandwidth(run: Run, reached: Efficiency | None = None) -> float:
-    return run.gpu.memory_bandwidth * (reached or efficiency(run.gpu)).bandwidth
+def bandwidth(run: Run, reached: Efficiency | None = None) -> float:
+    """Bytes per second that elementwise kernels reach."""
+    return run.gpu.memory_bandwidth * (reached or reached_by(run)).bandwidth

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from shoal.catalogue.families import PLANS
 from shoal.catalogue.shapes import ModelShape
 from shoal.config.mesh import mesh_for
 from shoal.config.resolve import auto_precision, with_global_batch, with_precision
@@ -25,6 +26,7 @@ from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.batches import divisors, nearest_multiples
 from shoal.plan.from_config import Execution, check_model, effective_strategy, make_run, read_recompute
+from shoal.plan.goodput import forecast_goodput
 from shoal.plan.machine import Machine
 from shoal.plan.memory import forecast_memory
 from shoal.plan.resolved import ResolvedRun, fits
@@ -117,7 +119,7 @@ def _with_model_parallel(
     the strategy is auto and the family supports both."""
     parallel = config.parallel
     is_open = parallel.strategy == "auto" and parallel.tp * parallel.pp * parallel.cp == 1
-    if not is_open or machine.is_cpu or machine.world_size == 1 or shape.traits.plan is None:
+    if not is_open or machine.is_cpu or machine.world_size == 1 or shape.model_type not in PLANS:
         return None
     found = []
     for tensors in (1, 2, 4, 8):
@@ -218,15 +220,16 @@ def micro_batches(config: Config, machine: Machine, strategy: str, sharding: str
 
 def _make_choice(config: Config, machine: Machine, run: Run, sharding: str, reason: str = "") -> ResolvedRun:
     """The choice, with the chosen values in its config."""
-    recompute: Any = run.recompute
-    if isinstance(recompute, int):
-        recompute = config.train.recompute
+    recompute: Any = run.recompute if config.train.recompute == "auto" else config.train.recompute
     chosen = config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update={"strategy": run.strategy, "sharding": sharding}),
             "train": config.train.model_copy(update={"micro_batch": run.micro_batch, "recompute": recompute}),
         }
     )
+    if config.checkpoint.every == "auto":
+        every = forecast_goodput(config, run, machine, forecast_speed(run).step_seconds, None).best_every
+        chosen = chosen.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": every})})
     if not reason:
         needed = forecast_memory(run).reserved / GIB
         least = "needs the least memory of all data-parallel strategies"

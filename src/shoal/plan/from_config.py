@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from math import ceil
 
-from shoal.catalogue.attention import Attention, Heads, Path, choose_attention_path
+from shoal.catalogue.attention import AMPERE, Attention, Heads, Path, choose_attention_path
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
@@ -16,6 +17,7 @@ from shoal.plan.batches import nearest_multiples
 from shoal.plan.blocks import linears
 from shoal.plan.frozen import trained_shares
 from shoal.plan.head import CHUNK_LOGITS
+from shoal.plan.layout import stages_each
 from shoal.plan.machine import Machine
 from shoal.plan.models import drops_attention, has_dropout
 from shoal.plan.run import FROZEN, Adapter, Run, Trained
@@ -24,6 +26,7 @@ from shoal.plan.systems import OURS, SystemTraits
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # PowerSGD communicates two low-rank factors instead of a gradient: a small share for large matrices.
 POWERSGD_BYTES = 1
+KEPT_SIZES = 32  # models/cross_entropy.py
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ def make_run(
     small = small and find_optimizer(train.optimizer.name).own_kernel
     keeps = find_strategy(execution.strategy, execution.sharding).keeps_weights
     adapter, facts = read_adapter(config, shape), objective_facts(train.objective)
+    attention = plan_attention(config, shape, machine).path
+    if traits != OURS:
+        attention = _attention_elsewhere(config, shape, machine, traits)
     return Run(
         shape=shape,
         gpu=machine.gpu,
@@ -66,20 +72,28 @@ def make_run(
         reduce_bytes=BYTES[train.reduce_dtype] if mixed else (2 if train.precision == "bf16-true" else 4),
         optimizer=train.optimizer.name,
         momentum=train.optimizer.momentum > 0,
+        optimizer_in_backward=train.optimizer.in_backward,
+        paged_optimizer=train.optimizer.paged,
+        optimizer_ranks=0 if parallel.optimizer_ranks == "auto" else parallel.optimizer_ranks,
         clips=train.clip is not None,
         recompute=execution.recompute,
+        recomputed_parts=_recomputed_parts(config) if execution.recompute == "parts" else (),
+        recomputed_blocks=_recomputed_blocks(config) if execution.recompute == "full" else 0,
         compiled=compiled,
         cuda_graphs=train.cuda_graphs,
         loss=choose_loss(config, shape, execution.micro_batch * config.data.max_length // mesh.cp),
-        attention=plan_attention(config, shape, machine).path if traits == OURS else _attention_elsewhere(config),
+        attention=attention,
         attention_dropout=drops_attention(config.model),
-        dropout=has_dropout(config.model),
+        dropout=has_dropout(config.model) or (traits != OURS and _drops_elsewhere(config, shape)),
         reshard=False if keeps else (True if parallel.reshard == "auto" else parallel.reshard),
         prefetch=parallel.prefetch,
         offload=_offload(config),
         compress_bytes={"none": 0, "powersgd": POWERSGD_BYTES}.get(parallel.compress, 2),
         schedule=parallel.pp_schedule,
+        virtual_stages=0 if parallel.pp_stages == "auto" else parallel.pp_stages,
+        sequence_parallel=parallel.sequence_parallel,
         cp_method=parallel.cp_method,
+        head_share=head_share(config),
         of_answers=facts.of_answers,
         reference_pass=switches_adapter_off(config),
         adapter=adapter,
@@ -88,6 +102,14 @@ def make_run(
         async_checkpoint=config.checkpoint.async_,
         traits=traits,
     )
+
+
+def head_share(config: Config) -> float:
+    """The share of tokens with logits: of a masked language model the masked ones, rounded up as
+    `models.cross_entropy.kept_tokens` does; of a classifier one per sequence."""
+    if config.train.objective == "masked_lm":
+        return min(1.0, ceil(config.train.mask_ratio * KEPT_SIZES) / KEPT_SIZES)
+    return 1 / config.data.max_length if config.train.objective == "classify" else 1.0
 
 
 def is_compiled(config: Config, machine: Machine) -> bool:
@@ -119,11 +141,21 @@ def plan_attention(config: Config, shape: ModelShape, machine: Machine) -> Atten
     )
 
 
-def _attention_elsewhere(config: Config) -> Path:
+def _attention_elsewhere(config: Config, shape: ModelShape, machine: Machine, traits: SystemTraits) -> Path:
     """The same of other systems, whose kernels for sliding windows are not known."""
     if config.model.attention == "eager":
         return "scores"
-    return "dense mask" if has_documents(config) else "fused"
+    if has_documents(config):
+        return "fused" if traits.variable_lengths else "dense mask"
+    # SDPA has no fused kernel for grouped keys in fp32 and before Ampere, unless they are repeated for every query.
+    flash = (machine.gpu.compute_capability or AMPERE) >= AMPERE and config.train.precision != "32-true"
+    grouped = shape.kv_heads != shape.heads and not traits.repeats_keys and not machine.is_cpu
+    return "fused" if flash or not grouped else "scores"
+
+
+def _drops_elsewhere(config: Config, shape: ModelShape) -> bool:
+    """Whether other systems train with dropout on hidden states: encoders have it, unless the config says 0."""
+    return config.model.dropout is None and not shape.traits.causal and shape.traits.hidden_dropout
 
 
 def count_grad_accum_steps(global_batch: int, micro_batch: int, data_parallel: int) -> int:
@@ -149,7 +181,8 @@ def check_model(shape: ModelShape, config: Config, machine: Machine) -> None:
     for what, size in (("attention heads", shape.heads), ("key and value heads", shape.kv_heads), ("ffn", shape.ffn)):
         if size % parallel.tp:
             raise UserMistake(f"parallel.tp {parallel.tp} does not divide the model's {size} {what}.")
-    stages = parallel.pp * (1 if parallel.pp_schedule == "1f1b" else 2)
+    virtual = 0 if parallel.pp_stages == "auto" else parallel.pp_stages
+    stages = parallel.pp * stages_each(parallel.pp_schedule, virtual)
     if parallel.pp > 1 and shape.layers < stages:
         raise UserMistake(
             f"parallel.pp {parallel.pp} with pp_schedule {parallel.pp_schedule} makes {stages} stages, but the model "
@@ -182,7 +215,19 @@ def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
 
 def read_recompute(wanted: str | RecomputeConfig) -> str | int:
     """The value of `train.recompute`, if it is not auto."""
-    return wanted.every if isinstance(wanted, RecomputeConfig) else wanted
+    if isinstance(wanted, RecomputeConfig):
+        return "parts" if wanted.parts else "full" if wanted.first is not None else wanted.every
+    return "parts" if wanted == "attention" else wanted
+
+
+def _recomputed_parts(config: Config) -> tuple[str, ...]:
+    wanted = config.train.recompute
+    return wanted.parts if isinstance(wanted, RecomputeConfig) else ("attention",)
+
+
+def _recomputed_blocks(config: Config) -> int:
+    wanted = config.train.recompute
+    return (wanted.first or 0) if isinstance(wanted, RecomputeConfig) else 0
 
 
 def read_adapter(config: Config, shape: ModelShape) -> Adapter | None:
@@ -233,12 +278,20 @@ def _trained(config: Config, shape: ModelShape) -> Trained:
 
 
 def has_documents(config: Config) -> bool:
-    """Whether sequences hold documents that must not attend to each other; packed plain text does not."""
+    """Whether sequences hold documents that must not attend to each other, for which attention needs a mask; packed
+    plain text does not."""
     data = config.data
-    instructions = not data.kinds <= {"text", "tokens", "chess"} and data.format != "text"
+    if objective_facts(config.train.objective).encoder:  # one document per sequence, of which some may be padded
+        return data.path is not None and data.pack is not True
+    instructions = not data.kinds <= {"text", "tokens", "chess", "cells"} and data.format != "text"
     given = data.path is not None or not isinstance(data.source, str)
     packed = data.document_mask or (bool(data.pack) and instructions and given)
     return packed or objective_facts(config.train.objective).of_answers
+
+
+def packs(config: Config) -> bool:
+    """Whether sequences are filled up with several documents, as far as the config tells."""
+    return config.data.pack is True if objective_facts(config.train.objective).encoder else bool(config.data.pack)
 
 
 def _offload(config: Config) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from shoal.catalogue.families import BY_MODEL_TYPE
 from shoal.catalogue.shapes import ModelShape, parameters
 from shoal.mistakes import UserMistake
-from shoal.plan.models import EXPERTS, shape_from_settings, text_settings
+from shoal.plan.models import shape_from_settings, text_settings
 
 # Head dimension where the config does not state the number of heads.
 USUAL_HEAD = 64
@@ -34,26 +34,14 @@ def shape_of_model(settings: Mapping[str, Any], counted: Counted) -> tuple[Model
     """The shape of a model from its transformers config and its counted sizes; and whether it is exact, for a family
     that the forecast was validated against, or an approximation."""
     settings = text_settings(settings)
-    experts = any(settings.get(name) for name in EXPERTS)
     try:
-        shape = shape_from_settings(_one_path(settings) if experts else settings)
+        shape = shape_from_settings(settings)
     except UserMistake:
         shape = replace(_resembling(counted), model_type=str(settings.get("model_type", "")))
         return _of_size(shape, counted.parameters), False
-    if not experts and abs(parameters(shape) / counted.parameters - 1) < ALIKE:
+    if abs(parameters(shape) / counted.parameters - 1) < ALIKE:
         return shape, settings.get("model_type") in BY_MODEL_TYPE
     return _of_size(shape, counted.parameters), False
-
-
-def _one_path(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A mixture of experts as one token sees it: an MLP as wide as its active experts together."""
-    width = settings.get("moe_intermediate_size") or settings.get("intermediate_size")
-    if not isinstance(width, int):
-        raise UserMistake("The config does not state the width of the experts.")
-    sent = next((settings[one] for one in ("num_experts_per_tok", "experts_per_token") if settings.get(one)), 1)
-    shared = settings.get("shared_expert_intermediate_size") or width * int(settings.get("n_shared_experts") or 0)
-    plain = {key: value for key, value in settings.items() if key not in EXPERTS}
-    return {**plain, "intermediate_size": width * int(sent) + int(shared)}
 
 
 def _resembling(counted: Counted) -> ModelShape:
@@ -74,6 +62,7 @@ def _resembling(counted: Counted) -> ModelShape:
 def _of_size(shape: ModelShape, wanted: int) -> ModelShape:
     """The shape adjusted to `wanted` parameters: a narrower MLP if it has too many, else extra parameters per block
     that take no part in matmuls."""
+    shape = replace(shape, others=0)
     over = (parameters(shape) - wanted) / shape.layers
     if over > 0:
         matrices = shape.hidden * (3 if shape.traits.gated else 2)

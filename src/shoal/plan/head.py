@@ -17,6 +17,9 @@ SHARDED_CHUNK_FP32 = 4
 # The bytes of a row of logits that tensor cores can read, and the multiple to which other vocabularies are padded.
 ALIGNED_BYTES = 16
 VOCABULARY_MULTIPLE = 128
+# Tensors as wide as the hidden states in the head of a masked language model: its input, which is gathered, and the
+# outputs of its linear layer, activation and norm.
+HEAD_TRANSFORM = 4
 # torchtune's chunked loss upcasts logits to fp32 in eight chunks.
 UPCAST_CHUNKS = 8
 
@@ -34,7 +37,7 @@ def head(run: Run) -> Head:
     shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
     tokens = run.tokens
     columns = logit_columns(run)
-    logits = tokens * columns
+    logits = run.head_tokens * columns
     # The final norm's input, and its output, which the head reads and whose gradient is as large.
     hidden = tokens * shape.hidden * itemsize
     norm = leaf("final norm", tokens / tp * shape.hidden * run.residual_bytes)
@@ -44,7 +47,10 @@ def head(run: Run) -> Head:
     padded = leaf("padded head weight", matrix * itemsize if is_padded(run) else 0.0)
     if run.loss == "plain":
         whole = leaf("logits and loss", logits * _plain_bytes(run))
-        return Head(group("head", norm, before, padded, whole), group("head", gradient))
+        chosen = leaf("masked tokens", HEAD_TRANSFORM * run.head_tokens * shape.hidden * itemsize)
+        if run.head_share == 1:
+            chosen = leaf("masked tokens", 0.0)
+        return Head(group("head", norm, before, padded, chosen, whole), group("head", gradient))
     trained = run.trained.embedding if shape.tied else run.trained.head
     head_gradient = matrix * 4 if trained else 0.0
     if run.loss == "fused" and run.traits.fused_rows:
@@ -83,6 +89,8 @@ def is_aligned(run: Run) -> bool:
 
 def is_padded(run: Run) -> bool:
     """Whether the head is computed at a padded vocabulary."""
+    if run.shape.traits.head_transform:  # the model's own modules compute it
+        return False
     return run.traits.pads_vocabulary and not is_aligned(run) and not run.gpu.is_cpu
 
 

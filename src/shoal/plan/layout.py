@@ -38,17 +38,17 @@ class Rank:
         return any(stage.last for stage in self.stages)
 
 
-def stages_each(schedule: str) -> int:
-    """Stages per pipeline rank."""
-    return 1 if schedule == "1f1b" else 2
+def stages_each(schedule: str, virtual: int = 0) -> int:
+    """Stages per pipeline rank: `virtual`, or as many as the schedule usually has."""
+    return virtual or (1 if schedule == "1f1b" else 2)
 
 
 @lru_cache(maxsize=256)
-def ranks(shape: ModelShape, pipeline: int, schedule: str) -> tuple[Rank, ...]:
+def ranks(shape: ModelShape, pipeline: int, schedule: str, virtual: int = 0) -> tuple[Rank, ...]:
     """The pipeline ranks, each with its stages."""
     if pipeline == 1:
         return (Rank(0, (Stage(shape.layers, True, True),)),)
-    count = pipeline * stages_each(schedule)
+    count = pipeline * stages_each(schedule, virtual)
     head = shape.vocab * shape.hidden / block_matrices(shape)
     stage_blocks = divide_blocks(shape.layers, count, head)
     stages = [Stage(len(blocks), index == 0, index == count - 1) for index, blocks in enumerate(stage_blocks)]
@@ -56,16 +56,17 @@ def ranks(shape: ModelShape, pipeline: int, schedule: str) -> tuple[Rank, ...]:
 
 
 def micro_batches_in_flight(run: Run, rank: Rank) -> float:
-    """Micro-batches whose activations a rank holds at the peak; one through half of its stages counts half."""
+    """Micro-batches whose activations a rank holds at the peak; one through a part of its stages counts in part."""
     pipeline = run.mesh.pp
     if pipeline == 1:
         return 1.0
     behind = pipeline - 1 - rank.pipeline_rank
-    if run.schedule == "1f1b":
+    stages = stages_each(run.schedule, run.virtual_stages)
+    if stages == 1:
         return float(min(run.grad_accum_steps, behind + 1))
-    # Interleaved: two stages per rank, so a forward pass through one of them counts half.
-    warm = 2 * behind + pipeline
-    return min(2 * run.grad_accum_steps, warm + 1) / 2
+    # Interleaved: a rank runs its first stages for `pipeline` micro-batches each before the first backward pass.
+    warm = 2 * behind + (stages - 1) * pipeline
+    return min(stages * run.grad_accum_steps, warm + 1) / stages
 
 
 @dataclass(frozen=True)

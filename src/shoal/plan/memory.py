@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from shoal.plan.activations import buffer_bytes
+from shoal.catalogue.attention import AMPERE
+from shoal.plan.activations import block_kept, buffer_bytes
 from shoal.plan.blocks import linears
 from shoal.plan.layout import Rank, count, micro_batches_in_flight, ranks
 from shoal.plan.moments import Moment, moments, recomputation
@@ -20,8 +21,10 @@ EXPANDABLE_SLACK = 0.005
 # Recomputed blocks do not fit the gaps that other tensors have left: of what they need for a time, this share is
 # reserved in addition.
 RECOMPUTED_SLACK = 0.3
-# CUDA context with loaded kernels; and NCCL's channels, if there are other ranks.
+# CUDA context with loaded kernels, which older devices and their software load all at once; and NCCL's channels, if
+# there are other ranks.
 CONTEXT_GIB = 0.6
+EARLY_CONTEXT_GIB = 1.3
 COMMUNICATION_GIB = 0.6
 
 
@@ -57,7 +60,8 @@ class Memory:
     @cached_property
     def host(self) -> Term:
         """Bytes of host memory per rank."""
-        return _host(self.run, ranks(self.run.shape, self.run.mesh.pp, self.run.schedule)[0])
+        run = self.run
+        return _host(run, ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)[0])
 
     @property
     def worst(self) -> RankMemory:
@@ -79,11 +83,13 @@ class Memory:
 @lru_cache(maxsize=4096)
 def forecast_memory(run: Run) -> Memory:
     """The memory of every pipeline rank of `run`."""
-    everything = ranks(run.shape, run.mesh.pp, run.schedule)
+    everything = ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)
     pipeline_ranks = tuple(_rank_memory(run, rank) for rank in everything)
     context = 0.0
     if not run.gpu.is_cpu:
-        context = (CONTEXT_GIB + (COMMUNICATION_GIB if run.world_size > 1 else 0.0)) * GIB
+        early = (run.gpu.compute_capability or AMPERE) < AMPERE
+        context = EARLY_CONTEXT_GIB if early else CONTEXT_GIB
+        context = (context + (COMMUNICATION_GIB if run.world_size > 1 else 0.0)) * GIB
     return Memory(run, pipeline_ranks, context)
 
 
@@ -116,6 +122,8 @@ def _host(run: Run, rank: Rank) -> Term:
     inputs = 0.0
     if run.offloads_inputs:
         inputs = buffer_bytes(run) * rank.blocks * micro_batches_in_flight(run, rank)
+    elif run.offloads_activations:
+        inputs = block_kept(run).amount * rank.blocks * micro_batches_in_flight(run, rank)
     return group(
         "host",
         leaf("tensor being loaded", largest * run.weight_bytes),

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shoal.catalogue.architectures import ARCHITECTURES, TEXT_TYPES, Architecture, parts
+from shoal.catalogue.causal_models import ALWAYS_ENCODERS, ENCODERS
 from shoal.catalogue.families import ATTENTION_DROPOUT, BY_MODEL_TYPE, FAMILIES, HIDDEN_DROPOUT
 from shoal.catalogue.shapes import NAMED, ModelShape, find_shape, grown_vocabulary
 from shoal.config.schema import ModelConfig
@@ -26,8 +28,6 @@ _NAMES = {
     "vocab": ("vocab_size",),
 }
 SLIDING = "sliding_attention"  # in `layer_types`
-# Names of the number of experts.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def read_shape(model: ModelConfig) -> ModelShape:
@@ -69,9 +69,7 @@ def _is_set(model: ModelConfig, names: tuple[str, ...]) -> bool:
 def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json") -> ModelShape:
     """The shape that a transformers config, as a mapping, describes."""
     settings = text_settings(settings)
-    kind = str(settings.get("model_type", ""))
-    if any(settings.get(name) for name in EXPERTS):
-        raise UserMistake(f"{source} describes a mixture of experts, which the forecast does not support yet.")
+    kind = _model_type(settings)
     sizes: dict[str, int] = {}
     for name, spellings in _NAMES.items():
         key = next((each for each in spellings if settings.get(each) is not None), None)
@@ -79,9 +77,11 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
             raise UserMistake(f"{source} has no {spellings[0]}, so the size of the model is unknown.")
         sizes[name] = _count(source, key, settings[key], 1, MOST_LAYERS if name == "layers" else MOST_IN_SIZE)
     hidden, heads = sizes["hidden"], sizes["heads"]
-    # Other architectures are counted as Llama if their MLP is gated, as nearly all are, else as neox.
+    # Unknown architectures are counted as Llama if their MLP is gated, as nearly all are, else as neox.
     gated = "intermediate_size" in settings and "silu" in str(settings.get("hidden_act", "silu"))
-    family = BY_MODEL_TYPE.get(kind, "llama" if gated else "neox")
+    usual = "bert" if kind in (*ENCODERS, *ALWAYS_ENCODERS) else "llama" if gated else "neox"
+    known = ARCHITECTURES.get(kind)
+    family = known.family if known else BY_MODEL_TYPE.get(kind, usual)
     ffn = next((settings[one] for one in ("intermediate_size", "n_inner", "ffn_dim") if settings.get(one)), 4 * hidden)
     positions = next(
         (settings[one] for one in ("max_position_embeddings", "n_positions", "max_seq_len") if settings.get(one)), 2048
@@ -92,7 +92,7 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         if isinstance(value, list | dict):
             raise UserMistake(f"{source}: {key} is {value}, but the forecast needs one integer for all blocks.")
         _count(source, key, value, 0, MOST_IN_SIZE)
-    if hidden % heads and not settings.get("head_dim"):
+    if hidden % heads and not (settings.get("head_dim") or settings.get("kv_lora_rank")):
         raise UserMistake(f"{source}: hidden size {hidden} is not divisible by {heads} heads.")
     keys = int(settings.get("num_key_value_heads") or heads)
     if heads % keys:
@@ -100,21 +100,57 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
     kinds = settings.get("layer_types")
     sliding = kinds.count(SLIDING) / len(kinds) if isinstance(kinds, list) and kinds else 1.0
+    head_size = int(settings.get("head_dim") or hidden // heads)
+    try:
+        found = parts(
+            settings,
+            known or Architecture(family),
+            hidden=hidden,
+            layers=sizes["layers"],
+            query_width=heads * head_size,
+            kv_width=keys * head_size,
+            head_size=head_size,
+            ffn=int(ffn),
+        )
+    except (KeyError, TypeError, ValueError):
+        raise UserMistake(
+            f"{source} does not state the sizes of its experts or of its attention as integers."
+        ) from None
     return ModelShape(
         family=family,
         hidden=hidden,
         layers=sizes["layers"],
         heads=heads,
-        kv_heads=keys,
-        ffn=int(ffn),
+        kv_heads=heads if found.latent else keys,
+        ffn=found.ffn,
+        others=found.others,
+        latent=found.latent,
         vocab=sizes["vocab"],
         positions=int(positions),
-        tied=bool(settings.get("tie_word_embeddings", kind in BY_MODEL_TYPE and FAMILIES[family].tied)),
-        head_size=int(settings.get("head_dim") or hidden // heads),
+        tied=bool(settings.get("tie_word_embeddings", known.tied if known else _ties(kind, family))),
+        head_size=found.latent.head_size if found.latent else head_size,
         sliding_window=int(window) if window and sliding else None,
         sliding_share=sliding or 1.0,
         model_type=kind,
     )
+
+
+def _ties(kind: str, family: str) -> bool:
+    """Whether a config that does not say has tied embeddings."""
+    return kind in BY_MODEL_TYPE and FAMILIES[family].tied
+
+
+def unknown_architecture(model: ModelConfig) -> str | None:
+    """The type of the model in `model.from`, if the forecast does not know its architecture."""
+    if model.shape is not None or model.from_ is None or (folder := _folder(model.from_)) is None:
+        return None
+    kind = _model_type(text_settings(_read(folder)))
+    return None if kind in BY_MODEL_TYPE or kind in ARCHITECTURES else kind or "without a model_type"
+
+
+def _model_type(settings: Mapping[str, Any]) -> str:
+    kind = str(settings.get("model_type", ""))
+    return TEXT_TYPES.get(kind, kind)
 
 
 def _count(source: str, key: str, value: object, least: int, most: int) -> int:
@@ -146,16 +182,17 @@ def _plain(name: str) -> str:
     """A Hub name as in the catalogue: `meta-llama/Llama-2-7b-hf` is llama2-7b."""
     last = name.rsplit("/", 1)[-1].lower()
     last = re.sub(r"^meta-", "", last)
-    last = re.sub(r"-(hf|base|instruct|chat|chat-hf|v0\.\d|it)$", "", last)
-    last = re.sub(r"^(llama|qwen)-(\d)", r"\1\2", last)
-    return last.replace("llama3.1-8b", "llama3-8b").replace("llama3.1-70b", "llama3-70b")
+    last = re.sub(r"-(hf|base|instruct|chat|chat-hf|v0\.\d|it|pt|sft|dpo|2507)$", "", last)
+    last = re.sub(r"-(instruct|4k|8k|128k|0425|1124|0325)\b", "", last)
+    return re.sub(r"^(llama|qwen|gemma|phi|olmo)-(\d)", r"\1\2", last)
 
 
 def _folder(name: str) -> Path | None:
     """The local folder with the model's config.json."""
     path = user_path(name, "model.from")
-    if (path / "config.json").is_file():
-        return path
+    for folder in (path, path / "model"):  # a model, or a run
+        if (folder / "config.json").is_file():
+            return folder
     cache = os.environ.get("HF_HUB_CACHE") or str(
         Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
     )

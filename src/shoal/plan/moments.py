@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.optimizers import find_optimizer
-from shoal.plan.activations import attention_masks, block_input, block_kept, block_selected
+from shoal.plan.activations import attention_masks, block_input, block_kept, block_selected, block_without_parts
 from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
 from shoal.plan.run import Run
-from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, states, stored_bytes, trained_parameters
+from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, adapted, block_bytes, states, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
+# Elements of DeepSpeed's contiguous gradient bucket (reduce_bucket_size), by default.
+ZERO_BUCKET = 5e8
 # Tensors of the residual stream's size, in the compute dtype, that a compiled backward pass holds while it recomputes
 # the block, beside its activations and their gradients, except where attention and MLP read the same input:
 # benchmarks/gpu/sweep_h200.
@@ -37,7 +39,7 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     # keeps its buckets.
     accumulating = run.grad_accum_steps > 1 or run.data_parallelism.ddp
     before = held.gradients if accumulating else none
-    if run.sharded and run.mesh.pp > 1:
+    if run.sharded and (run.mesh.pp > 1 or run.accumulates_unsharded):
         before = none  # unsharded ones are accumulated instead, and reduce-scattered at the end of the step
     buffers = _communication_buffers(run, rank)
     base = (held.weights, held.optimizer)
@@ -100,6 +102,8 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
         )
     )
     gradients = none if run.sharded and run.mesh.pp > 1 else held.gradients
+    # The last backward pass reduces them block by block.
+    unreduced = none if run.accumulates_unsharded else unreduced
     # The embedding's gradient, unless it is the head's, does not exist yet.
     all_but_embedding = gradients
     if not accumulating and not run.sharded and not run.shape.tied:
@@ -147,13 +151,21 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
     elif run.recompute == "selective":
         kept = scaled(selected, blocks)
         again = leaf("recomputed block", max(0.0, whole.amount - selected.amount))
+    elif run.recompute == "parts":
+        less = block_without_parts(run)
+        kept = scaled(less, blocks)
+        again = leaf("recomputed block", max(0.0, whole.amount - less.amount))
+    elif run.recompute == "offload-all":
+        # The block's own activations, and those that are copied to or from the host meanwhile.
+        on_device = min(2, blocks) if run.offloads_activations else blocks
+        kept, in_flight = scaled(whole, on_device), 1.0 if run.offloads_activations else in_flight
     elif run.offloads_inputs:
         # The block's own and the one that is copied to or from the host meanwhile, however many are in flight.
         kept, in_flight = group("blocks", scaled(entry, min(2, blocks))), 1.0
         again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))
     else:
         every = run.recompute if isinstance(run.recompute, int) else 1
-        checkpointed = -(-blocks // every)
+        checkpointed = min(-(-blocks // every), run.recomputed_blocks or blocks)
         kept = group("blocks", scaled(entry, checkpointed), *scaled(whole, blocks - checkpointed).parts)
         again = leaf("recomputed block", max(0.0, whole.amount - entry.amount))
     kept = Term("activations", kept.amount, kept.parts)
@@ -169,9 +181,11 @@ def recomputation(run: Run, rank: Rank) -> float:
 
 def _forward_temporaries(run: Run) -> Term:
     """What the MLP of a block computes and does not save: its factors and their product."""
-    tensors = 0 if run.recompute in ("none", "cheap") else 3 if run.shape.traits.gated else 2
+    tensors = 0 if run.recompute in ("none", "cheap", "parts", "offload-all") else 3 if run.shape.traits.gated else 2
     size = run.tokens / run.mesh.tp * run.shape.ffn * run.compute_bytes
-    return group("block forward", leaf("MLP intermediates", tensors * size))
+    return group(
+        "block forward", leaf("MLP intermediates", tensors * size), leaf("DoRA matrices", _dora_matrices(run))
+    )
 
 
 def _transient_gradients(run: Run) -> Term:
@@ -180,8 +194,8 @@ def _transient_gradients(run: Run) -> Term:
     between = leaf("residual stream gradient", block_input(run))
     shape = run.shape
     parallel_mlp = shape.traits.parallel_residual and shape.parallel_residual
-    recomputes = run.compiled and run.recompute not in ("none", "cheap") and not parallel_mlp
-    width = run.tokens / run.mesh.tp * shape.hidden * run.compute_bytes
+    recomputes = run.compiled and (run.recompute == "selective" or run.repeats_forward) and not parallel_mlp
+    width = run.stream_tokens * shape.hidden * run.compute_bytes
     # Of the MLP's inner activation and of what it was computed from: one kernel reads the first and writes the others.
     # A parallel MLP that was recomputed has freed one of the two by then: benchmarks/gpu/sweep_h200.
     widths = 3 if shape.traits.gated else 1 if parallel_mlp and run.repeats_forward else 2
@@ -192,7 +206,17 @@ def _transient_gradients(run: Run) -> Term:
         leaf("MLP gradients", inner),
         leaf("recomputation temporaries", RECOMPUTED_TEMPORARIES * width if recomputes else 0.0),
         leaf("weight gradients before accumulation", _block_gradients(run)),
+        leaf("DoRA matrices", _dora_matrices(run)),
     )
+
+
+def _dora_matrices(run: Run) -> float:
+    """What PEFT computes for the norms of the largest adapted layer: the identity, `B A`, scaled, and its sum with
+    the dequantized matrix."""
+    if run.adapter is None or not run.adapter.dora or not run.traits.peft:
+        return 0.0
+    sizes = [one.local_sizes(run.mesh.tp) for one in adapted(run)]
+    return max(inputs * inputs + 4 * inputs * outputs for inputs, outputs in sizes) * run.compute_bytes
 
 
 def _block_gradients(run: Run) -> float:
@@ -245,20 +269,19 @@ def _gathered_for_loss(run: Run, counts: Counts, matrix: float) -> float:
 
 def _gathered_blocks(run: Run, counts: Counts) -> float:
     """Weights of blocks that are unsharded at a time: the current and the prefetched ones, or all of them."""
+    # A quantized matrix is dequantized while it is used.
+    dequantized = 0.0
+    if run.adapter is not None and run.adapter.quantize is not None:
+        dequantized = max(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
     if not run.sharded:
-        # A quantized matrix is dequantized while it is used.
-        if run.adapter is not None and run.adapter.quantize is not None:
-            return max(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
-        return 0.0
+        return dequantized
     if run.traits.masters_with_optimizer and not run.data_parallelism.shards_weights:
         return 0.0
-    itemsize = float(run.compute_bytes)
-    if run.adapter is not None:
-        itemsize = stored_bytes(run, run.adapter)
+    itemsize = block_bytes(run)
     if run.keeps_weights:
-        return counts.blocks * itemsize
+        return counts.blocks * itemsize + dequantized
     ahead = 1 + max(1, run.prefetch)
-    return min(counts.blocks, ahead * counts.block) * itemsize
+    return min(counts.blocks, ahead * counts.block) * itemsize + dequantized
 
 
 def _gathered_in_forward(run: Run, counts: Counts) -> float:
@@ -267,7 +290,7 @@ def _gathered_in_forward(run: Run, counts: Counts) -> float:
     gathered = _gathered_blocks(run, counts)
     if not gathered or not run.sharded:
         return gathered
-    itemsize = float(run.compute_bytes) if run.adapter is None else stored_bytes(run, run.adapter)
+    itemsize = block_bytes(run)
     return min(gathered + counts.block * itemsize, 2 * counts.blocks * itemsize)
 
 
@@ -278,7 +301,7 @@ def _reducing(run: Run, counts: Counts, behind: float | None = None) -> float:
     if run.adapter is not None:
         return 0.0
     block = counts.block * run.trained.blocks
-    return block * run.compute_bytes + (block if behind is None else behind) * run.reduce_bytes
+    return block * run.compute_bytes + (block if behind is None else behind) * run.reduced_bytes
 
 
 def _reducing_embedding_and_head(run: Run, counts: Counts) -> float:
@@ -288,7 +311,7 @@ def _reducing_embedding_and_head(run: Run, counts: Counts) -> float:
     trained = counts.embedding * run.trained.embedding + counts.head * run.trained.head
     if run.separate_head_unit:
         trained = max(counts.embedding * run.trained.embedding, counts.head * run.trained.head)
-    return trained * (run.compute_bytes + run.reduce_bytes)
+    return trained * (run.compute_bytes + run.reduced_bytes)
 
 
 def _communication_buffers(run: Run, rank: Rank) -> Term:
@@ -300,13 +323,18 @@ def _communication_buffers(run: Run, rank: Rank) -> Term:
         # Input and output of an all-gather or reduce-scatter.
         found.append(leaf("tensor-parallel collectives", 2 * run.tokens * run.shape.hidden * run.compute_bytes))
     if run.mesh.pp > 1:
-        # PyTorch's PipelineStage preallocates receive buffers for hidden states and gradients of every micro-batch.
         receives = sum((not stage.first) + (not stage.last) for stage in rank.stages)
-        found.append(leaf("pipeline receive buffers", receives * run.grad_accum_steps * block_input(run)))
+        in_flight = micro_batches_in_flight(run, rank)
+        # PyTorch's PipelineStage preallocates receive buffers for hidden states and gradients of every micro-batch.
+        # Others hold those that are in use.
+        buffers = run.grad_accum_steps if run.traits.torch_pipeline else 1
+        found.append(leaf("pipeline receive buffers", receives * buffers * block_input(run)))
         # It also keeps its outputs until the backward pass.
-        found.append(
-            leaf("pipeline stage outputs", micro_batches_in_flight(run, rank) * len(rank.stages) * block_input(run))
-        )
+        outputs = in_flight * len(rank.stages) if run.traits.torch_pipeline else 0.0
+        found.append(leaf("pipeline stage outputs", outputs * block_input(run)))
+    if run.traits.masters_with_optimizer and run.data_parallelism.shards_optimizer:
+        bucket = min(ZERO_BUCKET, trained_parameters(run, rank)) * run.reduced_bytes
+        found.append(leaf("gradient bucket", bucket))
     return group("communication buffers", *found)
 
 
@@ -315,6 +343,9 @@ def _optimizer_temporaries(run: Run, rank: Rank) -> Term:
     amount = 0.0
     if run.data_parallelism.partitions_update:
         amount += 2 * ZERO1_BUCKET * run.weight_bytes
+    if run.traits.foreach_step and run.optimizer == "adamw" and not run.optimizer_in_backward:
+        # The square roots of the second moments.
+        amount += trained_parameters(run, rank) / run.optimizer_shards * run.weight_bytes
     if find_optimizer(run.optimizer).needs_whole_matrices:
         # Newton-Schulz needs a few copies of one matrix in bf16.
         amount += 4 * 2 * max(one.parameters for one in linears(run.shape))

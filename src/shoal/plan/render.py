@@ -1,6 +1,7 @@
 """A plan as text for a terminal: summary, memory bar, speed, table of strategies, suggested changes."""
 
 from shoal.plan.advise import Change
+from shoal.plan.goodput import DAY
 from shoal.plan.report import Plan
 from shoal.plan.resolved import ResolvedRun, shown_recompute
 from shoal.plan.speed import replays_graphs
@@ -29,6 +30,7 @@ def plan_text(plan: Plan) -> str:
     lines += [_headline(plan), ""]
     lines += _memory_lines(choice)
     lines += ["", *_speed_lines(plan)]
+    lines += _goodput_lines(plan)
     if len(plan.alternatives) > 1:
         lines += ["", *_table(plan)]
     lines += ["", *_limit_lines(plan)]
@@ -46,7 +48,7 @@ def _headline(plan: Plan) -> str:
     batch = f"micro-batch {run.micro_batch}, {_count(run.grad_accum_steps, 'gradient accumulation step')}"
     return (
         f"{plan.name}: {choice.name} on {nodes}{machine.devices} × {machine.gpu.name} {verdict} ({choice.reason}).\n"
-        f"{batch}, sequence length {run.length}, recompute {shown_recompute(run.recompute)}, loss {run.loss}, "
+        f"{batch}, sequence length {run.length}, recompute {shown_recompute(run)}, loss {run.loss}, "
         f"precision {run.precision}{', CUDA graphs' if replays_graphs(run) else ''}."
     )
 
@@ -121,6 +123,30 @@ def _speed_lines(plan: Plan) -> list[str]:
     return lines
 
 
+def _goodput_lines(plan: Plan) -> list[str]:
+    """What is lost to interruptions and saves, and the interval between checkpoints that loses least."""
+    goodput = plan.goodput
+    conditions = goodput.conditions
+    if goodput.interruptions is not None and goodput.wall_seconds is not None:
+        expected = f"{_small(goodput.interruptions)} expected in {_duration(goodput.wall_seconds)}"
+    else:
+        expected = f"{_small(DAY / conditions.mtbf)} expected per day"
+    auto = plan.choice.requested.checkpoint.every == "auto"
+    interval = f"{_count(goodput.every, 'step')} ({_duration(goodput.interval)})"
+    best = f"{_count(goodput.best_every, 'step')} ({_duration(goodput.best_every * goodput.step_seconds)})"
+    return [
+        f"  goodput {goodput.share:.2%} with a checkpoint every {interval}; interruptions: {expected}",
+        f"    saves {goodput.saving:.2%}, repeated steps {goodput.repeating:.2%}, restarts {goodput.restarting:.2%}; a "
+        f"checkpoint of {goodput.bytes / GIB:,.1f} GiB blocks for {_duration(conditions.blocked)}"
+        + (f" and is complete {_duration(conditions.written)} later" if conditions.written else ""),
+        *([] if auto else [f"    checkpoint.every=auto: every {best}, goodput {goodput.best_share:.2%}"]),
+    ]
+
+
+def _small(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
 def _table(plan: Plan) -> list[str]:
     head = (
         f"  {'strategy':22}{'fits':>5}{'reserved':>11}  {'':{WIDTH // 2}} {'tokens/s':>10}{'micro-batch':>13}"
@@ -136,7 +162,7 @@ def _table(plan: Plan) -> list[str]:
         lines.append(
             f"{mark} {one.name:22}{'yes' if one.fits else 'no':>5}{one.memory.reserved / GIB:>7.1f} GiB  "
             f"{bar(one, WIDTH // 2)} {one.speed.tokens_per_second_per_gpu:>10,.0f}{one.run.micro_batch:>13}"
-            f"{shown_recompute(one.run.recompute):>11}{time}"
+            f"{shown_recompute(one.run):>11}{time}"
         )
     return lines
 

@@ -11,16 +11,17 @@ from shoal.config.resolve import with_global_batch
 from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
-from shoal.plan.advise import Change, Limits, Question, alternatives, changes, limits
+from shoal.plan.advise import Change, Limits, Question, alternatives, changed, changes, limits
 from shoal.plan.decide import choose
 from shoal.plan.from_config import plan_attention
+from shoal.plan.goodput import Goodput
 from shoal.plan.layout import ranks
 from shoal.plan.machine import Machine, read_machine
-from shoal.plan.models import read_shape
+from shoal.plan.models import read_shape, unknown_architecture
 from shoal.plan.resolved import ResolvedRun, shown_recompute
 from shoal.plan.speed import replays_graphs
 from shoal.plan.states import trained_parameters
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.systems import DEFAULTS, SYSTEMS
 from shoal.plan.terms import GIB
 
 HOUR = 3600
@@ -48,6 +49,10 @@ class Plan:
         return None if self.steps is None else self.steps * self.choice.speed.step_seconds
 
     @property
+    def goodput(self) -> Goodput:
+        return self.choice.goodput(self.steps)
+
+    @property
     def gpu_hours(self) -> float | None:
         return None if self.seconds is None else self.seconds * self.choice.run.world_size / HOUR
 
@@ -68,6 +73,7 @@ class Plan:
                 "gpu_hours": _rounded(self.gpu_hours, 2),
                 "cost": _rounded(self.cost, 2),
             },
+            "goodput": self.goodput.as_dict(),
             "chosen": {**_chosen(self.choice), "reason": self.choice.reason},
             "alternatives": [_alternative(one, self.steps) for one in self.alternatives],
             "limits": self.limits.as_dict(),
@@ -85,6 +91,7 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     if config.parallel.engine == "deepspeed" and system == "shoal":
         system = "deepspeed"
     shape, machine = read_shape(config.model), read_machine(config.hardware)
+    config, habits = _with_defaults(config, system, machine)
     config = with_global_batch(config, machine.world_size)
     question = Question(config, shape, machine, SYSTEMS[system])
     choice = choose(config, shape, machine, traits=question.traits)
@@ -94,6 +101,11 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
             f"data.max_length {config.data.max_length} exceeds the {shape.positions} positions that the model was "
             "trained for."
         )
+    if (kind := unknown_architecture(config.model)) is not None:
+        notes.append(
+            f"The architecture {kind} is not known: it is forecast as a {shape.family} of the sizes in config.json, "
+            "and its number of parameters may differ."
+        )
     notes += _about_preference(config)
     if (warning := plan_attention(config, shape, machine).warning(config.data.max_length)) is not None:
         notes.append(warning)
@@ -101,6 +113,9 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
     else:
         notes.append(f"This forecast is for {system}, not for shoal.")
+        if habits:
+            shown = ", ".join(f"{key} {str(value).lower()}" for key, value in habits.items())
+            notes.append(f"As {system} does by default, because the config does not say: {shown}.")
     return Plan(
         name=config.name,
         choice=choice,
@@ -110,6 +125,20 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
         steps=count_steps(config, choice),
         notes=tuple(notes),
     )
+
+
+def _with_defaults(config: Config, system: str, machine: Machine) -> tuple[Config, dict[str, Any]]:
+    """The config with another system's defaults for the keys that it does not set, and these."""
+    found = {}
+    for key, value in DEFAULTS.get(system, {}).items():
+        block: Any = config
+        *above, last = key.split(".")
+        for name in above:
+            block = getattr(block, name)
+        lacks = key == "train.precision" and (machine.gpu.bf16 is None or machine.is_cpu)
+        if last not in block.model_fields_set and not lacks:
+            found[key] = value
+    return changed(config, found), found
 
 
 def _about_preference(config: Config) -> Iterator[str]:
@@ -191,11 +220,12 @@ def _chosen(choice: ResolvedRun) -> dict[str, Any]:
         "grad_accum_steps": run.grad_accum_steps,
         "global_batch": run.global_batch,
         "mesh": asdict(run.mesh),
-        "recompute": shown_recompute(run.recompute),
+        "recompute": shown_recompute(run),
         "loss": run.loss,
         "compiled": run.compiled,
         "cuda_graphs": replays_graphs(run),
         "precision": run.precision,
+        "checkpoint_every": choice.config.checkpoint.every,
     }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from shoal.config.mesh import CONFIGURED_AXES, Mesh
 from shoal.config.schema import Config
+from shoal.plan.goodput import Goodput, forecast_goodput
 from shoal.plan.machine import Machine
 from shoal.plan.memory import Memory, forecast_memory
 from shoal.plan.run import Run
@@ -68,6 +69,10 @@ class ResolvedRun:
     def fits(self) -> bool:
         return fits(self.run, self.machine)
 
+    def goodput(self, steps: int | None = None) -> Goodput:
+        """Interruptions, and the time spent on anything but training, of a run of `steps` steps."""
+        return forecast_goodput(self.config, self.run, self.machine, self.speed.step_seconds, steps)
+
     @property
     def is_promise(self) -> bool:
         """Whether measurements are compared with the forecast."""
@@ -99,7 +104,8 @@ class ResolvedRun:
             "global_batch": self.global_batch,
             "mesh": asdict(self.mesh),
             "sharding": self.config.parallel.sharding,
-            "recompute": shown_recompute(self.run.recompute),
+            "recompute": shown_recompute(self.run),
+            "checkpoint_every": self.config.checkpoint.every,
         }
 
 
@@ -111,9 +117,13 @@ def fits(run: Run, machine: Machine, share: float = 1.0) -> bool:
     return machine.host_gib is None or memory.host.amount * machine.devices / GIB <= machine.host_gib
 
 
-def shown_recompute(recompute: str | int) -> str:
+def shown_recompute(run: Run) -> str:
     """`recompute` for display."""
-    return f"every {recompute}" if isinstance(recompute, int) else recompute
+    if run.recompute == "parts":
+        return "+".join(run.recomputed_parts)
+    if run.recomputed_blocks:
+        return f"first {run.recomputed_blocks}"
+    return f"every {run.recompute}" if isinstance(run.recompute, int) else run.recompute
 
 
 def describe_accumulation(grad_accum_steps: int) -> str:

@@ -22,6 +22,9 @@ class Adapter:
     double_quantized: bool = False  # the scales of the 4-bit blocks are quantized to 8 bits
     dora: bool = False
     dropout: bool = False  # on the adapters' inputs
+    # Everything that is not quantized is upcast to fp32 (PEFT's prepare_model_for_kbit_training), and so is the
+    # residual stream.
+    upcasts: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,14 @@ class Run:
     reduce_bytes: int = 4
     optimizer: str = "adamw"
     momentum: bool = True  # sgd may have none
+    optimizer_in_backward: bool = False  # each parameter is updated and its gradient freed in the backward pass
+    paged_optimizer: bool = False  # its state is in unified memory, and moved to the device by page faults
+    optimizer_ranks: int = 0  # zero1: ranks that the state is sharded over, replicated beyond; 0: all
     clips: bool = True
-    recompute: str | int = "none"  # none, cheap, selective, full, offload; an integer n: every n-th block
+    # none, cheap, selective, full, offload, offload-all, parts; an integer n: every n-th block
+    recompute: str | int = "none"
+    recomputed_parts: tuple[str, ...] = ()  # with `parts`: attention, norm, activation, mlp
+    recomputed_blocks: int = 0  # with `full`: only the first this many blocks of each rank; 0: all
     compiled: bool = True
     cuda_graphs: bool | str = "auto"
     loss: str = "chunked"  # plain, chunked, fused
@@ -68,7 +77,11 @@ class Run:
     offload: str = "none"  # cpu, optimizer, nvme
     compress_bytes: int = 0  # ddp: bytes per compressed gradient element; 0: not compressed
     schedule: str = "1f1b"
+    virtual_stages: int = 0  # stages per pipeline rank; 0: as the schedule has them
+    # Tensor-parallel ranks also share the tokens of norms and residual stream; else every rank has all of them.
+    sequence_parallel: bool = True
     cp_method: str = "gather"
+    head_share: float = 1.0  # of the tokens, those that the head computes logits of; of a classifier, one per sequence
     of_answers: bool = False  # the loss compares answers: a chunk of logits is computed in both passes
     reference_pass: bool = False  # every micro-batch also has a forward pass without the adapter and gradients
     adapter: Adapter | None = None
@@ -96,24 +109,62 @@ class Run:
         return 2 if self.precision == "bf16-true" else 4
 
     @property
+    def trained_bytes(self) -> int:
+        """Bytes per element of what is trained: PEFT's adapters are in fp32 whatever their base is in."""
+        return 4 if self.adapter is not None and self.traits.peft else self.weight_bytes
+
+    @property
     def compute_bytes(self) -> int:
         return 4 if self.precision == "32-true" else 2
 
     @property
+    def reduced_bytes(self) -> int:
+        """Bytes per element of a gradient that is reduced: ZeRO communicates in 16 bits."""
+        if self.mixed and self.traits.masters_with_optimizer:
+            return 4 if self.traits.wide_gradients and self.precision != "16-mixed" else self.compute_bytes
+        return self.reduce_bytes
+
+    @property
+    def updated_bytes(self) -> int:
+        """Bytes per element of an updated weight that is all-gathered after the step."""
+        return self.compute_bytes if self.mixed and self.traits.masters_with_optimizer else self.weight_bytes
+
+    @property
+    def gathers_after_step(self) -> bool:
+        """Whether each rank updates a shard of the weights, and all-gathers those of the others: ZeRO-1, and ZeRO-2 as
+        DeepSpeed implements it."""
+        strategy = self.data_parallelism
+        replicated = self.traits.masters_with_optimizer and not strategy.shards_weights
+        return strategy.partitions_update or (replicated and strategy.shards_optimizer)
+
+    @property
     def residual_bytes(self) -> int:
         """Bytes per element of the residual stream."""
+        if self.adapter is not None and self.adapter.upcasts:
+            return 4
         wide = self.traits.wide_residual_stream and self.adapter is None  # parallel/precision.py
         return self.weight_bytes if wide else self.compute_bytes
 
     @property
     def recomputes_cheap(self) -> bool:
         """Whether compiled blocks recompute cheap elementwise results that the compiler would otherwise save."""
-        return self.compiled and self.recompute != "none" and self.traits.recomputes_cheap
+        return self.compiled and self.recompute not in ("none", "offload-all") and self.traits.recomputes_cheap
+
+    @property
+    def fuses_softmax(self) -> bool:
+        """Whether materialized scores are scaled, masked and normalized in one kernel."""
+        fused = self.traits.fused_softmax
+        return fused == "always" or (fused == "compiled" and self.compiled)
 
     @property
     def repeats_forward(self) -> bool:
         """Whether blocks run their forward pass again in the backward pass."""
         return self.recompute in ("full", "offload") or isinstance(self.recompute, int)
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether everything that blocks save is kept in host memory, and nothing is recomputed."""
+        return self.recompute == "offload-all" and not self.gpu.is_cpu
 
     @property
     def offloads_inputs(self) -> bool:
@@ -131,6 +182,11 @@ class Run:
         return self.data_parallelism.fully_shard
 
     @property
+    def accumulates_unsharded(self) -> bool:
+        """Whether FSDP holds unsharded gradients from micro-batch to micro-batch."""
+        return self.sharded and self.traits.unsharded_accumulation and self.grad_accum_steps > 1
+
+    @property
     def shards(self) -> int:
         """Number of FSDP shards."""
         return self.mesh.dp_shard * self.mesh.cp if self.sharded else 1
@@ -143,7 +199,9 @@ class Run:
     @property
     def optimizer_shards(self) -> int:
         """Number of ranks that the optimizer state is sharded over."""
-        return self.replicas if self.data_parallelism.partitions_update else self.shards
+        if self.data_parallelism.partitions_update:
+            return min(self.replicas, self.optimizer_ranks or self.replicas)
+        return self.shards
 
     @property
     def keeps_weights(self) -> bool:
@@ -160,6 +218,16 @@ class Run:
     def tokens(self) -> int:
         """Tokens per micro-batch and rank, before sequence parallelism shards some tensors."""
         return self.micro_batch * self.length // self.mesh.cp
+
+    @property
+    def head_tokens(self) -> float:
+        """Of these, the ones with logits."""
+        return self.tokens * self.head_share
+
+    @property
+    def stream_tokens(self) -> float:
+        """Tokens of the residual stream and the norms on a rank."""
+        return self.tokens / self.mesh.tp if self.sequence_parallel else float(self.tokens)
 
     @property
     def global_batch(self) -> int:

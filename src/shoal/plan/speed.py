@@ -3,27 +3,29 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.shapes import block_matrices
-from shoal.plan.activations import block_input
-from shoal.plan.communication import Group, collective_seconds, rank_group
-from shoal.plan.compute import BlockCompute, block_compute, head_seconds, optimizer_seconds
-from shoal.plan.layout import Rank, count, ranks
+from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
+from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
+from shoal.plan.layout import Rank, count, ranks, stages_each
+from shoal.plan.model_parallel import model_parallel
+from shoal.plan.offload import activation_transfer, offloaded_state, steps_on_host
+from shoal.plan.ring import Operation
 from shoal.plan.run import Run
 from shoal.plan.stages import bubble_share
-from shoal.plan.states import optimizer_bytes, trained_parameters
+from shoal.plan.states import adapted, block_bytes, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
-# Slowdown of compute per second of overlapped collectives: they share the device's SMs and memory bandwidth.
-CONTENTION = 0.45
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host.
 EAGER_BLOCK_HOST = 2.0e-3
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
+# Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them.
+EAGER_ADAPTER_HOST = 0.25e-3
+# Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
+AUTOCAST_HOST = 1.5
+# Share of the forward pass, which is launched once more if it is recomputed.
+FORWARD_HOST = 1 / 3
 # CUDA graphs are used if the device needs less than this many times the host time of a step without them: hosts differ,
 # and so does what else they do.
 GRAPHS_BELOW = 3.0
-# Share of the nominal bandwidth of the link to the host that copies of pinned memory reach.
-HOST_LINK_SHARE = 0.8
-# Memory bandwidth of a host that runs the optimizer step, for all of its ranks together.
-HOST_MEMORY = 100e9
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Speed:
 def flops_per_token(run: Run) -> float:
     """As published tables count: 6 per matmul parameter (4 if frozen), and attention without the causal discount."""
     shape = run.shape
-    blocks, head = shape.layers * block_matrices(shape), shape.vocab * shape.hidden
+    blocks, head = shape.layers * block_matrices(shape), shape.vocab * shape.hidden * run.head_share
     trained_head = run.trained.embedding if shape.tied else run.trained.head
     matmuls = 4 * (blocks + head) + 2 * (blocks * run.trained.blocks + head * trained_head)
     return matmuls + 12 * shape.layers * shape.heads * shape.head_size * run.length
@@ -60,16 +62,17 @@ def flops_per_token(run: Run) -> float:
 
 def forecast_speed(run: Run) -> Speed:
     """The time of one optimizer step of `run`."""
-    pipeline_ranks = ranks(run.shape, run.mesh.pp, run.schedule)
+    pipeline_ranks = ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)
     slowest = max((_micro_batch(run, rank) for rank in pipeline_ranks), key=lambda term: term.amount)
     parts = list(scaled(slowest, run.grad_accum_steps).parts)
     worked = sum(part.amount for part in parts)
     if run.mesh.pp > 1:
-        share = bubble_share(run.mesh.pp, run.grad_accum_steps, 1 if run.schedule == "1f1b" else 2)
+        share = bubble_share(run.mesh.pp, run.grad_accum_steps, stages_each(run.schedule, run.virtual_stages))
         if run.schedule == "zero-bubble":
             share /= 2  # weight-gradient matmuls fill most of the bubble
         parts.append(leaf("pipeline bubble", worked * share / (1 - share)))
     parts.extend(_per_step(run, pipeline_ranks[0]))
+    parts.append(leaf("stragglers", straggling(run.nodes) * sum(part.amount for part in parts)))
     step = group("step", *parts)
     tokens = run.micro_batch * run.length * run.grad_accum_steps * run.mesh.data_parallel
     return Speed(step, tokens, run.world_size, flops_per_token(run), run.peak)
@@ -78,7 +81,7 @@ def forecast_speed(run: Run) -> Speed:
 def replays_graphs(run: Run) -> bool:
     """Whether forward and backward pass are replayed as CUDA graphs: see parallel/cuda_graphs.py."""
     applies = run.compiled and run.traits.cuda_graphs and not run.gpu.is_cpu and run.world_size == 1
-    if not applies or run.offload != "none" or run.offloads_inputs:
+    if not applies or run.offload != "none" or run.offloads_inputs or run.offloads_activations:
         return False
     if run.cuda_graphs != "auto":
         return bool(run.cuda_graphs)
@@ -89,7 +92,12 @@ def replays_graphs(run: Run) -> bool:
 
 def _host_seconds(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, forward and backward."""
-    return (COMPILED_BLOCK_HOST if run.compiled else EAGER_BLOCK_HOST) * blocks
+    if run.compiled and not run.traits.liger_kernels:
+        return COMPILED_BLOCK_HOST * blocks
+    block = EAGER_BLOCK_HOST + (EAGER_ADAPTER_HOST * len(adapted(run)) if run.adapter is not None else 0.0)
+    if run.traits.casts_per_use and run.mixed:
+        block *= AUTOCAST_HOST
+    return block * blocks * (1 + FORWARD_HOST * (run.repeats_forward + run.reference_pass))
 
 
 def _micro_batch(run: Run, rank: Rank) -> Term:
@@ -110,24 +118,11 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     back = block.backward * blocks + (loss.backward if loss else 0.0)
     host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else _host_seconds(run, blocks)
     waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back))
-    copied = leaf("exposed activation transfer", _activation_transfer(run, block) * blocks)
+    copied = leaf("exposed activation transfer", activation_transfer(run, block) * blocks)
     exposed, hidden = _sharding(run, rank, ahead, back)
-    model_parallel = _model_parallel(run, rank)
-    contention = leaf("slowdown by overlapped collectives", CONTENTION * hidden)
-    return group("micro-batch", *compute, waiting, copied, group("communication", exposed, model_parallel, contention))
-
-
-def _host_link(run: Run) -> float:
-    """Bytes per second between a device and its host's memory, in either direction."""
-    return run.gpu.host_link.bytes_per_second * HOST_LINK_SHARE
-
-
-def _activation_transfer(run: Run, block: BlockCompute) -> float:
-    """Seconds per block in which compute waits for the transfer of its input to the host, and back."""
-    if not run.offloads_inputs:
-        return 0.0
-    seconds = block_input(run) / _host_link(run)
-    return max(0.0, seconds - block.forward) + max(0.0, seconds - block.backward)
+    in_blocks = model_parallel(run, rank)
+    slowed = leaf("slowdown by overlapped collectives", contention(run, _shard_group(run)) * hidden)
+    return group("micro-batch", *compute, waiting, copied, group("communication", exposed, in_blocks, slowed))
 
 
 def _shard_group(run: Run) -> Group:
@@ -140,27 +135,34 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
         return leaf("exposed FSDP collectives", 0.0), 0.0
     counts, over = count(run, rank), _shard_group(run)
 
-    def gathered(parameters: float) -> float:
-        return collective_seconds(run, "all-gather", over, parameters * run.compute_bytes)
+    def gathered(parameters: float, itemsize: float = run.compute_bytes) -> float:
+        return collective_seconds(run, "all-gather", over, parameters * itemsize)
 
     def scattered(parameters: float) -> float:
-        return collective_seconds(run, "reduce-scatter", over, parameters * run.reduce_bytes) if parameters else 0.0
+        return collective_seconds(run, "reduce-scatter", over, parameters * run.reduced_bytes) if parameters else 0.0
 
-    gather, scatter = gathered(counts.block), scattered(counts.block * run.trained.blocks)
+    gather, scatter = gathered(counts.block, block_bytes(run)), scattered(counts.block * run.trained.blocks)
     embedding, head = counts.embedding * run.trained.embedding, counts.head * run.trained.head
     embedding_and_head = gathered(counts.embedding_and_head) + scattered(embedding + head)
     if run.mesh.pp > 1:
-        # All-gathered and reduce-scattered once per step: amortized over its micro-batches.
-        return leaf(
-            "exposed FSDP collectives", (embedding_and_head + (gather + scatter) * rank.blocks) / run.grad_accum_steps
-        ), 0.0
+        # Once per step, so amortized over its micro-batches: the all-gathers overlap with the first forward pass, and
+        # the reduce-scatters come after the last backward pass.
+        gathers, scatters = gather * rank.blocks, scatter * rank.blocks
+        exposed = embedding_and_head + gather + max(0.0, gathers - gather - ahead) + scatters
+        hidden = max(0.0, embedding_and_head + gathers + scatters - exposed)
+        steps = run.grad_accum_steps
+        return leaf("exposed FSDP collectives", exposed / steps), hidden / steps
+    if run.accumulates_unsharded:
+        scatter /= run.grad_accum_steps
     passes = 2 if run.reference_pass else 1
     gathers = gather * rank.blocks * (1 / run.grad_accum_steps if run.keeps_weights else passes)
     again = 0.0 if run.keeps_weights else gather * rank.blocks
     scatters = scatter * rank.blocks
+    if run.gathers_after_step:
+        gathers, gather, embedding_and_head = 0.0, 0.0, scattered(embedding + head)
     # The first all-gathers and the last reduce-scatters overlap with nothing: those of the embedding and one block; and
     # of the head, if it is in one FSDP unit with the embedding.
-    if run.separate_head_unit:
+    elif run.separate_head_unit:
         gathers += gathered(counts.head)
         scatters += scattered(head)
         embedding_and_head = gathered(counts.embedding) + scattered(embedding)
@@ -170,47 +172,14 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
     )
 
 
-def _model_parallel(run: Run, rank: Rank) -> Term:
-    """Collectives inside blocks, which do not overlap: the next kernel needs their result."""
-    mesh, shape = run.mesh, run.shape
-    tensor, context = 0.0, 0.0
-    if mesh.tp > 1:
-        size = run.tokens * shape.hidden * run.compute_bytes
-        over = rank_group(run, mesh.tp, 1)
-        summed = collective_seconds(run, "reduce-scatter", over, size)
-        halved = run.precision == "fp8" and run.traits.gathers_in_fp8
-        gathered = collective_seconds(run, "all-gather", over, size / (2 if halved else 1))
-        # Two all-gathers and two reduce-scatters forward, the same backward; recomputation skips only the last one.
-        tensor = 4 * gathered + 4 * summed
-        if run.repeats_forward:
-            tensor += 2 * gathered + summed
-        if run.reference_pass:
-            tensor += 2 * gathered + 2 * summed
-        tensor *= rank.blocks
-    if mesh.cp > 1:
-        keys_and_values = run.tokens * mesh.cp * 2 * shape.kv_width / mesh.tp * run.compute_bytes
-        over = rank_group(run, mesh.cp, mesh.tp)
-        each = collective_seconds(run, "all-gather", over, keys_and_values)
-        context = (2 + run.repeats_forward + run.reference_pass) * each * rank.blocks
-    return group("collectives in blocks", leaf("tensor parallel", tensor), leaf("context parallel", context))
-
-
 def _per_step(run: Run, rank: Rank) -> list[Term]:
     """The optimizer, and communication once per step."""
     trained = trained_parameters(run, rank)
     own = trained / run.optimizer_shards
-    found = [leaf("optimizer", optimizer_seconds(run, own))]
-    all_reduce = _gradient_all_reduce(run, rank, trained)
-    found.append(group("communication per step", *all_reduce))
-    if run.offload in ("optimizer", "nvme"):
-        moved = 2 * optimizer_bytes(run, rank) / run.optimizer_shards
-        found.append(leaf("optimizer state transfer", moved / (_host_link(run) if run.offload != "nvme" else 3e9)))
-    if run.offload == "cpu":
-        # Gradients move to the host and weights to the device for every micro-batch; the host runs the optimizer.
-        counts = count(run, rank)
-        moved = (2 * counts.all * run.weight_bytes + trained * run.weight_bytes) / run.shards * run.grad_accum_steps
-        stepping = own * 28 * run.devices / HOST_MEMORY
-        found.append(leaf("weight transfer and CPU optimizer step", moved / _host_link(run) + stepping))
+    found = [leaf("optimizer", 0.0 if steps_on_host(run) else optimizer_seconds(run, own))]
+    communication = [*_gradient_all_reduce(run, rank, trained), *_weight_gather(run, rank, trained)]
+    found.append(group("communication per step", *communication))
+    found.append(offloaded_state(run, rank))
     return found
 
 
@@ -220,17 +189,37 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
         return []
     stride = run.mesh.tp * (run.shards if run.sharded else 1)
     over = rank_group(run, run.replicas, stride)
-    itemsize = run.compress_bytes or (run.reduce_bytes if run.mixed else run.weight_bytes)
-    seconds = collective_seconds(run, "all-reduce", over, trained / run.shards * itemsize)
-    block = block_compute(run)
-    overlap = block.backward * rank.blocks if run.mesh.pp == 1 else 0.0
+    itemsize = run.compress_bytes or (run.reduced_bytes if run.mixed else run.weight_bytes)
+    # ZeRO reduces each gradient to the rank that updates it.
+    scatters = run.gathers_after_step and run.traits.masters_with_optimizer
+    operation: Operation = "reduce-scatter" if scatters else "all-reduce"
+    size, sharing = trained / run.shards * itemsize, run.optimizer_shards
+    if scatters and not run.sharded and sharing < run.replicas:
+        # Within the ranks that share the optimizer state, which are neighbours, and then their shards across.
+        across = rank_group(run, run.replicas // sharing, stride * sharing)
+        seconds = collective_seconds(run, "reduce-scatter", rank_group(run, sharing, stride), size)
+        seconds += collective_seconds(run, "all-reduce", across, size / sharing)
+    else:
+        seconds = collective_seconds(run, operation, over, size)
+    overlap = block_compute(run).backward * rank.blocks
     # The last bucket, or the last block's gradients, start when there is nothing left to compute.
     last = seconds / max(2, rank.blocks)
-    found = [
-        leaf("gradient all-reduce", max(last, seconds - overlap)),
-        leaf("slowdown by overlapped all-reduce", CONTENTION * min(seconds, overlap)),
+    return [
+        leaf(f"gradient {operation}", max(last, seconds - overlap)),
+        leaf("slowdown by overlapped all-reduce", contention(run, over) * min(seconds, overlap)),
     ]
-    if run.data_parallelism.partitions_update:
-        gather = collective_seconds(run, "all-gather", over, trained * run.weight_bytes)
-        found.append(leaf("all-gather of updated weights", gather))
-    return found
+
+
+def _weight_gather(run: Run, rank: Rank, trained: float) -> list[Term]:
+    """The all-gather of updated weights, if each rank updates a shard of them."""
+    if not run.gathers_after_step or run.replicas * run.shards == 1:
+        return []
+    over = _shard_group(run) if run.sharded else rank_group(run, run.optimizer_shards, run.mesh.tp)
+    seconds = collective_seconds(run, "all-gather", over, trained * run.updated_bytes)
+    if not run.traits.overlaps_weight_gather:
+        return [leaf("all-gather of updated weights", seconds)]
+    overlap = block_compute(run).forward * rank.blocks
+    return [
+        leaf("all-gather of updated weights", max(seconds / max(2, rank.blocks), seconds - overlap)),
+        leaf("slowdown by overlapped all-gather", contention(run, over) * min(seconds, overlap)),
+    ]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.optimizers import find_optimizer
+from shoal.catalogue.shapes import block_vectors
 from shoal.plan.blocks import Linear, linears
 from shoal.plan.layout import Counts, Rank, count
 from shoal.plan.run import Adapter, Run
@@ -27,7 +28,7 @@ class States:
     weights: Term
     gradients: Term
     optimizer: Term
-    # Unsharded gradients of a pipeline stage, which FSDP reduces only after the last micro-batch.
+    # Unsharded gradients, which FSDP reduces only after the last micro-batch: in a pipeline, or without sync.
     unreduced: Term
     # Bytes in host memory or on disk.
     host: float
@@ -66,12 +67,28 @@ def optimizer_bytes(run: Run, rank: Rank) -> float:
     optimizer = find_optimizer(run.optimizer)
     if optimizer.state_option == "momentum" and not run.momentum:
         return 0.0
-    each = optimizer.bytes_per_parameter(run.weight_bytes)
+    each = optimizer.bytes_per_parameter(run.trained_bytes)
+    if optimizer.factored:
+        # A row and a column of fp32 per matrix, and one value for every other parameter.
+        rows = sum(one.inputs + one.outputs for one in linears(run.shape)) * rank.blocks * run.trained.blocks
+        tables = (rank.first and run.trained.embedding > 0) + (
+            rank.last and not run.shape.tied and run.trained.head > 0
+        )
+        vectors = block_vectors(run.shape) * rank.blocks * run.trained.blocks
+        return 4.0 * min(trained, rows + tables * (run.shape.vocab + run.shape.hidden) + vectors)
     if optimizer.elsewhere is None:
         return trained * each
     matrices = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * rank.blocks * run.trained.blocks
     other = find_optimizer(optimizer.elsewhere).bytes_per_parameter(run.weight_bytes)
     return trained * other - matrices * (other - each)
+
+
+def saved_bytes(run: Run, rank: Rank) -> float:
+    """What a checkpoint holds of a rank, before sharding: of an adapter, not the frozen base."""
+    trained = trained_parameters(run, rank)
+    weights = count(run, rank).all if run.adapter is None else trained
+    masters = 4 * trained - 2 * weights if run.traits.masters_with_optimizer and run.mixed else 0.0
+    return weights * run.weight_bytes + max(0.0, masters) + optimizer_bytes(run, rank)
 
 
 def states(run: Run, rank: Rank) -> States:
@@ -82,33 +99,48 @@ def states(run: Run, rank: Rank) -> States:
     shards, away = run.shards, run.offload == "cpu"
     kept = 0.0 if away else 1.0
     weights = _weights(run, counts, rank)
-    gradient = run.weight_bytes if run.sharded else run.gradient_bytes or run.weight_bytes
+    gradient = run.trained_bytes if run.sharded else run.gradient_bytes or run.trained_bytes
     state = optimizer_bytes(run, rank) / run.optimizer_shards
     on_device = state * kept
     if run.offload in ("optimizer", "nvme"):
         on_device = min(state, OFFLOAD_BUCKET * state / max(1.0, trained / shards))
-    unreduced = trained * run.reduce_bytes if run.mesh.pp > 1 and run.sharded else 0.0
+    if run.paged_optimizer:
+        on_device = 0.0  # unified memory, which PyTorch's allocator does not see
+    waits = run.accumulates_unsharded or (run.mesh.pp > 1 and run.sharded)
+    unreduced = trained * run.reduce_bytes if waits else 0.0
     return States(
         weights=Term(weights.name, weights.amount * kept, weights.parts if not away else ()),
-        gradients=leaf("gradients", trained * gradient / shards * kept),
+        gradients=leaf("gradients", _held_gradients(run, rank) * gradient / shards * kept),
         optimizer=leaf("optimizer state", on_device),
         unreduced=leaf("unreduced gradients", unreduced),
         host=state - on_device + (weights.amount + trained * gradient / shards if away else 0.0),
     )
 
 
+def _held_gradients(run: Run, rank: Rank) -> float:
+    """Gradient elements of a rank before FSDP; if the backward pass updates, only those of its largest matrix."""
+    trained = trained_parameters(run, rank)
+    if not run.optimizer_in_backward or run.grad_accum_steps > 1:
+        return trained
+    largest = max(one.parameters for one in linears(run.shape)) * run.trained.blocks
+    if rank.first or rank.last:
+        largest = max(largest, run.shape.vocab * run.shape.hidden * max(run.trained.embedding, run.trained.head))
+    return min(trained, largest / run.mesh.tp) if run.adapter is None else trained
+
+
 def _zero(run: Run, rank: Rank) -> States:
     """ZeRO's layout: 2 bytes per weight and gradient, and fp32 master weights with the optimizer state."""
-    everything, trained = count(run, rank).all, trained_parameters(run, rank)
+    trained = trained_parameters(run, rank)
     over = run.shards * run.replicas
     sharded = run.data_parallelism
-    state = (optimizer_bytes(run, rank) + 4 * trained) / (over if sharded.shards_optimizer else 1)
+    sharing = run.optimizer_shards if sharded.partitions_update else over
+    state = (optimizer_bytes(run, rank) + 4 * trained) / (sharing if sharded.shards_optimizer else 1)
     return States(
-        weights=group("weights", leaf("parameters", everything * 2 / (over if sharded.shards_weights else 1))),
-        gradients=leaf("gradients", trained * 2 / (over if sharded.shards_gradients else 1)),
+        weights=group("weights", leaf("parameters", 0.0 if run.offload == "cpu" else held_weights(run, rank))),
+        gradients=leaf("gradients", trained * run.reduced_bytes / (over if sharded.shards_gradients else 1)),
         optimizer=leaf("optimizer state", 0.0 if run.offload != "none" else state),
         unreduced=leaf("unreduced gradients", 0.0),
-        host=state if run.offload != "none" else 0.0,
+        host=(state if run.offload != "none" else 0.0) + (held_weights(run, rank) if run.offload == "cpu" else 0.0),
     )
 
 
@@ -117,13 +149,13 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
     if adapter is not None:
         matrices = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * rank.blocks
         others = counts.all - matrices
-        frozen = matrices * stored_bytes(run, adapter) + others * run.compute_bytes
+        frozen = matrices * stored_bytes(run, adapter) + others * (4 if adapter.upcasts else run.compute_bytes)
         extra = adapter_parameters(run, rank.blocks)
         copies = extra * run.compute_bytes if run.mixed and not run.sharded else 0.0
         return group(
             "weights",
             leaf("frozen", frozen / shards),
-            leaf("adapters", extra * run.weight_bytes / shards),
+            leaf("adapters", extra * run.trained_bytes / shards),
             leaf("compute copies", copies),
         )
     copies = counts.all * run.compute_bytes if run.mixed and not run.sharded else 0.0
@@ -141,3 +173,17 @@ def stored_bytes(run: Run, adapter: Adapter) -> float:
     if adapter.double_quantized and adapter.quantize in ("nf4", "fp4"):
         return DOUBLE_QUANTIZED_BYTES
     return QUANTIZED_BYTES[adapter.quantize]
+
+
+def block_bytes(run: Run) -> float:
+    """Bytes per parameter of a block that FSDP all-gathers: a frozen matrix as it is stored."""
+    return float(run.compute_bytes) if run.adapter is None else stored_bytes(run, run.adapter)
+
+
+def held_weights(run: Run, rank: Rank) -> float:
+    """Bytes of the weights that a rank keeps, on its device or its host."""
+    counts = count(run, rank)
+    if not (run.traits.masters_with_optimizer and run.mixed):
+        return _weights(run, counts, rank).amount
+    each = _weights(run, counts, rank).amount * run.shards if run.adapter is not None else counts.all * 2
+    return each / (run.shards * run.replicas if run.data_parallelism.shards_weights else 1)

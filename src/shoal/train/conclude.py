@@ -10,7 +10,7 @@ from shoal.resilience.health import Action, Decision, Health, StepMetrics
 from shoal.resilience.signals import StopRequest
 from shoal.train.job import AnyJob
 from shoal.train.rollback import sequences_of
-from shoal.train.save import poll_save, save
+from shoal.train.save import finish_save, poll_save, save
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,16 @@ def conclude_step(
         early = evaluate is not None and job.no_longer_improves
         stopped = "early_stop" if early else "signal" if agreed.stop else None
     ends = last or stopped is not None or agreed.cannot_save
-    saves = progress.step % config.checkpoint.every == 0 or (config.checkpoint.at_end if last else ends)
+    saves = job.interval.due(progress.step) or (config.checkpoint.at_end if last else ends)
     if (ends or saves) and decision.continues:
         decision = decide(job, watch.health, job.log.catch_up())  # no checkpoint after unnoticed bad steps
     if not decision.continues:
         return decision, None
     with annotated(SAVE):
-        save(job, wait=ends) if saves else poll_save(job)
+        finish_save(job) if saves else poll_save(job)
+        job.interval.settle(all_saved=saves)
+        if saves:
+            save(job, wait=ends)
     return decision, stopped
 
 

@@ -23,14 +23,17 @@ from shoal.parallel.custom import check_custom, parallelize_custom
 from shoal.parallel.device import Device, describe_machine
 from shoal.parallel.ranks import Ranks
 from shoal.plan.batches import count_steps
+from shoal.plan.goodput import Conditions, conditions
 from shoal.plan.resolved import describe_accumulation
-from shoal.train.custom_run import CustomRun, resolve_custom
-from shoal.train.describe import write_plan
+from shoal.train.custom_run import CHECKPOINT_BYTES, CustomRun, resolve_custom
+from shoal.train.describe import record_interval, write_plan
 from shoal.train.hooks import Hooks
 from shoal.train.job import AnyJob
 from shoal.train.log import StepLog, next_attempt
+from shoal.train.resolve import machine_of_all
 from shoal.train.rollback import set_aside
 from shoal.train.save import make_saver
+from shoal.train.save_interval import SaveInterval
 from shoal.train.setup import Start, emulated_on_any, make_guard, make_scaler, seed_everything, starting_point
 from shoal.train.step import TrainStep
 
@@ -177,6 +180,14 @@ def set_up_custom(
             describe=lambda folder: write_plan(folder, plan),
             while_waiting=lambda: hooks.on_activity(job.progress.step, "waiting for a save"),
         ),
+        interval=SaveInterval(
+            # The script evaluates, and not at steps that are known here.
+            config.model_copy(update={"data": config.data.model_copy(update={"validation": 0.0})}),
+            _conditions(resolved, trained.placement.shapes, device, ranks),
+            ranks,
+            reporter,
+            record=lambda every: record_interval(run, plan, every, ranks, reporter.warn),
+        ),
         loader=CustomLoader(loader, share),
         schedule=schedule,
         last_step=steps,
@@ -187,6 +198,7 @@ def set_up_custom(
     if checkpoint is not None:
         job.load(checkpoint)
         _check_resumed(job, optimizer)
+        job.interval.restore(job.progress.interval)
         reporter.say(f"Resuming after step {job.progress.step} from {checkpoint}.")
     elif start.resume:
         reporter.warn("there is no complete checkpoint to resume from: starting at step 0.")
@@ -248,12 +260,24 @@ def _plan(shapes: Mapping[str, tuple[int, ...]], resolved: CustomRun, steps: int
             "global_batch": resolved.global_batch,
             "mesh": asdict(resolved.mesh),
             "sharding": resolved.config.parallel.sharding,
+            "checkpoint_every": resolved.config.checkpoint.every,
         },
         "forecast": None,
         "measured": None,
         "off": None,
         "machine": describe_machine(ranks.device),
     }
+
+
+def _conditions(
+    resolved: CustomRun, shapes: Mapping[str, tuple[int, ...]], device: Device, ranks: Ranks
+) -> Conditions | None:
+    """What `checkpoint.every: auto` depends on, besides the time of a step."""
+    config = resolved.requested
+    if config.checkpoint.every != "auto":
+        return None
+    size = CHECKPOINT_BYTES * sum(torch.Size(shape).numel() for shape in shapes.values())
+    return conditions(config.hardware, config.checkpoint, machine_of_all(config, device, ranks), size)
 
 
 def _announce(job: CustomJob, device: Device, parameters: int) -> None:

@@ -7,13 +7,17 @@ from torch import nn
 
 from shoal.catalogue.strategies import find_strategy
 from shoal.config.mesh import Mesh, mesh_for
-from shoal.config.schema import Config
+from shoal.config.schema import CheckpointConfig, Config
 from shoal.mistakes import UserMistake
 from shoal.parallel.device import Device
 from shoal.plan.batches import nearest_multiples
 
 # Fully replicated training in fp32 with Adam: weights, gradients and two moments.
 BYTES_PER_PARAMETER = 16
+# The same in a checkpoint, which has no gradients.
+CHECKPOINT_BYTES = 12
+# `checkpoint.every: auto` before the time of a step is known.
+FIRST_INTERVAL = 200
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,17 @@ def resolve_custom(
     config = config.model_copy(
         update={
             "parallel": parallel.model_copy(update={"strategy": strategy}),
+            "checkpoint": _with_interval(config.checkpoint),
             "train": train.model_copy(
                 update={"global_batch": global_batch, "micro_batch": micro_batch, "recompute": recompute}
             ),
         }
     )
     return CustomRun(requested, config, mesh, micro_batch, global_batch)
+
+
+def _with_interval(checkpoint: CheckpointConfig) -> CheckpointConfig:
+    return checkpoint if checkpoint.every != "auto" else checkpoint.model_copy(update={"every": FIRST_INTERVAL})
 
 
 def _strategy(config: Config, model: nn.Module, world_size: int, device: Device) -> str:

@@ -49,6 +49,7 @@ def default_hooks(job: AnyJob, context: LaunchContext, others: Sequence[Hook] = 
         GpuWatch(monitor_of(ranks.device), job.log, config),
         ProgressLines(reporter),
         *([Comparison(job.run, job.resolved, job.plan, reporter)] if isinstance(job, Job) else []),
+        job.interval,
         StragglerDetection(config.train.slow_rank, ranks, reporter.warn),
         *([SlowDataWarning(config.data, reporter.warn)] if isinstance(job, Job) else []),
         *others,

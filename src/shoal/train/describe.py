@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +13,7 @@ from shoal import __version__
 from shoal.config.run import RunDirectory
 from shoal.files import write_atomically
 from shoal.models.base import Base
+from shoal.parallel.ranks import Ranks
 from shoal.plan.resolved import ResolvedRun
 from shoal.train.inputs import Inputs
 from shoal.train.resolve import forecast_values
@@ -42,6 +43,19 @@ def plan_values(
 
 def write_plan(run: RunDirectory, plan: Mapping[str, Any]) -> None:
     write_atomically(run.plan, json.dumps(plan, indent=2) + "\n")
+
+
+def record_interval(
+    run: RunDirectory, plan: dict[str, Any], every: int, ranks: Ranks, warn: Callable[[str], None]
+) -> None:
+    """The steps between checkpoints that `checkpoint.every: auto` means by now."""
+    plan["chosen"]["checkpoint_every"] = every
+    if not ranks.first or not run.plan.exists():
+        return
+    try:
+        write_plan(run, plan)
+    except OSError as error:  # a full disk must not end a run that does not depend on this file
+        warn(f"{run.plan} cannot be written: {error.strerror}. Training continues.")
 
 
 def describe(

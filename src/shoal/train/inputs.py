@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from shoal.catalogue.causal_models import why_no_new_tokens, why_not_packed
+from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.shapes import VOCABULARY_MULTIPLE
 from shoal.config.schema import Config
 from shoal.data.formats.chat_template import end_ids, read_template
@@ -30,8 +31,9 @@ class Inputs:
 
 def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     """Read model config, tokenizer and datasets. Needs no accelerator and no other rank."""
-    plan = blueprint(config.model)
-    tokenizer = load_model_tokenizer(config.model, plan.folder)
+    objective = config.train.objective
+    plan = blueprint(config.model, objective)
+    tokenizer = load_model_tokenizer(config.model, plan.folder, config.data, reporter.say)
     if config.model.add_tokens:
         plan = _with_tokens(plan, tokenizer, config.model.add_tokens, reporter)
     if config.data.chat_template is not None:
@@ -50,6 +52,10 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
     if plan.folder is None:
         # A model built from a shape has no special tokens; generation from an export needs the tokenizer's.
         plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end
+        if objective_facts(objective).encoder:
+            plan.settings.pad_token_id = tokenizer.pad
+    if config.data.kinds == {"cells"} and config.data.cells.tokens == "binned":
+        _give_token_types(plan, config)
     not_apart = why_not_packed(plan.model_type)
     sets = prepare_sets(
         config.data,
@@ -57,8 +63,11 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         seed=config.seed,
         report=reporter.say,
         not_apart=not_apart,
-        objective=config.train.objective,
+        objective=objective,
+        classes=plan.classes,
     )
+    if (classes := sets.training.summary.classes) is not None:
+        plan = plan.with_classes(classes)
     if "chat" in sets.training.summary.format:
         # Generation has to stop where a turn ends, which may be another token than the one that ends a text.
         present = plan.settings.eos_token_id
@@ -71,12 +80,34 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         steps=config.train.steps,
         tokens=config.train.tokens,
         sequences=sequences,
-        loss_tokens=round(sets.mean_loss_tokens * sequences),
+        loss_tokens=round(sets.mean_loss_tokens * sequences * loss_share(config)),
         global_batch=config.train.global_batch,
     )
     for doubt in doubts(config, steps, sets.order.training_count):
         reporter.warn(doubt)
     return Inputs(plan, tokenizer, sets, steps)
+
+
+def _give_token_types(plan: Blueprint, config: Config) -> None:
+    """Bins of expression are token types: BERT adds an embedding of these to that of the gene, as scGPT does."""
+    needed = config.data.cells.bins
+    present = getattr(plan.settings, "type_vocab_size", 0)
+    if not objective_facts(config.train.objective).encoder or not present:
+        raise UserMistake(
+            "data.cells.tokens binned gives bins as token types, which only encoders of the BERT family have; use "
+            "train.objective masked_lm or classify with model.shape {family: bert}, or data.cells.tokens rank_value."
+        )
+    if plan.folder is None:
+        plan.settings.type_vocab_size = needed
+    elif present != needed:
+        raise UserMistake(
+            f"data.cells.bins is {needed}, but the model has {present} token types; set data.cells.bins: {present}."
+        )
+
+
+def loss_share(config: Config) -> float:
+    """Of the tokens that may count in the loss, the share that does."""
+    return config.train.mask_ratio if config.train.objective == "masked_lm" else 1.0
 
 
 def _with_tokens(plan: Blueprint, tokenizer: Tokenizer, tokens: Sequence[str], reporter: Reporter) -> Blueprint:

@@ -125,11 +125,12 @@ def find_subject(file: Path | str | None, overrides: Sequence[str], report: Repo
     elif model.shape is not None:
         shape = find_shape(model.shape) if isinstance(model.shape, str) else model.shape.named()
         not_apart = why_not_packed(shape.traits.model_type)
-    if folder is None and model.tokenizer is None:
+    cells = config.data.kinds == {"cells"}
+    if folder is None and model.tokenizer is None and not cells:
         report("No tokenizer is given: one token per byte. Set model.tokenizer=FOLDER for that of your model.")
         tokenizer = load_tokenizer("bytes")
     else:
-        tokenizer = load_model_tokenizer(model, folder)
+        tokenizer = load_model_tokenizer(model, folder, config.data, report)
     return Subject(None if file is None else str(file), config, tokenizer, not_apart)
 
 

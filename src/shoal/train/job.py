@@ -25,6 +25,7 @@ from shoal.train.data_changes import fingerprint
 from shoal.train.hooks import Hooks
 from shoal.train.inputs import Inputs
 from shoal.train.log import StepLog
+from shoal.train.save_interval import SaveInterval
 from shoal.train.step import TrainStep
 
 
@@ -45,6 +46,7 @@ class AnyJob(ABC):
     log: StepLog
     progress: Progress
     saver: Saver
+    interval: SaveInterval
     plan: dict[str, Any]  # the contents of plan.json
     saved: Path | None = None  # the newest checkpoint
     cannot_save: bool = False  # the run folder is not writable any more
@@ -71,7 +73,7 @@ class AnyJob(ABC):
 
     def before_save(self) -> None:
         """Called on every rank before the state is collected for a checkpoint."""
-        return
+        self.model.before_save()
 
     @property
     def config(self) -> Config:

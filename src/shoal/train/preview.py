@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from shoal.data.inspect.spans import CLOSE, OPEN, decode_spans, mark, shorten
 from shoal.data.loader import IGNORED
 from shoal.objectives import Objective, find_objective
@@ -90,7 +92,7 @@ def preview(checked: Preflight) -> Preview:
         validation_sequences=sets.order.validation_count,
         tokens=round(inputs.steps * resolved.global_batch * sets.mean_loss_tokens),
         learning_rates=[peak * factor_at(step) for step in steps],
-        sample=mark_loss_tokens(inputs, find_objective(config)),
+        sample=mark_loss_tokens(inputs, find_objective(config, inputs.tokenizer, sets.training.summary.classes)),
     )
 
 
@@ -103,9 +105,14 @@ def mark_loss_tokens(inputs: Inputs, objective: Objective) -> str:
     training = inputs.sets.training
     first = inputs.sets.order.training_sequences(0, 1)
     tokens, _ = training[int(first[0])]
-    labels = objective.collate(training, first, pad=inputs.tokenizer.pad).labels[0].tolist()
-    # Labels are shifted by one: a label's index is that of the token before it.
-    trained = [False, *(label != IGNORED for label in labels[: len(tokens) - 1])]
+    batch = objective.collate(training, first, pad=inputs.tokenizer.pad, positions=np.zeros(1, np.int64))
+    labels = batch.labels[0].tolist()
+    if training.summary.encoder:  # labels stand where their tokens are; one of a class stands nowhere
+        tokens = tokens[:-1]
+        trained = [label != IGNORED for label in labels] if len(labels) > 1 else [False] * len(tokens)
+    else:
+        # Labels are shifted by one: a label's index is that of the token before it.
+        trained = [False, *(label != IGNORED for label in labels[: len(tokens) - 1])]
     spans, shortened = shorten(decode_spans(inputs.tokenizer, tokens, trained), MOST_CHARACTERS)
     return mark(spans) + (" …" if shortened else "")
 

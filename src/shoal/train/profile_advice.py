@@ -171,6 +171,7 @@ def _candidates(term: str, resolved: ResolvedRun) -> Iterator[dict[str, Any]]:
         if run.mesh.tp > 1:
             yield {"parallel.tp": run.mesh.tp // 2}
     elif term == OTHER:
+        assert config.checkpoint.every != "auto", "it is resolved"
         yield (
             {"eval.every": config.eval.every * 2}
             if config.data.validation

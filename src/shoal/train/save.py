@@ -92,6 +92,7 @@ def save(job: AnyJob, *, wait: bool) -> None:
     job.hooks.on_activity(job.progress.step, "saving")
     job.progress.metrics = metrics_of_this_step(job)
     job.progress.skipped = job.log.skipped
+    job.progress.interval = job.interval.state()
     job.progress.stream = job.order.state(job.progress.step * job.resolved.global_batch)
     job.before_save()
     parts = state.collect(

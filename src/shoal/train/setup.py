@@ -25,7 +25,7 @@ from shoal.models.emulate import LOW_PRECISION, emulated_dtypes
 from shoal.models.peft_config import adapter_folder
 from shoal.models.peft_weights import check_adapter
 from shoal.models.prepare import PreparedModel, prepare_model
-from shoal.models.read_weights import check_stored
+from shoal.models.read_weights import check_stored, fresh_parameters
 from shoal.objectives import Objective, find_objective
 from shoal.observe.progress import Reporter
 from shoal.optim.check import check_groups, check_quantization_blocks
@@ -42,9 +42,9 @@ from shoal.plan.resolved import ResolvedRun, describe_accumulation
 from shoal.plan.stages import bubble_share
 from shoal.resilience.health import SpikeGuard, spike_settings
 from shoal.resilience.out_of_memory import explained
-from shoal.train.build import build, keep_low_precision_gradients
+from shoal.train.build import build, keep_low_precision_gradients, make_step
 from shoal.train.data_changes import check_same_data, fingerprint
-from shoal.train.describe import describe, plan_values
+from shoal.train.describe import describe, plan_values, record_interval
 from shoal.train.hooks import Hooks
 from shoal.train.inputs import Inputs
 from shoal.train.job import Job
@@ -52,8 +52,8 @@ from shoal.train.log import StepLog, next_attempt
 from shoal.train.resolve import machine_here, resolve_for_all, resolve_run
 from shoal.train.rollback import set_aside
 from shoal.train.save import checkpoint_folders, make_saver
+from shoal.train.save_interval import SaveInterval
 from shoal.train.schedule import peak_lr
-from shoal.train.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,11 @@ def set_up(
 ) -> Job:
     """Build the parallelized model and its optimizer, and load the checkpoint to start from, if any."""
     with explained(checked.resolved, ranks):
-        return _assemble(checked, run, ranks, start, objective or find_objective(checked.resolved.config))
+        return _assemble(checked, run, ranks, start, objective or objective_of(checked.resolved.config, checked.inputs))
+
+
+def objective_of(config: Config, inputs: Inputs) -> Objective:
+    return find_objective(config, inputs.tokenizer, inputs.sets.training.summary.classes)
 
 
 def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start, objective: Objective) -> Job:
@@ -158,7 +162,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start,
     checkpoint = starting_point(config, run, ranks, reporter, start)
     if checkpoint is not None and checkpoint != start.checkpoint:
         check_same_data(read_progress(checkpoint).data, fingerprint(inputs.sets))
-    flops = count_flops(prepared, resolved.mesh)
+    flops = count_flops(prepared, resolved.mesh, resolved.run.head_share)
     for name in prepared.new_rows:
         if not prepared.model.get_parameter(name).requires_grad:
             why = "model.freeze: " if prepared.adapters is None else "adapter.train_also does not list it: "
@@ -193,7 +197,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start,
         optimizer=optimizer,
         scaler=scaler,
         controls={"scaler": scaler} | ({} if guard is None else {"spikes": guard}),
-        step=TrainStep(model, optimizer, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
+        step=make_step(model, optimizer, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
         plan=plan,
         hooks=hooks,
         log=StepLog(
@@ -213,6 +217,13 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start,
             ranks,
             describe=describe_in,
             while_waiting=lambda: hooks.on_activity(job.progress.step, "waiting for a save"),
+        ),
+        interval=SaveInterval(
+            config,
+            resolved.goodput().conditions if resolved.requested.checkpoint.every == "auto" else None,
+            ranks,
+            reporter,
+            record=lambda every: record_interval(run, plan, every, ranks, reporter.warn),
         ),
         saved=None,
     )
@@ -275,7 +286,9 @@ def _resume(job: Job, checkpoint: Path, *, same_run: bool) -> None:
     """Load a checkpoint of this run or of another."""
     job.load(checkpoint)
     set_aside(job)
-    if not same_run:
+    if same_run:
+        job.interval.restore(job.progress.interval)
+    else:
         job.progress.evaluations_without_gain = 0
     step, steps = job.progress.step, job.inputs.steps
     if same_run and step < steps and job.no_longer_improves:
@@ -303,6 +316,10 @@ def _announce(job: Job, device: str, prepared: PreparedModel) -> None:
         f"{job.inputs.steps} steps of {resolved.global_batch} sequences, micro-batch {resolved.micro_batch}, "
         f"{describe_accumulation(resolved.grad_accum_steps)}."
     )
+    if prepared.folder is not None and job.progress.step == 0 and (fresh := head_of(prepared)):
+        reporter.say(
+            f"{config.model.from_} has no head for these classes: {', '.join(fresh)} start from random values."
+        )
     parallel, stages = config.parallel, resolved.mesh.pp
     if parallel.sharding == "hybrid_shard" and resolved.strategy == "fsdp" and resolved.mesh.dp_replicate == 1:
         reporter.warn("on one machine hybrid_shard equals full_shard; parallel.replicate sets the number of replicas.")
@@ -319,6 +336,12 @@ def _announce(job: Job, device: str, prepared: PreparedModel) -> None:
         )
 
 
+def head_of(prepared: PreparedModel) -> list[str]:
+    """The modules of a classifier that have no values in its folder."""
+    assert prepared.folder is not None
+    return list(dict.fromkeys(one.rpartition(".")[0] for one in fresh_parameters(prepared.model, prepared.folder)))
+
+
 def starting_point(config: Config, run: RunDirectory, ranks: Ranks, reporter: Reporter, start: Start) -> Path | None:
     """The checkpoint to start from, if any."""
     given = start.checkpoint
@@ -330,12 +353,12 @@ def starting_point(config: Config, run: RunDirectory, ranks: Ranks, reporter: Re
     return given
 
 
-def count_flops(prepared: PreparedModel, mesh: Mesh) -> Callable[[int, int], float]:
+def count_flops(prepared: PreparedModel, mesh: Mesh, head_share: float = 1.0) -> Callable[[int, int], float]:
     """FLOPs per device of a micro-batch of (sequences, length), by the usual model FLOPs formula.
 
     Six per matmul parameter and token (four where it is frozen and needs no weight gradient), plus attention without
     the causal mask's savings. Devices that share a micro-batch share them. NaN for mixtures of experts, of which the
-    active share is not known.
+    active share is not known. `head_share`: of the tokens, those with logits.
     """
     model, anatomy = prepared.model, prepared.anatomy
     settings = model.config.get_text_config()
@@ -346,6 +369,10 @@ def count_flops(prepared: PreparedModel, mesh: Mesh) -> Callable[[int, int], flo
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     adapters = 0 if prepared.adapters is None else prepared.adapters.parameters
     per_token = 4 * (prepared.matmul_parameters + adapters) + 2 * matmul_parameters(trained, anatomy)
+    if head_share < 1:
+        output = model.get_submodule(anatomy.head).weight if not anatomy.classifies else None
+        size = 0 if output is None else output.numel()
+        per_token -= (1 - head_share) * size * (6 if output is not None and output.requires_grad else 4)
     attention: int = 12 * settings.num_hidden_layers * attention_width(settings)
     sharing = mesh.pp * mesh.cp * mesh.tp
     return lambda sequences, length: sequences * length * (per_token + attention * length) / sharing

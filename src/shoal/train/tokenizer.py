@@ -1,17 +1,39 @@
 """Which tokenizer a config means. Without torch, so that data can be inspected in a moment."""
 
+from collections.abc import Callable
 from pathlib import Path
 
-from shoal.config.schema import ModelConfig
+from shoal.config.schema import DataConfig, ModelConfig
+from shoal.data.cells.gene_tokenizer import GeneTokenizer
+from shoal.data.cells.make_tokenizer import check_given, make_tokenizer
 from shoal.data.tokenizer import BUILT_IN, load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 from shoal.models.hub import local_folder
 from shoal.paths import user_path
 
+Report = Callable[[str], None]
 
-def load_model_tokenizer(model: ModelConfig, folder: Path | None) -> Tokenizer:
-    """The tokenizer of a config, with its added tokens. `folder` is that of the model, if there is one."""
+
+def load_model_tokenizer(
+    model: ModelConfig, folder: Path | None, data: DataConfig | None = None, report: Report = lambda sentence: None
+) -> Tokenizer:
+    """The tokenizer of a config, with its added tokens. `folder` is that of the model, if there is one. With neither,
+    `data` that is cells gives one."""
+    cells = data is not None and data.kinds == {"cells"}
+    if cells and folder is None and model.tokenizer is None:
+        assert data is not None
+        if model.add_tokens:
+            raise UserMistake("model.add_tokens: the tokens of cells are their genes; leave it out.")
+        return make_tokenizer(data, report)
+    found = _load(model, folder)
+    if cells and isinstance(found, GeneTokenizer):
+        assert data is not None
+        check_given(data, found)
+    return found
+
+
+def _load(model: ModelConfig, folder: Path | None) -> Tokenizer:
     name, added = model.tokenizer, model.add_tokens
     if name in BUILT_IN:
         return load_tokenizer(name, add_tokens=added)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shoal.catalogue.causal_models import why_not_packed
+from shoal.catalogue.objectives import objective_facts
 from shoal.config.load import load_config
 from shoal.config.mesh import length_multiple
 from shoal.config.resolve import with_precision
@@ -97,7 +98,7 @@ def evaluate_run(
         )
     sets = choose_sequences(config, loaded, overrides, report)
     micro_batch = _micro_batch(RunDirectory(run), config)
-    objective = find_objective(config)
+    objective = find_objective(config, loaded.tokenizer, sets.training.summary.classes)
     if isinstance(objective, Preference) and objective.precomputes:
         objective.references = References.read(run)
     module = _with_loss(loaded, config, objective, micro_batch, precision.autocast).eval()
@@ -119,7 +120,7 @@ def evaluate_run(
         metrics=found.metrics,
         tokens=found.weight,
         sequences=found.sequences,
-        counted=objective.counted if isinstance(objective, Preference) else "loss tokens",
+        counted=getattr(objective, "counted", "loss tokens"),
     )
 
 
@@ -157,9 +158,16 @@ def choose_sequences(
     assert loaded.config is not None
     held_out = None if names_other_data(loaded.config, config, overrides) else config.data.validation
     objective = config.train.objective
+    classes = class_names(loaded) if objective_facts(objective).classes else None
     if held_out is None or isinstance(held_out, str):  # training data is not needed, and may be a stream
         sequences = prepare(
-            config.data, loaded.tokenizer, report=report, path=held_out, not_apart=not_apart, objective=objective
+            config.data,
+            loaded.tokenizer,
+            report=report,
+            path=held_out,
+            not_apart=not_apart,
+            objective=objective,
+            classes=classes,
         )
         order = ShuffledOrder(len(sequences), config.seed, separate=len(sequences))
         summary = sequences.summary
@@ -169,8 +177,20 @@ def choose_sequences(
             f"{loaded.path} has no held-out data (data.validation is 0); give other data, such as data.path=FILE."
         )
     return prepare_sets(
-        config.data, loaded.tokenizer, seed=config.seed, report=report, not_apart=not_apart, objective=objective
+        config.data,
+        loaded.tokenizer,
+        seed=config.seed,
+        report=report,
+        not_apart=not_apart,
+        objective=objective,
+        classes=classes,
     )
+
+
+def class_names(loaded: LoadedRun) -> list[str]:
+    """The classes of a classifier, by their numbers."""
+    known = loaded.model.config.id2label
+    return [str(known[number]) for number in range(len(known))]
 
 
 def _with_loss(

@@ -20,7 +20,7 @@ from shoal.models.emulate import emulated_dtypes, emulated_matmuls
 from shoal.use.evaluate import names_other_data, read_config
 from shoal.use.examples import Example, held_out_examples
 from shoal.use.generate import end_tokens, refuse_unknown_tokens
-from shoal.use.load import LoadedRun, load_run
+from shoal.use.load import LoadedRun, able_to_write, load_run
 from shoal.use.prompt import room_for_answer
 from shoal.use.score import Score, call_score, exact_match
 
@@ -75,7 +75,7 @@ def evaluate_answers(
     config, every = _read_config(run, overrides)
     if output is not None and not output.parent.is_dir():
         raise UserMistake(f"{output} cannot be written: {output.parent} is not a folder.")
-    loaded = load_run(run, step=step, device=device, dtype=dtype)
+    loaded = able_to_write(load_run(run, step=step, device=device, dtype=dtype))
     asked = held_out_examples(config, loaded, every=every, most=examples, report=report)
     limit = tokens or _limit(loaded, asked)
     report(f"Generating {len(asked):,} answers of at most {limit} tokens, {min(batch, len(asked))} at a time.")

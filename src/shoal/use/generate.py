@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 from shoal.models.emulate import emulated_dtypes, emulated_matmuls
-from shoal.use.load import LoadedRun
+from shoal.use.load import LoadedRun, able_to_write
 from shoal.use.prompt import Prompt, make_prompt, room_for_answer
 
 # Tokens of the prompt that are decoded with the first new ones, to decide whether those begin with a space.
@@ -108,6 +108,7 @@ class Answer(Iterator[str]):
     """
 
     def __init__(self, loaded: LoadedRun, prompt: Prompt, sampling: Sampling) -> None:
+        able_to_write(loaded)
         self.text = ""
         self.ids: list[int] = []  # without the end token
         self.seed = random.SystemRandom().randrange(2**32) if sampling.seed is None else sampling.seed

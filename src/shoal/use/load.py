@@ -70,6 +70,13 @@ def load_run(
     raise no_run(run)
 
 
+def able_to_write(loaded: LoadedRun) -> LoadedRun:
+    """The same; a UserMistake if it is an encoder."""
+    if loaded.anatomy.of_encoder:
+        raise UserMistake(f"{loaded.path} is an encoder, which writes no text; use shoal embed or shoal predict.")
+    return loaded
+
+
 def choose_device(name: str) -> torch.device:
     """`auto` is the first CUDA device if there is one."""
     if name == "auto":

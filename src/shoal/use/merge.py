@@ -22,7 +22,7 @@ from shoal.models.names import sources_in_files
 from shoal.models.new_rows import ExtendedRows
 from shoal.models.nf4 import dequantize, quantize
 from shoal.models.prepare import PreparedModel
-from shoal.models.read_weights import locate_weights
+from shoal.models.read_weights import fresh_parameters, locate_weights
 from shoal.models.stored import InFile, InMemory, Stored, open_folder
 from shoal.models.tensor_slices import whole
 from shoal.models.weights import materialize
@@ -103,6 +103,9 @@ def base_weights(prepared: PreparedModel, base: Base, device: torch.device) -> d
             for name, one in {**dict(model.named_parameters()), **kept_buffers(model)}.items()
         }
     found = locate_weights(model, Path(base.folder), new_rows=prepared.new_rows)
+    dtype = next(iter(found.values())).dtype
+    fresh = {name: model.get_parameter(name) for name in fresh_parameters(model, Path(base.folder))}
+    found |= {name: InMemory(torch.zeros(one.shape, dtype=dtype)) for name, one in fresh.items()}  # as trained, later
     files = open_folder(Path(base.folder))
     sources = sources_in_files(model, files.files)
     # A buffer that is not in the files has its initial value, also in the merged model.

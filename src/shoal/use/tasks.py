@@ -11,7 +11,7 @@ from typing import Any
 import shoal.offline  # noqa: F401
 from shoal.mistakes import UserMistake, shortened, suggestion
 from shoal.models.emulate import emulated_dtypes, emulated_matmuls
-from shoal.use.load import load_run
+from shoal.use.load import able_to_write, load_run
 
 # Names that the harness adds to each metric: acc,none and acc_stderr,none.
 _STDERR = "_stderr"
@@ -79,7 +79,7 @@ def evaluate_tasks(
 
     manager = TaskManager(include_path=None if folder is None else str(folder))
     _refuse_unknown(manager, tasks)
-    loaded = load_run(run, step=step, device=device, dtype=dtype)
+    loaded = able_to_write(load_run(run, step=step, device=device, dtype=dtype))
     if chat and not loaded.tokenizer.chat_template:
         raise UserMistake(f"The tokenizer of {run} has no chat template; omit --chat.")
     from lm_eval import simple_evaluate

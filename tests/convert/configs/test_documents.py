@@ -262,14 +262,32 @@ training:
 """
 
 
-def test_what_waits_for_the_source_of_cells_is_named(tmp_path):
+def test_the_large_model_of_scmodelforge(tmp_path):
     found = translated(tmp_path, LARGE)
     holds(
         found, train__global_batch=256, train__steps=500_000, train__schedule__warmup=5000, data__streaming__chunk=10000
     )
     holds(found, run_dir="checkpoints", name="large-model", checkpoint__keep_best=3, log__every=50, data__workers=8)
-    waiting = {line.key for line in found.lines if line.outcome == "not carried" and "cells" in line.says}
-    assert waiting == {"data.paths", "data.gene_vocab", "data.max_genes", "tokenizer"}
+    holds(found, data__source="cells", data__path=["./data/preprocessed.h5ad"], data__max_length=4096)
+    holds(found, data__cells__gene_vocab="human_protein_coding", data__cells__max_genes=4096)
+    holds(found, data__cells__tokens="rank_value", data__cells__cls=True, train__mask_ratio=0.15)
+    holds(found, train__objective="masked_lm", model__shape__family="bert", model__shape__hidden=1024)
+    holds(found, model__shape__layers=12, model__shape__heads=16, model__shape__positions=4096, model__dropout=0.1)
+    assert [line.key for line in found.lines if line.outcome == "not carried"] == ["training.max_epochs"]
+    assert found.missing == ()
+
+
+def test_the_cells_of_scmodelforge_may_be_binned_and_masked_otherwise(tmp_path):
+    given = """
+data: {paths: a.h5ad, preprocessing: {normalize: null, hvg_selection: 2000, log1p: false}}
+tokenizer: {strategy: binned_expression, n_bins: 21, binning_method: uniform, prepend_cls: false,
+            masking: {random_replace_ratio: 0.2, keep_ratio: 0.2}}
+training: {num_gpus: 1}
+"""
+    found = translated(tmp_path, given)
+    holds(found, data__cells__tokens="binned", data__cells__bins=21, data__cells__binning="uniform")
+    holds(found, data__cells__cls=False, data__cells__highly_variable=2000, data__cells__log1p=False)
+    holds(found, train__masking__random=0.2, train__masking__mask=0.6)
 
 
 ZERO_2 = {

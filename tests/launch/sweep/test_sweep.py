@@ -144,7 +144,8 @@ def test_the_command_prints_json_and_fails_with_its_members(config: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "sentences"),
     [
-        (["train.lr=1e-3,fast"], ["train.lr=fast: override train.lr=fast"]),
+        (["train.lr=1e-3,fast"], ["override train.lr=fast: "]),
+        (["train.lrr=1e-3,3e-3"], ["train.lrr is not a key shoal knows. Did you mean lr?"]),
         (["train.lr=0.001,-1", "train.stepz=1,2"], ["stepz"]),
         (["data.path=text.txt,gone.txt,lost.txt"], ["gone.txt", "lost.txt"]),
         (["hardware.gpu=h200", "model.shape=gpt2,llama3-70b"], ["model.shape=llama3-70b: this does not fit"]),

@@ -2,12 +2,24 @@
 
 from shoal.convert.configs.draft import WORLD
 from shoal.convert.configs.fsdp import FSDP_KEYS
-from shoal.convert.configs.rules import Key, System, cannot, nothing, rule, to, under
-from shoal.convert.configs.values import count, number, precision, put_folder, put_loggers, put_optimizer, put_schedule
+from shoal.convert.configs.rules import Key, Rule, System, cannot, nothing, rule, to, under
+from shoal.convert.configs.values import (
+    count,
+    number,
+    precision,
+    put_folder,
+    put_loggers,
+    put_optimizer,
+    put_schedule,
+    truth,
+)
 
-CELLS = "data.source: cells is not built yet; it waits for that source"
-MASKED = "an encoder that learns masked tokens is not built yet"
-ARCHITECTURES = {"transformer_encoder": "bert"}
+CELLS = "data.source cells reads .h5ad files"
+ENCODER = "shoal trains encoders of the BERT family on masked genes"
+FINETUNE = "set train.objective: classify, data.label and model.from by hand"
+STRATEGIES = {"rank_value": "rank_value", "binned_expression": "binned", "binned": "binned"}
+HUMAN = "human_protein_coding"
+HUMAN_VOCABULARY = 20_480  # about 19,400 genes (HGNC), 4 special tokens, a multiple of 64
 
 
 @rule("parallel.strategy", says="an fsdp block means fsdp")
@@ -25,14 +37,89 @@ def _gpus(key: Key) -> None:
     key.become(WORLD, count(key.value), "a total there")
 
 
-@rule("model.shape", says=MASKED)
+@rule("model.shape.family", "train.objective")
 def _architecture(key: Key) -> None:
-    key.not_carried(f"{MASKED}: set model.from or model.shape")
+    if str(key.value) != "transformer_encoder":
+        key.not_carried(f"{ENCODER}: use transformer_encoder, or set model.from or model.shape")
+        return
+    key.become("model.shape.family", "bert", "BERT's layers: norms after them, as in torch's encoder layer")
+    if key.get("finetune") is None:
+        key.become("train.objective", "masked_lm")
 
 
-@rule("data.path", says=CELLS)
+def _of_the_encoder(ours: str) -> Rule:
+    """A size of the model, which is ours only if its architecture is."""
+
+    @rule(ours)
+    def translate(key: Key) -> None:
+        if str(key.get("model.architecture", "transformer_encoder")) == "transformer_encoder":
+            key.become(ours, count(key.value))
+        else:
+            key.not_carried(ENCODER)
+
+    return translate
+
+
+@rule("data.max_length", "model.shape.positions")
+def _length(key: Key) -> None:
+    key.become("data.max_length", count(key.value))
+    if key.get("model.architecture") == "transformer_encoder":
+        key.become("model.shape.positions", count(key.value))
+
+
+@rule("data.source", says="local: .h5ad files")
+def _source(key: Key) -> None:
+    if str(key.value) == "local":
+        key.become("data.source", "cells")
+    else:
+        key.not_carried(CELLS)
+
+
+@rule("data.path", "data.source")
 def _paths(key: Key) -> None:
-    key.not_carried(CELLS)
+    key.become("data.path", key.value)
+    key.become("data.source", "cells")
+
+
+@rule("data.cells.gene_vocab", says="a name needs its file: docs/cells.md")
+def _vocabulary(key: Key) -> None:
+    key.become("data.cells.gene_vocab", str(key.value))
+    if str(key.value) == HUMAN and key.get("model.vocab_size") is None and key.get("model.architecture") is not None:
+        key.become("model.shape.vocab", HUMAN_VOCABULARY, "room for its genes: raise it if the tokenizer needs more")
+
+
+@rule("data.cells.tokens")
+def _tokens(key: Key) -> None:
+    if (ours := STRATEGIES.get(str(key.value))) is None:
+        key.not_carried(f"data.cells.tokens has {', '.join(sorted(set(STRATEGIES.values())))}")
+    else:
+        key.become("data.cells.tokens", ours)
+
+
+@rule("train.masking.mask", "train.masking.random")
+def _masking(key: Key) -> None:
+    random = number(key.get("tokenizer.masking.random_replace_ratio", 0.1))
+    kept = number(key.get("tokenizer.masking.keep_ratio", 0.1))
+    key.become("train.masking.random", random)
+    key.become("train.masking.mask", round(1 - random - kept, 6), "the rest")
+
+
+@rule("data.cells.target_sum")
+def _normalization(key: Key) -> None:
+    if key.value in (None, "none", False):
+        key.become("data.cells.target_sum", 0.0)
+    elif str(key.value) == "library_size":
+        key.no_meaning("data.cells.target_sum is what cells are normalized to")
+    else:
+        key.not_carried("cells are normalized by their library size")
+
+
+@rule("train.objective")
+def _task(key: Key) -> None:
+    if str(key.value) == "masked_gene_prediction":
+        key.become("train.objective", "masked_lm")
+    else:
+        key.not_carried(ENCODER)
 
 
 @rule("data.streaming")
@@ -93,25 +180,48 @@ KEYS = {
     "training.num_workers": to("data.workers", count),
     "training.val_split": to("data.validation", number),
     **nothing("shoal train --resume goes on with the newest checkpoint", "training.resume_from"),
-    "data.source": nothing("what data.paths are", "x")["x"],
+    "data.source": _source,
     "data.paths": _paths,
+    "data.gene_vocab": _vocabulary,
+    "data.max_genes": to("data.cells.max_genes", count),
+    "data.preprocessing.normalize": _normalization,
+    "data.preprocessing.target_sum": to("data.cells.target_sum", number),
+    "data.preprocessing.hvg_selection": to("data.cells.highly_variable", count),
+    "data.preprocessing.log1p": to("data.cells.log1p", truth),
     "data.num_workers": to("data.workers", count),
     "data.streaming": _streaming,
     "data.streaming_chunk_size": _streaming,
     "data.streaming_shuffle_buffer": _streaming,
-    **cannot(CELLS, "gene_vocab max_genes preprocessing census multi_species", "data", unless=({},)),
-    **cannot(CELLS, "tokenizer", unless=({},)),
+    **cannot(CELLS, "census multi_species", "data", unless=({},)),
+    "tokenizer.strategy": _tokens,
+    "tokenizer.max_genes": to("data.cells.max_genes", count),
+    "tokenizer.gene_vocab": _vocabulary,
+    "tokenizer.prepend_cls": to("data.cells.cls", truth),
+    "tokenizer.n_bins": to("data.cells.bins", count),
+    "tokenizer.binning_method": to("data.cells.binning", str),
+    "tokenizer.masking.mask_ratio": to("train.mask_ratio", number),
+    "tokenizer.masking.random_replace_ratio": _masking,
+    "tokenizer.masking.keep_ratio": _masking,
     "model.architecture": _architecture,
-    "model.max_seq_len": to("data.max_length", count),
+    "model.hidden_dim": _of_the_encoder("model.shape.hidden"),
+    "model.num_layers": _of_the_encoder("model.shape.layers"),
+    "model.num_heads": _of_the_encoder("model.shape.heads"),
+    "model.ffn_dim": _of_the_encoder("model.shape.ffn"),
+    "model.vocab_size": _of_the_encoder("model.shape.vocab"),
+    "model.max_seq_len": _length,
     "model.dropout": to("model.dropout", number),
+    "model.pretraining_task": _task,
+    "model.mask_ratio": to("train.mask_ratio", number),
+    "model.n_bins": to("data.cells.bins", count),
+    **nothing("BERT's is gelu", "activation", "model"),
+    **nothing("the head of train.objective classify reads <cls>", "pooling", "model"),
     **cannot(
-        MASKED,
-        "hidden_dim num_layers num_heads ffn_dim pooling activation use_expression_values pretraining_task mask_ratio "
-        "vocab_size n_bins gene_loss_weight expression_loss_weight decoder_dim decoder_layers decoder_heads",
+        ENCODER,
+        "use_expression_values gene_loss_weight expression_loss_weight decoder_dim decoder_layers decoder_heads",
         "model",
     ),
     **cannot("evaluation is the loss of held-out sequences: eval.every counts steps", "eval", unless=({},)),
-    **cannot("fine-tuning of an encoder is not built yet", "finetune", unless=({},)),
+    **cannot(FINETUNE, "finetune", unless=({},)),
 }
 
 SCMODELFORGE = System(

@@ -84,7 +84,7 @@ def translate_configs(files: Sequence[Path], command: str = "") -> Translation:
     finish(draft)
     tree = draft.tree()
     missing = [key for key in NEEDED if key not in draft.values]
-    if "model.shape" in draft.values:
+    if any(key.startswith("model.shape") for key in draft.values):
         missing = [key for key in missing if key != "model.from"]
     if "data.source" in draft.values:
         missing = [key for key in missing if key != "data.path"]

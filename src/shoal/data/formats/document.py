@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shoal.data.formats.chat_template import ChatTemplate
 from shoal.data.sources import Record
-from shoal.mistakes import UserMistake
+from shoal.mistakes import UserMistake, suggestion
 
 Segment = tuple[str, bool]  # the text, and whether the loss counts it
 
@@ -23,6 +23,7 @@ class Document:
     continues: bool = False  # a document that the previous one of its file began
     continued: bool = False  # by the next
     desirable: bool | None = None  # the label of its answer, if it has one
+    label: str | None = None  # the name of its class, if examples have one
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Options:
 
     train_on: str = "answers"
     template: ChatTemplate | None = None
+    label: str | None = None  # `data.label`: the field with the class of an example
+    encoder: bool = False  # every document starts with the begin token, and any token of its text may be predicted
 
 
 def read_string(record: Record, key: str) -> str:
@@ -41,6 +44,24 @@ def read_string(record: Record, key: str) -> str:
         raise UserMistake(f"{record.where}: {key} must be a string, found {found}. {REMEDY}")
     check_unicode(record, key, value)
     return value
+
+
+def read_class(record: Record, key: str) -> str:
+    """The name of the class in the field called `key`: text, a number, or true or false."""
+    if key not in record.fields:
+        raise UserMistake(
+            f"data.label is {key}, but {record.where} has only {', '.join(record.fields) or 'no fields'}."
+            f"{suggestion(key, record.fields)}"
+        )
+    value = record.fields[key]
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, str | int | float) or value == "":
+        found = "empty" if value in (None, "") else f"a {type(value).__name__}"
+        raise UserMistake(f"{record.where}: the label {key} is {found}; it must be text or a number. {REMEDY}")
+    return str(value)
 
 
 def read_answer(record: Record, key: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from shoal.data.formats.chat import render_conversation
 from shoal.data.formats.choose import FORMATS, Format, check_keys, merge_segments, read_document
 from shoal.data.formats.conversation import Message, conversation, read_messages
-from shoal.data.formats.document import REMEDY, Document, Options, read_answer, read_string
+from shoal.data.formats.document import REMEDY, Document, Options, read_answer, read_class, read_string
 from shoal.data.sources import Record
 from shoal.mistakes import UserMistake, shortened
 
@@ -17,7 +17,10 @@ def read_documents(chosen: Format, record: Record, options: Options) -> tuple[Do
     """The documents of a record: one, or the two of a pair."""
     if chosen.unpaired:
         return read_labelled(record, options)
-    return read_pair(record, options) if chosen.pairs else (read_document(chosen, record, options),)
+    if chosen.pairs:
+        return read_pair(record, options)
+    document = read_document(chosen, record, options)
+    return (document if options.label is None else replace(document, label=read_class(record, options.label)),)
 
 
 def read_pair(record: Record, options: Options) -> tuple[Document, Document]:

@@ -15,6 +15,7 @@ from shoal.data import pack
 from shoal.data.cache import Report
 from shoal.data.encode import encode
 from shoal.data.formats.choose import Document
+from shoal.data.inspect.cells import read_some
 from shoal.data.inspect.documents import Documents, Numbered, has_records, long_documents, shown_path
 from shoal.data.inspect.fates import fates_of
 from shoal.data.inspect.spans import Span, decode_spans
@@ -44,6 +45,8 @@ class Example:
     continued: bool  # there is more of this document in its file, which is read in parts
     spans: list[Span]
     desirable: bool | None = None  # the label of its answer, if it has one
+    label: str | None = None  # the class of a cell
+    values: list[int] | None = None  # the bin of each token of a cell
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ def preview_source(
     objective: str = "causal_lm",
 ) -> SourcePreview:
     """Decode the chosen examples or sequences of one source. `not_apart` and `objective` are as in `prepare`."""
+    if find_source(data.source, data.path) == "cells":
+        return _preview_cells(data, tokenizer, choice, objective)
     if not has_records(data):
         return _preview_prepared(data, tokenizer, choice, report=report, cache=cache, not_apart=not_apart)
     reader = Documents(data, tokenizer, report=report, cache=cache, objective=objective)
@@ -131,6 +136,39 @@ def preview_source(
         first_skipped=reader.first_skipped,
         examples=examples,
         sequences=sequences,
+    )
+
+
+def _preview_cells(data: DataConfig, tokenizer: Tokenizer, choice: Choice, objective: str) -> SourcePreview:
+    """Some of the first cells, or drawn from all of them: they can be read from anywhere."""
+    shown, count = read_some(data, tokenizer, objective, first=choice.first, count=choice.count, seed=choice.seed)
+    examples = [
+        Example(
+            number=one.number,
+            where=one.where,
+            tokens=len(one.ids),
+            loss_tokens=int(one.trained.sum()),
+            fate="truncated" if one.left_out else "kept",
+            reason=f"{one.left_out:,} genes with lower expression do not fit" if one.left_out else None,
+            continued=False,
+            spans=decode_spans(tokenizer, one.ids, one.trained),
+            label=one.label,
+            values=one.values,
+        )
+        for one in shown
+    ]
+    return SourcePreview(
+        source="cells",
+        path=shown_path(data),
+        format=str(data.cells.tokens),
+        template=None,
+        separate=False,
+        max_length=data.max_length,
+        records=count,
+        skipped=0,
+        first_skipped=None,
+        examples=examples,
+        sequences=[],
     )
 
 

@@ -44,10 +44,14 @@ def _example_pieces(example: Example, characters: int | None, answer: str) -> It
     size = f"{_count(example.tokens, 'token')}, {example.loss_tokens:,} in the loss{answer}"
     if example.desirable is not None:
         size += ", desirable" if example.desirable else ", undesirable"
+    if example.label is not None:
+        size += f", {printable(example.label)}"
     fate = "" if example.fate == "kept" else f"  {example.fate}: {example.reason}"
     part = "  (the first part of a long document)" if example.continued else ""
     yield f"\nexample {example.number}  {printable(example.where)}  {size}{fate}{part}\n", "heading"
     yield from _span_pieces(example.spans, characters)
+    if example.values is not None:
+        yield from _span_pieces([Span("bins: " + " ".join(map(str, example.values)), trained=False)], characters)
 
 
 def _sequence_pieces(sequence: PackedSequence, preview: SourcePreview, characters: int | None) -> Iterator[Piece]:

@@ -11,7 +11,9 @@ import numpy as np
 from shoal.config.schema import DataConfig
 from shoal.data import pack
 from shoal.data.cache import Report
+from shoal.data.inspect.cells import CellStats, measure_cells
 from shoal.data.inspect.documents import Documents, has_records, long_documents, shown_path
+from shoal.data.inspect.lengths import Lengths, describe_lengths
 from shoal.data.progress import Progress
 from shoal.data.sequences import DOCUMENT, Sequences, StoredSequences
 from shoal.data.sources.find import find_source
@@ -19,27 +21,6 @@ from shoal.data.sources.record import Record
 from shoal.data.tokenizer_base import Tokenizer
 
 _TOKENS_AT_ONCE = 1 << 22
-
-
-@dataclass(frozen=True)
-class Bin:
-    """Documents with at least `shortest` and at most `longest` tokens."""
-
-    shortest: int
-    longest: int
-    documents: int
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """The lengths of documents in tokens, before any is truncated or split."""
-
-    mean: float
-    median: int
-    p90: int
-    p99: int
-    max: int
-    histogram: list[Bin]
 
 
 @dataclass(frozen=True)
@@ -92,6 +73,7 @@ class SourceStats:
     first_skipped: str | None
     duplicates: Duplicates | None
     packing: Packing
+    cells: CellStats | None = None  # of source cells
 
 
 def measure_source(
@@ -107,6 +89,9 @@ def measure_source(
     """The statistics of one source; `sequences` is what `prepare` made of it."""
     summary, length = sequences.summary, data.max_length
     lengths = document_lengths(sequences)
+    cells = None
+    if find_source(data.source, data.path) == "cells":
+        cells = measure_cells(data, tokenizer, sequences)
     # What has to fit a sequence: a document, or both of a pair.
     units = np.empty(0, np.int64) if lengths is None else lengths
     units = units.reshape(-1, 2).sum(axis=1) if summary.pairs else units
@@ -124,15 +109,16 @@ def measure_source(
         loss_tokens=summary.loss_tokens,
         loss_token_share=round(summary.loss_token_share, 4),
         lengths=None if lengths is None else describe_lengths(lengths),
-        longer=len(over),
+        longer=len(over) if cells is None else summary.truncated,
         long_documents=policy,
-        tokens_lost=lost,
+        tokens_lost=lost if cells is None else cells.tokens_lost,
         dropped=summary.dropped,
         empty=summary.empty,
         skipped=summary.skipped,
         first_skipped=summary.first_skipped,
         duplicates=find_duplicates(data, tokenizer, report=report, cache=cache, objective=objective),
         packing=_packing(data, sequences, lengths),
+        cells=cells,
     )
 
 
@@ -150,22 +136,6 @@ def document_lengths(sequences: Sequences) -> np.ndarray | None:
     if not len(firsts) or firsts[0] != 0:
         firsts = np.concatenate([[0], firsts])
     return np.diff(firsts, append=len(flags))
-
-
-def describe_lengths(lengths: np.ndarray) -> Lengths:
-    """Percentiles (lengths that occur, none in between) and a histogram whose bins double."""
-    median, p90, p99 = (int(one) for one in np.percentile(lengths, [50, 90, 99], method="higher"))
-    shortest, longest = int(lengths.min()), int(lengths.max())
-    lows = [1 << power for power in range(max(shortest.bit_length() - 1, 0), max(longest.bit_length(), 1))]
-    counts, _ = np.histogram(lengths, [*lows, lows[-1] * 2])
-    return Lengths(
-        mean=round(float(lengths.mean()), 1),
-        median=median,
-        p90=p90,
-        p99=p99,
-        max=longest,
-        histogram=[Bin(low, low * 2 - 1, int(count)) for low, count in zip(lows, counts, strict=True)],
-    )
 
 
 def _packing(data: DataConfig, sequences: Sequences, lengths: np.ndarray | None) -> Packing:

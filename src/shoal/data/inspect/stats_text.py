@@ -1,11 +1,14 @@
 """Statistics of a source for a person."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from shoal.data.inspect.cells import CellStats
+from shoal.data.inspect.lengths import Bin
 from shoal.data.inspect.spans import printable
-from shoal.data.inspect.stats import Bin, Filling, SourceStats
+from shoal.data.inspect.stats import Filling, SourceStats
 
 _WIDTH = 40
+_FILES = 8  # that are named
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -13,6 +16,9 @@ def source_lines(stats: SourceStats, max_length: int, *, titled: bool) -> Iterat
     """One line for each thing there is to say. `titled`: one of several sources."""
     if titled:
         yield f"{printable(stats.path or stats.source)}, weight {stats.weight:g}"
+    if stats.cells is not None:
+        yield from _cell_lines(stats, stats.cells)
+        return
     yield f"documents    {stats.documents:,} ({stats.source}, format {stats.format})"
     yield (
         f"tokens       {stats.tokens:,}; {stats.loss_tokens:,} in the loss, {stats.loss_token_share:.1%} of the labels"
@@ -47,6 +53,45 @@ def source_lines(stats: SourceStats, max_length: int, *, titled: bool) -> Iterat
     yield "packing      " + "; ".join(f"{name}: {_filling(one)}" for name, one in ways.items() if one is not None)
 
 
+def _cell_lines(stats: SourceStats, cells: CellStats) -> Iterator[str]:
+    yield f"cells        {stats.documents:,} in {len(cells.files):,} file{'s' if len(cells.files) > 1 else ''}"
+    yield f"genes        {cells.vocabulary:,} in the vocabulary; {cells.expressed:,} are expressed by some cell"
+    for file in cells.files[:_FILES]:
+        unknown = f", {file.unknown:,} not in the vocabulary" if file.unknown else ""
+        size = f"{file.cells:,} cells × {file.genes:,} genes"
+        yield f"             {printable(file.path)}: {size} ({file.matrix}){unknown}"
+    if len(cells.files) > _FILES:
+        yield f"             and {len(cells.files) - _FILES:,} more files"
+    yield f"tokens       {stats.tokens:,} ({cells.tokens})"
+    lengths = cells.genes_per_cell
+    yield (
+        f"expressed    median {lengths.median:,} genes per cell, mean {lengths.mean:,.1f}, 90% up to {lengths.p90:,}, "
+        f"most {lengths.max:,}"
+    )
+    yield from (f"             {line}" for line in _bars(lengths.histogram, cells.most_genes, "most that fit"))
+    if stats.longer:
+        yield (
+            f"too many     {stats.longer:,} cells ({stats.longer / stats.documents:.1%}) express more than "
+            f"{cells.most_genes:,} genes: {stats.tokens_lost:,} genes with lower expression are left out"
+        )
+    frequent = ", ".join(f"{printable(one.name)} {one.share:.0%}" for one in cells.frequent)
+    yield f"frequent     {frequent} of cells"
+    if cells.classes is not None:
+        yield f"classes      {len(cells.classes):,} of data.label"
+        widest = max(len(printable(one.name)) for one in cells.classes)
+        for one in cells.classes:
+            yield f"             {printable(one.name):<{widest}}  {one.cells:,} ({one.share:.1%})"
+    left_out = [
+        f"{number:,} {what}"
+        for number, what in (
+            (stats.dropped, "with too few genes or without a label"),
+            (stats.empty, "without a gene of the vocabulary"),
+        )
+        if number
+    ]
+    yield f"left out     {', '.join(left_out) or 'none'}"
+
+
 def _filling(filling: Filling) -> str:
     return f"{filling.sequences:,} sequences, {filling.filled:.1%} of their slots filled"
 
@@ -62,7 +107,7 @@ def _too_long(stats: SourceStats, max_length: int) -> str:
     return f"{what}; {done}, {stats.tokens_lost:,} tokens ({stats.tokens_lost / stats.tokens:.1%}) are lost"
 
 
-def _bars(bins: list[Bin], max_length: int) -> Iterator[str]:
+def _bars(bins: Sequence[Bin], max_length: int, what: str = "max_length") -> Iterator[str]:
     most = max(one.documents for one in bins)
     labels = [
         f"{one.shortest:,}–{one.longest:,}" if one.longest > one.shortest else f"{one.shortest:,}" for one in bins
@@ -73,5 +118,5 @@ def _bars(bins: list[Bin], max_length: int) -> Iterator[str]:
         if one.documents:
             eighths = max(eighths, 1)
         bar = _EIGHTHS[8] * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
-        limit = "  ← max_length" if one.shortest <= max_length <= one.longest else ""
+        limit = f"  ← {what}" if one.shortest <= max_length <= one.longest else ""
         yield f"{label:>{width}}  {bar:<{_WIDTH}} {one.documents:,}{limit}".rstrip()

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from shoal.catalogue.data_files import source_of_name, uncompressed_suffix
 from shoal.config.schema import DataConfig
+from shoal.data.cells.bundled import PREFIX, bundled_file
 from shoal.data.sources import hf
 from shoal.data.sources.columns import check_columns
 from shoal.data.sources.read import SOURCES, check_source, folder_suffixes
@@ -166,6 +167,8 @@ def _find_root(path: object, key: str, subset: str | None) -> Path | str:
 
 
 def _expand(source: str, entry: str, key: str) -> list[Path]:
+    if source == "cells" and entry.startswith(PREFIX):
+        return [bundled_file(entry, key)]
     location = user_path(entry, key)
     if location.is_file():
         return [location.absolute()]

@@ -18,6 +18,7 @@ from shoal.mistakes import UserMistake
 
 Reader = Callable[[Reading, OnBad], Iterator[Record]]
 TOKENS = "tokens"  # has no records: its files are memory-mapped as they are (data/token_files.py)
+CELLS = "cells"  # neither: cells are tokenized in slabs of many (data/cells)
 
 
 READERS: dict[str, Reader] = {
@@ -28,7 +29,7 @@ READERS: dict[str, Reader] = {
     "hf": read_hf,
     "chess": file_by_file(read_chess),
 }
-SOURCES = (*READERS, TOKENS)
+SOURCES = (*READERS, TOKENS, CELLS)
 
 
 def read_records(reading: Reading, on_bad: OnBad = stop) -> Iterator[Record]:
@@ -37,6 +38,8 @@ def read_records(reading: Reading, on_bad: OnBad = stop) -> Iterator[Record]:
     check_columns(reading.columns)
     if reading.source == TOKENS:
         raise UserMistake("data.source tokens holds token ids, which are not records.")
+    if reading.source == CELLS:
+        raise UserMistake("data.source cells holds expression of genes, which is not text.")
     records = READERS[reading.source](reading, on_bad)
     return rename_columns(records, reading.columns, on_bad) if reading.columns else records
 

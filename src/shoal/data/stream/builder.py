@@ -16,8 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from shoal.data.cache import build_folder, unusable_cache
+from shoal.data.cells.source import SLAB, CellTokenizer
+from shoal.data.cells.write import write_cells
 from shoal.data.formats.choose import Options
 from shoal.data.order import key_of, permute
+from shoal.data.progress import Progress
 from shoal.data.sources import Reading, Record, read_records
 from shoal.data.sources.find import PATH
 from shoal.data.stream.folder import ALL, NEXT, Cursor, StreamFolder, Want
@@ -43,6 +46,7 @@ class StreamJob:
     seed: int
     chunk: int  # records
     ahead: int  # chunks
+    cells: CellTokenizer | None = None  # for cells, which are no records
 
 
 class RecordStream:
@@ -73,6 +77,22 @@ class RecordStream:
         if self._following is None:
             self.cursor = Cursor(self.cursor.epoch + 1)
 
+    def write(self, path: Path) -> None:
+        """Write the next chunk into the folder `path`."""
+        job = self._job
+        write_sequences(
+            path,
+            job.settings,
+            self.take(job.chunk),
+            job.tokenizer,
+            options=job.options,
+            errors=self.errors,
+            report=lambda sentence: None,
+            where=name_files(job.reading.files),
+            key=PATH,
+            not_apart=job.not_apart,
+        )
+
     def _read(self, start: Cursor) -> Iterator[tuple[Record, Cursor]]:
         """Records, and the cursor after each."""
         # A dataset of several files in one folder is read as a whole.
@@ -89,10 +109,48 @@ class RecordStream:
                 yield record, Cursor(start.epoch, place, number)
 
 
+class CellStream:
+    """The same of cells, which are read in slabs: a cursor counts cells."""
+
+    def __init__(self, job: StreamJob, cursor: Cursor) -> None:
+        assert job.cells is not None
+        self._job, self._work, self.cursor = job, job.cells, cursor
+        self.errors = Errors(skip=False)
+        self._cells = [one.cells for one in self._work.cells.files]
+        count = len(self._cells)
+        self._order = permute(np.arange(count), count, key_of("shoal", "files", job.seed, cursor.epoch)).tolist()
+        self.ended = False
+
+    def write(self, path: Path) -> None:
+        """Write the next chunk, or what is left in the epoch, into the folder `path`. Moves the cursor along."""
+        ranges, left = [], self._job.chunk
+        place, first = self.cursor.file, self.cursor.record
+        while left and place < len(self._order):
+            number = self._order[place]
+            last = min(first + left, self._cells[number])
+            ranges += [(number, at, min(at + SLAB, last)) for at in range(first, last, SLAB)]
+            left -= last - first
+            place, first = (place, last) if last < self._cells[number] else (place + 1, 0)
+        self.ended = place == len(self._order)
+        self.cursor = Cursor(self.cursor.epoch + 1) if self.ended else Cursor(self.cursor.epoch, place, first)
+        write_cells(
+            path,
+            self._work,
+            ranges,
+            size=self._job.tokenizer.size,
+            key=PATH,
+            progress=Progress(lambda sentence: None),
+        )
+
+
+def open_at(job: StreamJob, cursor: Cursor, errors: Errors | None = None) -> RecordStream | CellStream:
+    return RecordStream(job, cursor, errors) if job.cells is None else CellStream(job, cursor)
+
+
 def build_chunks(job: StreamJob, starter_is_gone: Callable[[], bool]) -> None:
     """Build the chunks that readers need and some ahead of them, until there are no readers."""
     folder = StreamFolder(job.folder)
-    stream: RecordStream | None = None
+    stream: RecordStream | CellStream | None = None
     last_seen = time.monotonic()
     while True:
         wants = folder.wants()
@@ -108,7 +166,7 @@ def build_chunks(job: StreamJob, starter_is_gone: Callable[[], bool]) -> None:
             continue
         number, cursor = missing
         if stream is None or stream.ended or stream.cursor != cursor:
-            stream = RecordStream(job, cursor)
+            stream = open_at(job, cursor)
         stream = build_chunk(job, folder, number, stream)
 
 
@@ -124,7 +182,9 @@ def next_missing(folder: StreamFolder, wants: Sequence[Want], ahead: int) -> tup
     return None
 
 
-def build_chunk(job: StreamJob, folder: StreamFolder, number: int, stream: RecordStream) -> RecordStream:
+def build_chunk(
+    job: StreamJob, folder: StreamFolder, number: int, stream: RecordStream | CellStream
+) -> RecordStream | CellStream:
     """Write a chunk, which appears when it is complete. Records without anything to learn are passed over. Returns the
     stream after it."""
     begin = stream.cursor
@@ -133,24 +193,13 @@ def build_chunk(job: StreamJob, folder: StreamFolder, number: int, stream: Recor
         nonlocal stream
         while True:
             try:
-                write_sequences(
-                    path,
-                    job.settings,
-                    stream.take(job.chunk),
-                    job.tokenizer,
-                    options=job.options,
-                    errors=stream.errors,
-                    report=lambda sentence: None,
-                    where=name_files(job.reading.files),
-                    key=PATH,
-                    not_apart=job.not_apart,
-                )
+                stream.write(path)
                 break
             except NothingToLearn:
                 if stream.cursor.epoch > begin.epoch + 1 or (stream.ended and begin == Cursor(begin.epoch)):
                     raise  # in a whole epoch
                 if stream.ended:
-                    stream = RecordStream(job, stream.cursor, stream.errors)
+                    stream = open_at(job, stream.cursor, stream.errors)
         (path / NEXT).write_text(json.dumps(asdict(stream.cursor)))
         stream.errors.count, stream.errors.first = 0, None  # each chunk has its own
 

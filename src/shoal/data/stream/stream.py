@@ -23,10 +23,12 @@ import numpy as np
 
 from shoal.config.schema import DataConfig, StreamingConfig
 from shoal.data.cache import Report, unusable_cache
+from shoal.data.cells.source import find_cell_tokenizer
+from shoal.data.cells.write import FORMAT
 from shoal.data.content import read_states
-from shoal.data.formats.choose import Options, choose_format
+from shoal.data.formats.choose import choose_format
 from shoal.data.order import Order, StreamState, key_of, permute
-from shoal.data.prepare import LAYOUT, notes, reading_of, settings_of, template_of
+from shoal.data.prepare import LAYOUT, notes, options_of, reading_of, settings_of, template_of
 from shoal.data.sequences import Sequences, StoredSequences, Summary, open_sequences
 from shoal.data.sources import read_records
 from shoal.data.stream.builder import StreamJob
@@ -75,27 +77,34 @@ def open_stream(
     reading = reading_of(data, None, cache_root(cache), report)
     template, files = template_of(data, tokenizer), reading.files
     settings = settings_of(data, reading, template, not_apart, objective)
+    cells = None
+    if reading.source == "cells":
+        cells = find_cell_tokenizer(data, files, tokenizer, settings)
+        settings = replace(settings, format=FORMAT)
     if settings.format == "auto":  # one format for all chunks
         first = next(read_records(reading, Errors(skip=settings.on_error == "skip")), None)
         if first is not None:
             settings = replace(settings, format=choose_format("auto", first, objective).name)
     chunks_per_window = -(-wanted.shuffle_buffer // wanted.chunk)
     described = [tokenizer.fingerprint, content_of(files), seed, wanted.chunk, LAYOUT]
+    if cells is not None:
+        described.append(data.cells.model_dump(mode="json"))
     job = StreamJob(
         # Other files may have the same names and sizes: who shares chunks has to read the very same files.
         folder=cache_root(cache) / "stream" / _key_of([*described, settings.as_key(), read_states(files)]),
         settings=settings,
         reading=reading,
         tokenizer=tokenizer,
-        options=Options(settings.train_on, template),
+        options=options_of(settings, template),
         not_apart=not_apart,
         seed=seed,
         chunk=wanted.chunk,
         ahead=chunks_per_window,
+        cells=cells,
     )
     report(
         f"Streaming {len(files):,} file{'s' if len(files) > 1 else ''} ({settings.format}): chunks of {wanted.chunk:,} "
-        f"records, shuffled among {chunks_per_window * wanted.chunk:,}."
+        f"{'records' if cells is None else 'cells'}, shuffled among {chunks_per_window * wanted.chunk:,}."
     )
     # A run that stopped at a bad record had no other before: it goes on in the same order if that is skipped.
     content = _key_of([*described, replace(settings, on_error="").as_key(), chunks_per_window])
@@ -281,6 +290,10 @@ class StreamSequences(Sequences):
 
     def loss_tokens(self, indices: np.ndarray) -> np.ndarray:
         return self._each(indices, lambda part, local: part.loss_tokens(local))
+
+    def values(self, index: int) -> np.ndarray | None:
+        ((part, local, _),) = self._parts(np.array([index]))
+        return part.values(int(local[0]))
 
     def _each(self, indices: np.ndarray, count: Callable[[Sequences, np.ndarray], np.ndarray]) -> np.ndarray:
         found = np.empty(indices.size, dtype=np.int64)

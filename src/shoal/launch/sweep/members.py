@@ -78,7 +78,8 @@ def make_members(
             config = base.load(overrides)
             checked.check(config)
         except UserMistake as mistake:
-            mistakes.append(f"{' '.join(overrides)}: {mistake}" if overrides else str(mistake))
+            said = str(mistake)
+            mistakes.append(said if not overrides or said.startswith("override ") else f"{' '.join(overrides)}: {said}")
             continue
         if member is None:
             member = Member(member_name(index, overrides), overrides, digest_of(config))

@@ -1,0 +1,248 @@
+"""Results that others published, and the forecast's error on them, by source and by kind of training.
+
+python benchmarks/plan_published.py [--held-out] [--source NAME]
+
+The rows are `plan/published/rows.jsonl`, their sources `sources.json`, and models that the catalogue does not have
+`models.json`. A third of the sources is held out: no constant and no trait may be chosen with them in view, and their
+error is computed only with `--held-out`.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from plan_accuracy import TRAITS
+
+from shoal.catalogue.gpus import GPUS, LINKS, Link
+from shoal.catalogue.optimizers import OPTIMIZERS
+from shoal.catalogue.shapes import NAMED, ModelShape, block_matrices
+from shoal.config.mesh import Mesh
+from shoal.plan.machine import usual_network
+from shoal.plan.memory import forecast_memory
+from shoal.plan.run import FROZEN, Adapter, Run, Trained
+from shoal.plan.speed import forecast_speed
+from shoal.plan.systems import MEGATRON, SystemTraits
+from shoal.plan.terms import GIB
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "benchmarks" / "plan" / "published"
+# Share of a device's peak that no training reaches.
+POSSIBLE = 0.9
+UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
+# Systems without traits of their own are forecast as the nearest one that has some.
+NEAREST: dict[str, SystemTraits] = {
+    "oneflow": MEGATRON,
+    "llama3": MEGATRON,
+    "internevo": MEGATRON,
+    "flash-attention": MEGATRON,
+    "tensorflow-xla": replace(MEGATRON, fused_softmax="never"),
+    "pax": replace(MEGATRON, fused_softmax="never"),
+    # Until transformers 4.45 the logits that a model returned were the fp32 copy.
+    "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0),
+    # Its own AdamW then updated one parameter at a time.
+    "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False),
+    "fms": TRAITS["torchtitan"],
+    "nanogpt": TRAITS["autocast"],
+}
+# Keys of a row that describe the run and are fields of `Run`, under the same name.
+SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
+# Keys that say where a figure comes from, or that `_run` reads.
+OTHERS = {
+    *("source", "system", "model", "gpu", "gpus", "per_node", "mesh", "sequence", "accum", "adapter", "network"),
+    *("memory", "tokens_per_second_per_gpu", "unknown", "not_counted", "date"),
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """One row: a run that somebody published, with its memory or its speed."""
+
+    source: str
+    label: str
+    kind: str  # full, LoRA, QLoRA
+    run: Run | None  # None: the forecast cannot describe it
+    gib: float | None
+    memory_kind: str  # allocated, reserved, device (with the CUDA context)
+    tokens: float | None  # per second and GPU
+    unknown: str
+    unsaid: tuple[str, ...]  # what of the run the forecast cannot say
+    not_counted: str = ""  # why its speed says nothing about the forecast
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure with its forecast."""
+
+    row: Published
+    what: str  # memory, speed
+    published: float
+    forecast: float
+
+    @property
+    def error(self) -> float:
+        return self.forecast / self.published - 1
+
+
+@cache
+def sources() -> dict[str, dict[str, Any]]:
+    """Address, date and versions of every source, and whether it is held out."""
+    found: dict[str, dict[str, Any]] = json.loads((FOLDER / "sources.json").read_text())
+    return found
+
+
+def read_published(*, held_out: bool = False) -> list[Published]:
+    """The rows of the sources that are held out, or of those that are not."""
+    models = json.loads((FOLDER / "models.json").read_text())
+    lines = (FOLDER / "rows.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [_read(one, models) for one in found if sources()[one["source"]]["held_out"] is held_out]
+
+
+def _read(line: dict[str, Any], models: dict[str, Any]) -> Published:
+    adapter = line.get("adapter")
+    kind = "full" if adapter is None else "QLoRA" if adapter.get("quantize") else "LoRA"
+    unsaid = [key for key in line if key not in SETTINGS | OTHERS]
+    run: Run | None = None
+    if line["gpu"] not in GPUS:
+        unsaid.append(line["gpu"])
+    elif line.get("optimizer", "adamw") not in OPTIMIZERS:
+        unsaid.append(line["optimizer"])
+    else:
+        shape = NAMED[line["model"]] if line["model"] in NAMED else ModelShape(**models[line["model"]])
+        run = _run(line, shape)
+    value, unit, memory_kind = line.get("memory", (math.nan, "GiB", ""))
+    mesh = " ".join(f"{axis}{degree}" for axis, degree in line["mesh"].items() if degree > 1)
+    extra = [kind] if kind != "full" else []
+    extra += [str(line[key]) for key in ("optimizer", "offload") if key in line]
+    label = (
+        f"{line['system']} {line['model']} {' '.join(extra)}, {line['gpus']} × {line['gpu']}, {line['strategy']} "
+        f"{mesh}, {line['micro_batch']} × {line['sequence']} × {line['accum']}, recompute {line['recompute']}, "
+        f"{line['precision']}"
+    )
+    return Published(
+        line["source"],
+        " ".join(label.split()).replace(" ,", ","),
+        kind,
+        run,
+        None if math.isnan(value) else value * UNITS[unit],
+        memory_kind,
+        line.get("tokens_per_second_per_gpu"),
+        line["unknown"],
+        tuple(unsaid),
+        line.get("not_counted", "") or (_impossible(run, line) if run is not None else ""),
+    )
+
+
+def _impossible(run: Run, line: dict[str, Any]) -> str:
+    """A sentence if the published speed is more than the device's peak: then something else than stated was run."""
+    blocks, head = run.shape.layers * block_matrices(run.shape), run.shape.vocab * run.shape.hidden
+    needed = 4 * (blocks + head) + 2 * (blocks + head) * (run.adapter is None)
+    needed += 2 * blocks * (run.recompute == "full")
+    peak = run.gpu.fp8 if run.precision == "fp8" else run.peak
+    share = line.get("tokens_per_second_per_gpu", 0.0) * needed / (peak or run.peak)
+    return f"matmuls alone would need {share:.2f} of the device's peak" if share > POSSIBLE else ""
+
+
+def _run(line: dict[str, Any], shape: ModelShape) -> Run:
+    gpu = GPUS[line["gpu"]]
+    if line["system"] == "litgpt":
+        shape = replace(shape, tied=False)  # its models have a head of their own
+    network = LINKS[usual_network(gpu)]
+    if "network" in line:
+        network = Link("given", line["network"]["gb_per_second"] * 1e9, 10e-6)
+    traits = TRAITS.get(line["system"]) or NEAREST[line["system"]]
+    adapter = None
+    if line.get("adapter") is not None:
+        given = dict(line["adapter"])
+        adapter = Adapter(given.pop("rank"), tuple(given.pop("targets")), **given)
+    settings = {key: value for key, value in line.items() if key in SETTINGS and key not in OTHERS}
+    precision = line["precision"]
+    return Run(
+        **{
+            **settings,
+            "shape": shape,
+            "gpu": gpu,
+            "link": LINKS[gpu.link],
+            "network": network,
+            "length": line["sequence"],
+            "devices": line["per_node"],
+            "mesh": Mesh(**line["mesh"]),
+            "grad_accum_steps": line["accum"],
+            "reduce_bytes": 2 if precision == "bf16-true" or traits.masters_with_optimizer else 4,
+            "adapter": adapter,
+            "trained": Trained() if adapter is None else FROZEN,
+            "traits": traits,
+        }
+    )
+
+
+def compare(rows: list[Published], *, all_counted: bool = False) -> list[Figure]:
+    """Every figure that the forecast can say something about; `all_counted`: also those that are not counted."""
+    found = []
+    for row in rows:
+        if row.run is None:
+            continue
+        if row.gib is not None:
+            memory = forecast_memory(row.run)
+            of_kind = {
+                "allocated": memory.allocated,
+                "reserved": memory.reserved,
+                "device": memory.reserved + memory.context,
+            }
+            found.append(Figure(row, "memory", row.gib, of_kind[row.memory_kind] / GIB))
+        if row.tokens is not None and (all_counted or not row.not_counted):
+            found.append(Figure(row, "speed", row.tokens, forecast_speed(row.run).tokens_per_second_per_gpu))
+    return found
+
+
+def errors(figures: list[Figure]) -> tuple[float, float, float]:
+    """(median, 90th percentile, bias)."""
+    sizes = sorted(abs(one.error) for one in figures)
+    worst = sizes[min(len(sizes) - 1, math.ceil(0.9 * len(sizes)) - 1)]
+    return statistics.median(sizes), worst, statistics.median(one.error for one in figures)
+
+
+def print_errors(name: str, figures: list[Figure]) -> None:
+    cells = [name.ljust(34)]
+    for what in ("memory", "speed"):
+        some = [one for one in figures if one.what == what]
+        if not some:
+            cells.append(" " * 44)
+            continue
+        median, ninety, bias = errors(some)
+        cells.append(f"{what} {len(some):4}: {median:5.0%} median {ninety:5.0%} 90% {bias:+5.0%} bias")
+    print("  ".join(cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The forecast's error on published results.")
+    parser.add_argument("--held-out", action="store_true", help="only the sources that are kept aside")
+    parser.add_argument("--source", help="every row of one source")
+    arguments = parser.parse_args()
+    rows = read_published(held_out=arguments.held_out)
+    figures = compare(rows)
+    if arguments.source:
+        for one in sorted(
+            (each for each in figures if each.row.source == arguments.source), key=lambda e: -abs(e.error)
+        ):
+            print(f"{one.error:+5.0%} {one.what} {one.published:9.1f} → {one.forecast:9.1f}  {one.row.label}")
+        return
+    print_errors("all", figures)
+    for kind in ("full", "LoRA", "QLoRA"):
+        print_errors(kind, [one for one in figures if one.row.kind == kind])
+    for name in sources():
+        some = [one for one in figures if one.row.source == name]
+        if some:
+            print_errors(name, some)
+    unsaid = {one for row in rows for one in row.unsaid}
+    for what in sorted(unsaid):
+        print(f"cannot say: {what} in {sum(what in row.unsaid for row in rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

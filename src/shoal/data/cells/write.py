@@ -1,0 +1,160 @@
+"""Cells to a folder of prepared sequences, one cell each, by worker processes where there are many."""
+
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+
+from shoal.data import workers
+from shoal.data.cells.source import CellTokenizer
+from shoal.data.cells.tokens import CellTokens
+from shoal.data.progress import Progress
+from shoal.data.sequences import (
+    DOCUMENT_LENGTHS,
+    LABELS,
+    VALUES,
+    ArrayWriter,
+    Summary,
+    hash_sequences,
+    write_array,
+    write_summary,
+)
+from shoal.data.tokenize import NothingToLearn
+from shoal.data.tokenizer_base import disable_threads
+from shoal.data.write import number_classes
+from shoal.mistakes import UserMistake
+
+WORTH_WORKERS = 32  # slabs; fewer are tokenized in this process
+FORMAT = "cells"
+Range = tuple[int, int, int]  # the file, the first cell, and the last one, which is not included
+
+
+def write_cells(
+    folder: Path,
+    work: CellTokenizer,
+    ranges: Iterable[Range],
+    *,
+    size: int,
+    key: str,
+    progress: Progress,
+    classes: Sequence[str] | None = None,
+) -> None:
+    """Write the cells of `ranges` into `folder`, for `open_sequences`. `size`: of the vocabulary; `key`: the config's
+    name of the data; `classes`: the only ones that cells may have."""
+    dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.int32)
+    binned, total = work.scheme.binned, work.cells.count
+    lengths: list[np.ndarray] = []
+    whole: list[np.ndarray] = []
+    labels: list[str] = []
+    empty = few = done = unlabelled = 0
+    of_files = [one.labels for one in work.cells.files]
+    progress.begin()
+    with (
+        ArrayWriter(folder / "tokens.npy", dtype) as tokens,
+        ArrayWriter(folder / "flags.npy", np.dtype(np.uint8)) as flags,
+        ArrayWriter(folder / VALUES, np.dtype(np.int16)) as values,
+        closing(_tokenize(work, ranges)) as tokenized,
+    ):
+        for (number, first, last), made in tokenized:
+            empty += int(made.empty.sum())
+            few += int((~made.kept & ~made.empty).sum())
+            if (column := of_files[number]) is not None:
+                here = [column[first + place] for place in np.flatnonzero(made.kept).tolist()]
+                made, here, missing = _labelled(made, here, work, number)
+                unlabelled += missing
+                labels += here
+            tokens.append(made.ids)
+            flags.append(made.flags)
+            if made.values is not None:
+                values.append(made.values)
+            lengths.append(made.lengths)
+            whole.append(made.whole)
+            done += last - first
+            progress.tick("Tokenizing", done, "cells", done / max(total, 1))
+        encoder = work.scheme.encoder
+        if encoder:  # every token of a cell is an input, so its sequence ends one later; that one is never read
+            tokens.append(np.array([work.scheme.end]))
+            flags.append(np.zeros(1))
+            values.append(np.zeros(1 if binned else 0))
+    if not binned:
+        (folder / VALUES).unlink()
+    each = np.concatenate([np.empty(0, np.int64), *lengths])
+    if not len(each):
+        raise NothingToLearn(
+            f"None of the {done:,} cells in {key} is left: {empty:,} express no gene of the vocabulary, {few:,} fewer "
+            f"than data.cells.min_genes {work.scheme.cells.min_genes}."
+        )
+    ends = np.cumsum(each)
+    starts, ends = ends - each, ends + int(encoder)
+    counted = each - 2 if encoder else each - 1
+    if of_files and of_files[0] is not None:
+        names, numbers = number_classes(labels, classes, key)
+        write_array(folder / LABELS, numbers)
+    else:
+        names = None
+    before = np.concatenate(whole)
+    write_array(folder / DOCUMENT_LENGTHS, before)
+    write_array(folder / "starts.npy", starts)
+    write_array(folder / "ends.npy", ends)
+    write_array(folder / "loss_tokens.npy", counted.astype(np.int32))
+    inputs, trained = int((ends - starts - 1).sum()), int(counted.sum())
+    write_summary(
+        folder,
+        Summary(
+            format=FORMAT,
+            joined=False,
+            separate=False,
+            documents=len(each),
+            tokens=int(each.sum()),
+            sequences=len(each),
+            longest=int((ends - starts).max()) - 1,
+            loss_tokens=trained,
+            loss_token_share=trained / inputs,
+            content=hash_sequences(folder),
+            truncated=int((before > each).sum()),
+            dropped=few + unlabelled,
+            empty=empty,
+            encoder=encoder,
+            classes=names,
+        ),
+    )
+
+
+def _labelled(
+    made: CellTokens, labels: list[str], work: CellTokenizer, number: int
+) -> tuple[CellTokens, list[str], int]:
+    """The cells that have a label. A UserMistake for those without, unless they are skipped."""
+    if "" not in labels:
+        return made, labels, 0
+    if work.on_empty == "stop":
+        raise UserMistake(
+            f"{work.cells.files[number].path} has cells without a value in the column of data.label. Fill it, or set "
+            "data.on_error: skip to leave them out."
+        )
+    keep = np.array([label != "" for label in labels])
+    each = np.repeat(keep, made.lengths)
+    kept = CellTokens(
+        made.ids[each],
+        made.flags[each],
+        made.lengths[keep],
+        None if made.values is None else made.values[each],
+        made.whole[keep],
+        made.kept,
+        made.counts,
+        made.empty,
+    )
+    return kept, [label for label in labels if label], int((~keep).sum())
+
+
+def _tokenize(work: CellTokenizer, ranges: Iterable[Range]) -> Generator[tuple[Range, CellTokens], None, None]:
+    """The tokens of each slab, in order."""
+    every = iter(ranges)
+    begun = list(islice(every, WORTH_WORKERS))
+    if len(begun) == WORTH_WORKERS and (count := workers.choose_workers()):
+        listed = [*begun, *every]
+        with closing(workers.map_in_order(work, listed, count, disable_threads)) as made:  # type: ignore[type-var]
+            yield from zip(listed, made, strict=True)
+    else:
+        yield from ((one, work(one)) for one in chain(begun, every))

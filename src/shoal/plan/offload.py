@@ -1,0 +1,71 @@
+"""Time of what is kept in host memory: activations, weights and optimizer state, and the optimizer step of the host."""
+
+from shoal.plan.activations import block_input, block_kept
+from shoal.plan.compute import BlockCompute, block_compute
+from shoal.plan.layout import Rank
+from shoal.plan.run import Run
+from shoal.plan.states import held_weights, optimizer_bytes, trained_parameters
+from shoal.plan.terms import Term, group, leaf
+
+# Share of the nominal bandwidth of the link to the host that copies of pinned memory reach.
+HOST_LINK_SHARE = 0.8
+# Bytes per second that a file of optimizer state is read and written at.
+NVME = 3e9
+# Nominal memory bandwidth of a socket of the hosts of each generation: six channels of DDR4-2666, eight of DDR4-3200,
+# eight of DDR5-4800. Machines whose devices have NVLink or its like have two sockets.
+SOCKETS = {"volta": 128e9, "ampere": 205e9, "hopper": 307e9}
+# The share of it that a vectorized Adam reaches: 0.22 to 0.26 s per billion parameters, of 28 bytes each, with
+# DeepSpeedCPUAdam on the two sockets of a DGX-2 (ZeRO-Offload, arXiv 2101.06840, table 4).
+HOST_ADAM = 0.44
+# Bytes that a step moves per parameter: weight, gradient and two moments are read, all but the gradient written.
+STEP_BYTES = 28
+
+
+def host_link(run: Run) -> float:
+    """Bytes per second between a device and its host's memory, in either direction."""
+    return run.gpu.host_link.bytes_per_second * HOST_LINK_SHARE
+
+
+def host_adam(run: Run) -> float:
+    """Bytes per second at which a host runs the optimizer step, for all of its ranks together."""
+    capability = run.gpu.compute_capability or (9, 0)
+    generation = "volta" if capability < (8, 0) else "ampere" if capability < (9, 0) else "hopper"
+    sockets = 2 if run.gpu.link.startswith(("nvlink", "xgmi")) else 1
+    return sockets * SOCKETS[generation] * HOST_ADAM
+
+
+def activation_transfer(run: Run, block: BlockCompute) -> float:
+    """Seconds per block in which compute waits for the transfer of its activations to the host, and back."""
+    if not run.offloads_inputs and not run.offloads_activations:
+        return 0.0
+    seconds = (block_kept(run).amount if run.offloads_activations else block_input(run)) / host_link(run)
+    return max(0.0, seconds - block.forward) + max(0.0, seconds - block.backward)
+
+
+def steps_on_host(run: Run) -> bool:
+    """Whether the host runs the optimizer step. DeepSpeed's does whatever is offloaded."""
+    return run.offload == "cpu" or (run.offload == "optimizer" and run.traits.masters_with_optimizer)
+
+
+def offloaded_state(run: Run, rank: Rank) -> Term:
+    """Seconds per step for weights and optimizer state in host memory."""
+    if run.offload == "none" and not run.paged_optimizer:
+        return group("offload")
+    if not steps_on_host(run):
+        moved = 2 * optimizer_bytes(run, rank) / run.optimizer_shards
+        return leaf("optimizer state transfer", moved / (host_link(run) if run.offload != "nvme" else NVME))
+    trained, block = trained_parameters(run, rank), block_compute(run)
+    gradients = trained * (run.reduced_bytes if run.traits.masters_with_optimizer else run.weight_bytes)
+    gradients /= run.optimizer_shards * host_link(run)
+    if run.offload == "cpu":
+        # Before the forward and the backward pass of every micro-batch, while the block before is computed.
+        weights = held_weights(run, rank) / host_link(run)
+        ahead = max(weights / max(1, rank.blocks), weights - block.forward * rank.blocks)
+        back = max(weights / max(1, rank.blocks), weights + gradients - block.backward * rank.blocks)
+        moved = (ahead + back) * run.grad_accum_steps
+    else:
+        # Gradients during the backward pass, and updated weights in 16 bits after the step.
+        updated = trained * run.updated_bytes / run.optimizer_shards / host_link(run)
+        moved = max(0.0, gradients - block.backward * rank.blocks) * run.grad_accum_steps + updated
+    stepping = trained / run.optimizer_shards * STEP_BYTES * run.devices / host_adam(run)
+    return group("offload", leaf("exposed weight transfer", moved), leaf("CPU optimizer step", stepping))

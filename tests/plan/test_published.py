@@ -1,0 +1,82 @@
+"""The published results of other sources: what they hold, which are held out, and the error of the forecast on them."""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+FOLDER = BENCHMARKS / "plan" / "published"
+
+
+@cache
+def script() -> Any:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import plan_errors
+        import plan_published
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return plan_published, plan_errors
+
+
+def test_every_row_has_a_source_with_an_address_and_says_what_is_unknown():
+    sources = json.loads((FOLDER / "sources.json").read_text())
+    rows = [json.loads(line) for line in (FOLDER / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) > 400
+    assert {row["source"] for row in rows} == set(sources)
+    assert all("http" in one["address"] and one["date"] for one in sources.values())
+    assert all("unknown" in row and ("memory" in row or "tokens_per_second_per_gpu" in row) for row in rows)
+    assert sum(one["held_out"] for one in sources.values()) == len(sources) // 3
+
+
+def test_held_out_rows_are_read_only_when_asked_for():
+    published, _ = script()
+    given, held = (published.read_published(held_out=which) for which in (False, True))
+    assert not {row.source for row in given} & {row.source for row in held}
+    assert all(published.sources()[row.source]["held_out"] for row in held)
+
+
+def test_the_error_on_sources_never_seen_is_bounded():
+    published, _ = script()
+    figures = published.compare(published.read_published())
+    for what, median in (("memory", 0.14), ("speed", 0.17)):
+        some = [one for one in figures if one.what == what]
+        assert len(some) > 100
+        assert published.errors(some)[0] < median
+
+
+@pytest.mark.slow
+def test_the_written_errors_are_those_of_this_code():
+    published, report = script()
+    figures = published.compare(published.read_published())
+    written = json.loads((FOLDER / "errors.json").read_text())
+    assert written == {name: report.cells(some) for name, some in report.groups(figures)}, "run plan_errors.py"
+
+
+def test_a_constant_is_replaced_for_its_own_source_and_put_back():
+    _, report = script()
+    before = dict(report.FAMILIES)
+    with report.without(report.WITHOUT[0]):
+        assert report.FAMILIES["a100-80gb"] != before["a100-80gb"]
+    assert before == report.FAMILIES
+
+
+def test_a_speed_above_the_peak_of_the_device_is_not_counted():
+    published, _ = script()
+    rows = [row for row in published.read_published() if "peak" in row.not_counted]
+    assert rows
+    assert not {one.row for one in published.compare(rows)} & {row for row in rows if row.gib is None}
+    assert all(one.what == "memory" for one in published.compare(rows))
+
+
+@pytest.mark.parametrize("name", ["docs/plan.md", "README.md"])
+def test_the_documents_have_the_table(name):
+    _, report = script()
+    text = (BENCHMARKS.parent / name).read_text()
+    table = text[text.index(report.BEGIN) : text.index(report.END)]
+    written = json.loads((FOLDER / "errors.json").read_text())
+    assert all(f"| {' | '.join([row, *cells])} |" in table for row, cells in written.items())

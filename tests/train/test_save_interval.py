@@ -1,0 +1,69 @@
+"""`checkpoint.every: auto`: the interval is measured once, the same on all ranks, and kept by a resumed run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal import api
+from shoal.plan.goodput import Conditions, best_every
+from tests.harness import settings, train_on
+
+STEPS = 16
+# So often interrupted that the best interval is a few steps of this tiny run: every third of a second, with two ranks.
+AUTO = {"checkpoint__every": "auto", "checkpoint__keep": 99, "hardware__mtbf_hours": 2e-4, "log__every": 1}
+
+
+def config_of(data: Path, **changes: Any) -> dict[str, Any]:
+    short = {"train__steps": STEPS, "data__max_length": 48, "data__train_on": "all", "data__validation": 0.0}
+    return settings(data, **{**short, **AUTO, **changes})
+
+
+def saved_steps(run: Path) -> list[int]:
+    return sorted(int(folder.name.split("-")[-1]) for folder in (run / "checkpoints").glob("step-*"))
+
+
+def interval(run: Path, step: int) -> dict[str, float]:
+    (folder,) = (one for one in (run / "checkpoints").glob("step-*") if int(one.name.split("-")[-1]) == step)
+    found: dict[str, float] = json.loads((folder / "progress.json").read_text())["interval"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_on(2, config_of(instructions), tmp_path_factory.mktemp("auto"))
+
+
+def test_auto_is_measured_agreed_on_and_recorded(run: Path, instructions: Path) -> None:
+    last = interval(run, STEPS)
+    assert last["world_size"] == 2
+    assert last["step_seconds"] > 0
+    chosen = json.loads((run / "plan.json").read_text())["chosen"]
+    assert chosen["checkpoint_every"] == last["every"]
+    config = api.load_config(run / "config.yaml")
+    assert config.checkpoint.every == "auto", "the run keeps what was asked for"
+    conditions = Conditions(2e-4 * 3600 / 2, 900.0, 0.1, last["written"])
+    if last["written"]:
+        assert last["every"] == best_every(conditions, last["step_seconds"], config)
+    # A longer step means fewer steps; a checkpoint that takes longer to write is not begun before it is complete.
+    assert best_every(conditions, 10 * last["step_seconds"], config) < best_every(conditions, 1e-4, config)
+    assert best_every(replace(conditions, written=60.0), 0.5, config) == 120
+
+
+def test_a_resumed_run_goes_on_with_the_interval_unless_the_ranks_changed(
+    run: Path, instructions: Path, tmp_path: Path
+) -> None:
+    before = interval(run, STEPS)
+    longer = config_of(instructions, train__steps=STEPS + 2)
+    again = train_on(2, longer, run.parent, resume=True)
+    after = interval(again, STEPS + 2)
+    assert {key: after[key] for key in ("world_size", "every", "step_seconds")} == {
+        key: before[key] for key in ("world_size", "every", "step_seconds")
+    }
+    expected = [step for step in (STEPS + 1, STEPS + 2) if step % before["every"] == 0 or step == STEPS + 2]
+    assert [step for step in saved_steps(again) if step > STEPS] == expected
+    alone = train_on(1, config_of(instructions, train__steps=STEPS + 4), run.parent, resume=True)
+    assert interval(alone, STEPS + 4)["world_size"] == 1
+    assert interval(alone, STEPS + 4)["step_seconds"] == 0, "not measured again yet"
