@@ -46,8 +46,6 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False),
-    # Its loss is one kernel over all logits, and its adapters are in the compute dtype.
-    "unsloth": replace(TRAITS["huggingface-bf16"], loss_kernel="always", peft=False),
     "fms": TRAITS["torchtitan"],
     "nanogpt": TRAITS["autocast"],
 }
@@ -152,6 +150,8 @@ def _impossible(run: Run, line: dict[str, Any]) -> str:
 
 def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     gpu = GPUS[line["gpu"]]
+    if line["system"] == "litgpt":
+        shape = replace(shape, tied=False)  # its models have a head of their own
     network = LINKS[usual_network(gpu)]
     if "network" in line:
         network = Link("given", line["network"]["gb_per_second"] * 1e9, 10e-6)

@@ -184,6 +184,19 @@ def test_models_with_grouped_keys_and_no_gate_are_forecast(tmp_path):
     assert found["parameters"] / 1e9 == pytest.approx(341.0, rel=0.001)
 
 
+def test_accumulation_without_sync_holds_unsharded_gradients_and_reduces_once_a_step():
+    plain = make_run("llama3-8b", precision="bf16-true", mesh=Mesh(dp_shard=8), strategy="fsdp", grad_accum_steps=4)
+    without = replace(plain, traits=replace(plain.traits, unsharded_accumulation=True))
+    (rank,) = ranks(plain.shape, 1, "1f1b")
+    assert states(plain, rank).unreduced.amount == 0
+    assert states(without, rank).unreduced.amount == 8 * states(plain, rank).gradients.amount * plain.reduce_bytes / 2
+    assert forecast_memory(without).allocated > forecast_memory(plain).allocated
+    once = replace(without, grad_accum_steps=1)
+    assert states(once, rank).unreduced.amount == 0
+    slow = {"link": LINKS["ethernet-10"], "network": LINKS["ethernet-10"]}
+    assert seconds(replace(without, **slow)) < seconds(replace(plain, **slow))
+
+
 TECHNIQUES = (
     "train.optimizer.name=adafactor",
     "train.optimizer.in_backward=true",

@@ -259,9 +259,8 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
         # Eager kernels write and read the full scores about ten times, a compiled or fused softmax four times.
         scores = run.tokens * run.length * shape.heads / run.mesh.tp
         full = 4 * run.tokens * run.length * shape.query_width / run.mesh.tp
-        each = (FUSED_SCORES if run.compiled or run.traits.fused_softmax else EAGER_SCORES) + (
-            DROPPED_SCORES if run.attention_dropout else 0
-        )
+        each = FUSED_SCORES if run.fuses_softmax else EAGER_SCORES
+        each += DROPPED_SCORES if run.attention_dropout else 0
         moved = scores * each / (run.gpu.memory_bandwidth * STREAMED)
         ahead = full / (run.peak * reached.matmuls) + moved
         return Seconds(ahead, 2 * ahead)

@@ -146,7 +146,7 @@ def _attention_elsewhere(config: Config, shape: ModelShape, machine: Machine, tr
     if config.model.attention == "eager":
         return "scores"
     if has_documents(config):
-        return "dense mask"
+        return "fused" if traits.variable_lengths else "dense mask"
     # SDPA has no fused kernel for grouped keys in fp32 and before Ampere, unless they are repeated for every query.
     flash = (machine.gpu.compute_capability or AMPERE) >= AMPERE and config.train.precision != "32-true"
     grouped = shape.kv_heads != shape.heads and not traits.repeats_keys and not machine.is_cpu

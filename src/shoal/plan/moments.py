@@ -8,7 +8,7 @@ from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
 from shoal.plan.run import Run
-from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, block_bytes, states, trained_parameters
+from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, adapted, block_bytes, states, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
 # Elements of DeepSpeed's contiguous gradient bucket (reduce_bucket_size), by default.
@@ -39,7 +39,7 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     # keeps its buckets.
     accumulating = run.grad_accum_steps > 1 or run.data_parallelism.ddp
     before = held.gradients if accumulating else none
-    if run.sharded and run.mesh.pp > 1:
+    if run.sharded and (run.mesh.pp > 1 or run.accumulates_unsharded):
         before = none  # unsharded ones are accumulated instead, and reduce-scattered at the end of the step
     buffers = _communication_buffers(run, rank)
     base = (held.weights, held.optimizer)
@@ -102,6 +102,8 @@ def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
         )
     )
     gradients = none if run.sharded and run.mesh.pp > 1 else held.gradients
+    # The last backward pass reduces them block by block.
+    unreduced = none if run.accumulates_unsharded else unreduced
     # The embedding's gradient, unless it is the head's, does not exist yet.
     all_but_embedding = gradients
     if not accumulating and not run.sharded and not run.shape.tied:
@@ -181,7 +183,9 @@ def _forward_temporaries(run: Run) -> Term:
     """What the MLP of a block computes and does not save: its factors and their product."""
     tensors = 0 if run.recompute in ("none", "cheap", "parts", "offload-all") else 3 if run.shape.traits.gated else 2
     size = run.tokens / run.mesh.tp * run.shape.ffn * run.compute_bytes
-    return group("block forward", leaf("MLP intermediates", tensors * size))
+    return group(
+        "block forward", leaf("MLP intermediates", tensors * size), leaf("DoRA matrices", _dora_matrices(run))
+    )
 
 
 def _transient_gradients(run: Run) -> Term:
@@ -202,7 +206,17 @@ def _transient_gradients(run: Run) -> Term:
         leaf("MLP gradients", inner),
         leaf("recomputation temporaries", RECOMPUTED_TEMPORARIES * width if recomputes else 0.0),
         leaf("weight gradients before accumulation", _block_gradients(run)),
+        leaf("DoRA matrices", _dora_matrices(run)),
     )
+
+
+def _dora_matrices(run: Run) -> float:
+    """What PEFT computes for the norms of the largest adapted layer: the identity, `B A`, scaled, and its sum with
+    the dequantized matrix."""
+    if run.adapter is None or not run.adapter.dora or not run.traits.peft:
+        return 0.0
+    sizes = [one.local_sizes(run.mesh.tp) for one in adapted(run)]
+    return max(inputs * inputs + 4 * inputs * outputs for inputs, outputs in sizes) * run.compute_bytes
 
 
 def _block_gradients(run: Run) -> float:

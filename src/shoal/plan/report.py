@@ -11,7 +11,7 @@ from shoal.config.resolve import with_global_batch
 from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
-from shoal.plan.advise import Change, Limits, Question, alternatives, changes, limits
+from shoal.plan.advise import Change, Limits, Question, alternatives, changed, changes, limits
 from shoal.plan.decide import choose
 from shoal.plan.from_config import plan_attention
 from shoal.plan.goodput import Goodput
@@ -21,7 +21,7 @@ from shoal.plan.models import read_shape, unknown_architecture
 from shoal.plan.resolved import ResolvedRun, shown_recompute
 from shoal.plan.speed import replays_graphs
 from shoal.plan.states import trained_parameters
-from shoal.plan.systems import SYSTEMS
+from shoal.plan.systems import DEFAULTS, SYSTEMS
 from shoal.plan.terms import GIB
 
 HOUR = 3600
@@ -91,6 +91,7 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     if config.parallel.engine == "deepspeed" and system == "shoal":
         system = "deepspeed"
     shape, machine = read_shape(config.model), read_machine(config.hardware)
+    config, habits = _with_defaults(config, system, machine)
     config = with_global_batch(config, machine.world_size)
     question = Question(config, shape, machine, SYSTEMS[system])
     choice = choose(config, shape, machine, traits=question.traits)
@@ -112,6 +113,9 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
     else:
         notes.append(f"This forecast is for {system}, not for shoal.")
+        if habits:
+            shown = ", ".join(f"{key} {str(value).lower()}" for key, value in habits.items())
+            notes.append(f"As {system} does by default, because the config does not say: {shown}.")
     return Plan(
         name=config.name,
         choice=choice,
@@ -121,6 +125,20 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
         steps=count_steps(config, choice),
         notes=tuple(notes),
     )
+
+
+def _with_defaults(config: Config, system: str, machine: Machine) -> tuple[Config, dict[str, Any]]:
+    """The config with another system's defaults for the keys that it does not set, and these."""
+    found = {}
+    for key, value in DEFAULTS.get(system, {}).items():
+        block: Any = config
+        *above, last = key.split(".")
+        for name in above:
+            block = getattr(block, name)
+        lacks = key == "train.precision" and (machine.gpu.bf16 is None or machine.is_cpu)
+        if last not in block.model_fields_set and not lacks:
+            found[key] = value
+    return changed(config, found), found
 
 
 def _about_preference(config: Config) -> Iterator[str]:

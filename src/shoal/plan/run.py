@@ -109,6 +109,11 @@ class Run:
         return 2 if self.precision == "bf16-true" else 4
 
     @property
+    def trained_bytes(self) -> int:
+        """Bytes per element of what is trained: PEFT's adapters are in fp32 whatever their base is in."""
+        return 4 if self.adapter is not None and self.traits.peft else self.weight_bytes
+
+    @property
     def compute_bytes(self) -> int:
         return 4 if self.precision == "32-true" else 2
 
@@ -175,6 +180,11 @@ class Run:
     def sharded(self) -> bool:
         """Whether FSDP shards the weights."""
         return self.data_parallelism.fully_shard
+
+    @property
+    def accumulates_unsharded(self) -> bool:
+        """Whether FSDP holds unsharded gradients from micro-batch to micro-batch."""
+        return self.sharded and self.traits.unsharded_accumulation and self.grad_accum_steps > 1
 
     @property
     def shards(self) -> int:

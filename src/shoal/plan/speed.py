@@ -152,6 +152,8 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
         hidden = max(0.0, embedding_and_head + gathers + scatters - exposed)
         steps = run.grad_accum_steps
         return leaf("exposed FSDP collectives", exposed / steps), hidden / steps
+    if run.accumulates_unsharded:
+        scatter /= run.grad_accum_steps
     passes = 2 if run.reference_pass else 1
     gathers = gather * rank.blocks * (1 / run.grad_accum_steps if run.keeps_weights else passes)
     again = 0.0 if run.keeps_weights else gather * rank.blocks

@@ -28,7 +28,7 @@ class States:
     weights: Term
     gradients: Term
     optimizer: Term
-    # Unsharded gradients of a pipeline stage, which FSDP reduces only after the last micro-batch.
+    # Unsharded gradients, which FSDP reduces only after the last micro-batch: in a pipeline, or without sync.
     unreduced: Term
     # Bytes in host memory or on disk.
     host: float
@@ -67,7 +67,7 @@ def optimizer_bytes(run: Run, rank: Rank) -> float:
     optimizer = find_optimizer(run.optimizer)
     if optimizer.state_option == "momentum" and not run.momentum:
         return 0.0
-    each = optimizer.bytes_per_parameter(run.weight_bytes)
+    each = optimizer.bytes_per_parameter(run.trained_bytes)
     if optimizer.factored:
         # A row and a column of fp32 per matrix, and one value for every other parameter.
         rows = sum(one.inputs + one.outputs for one in linears(run.shape)) * rank.blocks * run.trained.blocks
@@ -99,14 +99,15 @@ def states(run: Run, rank: Rank) -> States:
     shards, away = run.shards, run.offload == "cpu"
     kept = 0.0 if away else 1.0
     weights = _weights(run, counts, rank)
-    gradient = run.weight_bytes if run.sharded else run.gradient_bytes or run.weight_bytes
+    gradient = run.trained_bytes if run.sharded else run.gradient_bytes or run.trained_bytes
     state = optimizer_bytes(run, rank) / run.optimizer_shards
     on_device = state * kept
     if run.offload in ("optimizer", "nvme"):
         on_device = min(state, OFFLOAD_BUCKET * state / max(1.0, trained / shards))
     if run.paged_optimizer:
         on_device = 0.0  # unified memory, which PyTorch's allocator does not see
-    unreduced = trained * run.reduce_bytes if run.mesh.pp > 1 and run.sharded else 0.0
+    waits = run.accumulates_unsharded or (run.mesh.pp > 1 and run.sharded)
+    unreduced = trained * run.reduce_bytes if waits else 0.0
     return States(
         weights=Term(weights.name, weights.amount * kept, weights.parts if not away else ()),
         gradients=leaf("gradients", _held_gradients(run, rank) * gradient / shards * kept),
@@ -154,7 +155,7 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
         return group(
             "weights",
             leaf("frozen", frozen / shards),
-            leaf("adapters", extra * run.weight_bytes / shards),
+            leaf("adapters", extra * run.trained_bytes / shards),
             leaf("compute copies", copies),
         )
     copies = counts.all * run.compute_bytes if run.mixed and not run.sharded else 0.0

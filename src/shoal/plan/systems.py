@@ -4,7 +4,7 @@
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,11 @@ class SystemTraits:
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
-    # AdamW's step is PyTorch's `foreach` one, whose denominators are as large as all weights of a rank.
+    # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
+    # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
+    # unsharded until then.
+    unsharded_accumulation: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
     # Pipelines are PyTorch's: receive buffers for every micro-batch, and stage outputs that are kept. Others free both.
@@ -84,6 +87,8 @@ class SystemTraits:
     overlaps_tensor: bool = False
     # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
     wide_gradients: bool = False
+    # Packed documents are kept apart by their lengths (flash attention's variable-length kernels), without a mask.
+    variable_lengths: bool = False
     # Clipping, the update and the cast to compute copies are one fused kernel.
     fused_step: bool = False
 
@@ -112,7 +117,7 @@ TORCHTITAN = SystemTraits(
 TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled")
 TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True)
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
-LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True, pads_vocabulary=True)
+LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True, pads_vocabulary=True, unsharded_accumulation=True)
 HUGGING_FACE = SystemTraits(
     wide_residual_stream=True,
     liger_kernels=True,
@@ -121,27 +126,38 @@ HUGGING_FACE = SystemTraits(
     fused_rows=512,
     peft=True,
     foreach_step=True,
+    unsharded_accumulation=True,
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
 DEEPSPEED = SystemTraits(logit_bytes=14.0, masters_with_optimizer=True, flash2=True, peft=True, torch_pipeline=False)
-# Megatron-LM: fused norms and loss, one matmul for queries, keys and values, Transformer Engine's attention and fp8.
+# Megatron-LM. Files are in NVIDIA/Megatron-LM.
 MEGATRON = SystemTraits(
-    unfused_norms=False,
-    fused_qkv=True,
-    loss_kernel="always",
-    fused_softmax="always",
-    masters_with_optimizer=True,
-    wide_gradients=True,
-    saves_fp8_inputs=True,
-    casts_once=True,
-    overlaps_weight_gather=True,
-    overlaps_context=True,
-    torch_pipeline=False,
+    unfused_norms=False,  # megatron/core/fusions/fused_layer_norm.py, or Transformer Engine's
+    fused_qkv=True,  # linear_qkv in megatron/core/transformer/attention.py
+    loss_kernel="always",  # megatron/core/fusions/fused_cross_entropy.py; logits stay in the compute dtype
+    fused_softmax="always",  # megatron/core/fusions/fused_softmax.py
+    masters_with_optimizer=True,  # Float16OptimizerWithFloat16Params in megatron/core/optimizer/optimizer.py
+    wide_gradients=True,  # --bf16 sets accumulate_allreduce_grads_in_fp32 in megatron/training/arguments.py
+    saves_fp8_inputs=True,  # Transformer Engine's linear layers
+    casts_once=True,  # the same: both layouts by one kernel
+    overlaps_weight_gather=True,  # --overlap-param-gather with --overlap-grad-reduce
+    overlaps_context=True,  # AttnFuncWithCPAndKVP2P in Transformer Engine
+    torch_pipeline=False,  # megatron/core/pipeline_parallel/schedules.py deallocates stage outputs
+    variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
 )
-# Its recipes, also as Megatron Bridge: gradients in 16 bits, and overlapped tensor parallelism.
+# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, and tp_comm_overlap.
 NEMO = replace(MEGATRON, wide_gradients=False, overlaps_tensor=True)
+# The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
+# trl/trainer/utils.py), the fused AdamW of TrainingArguments.optim, and packing by position ids.
+TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
+# The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
+# flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
+AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True)
+# Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
+# with their gradient; LoRA in the compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
+UNSLOTH = replace(AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False)
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
 
@@ -159,4 +175,44 @@ SYSTEMS: dict[str, SystemTraits] = {
     "deepspeed": DEEPSPEED,
     "megatron": MEGATRON,
     "nemo": NEMO,
+    "unsloth": UNSLOTH,
+    "trl": TRL,
+    "axolotl": AXOLOTL,
+}
+
+# What else these systems do unless they are told otherwise: values of our keys, for those that the config does not set.
+# `train.compile` stands for kernels that are fused in another way (see `liger_kernels`).
+DEFAULTS: dict[str, dict[str, Any]] = {
+    # --use-distributed-optimizer as in its examples; no --recompute-granularity; one kernel over all logits.
+    "megatron": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
+    "nemo": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
+    # get_peft_model's use_gradient_checkpointing="unsloth" offloads the inputs of blocks to host memory; its notebooks
+    # have optim="adamw_8bit"; weights are in bf16.
+    "unsloth": {
+        "parallel.strategy": "ddp",
+        "train.precision": "bf16-true",
+        "train.recompute": "offload",
+        "train.optimizer.name": "adamw8bit",
+        "train.loss_impl": "plain",
+    },
+    # trl/trainer/sft_config.py: gradient_checkpointing=True, bf16=True, loss_type chunked_nll (version 1; nll before),
+    # packing=False, and TrainingArguments' use_liger_kernel=False.
+    "trl": {
+        "parallel.strategy": "ddp",
+        "train.precision": "bf16-mixed",
+        "train.recompute": "full",
+        "train.loss_impl": "chunked",
+        "train.compile": False,
+        "data.pack": False,
+    },
+    # Its examples: gradient_checkpointing: true, bf16: auto, sample_packing: true; without the plugins for Liger's
+    # kernels and cut cross-entropy.
+    "axolotl": {
+        "parallel.strategy": "ddp",
+        "train.precision": "bf16-true",
+        "train.recompute": "full",
+        "train.loss_impl": "plain",
+        "train.compile": False,
+        "data.pack": True,
+    },
 }
