@@ -12,7 +12,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(MEMORY),-
 # Else every process that a test starts would compile the package and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow lint check docs clean
+.PHONY: demo test test-slow lint check docs reference clean
 
 # torch first and pinned: otherwise pip would install the newest build.
 $(VENV)/.installed: pyproject.toml
@@ -46,11 +46,20 @@ lint: $(VENV)/.installed
 check: lint
 	$(BIN)/mypy
 
-docs: $(VENV)/.installed
-	$(BIN)/python -m shoal.config.document > docs/config.md
-	$(BIN)/python -m shoal.catalogue.document > docs/models.md
-	$(BIN)/python -m shoal.convert.configs.document > docs/coming-from.md
+# Writes the generated pages, then the site in build/site.
+docs: reference
 	$(BIN)/python benchmarks/plan_document.py
+	PYTHONPATH=. $(BIN)/python benchmarks/docs_output.py docs/tutorials/out-of-memory.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The site is in build/site: open build/site/index.html"
+
+# The pages that are written from code; a test compares them. A page is replaced only if its program succeeds.
+GENERATED := config.md=shoal.config.document models.md=shoal.catalogue.document \
+  coming-from.md=shoal.convert.configs.document commands.md=shoal.cli.document json.md=shoal.cli.json_document \
+  api.md=shoal.api.document metrics.md=shoal.observe.metric_names
+reference: $(VENV)/.installed
+	set -e; for page in $(GENERATED); do \
+	  $(BIN)/python -m $${page#*=} > docs/.page; mv docs/.page docs/$${page%%=*}; done
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

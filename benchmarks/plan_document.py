@@ -29,11 +29,15 @@ def with_output(block: str) -> str:
     first, *before = block.splitlines()
     found = printed(first.removeprefix("$ "))
     if before and before[0] == "…":
-        words = re.split(r"\d", before[1])[0]  # its figures may have changed
-        start = next(line for line, text in enumerate(found) if text.startswith(words))
+        start = [_words(line) for line in found].index(_words(before[1]))
         end = next((line for line in range(start, len(found)) if not found[line]), len(found))
         found = ["…", *found[start:end]]
     return "\n".join([first, *found])
+
+
+def _words(line: str) -> str:
+    """A line without its figures, which may have changed."""
+    return re.sub(r"[\d.,]+", "#", line)
 
 
 def table_like(text: str, header: str) -> str:
@@ -60,7 +64,8 @@ def accuracy() -> str:
 
 def main() -> None:
     text = DOCUMENT.read_text()
-    text = re.sub(r"(?<=```\n)\$ shoal plan .*?(?=\n```)", lambda block: with_output(block[0]), text, flags=re.DOTALL)
+    examples = re.compile(r"(?<=```console\n)\$ shoal plan .*?(?=\n```)", re.DOTALL)
+    text = examples.sub(lambda block: with_output(block[0]), text)
     text = replaced(text, accuracy())
     for name in ("traced.md", "examples.md"):
         written = (HERE / "plan" / name).read_text()

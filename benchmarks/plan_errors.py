@@ -11,15 +11,20 @@ aside, and writes that instead: once, when everything else is done.
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+
 from plan_accuracy import TRAITS, read_rows
 from plan_accuracy import compare as compare_known
 from plan_published import FOLDER, ROOT, Figure, Published, compare, errors, read_published
+from sweeps.forecast import compare as compare_sweep
+from sweeps.report import read_records
 
 from shoal.catalogue import efficiency
 from shoal.catalogue.efficiency import FAMILIES, Efficiency
@@ -77,8 +82,13 @@ def without(choice: Without) -> Iterator[None]:
 
 
 def known() -> tuple[list[Figure], list[Figure]]:
-    """(our own runs, systems whose habits are modelled): the rows of `data/`."""
+    """(our own runs, systems whose habits are modelled): the rows of `data/`, and the sweep on an H200."""
     own, modelled = [], []
+    for record in compare_sweep(list(read_records(ROOT / "benchmarks" / "gpu" / "sweep_h200" / "sweep.json").values())):
+        if record.figure != "allocated_gib":
+            row = Published("our own runs", record.row, "full", None, None, "", None, "", ())
+            what = "memory" if record.figure == "reserved_gib" else "speed"
+            own.append(Figure(row, what, record.measured, record.forecast))
     for one in compare_known(read_rows()):
         ours = one.row.run.traits == TRAITS["shoal"]
         (own if ours else modelled).append(_of_known(one, "our own runs" if ours else ""))

@@ -10,9 +10,9 @@ from tests.harness import settings
 
 BERT = {"family": "bert", "hidden": 32, "layers": 2, "heads": 4, "ffn": 64, "vocab": 264, "positions": 160}
 KINDS = {
-    "animal": "cat dog horse cow sheep goat owl".split(),
-    "food": "bread soup apple cheese rice cake".split(),
-    "tool": "saw hammer drill wrench file plane".split(),
+    "animal": ["cat", "dog", "horse", "cow", "sheep", "goat", "owl"],
+    "food": ["bread", "soup", "apple", "cheese", "rice", "cake"],
+    "tool": ["saw", "hammer", "drill", "wrench", "file", "plane"],
 }
 
 

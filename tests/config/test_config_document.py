@@ -20,5 +20,5 @@ def test_every_key_that_holds_a_value_is_on_the_page() -> None:
 
 
 def test_what_is_not_built_says_so() -> None:
-    (row,) = [line for line in document().splitlines() if line.startswith("| `parallel.engine` |")]
-    assert "Not all of this is built yet. Use native." in row
+    (row,) = [line for line in document().splitlines() if line.startswith("| `train.compile` |")]
+    assert "Not all of this is built yet. Use auto" in row

@@ -266,7 +266,6 @@ def test_a_folder_and_a_binary_file_are_not_configs() -> None:
         ("model.attention=flash", "Use auto"),
         ("train.objective=kto", "Use apo_zero_unpaired"),
         ("train.compile=thunder", "Use auto: lightning-thunder 0.2.6 cannot be imported with torch 2.13"),
-        ("parallel.engine=deepspeed", "Use native."),
     ],
 )
 def test_what_is_not_built_yet_is_refused_with_an_alternative(override: str, meanwhile: str) -> None:
@@ -323,11 +322,10 @@ def test_what_is_built_is_accepted(override: str) -> None:
 
 
 def test_what_is_not_built_yet_is_located_in_the_file() -> None:
-    text = BASE + "train:\n  compile: thunder\nparallel:\n  engine: deepspeed\n"
+    text = BASE + "train:\n  compile: thunder\n"
     assert mistake_in(text).splitlines() == [
         "run.yaml:3: train.compile thunder is not built yet. Use auto: lightning-thunder 0.2.6 cannot be imported with "
         "torch 2.13, which has no Tensor.align_as.",
-        "run.yaml:5: parallel.engine deepspeed is not built yet. Use native.",
     ]
 
 

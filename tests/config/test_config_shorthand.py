@@ -122,7 +122,11 @@ def test_a_string_may_refer_to_the_environment(monkeypatch: pytest.MonkeyPatch) 
             'run.yaml:2: train.schedule.name is "cos", but must be one of cosine, linear, constant or wsd. '
             "Did you mean cosine?",
         ),
-        ("parallel: {engine: deepspeed}", "run.yaml:2: parallel.engine deepspeed is not built yet. Use native."),
+        (
+            "parallel: {engine: deepspeed, tp: 2}",
+            "run.yaml:2: parallel.tp 2 cannot be used with parallel.engine deepspeed, which shards over data-parallel "
+            "ranks only; use tp 1, or parallel.engine native.",
+        ),
         (
             "train: {optimizer: 3}",
             "run.yaml:2: train.optimizer is 3, but must be adamw, adamw8bit, lion, sgd, muon or "

@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -122,7 +123,10 @@ class ForkedModule(Forked):
 class Command:
     """A running command. Its output goes to files, so that it never blocks on a pipe."""
 
-    def __init__(self, folder: Path, arguments: list[str], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, arguments: list[str], env: Mapping[str, str] | None = None, typed: str | None = None
+    ) -> None:
+        self.typed = typed
         self.files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         self.began = time.perf_counter()
         self.process = self._start(folder, arguments, environment(folder) if env is None else env)
@@ -193,7 +197,28 @@ class ForkedCommand(Command):
         signal.signal(signal.SIGINT, on_interrupt)
         importlib.import_module("shoal.models.emulate").slow_dtypes()  # measured once, as in the harness
         out, err = (file.fileno() for file in self.files)
-        return Forked(lambda: _be_command(folder, arguments, env, out, err))
+        with tempfile.TemporaryFile() as typed:
+            typed.write((self.typed or "").encode())
+            typed.seek(0)
+
+            def be() -> NoReturn:
+                if self.typed is not None:
+                    os.dup2(typed.fileno(), 0)
+                self._be(folder, arguments, env, out, err)
+
+            return Forked(be)
+
+    @staticmethod
+    def _be(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
+        _be_command(folder, arguments, env, out, err)
+
+
+class ForkedScript(ForkedCommand):
+    """`python FILE` with these arguments, likewise."""
+
+    @staticmethod
+    def _be(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
+        _be_script(folder, arguments, env, out, err)
 
 
 def shoal(folder: Path, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = PATIENCE) -> Ended:
@@ -221,9 +246,25 @@ def forked_shoal(
 
 
 def _be_command(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
-
     from shoal.cli import main
+
+    _be_starter(main, ["shoal", *arguments], folder, env, out, err)
+
+
+def _be_script(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
+    def main() -> None:
+        sys.path.insert(0, str(folder))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+    # What runpy replaces __main__ with is gone when the script has ended.
+    sys.modules["__main__"].__dict__.update(__file__=str(folder / arguments[0]), __spec__=None)
+    _be_starter(main, list(arguments), folder, env, out, err)
+
+
+def _be_starter(
+    main: Callable[[], Any], arguments: list[str], folder: Path, env: Mapping[str, str], out: int, err: int
+) -> NoReturn:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
     # What torch's agent starts the ranks with.
     SubprocessHandler._popen = lambda self, arguments, env: Forked(lambda: _be_worker(arguments, env))  # type: ignore[method-assign, assignment, return-value]
@@ -231,12 +272,12 @@ def _be_command(folder: Path, arguments: Sequence[str], env: Mapping[str, str], 
     nodes = importlib.import_module("shoal.launch.nodes")
     nodes.start_process = lambda arguments, env: Forked(lambda: _be_worker(["python", *arguments], env))
     # These start a process that imports torch, and other programs: matplotlib lists the fonts of a machine once.
-    if arguments[:1] in (["bench"], ["doctor"]):
+    if arguments[1:2] in (["bench"], ["doctor"]):
         start = subprocess.Popen
         subprocess.Popen = lambda given, **options: (ForkedModule if "-m" in given[:2] else start)(given, **options)  # type: ignore[misc, assignment]
     os.chdir(folder)
     _write_to(out, err)
-    _be_program(main, ["shoal", *arguments], env)
+    _be_program(main, arguments, env)
 
 
 def _be_worker(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
@@ -257,6 +298,7 @@ def _run_module(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def _write_to(out: int, err: int) -> None:
+    sys.stdin = os.fdopen(0, closefd=False)  # pytest has another
     os.dup2(out, 1)
     os.dup2(err, 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))

@@ -31,7 +31,7 @@ CONFIG_MISTAKES = {
         masked, {"train__objective": "causal_lm"},
         "model.shape is a bert, an encoder, in which every token would attend to its own label; use",
     ),
-    "tp": (masked, {"parallel": {"tp": 2}}, "parallel.tp 2 is for causal language models, not for train.objective mask"),
+    "tp": (masked, {"parallel": {"tp": 2}}, "parallel.tp 2 is for causal language models, not for train.objective"),
     "pp": (masked, {"parallel": {"pp": 2}}, "parallel.pp 2 is for causal language models"),
     "cp": (masked, {"parallel": {"cp": 2}}, "parallel.cp 2 is for causal language models"),
     "stream": (
@@ -63,14 +63,14 @@ def test_a_label_of_the_validation_data_that_training_does_not_have_is_refused(r
         train_on(1, classifying(rows, data__validation=str(other)), tmp_path)
     count = other.read_text().count("drink")
     assert str(raised.value) == (
-        f"{count} examples in data.validation have a label that no training example has, such as drink; the classes are "
-        "animal, food, tool."
+        f"{count} examples in data.validation have a label that no training example has, such as drink; the classes "
+        "are animal, food, tool."
     )
 
 
 def test_one_class_alone_is_refused(tmp_path):
     alone = write_labelled(tmp_path / "rows.jsonl", 20, **dict.fromkeys(KINDS, "thing"))
-    with pytest.raises(UserMistake, match="All examples in data.path have the label thing: there is nothing to tell"):
+    with pytest.raises(UserMistake, match=r"All examples in data.path have the label thing: there is nothing to tell"):
         train_on(1, classifying(alone), tmp_path)
 
 
@@ -89,7 +89,7 @@ def test_a_causal_model_is_no_encoder_and_an_encoder_no_causal_model(rows, tmp_p
     with pytest.raises(UserMistake, match="llama is not an encoder: its tokens attend to earlier ones only, and train"):
         train_on(1, masked(rows, model={"from": str(tmp_path / "llama"), **tokenizer}), tmp_path)
     causal = masked(rows, model={"from": str(tmp_path / "bert"), **tokenizer}, train__objective="causal_lm")
-    with pytest.raises(UserMistake, match="this bert is an encoder, .* use train.objective masked_lm or classify"):
+    with pytest.raises(UserMistake, match=r"this bert is an encoder, .* use train.objective masked_lm or classify"):
         train_on(1, causal, tmp_path)
 
 

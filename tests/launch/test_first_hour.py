@@ -155,13 +155,14 @@ def test_tensor_parallelism_is_not_chosen_where_fsdp_fits_and_a_plan_needs_no_da
     assert (found.fits, found.name) == (True, "fsdp")
 
 
-def test_a_masked_language_model_is_refused_until_it_can_be_trained_as_one(instructions: Path, tmp_path: Path) -> None:
+def test_an_encoder_is_refused_unless_it_is_trained_as_one(instructions: Path, tmp_path: Path) -> None:
     shape = {"family": "bert", "hidden": 32, "layers": 2, "heads": 4, "vocab": 260}
     write_config(tmp_path, config(instructions, model__shape=shape))
     seen = forked_shoal(tmp_path, "train", "run.yaml")
     assert (seen.status, seen.out) == (2, "")
-    assert "model.shape is a bert, which learns masked tokens; that objective is not built yet." in seen.err
-    assert forked_shoal(tmp_path, "plan", "run.yaml", "hardware.gpu=h100-80gb").status == 0
+    assert "model.shape is a bert, an encoder, in which every token would attend to its own label" in seen.err
+    planned = forked_shoal(tmp_path, "plan", "run.yaml", "hardware.gpu=h100-80gb", "train.objective=masked_lm")
+    assert planned.status == 0
     CONFIG_MAPPING["roberta"](hidden_size=32, num_attention_heads=4, vocab_size=260).save_pretrained(
         tmp_path / "encoder"
     )

@@ -73,9 +73,7 @@ def test_an_exported_classifier_is_what_transformers_loads(rows, tmp_path):
     assert settings["architectures"] == ["BertForSequenceClassification"]
     assert settings["id2label"] == {"0": "animal", "1": "food", "2": "tool"}
     logits = predictions(tmp_path / "hf", rows)
-    labels = torch.tensor(
-        [settings["label2id"][json.loads(line)["kind"]] for line in rows.read_text().splitlines()]
-    )
+    labels = torch.tensor([settings["label2id"][json.loads(line)["kind"]] for line in rows.read_text().splitlines()])
     loss = torch.nn.functional.cross_entropy(logits, labels)
     (evaluated,) = evaluations(run)
     assert evaluated["eval_loss"] == pytest.approx(float(loss), rel=1e-5)

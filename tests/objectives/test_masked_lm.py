@@ -36,7 +36,7 @@ def drawn(rows: Path):
 
 
 def test_every_example_is_one_sequence_from_its_begin_to_its_end_token(drawn):
-    objective, sequences, tokenizer = drawn()
+    _, sequences, tokenizer = drawn()
     texts = []
     for index in range(len(sequences)):
         tokens = sequences[index][0][:-1]
@@ -55,9 +55,9 @@ def test_the_share_of_masked_tokens_is_exact_and_most_of_them_are_the_mask_token
     texts = [len(sequences[index][0]) - 3 for index in ids]
     assert predicted.sum(1).tolist() == [max(1, int(length * 0.15 + 0.5)) for length in texts]
     assert objective.weight(sequences, ids) == int(predicted.sum()) == batch.loss_tokens
-    originals = torch.stack(
-        [torch.nn.functional.pad(torch.from_numpy(sequences[index][0][:-1].astype(np.int64)), (0, batch.inputs.shape[1] - length - 2), value=tokenizer.pad) for index, length in zip(ids, texts, strict=True)]
-    )  # fmt: skip
+    originals = torch.full_like(batch.inputs, tokenizer.pad)
+    for index, length in zip(ids, texts, strict=True):
+        originals[index, : length + 2] = torch.from_numpy(sequences[index][0][:-1].astype(np.int64))
     assert torch.equal(batch.labels[predicted], originals[predicted])
     assert torch.equal(batch.inputs[~predicted], originals[~predicted])
     seen = batch.inputs[predicted]
@@ -67,7 +67,7 @@ def test_the_share_of_masked_tokens_is_exact_and_most_of_them_are_the_mask_token
 
 
 def test_masks_follow_from_seed_and_position_alone(drawn):
-    objective, sequences, tokenizer = drawn()
+    objective, sequences, _ = drawn()
     ids = np.arange(8)
     whole = objective.collate(sequences, ids, pad=0, length=160, positions=100 + ids)
     parts = [objective.collate(sequences, ids[[one]], pad=0, length=160, positions=100 + ids[[one]]) for one in ids]

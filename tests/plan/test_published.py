@@ -49,6 +49,7 @@ def test_the_error_on_sources_never_seen_is_bounded():
         assert published.errors(some)[0] < median
 
 
+@pytest.mark.slow
 def test_the_written_errors_are_those_of_this_code():
     published, report = script()
     figures = published.compare(published.read_published())

@@ -12,6 +12,7 @@ Importing this module is cheap; torch is imported by the functions that need it.
 from shoal.api.checking import doctor, doctor_report
 from shoal.api.custom import init_run
 from shoal.api.data import data_preview, data_stats
+from shoal.api.encoders import embed, predict
 from shoal.api.evaluation import evaluate, evaluate_answers, evaluate_tasks
 from shoal.api.folders import (
     checkpoints,
@@ -22,7 +23,6 @@ from shoal.api.folders import (
     is_foreign_config,
     merge,
 )
-from shoal.api.encoders import embed, predict
 from shoal.api.generation import chat, generate, load_run
 from shoal.api.jobs import cancel, log_records, logs, status, status_of_all, submit, view
 from shoal.api.measuring import bench_batch, bench_collectives, bench_rank, bench_scaling, bench_train

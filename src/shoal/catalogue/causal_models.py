@@ -53,9 +53,9 @@ ENCODERS = (
 )  # fmt: skip
 # Encoders that transformers has no decoder of.
 ALWAYS_ENCODERS = (
-    "albert", "convbert", "deberta", "deberta-v2", "distilbert", "eurobert", "esm", "funnel", "ibert", "jina_embeddings_v3",
-    "layoutlm", "longformer", "luke", "mobilebert", "modernbert", "mpnet", "mra", "nomic_bert", "nystromformer", "splinter",
-    "squeezebert", "yoso",
+    "albert", "convbert", "deberta", "deberta-v2", "distilbert", "esm", "eurobert", "funnel", "ibert",
+    "jina_embeddings_v3", "layoutlm", "longformer", "luke", "mobilebert", "modernbert", "mpnet", "mra", "nomic_bert",
+    "nystromformer", "splinter", "squeezebert", "yoso",
 )  # fmt: skip
 # By type, the setting with which it is causal.
 CAUSAL_IF: dict[str, tuple[str, Any]] = {

@@ -7,6 +7,7 @@ from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import find_shape
 from shoal.catalogue.strategies import SHARDINGS, STRATEGIES, Strategy, find_strategy
+from shoal.config.engine import find_unsupported
 from shoal.config.locate import KeyPath, Origins
 from shoal.config.mesh import divide_processes, length_multiple
 from shoal.config.reference import computes_before
@@ -30,6 +31,7 @@ def find_combinations(config: Config) -> Iterator[Finding]:
     """The combinations that cannot work: a key of each, and a sentence."""
     yield from _sharding(config)
     yield from _parallelism(config)
+    yield from find_unsupported(config)
     yield from _attention(config)
     yield from _data(config)
     yield from _encoder(config)
@@ -143,8 +145,9 @@ def _encoder(config: Config) -> Iterator[Finding]:
     if family is not None and facts.encoder and FAMILIES[family].causal:
         yield (
             "model.shape",
-            f"model.shape is a {family}, whose tokens attend to earlier ones only, and train.objective {train.objective} "
-            f"needs an encoder; use family {listed([name for name in BUILDABLE if not FAMILIES[name].causal])}.",
+            f"model.shape is a {family}, whose tokens attend to earlier ones only, and train.objective "
+            f"{train.objective} needs an encoder; use family "
+            f"{listed([name for name in BUILDABLE if not FAMILIES[name].causal])}.",
         )
     if family is not None and not facts.encoder and not FAMILIES[family].causal:
         yield (
@@ -164,14 +167,14 @@ def _encoder(config: Config) -> Iterator[Finding]:
         if (degree := getattr(parallel, key)) > 1:
             yield (
                 f"parallel.{key}",
-                f"parallel.{key} {degree} is for causal language models, not for train.objective {train.objective}; use "
-                f"{key} 1 and parallel.strategy fsdp, which shards any model.",
+                f"parallel.{key} {degree} is for causal language models, not for train.objective {train.objective}; "
+                f"use {key} 1 and parallel.strategy fsdp, which shards any model.",
             )
     if data.document_mask:
         yield (
             "data.document_mask",
-            f"data.document_mask is for causal language models, not for train.objective {train.objective}; leave data.pack "
-            "out, which makes a sequence of each document.",
+            f"data.document_mask is for causal language models, not for train.objective {train.objective}; leave "
+            "data.pack out, which makes a sequence of each document.",
         )
     if facts.classes and data.streaming:
         yield (

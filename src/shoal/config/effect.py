@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import Strategy, find_strategy
+from shoal.config.engine import uses_deepspeed
 from shoal.config.explain import shown
 from shoal.config.schema import Config
 from shoal.config.schema_cells import CellsConfig
@@ -36,6 +37,10 @@ class _Run:
         return self.data_parallelism is None or self.data_parallelism.ddp
 
 
+def _not_fsdp(run: _Run) -> str | None:
+    return "parallel.engine is deepspeed, which has no FSDP units" if uses_deepspeed(run.config) else _unsharded(run)
+
+
 def _unsharded(run: _Run) -> str | None:
     strategy = run.data_parallelism
     if strategy is None or strategy.fully_shard:
@@ -51,7 +56,7 @@ def _in_a_pipeline(run: _Run) -> str | None:
     return (
         "a pipeline stage keeps its weights gathered for all micro-batches"
         if run.config.parallel.pp > 1
-        else _unsharded(run)
+        else _not_fsdp(run)
     )
 
 
@@ -255,7 +260,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
         "parallel.sharding",
         lambda run: _unsharded(run) if run.config.parallel.sharding != "no_shard" else None,
     ),
-    *((f"parallel.{key}", _unsharded) for key in ("wrap", "prefetch")),
+    *((f"parallel.{key}", _not_fsdp) for key in ("wrap", "prefetch")),
     ("parallel.reshard", _in_a_pipeline),
     (
         "parallel.replicate",

@@ -111,7 +111,8 @@ class DataConfig(Block):
     pack: bool | Literal["auto"] = Field(
         "auto",
         description="Pack documents into full sequences: instructions do not attend to each other, plain text is one "
-        "continuous stream. auto: instructions only for models that keep them apart (docs/models.md).",
+        "continuous stream. auto: instructions only for models that keep them apart (docs/models.md); for encoders, "
+        "one example per sequence.",
     )
     document_mask: bool = Field(
         False, description="Confine attention to documents in a continuous stream of plain text too."

@@ -76,7 +76,7 @@ class ModelConfig(Block):
     from_: str | None = Field(
         None,
         alias="from",
-        description="Weights and tokenizer to start from: a folder, or an id in the local Hugging Face cache.",
+        description="Weights and tokenizer to start from: a folder, a run, or an id in the local Hugging Face cache.",
     )
     shape: str | ShapeConfig | None = Field(
         None, description="Instead of from: random weights of a named shape or of explicit dimensions."

@@ -30,6 +30,7 @@ Sharding = Annotated[
     Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"],
     spelled(tuple(SHARDINGS)),
 ]
+Engine = Annotated[Literal["native", "deepspeed"], spelled(("native", "deepspeed"), {"shoal": "native"})]
 PipelineSchedule = Annotated[
     Literal["1f1b", "interleaved", "zero-bubble"],
     spelled(
@@ -53,16 +54,24 @@ class WrapConfig(Block):
 
 
 class OffloadConfig(Block):
-    """Where the optimizer state is offloaded to."""
+    """Where the optimizer state is offloaded to and, with DeepSpeed's engine, the parameters."""
 
     optimizer: Literal["cpu", "nvme"] = Field("cpu", description="Host memory (cpu) or a local disk (nvme).")
+    parameters: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="The same for the sharded parameters, with parallel.engine deepspeed."
+    )
     path: str | None = Field(None, description="Folder on the disk, for nvme.")
+
+    @property
+    def places(self) -> tuple[str, str]:
+        return self.optimizer, self.parameters
 
     @model_validator(mode="after")
     def _disk_needs_a_folder(self) -> "OffloadConfig":
-        if self.optimizer == "nvme" and self.path is None:
-            raise contradiction("parallel.offload to nvme needs path, a folder on the disk.", "optimizer")
-        if self.optimizer == "cpu" and self.path is not None:
+        if "nvme" in self.places and self.path is None:
+            key = "optimizer" if self.optimizer == "nvme" else "parameters"
+            raise contradiction("parallel.offload to nvme needs path, a folder on the disk.", key)
+        if "nvme" not in self.places and self.path is not None:
             raise contradiction("parallel.offload to cpu has no path: give optimizer nvme, or leave path out.", "path")
         return self
 
@@ -117,7 +126,11 @@ class ParallelConfig(Block):
     compress: Literal["none", "bf16", "fp16", "powersgd"] = Field(
         "none", description="DDP gradient compression; lossy."
     )
-    engine: Literal["native", "deepspeed"] = Field("native", description="Implementation of the strategy.")
+    engine: Engine = Field(
+        "native",
+        description="Implementation of the strategy: PyTorch's DDP and FSDP2 (native, or shoal), or DeepSpeed's ZeRO 0 to "
+        "3 for ddp, zero1, zero2 and zero3 or fsdp.",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -11,9 +11,8 @@ from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 
 
-def _only(*built: Any) -> Callable[[Any], bool]:
-    # By type as well, since 1 == True in Python and parallel.reshard may be either.
-    return lambda value: any(value == each and type(value) is type(each) for each in built)
+def _only(built: Any) -> Callable[[Any], bool]:
+    return lambda value: bool(value == built)
 
 
 def _not(*unbuilt: Any) -> Callable[[Any], bool]:
@@ -55,7 +54,6 @@ LIMITS = (
     Limit("parallel.sequence_parallel", _only(True), "Leave it at true, which needs less memory and no more time."),
     Limit("parallel.pp_stages", _only("auto"), "Use auto."),
     Limit("parallel.optimizer_ranks", _only("auto"), "Use auto, or parallel.sharding hybrid_shard."),
-    Limit("parallel.engine", _only("native"), "Use native."),
 )
 
 

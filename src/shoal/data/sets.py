@@ -105,8 +105,8 @@ def prepare_sets(
 
 
 def _with_classes(data: DataConfig, prepare_one: Prepare, seed: int, classes: Sequence[str] | None) -> Sets:
-    """Examples of one source, each with a class. Those of separate validation data are the training data's. `classes` of
-    a model keep their numbers if they include those of the data."""
+    """Examples of one source, each with a class. Those of separate validation data are the training data's. `classes`
+    of a model keep their numbers if they include those of the data."""
     training = prepare_one(data)
     found = training.summary.classes or []
     if classes is not None and found != list(classes) and set(found) <= set(classes):

@@ -95,8 +95,8 @@ def check_tokenized(data: DataConfig, not_apart: str | None = None, objective: s
         )
     if facts.encoder:
         raise UserMistake(
-            f"train.objective {objective} needs to know the special tokens of each example, and data.source tokens does "
-            "not tell them apart; give text."
+            f"train.objective {objective} needs to know the special tokens of each example, and data.source tokens "
+            "does not tell them apart; give text."
         )
     if data.format not in ("auto", "text"):
         raise UserMistake(f"data.source tokens has no records of format {data.format}. Use data.format: auto.")

@@ -138,9 +138,7 @@ class BatchTokenizer:
                     found = tuple(replace(one, continues=continues, continued=item.continued) for one in found)
                 documents += found
             continues = item.continued
-        encoded = encode(
-            self.tokenizer, documents, keep_empty=self.format.pairs, encoder=self.options.encoder
-        )
+        encoded = encode(self.tokenizer, documents, keep_empty=self.format.pairs, encoder=self.options.encoder)
         compact = replace(encoded, ids=encoded.ids.astype(self.dtype))
         return Tokenized(compact, len(mistakes), mistakes[:1], share=batch.share)
 

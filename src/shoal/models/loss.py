@@ -52,8 +52,8 @@ class LossSums(NamedTuple):
     """What the module computes from a micro-batch."""
 
     trained: Tensor  # the loss that is differentiated: the sum over all labels, and auxiliary losses
-    # Numbers to add up over micro-batches and ranks, in scalars and vectors: the loss without auxiliary ones, the weight by which it is divided
-    # (the number of loss tokens, or of examples), and what else the objective's metrics need.
+    # Numbers to add up over micro-batches and ranks, in scalars and vectors: the loss without auxiliary ones, the
+    # weight by which it is divided (the number of loss tokens, or of examples), and what else the metrics need.
     sums: tuple[Tensor, ...]
 
 

@@ -28,7 +28,6 @@ from shoal.models.hub import local_folder
 from shoal.models.new_rows import NewRows
 from shoal.models.read_config import read_settings, unbuildable
 
-
 CAUSAL, MASKED, CLASSES = "causal_lm", "masked_lm", "classify"
 # The ends of the names of transformers' classes, by what the model computes.
 TASKS = {CAUSAL: "ForCausalLM", MASKED: "ForMaskedLM", CLASSES: "ForSequenceClassification"}
@@ -208,9 +207,7 @@ def _build_on_meta(plan: Blueprint, *, attention: str, longest: int) -> Any:
         with torch.device("meta"):
             # Ignores the attention implementation in config.json: it could name code on the hub, which transformers
             # would download and run.
-            model = kind.from_config(
-                settings, dtype=torch.float32, trust_remote_code=False, attn_implementation=None
-            )
+            model = kind.from_config(settings, dtype=torch.float32, trust_remote_code=False, attn_implementation=None)
     except ValueError as error:
         reason = str(error).strip().splitlines()[0]
         called = {CAUSAL: "causal", MASKED: "masked"}.get(plan.task)

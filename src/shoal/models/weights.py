@@ -42,18 +42,20 @@ def materialize(
     source: Weights | None,
     splits: Splits = NOT_SPLIT,
     offload: bool = False,
+    host: bool = False,
     vectors: torch.dtype | None = None,
     frozen: torch.dtype | None = None,
 ) -> None:
     """Allocate every parameter and buffer of `model` on `device` and set its value. Without `source`, parameters stay
     uninitialized.
 
-    `splits`: the parameters that tensor parallelism has split. `offload`: sharded parameters live in CPU memory.
+    `splits`: the parameters that tensor parallelism has split. `offload`: sharded parameters live in CPU memory, and
+    `host`: all parameters.
     `vectors`: the dtype of norms and biases, and `frozen`: of parameters that are not trained, if it differs from
     `dtype`.
     """
     for parameter, slots in parameter_slots(model.modules()).items():
-        home = torch.device("cpu") if offload and isinstance(parameter, DTensor) else device
+        home = torch.device("cpu") if host or (offload and isinstance(parameter, DTensor)) else device
         kind = frozen if frozen is not None and not parameter.requires_grad else dtype
         _allocate(parameter, slots, home, vectors if vectors is not None and parameter.dim() < 2 else kind)
     if source is not None and source.folder is not None:

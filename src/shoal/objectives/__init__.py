@@ -26,6 +26,6 @@ OBJECTIVES: dict[str, Callable[[Config, Tokenizer | None, Sequence[str]], Object
 def find_objective(
     config: Config, tokenizer: Tokenizer | None = None, classes: Sequence[str] | None = None
 ) -> Objective:
-    """The objective that `train.objective` names, for this run. Without a tokenizer it has a loss, but no masks; without
-    the names of the `classes`, no metrics of them."""
+    """The objective that `train.objective` names, for this run. Without a tokenizer it has a loss, but no masks;
+    without the names of the `classes`, no metrics of them."""
     return OBJECTIVES[config.train.objective](config, tokenizer, classes or ())

@@ -1,4 +1,4 @@
-"""Classification: one class for each example, by cross-entropy; accuracy and macro-F1 over all examples of all ranks."""
+"""Classification: one class for each example, by cross-entropy; accuracy and macro-F1 over all examples."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

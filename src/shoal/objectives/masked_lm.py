@@ -131,8 +131,8 @@ class MaskedLM:
 def _masks(config: Config, tokenizer: Tokenizer) -> Masks:
     if tokenizer.mask is None:
         raise UserMistake(
-            f"train.objective masked_lm: the tokenizer {tokenizer.name} has no mask token; use one that has, or add one "
-            "with model.add_tokens: [<mask>]."
+            f"train.objective masked_lm: the tokenizer {tokenizer.name} has no mask token; use one that has, or add "
+            "one with model.add_tokens: [<mask>]."
         )
     masking = config.train.masking
     ordinary = np.setdiff1d(np.arange(tokenizer.size), sorted(tokenizer.special))

@@ -63,7 +63,7 @@ class Request:
         )
 
     def groups(self, some: Mapping[str, nn.Parameter] | None = None) -> list[dict[str, Any]]:
-        return _groups(self.parameters if some is None else some, self.settings, self.train.lr_groups)
+        return parameter_groups(self.parameters if some is None else some, self.settings, self.train.lr_groups)
 
 
 class ShardedAdamW(torch.optim.AdamW):
@@ -114,7 +114,7 @@ def _muon(given: Request) -> torch.optim.Optimizer:
     return Muon(given.groups(), lr=given.train.lr, momentum=given.settings.momentum)
 
 
-def _groups(
+def parameter_groups(
     parameters: Mapping[str, nn.Parameter], settings: OptimizerConfig, factors: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """Group parameters by weight decay (none for vectors: norms and biases) and learning rate factor."""

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.catalogue.attention import NARROWEST, Attention
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import find_strategy
+from shoal.config.engine import uses_deepspeed, zero_stage
 from shoal.config.mesh import Mesh
 from shoal.config.schema import Config
 from shoal.models.anatomy import Anatomy, read_anatomy, require_blocks
@@ -32,6 +33,7 @@ from shoal.parallel.adapters import check_adapters, use_adapters, use_quantized
 from shoal.parallel.compile import compile_backend, compile_blocks, sequence_multiple
 from shoal.parallel.context import SequenceShard, check_context_parallel, preparation, split_sequence
 from shoal.parallel.cuda_graphs import GraphRunner
+from shoal.parallel.deepspeed import check_deepspeed
 from shoal.parallel.float8 import float8_notes, use_float8, uses_float8_head
 from shoal.parallel.gradients import Gradients
 from shoal.parallel.micro_batches import MicroBatchRunner
@@ -113,8 +115,9 @@ def parallelize(
             stage.model,
             stage.anatomy,
             device=ranks.device,
-            dtype=precision.weights,
+            dtype=recipe.stored_dtype,
             frozen=precision.frozen,
+            host=recipe.zero_stage > 0,
             source=_weights(prepared, config, resumes=resumes) if values else None,
             splits=done.splits,
             offload=config.parallel.offload == "cpu",
@@ -151,7 +154,9 @@ def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, gra
     check_tensor_parallel(model, mesh.tp)
     check_adapters(model, config, mesh)
     check_context_parallel(model, mesh, parallel.cp_method, config.data.max_length)
-    if find_strategy(strategy).fully_shard:
+    if uses_deepspeed(config):
+        check_deepspeed(config)
+    elif find_strategy(strategy).fully_shard:
         choose_blocks(model, anatomy, parallel.wrap)
 
 
@@ -172,10 +177,12 @@ class _Recipe:
     backend: str | None  # of torch.compile; None: blocks run eagerly
     compiled: bool  # to CUDA kernels
     tiles: bool  # attention skips fully masked tiles
+    stored_dtype: torch.dtype  # in which weights are read or initialized
+    zero_stage: int  # of DeepSpeed's engine, which casts, moves and shards the materialized model itself; 0: none of it
 
     @property
     def fully_shard(self) -> bool:
-        return find_strategy(self.strategy).fully_shard
+        return self.config.parallel.engine == "native" and find_strategy(self.strategy).fully_shard
 
 
 @dataclass
@@ -204,10 +211,14 @@ def _read_recipe(
     mesh, device = parallel_dims.mesh, parallel_dims.device
     adapted = prepared.adapters is not None
     precision = read_precision(config.train.precision, config.train.reduce_dtype, adapter=adapted)
+    stored_dtype, stage = precision.weights, 0
+    if uses_deepspeed(config):
+        stage = zero_stage(strategy, config.parallel.sharding)
+        precision = precision.low if stage > 0 else precision
     everything: dict[str, Tensor] = {**dict(model.named_parameters()), **kept_buffers(model)}
     if adapted:
         everything = {name: one for name, one in everything.items() if one.requires_grad}
-    backend = compile_backend(config.train.compile, device)
+    backend = None if uses_deepspeed(config) else compile_backend(config.train.compile, device)
     compiled = backend == "inductor" and device.type == "cuda"
     return _Recipe(
         config,
@@ -223,6 +234,8 @@ def _read_recipe(
         backend=backend,
         compiled=compiled,
         tiles=mesh.cp == 1 and skips_tiles(model, config.model.attention, compiled=compiled),
+        stored_dtype=stored_dtype,
+        zero_stage=stage,
     )
 
 

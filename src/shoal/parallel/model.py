@@ -50,6 +50,10 @@ class TrainedModel:
             weight: copy for copies in self.copies for weight, copy in zip(copies.weights, copies.copies, strict=True)
         }
 
+    def before_save(self) -> None:
+        """Before the state is collected for a checkpoint, on every rank."""
+        return
+
     def reshard(self) -> None:
         """Before weights are loaded: free the old ones that FSDP may have gathered for the next forward pass."""
         for module in self.modules:

@@ -57,6 +57,11 @@ class Precision:
         """The dtype of parameters that are not trained."""
         return self.compute if self.frozen_base else self.weights
 
+    @property
+    def low(self) -> "Precision":
+        """The same without master weights, which DeepSpeed's engine keeps for itself."""
+        return replace(self, weights=self.compute)
+
     def has_compute_copy(self, parameter: Tensor) -> bool:
         """Whether the forward pass uses a low-precision copy of `parameter`."""
         return self.mixed and (parameter.requires_grad if self.frozen_base else parameter.dim() >= 2)

@@ -66,7 +66,8 @@ def replicate_stage(
             units.append([*last, stage.model.get_submodule(stage.anatomy.head)])
         module = ComputeCopies(module, precision, units)
     # DDP would reduce a stage's gradients in every micro-batch of the schedule: `Gradients` does it once, at the end.
-    if parallel_dims.mesh.pp == 1 and parallel_dims.gradient_ranks > 1:
+    native = parallel.engine == "native"  # DeepSpeed's engine reduces them too
+    if native and parallel_dims.mesh.pp == 1 and parallel_dims.gradient_ranks > 1:
         module = replicate(module, parallel_dims.replicas, precision, parallel_dims.device, parallel.compress)
     return module
 

@@ -230,9 +230,8 @@ def _make_choice(config: Config, machine: Machine, run: Run, sharding: str, reas
         chosen = chosen.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": every})})
     if not reason:
         needed = forecast_memory(run).reserved / GIB
-        asked = (
-            "set in the config" if config.parallel.strategy != "auto" else "needs the least memory of all strategies"
-        )
+        least = "needs the least memory of all data-parallel strategies"
+        asked = "set in the config" if config.parallel.strategy != "auto" else least
         reason = f"{asked}; needs {needed:.0f} GiB per device, which has {machine.gpu.memory_gib:.0f} GiB"
     return ResolvedRun(config, chosen, run, machine, reason)
 

@@ -1,18 +1,29 @@
 """Build the parallelized model and its optimizer. Used by training and by `shoal bench trace`."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
+from torch import Tensor
 
 from shoal.catalogue.strategies import find_strategy
+from shoal.config.engine import uses_deepspeed, zero_stage
 from shoal.models.prepare import PreparedModel
 from shoal.objectives import Objective
+from shoal.optim.deepspeed import ZeroOptimizer, new_state, torch_optimizer
+from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.offload import find_store
 from shoal.optim.optimizer import NamedOptimizer, make_optimizer
 from shoal.optim.zero1 import Partition
 from shoal.parallel.apply import parallelize
+from shoal.parallel.deepspeed import EngineModel, engine_settings, start_all_reduce, start_zero
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.resolved import ResolvedRun
 from shoal.plan.speed import replays_graphs
+from shoal.resilience.health import SpikeGuard
+from shoal.train.engine_step import EngineStep
+from shoal.train.step import TrainStep
 
 
 def build(
@@ -42,7 +53,23 @@ def build(
         emulated=emulated,
         cuda_graphs=replays_graphs(resolved.run),
     )
-    partitions = find_strategy(resolved.strategy).partitions_update
+    stage = zero_stage(resolved.strategy, config.parallel.sharding) if uses_deepspeed(config) else None
+    if stage is not None:
+        settings = engine_settings(
+            config,
+            stage,
+            parameters=prepared.parameters,
+            micro_batch=resolved.micro_batch,
+            grad_accum_steps=resolved.grad_accum_steps,
+        )
+        if stage > 0:
+            updates = torch_optimizer(model.parameters, config.train, device=ranks.device)
+            sharded = start_zero(
+                model, updates, settings, make_state=partial(new_state, updates), values=values
+            )
+            return sharded, ZeroOptimizer(sharded.zero)
+        model = start_all_reduce(model, settings)
+    partitions = stage is None and find_strategy(resolved.strategy).partitions_update
     optimizer = make_optimizer(
         model.parameters,
         config.train,
@@ -55,6 +82,20 @@ def build(
         seed=config.seed,
     )
     return model, optimizer
+
+
+def make_step(
+    model: ParallelModel,
+    optimizer: NamedOptimizer,
+    scaler: LossScaler,
+    *,
+    clip: float | None,
+    guard: SpikeGuard | None,
+    total: Callable[[Tensor], Tensor],
+) -> TrainStep:
+    """The optimizer step: ours, or that of DeepSpeed's engine where it has the gradients."""
+    kind = EngineStep if isinstance(model, EngineModel) else TrainStep
+    return kind(model, optimizer, scaler, clip=clip, guard=guard, total=total)
 
 
 def keep_low_precision_gradients(model: ParallelModel, optimizer: NamedOptimizer, resolved: ResolvedRun) -> None:

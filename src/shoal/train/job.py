@@ -73,7 +73,7 @@ class AnyJob(ABC):
 
     def before_save(self) -> None:
         """Called on every rank before the state is collected for a checkpoint."""
-        return
+        self.model.before_save()
 
     @property
     def config(self) -> Config:

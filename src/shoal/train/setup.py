@@ -42,7 +42,7 @@ from shoal.plan.resolved import ResolvedRun, describe_accumulation
 from shoal.plan.stages import bubble_share
 from shoal.resilience.health import SpikeGuard, spike_settings
 from shoal.resilience.out_of_memory import explained
-from shoal.train.build import build, keep_low_precision_gradients
+from shoal.train.build import build, keep_low_precision_gradients, make_step
 from shoal.train.data_changes import check_same_data, fingerprint
 from shoal.train.describe import describe, plan_values, record_interval
 from shoal.train.hooks import Hooks
@@ -54,7 +54,6 @@ from shoal.train.rollback import set_aside
 from shoal.train.save import checkpoint_folders, make_saver
 from shoal.train.save_interval import SaveInterval
 from shoal.train.schedule import peak_lr
-from shoal.train.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start,
         optimizer=optimizer,
         scaler=scaler,
         controls={"scaler": scaler} | ({} if guard is None else {"spikes": guard}),
-        step=TrainStep(model, optimizer, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
+        step=make_step(model, optimizer, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
         plan=plan,
         hooks=hooks,
         log=StepLog(

@@ -32,7 +32,8 @@ INTRODUCTION = """# Coming from another system
 became, what has no meaning here and why, and what it could not carry; nothing is dropped silently. The file passes
 validation, or it is not written.
 
-```
+<!-- not run: needs files of other systems; tests/convert/configs runs this command -->
+```bash
 shoal import ds_config.json                                # DeepSpeed → ds_config.shoal.yaml, beside it
 shoal import accelerate.yaml ds_config.json -- accelerate launch train.py --per_device_train_batch_size 4
 shoal import -- litgpt finetune_lora meta-llama/Llama-2-7b-hf --devices 8 --train.global_batch_size 16
@@ -46,7 +47,8 @@ commands with torchrun, accelerate launch, deepspeed or srun, and batch scripts.
 A command stands behind two dashes, or in a file. Nothing in a file is run; variables of a script are replaced where
 their value is in it.
 
-```
+<!-- not run: needs files of other systems; tests/convert/configs runs this command -->
+```console
 $ shoal import ds_config.json
 ds_config.json: a DeepSpeed config
 

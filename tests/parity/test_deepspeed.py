@@ -1,0 +1,149 @@
+"""`parallel.engine: deepspeed` trains as our own strategies do, and its checkpoints are ours.
+
+With the real DeepSpeed on gloo, so all of it is slow, and skipped where DeepSpeed is not installed; .ci/run installs it.
+Each case is compared with our engine on the same number of ranks.
+"""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import api
+from tests.harness import LLAMA, PYTHIA, lines, reference_run, settings, train_on, weights
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+UNTIED = {**LLAMA, "positions": 512, "tied": False}
+NEOX = {**PYTHIA, "positions": 512, "tied": False}
+ODD = {**LLAMA, "positions": 512, "tied": True, "vocab": 261, "hidden": 40}  # sizes that ranks share unevenly
+ACCUMULATED = {"train__micro_batch": 2}
+LORA = {"adapter": {"kind": "lora", "rank": 4, "alpha": 8}}
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {"parallel__strategy": "ddp", **ACCUMULATED},
+    "zero1": {"parallel__strategy": "zero1", **ACCUMULATED},
+    "zero2": {"parallel__strategy": "zero2", "model__shape": NEOX, **ACCUMULATED},
+    "zero3": {"parallel__strategy": "zero3", "model__shape": ODD, **ACCUMULATED},
+    "shard_grad_op": {"parallel__strategy": "fsdp", "parallel__sharding": "shard_grad_op"},
+    "zero3_recompute": {"parallel__strategy": "zero3", "train__recompute": "full", "train__loss_impl": "chunked"},
+    "zero3_lora": {"parallel__strategy": "zero3", **LORA},
+    "zero1_lion": {"parallel__strategy": "zero1", "train__optimizer": {"name": "lion"}},
+    "zero2_offload": {"parallel__strategy": "zero2", "parallel__offload": "optimizer"},
+    "zero3_offload": {
+        "parallel__strategy": "zero3",
+        "parallel__offload": "cpu",
+        "train__optimizer": {"name": "sgd", "momentum": 0.9},
+        "model__shape": UNTIED,
+    },
+}
+IN_16_BITS: dict[str, dict[str, Any]] = {
+    "ddp_bf16": {"parallel__strategy": "ddp", "train__precision": "bf16-mixed"},
+    "zero1_bf16": {"parallel__strategy": "zero1", "train__precision": "bf16-mixed", **ACCUMULATED},
+    "zero3_bf16": {"parallel__strategy": "zero3", "train__precision": "bf16-mixed", **ACCUMULATED},
+    "zero2_lora_bf16": {"parallel__strategy": "zero2", "train__precision": "bf16-mixed", **LORA},
+    # So large a scale that the first steps overflow, and are skipped.
+    "zero2_fp16": {
+        "parallel__strategy": "zero2",
+        "train__precision": "16-mixed",
+        "train__loss_scale": {"initial": 2.0**26},
+        "train__steps": 6,
+    },
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _deepspeed() -> None:
+    """Imported before ranks are forked. What it imports when it is first used takes most of a run's time."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+        importlib.import_module("deepspeed.runtime.zero.stage3")
+
+
+def config_of(data: Path, case: dict[str, Any]) -> dict[str, Any]:
+    return settings(data, **{"train__steps": STEPS, **case})
+
+
+def on_deepspeed(data: Path, case: dict[str, Any], runs: Path, ranks: int = 2, **options: Any) -> Path:
+    return train_on(ranks, config_of(data, {**case, "parallel__engine": "deepspeed"}), runs, **options)
+
+
+def hold_close(run: Path, reference: Path, *, loss: float, norm: float) -> None:
+    found, expected = lines(run), lines(reference)
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], rel=loss)
+    for one, other in zip(found, expected, strict=True):
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=norm)
+        assert (one["lr"], one["tokens"], one["loss_tokens"]) == (other["lr"], other["tokens"], other["loss_tokens"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_deepspeed_has_the_losses_and_weights_of_our_own_engine_in_fp32(
+    name: str, instructions: Path, tmp_path: Path
+) -> None:
+    reference = reference_run(config_of(instructions, CASES[name]), 2)
+    run = on_deepspeed(instructions, CASES[name], tmp_path)
+    hold_close(run, reference, loss=2e-6, norm=1e-5)
+    expected = weights(reference)
+    for key, value in weights(run).items():
+        assert value.dtype == expected[key].dtype
+        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_deepspeed_has_the_losses_of_our_own_engine_in_16_bits(
+    name: str, instructions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)  # DeepSpeed asks the kind of CPU
+    reference = reference_run(config_of(instructions, IN_16_BITS[name]), 2)
+    run = on_deepspeed(instructions, IN_16_BITS[name], tmp_path)
+    found, expected = lines(run), lines(reference)
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], rel=2e-3)
+    assert [line["grad_norm"] is None for line in found] == [line["grad_norm"] is None for line in expected]
+    assert all(value.dtype == torch.float32 for value in weights(run).values()), "checkpoints hold the fp32 weights"
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero1", 2), ("zero3", 3)])
+def test_a_run_on_deepspeed_resumes_exactly_and_changes_to_our_engine_and_back(
+    strategy: str, ranks: int, instructions: Path, tmp_path: Path
+) -> None:
+    case = {
+        "parallel__strategy": strategy,
+        "model__shape": ODD,
+        "train__global_batch": 6,
+        "train__micro_batch": 1,
+        "train__schedule": {"warmup": 0, "name": "constant"},
+        "train__steps": 4,
+    }
+    whole = on_deepspeed(instructions, case, tmp_path / "whole", ranks)
+    first = {**case, "train__steps": 2}
+    on_deepspeed(instructions, first, tmp_path / "parts", ranks)
+    run = on_deepspeed(instructions, case, tmp_path / "parts", ranks, resume=True)
+    assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
+    for name, value in weights(run).items():
+        assert torch.equal(value, weights(whole)[name]), name
+
+    on_deepspeed(instructions, first, tmp_path / "both", ranks)
+    train_on(1, config_of(instructions, {**case, "train__steps": 3}), tmp_path / "both", resume=True)
+    run = on_deepspeed(instructions, case, tmp_path / "both", ranks, resume=True)
+    hold_close(run, whole, loss=2e-6, norm=1e-5)
+
+
+def test_a_run_on_deepspeed_evaluates_and_exports_what_transformers_loads(instructions: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    case = {"parallel__strategy": "zero3", "data__validation": 0.1, "eval__every": 1, "train__steps": 1}
+    reference = reference_run(config_of(instructions, case), 2)
+    run = on_deepspeed(instructions, case, tmp_path)
+    lines_of = [(one / "metrics.jsonl").read_text() for one in (run, reference)]
+    assert all("eval_loss" in one for one in lines_of)
+    folder = api.export(run, to="hf", output=tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    trained = weights(run)
+    assert folder and all(torch.equal(one, trained[name]) for name, one in model.named_parameters())
