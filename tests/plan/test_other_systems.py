@@ -170,7 +170,13 @@ def test_only_torchs_pipelines_hold_a_receive_buffer_for_every_micro_batch():
 
 def test_encoders_elsewhere_have_dropout_and_older_devices_a_larger_context():
     encoder = "model.shape={family: bert, hidden: 1024, layers: 24, heads: 16, ffn: 4096, vocab: 30522, positions: 512}"
-    overrides = (encoder, "train.precision=16-mixed", "data.max_length=512", "hardware.gpu=v100-16gb")
+    overrides = (
+        encoder,
+        "train.objective=masked_lm",
+        "train.precision=16-mixed",
+        "data.max_length=512",
+        "hardware.gpu=v100-16gb",
+    )
     assert plan(*overrides, system="huggingface").choice.run.dropout
     assert not plan(*overrides, "model.dropout=0", system="huggingface").choice.run.dropout
     assert not plan(*overrides).choice.run.dropout

@@ -63,6 +63,10 @@ def offloaded_state(run: Run, rank: Rank) -> Term:
         ahead = max(weights / max(1, rank.blocks), weights - block.forward * rank.blocks)
         back = max(weights / max(1, rank.blocks), weights + gradients - block.backward * rank.blocks)
         moved = (ahead + back) * run.grad_accum_steps
+        if not run.traits.masters_with_optimizer:
+            # FSDP adds gradients to those before on the host, and waits for their transfer and the sum.
+            added = trained * 3 * run.weight_bytes / run.optimizer_shards * run.devices / host_adam(run)
+            moved += (gradients + added) * (run.grad_accum_steps - 1)
     else:
         # Gradients during the backward pass, and updated weights in 16 bits after the step.
         updated = trained * run.updated_bytes / run.optimizer_shards / host_link(run)
