@@ -144,7 +144,7 @@ def test_offload_to_disk_without_libaio_is_one_sentence(
     monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
     case = {"parallel__strategy": "zero3", "parallel__offload": {"optimizer": "nvme", "path": str(tmp_path)}}
     with pytest.raises(UserMistake, match=r"needs libaio, which is not installed: apt install libaio-dev"):
-        on_deepspeed(instructions, case, tmp_path, 1)
+        on_deepspeed(instructions, case, tmp_path)
 
 
 def test_a_run_on_deepspeed_evaluates_and_exports_what_transformers_loads(instructions: Path, tmp_path: Path) -> None:

@@ -124,8 +124,8 @@ def _offload(parallel: ParallelConfig, stage: int) -> Iterator[Finding]:
     if stage == 0 and offload != "none":
         yield (
             "parallel.offload",
-            f"parallel.offload with parallel.engine deepspeed needs ZeRO, and {strategy} shards nothing; use strategy "
-            f"zero1, {NATIVE}.",
+            f"parallel.offload with parallel.engine deepspeed needs ZeRO, and {strategy} shards nothing; use "
+            + ("parallel.engine native." if strategy == "single" else f"strategy zero1, {NATIVE}."),
         )
     elif stage < 3 and (offload == "cpu" or (isinstance(offload, OffloadConfig) and "nvme" in offload.places)):
         what = "cpu offloads parameters" if offload == "cpu" else "to nvme is a part of ZeRO-3"

@@ -169,6 +169,7 @@ def start_zero(
     """ZeRO 1 to 3: hand the model and torch's optimizer to DeepSpeed. `make_state`: the optimizer's state of a tensor
     before its first step. `values`: the model's weights are initialized."""
     device, saved = model.parallel_dims.device, model.placement.shapes
+    _check_device(settings, device)
     parameters = {name: one for name, one in model.parameters.items() if name in saved}
     zero = ZeroEngine(optimizer, parameters, model.parallel_dims.replicas)
     if values and model.precision.compute != torch.float32:
@@ -198,8 +199,9 @@ def _once(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list(dict.fromkeys(parameters))
 
 
-def _initialize(model: ParallelModel, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:
-    deepspeed = import_deepspeed(model.parallel_dims.device)
+def _check_device(settings: dict[str, Any], device: torch.device) -> None:
+    """A UserMistake if DeepSpeed cannot do on this machine what `settings` ask for."""
+    deepspeed = import_deepspeed(device)
     if "fp16" in settings and not deepspeed.get_accelerator().is_fp16_supported():
         raise UserMistake(
             "train.precision 16-mixed cannot be used with parallel.engine deepspeed on this device, for which "
@@ -213,6 +215,10 @@ def _initialize(model: ParallelModel, optimizer: torch.optim.Optimizer, settings
                 "parallel.offload to nvme with parallel.engine deepspeed needs libaio, which is not installed: apt "
                 "install libaio-dev, or use offload cpu."
             )
+
+
+def _initialize(model: ParallelModel, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:
+    deepspeed = import_deepspeed(model.parallel_dims.device)
     (module,) = model.modules
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
     return engine
