@@ -49,17 +49,20 @@ check: lint
 # Writes the generated pages, then the site in build/site.
 docs: reference
 	$(BIN)/python benchmarks/plan_document.py
+	$(BIN)/python -m benchmarks.pictures
+	$(BIN)/python -m benchmarks.pages
 	PYTHONPATH=. $(BIN)/python benchmarks/docs_output.py docs/tutorials/out-of-memory.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "The site is in build/site: open build/site/index.html"
 
 # The pages that are written from code; a test compares them. A page is replaced only if its program succeeds.
 GENERATED := config.md=shoal.config.document models.md=shoal.catalogue.document \
-  coming-from.md=shoal.convert.configs.document commands.md=shoal.cli.document json.md=shoal.cli.json_document \
-  api.md=shoal.api.document metrics.md=shoal.observe.metric_names
+  commands.md=shoal.cli.document json.md=shoal.cli.json_document api.md=shoal.api.document \
+  metrics.md=shoal.observe.metric_names
 reference: $(VENV)/.installed
 	set -e; for page in $(GENERATED); do \
 	  $(BIN)/python -m $${page#*=} > docs/.page; mv docs/.page docs/$${page%%=*}; done
+	$(BIN)/python -m shoal.convert.configs.document docs/coming-from
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

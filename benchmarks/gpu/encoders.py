@@ -92,7 +92,12 @@ def shoal(work: Path, *command: str) -> dict[str, Any]:
     """What a command prints as JSON, or its last line if it fails."""
     environment = {**os.environ, "PYTHONPATH": SOURCE, "SHOAL_CACHE": str(work / "cache")}
     done = subprocess.run(
-        [sys.executable, "-m", "shoal", *command], cwd=work, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "shoal", *command],
+        cwd=work,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode not in (0, 3):  # 3: the plan says that it does not fit
         return {"failed": (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]}

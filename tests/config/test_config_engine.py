@@ -63,7 +63,10 @@ def test_every_strategy_has_a_zero_stage(strategy: str, sharding: str, stage: in
             ["parallel={strategy: zero2, engine: deepspeed, offload: {parameters: cpu}}"],
             "parallel.offload.parameters needs ZeRO-3",
         ),
-        (["parallel={engine: native, offload: {parameters: cpu}}"], "is for parallel.engine deepspeed; use offload cpu"),
+        (
+            ["parallel={engine: native, offload: {parameters: cpu}}"],
+            "is for parallel.engine deepspeed; use offload cpu",
+        ),
         (["parallel={offload: {parameters: nvme}}"], "parallel.offload to nvme needs path"),
     ],
 )
@@ -91,8 +94,9 @@ def test_what_the_engine_does_is_accepted(parallel: str) -> None:
 
 def test_fsdp_units_have_no_effect_on_deepspeed() -> None:
     config = load_config(None, [*ENGINE, "parallel.strategy=zero3", "parallel.prefetch=2"])
-    assert "parallel.prefetch 2 has no effect: parallel.engine is deepspeed, which has no FSDP units." in without_effect(
-        config, 2
+    assert (
+        "parallel.prefetch 2 has no effect: parallel.engine is deepspeed, which has no FSDP units."
+        in without_effect(config, 2)
     )
 
 

@@ -136,6 +136,7 @@ INSIDE: dict[Body, str] = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "parallel.engine deepspeed is for shoal train; use native in a custom loop": {"parallel__engine": "deepspeed"},
     "parallel.tp 2 needs a language model": {"parallel__tp": 2, "parallel__strategy": "ddp"},
     "train.global_batch is 16, but the loader's batch_size is 8": {"train__global_batch": 16},
     "train.micro_batch 3 does not divide the 8 samples": {"train__micro_batch": 3},

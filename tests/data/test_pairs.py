@@ -1,6 +1,7 @@
 """Records of the format preference as sequences: both answers of a pair in one sequence, the chosen one first."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from shoal.data import Sequences, load_tokenizer, prepare
 from shoal.data.first_look import check_first_record
 from shoal.data.inspect.preview import Choice, preview_source
+from shoal.data.inspect.preview_text import plain_text, source_pieces
 from shoal.data.inspect.stats import measure_source
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
 from shoal.mistakes import UserMistake
@@ -110,6 +112,8 @@ def test_a_preview_shows_both_answers_and_what_becomes_of_them(pairs: Pairs, tmp
         (2, "dropped", 0), (2, "dropped", 0),
     ]  # fmt: skip
     assert [one.number for one in look(count=1, first=1).examples] == [1, 1]
+    text = plain_text(source_pieces(look(count=2), "bytes", None, drawn=False))
+    assert re.findall("chosen|rejected", text) == ["chosen", "rejected"] * 2
     shown = [[one.tokens for one in sequence.documents] for sequence in look(count=9, sequences=True).sequences]
     assert sorted(shown) == sorted([[6, 5], [22, 22]])
     stats = measure_source(data, BYTES, prepared, report=lambda _: None, objective="dpo")

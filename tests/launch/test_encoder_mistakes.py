@@ -89,7 +89,7 @@ def test_a_causal_model_is_no_encoder_and_an_encoder_no_causal_model(rows, tmp_p
     with pytest.raises(UserMistake, match="llama is not an encoder: its tokens attend to earlier ones only, and train"):
         train_on(1, masked(rows, model={"from": str(tmp_path / "llama"), **tokenizer}), tmp_path)
     causal = masked(rows, model={"from": str(tmp_path / "bert"), **tokenizer}, train__objective="causal_lm")
-    with pytest.raises(UserMistake, match=r"this bert is an encoder, .* use train.objective masked_lm or classify"):
+    with pytest.raises(UserMistake, match=r"this bert is an encoder, .* language model, or train.objective masked_lm"):
         train_on(1, causal, tmp_path)
 
 

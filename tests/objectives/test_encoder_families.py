@@ -59,7 +59,9 @@ def test_the_loss_is_that_of_transformers(objective, family, rows, tmp_path):
     tokenizer = load_tokenizer("bytes", add_tokens=["<mask>"])
     sequences = prepare(config.data, tokenizer, report=lambda _: None, objective=objective)
     learnt = find_objective(config, tokenizer, sequences.summary.classes)
-    prepared = prepare_model(blueprint(ModelConfig(from_=str(tmp_path)), objective), longest=144)
+    plan = blueprint(ModelConfig(from_=str(tmp_path)), objective)
+    assert plan.positions in (160, 512)
+    prepared = prepare_model(plan, longest=144)
     materialize(
         prepared.model, prepared.anatomy, device=torch.device("cpu"), dtype=torch.float32, source=Weights(tmp_path, 0)
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.checkpoint.cut import cut, hold_bitwise
 from tests.custom.loops import train_on
@@ -39,6 +40,40 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return found[key]
 
     return train
+
+
+@pytest.mark.parametrize("name", ["ddp", "full_shard", slow("bf16")])
+def test_an_evaluation_is_the_mean_over_all_samples_on_any_number_of_ranks(name: str, tmp_path: Path) -> None:
+    """Batches of 4, 4 and 3 samples on two ranks: one of them has one batch less, and all must call the model alike."""
+    torch.manual_seed(7)
+    held_out = [(torch.rand(size, 2, 6), torch.randint(0, 3, (size,))) for size in (4, 4, 3)]
+    strategies = {**STRATEGIES, "bf16": {"parallel__strategy": "fsdp", "train__precision": "bf16-mixed"}}
+
+    def evaluate(run: Any, model: Any) -> None:
+        def compute(batch: Any) -> Any:
+            assert not model.training
+            assert not torch.is_grad_enabled()
+            return functional.cross_entropy(model(batch[0]), batch[1])
+
+        loss = run.evaluate(compute, held_out)
+        by_label = run.evaluate(lambda batch: (compute(batch), (batch[1] > 0).sum()), held_out)
+        assert model.training
+        run.log_evaluation(loss, by_label=by_label)
+
+    given = {"dropout": 0.1, **strategies[name]}
+    one = train_on(1, tmp_path / "one", each=evaluate, train__steps=1)
+    two = train_on(2, tmp_path / "two", each=evaluate, **{**given, "dropout": 0.0, "train__steps": 1})
+    found, expected = ([line for line in every_line(run) if "eval_loss" in line] for run in (two, one))
+    for key in ("eval_loss", "eval_by_label"):
+        assert found[-1][key] == pytest.approx(expected[-1][key], rel=1e-2 if name == "bf16" else 2e-6)
+    # It leaves no trace in training: dropout draws the same random numbers.
+    with_it = train_on(2, tmp_path / "with", each=evaluate, **given)
+    without = train_on(2, tmp_path / "without", **given)
+    assert column(with_it, "loss") == column(without, "loss")
+
+
+def every_line(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def column(run: Path, name: str) -> list[float]:

@@ -1,7 +1,7 @@
 """`parallel.engine: deepspeed` trains as our own strategies do, and its checkpoints are ours.
 
-With the real DeepSpeed on gloo, so all of it is slow, and skipped where DeepSpeed is not installed; .ci/run installs it.
-Each case is compared with our engine on the same number of ranks.
+With the real DeepSpeed on gloo, so all of it is slow, and skipped where DeepSpeed is not installed; .ci/run installs
+it. Each case is compared with our engine on the same number of ranks.
 """
 
 import importlib
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shoal import api
+from shoal.mistakes import UserMistake
 from tests.harness import LLAMA, PYTHIA, lines, reference_run, settings, train_on, weights
 
 pytestmark = pytest.mark.slow
@@ -135,6 +136,17 @@ def test_a_run_on_deepspeed_resumes_exactly_and_changes_to_our_engine_and_back(
     hold_close(run, whole, loss=2e-6, norm=1e-5)
 
 
+def test_offload_to_disk_without_libaio_is_one_sentence(
+    instructions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
+    case = {"parallel__strategy": "zero3", "parallel__offload": {"optimizer": "nvme", "path": str(tmp_path)}}
+    with pytest.raises(UserMistake, match=r"needs libaio, which is not installed: apt install libaio-dev"):
+        on_deepspeed(instructions, case, tmp_path, 1)
+
+
 def test_a_run_on_deepspeed_evaluates_and_exports_what_transformers_loads(instructions: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -146,4 +158,5 @@ def test_a_run_on_deepspeed_evaluates_and_exports_what_transformers_loads(instru
     folder = api.export(run, to="hf", output=tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     trained = weights(run)
-    assert folder and all(torch.equal(one, trained[name]) for name, one in model.named_parameters())
+    assert folder == tmp_path / "hf"
+    assert all(torch.equal(one, trained[name]) for name, one in model.named_parameters())

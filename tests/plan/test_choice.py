@@ -274,3 +274,10 @@ def test_where_replicas_and_shards_do_not_fit_tensor_parallelism_is_chosen_if_al
 def test_tensor_parallelism_is_chosen_only_if_it_divides_the_sequence_length():
     odd = plan(*TOO_LARGE[:1], "data.max_length=8190", *TOO_LARGE[2:], *TWO_NODES)
     assert 8190 % odd.choice.run.mesh.tp == 0
+
+
+def test_a_batch_smaller_than_the_data_parallel_ranks_is_answered_with_what_leaves_fewer():
+    arguments = ("model.shape=llama3.2-1b", "hardware.gpu=h100-80gb", "hardware.devices=8", "train.global_batch=4")
+    with pytest.raises(UserMistake, match=r"8 data-parallel ranks; .* are: 8; or set parallel\.tp, cp or pp, which"):
+        plan(*arguments)
+    assert plan(*arguments, "parallel.tp=2").fits

@@ -45,6 +45,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines(run)]
 
 
+@pytest.mark.slow
 def test_streamed_cells_resume_on_another_number_of_ranks(cells: Path, tmp_path: Path) -> None:
     streamed = {"data__streaming": {"chunk": 10, "shuffle_buffer": 20}}
     whole = losses(train_on(1, config(cells, **streamed), tmp_path / "whole"))
@@ -93,7 +94,7 @@ def test_stats_and_preview_speak_of_genes_and_cells(cells: Path, tmp_path: Path)
     assert ended.status == 0, ended.err
     for line in ("cells        48 in 2 files", "genes        20 in the vocabulary", "classes      2 of data.label"):
         assert line in ended.out
-    ended = forked_shoal(tmp_path, "data", "stats", where, "--json")
+    ended = forked_shoal(tmp_path, "data", "stats", str(cells), "--json")  # a folder, whose files tell what it is
     found = json.loads(ended.out)["sources"][0]["cells"]
     assert (found["vocabulary"], [one["cells"] for one in found["files"]], found["classes"]) == (20, [24, 24], None)
     ended = forked_shoal(tmp_path, "data", "preview", where, "train.objective=masked_lm", "-n", "1", "--from", "30")

@@ -9,6 +9,9 @@ import pytest
 
 from shoal import api
 from shoal.plan.goodput import Conditions, best_every
+from shoal.train.hooks import LogInterval
+from shoal.train.save_interval import SaveInterval
+from tests.custom import loops
 from tests.harness import settings, train_on
 
 STEPS = 16
@@ -67,3 +70,50 @@ def test_a_resumed_run_goes_on_with_the_interval_unless_the_ranks_changed(
     alone = train_on(1, config_of(instructions, train__steps=STEPS + 4), run.parent, resume=True)
     assert interval(alone, STEPS + 4)["world_size"] == 1
     assert interval(alone, STEPS + 4)["step_seconds"] == 0, "not measured again yet"
+
+
+class Heard:
+    """A rank that hears what rank 0 says."""
+
+    def __init__(self, first: bool, said: list[str]) -> None:
+        self.first, self.said, self.world_size = first, said, 2
+
+    def broadcast(self, text: str) -> str:
+        if self.first:
+            self.said.append(text)
+        return self.said[-1]
+
+
+class Silent:
+    def say(self, text: str) -> None:
+        return
+
+
+def test_all_ranks_take_over_what_rank_0_measured() -> None:
+    config = api.load_config(None, ["model.shape=gpt2", "checkpoint.every=100", "data.validation=0"])
+    conditions, said = Conditions(mtbf=1000.0, restart=60.0, blocked=0.2, written=1.0), []
+    intervals = [SaveInterval(config, conditions, Heard(first, said), Silent()) for first in (True, False)]  # type: ignore[arg-type]
+    for interval, seconds in zip(intervals, (5.0, 9.0), strict=True):
+        # Steps of 0.5 seconds on rank 0, and of 0.9 on rank 1; before that a log interval with the warm-up.
+        interval.on_metrics({}, LogInterval(10, 10, 99.0, 0, None, 0.0, None))
+        interval.settle(all_saved=False)
+        assert interval.every == 100
+        interval.on_metrics({}, LogInterval(20, 10, seconds, 0, None, 0.0, None))
+        interval.settle(all_saved=False)
+    assert [one.every for one in intervals] == [best_every(conditions, 0.5, config)] * 2
+    assert [one.state() for one in intervals] == [intervals[0].state()] * 2
+    # What has been measured is kept.
+    for interval in intervals:
+        interval.on_metrics({}, LogInterval(30, 10, 50.0, 0, None, 0.0, None))
+        interval.settle(all_saved=False)
+    assert intervals[1].step_seconds == 0.5
+
+
+def test_a_custom_loop_measures_the_interval_too(tmp_path: Path) -> None:
+    auto = {"checkpoint__every": "auto", "checkpoint__keep": 99, "hardware__mtbf_hours": 1e-4}
+    run = loops.train_on(1, tmp_path, train__steps=12, **auto)
+    assert interval(run, 12)["step_seconds"] > 0
+    chosen = json.loads((run / "plan.json").read_text())["chosen"]
+    assert chosen["checkpoint_every"] == interval(run, 12)["every"] < 200
+    loops.train_on(1, tmp_path, train__steps=14, resume=True, **auto)
+    assert interval(run, 14)["step_seconds"] == interval(run, 12)["step_seconds"]

@@ -23,7 +23,7 @@ GROUPS = {
     "Configs": ["load_config", "config_from_mapping", "config_values", "config_to_yaml", "json_schema"],
     "Plan and train": ["plan", "dry_run", "train", "read_profile", "sweep"],
     "Data and models": ["data_preview", "data_stats", "recipes", "init", "download", "download_packaged"],
-    "Use a run": ["load_run", "generate", "chat", "evaluate", "evaluate_answers", "evaluate_tasks"],
+    "Use a run": ["load_run", "generate", "chat", "evaluate", "evaluate_answers", "evaluate_tasks", "embed", "predict"],
     "Checkpoints and formats": [
         *("checkpoints", "export", "merge", "import_checkpoint"),
         *("import_config", "is_foreign_config", "describe_import"),

@@ -100,6 +100,15 @@ def import_checkpoint(
     return import_hf(source, output, model=described, dtype=dtype, report=report)
 
 
+# Files of systems that are not translated, by suffix: what they are, and what to do.
+UNREAD = {
+    ".toml": "TOML, which is not translated; docs/coming-from/torchtitan.md has torchtitan's keys and ours.",
+    ".py": "a Python script, which is neither read nor run: give its config, or the command that starts it behind two "
+    "dashes (docs/coming-from.md).",
+    ".ipynb": "a notebook, which is neither read nor run; docs/coming-from.md has the words of other systems and ours.",
+}
+
+
 def is_foreign_config(files: Sequence[Path | str], command: str = "") -> bool:
     """Whether `shoal import` is given configs or commands of another system, and not a checkpoint."""
     from shoal.convert.configs.recognise import is_config
@@ -107,6 +116,8 @@ def is_foreign_config(files: Sequence[Path | str], command: str = "") -> bool:
     paths = [user_path(file, "FILE") for file in files]
     if (missing := next((path for path in paths if not path.exists()), None)) is not None:
         raise UserMistake(f"{missing} does not exist; give a config, a script or a checkpoint of another system.")
+    if (unread := next((path for path in paths if path.suffix in UNREAD and path.is_file()), None)) is not None:
+        raise UserMistake(f"{unread} is {UNREAD[unread.suffix]}")
     configs = [path for path in paths if is_config(path)]
     if (configs or command or len(paths) > 1) and len(configs) != len(paths):
         odd = next(path for path in paths if path not in configs)

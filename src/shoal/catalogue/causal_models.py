@@ -51,6 +51,10 @@ ENCODERS = (
     "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
     "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
+# Their first token has the position after that of padding: they support so many tokens fewer.
+POSITIONS_AFTER_PADDING = frozenset({
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+})  # fmt: skip
 # Encoders that transformers has no decoder of.
 ALWAYS_ENCODERS = (
     "albert", "convbert", "deberta", "deberta-v2", "distilbert", "esm", "eurobert", "funnel", "ibert",

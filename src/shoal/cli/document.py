@@ -68,7 +68,7 @@ def _help(command: Any) -> str:
 
 
 def _metavar(argument: Any) -> str:
-    return argument.metavar or argument.name.upper()
+    return str(argument.metavar or argument.name.upper())
 
 
 def _names(option: Any, kind: Any) -> str:

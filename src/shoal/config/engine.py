@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator
 
-from shoal.catalogue.optimizers import OPTIMIZERS, find_optimizer
+from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import STRATEGIES, find_strategy
 from shoal.config.schema import Config, OffloadConfig, ParallelConfig
 
 Finding = tuple[str, str]  # the key to point at, and the sentence
 NATIVE = "or parallel.engine native"
-TAKEN = tuple(
-    name for name, one in OPTIMIZERS.items() if not (one.needs_whole_matrices or one.is_quantized)
-)  # by ZeRO, which updates one-dimensional shards of all parameters together
+TAKEN = ("adamw", "lion", "sgd")  # by ZeRO, which updates one-dimensional shards of all parameters together
 
 
 def uses_deepspeed(config: Config) -> bool:
@@ -40,8 +38,8 @@ def _only_deepspeed(config: Config) -> Iterator[Finding]:
     if isinstance(offload, OffloadConfig) and offload.parameters != "none":
         yield (
             "parallel.offload",
-            f"parallel.offload.parameters {offload.parameters} is for parallel.engine deepspeed; use offload cpu, which "
-            "offloads all sharded state to host memory.",
+            f"parallel.offload.parameters {offload.parameters} is for parallel.engine deepspeed; use offload cpu, "
+            "which offloads all sharded state to host memory.",
         )
 
 
@@ -50,20 +48,20 @@ def _parallelism(parallel: ParallelConfig) -> Iterator[Finding]:
         if (degree := getattr(parallel, axis)) > 1:
             yield (
                 f"parallel.{axis}",
-                f"parallel.{axis} {degree} cannot be used with parallel.engine deepspeed, which shards over data-parallel "
-                f"ranks only; use {axis} 1, {NATIVE}.",
+                f"parallel.{axis} {degree} cannot be used with parallel.engine deepspeed, which shards over "
+                f"data-parallel ranks only; use {axis} 1, {NATIVE}.",
             )
     if parallel.sharding == "hybrid_shard":
         yield (
             "parallel.sharding",
-            "parallel.sharding hybrid_shard cannot be used with parallel.engine deepspeed, which shards over all ranks; "
-            f"use full_shard, {NATIVE}.",
+            "parallel.sharding hybrid_shard cannot be used with parallel.engine deepspeed, which shards over all "
+            f"ranks; use full_shard, {NATIVE}.",
         )
     if parallel.compress != "none":
         yield (
             "parallel.compress",
-            f"parallel.compress {parallel.compress} is for DDP, and parallel.engine deepspeed reduces gradients itself; "
-            f"use compress none, {NATIVE}.",
+            f"parallel.compress {parallel.compress} is for DDP, and parallel.engine deepspeed reduces gradients "
+            f"itself; use compress none, {NATIVE}.",
         )
 
 
@@ -83,11 +81,11 @@ def _training(config: Config) -> Iterator[Finding]:
         )
     optimizer = find_optimizer(train.optimizer.name)
     if optimizer.name not in TAKEN:
-        why = "needs whole matrices" if optimizer.needs_whole_matrices else "quantizes blocks of each parameter"
+        why = "quantizes blocks of each parameter" if optimizer.is_quantized else "needs whole matrices"
         yield (
             "train.optimizer.name",
-            f"train.optimizer.name {optimizer.name} {with_engine}: it {why}, and ZeRO updates one-dimensional shards of "
-            f"all parameters together; use {', '.join(TAKEN)}, {NATIVE}.",
+            f"train.optimizer.name {optimizer.name} {with_engine}: it {why}, and ZeRO updates one-dimensional shards "
+            f"of all parameters together; use {', '.join(TAKEN)}, {NATIVE}.",
         )
     if train.compile not in ("auto", False):
         yield (
@@ -121,7 +119,7 @@ def _stage(config: Config, stage: int) -> Iterator[Finding]:
 
 
 def _offload(parallel: ParallelConfig, stage: int) -> Iterator[Finding]:
-    """DeepSpeed offloads optimizer state from ZeRO-1 on, to host memory; parameters, and anything to disk, at ZeRO-3."""
+    """DeepSpeed offloads optimizer state from ZeRO-1 on, to host memory; parameters, and all to disk, with ZeRO-3."""
     offload, strategy = parallel.offload, parallel.strategy
     if stage == 0 and offload != "none":
         yield (
@@ -129,16 +127,16 @@ def _offload(parallel: ParallelConfig, stage: int) -> Iterator[Finding]:
             f"parallel.offload with parallel.engine deepspeed needs ZeRO, and {strategy} shards nothing; use strategy "
             f"zero1, {NATIVE}.",
         )
-    elif stage < 3 and (offload == "cpu" or isinstance(offload, OffloadConfig) and "nvme" in offload.places):
+    elif stage < 3 and (offload == "cpu" or (isinstance(offload, OffloadConfig) and "nvme" in offload.places)):
         what = "cpu offloads parameters" if offload == "cpu" else "to nvme is a part of ZeRO-3"
         yield (
             "parallel.offload",
-            f"parallel.offload {what}, and {strategy} is ZeRO-{stage} on parallel.engine deepspeed; use strategy zero3, "
-            "or offload optimizer.",
+            f"parallel.offload {what}, and {strategy} is ZeRO-{stage} on parallel.engine deepspeed; use strategy "
+            "zero3, or offload optimizer.",
         )
     elif stage < 3 and isinstance(offload, OffloadConfig) and offload.parameters != "none":
         yield (
             "parallel.offload",
-            f"parallel.offload.parameters needs ZeRO-3, and {strategy} is ZeRO-{stage} on parallel.engine deepspeed; use "
-            "strategy zero3, or leave parameters out.",
+            f"parallel.offload.parameters needs ZeRO-3, and {strategy} is ZeRO-{stage} on parallel.engine deepspeed; "
+            "use strategy zero3, or leave parameters out.",
         )

@@ -128,8 +128,8 @@ class ParallelConfig(Block):
     )
     engine: Engine = Field(
         "native",
-        description="Implementation of the strategy: PyTorch's DDP and FSDP2 (native, or shoal), or DeepSpeed's ZeRO 0 to "
-        "3 for ddp, zero1, zero2 and zero3 or fsdp.",
+        description="Implementation of the strategy: PyTorch's DDP and FSDP2 (native, or shoal), or DeepSpeed's ZeRO 0 "
+        "to 3 for ddp, zero1, zero2 and zero3 or fsdp.",
     )
 
     @model_validator(mode="before")

@@ -11,7 +11,7 @@ The step itself, and all that follows it, are those of `shoal train`: `train.ste
 """
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from shoal.resilience.agreement import Agreement
 from shoal.resilience.health import Action, Decision
 from shoal.train.conclude import Watch, conclude_step, make_health
 from shoal.train.custom import CustomJob, set_up_custom
+from shoal.train.custom_evaluation import Compute, evaluate_batches, to_device
 from shoal.train.default_hooks import default_hooks
 from shoal.train.hooks import Fault, RunStart, StepEnd
 from shoal.train.rollback import give_up, roll_back
@@ -200,6 +201,17 @@ class CustomLoop:
         total = self._joined.ranks.sum(torch.stack([pair[0] * pair[1], pair[1]]))
         return float(total[0] / total[1])
 
+    def evaluate(self, compute: Compute, loader: Iterable[Any]) -> float:
+        """The mean loss of a held-out set. `compute` gets a batch of `loader` and returns its mean loss, or a pair of
+        it and what it is the mean over, by default the number of samples. Each rank computes its share of the batches,
+        without dropout and gradients; all ranks call it and get the mean over all of them."""
+        job = self._prepared
+        found = evaluate_batches(compute, loader, job.model.modules, job.ranks, seed=job.config.seed)
+        for copies in job.model.copies:
+            copies.uninstall()
+        job.log.restart_clock()
+        return found
+
     def log_evaluation(self, loss: float, **others: float) -> None:
         """Write the loss of a held-out set to `metrics.jsonl`, as eval_loss; `checkpoint.keep_best` compares it. The
         same on every rank."""
@@ -298,7 +310,7 @@ class CustomLoop:
             data_seconds = 0.0
             for index in range(resolved.grad_accum_steps):
                 began = time.perf_counter()
-                batch = _to_device(next(stream), job.ranks.device)
+                batch = to_device(next(stream), job.ranks.device)
                 data_seconds += time.perf_counter() - began
                 self._micro = micro = _MicroBatch(last=index == resolved.grad_accum_steps - 1)
                 with accumulating(module, last=micro.last, keeps_weights=keeps_weights):
@@ -326,16 +338,3 @@ class CustomLoop:
             if not decision.continues:
                 return decision, None
         return Decision(Action.CONTINUE), stopped
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    """Tensors inside tuples, lists and mappings, and objects that move themselves, on `device`."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_to_device(one, device) for one in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_to_device(one, device) for one in value)
-    if type(value) is dict:
-        return {key: _to_device(one, device) for key, one in value.items()}
-    return value.to(device) if hasattr(value, "to") else value

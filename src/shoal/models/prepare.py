@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.catalogue.causal_models import why_no_encoder, why_not_causal
+from shoal.catalogue.causal_models import POSITIONS_AFTER_PADDING, why_no_encoder, why_not_causal
 from shoal.catalogue.families import ATTENTION_DROPOUT, HIDDEN_DROPOUT, OTHER_DROPOUT
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.shapes import find_shape, grown_vocabulary
@@ -53,7 +53,10 @@ class Blueprint:
     @property
     def positions(self) -> int | None:
         """The longest sequence the model supports, if its config states it."""
-        value = getattr(self.settings.get_text_config(), "max_position_embeddings", None)
+        settings = self.settings.get_text_config()
+        value = getattr(settings, "max_position_embeddings", None)
+        if value and self.model_type in POSITIONS_AFTER_PADDING:
+            value -= (settings.pad_token_id or 0) + 1
         return int(value) if value else None
 
     @property
@@ -95,12 +98,11 @@ def blueprint(model: ModelConfig, objective: str = CAUSAL) -> Blueprint:
         assert model.from_ is not None, "the config demands one of model.from and model.shape"
         plan = replace(read_blueprint(local_folder(model.from_)), task=objective if encoder else CAUSAL)
         reason = why_not_causal(plan.settings.model_type, plan.settings)
+        wrong = why_no_encoder(plan.settings.model_type, plan.settings)
         if reason is not None and not encoder:
-            raise UserMistake(
-                f"model.from {model.from_}: {reason}; use train.objective masked_lm or classify, or a causal language "
-                "model."
-            )
-        if encoder and (wrong := why_no_encoder(plan.settings.model_type, plan.settings)) is not None:
+            instead = ", or train.objective masked_lm or classify" if wrong is None else ""
+            raise UserMistake(f"model.from {model.from_}: {reason}; use a causal language model{instead}.")
+        if encoder and wrong is not None:
             raise UserMistake(
                 f"model.from {model.from_}: {wrong}, and train.objective {objective} needs an encoder, such as BERT."
             )

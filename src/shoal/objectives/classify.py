@@ -94,7 +94,7 @@ class Classifier(EncoderModel):
         labels = batch.labels.flatten()
         loss = self.head_and_loss.loss_of_logits(logits[None], labels[None])
         counted = labels != IGNORED
-        sums = (loss.detach(), counted.sum())
+        sums: tuple[Tensor, ...] = (loss.detach(), counted.sum())
         if self.classes:
             found = logits.detach().argmax(-1)
             taken = (labels.clamp(min=0), found, torch.where(found == labels, found, 0))

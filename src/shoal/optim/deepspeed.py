@@ -15,8 +15,8 @@ from shoal.mistakes import UserMistake
 from shoal.optim.lion import Lion
 from shoal.optim.makers import parameter_groups
 from shoal.optim.optimizer import NamedOptimizer
-from shoal.parallel.deepspeed import STEP, ZeroEngine
 from shoal.parallel.placement import Placement
+from shoal.parallel.zero_engine import STEP, ZeroEngine
 
 
 class PlainLion(Lion):

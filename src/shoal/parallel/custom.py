@@ -57,6 +57,8 @@ def check_custom(model: Any, config: Config) -> None:
             f"train.recompute needs the blocks of {type(model).__name__}, which has no nn.ModuleList of identical "
             "layers; name their class: parallel.wrap {classes: [NAME]}."
         )
+    if config.parallel.engine != "native":
+        raise UserMistake(f"parallel.engine {config.parallel.engine} is for shoal train; use native in a custom loop.")
     if config.train.precision == "fp8":
         raise UserMistake("train.precision fp8 is for the blocks of language models; use bf16-mixed.")
 

@@ -1,9 +1,7 @@
 """`parallel.engine: deepspeed`: a model in DeepSpeed's engine, and its weights and optimizer state for checkpoints.
 
 With ZeRO 1 to 3 the engine has the fp32 weights, the gradients and the optimizer state, in shards of its own. It also
-clips: its step measures the norm of the gradients where they are, and ours would have to gather each one first. Weights
-and state go in and out parameter by parameter, through DeepSpeed's documented functions; between the engine and a
-checkpoint each rank keeps its rows of every tensor in host memory.
+clips: its step measures the norm of the gradients where they are, and ours would have to gather each one first.
 
 ZeRO 0 is DeepSpeed's forward pass, backward pass and all-reduce: gradients and weights are whole on every rank, and the
 step is ours.
@@ -11,32 +9,27 @@ step is ours.
 
 import importlib.util
 import logging
-import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from shoal.config.engine import find_unsupported
 from shoal.config.schema import Config, OffloadConfig
 from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.models.loss import LossSums
-from shoal.models.tensor_slices import local_tensor, placed_like
-from shoal.parallel.collectives import all_gather_single
 from shoal.parallel.micro_batches import MicroBatchRunner, Prepare
 from shoal.parallel.model import ParallelModel
+from shoal.parallel.zero_engine import ZeroEngine
 from shoal.paths import user_path
 
 NEVER = sys.maxsize  # steps between DeepSpeed's own progress lines
 BUCKET = 500_000_000  # DeepSpeed's default: elements of a bucket, which it allocates even for smaller models
-STEP = "step"  # the step counter of an optimizer
 
 
 def check_deepspeed(config: Config) -> None:
@@ -137,7 +130,7 @@ class EngineRunner(MicroBatchRunner):
 class EngineModel(ParallelModel):
     """A model whose weights are in DeepSpeed's engine, as ZeRO 1 to 3 shard them."""
 
-    zero: "ZeroEngine"
+    zero: ZeroEngine
 
     @property
     def saved(self) -> dict[str, Tensor]:
@@ -152,169 +145,6 @@ class EngineModel(ParallelModel):
 
     def weights_changed(self) -> None:
         self.zero.put_weights()
-
-
-class ZeroEngine:
-    """DeepSpeed's engine with ZeRO 1 to 3, and this rank's rows of weights and state on their way in or out."""
-
-    def __init__(
-        self, engine: Any, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh
-    ) -> None:
-        """`optimizer`: torch's, which DeepSpeed calls with its own shards. `parameters`: those that are saved."""
-        self.engine = engine
-        self.optimizer = optimizer
-        self.parameters = parameters
-        self.trained = {name: one for name, one in parameters.items() if one.requires_grad}
-        self.mesh = mesh
-        self.shapes = {name: _shape(one) for name, one in parameters.items()}
-        self.weights: dict[str, Tensor] = {}
-        self.state: dict[str, Tensor] = {}  # by 'field.parameter_name', as `NamedOptimizer.state` has it
-        self.has_state = False  # DeepSpeed makes optimizer state, and its places in the engine, in the first step
-        self.state_waits = False  # it was loaded, and is put in after such a step
-
-    def step(self, lr: float) -> tuple[Tensor, Tensor]:
-        """Clip the gradients and update the weights; returns their norm, and whether it was finite. If it was not,
-        nothing has changed."""
-        self.weights, self.state = {}, {}
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group["lr_factor"]
-        self.engine.step()
-        device = self.engine.device
-        norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=device)
-        applied = self.engine.was_step_applied()
-        self.has_state = self.has_state or applied
-        return norm.detach(), torch.tensor(applied, device=device)
-
-    def scale_loss(self, scale: float) -> None:
-        """Before the backward passes: the loss is multiplied by `scale`, and the gradients are divided by it."""
-        self.engine.optimizer.override_loss_scale(scale)
-
-    def take_out(self) -> None:
-        """Copy this rank's rows of all weights and state to host memory. All ranks call it."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        self.weights = {}
-        for name, parameter in self.parameters.items():
-            if parameter.requires_grad:
-                self.weights[name] = self._rows(safe_get_full_fp32_param(parameter))
-            else:
-                with _gathered(parameter):
-                    self.weights[name] = self._rows(parameter.detach())
-        if self.state_waits:
-            return
-        self.state = {}
-        if not self.has_state:
-            return
-        for field in self._fields():
-            for name, parameter in self.trained.items():
-                self.state[f"{field}.{name}"] = self._rows(safe_get_full_optimizer_state(parameter, field))
-        if counters := self._counters():
-            steps = float(counters[0][STEP])
-            self.state |= {f"{STEP}.{name}": torch.tensor(steps) for name in self.trained}
-
-    def allocate(self) -> None:
-        """Host memory for this rank's rows of the weights that are about to be loaded."""
-        self.weights = {name: self.empty(name) for name in self.parameters}
-
-    def empty(self, name: str, field: str | None = None) -> Tensor:
-        """Host memory for this rank's rows of a parameter, or of a field of its state."""
-        shape = self.shapes[name]
-        if field == STEP or not shape:
-            return torch.zeros(())
-        begin, end = self._span(shape)
-        return self._placed(torch.zeros((end - begin, *shape[1:])), shape)
-
-    def put_weights(self) -> None:
-        """Put the weights that were loaded into the engine. All ranks call it."""
-        for name, rows in self.weights.items():
-            parameter, value = self.parameters[name], self._whole(rows)
-            if parameter.requires_grad:
-                self._put(parameter, value, None)
-            with _gathered(parameter, changed=True), torch.no_grad():  # what the forward pass uses
-                parameter.copy_(value)
-        self.weights = {}
-
-    def put_state(self) -> None:
-        """Put the optimizer state that was loaded into the engine, which has made a place for it."""
-        for key, rows in self.state.items():
-            field, _, name = key.partition(".")
-            if field != STEP:
-                self._put(self.trained[name], self._whole(rows), field)
-        steps = [float(value) for key, value in self.state.items() if key.startswith(f"{STEP}.")]
-        for fields_ in self._counters() if steps else ():
-            counter = fields_[STEP]
-            fields_[STEP] = counter.fill_(max(steps)) if isinstance(counter, Tensor) else int(max(steps))
-        self.state, self.state_waits = {}, False
-
-    def _put(self, parameter: nn.Parameter, value: Tensor, field: str | None) -> None:
-        """Set the fp32 weight of a trained parameter, or a field of its state."""
-        from deepspeed import utils
-
-        if not hasattr(parameter, "ds_id"):
-            if field is None:
-                utils.safe_set_full_fp32_param(parameter, value)
-            else:
-                utils.safe_set_full_optimizer_state(parameter, value, field)
-            return
-        # ZeRO-3's shards are of one size, with padding in the last, which the functions for whole tensors do not have.
-        size = utils.safe_get_local_fp32_param(parameter).numel()
-        rank, ranks = self.mesh.get_local_rank(), self.mesh.size()
-        shard = nn.functional.pad(value.flatten(), (0, size * ranks - value.numel())).narrow(0, size * rank, size)
-        if field is None:
-            utils.safe_set_local_fp32_param(parameter, shard)
-        else:
-            utils.safe_set_local_optimizer_state(parameter, shard, field)
-
-    def _fields(self) -> list[str]:
-        """The fields of the optimizer state that have the shape of a parameter."""
-        states = self.optimizer.state.values()
-        return sorted({field for one in states for field, value in one.items() if field != STEP and value is not None})
-
-    def _counters(self) -> list[dict[str, Any]]:
-        return [one for one in self.optimizer.state.values() if STEP in one]
-
-    def _span(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """This rank's rows of a tensor."""
-        size, rank = math.ceil(shape[0] / self.mesh.size()), self.mesh.get_local_rank()
-        return min(size * rank, shape[0]), min(size * (rank + 1), shape[0])
-
-    def _rows(self, whole: Tensor) -> Tensor:
-        """A copy of this rank's rows, in host memory."""
-        if not whole.dim():
-            return whole.detach().cpu().clone()
-        begin, end = self._span(tuple(whole.shape))
-        return self._placed(whole.detach()[begin:end].cpu().clone(), tuple(whole.shape))
-
-    def _placed(self, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-        meta = torch.empty(shape, device="meta")
-        like = DTensor.from_local(
-            meta[: len(rows)], self.mesh, [Shard(0)], run_check=False, shape=meta.shape, stride=meta.stride()
-        )
-        return placed_like(rows, like)
-
-    def _whole(self, rows: Tensor) -> Tensor:
-        """The whole tensor on the device, from the rows of all ranks."""
-        device = self.engine.device
-        if not isinstance(rows, DTensor):
-            return rows.to(device)
-        shape, local = tuple(rows.shape), local_tensor(rows).to(device)
-        size = math.ceil(shape[0] / self.mesh.size())
-        mine = local.new_zeros((size, *shape[1:]))
-        mine[: len(local)] = local
-        everyone = local.new_empty((size * self.mesh.size(), *shape[1:]))
-        all_gather_single(everyone, mine, group=self.mesh.get_group())
-        return everyone[: shape[0]]
-
-
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Any:
-    """The whole parameter that the forward pass uses, if ZeRO-3 has sharded it. `changed`: it is written to."""
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if changed else None)
 
 
 def start_all_reduce(model: ParallelModel, settings: dict[str, Any]) -> ParallelModel:
@@ -340,11 +170,9 @@ def start_zero(
     before its first step. `values`: the model's weights are initialized."""
     device, saved = model.parallel_dims.device, model.placement.shapes
     parameters = {name: one for name, one in model.parameters.items() if name in saved}
-    zero = ZeroEngine(None, optimizer, parameters, model.parallel_dims.replicas)
-    zero.shapes = {name: saved[name] for name in parameters}
+    zero = ZeroEngine(optimizer, parameters, model.parallel_dims.replicas)
     if values and model.precision.compute != torch.float32:
-        # DeepSpeed would make its fp32 weights from the cast ones.
-        zero.weights = {name: zero._rows(one) for name, one in zero.trained.items()}
+        zero.keep_weights()
     for parameter in _once(model.parameters.values()):
         parameter.data = parameter.data.to(model.precision.compute)
     if settings["zero_optimization"]["stage"] == 3:
@@ -374,13 +202,17 @@ def _initialize(model: ParallelModel, optimizer: torch.optim.Optimizer, settings
     deepspeed = import_deepspeed(model.parallel_dims.device)
     if "fp16" in settings and not deepspeed.get_accelerator().is_fp16_supported():
         raise UserMistake(
-            "train.precision 16-mixed cannot be used with parallel.engine deepspeed on this device, for which DeepSpeed "
-            "has no fp16; use bf16-mixed, or 32-true."
+            "train.precision 16-mixed cannot be used with parallel.engine deepspeed on this device, for which "
+            "DeepSpeed has no fp16; use bf16-mixed, or 32-true."
         )
+    if any("nvme_path" in one for one in settings["zero_optimization"].values() if isinstance(one, dict)):
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise UserMistake(
+                "parallel.offload to nvme with parallel.engine deepspeed needs libaio, which is not installed: apt "
+                "install libaio-dev, or use offload cpu."
+            )
     (module,) = model.modules
-    engine, *_ = deepspeed.initialize(
-        model=module, optimizer=optimizer, config=settings, dist_init_required=False
-    )
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings, dist_init_required=False)
     return engine
-
-

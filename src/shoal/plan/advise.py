@@ -8,6 +8,7 @@ from typing import Any
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
 from shoal.catalogue.strategies import COMPARED, find_strategy
+from shoal.config.engine import uses_deepspeed
 from shoal.config.mesh import CONFIGURED_AXES, configured_degrees
 from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
@@ -125,6 +126,8 @@ def _strategies(question: Question) -> Iterator[dict[str, Any]]:
         return
     for strategy in COMPARED:
         yield {**plain, "parallel.strategy": strategy}
+    if uses_deepspeed(config):
+        return
     if machine.nodes > 1:
         yield {**plain, "parallel.strategy": "fsdp", "parallel.sharding": "hybrid_shard"}
     degrees = [tp for tp in (2, 4, 8) if tp <= machine.devices and not shape.heads % tp and not shape.kv_heads % tp]

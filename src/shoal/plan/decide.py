@@ -119,6 +119,7 @@ def _with_model_parallel(
     the strategy is auto and the family supports both."""
     parallel = config.parallel
     is_open = parallel.strategy == "auto" and parallel.tp * parallel.pp * parallel.cp == 1
+    is_open = is_open and parallel.engine == "native"
     if not is_open or machine.is_cpu or machine.world_size == 1 or shape.model_type not in PLANS:
         return None
     found = []
@@ -194,9 +195,11 @@ def micro_batches(config: Config, machine: Machine, strategy: str, sharding: str
     mesh = mesh_for(parallel, strategy, machine.world_size, nodes=machine.nodes)
     if train.global_batch % mesh.data_parallel:
         near = nearest_multiples(train.global_batch, mesh.data_parallel)
+        small = train.global_batch < mesh.data_parallel
+        fewer = "; or set parallel.tp, cp or pp, which leave fewer data-parallel ranks" if small else ""
         raise UserMistake(
             f"train.global_batch {train.global_batch} is not divisible by the {mesh.data_parallel} data-parallel "
-            f"ranks; the nearest values that are: {near}."
+            f"ranks; the nearest values that are: {near}{fewer}."
         )
     per_rank = train.global_batch // mesh.data_parallel
     found = divisors(per_rank)

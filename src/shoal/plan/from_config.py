@@ -9,6 +9,7 @@ from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
 from shoal.catalogue.strategies import find_strategy
+from shoal.config.engine import uses_deepspeed
 from shoal.config.mesh import mesh_for
 from shoal.config.reference import switches_adapter_off
 from shoal.config.schema import Config, OffloadConfig, RecomputeConfig
@@ -113,8 +114,10 @@ def head_share(config: Config) -> float:
 
 
 def is_compiled(config: Config, machine: Machine) -> bool:
-    """Whether blocks are compiled."""
+    """Whether blocks are compiled. Under DeepSpeed's engine they are not."""
     wanted = config.train.compile
+    if uses_deepspeed(config):
+        return False
     return not machine.is_cpu if wanted == "auto" else wanted in (True, "thunder")
 
 

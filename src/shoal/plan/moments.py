@@ -183,9 +183,7 @@ def _forward_temporaries(run: Run) -> Term:
     """What the MLP of a block computes and does not save: its factors and their product."""
     tensors = 0 if run.recompute in ("none", "cheap", "parts", "offload-all") else 3 if run.shape.traits.gated else 2
     size = run.tokens / run.mesh.tp * run.shape.ffn * run.compute_bytes
-    return group(
-        "block forward", leaf("MLP intermediates", tensors * size), leaf("DoRA matrices", _dora_matrices(run))
-    )
+    return group("block forward", leaf("MLP intermediates", tensors * size), leaf("DoRA matrices", _dora_matrices(run)))
 
 
 def _transient_gradients(run: Run) -> Term:

@@ -21,7 +21,7 @@ from shoal.plan.models import read_shape, unknown_architecture
 from shoal.plan.resolved import ResolvedRun, shown_recompute
 from shoal.plan.speed import replays_graphs
 from shoal.plan.states import trained_parameters
-from shoal.plan.systems import DEFAULTS, SYSTEMS
+from shoal.plan.systems import DEFAULTS, ENGINES, SYSTEMS
 from shoal.plan.terms import GIB
 
 HOUR = 3600
@@ -88,8 +88,8 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     """The plan of `config`: the forecast of `shoal train` on the hardware it names."""
     if system not in SYSTEMS:
         raise UserMistake(f"No system is called {system}; the names are {', '.join(SYSTEMS)}.")
-    if config.parallel.engine == "deepspeed" and system == "shoal":
-        system = "deepspeed"
+    engine = ENGINES[config.parallel.engine]
+    system = engine if system == "shoal" else system
     shape, machine = read_shape(config.model), read_machine(config.hardware)
     config, habits = _with_defaults(config, system, machine)
     config = with_global_batch(config, machine.world_size)
@@ -109,7 +109,7 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     notes += _about_preference(config)
     if (warning := plan_attention(config, shape, machine).warning(config.data.max_length)) is not None:
         notes.append(warning)
-    if system == "shoal":
+    if system == engine:
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
     else:
         notes.append(f"This forecast is for {system}, not for shoal.")

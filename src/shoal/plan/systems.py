@@ -161,6 +161,8 @@ UNSLOTH = replace(AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
 
+ENGINES = {"native": "shoal", "deepspeed": "deepspeed"}  # the system that a value of `parallel.engine` runs on
+
 SYSTEMS: dict[str, SystemTraits] = {
     "shoal": OURS,
     "torchtitan": TORCHTITAN,
@@ -195,12 +197,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.optimizer.name": "adamw8bit",
         "train.loss_impl": "plain",
     },
-    # SFTConfig: gradient_checkpointing=True, bf16=True, use_liger_kernel=False, packing=False.
+    # trl/trainer/sft_config.py: gradient_checkpointing=True, bf16=True, loss_type chunked_nll (version 1; nll before),
+    # packing=False, and TrainingArguments' use_liger_kernel=False.
     "trl": {
         "parallel.strategy": "ddp",
         "train.precision": "bf16-mixed",
         "train.recompute": "full",
-        "train.loss_impl": "plain",
+        "train.loss_impl": "chunked",
         "train.compile": False,
         "data.pack": False,
     },

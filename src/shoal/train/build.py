@@ -64,9 +64,7 @@ def build(
         )
         if stage > 0:
             updates = torch_optimizer(model.parameters, config.train, device=ranks.device)
-            sharded = start_zero(
-                model, updates, settings, make_state=partial(new_state, updates), values=values
-            )
+            sharded = start_zero(model, updates, settings, make_state=partial(new_state, updates), values=values)
             return sharded, ZeroOptimizer(sharded.zero)
         model = start_all_reduce(model, settings)
     partitions = stage is None and find_strategy(resolved.strategy).partitions_update

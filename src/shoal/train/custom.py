@@ -1,7 +1,7 @@
 """The run of a custom loop: a model, optimizer, loader and schedule that the user made."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shoal.optim.offload import find_store
 from shoal.optim.zero1 import Partition
 from shoal.parallel.custom import check_custom, parallelize_custom
 from shoal.parallel.device import Device, describe_machine
+from shoal.parallel.model import TrainedModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.batches import count_steps
 from shoal.plan.goodput import Conditions, conditions
@@ -103,52 +104,55 @@ def set_up_custom(
     nodes: int = 1,
 ) -> CustomJob:
     """Parallelize the model, take over optimizer, loader and schedule, and load the checkpoint to start from."""
-    reporter = Reporter(enabled=ranks.first)
-    check_custom(model, config)
-    names = {one: name for name, one in model.named_parameters()}
-    check_optimizer(optimizer, names)
-    check_loader(loader)
-    check_schedule(schedule, optimizer)
+    made = Made(model, optimizer, loader, schedule)
+    made.check(config)
     resolved = resolve_custom(config, model, loader, ranks.world_size, nodes, device)
-    config = resolved.config
-    order = order_of(loader, config.seed)
-    steps = count_steps(
-        epochs=config.train.epochs or 1,
-        steps=config.train.steps,
-        tokens=None,
-        sequences=order.training_count or 0,
-        loss_tokens=0,
-        global_batch=resolved.global_batch,
-    )
-    notes = [one for one in (not_updated(optimizer, names),) if one is not None]
+    job = _assemble(made, resolved, run, ranks, device)
+    # After the model was initialized, and before the checkpoint's state is restored: dropout differs between ranks.
+    seed_everything(resolved.config.seed, ranks.rank, resolved.config.train.deterministic)
+    _begin(job, start)
+    if ranks.first:
+        _write_and_announce(job, made, device)
+    return job
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the user's script has made."""
+
+    model: nn.Module
+    optimizer: Any
+    loader: Any
+    schedule: Any
+    names: Mapping[nn.Parameter, str] = field(init=False)  # before the model is parallelized
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", {one: name for name, one in self.model.named_parameters()})
+
+    def check(self, config: Config) -> None:
+        """A UserMistake if one of them cannot be trained."""
+        check_custom(self.model, config)
+        check_optimizer(self.optimizer, self.names)
+        check_loader(self.loader)
+        check_schedule(self.schedule, self.optimizer)
+
+
+def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, device: Device) -> CustomJob:
+    config, reporter = resolved.config, Reporter(enabled=ranks.first)
+    order = order_of(made.loader, config.seed)
+    steps = _count_steps(resolved, order)
+    if (note := not_updated(made.optimizer, made.names)) is not None:
+        reporter.warn(note)
     trained = parallelize_custom(
-        model,
+        made.model,
         config,
         strategy=resolved.strategy,
         mesh=resolved.mesh,
         ranks=ranks,
         emulated=emulated_on_any(config, ranks),
     )
-    partitions = find_strategy(resolved.strategy).partitions_update
-    given = GivenOptimizer(
-        optimizer,
-        trained.parameters,
-        names,
-        partition=Partition(trained.parameters, trained.parallel_dims.replicas) if partitions else None,
-        store=find_store(config.parallel.offload),
-        lr_scale=_lr_scale(config),
-    )
-    # `run.step` clears the gradients. In a loop that accumulates, a zero_grad that was left would discard some.
-    optimizer.zero_grad = lambda set_to_none=True: None
+    optimizer = _take_optimizer(made, trained, resolved)
     scaler, guard = make_scaler(config, ranks), make_guard(config, ranks)
-    share = Share(
-        order,
-        resolved.global_batch,
-        resolved.micro_batch,
-        trained.parallel_dims.data_rank,
-        resolved.data_parallel,
-        config.seed,
-    )
     hooks = Hooks(reporter.warn)
     plan = _plan(trained.placement.shapes, resolved, steps, ranks)
     job = CustomJob(
@@ -157,10 +161,10 @@ def set_up_custom(
         ranks=ranks,
         reporter=reporter,
         model=trained,
-        optimizer=given,
+        optimizer=optimizer,
         scaler=scaler,
         controls={"scaler": scaler} | ({} if guard is None else {"spikes": guard}),
-        step=TrainStep(trained, given, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
+        step=TrainStep(trained, optimizer, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
         hooks=hooks,
         log=StepLog(
             every=config.log.every,
@@ -188,32 +192,76 @@ def set_up_custom(
             reporter,
             record=lambda every: record_interval(run, plan, every, ranks, reporter.warn),
         ),
-        loader=CustomLoader(loader, share),
-        schedule=schedule,
+        loader=CustomLoader(made.loader, _share(order, resolved, trained)),
+        schedule=made.schedule,
         last_step=steps,
     )
-    # After the model was initialized, and before the checkpoint's state is restored: dropout differs between ranks.
-    seed_everything(config.seed, ranks.rank, config.train.deterministic)
-    checkpoint = starting_point(config, run, ranks, reporter, start)
+    return job
+
+
+def _count_steps(resolved: CustomRun, order: Order) -> int:
+    train = resolved.config.train
+    return count_steps(
+        epochs=train.epochs or 1,
+        steps=train.steps,
+        tokens=None,
+        sequences=order.training_count or 0,
+        loss_tokens=0,
+        global_batch=resolved.global_batch,
+    )
+
+
+def _take_optimizer(made: Made, trained: TrainedModel, resolved: CustomRun) -> GivenOptimizer:
+    """The script's optimizer over the parallelized parameters."""
+    partitions = find_strategy(resolved.strategy).partitions_update
+    taken = GivenOptimizer(
+        made.optimizer,
+        trained.parameters,
+        made.names,
+        partition=Partition(trained.parameters, trained.parallel_dims.replicas) if partitions else None,
+        store=find_store(resolved.config.parallel.offload),
+        lr_scale=_lr_scale(resolved.config),
+    )
+    # `run.step` clears the gradients. In a loop that accumulates, a zero_grad that was left would discard some.
+    made.optimizer.zero_grad = lambda set_to_none=True: None
+    return taken
+
+
+def _share(order: Order, resolved: CustomRun, trained: TrainedModel) -> Share:
+    """Which samples of the global order this rank has."""
+    return Share(
+        order,
+        resolved.global_batch,
+        resolved.micro_batch,
+        trained.parallel_dims.data_rank,
+        resolved.data_parallel,
+        resolved.config.seed,
+    )
+
+
+def _begin(job: CustomJob, start: Start) -> None:
+    """At step 0, or where a checkpoint ended."""
+    checkpoint = starting_point(job.config, job.run, job.ranks, job.reporter, start)
     if checkpoint is not None:
         job.load(checkpoint)
-        _check_resumed(job, optimizer)
+        _check_resumed(job)
         job.interval.restore(job.progress.interval)
-        reporter.say(f"Resuming after step {job.progress.step} from {checkpoint}.")
+        job.reporter.say(f"Resuming after step {job.progress.step} from {checkpoint}.")
     elif start.resume:
-        reporter.warn("there is no complete checkpoint to resume from: starting at step 0.")
+        job.reporter.warn("there is no complete checkpoint to resume from: starting at step 0.")
     set_aside(job)
-    job.progress.optimizer, job.progress.data = type(optimizer).__name__, job.fingerprint()
+    job.progress.optimizer, job.progress.data = type(job.optimizer.optimizer).__name__, job.fingerprint()
     job.log.skipped = job.progress.skipped
-    if ranks.first:
-        try:
-            write_plan(run, plan)
-        except OSError as error:
-            raise run.unwritable(error) from None
-        _announce(job, device, sum(one.numel() for one in names))
-        for note in (*notes, *trained.notes, *_without_effect(resolved.requested)):
-            reporter.warn(note)
-    return job
+
+
+def _write_and_announce(job: CustomJob, made: Made, device: Device) -> None:
+    try:
+        write_plan(job.run, job.plan)
+    except OSError as error:
+        raise job.run.unwritable(error) from None
+    _announce(job, device, sum(one.numel() for one in made.names))
+    for note in (*job.model.notes, *_without_effect(job.resolved.requested)):
+        job.reporter.warn(note)
 
 
 def check_schedule(schedule: Any, optimizer: Any) -> None:
@@ -233,7 +281,8 @@ def _lr_scale(config: Config) -> float:
     return train.global_batch / train.base_batch
 
 
-def _check_resumed(job: CustomJob, optimizer: Any) -> None:
+def _check_resumed(job: CustomJob) -> None:
+    optimizer = job.optimizer.optimizer
     before, now = job.progress.data.get("training", {}), job.fingerprint()["training"]
     for key, value in now.items():
         if before.get(key) != value:

@@ -8,6 +8,7 @@ from shoal.catalogue.causal_models import why_no_new_tokens, why_not_packed
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.shapes import VOCABULARY_MULTIPLE
 from shoal.config.schema import Config
+from shoal.data.cells.make_tokenizer import are_cells
 from shoal.data.formats.chat_template import end_ids, read_template
 from shoal.data.sets import Sets, prepare_sets
 from shoal.data.tokenizer_base import Tokenizer
@@ -54,7 +55,7 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end
         if objective_facts(objective).encoder:
             plan.settings.pad_token_id = tokenizer.pad
-    if config.data.kinds == {"cells"} and config.data.cells.tokens == "binned":
+    if config.data.cells.tokens == "binned" and are_cells(config.data):
         _give_token_types(plan, config)
     not_apart = why_not_packed(plan.model_type)
     sets = prepare_sets(

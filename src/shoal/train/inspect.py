@@ -13,6 +13,7 @@ from shoal.config.load import load_config
 from shoal.config.resolve import with_global_batch
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config, DataConfig
+from shoal.data.cells.make_tokenizer import are_cells
 from shoal.data.inspect.preview import Choice, SourcePreview, preview_source
 from shoal.data.inspect.preview_text import Piece, plain_text, source_pieces
 from shoal.data.inspect.stats import SourceStats, measure_source
@@ -125,7 +126,7 @@ def find_subject(file: Path | str | None, overrides: Sequence[str], report: Repo
     elif model.shape is not None:
         shape = find_shape(model.shape) if isinstance(model.shape, str) else model.shape.named()
         not_apart = why_not_packed(shape.traits.model_type)
-    cells = config.data.kinds == {"cells"}
+    cells = are_cells(config.data)
     if folder is None and model.tokenizer is None and not cells:
         report("No tokenizer is given: one token per byte. Set model.tokenizer=FOLDER for that of your model.")
         tokenizer = load_tokenizer("bytes")

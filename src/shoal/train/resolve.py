@@ -20,6 +20,7 @@ from shoal.plan.from_model import Counted, shape_of_model
 from shoal.plan.machine import Machine, host_memory_gib, machine_at_hand
 from shoal.plan.report import memory_of, speed_of
 from shoal.plan.resolved import ResolvedRun
+from shoal.plan.systems import ENGINES, SYSTEMS
 
 SHRUNK = "as before, with a smaller micro-batch after running out of memory"
 
@@ -40,7 +41,14 @@ def resolve_run(
         wanted.setdefault("train.recompute", "none")
     # A model that is only approximated by a known shape has no tensor-parallel or pipeline plan.
     allow_model_parallel = exact and model.config.model_type in PLANS
-    choice = choose(changed(config, wanted), shape, machine, checked=False, allow_model_parallel=allow_model_parallel)
+    choice = choose(
+        changed(config, wanted),
+        shape,
+        machine,
+        checked=False,
+        allow_model_parallel=allow_model_parallel,
+        traits=SYSTEMS[ENGINES[parallel.engine]],
+    )
     return replace(choice, requested=config, exact=exact, reason=SHRUNK if overrides else choice.reason)
 
 

@@ -368,7 +368,7 @@ def count_flops(prepared: PreparedModel, mesh: Mesh, head_share: float = 1.0) ->
         return lambda sequences, length: math.nan
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     adapters = 0 if prepared.adapters is None else prepared.adapters.parameters
-    per_token = 4 * (prepared.matmul_parameters + adapters) + 2 * matmul_parameters(trained, anatomy)
+    per_token: float = 4 * (prepared.matmul_parameters + adapters) + 2 * matmul_parameters(trained, anatomy)
     if head_share < 1:
         output = model.get_submodule(anatomy.head).weight if not anatomy.classifies else None
         size = 0 if output is None else output.numel()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shoal.config.schema import DataConfig, ModelConfig
 from shoal.data.cells.gene_tokenizer import GeneTokenizer
-from shoal.data.cells.make_tokenizer import check_given, make_tokenizer
+from shoal.data.cells.make_tokenizer import are_cells, check_given, make_tokenizer
 from shoal.data.tokenizer import BUILT_IN, load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
@@ -20,7 +20,7 @@ def load_model_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a config, with its added tokens. `folder` is that of the model, if there is one. With neither,
     `data` that is cells gives one."""
-    cells = data is not None and data.kinds == {"cells"}
+    cells = data is not None and are_cells(data)
     if cells and folder is None and model.tokenizer is None:
         assert data is not None
         if model.add_tokens:

@@ -83,8 +83,8 @@ def _write_cells(encoded: Encoded, output: Path, report: Callable[[str], None]) 
     part = output.with_name(f".{output.name}.part")
     try:
         whole.write_h5ad(part)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
         part.replace(output)
     finally:
         part.unlink(missing_ok=True)

@@ -109,6 +109,8 @@ def test_mistakes_of_the_command_itself(tmp_path):
         ((str(file), str(tmp_path / "gone.json")), "gone.json does not exist"),
         ((str(file), "--dtype", "bf16"), "--model and --dtype are for weights"),
         ((str(tmp_path),), "holds weights: give --output"),
+        ((str(write(tmp_path, "llama3_8b.toml")),), "llama3_8b.toml is TOML, which is not translated"),
+        ((str(write(tmp_path, "train.py")), "--output", "out"), "train.py is a Python script, which is neither read"),
         (("--", "make", "all"), "make, which is not a command that shoal translates"),
         (("--", "shoal", "train", "x"), "is a command of shoal already"),
     ):

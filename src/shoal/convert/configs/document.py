@@ -1,22 +1,30 @@
-"""Writes docs/coming-from.md: the words of other systems and ours, from the tables that translate."""
+"""Writes the tables of docs/coming-from: the words of other systems and ours, from the rules that translate."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+from shoal.convert.configs.accelerate import ACCELERATE
+from shoal.convert.configs.axolotl import AXOLOTL
+from shoal.convert.configs.deepspeed import DEEPSPEED
+from shoal.convert.configs.hydra import HYDRA
 from shoal.convert.configs.launchers import LAUNCHER
-from shoal.convert.configs.recognise import SYSTEMS
+from shoal.convert.configs.litgpt import LITGPT
 from shoal.convert.configs.rules import Rule, System
-from shoal.convert.configs.trainer import TRL
+from shoal.convert.configs.scmodelforge import SCMODELFORGE
+from shoal.convert.configs.torchtune import TORCHTUNE
+from shoal.convert.configs.trainer import TRAINER
 
-TITLES = {
-    "a DeepSpeed config": "DeepSpeed (JSON)",
-    "an Accelerate config": "Accelerate (YAML)",
-    "arguments of the Hugging Face Trainer": "Hugging Face Trainer and TRL (JSON, YAML, flags)",
-    "a Hydra config with trainer.dist": "Hydra with `trainer.dist` and submitit",
-    "a LitGPT config": "LitGPT (commands and YAML)",
-    "an scModelForge config": "scModelForge (YAML)",
-    "an axolotl config": "axolotl (YAML)",
-    "a torchtune config": "torchtune (YAML)",
-    "a launcher": "torchrun, accelerate launch, deepspeed, sbatch",
+PAGES = {
+    "accelerate": ACCELERATE,
+    "axolotl": AXOLOTL,
+    "deepspeed": DEEPSPEED,
+    "hydra": HYDRA,
+    "launchers": LAUNCHER,
+    "litgpt": LITGPT,
+    "scmodelforge": SCMODELFORGE,
+    "torchtune": TORCHTUNE,
+    "trainer": TRAINER,
 }
 
 # Blocks whose keys are those of another table.
@@ -26,76 +34,20 @@ ELSEWHERE = {
     "an Accelerate config": ("parallelism_config.parallelism_config_",),
 }
 
-INTRODUCTION = """# Coming from another system
-
-`shoal import` translates the config or the command that you have to a YAML file of ours. It prints what each key
-became, what has no meaning here and why, and what it could not carry; nothing is dropped silently. The file passes
-validation, or it is not written.
-
-<!-- not run: needs files of other systems; tests/convert/configs runs this command -->
-```bash
-shoal import ds_config.json                                # DeepSpeed → ds_config.shoal.yaml, beside it
-shoal import accelerate.yaml ds_config.json -- accelerate launch train.py --per_device_train_batch_size 4
-shoal import -- litgpt finetune_lora meta-llama/Llama-2-7b-hf --devices 8 --train.global_batch_size 16
-shoal import job.sbatch --output run.yaml --overwrite      # the command in a script, and its #SBATCH lines
-shoal import axolotl.yml --json                            # the same report as one JSON object
-```
-
-What it reads: DeepSpeed's JSON, Accelerate's YAML, arguments of the Hugging Face Trainer and of TRL (files and
-flags), Hydra configs with `trainer.dist`, LitGPT (commands and YAML), axolotl, torchtune and scModelForge (YAML),
-commands with torchrun, accelerate launch, deepspeed or srun, and batch scripts. The system is recognised by its keys.
-A command stands behind two dashes, or in a file. Nothing in a file is run; variables of a script are replaced where
-their value is in it.
-
-<!-- not run: needs files of other systems; tests/convert/configs runs this command -->
-```console
-$ shoal import ds_config.json
-ds_config.json: a DeepSpeed config
-
-became
-  train_batch_size: 256                            train.global_batch: 256
-  zero_optimization.stage: 2                       parallel.strategy: zero2
-  zero_optimization.offload_optimizer.device: cpu  parallel.offload: optimizer
-  …
-has no meaning here
-  zero_optimization.overlap_comm                   built in: communication overlaps with compute, in buckets of the …
-could not be carried
-  gradient_accumulation_steps: 4                   follows from train.global_batch 256, …
-missing: model.from, data.path; set them in the file, or behind it: model.from=… data.path=…
-
-wrote ds_config.shoal.yaml
-```
-
-- **Files that belong together** are given at once and merged; so is a file that another one names (`deepspeed:
-  ds.json`, `--config_file accelerate.yaml`), if it is there. Where two of them disagree, the report says so under
-  *contradictions*, and which value is used. `auto` in DeepSpeed's JSON is what the Trainer's arguments say.
-- **Their defaults are kept.** Where a system does something else than shoal when a key is left out (a learning rate
-  of 5e-5, no clipping, a linear schedule), the file has it, marked *(default)* in the report.
-- **The batch.** Sequences per device × gradient accumulation steps × devices becomes `train.global_batch` where the
-  devices are known, and `train.micro_batch` with `train.grad_accum` where they are not. scModelForge's `num_gpus` and
-  Accelerate's `num_processes` are totals, LitGPT's `devices` and our `hardware.devices` are per node.
-- **What is not built** is named with what to use meanwhile, and left out of the file.
-- **Missing** keys, such as the model in a DeepSpeed config, can be given behind the file: `shoal plan
-  ds_config.shoal.yaml model.from=… data.path=…`, or another file includes it.
-
-An existing file is replaced only with `--overwrite`. In Python: `shoal.api.import_config([files], command)`. Weights
-of other systems are imported with the same command ([docs/use.md](use.md)).
-
-## Words
-
-Their key, ours, and what to know. This part is generated by `make docs` from the tables that translate
-(`src/shoal/convert/configs/`). Keys with the same answer stand together. Keys of FSDP are read with and without the
-prefix `fsdp_`; in Hydra, `trainer` also has the keys of the Trainer, and `accelerate launch` those of Accelerate's
-file.
-"""
+BEGIN, END = "<!-- begin: words -->\n", "<!-- end -->"
 
 
-def document() -> str:
-    """The page as Markdown."""
-    lines = [INTRODUCTION]
-    for system in (*(one for one in SYSTEMS if one is not TRL), LAUNCHER):
-        lines += [f"### {TITLES[system.name]}", "", "| theirs | ours | |", "| --- | --- | --- |", *_rows(system), ""]
-    return "\n".join(lines).rstrip() + "\n"
+def refreshed(page: Path) -> str:
+    """The text of a page with the table of its system between the two marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, found, after = rest.partition(END)
+    assert found, f"{page} has no table of words"
+    return before + BEGIN + words(PAGES[page.stem]) + END + after
+
+
+def words(system: System) -> str:
+    """Their keys and ours, as Markdown."""
+    return "\n".join(["", "| theirs | ours | |", "| --- | --- | --- |", *_rows(system), "", ""])
 
 
 def _rows(system: System) -> Iterator[str]:
@@ -117,5 +69,12 @@ def _says(rule: Rule) -> str:
     return rule.says.replace("|", "\\|")
 
 
+def main() -> None:
+    """Refresh every page of a folder: `python -m shoal.convert.configs.document docs/coming-from`."""
+    for name in PAGES:
+        page = Path(sys.argv[1]) / f"{name}.md"
+        page.write_text(refreshed(page), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(document(), end="")
+    main()

@@ -18,11 +18,20 @@ from shoal.data.cells.tokens import normalize
 from shoal.data.cells.vocabulary import read_genes, read_medians
 from shoal.data.content import hash_contents, read_states
 from shoal.data.progress import Progress
-from shoal.data.sources.find import find_files
+from shoal.data.sources.find import find_files, find_source
 from shoal.mistakes import UserMistake
 from shoal.paths import cache_root
 
 _LAYOUT = 1  # of the statistics in the cache
+
+
+def are_cells(data: DataConfig) -> bool:
+    """Whether every source is cells. Looks into a folder whose files alone tell."""
+    if None not in data.kinds:
+        return data.kinds == {"cells"}
+    return all(
+        block.path is not None and find_source(block.source, block.path) == "cells" for block, _ in data.blocks()
+    )
 
 
 def make_tokenizer(data: DataConfig, report: Report, cache: Path | None = None) -> GeneTokenizer:

@@ -22,8 +22,13 @@ def source_pieces(preview: SourcePreview, tokenizer: str, characters: int | None
         yield f"drawn at random from the first {min(preview.records, RECORDS_TO_DRAW_FROM):,} records\n", "plain"
     if preview.skipped:
         yield f"{_count(preview.skipped, 'invalid record')} skipped; the first: {preview.first_skipped}\n", "plain"
+    before = None
     for example in preview.examples:
-        yield from _example_pieces(example, characters)
+        answer = ""
+        if preview.format == "preference":  # a record has both answers, one after the other
+            answer = ", rejected" if example.number == before else ", chosen"
+        before = example.number
+        yield from _example_pieces(example, characters, answer)
     for sequence in preview.sequences:
         yield from _sequence_pieces(sequence, preview, characters)
     if not preview.examples and not preview.sequences:
@@ -35,8 +40,8 @@ def plain_text(pieces: Iterator[Piece]) -> str:
     return "".join(f"{OPEN}{text}{CLOSE}" if style == "trained" else text for text, style in pieces)
 
 
-def _example_pieces(example: Example, characters: int | None) -> Iterator[Piece]:
-    size = f"{_count(example.tokens, 'token')}, {example.loss_tokens:,} in the loss"
+def _example_pieces(example: Example, characters: int | None, answer: str) -> Iterator[Piece]:
+    size = f"{_count(example.tokens, 'token')}, {example.loss_tokens:,} in the loss{answer}"
     if example.desirable is not None:
         size += ", desirable" if example.desirable else ", undesirable"
     if example.label is not None:

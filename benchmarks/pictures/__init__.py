@@ -1,0 +1,1 @@
+"""Scripts that draw the pictures of docs/pictures: `python -m benchmarks.pictures`."""

@@ -1,0 +1,14 @@
+"""The forecasts in docs/howto and docs/concepts are those of today's plan."""
+
+import pytest
+
+from benchmarks.pages import TABLE, pages, table
+
+TABLES = [(page, name) for page in pages() for _, name in TABLE.findall(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "name"), TABLES, ids=[name for _, name in TABLES])
+def test_a_table_is_what_the_plan_says(page, name):
+    written = TABLE.search(page.read_text(), page.read_text().index(f"<!-- begin: {name} -->"))
+    assert written is not None
+    assert written[0] == f"<!-- begin: {name} -->\n{table(name)}", "run python -m benchmarks.pages"
