@@ -114,7 +114,7 @@ def test_a_string_may_refer_to_the_environment(monkeypatch: pytest.MonkeyPatch) 
     [
         (
             "train:\n  optimizer: adamm",
-            'run.yaml:3: train.optimizer.name is "adamm", but must be one of adamw, adamw8bit, lion, sgd or muon. '
+            'run.yaml:3: train.optimizer.name is "adamm", but must be one of adamw, adamw8bit, lion, sgd, adafactor or muon. '
             "Did you mean adamw?",
         ),
         (
@@ -129,7 +129,7 @@ def test_a_string_may_refer_to_the_environment(monkeypatch: pytest.MonkeyPatch) 
         ),
         (
             "train: {optimizer: 3}",
-            "run.yaml:2: train.optimizer is 3, but must be adamw, adamw8bit, lion, sgd, muon or "
+            "run.yaml:2: train.optimizer is 3, but must be adamw, adamw8bit, lion, sgd, adafactor, muon or "
             "a mapping such as {name: adamw}.",
         ),
         ("data: [a, b]", 'run.yaml:2: data is ["a", "b"], but must be a string or a mapping such as {source: auto}.'),
@@ -142,7 +142,7 @@ def test_an_invalid_string_gives_the_error_of_its_key(text: str, says: str) -> N
 
 def test_a_wrong_override_is_quoted() -> None:
     assert mistake_in(BASE, "train.optimizer=adamm") == (
-        "override train.optimizer=adamm: must be one of adamw, adamw8bit, lion, sgd or muon. Did you mean adamw?"
+        "override train.optimizer=adamm: must be one of adamw, adamw8bit, lion, sgd, adafactor or muon. Did you mean adamw?"
     )
     assert mistake_in(BASE, "train={optimizer: adamm}").startswith(
         'override train={optimizer: adamm}: train.optimizer.name is "adamm", but must be one of adamw'
@@ -156,7 +156,7 @@ def test_the_json_schema_shows_both_forms() -> None:
     schema = json.loads(json.dumps(json_schema()))
     train = schema["$defs"]["TrainConfig"]["properties"]
     words, block = train["optimizer"]["anyOf"]
-    assert words == {"type": "string", "enum": ["adamw", "adamw8bit", "lion", "sgd", "muon"]}
+    assert words == {"type": "string", "enum": ["adamw", "adamw8bit", "lion", "sgd", "adafactor", "muon"]}
     assert block == {"$ref": "#/$defs/OptimizerConfig"}
     for key in (*(schema["properties"][name] for name in ("model", "adapter", "data")), train["schedule"]):
         text, block = key["anyOf"]
