@@ -15,10 +15,10 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test test-slow lint check docs reference clean
 
 # torch first and pinned: otherwise pip would install the newest build.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,chess,data]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,chess,data]'
 	touch $@
 
 # Trains a small Llama on generated chess games with two processes, then evaluates it with plain transformers.
