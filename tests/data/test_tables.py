@@ -282,7 +282,7 @@ def test_the_source_is_told_by_the_names_of_the_files(
 
 
 def test_what_the_names_do_not_tell_is_one_sentence_that_lists_the_sources(write: Write, tmp_path: Path) -> None:
-    known = "json, text, parquet, csv, hf, chess, tokens"
+    known = "json, text, parquet, csv, hf, chess, tokens, cells"
     file = write("unknown/data.xyz", b"x")
     with pytest.raises(UserMistake, match=rf"^data\.path {file} does not tell .* one of {known}\.$"):
         find_source("auto", file)

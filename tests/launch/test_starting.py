@@ -32,7 +32,7 @@ def test_init_never_writes_over_a_file_and_names_the_nearest_recipe(tmp_path: Pa
         "pretrain-text.yaml already exists; choose another name with --output."
     )
     assert (tmp_path / "pretrain-text.yaml").read_text() == "mine"
-    assert "Did you mean pretrain-text?" in forked_shoal(tmp_path, "init", "pretrain-txt").err
+    assert "Did you mean pretrain-text" in forked_shoal(tmp_path, "init", "pretrain-txt").err
 
 
 @pytest.mark.parametrize("name", recipe_names())

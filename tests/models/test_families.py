@@ -14,7 +14,7 @@ from shoal.mistakes import UserMistake
 from shoal.models.families import transformers_config
 from shoal.plan.models import read_shape
 
-TRAINABLE = [name for name, shape in NAMED.items() if shape.traits.buildable]
+TRAINABLE = [name for name, shape in NAMED.items() if shape.traits.buildable and shape.is_family]
 FAMILY_NAMES = list(BUILDABLE)
 
 

@@ -39,6 +39,7 @@ FORECAST = {
     "exposed FSDP collectives": COMMUNICATION,
     "tensor parallel": COMMUNICATION,
     "context parallel": COMMUNICATION,
+    "between pipeline stages": COMMUNICATION,
     "gradient all-reduce": COMMUNICATION,
     "all-gather of updated weights": COMMUNICATION,
 }
