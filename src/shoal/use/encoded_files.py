@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def _write_cells(encoded: Encoded, output: Path, report: Callable[[str], None]) 
     parts = []
     for number, file in enumerate(encoded.files):
         here = encoded.places[encoded.places[:, 0] == number, 1]
-        parts.append(anndata.read_h5ad(file)[here].copy())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of anndata, about how older versions of it wrote the file
+            parts.append(anndata.read_h5ad(file)[here].copy())
     if len(parts) == 1:
         whole = parts[0]
     else:
