@@ -1,6 +1,7 @@
 """A custom loop trains the same under every strategy as in one process, and resumes exactly."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,15 @@ def test_an_evaluation_is_the_mean_over_all_samples_on_any_number_of_ranks(name:
     with_it = train_on(2, tmp_path / "with", each=evaluate, **given)
     without = train_on(2, tmp_path / "without", **given)
     assert column(with_it, "loss") == column(without, "loss")
+
+
+def test_an_evaluation_within_a_step_is_not_of_its_time(tmp_path: Path) -> None:
+    def evaluate(run: Any, model: Any) -> None:
+        run.log_evaluation(run.evaluate(lambda _: time.sleep(0.5) or torch.tensor(1.0), [torch.rand(4)]))
+
+    run = train_on(1, tmp_path, each=evaluate, train__steps=2)
+    for line in lines(run):
+        assert line["data_seconds"] < line["seconds"] < 0.4
 
 
 def every_line(run: Path) -> list[dict[str, Any]]:

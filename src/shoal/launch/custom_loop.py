@@ -206,10 +206,10 @@ class CustomLoop:
         it and what it is the mean over, by default the number of samples. Each rank computes its share of the batches,
         without dropout and gradients; all ranks call it and get the mean over all of them."""
         job = self._prepared
-        found = evaluate_batches(compute, loader, job.model.modules, job.ranks, seed=job.config.seed)
+        with job.log.paused():
+            found = evaluate_batches(compute, loader, job.model.modules, job.ranks, seed=job.config.seed)
         for copies in job.model.copies:
             copies.uninstall()
-        job.log.restart_clock()
         return found
 
     def log_evaluation(self, loss: float, **others: float) -> None:
@@ -226,7 +226,6 @@ class CustomLoop:
         else:
             job.hooks.on_evaluation(line)
         job.progress.evaluated_at, job.progress.eval_loss = job.progress.step, float(loss)
-        job.log.restart_clock()
 
     def save_weights(self, path: Path | str) -> None:
         """Write the unsharded weights to one safetensors file. All ranks call it; rank 0 writes."""

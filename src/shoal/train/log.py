@@ -3,8 +3,9 @@
 import math
 import resource
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ class Window:
     flops: float = 0.0  # of this rank
     data_seconds: float = 0.0
     profiled: bool = False  # a profiler has slowed down some of the steps
+    excluded: list[tuple[Mark, Mark]] = field(default_factory=list)  # within a step, but not of it
 
 
 @dataclass
@@ -188,7 +190,8 @@ class StepLog:
         pending.ended.wait()
         steps = self._count(pending.unread.read())
         last, window = steps[-1], pending.window
-        seconds = seconds_between(window.began, pending.ended) / window.steps
+        excluded = sum(seconds_between(*each) for each in window.excluded)
+        seconds = (seconds_between(window.began, pending.ended) - excluded) / window.steps
         self.step_seconds = seconds
         mfu = None
         if self.peak is not None and math.isfinite(window.flops):
@@ -236,6 +239,13 @@ class StepLog:
         """Discard unread steps, before a rollback."""
         self._pending, self._results = None, []
         self.restart_clock()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude work within a step, such as an evaluation in the body of a custom loop, from its time."""
+        began = mark(self.ranks.device)
+        yield
+        self._window.excluded.append((began, mark(self.ranks.device)))
 
     def restart_clock(self) -> None:
         """Exclude an evaluation or a save from the step time."""
