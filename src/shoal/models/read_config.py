@@ -37,10 +37,12 @@ def read_settings(folder: Path) -> Any:
     text = settings.get_text_config()
     if not isinstance(text, PretrainedConfig):
         raise UserMistake(f"{file}: text_config must be a mapping, but is {text!r}.")
-    if getattr(text, "is_heterogeneous", False):
-        raise UserMistake(f"{file}: its layers differ in size (per_layer_config), which is not supported.")
     spelled = {name: text.attribute_map.get(name, name) for name in SIZES}
-    _check_sizes(file, {key: getattr(text, name) for name, key in spelled.items() if hasattr(text, name)}, spelled)
+    try:
+        sizes = {key: getattr(text, name) for name, key in spelled.items() if hasattr(text, name)}
+    except Exception:  # transformers has no common value of what per_layer_config sets
+        raise UserMistake(f"{file}: its layers differ in size (per_layer_config), which is not supported.") from None
+    _check_sizes(file, sizes, spelled)
     for name in ("sliding_window", "max_position_embeddings"):  # compared with the length of sequences
         if not isinstance(value := getattr(text, name, None), int | None):
             raise UserMistake(f"{file}: {name} is {value!r}, but must be an integer.")
