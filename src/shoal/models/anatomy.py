@@ -48,6 +48,11 @@ class Anatomy:
         return f"{self.blocks[0].rsplit('.', 1)[0]}." if self.blocks else None
 
 
+def is_classifier(model: Any) -> bool:
+    """Whether the model has a class for each sequence. FSDP puts its name before that of the class."""
+    return type(model).__name__.endswith("ForSequenceClassification")
+
+
 def read_anatomy(model: Any) -> Anatomy:
     """Find the parts of `model`. Raises a UserMistake that names a missing one."""
     kind = type(model).__name__
@@ -56,7 +61,7 @@ def read_anatomy(model: Any) -> Anatomy:
         embedding = names.get(id(model.get_input_embeddings()))
     except NotImplementedError:  # transformers raises this if there is none
         embedding = None
-    classifies = kind.endswith("ForSequenceClassification")
+    classifies = is_classifier(model)
     output = getattr(model, "classifier", None) if classifies else model.get_output_embeddings()
     head = names.get(id(output)) if output is not None else None
     backbone = names.get(id(model.base_model))

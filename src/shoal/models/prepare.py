@@ -129,7 +129,7 @@ def read_blueprint(folder: Path) -> Blueprint:
 
 def _is_saved_as(settings: Any, task: str) -> bool:
     named = getattr(settings, "architectures", None) or ()
-    return any(name.endswith(TASKS[task]) for name in named)
+    return isinstance(named, list) and any(str(name).endswith(TASKS[task]) for name in named)
 
 
 def _import_transformers() -> None:

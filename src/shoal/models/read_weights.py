@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shoal.mistakes import UserMistake
 from shoal.models.adapters import MAGNITUDE, adapter_parameters, row_norms
-from shoal.models.anatomy import head_parameters, read_anatomy
+from shoal.models.anatomy import head_parameters, is_classifier, read_anatomy
 from shoal.models.conversion import Tensors, convert
 from shoal.models.names import counted, sources_in_files, unused_in_files
 from shoal.models.new_rows import ExtendedRows, NewRows
@@ -62,9 +62,9 @@ def locate_weights(
 def fresh_parameters(model: Any, folder: Path) -> list[str]:
     """The parameters of a classifier that have no values in `folder`, which is a language model or has other classes:
     those of its head, and of its pooler if the files have none."""
-    anatomy = read_anatomy(model)
-    if not anatomy.classifies:
+    if not is_classifier(model):  # a stage of a pipeline never is, and has no anatomy
         return []
+    anatomy = read_anatomy(model)
     saved = read_json_object(folder / "config.json")
     if any(str(name).endswith("ForSequenceClassification") for name in saved.get("architectures") or ()):
         known = saved.get("id2label") or {}
