@@ -2,7 +2,7 @@
 
 python benchmarks/plan_errors.py [--held-out]
 
-Of our own runs; of systems whose habits are modelled, that is the rows of `data/`, with which traits and constants were
+Of our own runs; of systems that are modelled, that is the rows of `data/`, with which traits and constants were
 chosen; and of sources never seen (`plan_published.py`). The rows of a source that a constant was chosen from are among
 the last ones too, with the constant as it would be without that source (`WITHOUT`). Writes
 `plan/published/errors.md` and `errors.json`. With `--held-out` it computes the error of the sources that were kept
@@ -82,7 +82,7 @@ def without(choice: Without) -> Iterator[None]:
 
 
 def known() -> tuple[list[Figure], list[Figure]]:
-    """(our own runs, systems whose habits are modelled): the rows of `data/`, and the sweep on an H200."""
+    """(our own runs, systems that are modelled): the rows of `data/`, and the sweep on an H200."""
     own, modelled = [], []
     for record in compare_sweep(list(read_records(ROOT / "benchmarks" / "gpu" / "sweep_h200" / "sweep.json").values())):
         if record.figure != "allocated_gib":
@@ -147,7 +147,7 @@ def groups(unseen: list[Figure]) -> list[tuple[str, list[Figure]]]:
     new, unseen = unseen, unseen + again
     return [
         ("our own runs", own),
-        ("systems whose habits are modelled", modelled),
+        ("systems that are modelled", modelled),
         ("**sources never seen**", unseen),
         ("– new sources", new),
         ("– llm-foundry and torchtitan, each left out", again),

@@ -91,7 +91,7 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     engine = ENGINES[config.parallel.engine]
     system = engine if system == "shoal" else system
     shape, machine = read_shape(config.model), read_machine(config.hardware)
-    config, habits = _with_defaults(config, system, machine)
+    config, defaults = _with_defaults(config, system, machine)
     config = with_global_batch(config, machine.world_size)
     question = Question(config, shape, machine, SYSTEMS[system])
     choice = choose(config, shape, machine, traits=question.traits)
@@ -113,8 +113,8 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
     else:
         notes.append(f"This forecast is for {system}, not for shoal.")
-        if habits:
-            shown = ", ".join(f"{key} {str(value).lower()}" for key, value in habits.items())
+        if defaults:
+            shown = ", ".join(f"{key} {str(value).lower()}" for key, value in defaults.items())
             notes.append(f"As {system} does by default, because the config does not say: {shown}.")
     return Plan(
         name=config.name,
