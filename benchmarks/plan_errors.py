@@ -1,12 +1,12 @@
 """Three errors of the forecast, told apart, as a report and as the tables of docs/plan.md and README.md.
 
-python benchmarks/plan_errors.py [--held-out]
+    python benchmarks/plan_errors.py [--held-out]
 
-Of our own runs; of systems that are modelled, that is the rows of `data/`, with which traits and constants were
-chosen; and of sources never seen (`plan_published.py`). The rows of a source that a constant was chosen from are among
-the last ones too, with the constant as it would be without that source (`WITHOUT`). Writes
-`plan/published/errors.md` and `errors.json`. With `--held-out` it computes the error of the sources that were kept
-aside, and writes that instead: once, when everything else is done.
+Of our own runs; of systems that are modelled, that is the rows of `data/`, with which traits and constants were chosen;
+and of other sources (`plan_published.py`), which were in view while terms were corrected. The rows of a source that a
+constant was chosen from are among the last ones too, with the constant as it would be without that source (`WITHOUT`).
+Writes `plan/published/errors.md` and `errors.json`. With `--held-out` it computes the error of the sources that were
+kept aside, and writes that instead: once, when everything else is done.
 """
 
 import argparse
@@ -148,7 +148,7 @@ def groups(unseen: list[Figure]) -> list[tuple[str, list[Figure]]]:
     return [
         ("our own runs", own),
         ("systems that are modelled", modelled),
-        ("**sources never seen**", unseen),
+        ("other sources", unseen),
         ("– new sources", new),
         ("– llm-foundry and torchtitan, each left out", again),
         *(
@@ -232,7 +232,7 @@ def main() -> None:
     rows = read_published(held_out=held_out)
     figures = compare(rows)
     if held_out:
-        found = {"line": line("*sources held out until the end*", figures)}
+        found = {"line": line("**sources held out**", figures)}
         found["sources"] = {name: cells(some) for name, some in by_source(figures).items()}
         found["kinds"] = {
             kind: cells([one for one in figures if one.row.kind == kind]) for kind in ("full", "LoRA", "QLoRA")

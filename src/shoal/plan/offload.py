@@ -15,7 +15,7 @@ NVME = 3e9
 # eight of DDR5-4800. Machines whose devices have NVLink or its like have two sockets.
 SOCKETS = {"volta": 128e9, "ampere": 205e9, "hopper": 307e9}
 # The share of it that a vectorized Adam reaches: 0.22 to 0.26 s per billion parameters, of 28 bytes each, with
-# DeepSpeedCPUAdam on the two sockets of a DGX-2 (ZeRO-Offload, arXiv 2101.06840, table 4).
+# DeepSpeedCPUAdam on the two sockets of a DGX-2 (ZeRO-Offload, arXiv 2101.06840; cited from memory).
 HOST_ADAM = 0.44
 # Bytes that a step moves per parameter: weight, gradient and two moments are read, all but the gradient written.
 STEP_BYTES = 28
