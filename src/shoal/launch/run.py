@@ -126,7 +126,7 @@ def dry_run(config: Config) -> Preview:
     processes = processes_wanted(config)
     device = inspect_device(first_device())
     config = follow_adapter(with_global_batch(with_precision(config, device.auto_precision), processes))
-    warn_of_settings(config, processes, reporter)
+    warn_of_settings(config, processes, device, reporter)
     inputs = read_inputs(config, reporter)
     with closing(inputs.sets):
         return preview(preflight(config, inputs, processes, device))
