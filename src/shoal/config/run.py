@@ -77,9 +77,11 @@ class RunDirectory:
         return []
 
     def check_begun(self, *, resume: bool, overwrite: bool) -> None:
-        """Check that there is a run to resume, or none to write over: what can be said before anything is read."""
+        """Check that nobody trains here, and that there is a run to resume, or none to write over: what can be said
+        before anything is read."""
         if self.replaced.exists:  # what is there is settled when a run starts
             return
+        self.check_not_held()
         try:
             self._check_begun(resume=resume, overwrite=overwrite)
         except OSError as error:

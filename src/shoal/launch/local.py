@@ -27,7 +27,7 @@ from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import Summary
-from shoal.train.setup import preflight
+from shoal.train.preflight import preflight
 
 
 @dataclass(frozen=True)

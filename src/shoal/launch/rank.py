@@ -42,8 +42,9 @@ from shoal.train.hooks import Hook
 from shoal.train.inputs import Inputs, read_inputs
 from shoal.train.log import next_attempt
 from shoal.train.loop import Summary, train
+from shoal.train.preflight import preflight
 from shoal.train.save import checkpoint_folders
-from shoal.train.setup import Start, preflight
+from shoal.train.setup import Start
 
 LOGGER = logging.getLogger(__name__)
 

@@ -37,8 +37,9 @@ from shoal.temporary import remove_abandoned
 from shoal.train.hooks import Hook
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import Summary
+from shoal.train.preflight import preflight
 from shoal.train.preview import Preview, preview
-from shoal.train.setup import Start, preflight
+from shoal.train.setup import Start
 
 
 class Launcher(Protocol):
