@@ -21,10 +21,10 @@ from shoal.data.inspect.fates import fates_of
 from shoal.data.inspect.spans import Span, decode_spans
 from shoal.data.order import permute
 from shoal.data.prepare import prepare
+from shoal.data.rewrite import count_loss_tokens
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
 from shoal.data.sources.find import find_source
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.data.write import count_loss_tokens
 from shoal.mistakes import UserMistake
 
 RECORDS_TO_PACK = 2_000
