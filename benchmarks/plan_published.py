@@ -48,6 +48,10 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False),
     "fms": TRAITS["torchtitan"],
     "nanogpt": TRAITS["autocast"],
+    "flagscale": MEGATRON,
+    "megatron-deepspeed": MEGATRON,
+    "megatron-0.6": MEGATRON,
+    "plain-torch": TRAITS["by-hand"],
 }
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
