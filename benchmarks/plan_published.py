@@ -47,11 +47,14 @@ NEAREST: dict[str, SystemTraits] = {
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False),
     "fms": TRAITS["torchtitan"],
-    "nanogpt": TRAITS["autocast"],
-    "flagscale": MEGATRON,
-    "megatron-deepspeed": MEGATRON,
-    "megatron-0.6": MEGATRON,
-    "plain-torch": TRAITS["by-hand"],
+    # The model, with its loss, is compiled as a whole.
+    "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
+    "plain-torch": replace(TRAITS["by-hand"], loss_kernel="compiled", pads_vocabulary=True),
+    # Of 2023 and 2024, with flash attention 2 on Hopper.
+    "flagscale": replace(MEGATRON, flash2=True),
+    "megatron-0.6": replace(MEGATRON, flash2=True),
+    # "grad_accum_dtype": "bf16" in its ds_config.json.
+    "megatron-deepspeed": replace(MEGATRON, wide_gradients=False),
 }
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}

@@ -283,17 +283,22 @@ def _elementwise(run: Run) -> Seconds:
     shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
     # The residual stream may be wider than the compute dtype.
     hidden, inner = shape.hidden * run.residual_bytes / itemsize, shape.ffn / tp
+    # Without sequence parallelism every tensor-parallel rank computes the norms and residual adds of all tokens.
+    shared = run.stream_tokens / run.tokens
     rotated = (shape.query_width + shape.kv_width) / tp if shape.traits.rotary else 0.0
     gated = shape.traits.gated
     if run.compiled:
         # A residual add fused with the following norm reads both summands, and writes the stream and its norm. Kernels
         # between two matmuls touch each tensor once.
         narrow = hidden if run.traits.liger_kernels else shape.hidden
-        per_token = 4 * (hidden + narrow) / tp + 2 * rotated + (3 if gated else 2) * inner
+        per_token = 4 * (hidden + narrow) * shared + 2 * rotated + (3 if gated else 2) * inner
+        if run.traits.fused_by_hand:
+            # The sums of the residual stream are read once more by the norms, and queries copied.
+            per_token += 2 * hidden * shared + 2 * shape.query_width / tp
     else:
         written_out = run.traits.unfused_norms and shape.traits.rms_norm
-        norm = (15 if written_out else 2) * hidden / tp
-        per_token = 2 * (norm + 3 * hidden / tp) + (8 * rotated) + (5 if gated else 2) * inner
+        norm = (15 if written_out else 2) * hidden * shared
+        per_token = 2 * (norm + 3 * hidden * shared) + (8 * rotated) + (5 if gated else 2) * inner
         # Biases are added in the matmul's epilogue; heads are transposed for attention and back.
         per_token += 4 * shape.query_width / tp
     biased = 0.0
@@ -302,7 +307,7 @@ def _elementwise(run: Run) -> Seconds:
     elif shape.traits.qkv_bias:
         biased = (shape.query_width + 2 * shape.kv_width) / tp
     if run.dropout:
-        per_token += 6 * hidden / tp
+        per_token += 6 * hidden * shared
     ahead = run.tokens * per_token * itemsize / bandwidth(run)
     casting = 0.0
     if run.traits.casts_per_use and run.mixed and run.adapter is None:  # under an adapter, weights are in 16 bits

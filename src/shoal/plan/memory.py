@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from shoal.catalogue.attention import AMPERE
 from shoal.plan.activations import block_kept, buffer_bytes
 from shoal.plan.blocks import linears
-from shoal.plan.layout import Rank, count, micro_batches_in_flight, ranks
+from shoal.plan.layout import Rank, count, micro_batches_in_flight, ranks_of
 from shoal.plan.moments import Moment, moments, recomputation
 from shoal.plan.run import Run
 from shoal.plan.states import states, trained_parameters
@@ -61,7 +61,7 @@ class Memory:
     def host(self) -> Term:
         """Bytes of host memory per rank."""
         run = self.run
-        return _host(run, ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)[0])
+        return _host(run, ranks_of(run)[0])
 
     @property
     def worst(self) -> RankMemory:
@@ -83,7 +83,7 @@ class Memory:
 @lru_cache(maxsize=4096)
 def forecast_memory(run: Run) -> Memory:
     """The memory of every pipeline rank of `run`."""
-    everything = ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)
+    everything = ranks_of(run)
     pipeline_ranks = tuple(_rank_memory(run, rank) for rank in everything)
     context = 0.0
     if not run.gpu.is_cpu:

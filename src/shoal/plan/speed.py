@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from shoal.catalogue.shapes import block_matrices
 from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
-from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
-from shoal.plan.layout import Rank, count, ranks, stages_each
+from shoal.plan.compute import bandwidth, block_compute, head_seconds, optimizer_seconds
+from shoal.plan.layout import Rank, count, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
 from shoal.plan.offload import activation_transfer, offloaded_state, steps_on_host
 from shoal.plan.ring import Operation
@@ -62,8 +62,10 @@ def flops_per_token(run: Run) -> float:
 
 def forecast_speed(run: Run) -> Speed:
     """The time of one optimizer step of `run`."""
-    pipeline_ranks = ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)
-    slowest = max((_micro_batch(run, rank) for rank in pipeline_ranks), key=lambda term: term.amount)
+    pipeline_ranks = ranks_of(run)
+    # Ranks with the same stages take the same time.
+    kinds = {rank.stages: rank for rank in reversed(pipeline_ranks)}.values()
+    slowest = max((_micro_batch(run, rank) for rank in kinds), key=lambda term: term.amount)
     parts = list(scaled(slowest, run.grad_accum_steps).parts)
     worked = sum(part.amount for part in parts)
     if run.mesh.pp > 1:
@@ -110,6 +112,7 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
         leaf("elementwise kernels", block.elementwise.both * blocks),
         leaf("activation recomputation", block.recomputed * blocks),
         leaf("head and loss", loss.both if loss else 0.0),
+        leaf("gradient accumulation", _accumulation(run, rank)),
     ]
     ahead = block.forward * blocks + (loss.forward if loss else 0.0)
     if run.reference_pass:
@@ -123,6 +126,21 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     in_blocks = model_parallel(run, rank)
     slowed = leaf("slowdown by overlapped collectives", contention(run, _shard_group(run)) * hidden)
     return group("micro-batch", *compute, waiting, copied, group("communication", exposed, in_blocks, slowed))
+
+
+def _accumulation(run: Run, rank: Rank) -> float:
+    """Seconds to add the gradients of a micro-batch to those of the ones before."""
+    if run.grad_accum_steps == 1 or run.gpu.is_cpu:
+        return 0.0
+    made, kept = run.compute_bytes, run.gradient_bytes or run.weight_bytes
+    if run.mixed and run.traits.masters_with_optimizer:
+        kept = 4 if run.traits.wide_gradients else made
+    # Read both, write the sum; a matmul that adds to its output writes nothing else.
+    moved = 2 * kept - made if run.traits.wide_gradients else 3 * kept
+    held = trained_parameters(run, rank)
+    if run.sharded and not run.accumulates_unsharded and run.mesh.pp == 1:
+        held /= run.shards
+    return held * moved / bandwidth(run) * (1 - 1 / run.grad_accum_steps)
 
 
 def _shard_group(run: Run) -> Group:
@@ -201,7 +219,7 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
         seconds += collective_seconds(run, "all-reduce", across, size / sharing)
     else:
         seconds = collective_seconds(run, operation, over, size)
-    overlap = block_compute(run).backward * rank.blocks
+    overlap = block_compute(run).backward * rank.blocks if run.traits.overlaps_gradients else 0.0
     # The last bucket, or the last block's gradients, start when there is nothing left to compute.
     last = seconds / max(2, rank.blocks)
     return [

@@ -17,6 +17,9 @@ class SystemTraits:
     wide_residual_stream: bool = False
     # `compiled` means Liger's kernels, each of which saves its own input and output.
     liger_kernels: bool = False
+    # `compiled` means kernels that are fused by hand, as Transformer Engine's: residual adds are kernels of their own,
+    # and queries are copied out of the output of the matmul.
+    fused_by_hand: bool = False
     # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
     # Queries, keys and values are one matmul even in families with three.
@@ -76,6 +79,10 @@ class SystemTraits:
     unsharded_accumulation: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
+    # Gradients are reduced during the backward pass; else after it.
+    overlaps_gradients: bool = True
+    # Pipeline stages have equal numbers of blocks, and the last one also has the head; else stages are balanced.
+    even_stages: bool = False
     # Pipelines are PyTorch's: receive buffers for every micro-batch, and stage outputs that are kept. Others free both.
     torch_pipeline: bool = True
     # Context parallelism is PyTorch's ring attention: blocks of keys and values go around, and each block's output and
@@ -85,7 +92,7 @@ class SystemTraits:
     overlaps_context: bool = False
     # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
     overlaps_tensor: bool = False
-    # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
+    # Gradients are accumulated and reduced in fp32, though weights are in 16 bits; matmuls add to them.
     wide_gradients: bool = False
     # Packed documents are kept apart by their lengths (flash attention's variable-length kernels), without a mask.
     variable_lengths: bool = False
@@ -131,7 +138,9 @@ HUGGING_FACE = SystemTraits(
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
-DEEPSPEED = SystemTraits(logit_bytes=14.0, masters_with_optimizer=True, flash2=True, peft=True, torch_pipeline=False)
+DEEPSPEED = SystemTraits(
+    logit_bytes=14.0, masters_with_optimizer=True, flash2=True, peft=True, torch_pipeline=False, even_stages=True
+)
 # Megatron-LM. Files are in NVIDIA/Megatron-LM.
 MEGATRON = SystemTraits(
     unfused_norms=False,  # megatron/core/fusions/fused_layer_norm.py, or Transformer Engine's
@@ -142,13 +151,19 @@ MEGATRON = SystemTraits(
     wide_gradients=True,  # --bf16 sets accumulate_allreduce_grads_in_fp32 in megatron/training/arguments.py
     saves_fp8_inputs=True,  # Transformer Engine's linear layers
     casts_once=True,  # the same: both layouts by one kernel
-    overlaps_weight_gather=True,  # --overlap-param-gather with --overlap-grad-reduce
+    fused_by_hand=True,  # megatron/core/fusions; Transformer Engine's layers
+    # --overlap-grad-reduce and --overlap-param-gather are off unless they are given: megatron/training/arguments.py.
+    overlaps_gradients=False,
+    even_stages=True,  # get_num_layers_to_build in megatron/core/transformer/transformer_block.py
     overlaps_context=True,  # AttnFuncWithCPAndKVP2P in Transformer Engine
     torch_pipeline=False,  # megatron/core/pipeline_parallel/schedules.py deallocates stage outputs
     variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
 )
-# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, and tp_comm_overlap.
-NEMO = replace(MEGATRON, wide_gradients=False, overlaps_tensor=True)
+# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, and both overlaps
+# of data parallelism.
+NEMO = replace(
+    MEGATRON, wide_gradients=False, overlaps_tensor=True, overlaps_gradients=True, overlaps_weight_gather=True
+)
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
 # trl/trainer/utils.py), the fused AdamW of TrainingArguments.optim, and packing by position ids.
 TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
