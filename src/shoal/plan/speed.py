@@ -136,7 +136,7 @@ def _accumulation(run: Run, rank: Rank) -> float:
     if run.mixed and run.traits.masters_with_optimizer:
         kept = 4 if run.traits.wide_gradients else made
     # Read both, write the sum; a matmul that adds to its output writes nothing else.
-    moved = 2 * kept - made if run.traits.wide_gradients else 3 * kept
+    moved = 2 * kept - made if run.traits.accumulates_in_matmuls else 3 * kept
     held = trained_parameters(run, rank)
     if run.sharded and not run.accumulates_unsharded and run.mesh.pp == 1:
         held /= run.shards

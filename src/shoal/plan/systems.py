@@ -69,6 +69,8 @@ class SystemTraits:
     # Adapters are PEFT's: in fp32, so that each adapted layer casts its input and saves it on its own; dropout too is
     # each layer's own; and DoRA computes `B A` and `W + B A` in full, and saves the outputs of both.
     peft: bool = False
+    # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
+    narrow_adapters: bool = False
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
@@ -92,7 +94,9 @@ class SystemTraits:
     overlaps_context: bool = False
     # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
     overlaps_tensor: bool = False
-    # Gradients are accumulated and reduced in fp32, though weights are in 16 bits; matmuls add to them.
+    # Matmuls add to the gradients of earlier micro-batches; else these are added up by kernels of their own.
+    accumulates_in_matmuls: bool = False
+    # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
     wide_gradients: bool = False
     # Packed documents are kept apart by their lengths (flash attention's variable-length kernels), without a mask.
     variable_lengths: bool = False
@@ -149,6 +153,7 @@ MEGATRON = SystemTraits(
     fused_softmax="always",  # megatron/core/fusions/fused_softmax.py
     masters_with_optimizer=True,  # Float16OptimizerWithFloat16Params in megatron/core/optimizer/optimizer.py
     wide_gradients=True,  # --bf16 sets accumulate_allreduce_grads_in_fp32 in megatron/training/arguments.py
+    accumulates_in_matmuls=True,  # gradient_accumulation_fusion in megatron/core/model_parallel_config.py
     saves_fp8_inputs=True,  # Transformer Engine's linear layers
     casts_once=True,  # the same: both layouts by one kernel
     fused_by_hand=True,  # megatron/core/fusions; Transformer Engine's layers
