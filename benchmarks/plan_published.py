@@ -43,10 +43,10 @@ NEAREST: dict[str, SystemTraits] = {
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never"),
     "pax": replace(MEGATRON, fused_softmax="never"),
-    # Until transformers 4.45 the logits that a model returned were the fp32 copy.
-    "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0),
+    # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
+    "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True),
     # Of 2024, and its scripts cast the adapters to the dtype of the frozen weights.
-    "huggingface-narrow": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, narrow_adapters=True),
+    "huggingface-narrow": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False),
     "fms": TRAITS["torchtitan"],

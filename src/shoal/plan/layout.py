@@ -62,6 +62,11 @@ def ranks_of(run: Run) -> tuple[Rank, ...]:
     return ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages, even=run.traits.even_stages)
 
 
+def different_ranks(run: Run) -> tuple[Rank, ...]:
+    """Of the pipeline ranks with the same stages, the first."""
+    return tuple({rank.stages: rank for rank in reversed(ranks_of(run))}.values())
+
+
 def micro_batches_in_flight(run: Run, rank: Rank) -> float:
     """Micro-batches whose activations a rank holds at the peak; one through a part of its stages counts in part."""
     pipeline = run.mesh.pp

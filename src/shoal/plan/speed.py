@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from shoal.catalogue.shapes import block_matrices
 from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
 from shoal.plan.compute import bandwidth, block_compute, head_seconds, optimizer_seconds
-from shoal.plan.layout import Rank, count, ranks_of, stages_each
+from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
 from shoal.plan.offload import activation_transfer, offloaded_state, steps_on_host
 from shoal.plan.ring import Operation
@@ -62,10 +62,7 @@ def flops_per_token(run: Run) -> float:
 
 def forecast_speed(run: Run) -> Speed:
     """The time of one optimizer step of `run`."""
-    pipeline_ranks = ranks_of(run)
-    # Ranks with the same stages take the same time.
-    kinds = {rank.stages: rank for rank in reversed(pipeline_ranks)}.values()
-    slowest = max((_micro_batch(run, rank) for rank in kinds), key=lambda term: term.amount)
+    slowest = max((_micro_batch(run, rank) for rank in different_ranks(run)), key=lambda term: term.amount)
     parts = list(scaled(slowest, run.grad_accum_steps).parts)
     worked = sum(part.amount for part in parts)
     if run.mesh.pp > 1:
@@ -73,7 +70,7 @@ def forecast_speed(run: Run) -> Speed:
         if run.schedule == "zero-bubble":
             share /= 2  # weight-gradient matmuls fill most of the bubble
         parts.append(leaf("pipeline bubble", worked * share / (1 - share)))
-    parts.extend(_per_step(run, pipeline_ranks[0]))
+    parts.extend(_per_step(run, ranks_of(run)[0]))
     parts.append(leaf("stragglers", straggling(run.nodes) * sum(part.amount for part in parts)))
     step = group("step", *parts)
     tokens = run.micro_batch * run.length * run.grad_accum_steps * run.mesh.data_parallel
