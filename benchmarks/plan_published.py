@@ -36,7 +36,7 @@ POSSIBLE = 0.9
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
 NEAREST: dict[str, SystemTraits] = {
-    "oneflow": MEGATRON,
+    "oneflow": replace(MEGATRON, overlaps_gradients=True),
     # Overlaps data parallelism, and one block less in the first and the last stage.
     "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
     "internevo": MEGATRON,
