@@ -189,6 +189,7 @@ def report(rows: list[Published], unseen: list[Figure], held: dict[str, Any] | N
         *HEAD,
         *(line(name, some) for name, some in by_source(unseen + left_out()).items()),
         "",
+        *first_forecasts(),
         "## Off by more than a quarter",
         "",
         "| source | run | what | published | forecast | error | not known |",
@@ -211,6 +212,21 @@ def report(rows: list[Published], unseen: list[Figure], held: dict[str, Any] | N
         lines += ["", "| source | run | because of |", "| --- | --- | --- |"]
         lines += [f"| {row.source} | {row.label} | {because} |" for row, because in skipped]
     return "\n".join(lines) + "\n"
+
+
+def first_forecasts() -> list[str]:
+    """The table of `first.json`: sources as they were forecast before anything was corrected with them in view."""
+    found = json.loads((FOLDER / "first.json").read_text())
+    return [
+        "## Forecast first, corrected afterwards",
+        "",
+        "The last four sources, by the forecast that had not seen them ([first.json](first.json)):",
+        "",
+        *HEAD,
+        *(f"| {' | '.join([name, *row])} |" for name, row in found["sources"].items()),
+        f"| {' | '.join(['all four', *found['all']])} |",
+        "",
+    ]
 
 
 def write(rows: list[Published], unseen: list[Figure]) -> None:

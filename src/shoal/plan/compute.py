@@ -19,7 +19,7 @@ FP32_MATMULS = 1.1
 ODD, EVEN = 5.3, 2.5
 # Elements of the output that a multiprocessor computes at a time, 128 × 256, and inner dimensions from which on several
 # multiprocessors share a tile. When the last tiles are computed, some multiprocessors wait: as if there were a third of
-# a wave of tiles more. The shares of the peak are those of about twenty waves.
+# a wave of tiles more. The shares of the peak are those of twenty waves and more.
 TILE, SHARED_INNER, TAIL, WAVES = 128 * 256, 2048, 0.3, 20
 # Smaller tiles, by how many of them are in a large one, and their speed.
 TILES = ((1, 1.0), (2, 0.92), (8, 0.75))
@@ -116,7 +116,7 @@ def _tail(run: Run, rows: float, inner: float, columns: float) -> float:
     if units is None or run.compute_bytes == 4:
         return 1.0
     waves = rows * columns / TILE / units * max(1.0, inner / SHARED_INNER)
-    return min((1 + TAIL / (waves * parts)) / speed for parts, speed in TILES) / (1 + TAIL / WAVES)
+    return max(1.0, min((1 + TAIL / (waves * parts)) / speed for parts, speed in TILES) / (1 + TAIL / WAVES))
 
 
 def block_compute(run: Run) -> BlockCompute:
