@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.shapes import block_matrices
+from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
 from shoal.plan.compute import bandwidth, block_compute, head_seconds, optimizer_seconds
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
@@ -17,8 +18,12 @@ from shoal.plan.terms import Term, group, leaf, scaled
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host.
 EAGER_BLOCK_HOST = 2.0e-3
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
-# Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them.
-EAGER_ADAPTER_HOST = 0.25e-3
+# Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and of
+# a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the length
+# of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an A100:
+# 0.36 s with LoRA, and 0.68 s with QLoRA and activation checkpointing (Vertex Model Garden's benchmark report).
+EAGER_ADAPTER_HOST = 0.75e-3
+QUANTIZED_HOST = 0.45e-3
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5
 # Share of the forward pass, which is launched once more if it is recomputed.
@@ -93,7 +98,10 @@ def _host_seconds(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, forward and backward."""
     if run.compiled and not run.traits.liger_kernels:
         return COMPILED_BLOCK_HOST * blocks
-    block = EAGER_BLOCK_HOST + (EAGER_ADAPTER_HOST * len(adapted(run)) if run.adapter is not None else 0.0)
+    block = EAGER_BLOCK_HOST
+    if run.adapter is not None:
+        block += EAGER_ADAPTER_HOST * len(adapted(run))
+        block += QUANTIZED_HOST * len(linears(run.shape)) if run.adapter.quantize is not None else 0.0
     if run.traits.casts_per_use and run.mixed:
         block *= AUTOCAST_HOST
     return block * blocks * (1 + FORWARD_HOST * (run.repeats_forward + run.reference_pass))
