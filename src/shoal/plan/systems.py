@@ -205,6 +205,10 @@ SYSTEMS: dict[str, SystemTraits] = {
 # What else these systems do unless they are told otherwise: values of our keys, for those that the config does not set.
 # `train.compile` stands for kernels that are fused in another way (see `liger_kernels`).
 DEFAULTS: dict[str, dict[str, Any]] = {
+    # TrainingArguments: torch_compile=False and use_liger_kernel=False; the model computes its loss over all logits.
+    "huggingface": {"train.compile": False, "train.loss_impl": "plain"},
+    # Models are usually Hugging Face's, as they are.
+    "deepspeed": {"train.compile": False, "train.loss_impl": "plain"},
     # --use-distributed-optimizer as in its examples; no --recompute-granularity; one kernel over all logits.
     "megatron": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
     "nemo": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
