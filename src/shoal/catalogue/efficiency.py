@@ -25,17 +25,38 @@ class Efficiency:
 
 # Streaming multiprocessors, from NVIDIA's datasheets and architecture papers.
 MULTIPROCESSORS: dict[str, int] = {
-    **{"t4": 40, "v100-16gb": 80, "v100-32gb": 80, "a100-40gb": 108, "a100-80gb": 108, "a800-80gb": 108},
-    **{"rtx3090": 82, "a5000": 64, "a6000": 84, "a10g": 80},
-    **{"l4": 58, "l40": 142, "l40s": 142, "rtx4090": 128, "rtx6000-ada": 142},
-    **{"h100-80gb": 132, "h800-80gb": 132, "h100-96gb": 132, "h100-pcie": 114, "h200": 132, "gh200": 132},
-    **{"b200": 148, "gb200": 148, "b300": 148, "rtx5090": 170, "rtx-pro-6000": 188},
+    "t4": 40,
+    "v100-16gb": 80,
+    "v100-32gb": 80,
+    "a100-40gb": 108,
+    "a100-80gb": 108,
+    "a800-80gb": 108,
+    "rtx3090": 82,
+    "a5000": 64,
+    "a6000": 84,
+    "a10g": 80,
+    "l4": 58,
+    "l40": 142,
+    "l40s": 142,
+    "rtx4090": 128,
+    "rtx6000-ada": 142,
+    "h100-80gb": 132,
+    "h800-80gb": 132,
+    "h100-96gb": 132,
+    "h100-pcie": 114,
+    "h200": 132,
+    "gh200": 132,
+    "b200": 148,
+    "gb200": 148,
+    "b300": 148,
+    "rtx5090": 170,
+    "rtx-pro-6000": 188,
 }
 
 
 def relative_rate(gpu: Gpu) -> float:
-    """The peak of a multiprocessor relative to an H200's. What takes a multiprocessor as long whatever its peak, such as
-    the prologue and epilogue of a tile, weighs as much more."""
+    """The peak of a multiprocessor relative to an H200's. What takes a multiprocessor as long whatever its peak, such
+    as the prologue and epilogue of a tile, weighs as much more."""
     units = MULTIPROCESSORS.get(gpu.name)
     if units is None:
         return 1.0

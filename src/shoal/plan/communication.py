@@ -11,8 +11,8 @@ from shoal.plan.run import Run
 # over gloo).
 LINK_SHARE = 0.80
 
-# The same over PCI Express, where collectives go through host memory: 28 of 63 GB/s with eight RTX 5090 and 35 with four
-# (NVIDIA/nccl, issue 1639); copies between two cards without peer access reach 6.2 of 15.75 GB/s
+# The same over PCI Express, where collectives go through host memory: 28 of 63 GB/s with eight RTX 5090 and 35 with
+# four (NVIDIA/nccl, issue 1639); copies between two cards without peer access reach 6.2 of 15.75 GB/s
 # (mli/transformers-benchmarks).
 PCIE_SHARE = 0.45
 

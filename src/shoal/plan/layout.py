@@ -44,9 +44,7 @@ def stages_each(schedule: str, virtual: int = 0) -> int:
 
 
 @lru_cache(maxsize=256)
-def ranks(
-    shape: ModelShape, pipeline: int, schedule: str, virtual: int = 0, *, even: bool = False
-) -> tuple[Rank, ...]:
+def ranks(shape: ModelShape, pipeline: int, schedule: str, virtual: int = 0, *, even: bool = False) -> tuple[Rank, ...]:
     """The pipeline ranks, each with its stages. `even`: with as many blocks in each, wherever the head is."""
     if pipeline == 1:
         return (Rank(0, (Stage(shape.layers, True, True),)),)

@@ -18,10 +18,10 @@ from shoal.plan.terms import Term, group, leaf, scaled
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host.
 EAGER_BLOCK_HOST = 2.0e-3
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
-# Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and of
-# a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the length
-# of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an A100:
-# 0.36 s with LoRA, and 0.68 s with QLoRA and activation checkpointing (Vertex Model Garden's benchmark report).
+# Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
+# of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
+# length of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an
+# A100: 0.36 s with LoRA, and 0.68 s with QLoRA and activation checkpointing (Vertex Model Garden's benchmark report).
 EAGER_ADAPTER_HOST = 0.75e-3
 QUANTIZED_HOST = 0.45e-3
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
