@@ -49,6 +49,7 @@ from shoal.parallel.shard import replicate_stage, reshards_after_forward, shard_
 from shoal.parallel.stages import StageModel, check_pipeline, stages_of_rank
 from shoal.parallel.tensor import VocabularyShard, check_tensor_parallel, split_tensors
 from shoal.parallel.units import choose_blocks
+from shoal.parallel.zero_rows import shard_rows
 from shoal.plan.from_config import has_documents, packs
 
 SHARD_INSTEAD = "use parallel.strategy fsdp with parallel.wrap {min_params: 10_000_000}, which needs none"
@@ -111,6 +112,8 @@ def parallelize(
         # FSDP before materialization: memory is then allocated for this rank's shard only.
         if recipe.fully_shard:
             shard_stage(module, stage, config.parallel, strategy, parallel_dims, precision)
+        elif recipe.zero_stage == 3:
+            shard_rows(stage.model, parallel_dims.replicas)
         materialize(
             stage.model,
             stage.anatomy,

@@ -26,10 +26,12 @@ from shoal.models.loss import LossSums
 from shoal.parallel.micro_batches import MicroBatchRunner, Prepare
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.zero_engine import ZeroEngine
+from shoal.parallel.zero_rows import whole_parameters
 from shoal.paths import user_path
 
 NEVER = sys.maxsize  # steps between DeepSpeed's own progress lines
 BUCKET = 500_000_000  # DeepSpeed's default: elements of a bucket, which it allocates even for smaller models
+SWAP_BUFFER = 100_000_000  # the same of a buffer for parameters on disk, of which it has five
 
 
 def check_deepspeed(config: Config) -> None:
@@ -56,7 +58,7 @@ def engine_settings(
             "stage": stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            **_offload(config),
+            **_offload(config, parameters),
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW updates offloaded state too, and needs no compiler
@@ -75,7 +77,7 @@ def engine_settings(
     return found
 
 
-def _offload(config: Config) -> dict[str, Any]:
+def _offload(config: Config, model_size: int) -> dict[str, Any]:
     offload = config.parallel.offload
     if offload == "none":
         return {}
@@ -88,11 +90,14 @@ def _offload(config: Config) -> dict[str, Any]:
         folder = {"nvme_path": str(user_path(offload.path, "parallel.offload.path"))}
     pinned = {"pin_memory": torch.cuda.is_available()}
     places = {"offload_optimizer": optimizer, "offload_param": parameters}
-    return {
+    found = {
         key: {"device": place, **pinned, **(folder if place == "nvme" else {})}
         for key, place in places.items()
         if place != "none"
     }
+    if parameters == "nvme":
+        found["offload_param"]["buffer_size"] = min(SWAP_BUFFER, model_size)
+    return found
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -168,19 +173,17 @@ def start_zero(
 ) -> EngineModel:
     """ZeRO 1 to 3: hand the model and torch's optimizer to DeepSpeed. `make_state`: the optimizer's state of a tensor
     before its first step. `values`: the model's weights are initialized."""
-    device, saved = model.parallel_dims.device, model.placement.shapes
-    _check_device(settings, device)
-    parameters = {name: one for name, one in model.parameters.items() if name in saved}
-    zero = ZeroEngine(optimizer, parameters, model.parallel_dims.replicas)
-    if values and model.precision.compute != torch.float32:
-        zero.keep_weights()
-    for parameter in _once(model.parameters.values()):
-        parameter.data = parameter.data.to(model.precision.compute)
-    if settings["zero_optimization"]["stage"] == 3:
-        deepspeed = import_deepspeed(device)
-        deepspeed.init_distributed(dist_init_required=False)
-        for module in model.modules:  # parameter by parameter: no device holds the whole model
-            deepspeed.zero.Init(module=module, config_dict_or_path=settings, mem_efficient_linear=False)
+    compute, shapes = model.precision.compute, model.placement.shapes
+    _check_device(settings, model.parallel_dims.device)
+    rows = _partition(model, optimizer, settings) if settings["zero_optimization"]["stage"] == 3 else {}
+    parameters = {name: one for name, one in model.parameters.items() if name in shapes}
+    zero = ZeroEngine(optimizer, parameters, shapes, model.parallel_dims.replicas)
+    if values and compute != torch.float32:
+        zero.keep_weights(rows)
+    if not rows:
+        for parameter in _once(model.parameters.values()):
+            parameter.data = parameter.data.to(compute)
+    del rows
     zero.engine = _initialize(model, optimizer, settings)
     for group in optimizer.param_groups:  # DeepSpeed's shards now; ZeRO-3 has no list of them
         for shard in group["params"]:
@@ -193,6 +196,31 @@ def start_zero(
     held = {one.name: getattr(model, one.name) for one in fields(model)}
     held |= {"modules": [zero.engine], "runner": EngineRunner(zero.engine, runner.prepare)}
     return EngineModel(**held, zero=zero)
+
+
+def _partition(model: ParallelModel, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """ZeRO-3: make each parameter whole from the rows of all ranks, and hand it to DeepSpeed before the next one.
+    Returns this rank's rows."""
+    device, (module,) = model.parallel_dims.device, model.modules
+    deepspeed = import_deepspeed(device)
+    deepspeed.init_distributed(dist_init_required=False)
+    first: list[Any] = []
+
+    def partition(parameter: nn.Parameter) -> None:
+        if first:  # the functions that the first parameter has got
+            first[0].convert_to_zero_parameters(param_list=[parameter])
+        else:
+            holder = nn.ParameterList([parameter])
+            deepspeed.zero.Init(module=holder, config_dict_or_path=settings, mem_efficient_linear=False)
+            first.append(parameter)
+
+    rows = {name: one.detach() for name, one in model.parameters.items()}
+    replaced = whole_parameters(
+        module, model.parameters, device=device, dtype=model.precision.compute, partition=partition
+    )
+    for group in optimizer.param_groups:
+        group["params"] = [replaced[one] for one in group["params"]]
+    return rows
 
 
 def _once(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
