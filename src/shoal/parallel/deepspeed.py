@@ -23,7 +23,7 @@ from shoal.config.schema import Config, OffloadConfig
 from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
 from shoal.models.loss import LossSums
-from shoal.parallel.micro_batches import MicroBatchRunner, Prepare
+from shoal.parallel.micro_batches import MicroBatchRunner, Prepare, joined
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.zero_engine import ZeroEngine
 from shoal.parallel.zero_rows import whole_parameters
@@ -128,7 +128,7 @@ class EngineRunner(MicroBatchRunner):
         engine.set_gradient_accumulation_boundary(last)
         found: LossSums = engine(self.prepare(batch))
         engine.backward(found.trained * factor, scale_wrt_gas=False)
-        return torch.stack([one.double() for one in found.sums])
+        return joined(found.sums)
 
 
 @dataclass(kw_only=True)
