@@ -183,21 +183,31 @@ def test_state_and_weights_on_disk_train_as_in_memory(instructions: Path, tmp_pa
     folder.mkdir()
     case["parallel__offload"] = {"optimizer": "nvme", "parameters": "nvme", "path": str(folder)}
     run = on_deepspeed(instructions, case, tmp_path)
+    kept = {one.relative_to(folder).parts[1] for one in folder.rglob("*") if one.is_file()}
+    assert kept == {"float32params", "optimizer"}
     hold_close(run, reference, loss=2e-6, norm=1e-5)
     expected = weights(reference)
     for key, value in weights(run).items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
 
 
-def test_offload_to_disk_without_libaio_is_one_sentence(
+def test_offload_to_disk_without_libaio_or_a_compiler_is_one_sentence(
     instructions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
     case = {"parallel__strategy": "zero3", "parallel__offload": {"optimizer": "nvme", "path": str(tmp_path)}}
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
     with pytest.raises(UserMistake, match=r"needs libaio, which is not installed: apt install libaio-dev"):
-        on_deepspeed(instructions, case, tmp_path)
+        on_deepspeed(instructions, case, tmp_path / "one")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Error building extension 'async_io'")
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: True)
+    monkeypatch.setattr(AsyncIOBuilder, "load", fail)
+    with pytest.raises(UserMistake, match=r"could not compile with g\+\+ and ninja .*use offload cpu"):
+        on_deepspeed(instructions, case, tmp_path / "two")
 
 
 def test_a_run_on_deepspeed_evaluates_and_exports_what_transformers_loads(instructions: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from threading import Timer
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from shoal.config.engine import find_unsupported
 from shoal.config.schema import Config, OffloadConfig
 from shoal.data.loader import MicroBatch
-from shoal.mistakes import UserMistake
+from shoal.mistakes import UserMistake, shortened
 from shoal.models.loss import LossSums
 from shoal.parallel.micro_batches import MicroBatchRunner, Prepare, joined
 from shoal.parallel.model import ParallelModel
@@ -29,6 +30,8 @@ from shoal.parallel.zero_engine import ZeroEngine
 from shoal.parallel.zero_rows import whole_parameters
 from shoal.paths import user_path
 
+LOGGER = logging.getLogger(__name__)
+PATIENCE = 2.0  # seconds without a word
 NEVER = sys.maxsize  # steps between DeepSpeed's own progress lines
 BUCKET = 500_000_000  # DeepSpeed's default: elements of a bucket, which it allocates even for smaller models
 SWAP_BUFFER = 100_000_000  # the same of a buffer for parameters on disk, of which it has five
@@ -236,13 +239,31 @@ def _check_device(settings: dict[str, Any], device: torch.device) -> None:
             "DeepSpeed has no fp16; use bf16-mixed, or 32-true."
         )
     if any("nvme_path" in one for one in settings["zero_optimization"].values() if isinstance(one, dict)):
-        from deepspeed.ops.op_builder import AsyncIOBuilder
+        _load_disk_kernel()
 
-        if not AsyncIOBuilder().is_compatible(verbose=False):
-            raise UserMistake(
-                "parallel.offload to nvme with parallel.engine deepspeed needs libaio, which is not installed: apt "
-                "install libaio-dev, or use offload cpu."
-            )
+
+def _load_disk_kernel() -> None:
+    """Load DeepSpeed's kernel for offload to disk, which it compiles the first time, for minutes."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    builder = AsyncIOBuilder()
+    if not builder.is_compatible(verbose=False):
+        raise UserMistake(
+            "parallel.offload to nvme with parallel.engine deepspeed needs libaio, which is not installed: apt "
+            "install libaio-dev, or use offload cpu."
+        )
+    said = Timer(PATIENCE, lambda: LOGGER.warning("DeepSpeed compiles its kernel for disks, once: this takes minutes."))
+    said.start()
+    try:
+        builder.load(verbose=False)
+    except (RuntimeError, ImportError, OSError) as error:
+        reason = next((line for line in str(error).splitlines() if "error" in line.lower()), str(error))
+        raise UserMistake(
+            "parallel.offload to nvme with parallel.engine deepspeed needs a kernel that DeepSpeed could not compile "
+            f"with g++ and ninja ({shortened(reason)}); use offload cpu."
+        ) from None
+    finally:
+        said.cancel()
 
 
 def _initialize(model: ParallelModel, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:
