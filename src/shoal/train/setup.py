@@ -33,7 +33,7 @@ from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.offload import find_store
 from shoal.parallel.apply import check_parallel
 from shoal.parallel.device import Device, describe_machine
-from shoal.parallel.exposed import exposed_communication
+from shoal.parallel.exposed import ExposedCommunication
 from shoal.parallel.float8 import check_float8
 from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
@@ -210,6 +210,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start,
             objective=objective,
         ),
         flops=flops,
+        communication=ExposedCommunication(model),
         progress=Progress(world_size=ranks.world_size),
         saver=make_saver(
             resolved.requested,
@@ -227,7 +228,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start,
         ),
         saved=None,
     )
-    job.log.communication = lambda: exposed_communication(model, resolved.strategy)
+    job.log.communication = job.communication.take
     if checkpoint is not None:
         _resume(job, checkpoint, same_run=checkpoint != start.checkpoint)
     else:
