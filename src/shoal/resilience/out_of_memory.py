@@ -118,8 +118,8 @@ def explained(
 
 
 def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
-    """Whether `error`, or one that it follows from, says that the memory of `device` is full. PyTorch's allocator has an
-    error of its own; cuBLAS, cuDNN, NCCL and Triton allocate by themselves, and the compiler wraps errors."""
+    """Whether `error`, or one that it follows from, says that the memory of `device` is full. PyTorch's allocator has
+    an error of its own; cuBLAS, cuDNN, NCCL and Triton allocate by themselves, and the compiler wraps errors."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, torch.OutOfMemoryError):
