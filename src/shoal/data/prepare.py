@@ -79,7 +79,6 @@ def prepare(
                 folder,
                 work,
                 work.cells.ranges(),
-                size=tokenizer.size,
                 key=named_by,
                 progress=Progress(report),
                 classes=settings.classes,

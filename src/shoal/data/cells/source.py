@@ -233,5 +233,6 @@ def scheme_of(cells: CellsConfig, tokenizer: GeneTokenizer, max_length: int, *, 
         encoder=encoder,
         cls=tokenizer.cls if cells.cls else None,
         end=tokenizer.end,
+        dtype=np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.int32),
         medians=medians if cells.tokens == "rank_value" else None,
     )
