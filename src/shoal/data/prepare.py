@@ -71,6 +71,7 @@ def prepare(
                 length=settings.max_length,
                 key=named_by,
                 progress=Progress(report),
+                encoder=settings.encoder,
             )
         elif cells:
             work = find_cell_tokenizer(data, reading.files, tokenizer, settings)
