@@ -29,6 +29,7 @@ from shoal.paths import cache_root
 # Part of every cache key. Raise it whenever the same text and settings would give other sequences than before (a
 # prompt's wording, a packing rule, the meaning of a flag), or other files.
 LAYOUT = 4
+CELLS_LAYOUT = 2  # the same for cells alone
 
 
 def prepare(
@@ -58,7 +59,7 @@ def prepare(
     described = [LAYOUT, settings.as_key(), tokenizer.fingerprint, content]
     cells = reading.source == "cells"
     if cells:
-        described.append(data.cells.model_dump(mode="json"))
+        described += [CELLS_LAYOUT, data.cells.model_dump(mode="json")]
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
