@@ -75,7 +75,7 @@ def test_the_batch_of_an_example_does_not_change_what_is_computed_of_it(classifi
 
 def test_tokens_are_no_examples(classifier, tmp_path):
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    with pytest.raises(UserMistake, match="data.source tokens is one stream, not examples; give records with a text"):
+    with pytest.raises(UserMistake, match=r"data.source tokens is one stream, not examples; give records with a text"):
         api.embed(classifier, [f"data.path={tmp_path / 'a.bin'}", "data.source=tokens"], output=tmp_path / "a.npy")
 
 

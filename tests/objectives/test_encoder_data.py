@@ -99,7 +99,9 @@ def test_special_tokens_of_token_files_are_never_masked(stream: Path, block: int
 
 
 def test_masked_lm_trains_on_token_files(stream: Path, tmp_path: Path) -> None:
-    config = masked(stream, data__source="tokens", data__pack="auto", data__max_length=32, data__validation=0.1, train__steps=2)
+    config = masked(
+        stream, data__source="tokens", data__pack="auto", data__max_length=32, data__validation=0.1, train__steps=2
+    )
     one, two = (
         lines(train_on(ranks, {**config, "train": {**config["train"], "micro_batch": 4}}, tmp_path / str(ranks)))
         for ranks in (1, 2)
@@ -110,5 +112,5 @@ def test_masked_lm_trains_on_token_files(stream: Path, tmp_path: Path) -> None:
 
 def test_token_files_have_no_labels(stream: Path) -> None:
     data = DataConfig(path=str(stream), source="tokens", max_length=16, validation=0, label="kind")
-    with pytest.raises(UserMistake, match="needs a label for each example, and data.source tokens is one stream"):
+    with pytest.raises(UserMistake, match=r"needs a label for each example, and data.source tokens is one stream"):
         prepare(data, BYTES, report=lambda _: None, objective="classify")

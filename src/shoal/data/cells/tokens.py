@@ -113,7 +113,9 @@ def _scores(slab: Slab, scheme: Scheme) -> np.ndarray:
     if scheme.binned:
         return normalize(slab, cells)
     if scheme.medians is None:
-        return slab.values.astype(np.float32, copy=False)  # neither a factor for the cell nor a logarithm changes its ranks
+        return slab.values.astype(
+            np.float32, copy=False
+        )  # neither a factor for the cell nor a logarithm changes its ranks
     # Ranks are of normalized counts over their medians: of log1p they would be others.
     linear = normalize(slab, cells.model_copy(update={"log1p": False}))
     return np.expm1(linear) if cells.normalized else linear
@@ -192,7 +194,8 @@ def _bins(expression: np.ndarray, cells: CellsConfig) -> np.ndarray:
     if cells.binning == "uniform":
         high, low = expression[0], expression[-1]
         width = high - low if high > low else np.float32(1)
-        return (np.minimum((expression - low) / width * bins, bins - 1) + 1).astype(np.int64)
+        uniform: np.ndarray = (np.minimum((expression - low) / width * bins, bins - 1) + 1).astype(np.int64)
+        return uniform
     rising = expression[::-1]
     # Edges are expressions that occur, so that equal ones share a bin; the highest one is always in the last.
     edges = rising[np.arange(1, bins) * len(rising) // bins]

@@ -259,16 +259,21 @@ def _examples(
         for _, _, document in documents
     ]
     trained = [(one.flags & LOSS_TOKEN) != 0 for one in encoded]
-    fates = fates_of(
-        reader.data, reader.format.joined, trained, encoder=reader.encoder, labelled=reader.labelled
-    )
+    fates = fates_of(reader.data, reader.format.joined, trained, encoder=reader.encoder, labelled=reader.labelled)
     examples = []
     for (number, record, document), one, counted, fate in zip(documents, encoded, trained, fates, strict=True):
         ids, marks = one.ids[: fate.kept], counted[: fate.kept]
         if reader.encoder:
             parts = range(0, len(ids), reader.data.max_length)  # of a text that is split, each has masks of its own
             shown = [
-                spans_of(tokenizer, ids[at : at + parts.step], marks[at : at + parts.step], reader.objective, masks, number + at)
+                spans_of(
+                    tokenizer,
+                    ids[at : at + parts.step],
+                    marks[at : at + parts.step],
+                    reader.objective,
+                    masks,
+                    number + at,
+                )
                 for at in parts
             ]
             spans, loss_tokens = [span for some, _ in shown for span in some], sum(count for _, count in shown)

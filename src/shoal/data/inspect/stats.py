@@ -152,7 +152,9 @@ def _classes(sequences: Sequences) -> list[ClassShare] | None:
     if names is None:
         return None
     counts = np.bincount(sequences.labels(np.arange(len(sequences))), minlength=len(names)).tolist()
-    found = [ClassShare(name, count, round(count / len(sequences), 4)) for name, count in zip(names, counts, strict=True)]
+    found = [
+        ClassShare(name, count, round(count / len(sequences), 4)) for name, count in zip(names, counts, strict=True)
+    ]
     return sorted(found, key=lambda one: -one.examples)
 
 
@@ -196,9 +198,7 @@ def _packing(data: DataConfig, sequences: Sequences, lengths: np.ndarray | None)
     return Packing("unpacked", packed, actual)
 
 
-def _packing_of_encoder(
-    data: DataConfig, sequences: Sequences, lengths: np.ndarray | None, actual: Filling
-) -> Packing:
+def _packing_of_encoder(data: DataConfig, sequences: Sequences, lengths: np.ndarray | None, actual: Filling) -> Packing:
     """Texts are joined only if data.pack says so, and examples with a class, or cells, never."""
     length, summary = data.max_length, sequences.summary
     if lengths is None:
