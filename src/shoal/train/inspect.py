@@ -14,7 +14,8 @@ from shoal.config.resolve import with_global_batch
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config, DataConfig
 from shoal.data.cells.make_tokenizer import are_cells
-from shoal.data.inspect.preview import Choice, SourcePreview, preview_source
+from shoal.data.inspect.packed import Choice
+from shoal.data.inspect.preview import SourcePreview, preview_source
 from shoal.data.inspect.preview_text import Piece, plain_text, source_pieces
 from shoal.data.inspect.stats import SourceStats, measure_source
 from shoal.data.inspect.stats_text import source_lines

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from shoal.data.inspect.preview import RECORDS_TO_DRAW_FROM, Example, PackedDocument, PackedSequence, SourcePreview
+from shoal.data.inspect.packed import PackedDocument, PackedSequence
+from shoal.data.inspect.preview import RECORDS_TO_DRAW_FROM, Example, SourcePreview
 from shoal.data.inspect.spans import CLOSE, OPEN, MaskedSpan, Span, printable, shorten
 
 Style = Literal["plain", "trained", "heading", "rule"]
