@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from shoal.config.combinations import find_combinations
-from shoal.config.explain import dotted, problems
+from shoal.config.explain import problems
 from shoal.config.locate import KeyPath, Origins
 from shoal.config.schema import Config
 from shoal.config.shorthand import expand_tree
 from shoal.config.unbuilt import find_unbuilt
+from shoal.config.words import dotted
 from shoal.convert.configs.draft import MIN_LR, WORLD, Draft
 
 MOST_ROUNDS = 20
