@@ -177,7 +177,7 @@ def test_a_run_on_deepspeed_resumes_exactly_and_changes_to_our_engine_and_back(
 
 def test_state_and_weights_on_disk_train_as_in_memory(instructions: Path, tmp_path: Path) -> None:
     compiled = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "/nowhere")) / "async_io" / "async_io.so"
-    if not compiled.is_file():  # ten minutes of a core: tests/README.md
+    if not compiled.is_file():  # it takes minutes: tests/README.md
         pytest.skip("DeepSpeed's kernel for disks is not compiled")
     case = {"parallel__strategy": "zero3", "model__shape": LARGE, **ACCUMULATED}
     reference = reference_run(config_of(instructions, case), 2)
