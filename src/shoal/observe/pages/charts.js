@@ -140,7 +140,7 @@ const shoal = (() => {
   /* Some room above and below, and for curves that hardly change. */
   function padded(plot, low, high) {
     if (low == null) return [0, 1];
-    const room = Math.max(0.06 * (high - low), Math.abs(high) * 1e-3, 1e-12);
+    const room = Math.max(0.06 * (high - low), Math.abs(high) * (high === low ? 0.2 : 1e-3), 1e-12);
     return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
   }
 
