@@ -45,7 +45,7 @@ NEAREST: dict[str, SystemTraits] = {
     # Until transformers 4.45 the logits that a model returned were the fp32 copy.
     "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0),
     # Its own AdamW then updated one parameter at a time.
-    "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False),
+    "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     "fms": TRAITS["torchtitan"],
     "nanogpt": TRAITS["autocast"],
 }

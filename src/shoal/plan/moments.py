@@ -8,7 +8,7 @@ from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
 from shoal.plan.run import Run
-from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, adapted, block_bytes, states, trained_parameters
+from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, adapted, block_bytes, dequantized_bytes, states, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
 # Elements of DeepSpeed's contiguous gradient bucket (reduce_bucket_size), by default.
@@ -270,7 +270,7 @@ def _gathered_blocks(run: Run, counts: Counts) -> float:
     # A quantized matrix is dequantized while it is used.
     dequantized = 0.0
     if run.adapter is not None and run.adapter.quantize is not None:
-        dequantized = max(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
+        dequantized = max(one.parameters for one in linears(run.shape)) / run.mesh.tp * dequantized_bytes(run)
     if not run.sharded:
         return dequantized
     if run.traits.masters_with_optimizer and not run.data_parallelism.shards_weights:

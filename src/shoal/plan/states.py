@@ -77,7 +77,11 @@ def optimizer_bytes(run: Run, rank: Rank) -> float:
         vectors = block_vectors(run.shape) * rank.blocks * run.trained.blocks
         return 4.0 * min(trained, rows + tables * (run.shape.vocab + run.shape.hidden) + vectors)
     if optimizer.elsewhere is None:
-        return trained * each
+        wide = 0.0
+        if optimizer.is_quantized and run.traits.wide_embedding_state and rank.first:
+            table = count(run, rank).embedding * run.trained.embedding
+            wide = table * (4 * optimizer.state_tensors - each)
+        return trained * each + wide
     matrices = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * rank.blocks * run.trained.blocks
     other = find_optimizer(optimizer.elsewhere).bytes_per_parameter(run.weight_bytes)
     return trained * other - matrices * (other - each)
@@ -150,6 +154,9 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
         matrices = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * rank.blocks
         others = counts.all - matrices
         frozen = matrices * stored_bytes(run, adapter) + others * (4 if adapter.upcasts else run.compute_bytes)
+        if has_quantized_head(run) and rank.last:
+            head = run.shape.vocab * run.shape.hidden / run.mesh.tp
+            frozen -= head * (run.compute_bytes - stored_bytes(run, adapter))
         extra = adapter_parameters(run, rank.blocks)
         copies = extra * run.compute_bytes if run.mixed and not run.sharded else 0.0
         return group(
@@ -173,6 +180,17 @@ def stored_bytes(run: Run, adapter: Adapter) -> float:
     if adapter.double_quantized and adapter.quantize in ("nf4", "fp4"):
         return DOUBLE_QUANTIZED_BYTES
     return QUANTIZED_BYTES[adapter.quantize]
+
+
+def has_quantized_head(run: Run) -> bool:
+    """Whether the head is quantized like the matrices of blocks."""
+    quantized = run.adapter is not None and run.adapter.quantize is not None
+    return quantized and run.traits.quantizes_head and not run.shape.tied
+
+
+def dequantized_bytes(run: Run) -> int:
+    """Bytes per element of a matrix that is dequantized while it is used: a second copy if its dtype is another."""
+    return run.compute_bytes * (2 if run.traits.dequantizes_in_half and run.precision != "16-mixed" else 1)
 
 
 def block_bytes(run: Run) -> float:

@@ -26,7 +26,7 @@ class SystemTraits:
     # The same with a vocabulary sharded over tensor-parallel ranks.
     sharded_logit_bytes: float = 12.0
     # `chunked`: logits and their gradients are computed chunk by chunk. `upcast`: all logits are kept in the compute
-    # dtype, and only upcast to fp32 chunk by chunk. `recomputed`: each chunk is recomputed in the backward pass.
+    # dtype, and only upcast to fp32 chunk by chunk, within one kernel if compiled. `recomputed`: each chunk is recomputed in the backward pass.
     chunks: Literal["chunked", "upcast", "recomputed"] = "chunked"
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
@@ -46,12 +46,19 @@ class SystemTraits:
     gathers_in_fp8: bool = False
     # Weights and gradients are in 16 bits, and fp32 master weights are part of the optimizer state (ZeRO).
     masters_with_optimizer: bool = False
-    # Embedding and head, unless tied, are separate FSDP units; else one unit that stays unsharded between them.
-    separate_head_unit: bool = False
+    # Embedding and head, unless tied, are separate FSDP units; else one unit that stays unsharded between them. `trained`:
+    # separate unless they are frozen under adapters.
+    separate_head_unit: bool | Literal["trained"] = False
     # Master weights are cast whenever they are used (autocast); else once per step.
     casts_per_use: bool = False
     # A 4-bit matmul saves its input for the backward pass, as bitsandbytes did in 2023.
     quantized_keep_inputs: bool = False
+    # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
+    quantizes_head: bool = False
+    # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time.
+    dequantizes_in_half: bool = False
+    # With an 8-bit optimizer, the embedding's state is in fp32.
+    wide_embedding_state: bool = False
     # An input of several fp8 matmuls is cast once, into both layouts; else once per matmul, in forward and backward.
     casts_once: bool = False
     # The allocator uses expandable segments, which hardly fragment.
@@ -115,9 +122,18 @@ TORCHTITAN = SystemTraits(
 )
 # From 2025 on its loss is compiled with its blocks.
 TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled")
-TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True)
+# compile_loss in torchtune/training/_compile.py; custom_sharded_layers in recipes/configs/llama3_1/*_full.yaml.
+TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True, separate_head_unit="trained")
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
-LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True, pads_vocabulary=True, unsharded_accumulation=True)
+# Lightning's plugin quantizes every linear layer, from fp16 (fabric/plugins/precision/bitsandbytes.py).
+LITGPT = SystemTraits(
+    fused_qkv=True,
+    quantized_keep_inputs=True,
+    quantizes_head=True,
+    dequantizes_in_half=True,
+    pads_vocabulary=True,
+    unsharded_accumulation=True,
+)
 HUGGING_FACE = SystemTraits(
     wide_residual_stream=True,
     liger_kernels=True,
@@ -127,6 +143,7 @@ HUGGING_FACE = SystemTraits(
     peft=True,
     foreach_step=True,
     unsharded_accumulation=True,
+    wide_embedding_state=True,  # register_module_override in transformers/trainer.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
@@ -156,7 +173,7 @@ TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
 # flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
 AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
-# with their gradient; LoRA in the compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
+# with their gradient, or, since the end of 2024, that holds no logits (unsloth_fused_ce_loss); LoRA in the compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
 UNSLOTH = replace(AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False)
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
@@ -195,7 +212,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.precision": "bf16-true",
         "train.recompute": "offload",
         "train.optimizer.name": "adamw8bit",
-        "train.loss_impl": "plain",
+        "train.loss_impl": "fused",  # UNSLOTH_RETURN_LOGITS=0 in unsloth/models/llama.py
     },
     # trl/trainer/sft_config.py: gradient_checkpointing=True, bf16=True, loss_type chunked_nll (version 1; nll before),
     # packing=False, and TrainingArguments' use_liger_kernel=False.
