@@ -36,12 +36,12 @@ POSSIBLE = 0.9
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
 NEAREST: dict[str, SystemTraits] = {
-    "oneflow": MEGATRON,
+    "oneflow": replace(MEGATRON, planned_memory=True),
     "llama3": MEGATRON,
     "internevo": MEGATRON,
     "flash-attention": MEGATRON,
-    "tensorflow-xla": replace(MEGATRON, fused_softmax="never"),
-    "pax": replace(MEGATRON, fused_softmax="never"),
+    "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
+    "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy.
     "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0),
     # Its own AdamW then updated one parameter at a time.

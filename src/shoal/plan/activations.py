@@ -140,7 +140,7 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
         if run.traits.casts_per_use and run.mixed and (not run.compiled or run.traits.liger_kernels):
             # Autocast casts a norm's output separately for each linear layer that reads it; the compiler casts it once.
             kept = sum(1 for one in joined if one.reads in read & NORMS)
-    elif run.traits.peft and run.adapter.quantize is None and not dropped_inputs(run):
+    elif run.traits.peft and not dropped_inputs(run):
         # PEFT casts it for each adapted layer.
         kept = max(kept, sum(1 for one in adapted(run) if one.reads in NORMS))
     if run.recomputes_cheap and run.mesh.tp == 1 and itemsize > 1:
@@ -191,13 +191,20 @@ def attention_masks(run: Run) -> float:
 def _mlp(run: Run, tokens: float) -> list[Term]:
     shape, itemsize = run.shape, run.compute_bytes
     inner = _input_bytes(run) if "inner" in needed(run) else 0
-    if run.recomputes_cheap and inner > 1:
+    if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run):
         inner = 0
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
     factors = (2 if run.compiled else 3) if shape.traits.gated else 1
     if shape.traits.unfused_gelu and not run.compiled:
         factors += 3
     return [leaf("MLP intermediates", tokens * shape.ffn * (factors * itemsize + inner))]
+
+
+def has_mlp_in_place(run: Run) -> bool:
+    """Whether the backward pass of the MLP works in the tensors that it has saved."""
+    if not run.traits.mlp_in_place or run.adapter is None or not run.shape.traits.gated:
+        return False
+    return {"gate_proj", "up_proj", "down_proj"} <= set(run.adapter.targets)
 
 
 def _dora(run: Run) -> list[Term]:

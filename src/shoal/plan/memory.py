@@ -95,14 +95,17 @@ def forecast_memory(run: Run) -> Memory:
 def _rank_memory(run: Run, rank: Rank) -> RankMemory:
     found = moments(run, rank)
     highest = max(moment.tree.amount for moment in found)
+    if run.traits.planned_memory:
+        return RankMemory(rank.pipeline_rank, found, 0.0)
     slack = SHARDED_SLACK if run.sharded else ALLOCATOR_SLACK
     gaps = 0.0
-    if run.traits.expandable_segments:
-        slack = EXPANDABLE_SLACK
+    if run.traits.expandable_segments or not run.sharded:
         # Offloaded block inputs do not lie between them.
         gaps = RECOMPUTED_SLACK * recomputation(run, rank) * (0.5 if run.offloads_inputs else 1.0)
+    if run.traits.expandable_segments:
+        slack = EXPANDABLE_SLACK
     elif run.varied_lengths:
-        gaps = _left_by_shorter_sequences(run, rank, found, highest * (1 + slack))
+        gaps += _left_by_shorter_sequences(run, rank, found, highest * (1 + slack) + gaps)
     if not run.sharded:
         return RankMemory(rank.pipeline_rank, found, highest * slack + gaps)
     main = max(moment.tree.amount - moment.side for moment in found)

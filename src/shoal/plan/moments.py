@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.optimizers import find_optimizer
-from shoal.plan.activations import attention_masks, block_input, block_kept, block_selected, block_without_parts
+from shoal.plan.activations import (
+    attention_masks,
+    block_input,
+    block_kept,
+    block_selected,
+    block_without_parts,
+    has_mlp_in_place,
+)
 from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
@@ -197,6 +204,8 @@ def _transient_gradients(run: Run) -> Term:
     # Of the MLP's inner activation and of what it was computed from: one kernel reads the first and writes the others.
     # A parallel MLP that was recomputed has freed one of the two by then: benchmarks/gpu/sweep_h200.
     widths = 3 if shape.traits.gated else 1 if parallel_mlp and run.repeats_forward else 2
+    if has_mlp_in_place(run):
+        widths = 1
     inner = widths * run.tokens / run.mesh.tp * shape.ffn * run.compute_bytes
     return group(
         "block backward",

@@ -63,6 +63,8 @@ class SystemTraits:
     casts_once: bool = False
     # The allocator uses expandable segments, which hardly fragment.
     expandable_segments: bool = False
+    # Memory is laid out before the first step, without gaps, rather than taken from a caching allocator (XLA, OneFlow).
+    planned_memory: bool = False
     # The head is computed at a vocabulary that tensor cores can read (models/head.py), or by the compiler.
     pads_vocabulary: bool = False
     # Software of 2023, whose kernels did not use Hopper's instructions yet.
@@ -73,6 +75,9 @@ class SystemTraits:
     # Adapters are PEFT's: in fp32, so that each adapted layer casts its input and saves it on its own; dropout too is
     # each layer's own; and DoRA computes `B A` and `W + B A` in full, and saves the outputs of both.
     peft: bool = False
+    # With adapters in a gated MLP, the backward pass computes the product of its factors again, and overwrites them with
+    # their gradients (Unsloth's LoRA_MLP).
+    mlp_in_place: bool = False
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
@@ -174,7 +179,7 @@ TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
 AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
 # with their gradient, or, since the end of 2024, that holds no logits (unsloth_fused_ce_loss); LoRA in the compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
-UNSLOTH = replace(AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False)
+UNSLOTH = replace(AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False, mlp_in_place=True)
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
 
