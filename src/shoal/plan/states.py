@@ -113,11 +113,13 @@ def states(run: Run, rank: Rank) -> States:
     waits = run.accumulates_unsharded or (run.mesh.pp > 1 and run.sharded)
     unreduced = trained * run.reduce_bytes if waits else 0.0
     return States(
-        weights=Term(weights.name, weights.amount * kept, weights.parts if not away else ()),
+        weights=weights if not away else group(weights.name, leaf("quantization scales", replicated_scales(run, rank))),
         gradients=leaf("gradients", _held_gradients(run, rank) * gradient / shards * kept),
         optimizer=leaf("optimizer state", on_device),
         unreduced=leaf("unreduced gradients", unreduced),
-        host=state - on_device + (weights.amount + trained * gradient / shards if away else 0.0),
+        host=state
+        - on_device
+        + (weights.amount - replicated_scales(run, rank) + trained * gradient / shards if away else 0.0),
     )
 
 
@@ -140,7 +142,11 @@ def _zero(run: Run, rank: Rank) -> States:
     sharing = run.optimizer_shards if sharded.partitions_update else over
     state = (optimizer_bytes(run, rank) + 4 * trained) / (sharing if sharded.shards_optimizer else 1)
     return States(
-        weights=group("weights", leaf("parameters", 0.0 if run.offload == "cpu" else held_weights(run, rank))),
+        weights=group(
+            "weights",
+            leaf("parameters", 0.0 if run.offload == "cpu" else held_weights(run, rank)),
+            leaf("quantization scales", replicated_scales(run, rank)),
+        ),
         gradients=leaf("gradients", trained * run.reduced_bytes / (over if sharded.shards_gradients else 1)),
         optimizer=leaf("optimizer state", 0.0 if run.offload != "none" else state),
         unreduced=leaf("unreduced gradients", 0.0),
@@ -157,11 +163,13 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
         if has_quantized_head(run) and rank.last:
             head = run.shape.vocab * run.shape.hidden / run.mesh.tp
             frozen -= head * (run.compute_bytes - stored_bytes(run, adapter))
+        scales = replicated_scales(run, rank)
         extra = adapter_parameters(run, rank.blocks)
         copies = extra * run.compute_bytes if run.mixed and not run.sharded else 0.0
         return group(
             "weights",
-            leaf("frozen", frozen / shards),
+            leaf("frozen", (frozen - scales) / shards),
+            leaf("quantization scales", scales),
             leaf("adapters", extra * run.trained_bytes / shards),
             leaf("compute copies", copies),
         )
@@ -182,6 +190,17 @@ def stored_bytes(run: Run, adapter: Adapter) -> float:
     return QUANTIZED_BYTES[adapter.quantize]
 
 
+def replicated_scales(run: Run, rank: Rank) -> float:
+    """Bytes of scales that every rank keeps whole, though the matrices are sharded."""
+    adapter = run.adapter
+    if adapter is None or adapter.quantize not in ("nf4", "fp4") or not run.traits.replicates_scales:
+        return 0.0
+    if not (run.sharded or run.data_parallelism.shards_weights):
+        return 0.0
+    matrices = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * rank.blocks
+    return matrices * (stored_bytes(run, adapter) - 0.5)
+
+
 def has_quantized_head(run: Run) -> bool:
     """Whether the head is quantized like the matrices of blocks."""
     quantized = run.adapter is not None and run.adapter.quantize is not None
@@ -199,9 +218,12 @@ def block_bytes(run: Run) -> float:
 
 
 def held_weights(run: Run, rank: Rank) -> float:
-    """Bytes of the weights that a rank keeps, on its device or its host."""
+    """Bytes of the weights that a rank keeps, on its device or its host, without replicated scales."""
     counts = count(run, rank)
     if not (run.traits.masters_with_optimizer and run.mixed):
-        return _weights(run, counts, rank).amount
-    each = _weights(run, counts, rank).amount * run.shards if run.adapter is not None else counts.all * 2
+        return _weights(run, counts, rank).amount - replicated_scales(run, rank)
+    if run.adapter is not None:
+        each = (_weights(run, counts, rank).amount - replicated_scales(run, rank)) * run.shards
+    else:
+        each = counts.all * 2
     return each / (run.shards * run.replicas if run.data_parallelism.shards_weights else 1)

@@ -57,6 +57,9 @@ class SystemTraits:
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time.
     dequantizes_in_half: bool = False
+    # The scales of 4-bit blocks are no parameters, so that every rank keeps all of them on its device (bitsandbytes'
+    # quant_state); else they are sharded and offloaded with the weights.
+    replicates_scales: bool = False
     # With an 8-bit optimizer, the embedding's state is in fp32.
     wide_embedding_state: bool = False
     # An input of several fp8 matmuls is cast once, into both layouts; else once per matmul, in forward and backward.
@@ -149,11 +152,19 @@ HUGGING_FACE = SystemTraits(
     foreach_step=True,
     unsharded_accumulation=True,
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
+    replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
-DEEPSPEED = SystemTraits(logit_bytes=14.0, masters_with_optimizer=True, flash2=True, peft=True, torch_pipeline=False)
+DEEPSPEED = SystemTraits(
+    logit_bytes=14.0,
+    masters_with_optimizer=True,
+    flash2=True,
+    peft=True,
+    torch_pipeline=False,
+    replicates_scales=True,
+)
 # Megatron-LM. Files are in NVIDIA/Megatron-LM.
 MEGATRON = SystemTraits(
     unfused_norms=False,  # megatron/core/fusions/fused_layer_norm.py, or Transformer Engine's
