@@ -201,8 +201,8 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
 
 
 def has_mlp_in_place(run: Run) -> bool:
-    """Whether the backward pass of the MLP works in the tensors that it has saved."""
-    if not run.traits.mlp_in_place or run.adapter is None or not run.shape.traits.gated:
+    """Whether the backward pass of the MLP works in the tensors that it has saved; not with dropout on adapters."""
+    if not run.traits.mlp_in_place or run.adapter is None or run.adapter.dropout or not run.shape.traits.gated:
         return False
     return {"gate_proj", "up_proj", "down_proj"} <= set(run.adapter.targets)
 

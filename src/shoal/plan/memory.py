@@ -22,9 +22,10 @@ EXPANDABLE_SLACK = 0.005
 # Recomputed blocks do not fit the gaps that other tensors have left: of what they need for a time, this share is
 # reserved in addition.
 RECOMPUTED_SLACK = 0.3
-# Sequences of varied length: a longer one does not fit the blocks that shorter ones have left, which stay reserved. That
-# is about the loss's tensors once more, or this share of all that a step needs for a time (benchmarks/plan/allocator.py).
-VARIED_SLACK = 0.35
+# Sequences of varied length: a longer one does not fit the blocks that shorter ones have left, which stay reserved.
+# That is about this share of the loss's tensors, or of all that a step needs for a time: benchmarks/plan/allocator.py.
+VARIED_LOSS_SLACK = 0.8
+VARIED_SLACK = 0.3
 # CUDA context with loaded kernels, which older devices and their software load all at once; and NCCL's channels, if
 # there are other ranks.
 CONTEXT_GIB = 0.6
@@ -121,7 +122,7 @@ def _left_by_shorter_sequences(run: Run, rank: Rank, found: tuple[Moment, ...], 
     # The optimizer's temporaries come after the activations, and use their blocks.
     peak = max(moment.tree.amount for moment in found if moment.name != "optimizer step")
     loss = head(run).peak.amount if rank.last else 0.0
-    kept = max(loss, VARIED_SLACK * max(0.0, peak - lasting - held.gradients.amount))
+    kept = max(VARIED_LOSS_SLACK * loss, VARIED_SLACK * max(0.0, peak - lasting - held.gradients.amount))
     room = run.gpu.memory_gib * GIB - _context(run) - needed
     return max(0.0, min(room, peak + kept - needed))
 

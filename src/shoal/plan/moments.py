@@ -15,7 +15,16 @@ from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
 from shoal.plan.run import Run
-from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, adapted, block_bytes, dequantized_bytes, states, trained_parameters
+from shoal.plan.states import (
+    BUCKET_BYTES,
+    ZERO1_BUCKET,
+    States,
+    adapted,
+    block_bytes,
+    dequantized_bytes,
+    states,
+    trained_parameters,
+)
 from shoal.plan.terms import Term, group, leaf, scaled
 
 # Elements of DeepSpeed's contiguous gradient bucket (reduce_bucket_size), by default.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import block_vectors
-from shoal.plan.blocks import Linear, linears
+from shoal.plan.blocks import Linear, expert_parameters, linears
 from shoal.plan.layout import Counts, Rank, count
 from shoal.plan.run import Adapter, Run
 from shoal.plan.terms import Term, group, leaf
@@ -157,7 +157,7 @@ def _zero(run: Run, rank: Rank) -> States:
 def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
     shards, adapter = run.shards, run.adapter
     if adapter is not None:
-        matrices = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * rank.blocks
+        matrices = _frozen_matrices(run, rank)
         others = counts.all - matrices
         frozen = matrices * stored_bytes(run, adapter) + others * (4 if adapter.upcasts else run.compute_bytes)
         if has_quantized_head(run) and rank.last:
@@ -197,8 +197,15 @@ def replicated_scales(run: Run, rank: Rank) -> float:
         return 0.0
     if not (run.sharded or run.data_parallelism.shards_weights):
         return 0.0
-    matrices = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * rank.blocks
-    return matrices * (stored_bytes(run, adapter) - 0.5)
+    return _frozen_matrices(run, rank) * (stored_bytes(run, adapter) - 0.5)
+
+
+def _frozen_matrices(run: Run, rank: Rank) -> float:
+    """Elements of the matrices of blocks that are stored as the adapter's base is."""
+    block = sum(one.parameters for one in linears(run.shape))
+    if run.traits.quantizes_experts:
+        block += expert_parameters(run.shape)
+    return block / run.mesh.tp * rank.blocks
 
 
 def has_quantized_head(run: Run) -> bool:

@@ -26,7 +26,8 @@ class SystemTraits:
     # The same with a vocabulary sharded over tensor-parallel ranks.
     sharded_logit_bytes: float = 12.0
     # `chunked`: logits and their gradients are computed chunk by chunk. `upcast`: all logits are kept in the compute
-    # dtype, and only upcast to fp32 chunk by chunk, within one kernel if compiled. `recomputed`: each chunk is recomputed in the backward pass.
+    # dtype, and only upcast to fp32 chunk by chunk, within one kernel if compiled. `recomputed`: each chunk is computed
+    # again in the backward pass.
     chunks: Literal["chunked", "upcast", "recomputed"] = "chunked"
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
@@ -46,8 +47,8 @@ class SystemTraits:
     gathers_in_fp8: bool = False
     # Weights and gradients are in 16 bits, and fp32 master weights are part of the optimizer state (ZeRO).
     masters_with_optimizer: bool = False
-    # Embedding and head, unless tied, are separate FSDP units; else one unit that stays unsharded between them. `trained`:
-    # separate unless they are frozen under adapters.
+    # Embedding and head, unless tied, are separate FSDP units; else one unit that stays unsharded between them.
+    # `trained`: separate unless they are frozen under adapters.
     separate_head_unit: bool | Literal["trained"] = False
     # Master weights are cast whenever they are used (autocast); else once per step.
     casts_per_use: bool = False
@@ -57,6 +58,8 @@ class SystemTraits:
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time.
     dequantizes_in_half: bool = False
+    # Each expert has linear layers of its own, which are quantized too; else all experts are one tensor, which is not.
+    quantizes_experts: bool = False
     # The scales of 4-bit blocks are no parameters, so that every rank keeps all of them on its device (bitsandbytes'
     # quant_state); else they are sharded and offloaded with the weights.
     replicates_scales: bool = False
@@ -78,8 +81,8 @@ class SystemTraits:
     # Adapters are PEFT's: in fp32, so that each adapted layer casts its input and saves it on its own; dropout too is
     # each layer's own; and DoRA computes `B A` and `W + B A` in full, and saves the outputs of both.
     peft: bool = False
-    # With adapters in a gated MLP, the backward pass computes the product of its factors again, and overwrites them with
-    # their gradients (Unsloth's LoRA_MLP).
+    # With adapters in a gated MLP, the backward pass computes the product of its factors again, and overwrites them
+    # with their gradients (Unsloth's LoRA_MLP).
     mlp_in_place: bool = False
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
@@ -138,6 +141,7 @@ LITGPT = SystemTraits(
     fused_qkv=True,
     quantized_keep_inputs=True,
     quantizes_head=True,
+    quantizes_experts=True,
     dequantizes_in_half=True,
     pads_vocabulary=True,
     unsharded_accumulation=True,
@@ -153,6 +157,7 @@ HUGGING_FACE = SystemTraits(
     unsharded_accumulation=True,
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
+    quantizes_experts=True,  # modeling_mixtral.py until transformers 5
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
@@ -164,6 +169,7 @@ DEEPSPEED = SystemTraits(
     peft=True,
     torch_pipeline=False,
     replicates_scales=True,
+    quantizes_experts=True,
 )
 # Megatron-LM. Files are in NVIDIA/Megatron-LM.
 MEGATRON = SystemTraits(
@@ -189,7 +195,8 @@ TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
 # flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
 AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
-# with their gradient, or, since the end of 2024, that holds no logits (unsloth_fused_ce_loss); LoRA in the compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
+# with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
+# compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
 UNSLOTH = replace(AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False, mlp_in_place=True)
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
