@@ -120,10 +120,10 @@ class Run:
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes per element of a gradient that is reduced: ZeRO communicates in 16 bits."""
+        """Bytes per element of a gradient that is reduced: ZeRO and Accelerate communicate in 16 bits."""
         if self.mixed and self.traits.masters_with_optimizer:
             return 4 if self.traits.wide_gradients and self.precision != "16-mixed" else self.compute_bytes
-        return self.reduce_bytes
+        return self.compute_bytes if self.traits.narrow_reduction and self.sharded else self.reduce_bytes
 
     @property
     def updated_bytes(self) -> int:

@@ -111,7 +111,7 @@ def states(run: Run, rank: Rank) -> States:
     if run.paged_optimizer:
         on_device = 0.0  # unified memory, which PyTorch's allocator does not see
     waits = run.accumulates_unsharded or (run.mesh.pp > 1 and run.sharded)
-    unreduced = trained * run.reduce_bytes if waits else 0.0
+    unreduced = trained * run.reduced_bytes if waits else 0.0
     return States(
         weights=weights if not away else group(weights.name, leaf("quantization scales", replicated_scales(run, rank))),
         gradients=leaf("gradients", _held_gradients(run, rank) * gradient / shards * kept),

@@ -103,6 +103,8 @@ class SystemTraits:
     overlaps_context: bool = False
     # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
     overlaps_tensor: bool = False
+    # FSDP reduces gradients in the compute dtype, and accumulates unsharded ones in it; else in `reduce_dtype`.
+    narrow_reduction: bool = False
     # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
     wide_gradients: bool = False
     # Packed documents are kept apart by their lengths (flash attention's variable-length kernels), without a mask.
@@ -158,6 +160,7 @@ HUGGING_FACE = SystemTraits(
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
+    narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
