@@ -68,6 +68,13 @@ def test_unsloths_mlp_saves_its_factors_and_overwrites_them():
     assert at(attention_only, first, "MLP gradients") == pytest.approx(3 * width)
 
 
+def test_megatrons_block_is_that_of_its_paper_compiled_or_not():
+    # 34 bytes per token and channel without scores (Korthikanti et al. 2022, equation 1), of GPT-2's block.
+    run = make_run("gpt2", traits=SYSTEMS["megatron"], dropout=True, compiled=False)
+    kept = at(run, "forward pass", "activations") * GIB / (run.tokens * 768 * 12)
+    assert kept == pytest.approx(34, rel=0.01)
+
+
 def test_shorter_sequences_leave_blocks_that_stay_reserved_until_the_device_is_full():
     settings = ("model.shape=llama3-8b", "adapter.kind=lora", "data.max_length=4096", "train.micro_batch=2")
     settings += ("train.loss_impl=plain", "train.recompute=full")

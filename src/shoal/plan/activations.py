@@ -194,8 +194,9 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run):
         inner = 0
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
-    factors = (2 if run.compiled else 3) if shape.traits.gated else 1
-    if shape.traits.unfused_gelu and not run.compiled:
+    fused = run.compiled or run.traits.fused_activation
+    factors = (2 if fused else 3) if shape.traits.gated else 1
+    if shape.traits.unfused_gelu and not fused:
         factors += 3
     return [leaf("MLP intermediates", tokens * shape.ffn * (factors * itemsize + inner))]
 

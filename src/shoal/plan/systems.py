@@ -84,6 +84,8 @@ class SystemTraits:
     # With adapters in a gated MLP, the backward pass computes the product of its factors again, and overwrites them
     # with their gradients (Unsloth's LoRA_MLP).
     mlp_in_place: bool = False
+    # The activation function of the MLP is one kernel, compiled or not, that saves only its inputs.
+    fused_activation: bool = False
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
@@ -178,6 +180,7 @@ DEEPSPEED = SystemTraits(
 MEGATRON = SystemTraits(
     unfused_norms=False,  # megatron/core/fusions/fused_layer_norm.py, or Transformer Engine's
     fused_qkv=True,  # linear_qkv in megatron/core/transformer/attention.py
+    fused_activation=True,  # megatron/core/fusions/fused_bias_swiglu.py
     loss_kernel="always",  # megatron/core/fusions/fused_cross_entropy.py; logits stay in the compute dtype
     fused_softmax="always",  # megatron/core/fusions/fused_softmax.py
     masters_with_optimizer=True,  # Float16OptimizerWithFloat16Params in megatron/core/optimizer/optimizer.py
@@ -200,7 +203,9 @@ AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=T
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
 # with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
 # compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
-UNSLOTH = replace(AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False, mlp_in_place=True)
+UNSLOTH = replace(
+    AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False, mlp_in_place=True, fused_activation=True
+)
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
 
