@@ -90,7 +90,8 @@ def run_case(name: str, work: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def shoal(work: Path, *command: str) -> dict[str, Any]:
     """What a command prints as JSON, or its last line if it fails."""
-    environment = {**os.environ, "PYTHONPATH": SOURCE, "SHOAL_CACHE": str(work / "cache")}
+    path = os.pathsep.join([SOURCE, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "SHOAL_CACHE": str(work / "cache")}
     done = subprocess.run(
         [sys.executable, "-m", "shoal", *command],
         cwd=work,
