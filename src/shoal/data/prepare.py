@@ -17,12 +17,13 @@ from shoal.data.formats.chat_template import ChatTemplate, split_markers, tokeni
 from shoal.data.formats.choose import MAY_HAVE_CHATS, Options
 from shoal.data.progress import Progress
 from shoal.data.sequences import Sequences, Summary, open_sequences
+from shoal.data.settings import Settings
 from shoal.data.sources import OnBad, Reading, Record, read_records
 from shoal.data.sources.find import PATH, VALIDATION, find_reading, find_source
 from shoal.data.token_files import check_tokenized, open_token_sequences, write_token_sequences
 from shoal.data.tokenize import Errors
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.data.write import Settings, name_files, write_sequences
+from shoal.data.write import name_files, write_sequences
 from shoal.mistakes import UserMistake
 from shoal.paths import cache_root
 

@@ -20,7 +20,9 @@ NAMES_SHOWN = 3
 def check_optimizer(optimizer: Any, names: Mapping[nn.Parameter, str]) -> None:
     """A UserMistake unless `optimizer` is a fresh one over the parameters of the model, which have these `names`."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserMistake(f"run.prepare takes a torch optimizer, not a {type(optimizer).__name__}.")
+        several = isinstance(optimizer, tuple | list | dict)
+        instead = "; use one, with a parameter group for each network, as examples/loops/gan.py does" if several else ""
+        raise UserMistake(f"run.prepare takes a torch optimizer, not a {type(optimizer).__name__}{instead}.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserMistake("LBFGS evaluates the loss several times per step, which run.step does not; use another.")
     given = [one for group in optimizer.param_groups for one in group["params"]]

@@ -14,8 +14,8 @@ from shoal.data.cells.gene_tokenizer import GeneTokenizer
 from shoal.data.cells.h5ad import CellFile, Matrix, Slab
 from shoal.data.cells.tokens import CellTokens, Scheme, tokenize_slab
 from shoal.data.cells.vocabulary import match_genes
+from shoal.data.settings import Settings
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.data.write import Settings
 from shoal.mistakes import UserMistake, shortened
 
 SLAB = 256  # cells that are read and tokenized together: their genes fit a processor's cache

@@ -10,6 +10,7 @@ import numpy as np
 from shoal.data import workers
 from shoal.data.cells.source import CellTokenizer
 from shoal.data.cells.tokens import CellTokens, token_flags
+from shoal.data.labels import number_classes
 from shoal.data.progress import Progress
 from shoal.data.sequences import (
     DOCUMENT_LENGTHS,
@@ -23,7 +24,6 @@ from shoal.data.sequences import (
 )
 from shoal.data.tokenize import NothingToLearn
 from shoal.data.tokenizer_base import disable_threads
-from shoal.data.write import number_classes
 from shoal.mistakes import UserMistake
 
 WORTH_WORKERS = 32  # slabs; fewer are tokenized in this process
