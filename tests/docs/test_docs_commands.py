@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import COMMANDS, DOCS, PAGES, ROOT, Block, blocks
-from tests.docs.running import page_environment, run_page
+from benchmarks.page_blocks import COMMANDS, DOCS, PAGES, ROOT, Block, blocks, commands
+from benchmarks.page_files import PageFiles
+from tests.docs.running import page_environment, page_files, run_page
 
 # Real weights for the pages that fine-tune SmolLM2; without them a tiny model with the same tokenizer interface.
 SMOLLM2 = os.environ.get("SHOAL_TEST_SMOLLM2")
@@ -23,7 +24,7 @@ def names(*, quick: bool) -> list[str]:
 
 
 def is_run(block: Block) -> bool:
-    return block.language in COMMANDS and block.not_run is None
+    return block.language in COMMANDS and any(command.is_run for command in commands(block))
 
 
 @pytest.fixture(scope="module")
@@ -31,38 +32,24 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return page_environment(tmp_path_factory.mktemp("docs"))
 
 
-@pytest.mark.parametrize("name", names(quick=True))
-def test_the_commands_of_the_page_run(name: str, tmp_path: Path, env: dict[str, str]) -> None:
-    assert run_page(DOCS / name, tmp_path, env, exact=True) > 0
-
-
 @pytest.fixture(scope="module")
-def tiny_chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In place of SmolLM2: its special tokens and template, and hardly any weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def given(tmp_path_factory: pytest.TempPathFactory, env: dict[str, str]) -> PageFiles:
+    """Made once for all pages."""
+    return page_files(tmp_path_factory.mktemp("given"), env)
 
-    from shoal.data.formats.chat_template import read_template
-    from shoal.data.tokenizer import ByteTokenizer
 
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = ByteTokenizer(["<|im_start|>", "<|im_end|>"])
-    tokenizer.chat_template = read_template("chatml")
-    tokenizer.save(folder)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    end = tokenizer.hugging_face.eos_token_id
-    shape = LlamaConfig(**sizes, vocab_size=264, max_position_embeddings=1024, eos_token_id=end, bos_token_id=None)
-    LlamaForCausalLM(shape).save_pretrained(folder)
-    return folder
+@pytest.mark.parametrize("name", names(quick=True))
+def test_the_commands_of_the_page_run(name: str, tmp_path: Path, env: dict[str, str], given: PageFiles) -> None:
+    assert run_page(DOCS / name, tmp_path, env, given, exact=True) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", names(quick=False))
-def test_the_commands_of_the_page_train(
-    name: str, tmp_path: Path, env: dict[str, str], request: pytest.FixtureRequest
-) -> None:
+def test_the_commands_of_the_page_train(name: str, tmp_path: Path, env: dict[str, str], given: PageFiles) -> None:
     needs_weights = any("models/smollm2-135m" in one.body and is_run(one) for one in blocks(DOCS / name))
-    if needs_weights:
-        base = Path(SMOLLM2) if SMOLLM2 else request.getfixturevalue("tiny_chat_model")
-        shutil.copytree(base, tmp_path / "models" / "smollm2-135m")
+    if needs_weights and SMOLLM2:
+        shutil.copytree(SMOLLM2, tmp_path / "models" / "smollm2-135m")
+    elif needs_weights:
+        given.provide("models/smollm2-135m", tmp_path)
     # A tiny model answers nonsense.
-    assert run_page(DOCS / name, tmp_path, env, compared=not needs_weights or SMOLLM2 is not None) > 0
+    assert run_page(DOCS / name, tmp_path, env, given, compared=not needs_weights or SMOLLM2 is not None) > 0

@@ -13,7 +13,7 @@ from shoal.cli.app import app
 from shoal.cli.document import _commands
 from shoal.cli.json_document import PRINTED, keys
 from shoal.observe.metric_names import EVALUATION, GPU, PREFERENCE, TRAINING
-from tests.docs.blocks import DOCS
+from benchmarks.page_blocks import DOCS
 from tests.harness import settings, train_on
 
 PAGES = {

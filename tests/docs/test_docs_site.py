@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import ROOT
+from benchmarks.page_blocks import ROOT
 
 PHONE = {"width": 390, "height": 800}
 
