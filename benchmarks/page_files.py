@@ -111,7 +111,7 @@ def alpaca(made: PageFiles) -> None:
     records = [
         {
             "instruction": f"Write about {_sentence(source).lower()}",
-            "output": " ".join(_sentence(source) for _ in range(source.choice([1, 2, 2, 3, 3, 4, 12]))),
+            "output": " ".join(_sentence(source) for _ in range(source.choice([1, 2, 2, 3, 3, 4, 6, 24]))),
         }
         for _ in range(300)
     ]
@@ -119,7 +119,7 @@ def alpaca(made: PageFiles) -> None:
 
 
 def broken(made: PageFiles) -> None:
-    good = (made.folder / "alpaca.jsonl").read_text().splitlines(keepends=True)[:10]
+    good = (made.folder / "alpaca.jsonl").read_text().splitlines(keepends=True)[:40]
     made.write("broken.jsonl", "".join([*good, '{"instruction": "a tab\tin it"}\n', '{"instruction": "no answer"}\n']))
 
 

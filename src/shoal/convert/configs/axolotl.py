@@ -179,17 +179,24 @@ KEYS = {
     ),
     **nothing(
         "train.loss_impl: auto never stores all logits where they are large",
-        "plugins liger_rope liger_rms_norm "
+        "plugins liger_rope liger_rms_norm liger_rms_norm_gated "
         "liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy "
         "liger_cross_entropy chunked_cross_entropy "
         "cut_cross_entropy",
     ),
+    **nothing(
+        "shoal chooses kernels by itself",
+        "use_kernels use_scattermoe use_sonicmoe experts_implementation fused_attn_kernel",
+    ),
+    **cannot("shoal data stats counts duplicates: remove them from the file", "dataset_exact_deduplication"),
+    **cannot("shoal submit --to ray runs the file there", "use_ray ray_num_workers"),
     **cannot("nothing is uploaded: shoal export writes a folder", "hub_model_id hub_strategy push_to_hub"),
     **cannot("patterns of what to freeze are in model.freeze", "unfrozen_parameters", unless=([],)),
     **cannot(
         "not built",
         "neftune_noise_alpha relora loraplus_lr_ratio loraplus_lr_embedding qat quantization "
-        "lr_quadratic_warmup cosine_constant_lr_ratio gptq loftq_config peft_layers_to_transform use_pose reward_model",
+        "lr_quadratic_warmup cosine_constant_lr_ratio gptq loftq_config peft_layers_to_transform use_pose reward_model "
+        "quantize_moe_experts llama4_linearized_experts expert_parallel_size tokenizer_use_mistral_common",
     ),
 }
 

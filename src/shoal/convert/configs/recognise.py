@@ -138,8 +138,8 @@ def _system_of(path: Path, tree: Tree) -> System:
 
 
 def _own_marks(system: System) -> frozenset[str]:
-    """The marks that are no key of another system."""
-    others = {key for one in BY_FILE if one is not system for key in one.keys}
+    """The marks that are no key of another system, nor a block of its keys: Accelerate has an `fsdp_config` too."""
+    others = {part for one in BY_FILE if one is not system for key in one.keys for part in (key, key.partition(".")[0])}
     return frozenset(system.marks - others)
 
 
