@@ -21,7 +21,7 @@ model:
   shape: {family: llama, hidden: 16, layers: 1, heads: 2, ffn: 32, vocab: 260, positions: 512}
   tokenizer: bytes
 data: {path: texts, max_length: 64, validation: 0.02}
-train: {steps: 200, global_batch: 8, micro_batch: 4, lr: 1e-3, precision: 32-true}
+train: {steps: 200, global_batch: 8, lr: 1e-3, precision: 32-true}
 checkpoint: {every: 200}
 eval: {every: 200, batches: 2}
 log: {every: 50}

@@ -1,5 +1,6 @@
 """The commands of the pages run, in order, in a folder with the files that the page shows."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 
 from benchmarks.page_blocks import COMMANDS, DOCS, PAGES, ROOT, Block, blocks, commands
 from benchmarks.page_files import PageFiles
+from shoal.cli.json_document import PRINTED, described
 from tests.docs.running import page_environment, page_files, run_page
+from tests.launch.command import forked_shoal
 
 # Real weights for the pages that fine-tune SmolLM2; without them a tiny model with the same tokenizer interface.
 SMOLLM2 = os.environ.get("SHOAL_TEST_SMOLLM2")
@@ -53,3 +56,44 @@ def test_the_commands_of_the_page_train(name: str, tmp_path: Path, env: dict[str
         given.provide("models/smollm2-135m", tmp_path)
     # A tiny model answers nonsense.
     assert run_page(DOCS / name, tmp_path, env, given, compared=not needs_weights or SMOLLM2 is not None) > 0
+
+
+# What is compared with docs/json.md: entry of PRINTED → a command that prints it, in a folder with two runs.
+JSON = {
+    "shoal train": "shoal train run.yaml name=json train.steps=2",
+    "shoal train --dry-run": "shoal train run.yaml --dry-run",
+    "shoal plan": "shoal plan run.yaml",
+    "shoal submit": "shoal submit run.yaml hardware.devices=1 hardware.gpu=a100-80gb name=job --dry-run",
+    "shoal top": "shoal top first",
+    "shoal logs": "shoal logs first",
+    "shoal report": "shoal report runs/first",
+    "shoal checkpoints": "shoal checkpoints runs/first",
+    "shoal data preview": "shoal data preview run.yaml",
+    "shoal data stats": "shoal data stats run.yaml",
+    "shoal generate": "shoal generate runs/first a --tokens 2",
+    "shoal eval": "shoal eval runs/first",
+    "shoal eval --generate": "shoal eval runs/helper --generate",
+    "shoal export": "shoal export runs/first --to hf",
+    "shoal import (a checkpoint)": "shoal import full/pytorch_model.bin --model llama --output full-hf",
+    "shoal import (a config)": "shoal import ds_config.json",
+    "shoal init": "shoal init chess-tiny",
+    "shoal doctor": "shoal doctor",
+}
+# Keys that depend on the run: a profile, a plan without a GPU, metrics of an objective.
+SOMETIMES = {"profile", "plan", "goodput", "script", "recipes"}
+
+
+@pytest.mark.slow
+def test_keys_of_json_are_those_of_the_page(tmp_path: Path, env: dict[str, str], given: PageFiles) -> None:
+    given.provide("runs/first runs/helper full/pytorch_model.bin ds_config.json", tmp_path)
+    wrong = {}
+    for entry, command in JSON.items():
+        ended = forked_shoal(tmp_path, *command.split()[1:], "--json", env=env)
+        assert ended.status in (0, 3), f"{command}\n{ended.err}"
+        on_page = {name for key in described(PRINTED[entry]) for name in key.split(", ")}
+        found = set(json.loads(ended.out))
+        missing = on_page - found - SOMETIMES - {"…"}
+        unknown = found - on_page - SOMETIMES if "…" not in on_page else set()
+        if missing or unknown:
+            wrong[entry] = {"not printed": sorted(missing), "not on the page": sorted(unknown)}
+    assert wrong == {}

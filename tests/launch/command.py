@@ -276,6 +276,7 @@ def _be_starter(
     nodes.start_process = lambda arguments, env: Forked(lambda: _be_worker(["python", *arguments], env))
     # These start a process that imports torch, and other programs: matplotlib lists the fonts of a machine once.
     if arguments[1:2] in (["bench"], ["doctor"], ["sweep"]):
+        importlib.import_module("shoal.launch.sweep.local")  # its annotations need the class
         start = subprocess.Popen
         subprocess.Popen = lambda given, **options: (ForkedModule if "-m" in given[:2] else start)(given, **options)  # type: ignore[misc, assignment]
     os.chdir(folder)
