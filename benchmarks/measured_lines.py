@@ -78,7 +78,18 @@ def restart() -> str:
 
 
 def readme() -> list[Line]:
+    errors = result("benchmarks/plan/published/errors.json")["our own runs"]
+    held_out = [cell.strip() for cell in result("benchmarks/plan/published/held_out.json")["line"].split("|")[2:-1]]
+
+    def medians(cells: list[str]) -> list[str]:
+        return [cells[index].rstrip("%") for index in (1, 2, 4, 5)]
+
     return [
+        (
+            "on our own runs | memory **{}%** ({}%), speed **{}%** ({}%) | on published results that were held out: memory "
+            "{}% ({}%), speed {}% ({}%)",
+            medians(errors) + medians(held_out),
+        ),
         (
             "| full training, Llama-1.24B shape, 4 × 4096 | **{}** tokens/s in {} GiB (fp8: {}) | hand-written loop {} in "
             "{}; LitGPT {} in {}; HF Trainer + Liger {} in {} |",
