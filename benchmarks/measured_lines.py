@@ -86,15 +86,22 @@ def readme() -> list[Line]:
 
     return [
         (
-            "on our own runs | memory **{}%** ({}%), speed **{}%** ({}%) | on published results that were held out: memory "
+            "on our own runs | memory **{}%** ({}%), speed **{}%** ({}%) | on published results "
+            "that were held out: memory "
             "{}% ({}%), speed {}% ({}%)",
             medians(errors) + medians(held_out),
         ),
         (
-            "| full training, Llama-1.24B shape, 4 × 4096 | **{}** tokens/s in {} GiB (fp8: {}) | hand-written loop {} in "
+            "| full training, Llama-1.24B shape, 4 × 4096 | **{}** tokens/s in {} GiB (fp8: {}) | "
+            "hand-written loop {} in "
             "{}; LitGPT {} in {}; HF Trainer + Liger {} in {} |",
-            [*both("1b-ours-4"), speed("1b-ours-fp8-4"), *both("1b-hand-4"), *both("1b-litgpt-4")]
-            + both("1b-hf-trainer-liger-4"),
+            [
+                *both("1b-ours-4"),
+                speed("1b-ours-fp8-4"),
+                *both("1b-hand-4"),
+                *both("1b-litgpt-4"),
+                *both("1b-hf-trainer-liger-4"),
+            ],
         ),
         (
             "**{}** tokens/s in {} GiB | hand-written loop with PEFT {} in {} |",
@@ -141,10 +148,16 @@ def measured() -> list[Line]:
         ),
         ("| HF Trainer | {} | {} | | |", both("1b-hf-trainer-4")),
         (
-            "4 sequences of 2048: **{}** tokens/s in {} GiB (a hand-written loop with PEFT, in an earlier call: {} in {}, "
+            "4 sequences of 2048: **{}** tokens/s in {} GiB (a hand-written loop with PEFT, in an "
+            "earlier call: {} in {}, "
             "ours then {}); QLoRA: **{}** in {} (Unsloth: {} in {})",
-            [*both("lora-ours", ADAPTERS), *both("lora-hand", EARLIER), speed("lora-ours", EARLIER)]
-            + [*both("qlora-ours", ADAPTERS), *unsloth("unsloth-nf4-r8qv-none")],
+            [
+                *both("lora-ours", ADAPTERS),
+                *both("lora-hand", EARLIER),
+                speed("lora-ours", EARLIER),
+                *both("qlora-ours", ADAPTERS),
+                *unsloth("unsloth-nf4-r8qv-none"),
+            ],
         ),
         (
             "two CPU cores in {} minutes: {} of {} held-out questions right before, {}% after",
@@ -156,7 +169,8 @@ def measured() -> list[Line]:
             ],
         ),
         (
-            "GPT-2 (32 × 1024) **{}k** tokens/s ({}k), with dropout **{}k** ({}k); Pythia-160M (16 × 1024) **{}k** ({}k); "
+            "GPT-2 (32 × 1024) **{}k** tokens/s ({}k), with dropout **{}k** ({}k); Pythia-160M (16 "
+            "× 1024) **{}k** ({}k); "
             "SmolLM2-135M (32 × 512) **{}k** ({}k with CUDA graphs)",
             small("gpt2-ours", "gpt2-plain", "gpt2-dropout-ours", "gpt2-dropout-plain", "pythia-160m-ours")
             + small("pythia-160m-plain", "smollm2-135m-ours", "smollm2-135m-plain-graphs"),
@@ -178,9 +192,7 @@ def measured() -> list[Line]:
 def performance() -> list[Line]:
     speeds = result("benchmarks/gpu/speed_h200/speed.json")
     packed = speeds["packed_relative_to_padded"]
-    head = {
-        (one["shape"], one["loss_tokens"]): one for one in result("benchmarks/gpu/head_h200/head.json")["losses"]
-    }
+    head = {(one["shape"], one["loss_tokens"]): one for one in result("benchmarks/gpu/head_h200/head.json")["losses"]}
     loop = result("benchmarks/loop/two_shared_cores.json")
 
     def milliseconds(shape: str, share: float, *names: str) -> list[str]:
@@ -199,7 +211,10 @@ def performance() -> list[Line]:
     packing = [case("speed_h200/speed", f"packing-{name}") for name in ("packed", "padded", "padded-32")]
     fp8_head = "fp8_head_h200/speed"
     return [
-        ("| **shoal**, default settings | **{}** | {}% | {} | **{}** | {}% | {} |", all_three("1b-ours-4", "1b-ours-8")),
+        (
+            "| **shoal**, default settings | **{}** | {}% | {} | **{}** | {}% | {} |",
+            all_three("1b-ours-4", "1b-ours-8"),
+        ),
         ("cuDNN attention | {} | {}% | {} | {} | {}% | {} |", all_three("1b-hand-4", "1b-hand-8")),
         ("| LitGPT's loop | {} | {}% | {} | {} | {}% | {} |", all_three("1b-litgpt-4", "1b-litgpt-8")),
         (
@@ -207,10 +222,14 @@ def performance() -> list[Line]:
             all_three("1b-hf-trainer-liger-4", "1b-hf-trainer-liger-8"),
         ),
         ("| HF Trainer | {} | {}% | {} | | | |", all_three("1b-hf-trainer-4")),
-        ("`train.precision: fp8` | **{}** | {}% | {} | **{}** | {}% | {} |", all_three("1b-ours-fp8-4", "1b-ours-fp8-8")),
+        (
+            "`train.precision: fp8` | **{}** | {}% | {} | **{}** | {}% | {} |",
+            all_three("1b-ours-fp8-4", "1b-ours-fp8-8"),
+        ),
         ("float8, tensorwise | | | | {} | {}% | {} |", all_three("1b-hand-fp8-8")),
         (
-            "fp8 is {} times as fast as bf16 at micro-batch 4 and {} times at micro-batch 8. With `train.fp8_head: true` "
+            "fp8 is {} times as fast as bf16 at micro-batch 4 and {} times at micro-batch 8. With "
+            "`train.fp8_head: true` "
             "it is {} times: {} tokens/s in {} GiB, where bf16 had {} and fp8 without it {} in the same call",
             [
                 relative("1b-ours-fp8-4", "1b-ours-4"),
@@ -255,8 +274,12 @@ def performance() -> list[Line]:
         ),
         (
             "| SmolLM2-135M, 32 × 512 | {} | {} | {}, with CUDA graphs {} | {} |",
-            [*both("smollm2-135m-ours", SMALL), speed("smollm2-135m-plain", SMALL)]
-            + [speed("smollm2-135m-plain-graphs", SMALL), gib("smollm2-135m-plain", SMALL)],
+            [
+                *both("smollm2-135m-ours", SMALL),
+                speed("smollm2-135m-plain", SMALL),
+                speed("smollm2-135m-plain-graphs", SMALL),
+                gib("smollm2-135m-plain", SMALL),
+            ],
         ),
         ("`recompute: selective` | {} | {} | | |", both("mistral-7b-ours", SMALL)),
         ("| Llama-1.24B, 2 × 4096, `32-true` | {} | {} | | |", both("fp32-ours", SMALL)),
@@ -320,8 +343,12 @@ def finetune() -> list[Line]:
         (
             # Two rows: the words of the second are in the table twice.
             "| LoRA r8 on q and v | {} | {} | {} | {} | | the same, `train.recompute: cheap` | {} | {} | {} | {} |",
-            [*both("lora-ours", ADAPTERS), *forecast(LORA)]
-            + [*both("lora-ours-cheap", ADAPTERS), *forecast(f"{LORA} train.recompute=cheap")],
+            [
+                *both("lora-ours", ADAPTERS),
+                *forecast(LORA),
+                *both("lora-ours-cheap", ADAPTERS),
+                *forecast(f"{LORA} train.recompute=cheap"),
+            ],
         ),
         (
             "| the same with `adapter.dora: true` | {} | {} | {} | {} |",
@@ -337,9 +364,14 @@ def finetune() -> list[Line]:
             bench("train.precision=fp8") + forecast(f"{LORA} train.precision=fp8"),
         ),
         (
-            "| LoRA r16 on all linear layers | {} | {} | {} | {} | | the same, `train.recompute: cheap` | {} | {} | {} | {} |",
-            [*both("lora-all-ours", ADAPTERS), *forecast(ALL)]
-            + [*both("lora-all-ours-cheap", ADAPTERS), *forecast(f"{ALL} train.recompute=cheap")],
+            "| LoRA r16 on all linear layers | {} | {} | {} | {} | | the same, `train.recompute: "
+            "cheap` | {} | {} | {} | {} |",
+            [
+                *both("lora-all-ours", ADAPTERS),
+                *forecast(ALL),
+                *both("lora-all-ours-cheap", ADAPTERS),
+                *forecast(f"{ALL} train.recompute=cheap"),
+            ],
         ),
         (
             "| QLoRA `nf4-dq` r8 on q and v | {} | {} | {} | {} |",
@@ -388,8 +420,14 @@ def encoders() -> list[Line]:
         ("600 steps ({} seconds of CPU time)", [str(masked["cpu_seconds"])]),
         ("of eight ({} seconds); {} labelled", [str(classes["cpu_seconds"]), str(found["test"])]),
         ("most frequent token | {}% |", [percent(masked["most_frequent_token"])]),
-        ("the pretrained model | {}%, loss {} |", [percent(masked["eval_masked_accuracy"]), f"{masked['eval_loss']:.2f}"]),
-        ("| package, {} held-out docstrings | majority class | {}% |", [str(found["test"]), percent(classes["majority"])]),
+        (
+            "the pretrained model | {}%, loss {} |",
+            [percent(masked["eval_masked_accuracy"]), f"{masked['eval_loss']:.2f}"],
+        ),
+        (
+            "| package, {} held-out docstrings | majority class | {}% |",
+            [str(found["test"]), percent(classes["majority"])],
+        ),
         ("naive Bayes on words | {}% |", [percent(classes["naive_bayes"])]),
         (
             "the fine-tuned model | {}%, macro-F1 {} |",
@@ -437,7 +475,8 @@ def single_cells() -> list[Line]:
 def first_run() -> list[Line]:
     return [
         (
-            "{}% of the moves of an untrained model are legal, {}% of a bigram table of the same games, and {}% of this",
+            "{}% of the moves of an untrained model are legal, {}% of a bigram table of the same "
+            "games, and {}% of this",
             legal("untrained", "bigram table", "trained"),
         )
     ]

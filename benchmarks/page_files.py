@@ -35,8 +35,25 @@ SCORES = """def close(answer, expected, record):
     return float(answer.strip().lower() == expected.strip().lower())
 """
 COLOURS = {"sky": "blue", "sea": "blue", "grass": "green", "snow": "white", "coal": "black", "sun": "yellow"}
-WORDS = ("the shoal turns as one and every swimmer follows its nearest neighbours through dark cold water until the light "
-         "of the morning falls on it again").split()  # fmt: skip
+WORDS = (
+    *("the", "shoal", "turns", "as", "one", "and", "every", "swimmer", "follows", "its", "nearest", "neighbours"),
+    *(
+        "through",
+        "dark",
+        "cold",
+        "water",
+        "until",
+        "the",
+        "light",
+        "of",
+        "the",
+        "morning",
+        "falls",
+        "on",
+        "it",
+        "again",
+    ),
+)
 
 
 @dataclass(frozen=True)

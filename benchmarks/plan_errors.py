@@ -1,4 +1,4 @@
-"""Three errors of the forecast, told apart, as a report and as the table of docs/plan.md; benchmarks/measured.py writes README.md.
+"""Three errors of the forecast, told apart, as a report and as the table of docs/plan.md.
 
     python benchmarks/plan_errors.py [--held-out]
 
