@@ -26,7 +26,8 @@ from shoal.launch.join import joined
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
 from shoal.train.inputs import read_inputs
-from shoal.train.setup import Start, preflight, set_up
+from shoal.train.preflight import preflight
+from shoal.train.setup import Start, set_up
 
 LARGE = ["model.shape=llama3-8b", "train.precision=bf16-true"]
 LOW_MEMORY = [*LARGE, "train.optimizer.name=adamw8bit"]

@@ -37,7 +37,6 @@ def test_a_config_needs_no_file() -> None:
         ("train.lr=1e-3", 1e-3),
         ("train.lr=2", 2.0),
         ("train.clip=null", None),
-        ("train.clip=", None),
         ("train.optimizer.betas=[0.8, 0.9]", (0.8, 0.9)),
         ("model.freeze=[a.*,b]", ("a.*", "b")),
         ("model.freeze=[]", ()),
@@ -87,6 +86,7 @@ def test_null_unsets_a_key_of_the_file(folder: Path) -> None:
     ("override", "says"),
     [
         ("train.lr", "override train.lr has no value: write train.lr=VALUE."),
+        ("train.steps=", "override train.steps= has no value: write train.steps=VALUE, or train.steps=null for none."),
         ("=3", "override =3: the key must be written like train.lr."),
         ("train..lr=3", "override train..lr=3: the key must be written like train.lr."),
         ("train.lr.=3", "override train.lr.=3: the key must be written like train.lr."),
@@ -96,7 +96,10 @@ def test_null_unsets_a_key_of_the_file(folder: Path) -> None:
             'override model.shape.layers=2: model.shape is "gpt2", which has no keys inside; '
             "set model.shape as a whole.",
         ),
-        ("train={lr: 1, lr: 2}", "override train={lr: 1, lr: 2}: the key lr is set twice in this block."),
+        (
+            "train={lr: 1, lr: 2}",
+            "override train={lr: 1, lr: 2}: the key lr is set twice in this block; keep one of them.",
+        ),
     ],
 )
 def test_an_invalid_override_is_refused(override: str, says: str) -> None:

@@ -59,7 +59,7 @@ def test_an_unknown_key_names_its_line_and_the_key_that_was_meant(text: str, say
         ),
         (
             "train: {compile: maybe}",
-            'run.yaml:2: train.compile is "maybe", but must be true, false, auto, thunder or aot_eager.',
+            'run.yaml:2: train.compile is "maybe", but must be true, false, auto or aot_eager.',
         ),
         (
             "train: {precision: bf16-mixd}",
@@ -229,7 +229,11 @@ def test_a_contradiction_with_an_override_quotes_the_override() -> None:
         ("name: \x01", "run.yaml: this is not YAML: ", "special characters are not allowed"),
         ("- 1\n- 2", "run.yaml must hold keys with values", "[1, 2]"),
         ("just text", "run.yaml must hold keys with values", "just text"),
-        ("seed: 1\ntrain:\n  lr: 1\n  lr: 2", "run.yaml:4: ", "the key lr is set twice in this block."),
+        (
+            "seed: 1\ntrain:\n  lr: 1\n  lr: 2",
+            "run.yaml:4: ",
+            "the key lr is set twice in this block, first in line 3; ",
+        ),
         ("on: 1", "run.yaml:1: ", "the key on is not text"),
         ("? [a]\n: 1", "run.yaml:1: ", "a key is not text"),
         ("name: &x [*x]", "run.yaml:1: ", "contains itself"),
@@ -253,10 +257,13 @@ def test_a_missing_file_suggests_a_similar_name() -> None:
 
 
 def test_a_folder_and_a_binary_file_are_not_configs() -> None:
-    with pytest.raises(UserMistake, match="cannot be read: Is a directory"):
+    with pytest.raises(UserMistake, match=r"^\. is a folder; name the YAML file of a run\.$"):
+        load_config(".")
+    Path("run.yaml").write_text(BASE)
+    with pytest.raises(UserMistake, match=r"^\. is a folder; name the YAML file of a run: run.yaml\.$"):
         load_config(".")
     Path("run.bin").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserMistake, match="is not a text file in UTF-8"):
+    with pytest.raises(UserMistake, match=r"is not a text file in UTF-8; save it as UTF-8, or name another file\.$"):
         load_config("run.bin")
 
 

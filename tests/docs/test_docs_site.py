@@ -37,6 +37,7 @@ def test_the_site_builds_strictly_and_names_no_other_server(site: Path) -> None:
     assert all("url(http" not in sheet.read_text() for sheet in site.rglob("*.css"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_page_fits_on_a_phone_in_both_themes_and_search_works(site: Path) -> None:
     chromium = shutil.which("chromium")

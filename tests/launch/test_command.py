@@ -1,6 +1,7 @@
 """The command line: fast help, and one sentence for a mistake in the config, without importing torch."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -273,3 +274,12 @@ def _follow(schema: Any, reference: str) -> Any:
             return None
         schema = schema[part]
     return schema
+
+
+def test_ctrl_c_while_the_command_starts_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-m", "shoal", "--version"], env={**os.environ, "PYTHONPATH": path}, capture_output=True
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")

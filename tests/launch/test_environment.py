@@ -1,6 +1,9 @@
 """The rank of a process, from the variables of whatever started it. Contradictions are refused with what was seen."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -164,3 +167,22 @@ def test_what_contradicts_is_refused_with_what_was_seen(given: dict[str, str], s
 )
 def test_the_first_node_of_slurms_list(nodes: str, first: str) -> None:
     assert first_node(nodes) == first
+
+
+def test_a_mistake_that_all_tasks_of_srun_find_is_said_by_the_first_of_each_node(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: {shape: gpt2}\ntrain: {step: 3}\n")
+    code = (
+        "import os, sys; from shoal.cli import main\n"
+        "step = {'SLURM_STEP_NUM_TASKS': '4', 'SLURM_STEP_NUM_NODES': '2', 'SLURM_STEP_TASKS_PER_NODE': '2(x2)'}\n"
+        "os.environ.update(step, SLURM_STEP_NODELIST='node[1-2]', SLURM_JOB_ID='7')\n"
+        "for task in range(4):\n"
+        "    os.environ.update(SLURM_PROCID=str(task), SLURM_LOCALID=str(task % 2), SLURM_NODEID=str(task // 2))\n"
+        "    print('task', task, file=sys.stderr)\n"
+        "    sys.argv = ['shoal', 'train', 'run.yaml']\n"
+        "    try: main()\n"
+        "    except SystemExit as ended: assert ended.code == 2\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    says = "shoal: run.yaml:2: train.step is not a key shoal knows. Did you mean steps?"
+    assert ended.stderr.splitlines() == ["task 0", says, "task 1", "task 2", says, "task 3"]

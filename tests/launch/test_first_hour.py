@@ -111,6 +111,9 @@ def test_a_plan_says_what_train_does_not_accept_yet(tmp_path: Path) -> None:
         (("--devices", "2"), "--devices is not an option of shoal train: hardware.devices takes the devices per node"),
         (("--learning-rate=1",), "train.lr sets the peak learning rate. Add train.lr=VALUE."),
         (("--out_dir", "x"), "run_dir sets the folder for runs"),
+        (("--train.steps=3",), "--train.steps is not an option: overrides have no dashes; write train.steps=3."),
+        (("--train.steps", "3"), "--train.steps is not an option: overrides have no dashes; write train.steps=3."),
+        (("--seed",), "--seed is not an option: overrides have no dashes; write seed=VALUE."),
         (("--config", "run.yaml"), "--config is not an option: the file is an argument, shoal train FILE."),
     ],
 )
@@ -130,13 +133,23 @@ def test_quick_mistakes_are_found_before_torch_is_imported(dry: list[str], instr
         "data.path=nowhere.jsonl": "data.path nowhere.jsonl does not exist",
         "data.path=odd.jsonl": "data.format auto does not recognize",
         "model={shape: null, from: no/such-model}": "shoal download no/such-model",
+        "name=begun": "runs/begun already holds a run; add --resume",
+        "--resume": "--resume: there is no run in runs/run; start it without --resume.",
+        "shoal export runs/bgeun": "There is no run runs/bgeun. Did you mean runs/begun?",
+        "shoal generate nowhere text": "There is no run nowhere. Give the folder of one, such as runs/NAME.",
     }
     (tmp_path / "odd.jsonl").write_text('{"question": "?", "reply": "!"}\n')
     file = write_config(tmp_path, config(instructions))
+    if dry:  # writes nothing, so that it may be where a run is
+        mistakes = {mistake: says for mistake, says in mistakes.items() if mistake.startswith(("data.", "model="))}
+    (tmp_path / "runs" / "begun" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "begun" / "config.yaml").write_text(file.read_text())
+    (tmp_path / "runs" / "begun" / "metrics.jsonl").write_text("{}\n")
     code = (
         "import sys; from shoal.cli import main\n"
         f"for override in {list(mistakes)!r}:\n"
         f"    sys.argv = ['shoal', 'train', {str(file)!r}, override, *{dry!r}]\n"
+        "    if override.startswith('shoal '): sys.argv = override.split()\n"
         "    try: main()\n"
         "    except SystemExit as ended: assert ended.code == 2\n"
         "    heavy = {'torch', 'transformers'} & set(sys.modules)\n"

@@ -356,7 +356,7 @@ def test_a_finished_run_is_not_touched_by_a_mistake(arguments: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("nowhere",), r"nowhere holds no checkpoints; give the folder of a run, such as runs/NAME\."),
+        (("nowhere",), r"There is no run nowhere\. Give the folder of one, such as runs/NAME\."),
         (("runs/run", "--step", "7"), r"runs/run holds no complete checkpoint of step 7; available steps: [0-9, ]+\."),
         (("runs/run", "--output", "run.yaml"), r"run\.yaml already exists and is not empty; .+"),
         (("runs/run", "--output", "run.yaml/hf"), r".*run\.yaml/hf.*cannot be written.*"),
@@ -418,10 +418,12 @@ def test_a_mistake_that_only_the_ranks_can_find_is_reported_as_one_sentence(inst
 
 def test_an_option_without_effect_is_a_warning_and_the_run_continues(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, settings(instructions, train__steps=1))
-    ended = forked_shoal(tmp_path, "train", "run.yaml", "parallel.prefetch=3", "train.schedule={warmup: 0, decay: 0.5}")
+    useless = ("parallel.prefetch=3", "train.schedule={warmup: 0, decay: 0.5}", "hardware.gpu=a100-80gb")
+    ended = forked_shoal(tmp_path, "train", "run.yaml", *useless)
     assert ended.status == 0, ended.err
     said = [line for line in ended.err.splitlines() if line.startswith("warning: ")]
     assert said == [
+        "warning: hardware.gpu a100-80gb is for shoal plan: this run trains on a CPU, which this machine has.",
         "warning: train.schedule.decay 0.5 has no effect: only wsd has it.",
         "warning: parallel.prefetch 3 has no effect: parallel.strategy is single, which shards nothing.",
     ]

@@ -24,7 +24,7 @@ from shoal.models.loss import LanguageModel
 from shoal.models.prepare import blueprint, prepare_model
 from shoal.models.read_weights import check_stored
 from shoal.models.weights import Weights, materialize
-from shoal.train.setup import count_flops
+from shoal.train.flops import count_flops
 from tests.models.every_type import LISTED_UP_TO, TYPES, UNBUILDABLE, UNEVEN, small_settings
 from tests.models.small import CPU, plain
 

@@ -33,7 +33,8 @@ from shoal.parallel.device import inspect_device
 from shoal.parallel.ranks import Ranks
 from shoal.train.inputs import read_inputs
 from shoal.train.job import Job
-from shoal.train.setup import Preflight, Start, preflight, set_up
+from shoal.train.preflight import Preflight, preflight
+from shoal.train.setup import Start, set_up
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")

@@ -103,5 +103,5 @@ def test_a_model_that_cannot_be_captured_is_told_or_trains_without(folder, monke
     monkeypatch.setattr(GraphRunner, "forward_backward", waits)
     with pytest.raises(Exception, match=r"train\.cuda_graphs true: .* cannot be captured .*; use auto"):
         _train(folder, "waits", {}, graphs=True)
-    monkeypatch.setattr("shoal.parallel.apply.GraphRunner", lambda *a, must, **k: GraphRunner(*a, must=False, **k))
+    monkeypatch.setattr("shoal.parallel.finish.GraphRunner", lambda *a, must, **k: GraphRunner(*a, must=False, **k))
     assert _train(folder, "waits-again", {}, graphs=True) == plain

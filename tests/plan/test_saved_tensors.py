@@ -14,6 +14,7 @@ from shoal.catalogue.shapes import ModelShape, shape_from_sizes
 from shoal.models.anatomy import read_anatomy
 from shoal.models.families import transformers_config
 from shoal.parallel.compile import REASONS_TO_KEEP, compile_blocks
+from shoal.parallel.float8 import use_float8
 from shoal.parallel.recompute import recompute_blocks
 from shoal.plan.activations import block_input, block_kept, block_selected
 from shoal.plan.run import Run
@@ -43,14 +44,16 @@ def forecast_run(family: str, kv_heads: int, *, compiled: bool, recompute: str =
     )
 
 
-def saved_per_block(family: str, kv_heads: int, *, recompute: str = "none", backend: str | None = None) -> float:
+def saved_per_block(
+    family: str, kv_heads: int, *, recompute: str = "none", backend: str | None = None, float8: bool = False
+) -> float:
     """Bytes saved for the backward pass per block: without those of embedding, head, and what all blocks share."""
     one, two = (shape_of(family, layers, kv_heads) for layers in (1, 2))
     if backend is None:
         return _saved_by_model(two, recompute, None) - _saved_by_model(one, recompute, None)
     # The others do not depend on the compiler, so that one block is compiled and not three.
     others = 2 * _saved_eagerly(one) - _saved_eagerly(two)
-    return _saved_by_model(one, recompute, backend) - others
+    return _saved_by_model(one, recompute, backend, float8) - others
 
 
 @cache
@@ -58,10 +61,12 @@ def _saved_eagerly(shape: ModelShape) -> int:
     return _saved_by_model(shape, "none", None)
 
 
-def _saved_by_model(shape: ModelShape, recompute: str, backend: str | None) -> int:
+def _saved_by_model(shape: ModelShape, recompute: str, backend: str | None, float8: bool = False) -> int:
     model = AutoModelForCausalLM.from_config(transformers_config(shape), dtype=torch.bfloat16).train()
     model.set_attn_implementation("sdpa")
     blocks = read_anatomy(model).block_modules(model)
+    if float8:
+        use_float8(blocks)
     recompute_blocks(blocks, recompute)
     if backend is not None:
         torch._dynamo.reset()
@@ -118,6 +123,14 @@ def test_a_compiled_block_saves_what_is_forecast(family: str, kv_heads: int, rec
     expected = block_kept(forecast_run(family, kv_heads, compiled=True, recompute=recompute)).amount
     found = saved_per_block(family, kv_heads, recompute=recompute, backend=PARTITIONED)
     assert expected == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("float8", [False, True])
+def test_a_compiled_checkpointed_block_saves_its_input_also_around_an_autograd_function(float8: bool) -> None:
+    expected = block_input(forecast_run("llama", 2, compiled=True, recompute="full"))
+    found = saved_per_block("llama", 2, recompute="full", backend=PARTITIONED, float8=float8)
+    assert expected == pytest.approx(found, rel=0.05)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from peers.cases import Case
 from peers.task import ADAPTER_RANK
 from shoal.catalogue.gpus import recognize
-from shoal.catalogue.named_shapes import ModelShape
+from shoal.catalogue.model_shape import ModelShape
 from shoal.catalogue.shapes import block_matrices, find_shape, shape_from_sizes
 
 

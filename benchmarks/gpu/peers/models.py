@@ -7,7 +7,7 @@ from torch import nn
 
 from peers.task import ADAPTER_ALPHA, ADAPTER_RANK, ADAPTER_TARGETS, SEED, WEIGHT_DECAY, Task
 from shoal.catalogue.families import ATTENTION_DROPOUT, HIDDEN_DROPOUT, OTHER_DROPOUT
-from shoal.catalogue.named_shapes import ModelShape
+from shoal.catalogue.model_shape import ModelShape
 from shoal.catalogue.shapes import find_shape, shape_from_sizes
 from shoal.models.anatomy import read_anatomy
 from shoal.models.families import transformers_config

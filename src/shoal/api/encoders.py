@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.config.given_run import run_folder
 from shoal.imports import importing
 from shoal.paths import user_path
 
@@ -56,6 +57,7 @@ def _encode(
     classify: bool,
     report: Callable[[str], None],
 ) -> Encoded:
+    run = run_folder(run)
     with importing("torch"):
         from shoal.use.embed import encode_data
         from shoal.use.encoded_files import check_output, write_encoded
@@ -64,7 +66,7 @@ def _encode(
     if file is not None:
         check_output(file, suffixes)
     encoded = encode_data(
-        user_path(run, "The run"),
+        run,
         changes,
         pool=pool,
         step=step,

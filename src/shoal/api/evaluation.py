@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.config.given_run import run_folder
 from shoal.imports import importing
 from shoal.paths import user_path
 
@@ -26,10 +27,11 @@ def evaluate(
     report: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
     """Compute loss and perplexity on the run's held-out sequences, or on other data: `["data.path=FILE"]`."""
+    run = run_folder(run)
     with importing("torch"):
         from shoal.use.evaluate import evaluate_run
 
-    return evaluate_run(user_path(run, "The run"), overrides, step=step, batches=batches, device=device, report=report)
+    return evaluate_run(run, overrides, step=step, batches=batches, device=device, report=report)
 
 
 def evaluate_answers(
@@ -56,11 +58,12 @@ def evaluate_answers(
 
     named = score if isinstance(score, str) else getattr(score, "__name__", "score")
     chosen = load_score(score, allow_code=allow_code) if isinstance(score, str) else score
+    run = run_folder(run)
     with importing("torch"):
         from shoal.use.evaluate_answers import evaluate_answers
 
     return evaluate_answers(
-        user_path(run, "The run"),
+        run,
         overrides,
         score=chosen or exact_match,
         metric="exact_match" if chosen is None else named,
@@ -91,11 +94,12 @@ def evaluate_tasks(
     report: Callable[[str], None] = lambda _: None,
 ) -> TaskEvaluation:
     """Evaluate a run or a Hugging Face folder on tasks of lm-evaluation-harness, its own or those in `folder`."""
+    run = run_folder(run)
     with importing("torch"):
         from shoal.use.tasks import evaluate_tasks
 
     return evaluate_tasks(
-        user_path(run, "The run"),
+        run,
         tasks,
         folder=None if folder is None else user_path(folder, "--task-path"),
         allow_code=allow_code,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.config.given_run import run_folder
 from shoal.imports import importing
 from shoal.mistakes import UserMistake
 from shoal.paths import user_path
@@ -34,7 +35,7 @@ def export(
     """
     if to not in ("hf", "litgpt"):
         raise UserMistake(f"A run is exported to hf or litgpt, not {to}.")
-    folder = user_path(run, "The run")
+    folder = run_folder(run)
     if to == "litgpt":
         if adapter:
             raise UserMistake("--adapter is for PEFT, and LitGPT has another format; shoal merge merges an adapter.")
@@ -71,10 +72,10 @@ def merge(
     `dtype` is by default that of the base. With `compare`, the logits of the merged model are compared with those of
     the run, on `device`.
     """
+    folder = run_folder(run)
     with importing("torch"):
         from shoal.use.merge import merge_run
 
-    folder = user_path(run, "The run")
     output = folder / "merged" if output is None else user_path(output, "--output")
     return merge_run(folder, output, step=step, dtype=dtype, compare=compare, device=device, report=report)
 

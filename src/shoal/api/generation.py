@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.config.given_run import run_folder
 from shoal.imports import importing
-from shoal.paths import user_path
 
 if TYPE_CHECKING:
     from shoal.use.generate import Generated
@@ -19,10 +19,11 @@ def load_run(run: Path | str, *, step: int | None = None, device: str = "auto", 
 
     `dtype` is fp32, bf16 or fp16; by default, that of the saved weights.
     """
+    folder = run_folder(run)
     with importing("torch"):
         from shoal.use.load import load_run as load
 
-    return load(user_path(run, "The run"), step=step, device=device, dtype=dtype)
+    return load(folder, step=step, device=device, dtype=dtype)
 
 
 def generate(
@@ -41,6 +42,8 @@ def generate(
     write: Callable[[str], None] = lambda _: None,
 ) -> Generated:
     """Generate text after `prompt`; `write` is called with each chunk as it is generated."""
+    if isinstance(run, Path | str):
+        run_folder(run)
     with importing("torch"):
         from shoal.use.generate import Sampling, stream
 
@@ -68,6 +71,8 @@ def chat(
     dtype: str | None = None,
 ) -> None:
     """Answer `lines` one by one. `write` is called with chunks of the answers; `say`, with notices to the user."""
+    if isinstance(run, Path | str):
+        run_folder(run)
     with importing("torch"):
         from shoal.use.chat import Chat, converse
         from shoal.use.generate import Sampling

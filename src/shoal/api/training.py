@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.config import Config, config_from_mapping, load_config
 from shoal.imports import importing
-from shoal.launch.first_look import check_inputs
+from shoal.launch.first_look import check_folder, check_inputs
 from shoal.paths import user_path
 
 if TYPE_CHECKING:
@@ -48,13 +48,16 @@ def train(
     `profile` is the number of steps to profile; the result is in RUN/profile, and `read_profile` returns it.
     """
     config = read(config)
+    runs = None if runs is None else user_path(runs, "run_dir")
+    if resume != "auto":
+        check_folder(config, runs, resume=resume, overwrite=overwrite)
     check_inputs(config, resume=bool(resume))
     with importing("torch"):
         from shoal.launch.run import start
 
     return start(
         config,
-        runs=None if runs is None else user_path(runs, "run_dir"),
+        runs=runs,
         resume=resume,
         start_from=None if start_from is None else user_path(start_from, "--from"),
         overwrite=overwrite,

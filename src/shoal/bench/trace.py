@@ -32,7 +32,7 @@ from shoal.optim.check import check_groups, check_quantization_blocks
 from shoal.optim.fused import FusedOptimizer
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import NamedOptimizer
-from shoal.parallel.apply import check_parallel
+from shoal.parallel.check import check_parallel
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.from_config import has_documents

@@ -37,7 +37,8 @@ from shoal.plan.terms import GIB
 from shoal.resilience.out_of_memory import OutOfMemory
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import train
-from shoal.train.setup import Start, preflight
+from shoal.train.preflight import preflight
+from shoal.train.setup import Start
 
 
 def main() -> int:

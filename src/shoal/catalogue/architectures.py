@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shoal.catalogue.named_shapes import LatentAttention, experts
+from shoal.catalogue.model_shape import LatentAttention, experts
 
 # What configs call the number of experts, and of those that a token is routed to.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

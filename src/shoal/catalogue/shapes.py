@@ -7,7 +7,8 @@ config.
 from math import gcd
 
 from shoal.catalogue.families import BUILDABLE, FAMILIES, listed
-from shoal.catalogue.named_shapes import NAMED, LatentAttention, ModelShape, RopeScaling
+from shoal.catalogue.model_shape import LatentAttention, ModelShape, RopeScaling
+from shoal.catalogue.named_shapes import NAMED
 from shoal.mistakes import UserMistake, suggestion
 
 __all__ = [

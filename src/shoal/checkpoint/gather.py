@@ -14,13 +14,13 @@ from shoal.models.tensor_slices import SliceMapping, TensorSlice, local_tensor, 
 from shoal.parallel.ranks import Ranks
 
 
-def gather(parts: Mapping[str, Part], ranks: Ranks, beat: Callable[[], None] = lambda: None) -> dict[str, Part]:
+def gather(parts: Mapping[str, Part], ranks: Ranks, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Part]:
     """Gather full tensors in host memory on rank 0, which must have room for all of them; other ranks get nothing.
 
-    `beat` is called after each tensor slice.
+    `heartbeat` is called after each tensor slice.
     """
     if not ranks.first:
-        _send(parts, beat)
+        _send(parts, heartbeat)
         return {}
     found: dict[str, Tensor] = {}
     for name, full_shape, tensor_slice, tensor in _local_slices(parts):
@@ -31,7 +31,7 @@ def gather(parts: Mapping[str, Part], ranks: Ranks, beat: Callable[[], None] = l
             tensor_slice = TensorSlice(tuple(entry["offset"]), tuple(entry["shape"]))
             tensor = _receive(rank, prod(tensor_slice.shape) * dtype.itemsize).view(dtype).reshape(tensor_slice.shape)
             _put(found, entry["name"], tuple(entry["whole"]), tensor_slice, tensor)
-            beat()
+            heartbeat()
     return {name: _full_part(tensor) for name, tensor in found.items()}
 
 
@@ -42,7 +42,7 @@ def _local_slices(parts: Mapping[str, Part]) -> Iterator[tuple[str, tuple[int, .
             yield name, part.full_shape, mapping.whole, local[mapping.local.slices]
 
 
-def _send(parts: Mapping[str, Part], beat: Callable[[], None]) -> None:
+def _send(parts: Mapping[str, Part], heartbeat: Callable[[], None]) -> None:
     """Send a table of contents, then the bytes of each slice in the same order."""
     entries: list[dict[str, Any]] = [
         {
@@ -59,7 +59,7 @@ def _send(parts: Mapping[str, Part], beat: Callable[[], None]) -> None:
     dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
     for _, _, _, tensor in _local_slices(parts):
         dist.send(tensor.contiguous().cpu().reshape(-1).view(torch.uint8), 0)
-        beat()
+        heartbeat()
 
 
 def _receive(rank: int, size: int) -> Tensor:

@@ -29,6 +29,7 @@ from shoal.cli.top import top
 from shoal.cli.train import TrainCommand, download, init, train
 from shoal.cli.use import chat, generate
 from shoal.crash import report_crash
+from shoal.launch.environment import BY_HAND, TORCHRUN, read_placement
 from shoal.launch.torchrun import ends_again, is_new
 from shoal.mistakes import RunFailed, UserMistake
 
@@ -81,6 +82,17 @@ def shoal(
     pass
 
 
+def another_says_it() -> bool:
+    """Whether the first process of this node says this mistake too: before ranks meet, all that srun or mpirun has
+    started there find the same ones. Ranks of torchrun have their own way."""
+    try:
+        place = read_placement(os.environ)
+    except UserMistake:
+        return False
+    together = place is not None and place.started_by not in (TORCHRUN, BY_HAND) and place.local_rank > 0
+    return together and "torch" not in sys.modules
+
+
 def main() -> None:
     """Run the command. A user mistake prints one sentence and exits with status 2; a failed run, and an error that
     nobody expected, with 1."""
@@ -89,7 +101,7 @@ def main() -> None:
             sys.exit(MISTAKEN)
         app()
     except UserMistake as mistake:
-        if is_new(str(mistake), os.environ):
+        if is_new(str(mistake), os.environ) and not another_says_it():
             typer.echo(f"shoal: {mistake}", err=True)
         sys.exit(MISTAKEN)
     except RunFailed as failure:

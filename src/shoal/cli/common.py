@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from shoal.config.foreign_keys import our_key
+from shoal.config.schema import every_key
 from shoal.mistakes import UserMistake
 
 DONE, FAILED, MISTAKEN, ANSWER_IS_NO, STOPPED_EARLY = 0, 1, 2, 3, 75
@@ -29,14 +30,20 @@ class ConfigCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for parameter in self.params for name in parameter.opts}
-        for argument in args:
-            option = argument.partition("=")[0]
+        for index, argument in enumerate(args):
+            option, equals, value = argument.partition("=")
             if not option.startswith("--") or option in (*known, "--", "--help"):
                 continue
             if option in ("--config", "--config_file", "--config-file"):
                 raise UserMistake(f"{option} is not an option: the file is an argument, shoal {self.name} FILE.")
-            if (ours := our_key([option[2:]])) is not None:
+            if (ours := our_key(option[2:].split("."))) is not None:
                 raise UserMistake(f"{option} is not an option of shoal {self.name}: {ours}. Add {ours.key}=VALUE.")
+            if "." in option or option[2:] in {key for key, _ in every_key()}:
+                following = args[index + 1 : index + 2]
+                value = value if equals else following[0] if following and not following[0].startswith("-") else "VALUE"
+                raise UserMistake(
+                    f"{option} is not an option: overrides have no dashes; write {option[2:]}={value or 'VALUE'}."
+                )
         return super().parse_args(ctx, args)
 
 

@@ -7,10 +7,10 @@ from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.strategies import Strategy, find_strategy
 from shoal.config.engine import uses_deepspeed
-from shoal.config.explain import shown
 from shoal.config.schema import Config
 from shoal.config.schema_cells import CellsConfig
 from shoal.config.schema_train import MaskingConfig, PreferenceConfig
+from shoal.config.words import shown
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("train.slow_rank.steps", _nobody_to_wait),
     *(
         (f"hardware.{key}", lambda run: "training uses the hardware that is present; it is for shoal plan")
-        for key in ("gpu", "price", "restart_minutes")
+        for key in ("price", "restart_minutes")
     ),
     *((f"hardware.{key}", _interval_is_given) for key in ("mtbf_hours", "disk_gb_per_second")),
     ("train.early_stop", _no_evaluation),

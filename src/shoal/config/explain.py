@@ -1,6 +1,5 @@
 """Validation, with actionable error messages."""
 
-import json
 import types
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -13,6 +12,8 @@ from shoal.config.foreign_keys import our_key
 from shoal.config.locate import FileLine, KeyPath, Origin, Origins, Override
 from shoal.config.schema import Block, Config, blocks_in, every_key, key_name
 from shoal.config.shorthand import SHORTHANDS
+from shoal.config.unbuilt import is_built
+from shoal.config.words import dotted, shown
 from shoal.mistakes import UserMistake, nearest
 
 MOST_SENTENCES = 50  # per error message
@@ -26,20 +27,6 @@ def validate(given: Mapping[str, Any], origins: Origins, *, needs_model: bool = 
         return Config.model_validate(given, context={"needs_model": needs_model})
     except ValidationError as error:
         raise UserMistake("\n".join(_sentences(error, given, origins))) from error
-
-
-def dotted(path: KeyPath) -> str:
-    """`train.optimizer.betas[1]`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
-
-
-def shown(value: Any) -> str:
-    """A value as in YAML, shortened for messages."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def closest(name: str, choices: list[str]) -> str:
@@ -189,16 +176,21 @@ def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any) -> str:
     if path in SHORTHANDS:
         annotation = _text_in(_type_at((*path, SHORTHANDS[path]))) | annotation
     # Bounds are shown only where several types are possible, to tell them apart.
-    choices = _descriptions(annotation, with_bounds=len(errors) > 1, exceeds=_exceeds(value))
-    words = [kind for kind in _members(annotation) if get_origin(kind) is Literal]
+    key = (*path, SHORTHANDS[path]) if path in SHORTHANDS else path
+    literals = [kind for kind in _members(annotation) if get_origin(kind) is Literal]
+    words = [str(word) for kind in literals for word in get_args(kind)]
+    unbuilt = {word for word in words if not is_built(key, word)}  # these can only be planned
+    words = [word for word in words if word not in unbuilt]
+    descriptions = _descriptions(annotation, with_bounds=len(errors) > 1, exceeds=_exceeds(value))
+    choices = [description for description in descriptions if description not in unbuilt]
     hint = ""
     if isinstance(value, str) and words:
-        hint = closest(value, [str(word) for kind in words for word in get_args(kind)])
+        hint = closest(value, words)
     elif str in _members(annotation) and float not in _members(annotation) and isinstance(value, int | float):
         hint = " Put it in quotes."
     elif int in _members(annotation) and isinstance(value, float) and value.is_integer():
         hint = f" Write {int(value)}."
-    one_of = "one of " if len(choices) > 2 and len(choices) == sum(len(get_args(kind)) for kind in words) else ""
+    one_of = "one of " if len(choices) > 2 and len(choices) == len(words) else ""
     return f"{one_of}{_either(choices)}.{hint}"
 
 

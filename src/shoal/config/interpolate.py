@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shoal.config.explain import dotted, shown
 from shoal.config.locate import KeyPath, Origins
 from shoal.config.schema import Config
+from shoal.config.words import dotted, shown
 from shoal.mistakes import UserMistake
 
 _ALLOWED = re.compile(r"\$\{\s*(?:oc\.env\s*:\s*(?P<variable>\w+)\s*(?P<default>,[^{}$]*)?|[\w.\[\]-]+)\s*\}")

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.combinations import refuse_combinations
-from shoal.config.explain import closest, dotted, shown, validate
+from shoal.config.explain import closest, validate
 from shoal.config.interpolate import escape, refuse_unsafe, resolve
 from shoal.config.locate import Document, KeyPath, Origins, Override, parse_document, read_document, write_yaml
 from shoal.config.schema import Config
 from shoal.config.shorthand import SHORTHANDS, expand, show_shorthands
 from shoal.config.unbuilt import refuse_unbuilt
+from shoal.config.words import dotted, shown
 from shoal.mistakes import UserMistake
 from shoal.paths import user_path
 
@@ -164,6 +165,8 @@ def _read_override(text: str) -> tuple[Override, Document]:
     path: KeyPath = tuple(part[1] or part[2] for part in parts)
     if path[0] == "include":
         raise UserMistake(f"override {text}: include works in a file only.")
+    if not raw.strip():  # an unset variable of the shell, more often than null
+        raise UserMistake(f"override {text} has no value: write {text}VALUE, or {text}null for none.")
     document = parse_document(raw, f"override {text}", with_lines=False)
     return Override(text, path), document
 

@@ -157,7 +157,11 @@ def read_document(file: Path) -> Document:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserMistake(f"{file} is not a text file in UTF-8.") from error
+        raise UserMistake(f"{file} is not a text file in UTF-8; save it as UTF-8, or name another file.") from error
+    except IsADirectoryError as error:
+        inside = sorted(each.name for each in file.glob("*.y*ml"))
+        names = f": {' or '.join(inside[:3])}" if inside else ""
+        raise UserMistake(f"{file} is a folder; name the YAML file of a run{names}.") from error
     except OSError as error:
         raise UserMistake(f"{file} cannot be read: {error.strerror or error}.") from error
     return parse_document(text, str(file))
@@ -233,15 +237,17 @@ def _refuse_odd_keys(
         for item in node.value:
             _refuse_odd_keys(item, locate, (*above, node), visits)
     if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
+        seen: dict[str, int] = {}
         for key, value in node.value:
             here = locate(key.start_mark.line)
             if not isinstance(key, yaml.ScalarNode) or not key.tag.endswith((":str", ":merge")):
                 shown = f"the key {key.value}" if isinstance(key, yaml.ScalarNode) else "a key"
                 raise UserMistake(f"{here}: {shown} is not text; put it in quotes if it is intended.")
             if key.value in seen:
-                raise UserMistake(f"{here}: the key {key.value} is set twice in this block.")
-            seen.add(key.value)
+                line = seen[key.value]
+                first = f", first in line {line + 1}" if line != key.start_mark.line else ""
+                raise UserMistake(f"{here}: the key {key.value} is set twice in this block{first}; keep one of them.")
+            seen[key.value] = key.start_mark.line
             _refuse_surrogates(key, locate)
             _refuse_odd_keys(value, locate, (*above, node), visits)
 

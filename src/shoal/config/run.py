@@ -69,18 +69,32 @@ class RunDirectory:
                 raise UserMistake(
                     f"{self.replaced.path} is not a run that --overwrite moved there; move it, or choose another name=…"
                 )
+        self._check_begun(resume=resume, overwrite=overwrite)
+        if self.exists and resume:
+            return self._compare(config)
+        if not (self._is_ours() if self.exists else self._is_empty()):
+            raise UserMistake(f"{self.path} exists and is not a shoal run; choose another name=…")
+        return []
+
+    def check_begun(self, *, resume: bool, overwrite: bool) -> None:
+        """Check that nobody trains here, and that there is a run to resume, or none to write over: what can be said
+        before anything is read."""
+        if self.replaced.exists:  # what is there is settled when a run starts
+            return
+        self.check_not_held()
+        try:
+            self._check_begun(resume=resume, overwrite=overwrite)
+        except OSError as error:
+            raise UserMistake(f"{self.path} cannot be read: {error.strerror}.") from None
+
+    def _check_begun(self, *, resume: bool, overwrite: bool) -> None:
         if self.begun and not (resume or overwrite):
             raise UserMistake(
                 f"{self.path} already holds a run; add --resume to continue it, --overwrite to delete it, "
                 "or another name=…"
             )
-        if self.exists and resume:
-            return self._compare(config)
-        if resume:
+        if resume and not self.exists:
             raise UserMistake(f"--resume: there is no run in {self.path}; start it without --resume.")
-        if not (self._is_ours() if self.exists else self._is_empty()):
-            raise UserMistake(f"{self.path} exists and is not a shoal run; choose another name=…")
-        return []
 
     def _check_not_read(self, config: Config, start_from: Path | None) -> None:
         """A UserMistake if the new run reads from the run that it replaces."""

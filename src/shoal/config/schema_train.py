@@ -332,7 +332,8 @@ class TrainConfig(Block):
             raise contradiction(
                 "train.lr_scaling linear needs train.base_batch, the global batch that lr refers to.", "lr_scaling"
             )
-        if self.micro_batch != "auto" and self.micro_batch > self.global_batch:
+        # With grad_accum the global batch follows from the micro-batch.
+        if self.micro_batch != "auto" and self.grad_accum is None and self.micro_batch > self.global_batch:
             raise contradiction(
                 f"train.micro_batch ({self.micro_batch}) is larger than train.global_batch ({self.global_batch}).",
                 "micro_batch",

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.catalogue.shapes import find_shape
-from shoal.config.explain import shown
 from shoal.config.locate import KeyPath, Origins
 from shoal.config.schema import Config
+from shoal.config.words import shown
 from shoal.mistakes import UserMistake
 
 
@@ -55,6 +55,11 @@ LIMITS = (
     Limit("parallel.pp_stages", _only("auto"), "Use auto."),
     Limit("parallel.optimizer_ranks", _only("auto"), "Use auto, or parallel.sharding hybrid_shard."),
 )
+
+
+def is_built(path: KeyPath, value: Any) -> bool:
+    """Whether training accepts this value of a key, if its type allows it."""
+    return all(limit.is_built(value) for limit in LIMITS if tuple(limit.key.split(".")) == path)
 
 
 def find_unbuilt(config: Config) -> Iterator[tuple[KeyPath, str]]:

@@ -17,18 +17,20 @@ from shoal.data.formats.chat_template import ChatTemplate, split_markers, tokeni
 from shoal.data.formats.choose import MAY_HAVE_CHATS, Options
 from shoal.data.progress import Progress
 from shoal.data.sequences import Sequences, Summary, open_sequences
+from shoal.data.settings import Settings
 from shoal.data.sources import OnBad, Reading, Record, read_records
 from shoal.data.sources.find import PATH, VALIDATION, find_reading, find_source
 from shoal.data.token_files import check_tokenized, open_token_sequences, write_token_sequences
 from shoal.data.tokenize import Errors
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.data.write import Settings, name_files, write_sequences
+from shoal.data.write import name_files, write_sequences
 from shoal.mistakes import UserMistake
 from shoal.paths import cache_root
 
 # Part of every cache key. Raise it whenever the same text and settings would give other sequences than before (a
 # prompt's wording, a packing rule, the meaning of a flag), or other files.
 LAYOUT = 4
+CELLS_LAYOUT = 2  # the same for cells alone
 
 
 def prepare(
@@ -58,7 +60,7 @@ def prepare(
     described = [LAYOUT, settings.as_key(), tokenizer.fingerprint, content]
     cells = reading.source == "cells"
     if cells:
-        described.append(data.cells.model_dump(mode="json"))
+        described += [CELLS_LAYOUT, data.cells.model_dump(mode="json")]
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
@@ -71,6 +73,7 @@ def prepare(
                 length=settings.max_length,
                 key=named_by,
                 progress=Progress(report),
+                encoder=settings.encoder,
             )
         elif cells:
             work = find_cell_tokenizer(data, reading.files, tokenizer, settings)
@@ -79,7 +82,6 @@ def prepare(
                 folder,
                 work,
                 work.cells.ranges(),
-                size=tokenizer.size,
                 key=named_by,
                 progress=Progress(report),
                 classes=settings.classes,

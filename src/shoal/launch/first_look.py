@@ -1,8 +1,21 @@
 """Mistakes in the inputs of a run that are found in a moment, before torch is imported."""
 
+import os
+from pathlib import Path
+
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
+from shoal.launch.environment import read_placement
 from shoal.paths import user_path
+
+
+def check_folder(config: Config, runs: Path | None, *, resume: bool, overwrite: bool) -> None:
+    """Find a run that would be written over, and one to resume that is not there. A process that others have started
+    may come after rank 0 has begun, or be started again: there the ranks find out together."""
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ or read_placement(os.environ) is not None:
+        return
+    folder = user_path((config.run_dir if runs is None else runs), "run_dir") / config.name
+    RunDirectory(folder).check_begun(resume=resume, overwrite=overwrite)
 
 
 def check_inputs(config: Config, *, resume: bool = False) -> None:

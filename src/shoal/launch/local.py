@@ -27,7 +27,7 @@ from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import Summary
-from shoal.train.setup import preflight
+from shoal.train.preflight import preflight
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def prepared(request: Request, processes: int, reporter: Reporter) -> Iterator[C
     config = with_global_batch(request.config, processes)
     config = settle_adapter(config, run, resume=begin.resume)
     config = settle_precision(config, run, device, resume=begin.resume)
-    warn_of_settings(config, processes, reporter)
+    warn_of_settings(config, processes, device, reporter)
     check_folder(request, config, reporter, resume=begin.resume, overwrite=request.overwrite)
     inputs = read_inputs(config, reporter)
     preflight(config, inputs, processes, device, start_from=begin.checkpoint, resume=begin.resume)

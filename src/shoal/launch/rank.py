@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shoal.catalogue.gpus import find_gpu
 from shoal.config.effect import without_effect
 from shoal.config.load import load_config
 from shoal.config.resolve import with_global_batch, with_precision
@@ -41,8 +42,9 @@ from shoal.train.hooks import Hook
 from shoal.train.inputs import Inputs, read_inputs
 from shoal.train.log import next_attempt
 from shoal.train.loop import Summary, train
+from shoal.train.preflight import preflight
 from shoal.train.save import checkpoint_folders
-from shoal.train.setup import Start, preflight
+from shoal.train.setup import Start
 
 LOGGER = logging.getLogger(__name__)
 
@@ -90,7 +92,7 @@ def run_rank(
         asked = settle_adapter(asked, run, resume=start.resume)
         config = settle_precision(asked, run, device, resume=start.resume)
         if leads:
-            warn_of_settings(config, world_size, reporter)
+            warn_of_settings(config, world_size, device, reporter)
             check_folder(request, config, reporter, resume=start.resume, overwrite=overwrite)
         inputs = read_inputs(config, reporter)
         # Only rank 0 verifies the checkpoint, because that hashes every file.
@@ -163,8 +165,14 @@ def settle_adapter(config: Config, run: RunDirectory, *, resume: bool) -> Config
     return follow_adapter(config, load_config(run.config).adapter if resume and run.exists else None)
 
 
-def warn_of_settings(config: Config, processes: int, reporter: Reporter) -> None:
-    """Report the options that have no effect with this many processes."""
+def warn_of_settings(config: Config, processes: int, device: Device, reporter: Reporter) -> None:
+    """Report the options that have no effect with this many processes, and a GPU that is planned for and not here."""
+    gpu = config.hardware.gpu
+    planned = find_gpu(gpu).name if isinstance(gpu, str) and gpu != "auto" else None
+    present = device.gpu.name if device.gpu else device.name or "cpu"
+    if planned not in (None, present):
+        here = "a CPU" if present == "cpu" else present
+        reporter.warn(f"hardware.gpu {planned} is for shoal plan: this run trains on {here}, which this machine has.")
     for note in without_effect(config, processes):
         reporter.warn(note)
 

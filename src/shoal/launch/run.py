@@ -37,8 +37,9 @@ from shoal.temporary import remove_abandoned
 from shoal.train.hooks import Hook
 from shoal.train.inputs import read_inputs
 from shoal.train.loop import Summary
+from shoal.train.preflight import preflight
 from shoal.train.preview import Preview, preview
-from shoal.train.setup import Start, preflight
+from shoal.train.setup import Start
 
 
 class Launcher(Protocol):
@@ -126,7 +127,7 @@ def dry_run(config: Config) -> Preview:
     processes = processes_wanted(config)
     device = inspect_device(first_device())
     config = follow_adapter(with_global_batch(with_precision(config, device.auto_precision), processes))
-    warn_of_settings(config, processes, reporter)
+    warn_of_settings(config, processes, device, reporter)
     inputs = read_inputs(config, reporter)
     with closing(inputs.sets):
         return preview(preflight(config, inputs, processes, device))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import shoal.offline  # noqa: F401
-from shoal.catalogue.named_shapes import ModelShape
+from shoal.catalogue.model_shape import ModelShape
 from shoal.mistakes import UserMistake
 
 

@@ -1,5 +1,6 @@
 """Activation checkpointing: activations that are not saved are recomputed in the backward pass."""
 
+import logging
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ def recompute_blocks(blocks: list[nn.Module], how: str | RecomputeConfig) -> Non
     """Apply activation checkpointing to the blocks that `train.recompute` selects."""
     if how in ("none", "cheap"):  # `cheap` is a choice of the compiler
         return
+    # Compiled, torch warns of operators in place below a policy: a matter of models, whose losses tests compare.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if how == "offload":
         inputs = OffloadedInputs()
         for index, block in enumerate(blocks):
@@ -62,7 +65,10 @@ class _Checkpointed:
     """
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        return checkpoint(super().forward, *inputs, use_reentrant=False, **named)  # type: ignore[misc]
+        inner = super().forward  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return checkpoint(inner, *inputs, use_reentrant=False, context_fn=_recompute_everything, **named)
+        return checkpoint(inner, *inputs, use_reentrant=False, **named)
 
 
 class _Offloaded(_Checkpointed):
@@ -89,6 +95,16 @@ class _SelectivelyCheckpointed:
     def forward(self, *inputs: Any, **named: Any) -> Any:
         inner = super().forward  # type: ignore[misc]
         return checkpoint(inner, *inputs, use_reentrant=False, context_fn=_selective_contexts, **named)
+
+
+def _recompute_everything() -> Any:
+    """As torch 2.13 does without a policy. Before, the partitioner was not told to recompute what is inside an
+    autograd.Function, such as a float8 matmul: it was saved, and with it nearly all of a block."""
+
+    def policy(*_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 def _selective_contexts() -> Any:

@@ -119,7 +119,9 @@ def _norms(run: Run, tokens: float) -> list[Term]:
         # Eager RMSNorm saves an fp32 copy of its input and, if its scale is trained, the normalized input too.
         each = 4.0 + (stream if run.trained.blocks else 0)
     both = 2 * each
-    if run.recomputes_cheap and stream > itemsize and shape.traits.parallel_residual and shape.parallel_residual:
+    if shape.traits.post_norm and run.compiled:
+        both = _post_norms(run)
+    elif run.recomputes_cheap and stream > itemsize and shape.traits.parallel_residual and shape.parallel_residual:
         both = stream  # attention and MLP read norms of the same input, from which both are recomputed
     found = [leaf("norm inputs", tokens * shape.hidden * both)]
     if shape.traits.head_norms:
@@ -130,6 +132,15 @@ def _norms(run: Run, tokens: float) -> list[Term]:
     return found
 
 
+def _post_norms(run: Run) -> float:
+    """Bytes per element that the compiler saves for norms of the residual stream itself: their inputs, which follow
+    from nothing that is saved elsewhere, and the output of one matmul, unless dropout is between it and the sum."""
+    stream, itemsize = run.residual_bytes, run.compute_bytes
+    if run.recomputes_cheap:
+        return stream + 2 * itemsize
+    return 2 * stream + (0 if run.dropout else itemsize)
+
+
 def _inputs(run: Run, tokens: float) -> list[Term]:
     """Inputs of the linear layers after the two norms; all-gathered under tensor parallelism, so not sharded."""
     shape, itemsize = run.shape, _input_bytes(run)
@@ -137,8 +148,10 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
     kept = len(read & NORMS)
     joined = linears(shape, joined=run.traits.fused_qkv)
     if run.adapter is None:
-        if run.traits.casts_per_use and run.mixed and (not run.compiled or run.traits.liger_kernels):
-            # Autocast casts a norm's output separately for each linear layer that reads it; the compiler casts it once.
+        casts = run.traits.casts_per_use or shape.traits.post_norm
+        if casts and run.mixed and (not run.compiled or run.traits.liger_kernels):
+            # A norm's output is cast separately for each linear layer that reads it, by autocast or because it is the
+            # residual stream; the compiler casts it once.
             kept = sum(1 for one in joined if one.reads in read & NORMS)
     elif run.traits.peft and run.adapter.quantize is None and not dropped_inputs(run):
         # PEFT casts it for each adapted layer.

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 from shoal.catalogue.attention import AMPERE
 from shoal.plan.activations import block_kept, buffer_bytes
 from shoal.plan.blocks import linears
-from shoal.plan.layout import Rank, count, micro_batches_in_flight, ranks
+from shoal.plan.layout import Rank, count, different_ranks, micro_batches_in_flight, ranks_of
 from shoal.plan.moments import Moment, moments, recomputation
 from shoal.plan.run import Run
 from shoal.plan.states import states, trained_parameters
@@ -54,22 +54,30 @@ class Memory:
     """The memory forecast of every pipeline rank, and of the host."""
 
     run: Run
-    pipeline_ranks: tuple[RankMemory, ...]
     context: float  # bytes on the device outside PyTorch
+
+    @cached_property
+    def pipeline_ranks(self) -> tuple[RankMemory, ...]:
+        return tuple(_rank_memory(self.run, rank) for rank in ranks_of(self.run))
+
+    @cached_property
+    def _fullest(self) -> tuple[RankMemory, ...]:
+        """Of the ranks with the same stages the first, which has the most micro-batches in flight."""
+        return tuple(_rank_memory(self.run, rank) for rank in different_ranks(self.run))
 
     @cached_property
     def host(self) -> Term:
         """Bytes of host memory per rank."""
         run = self.run
-        return _host(run, ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)[0])
+        return _host(run, ranks_of(run)[0])
 
     @property
     def worst(self) -> RankMemory:
-        return max(self.pipeline_ranks, key=lambda pipeline_rank: pipeline_rank.reserved)
+        return max(self._fullest, key=lambda pipeline_rank: pipeline_rank.reserved)
 
     @property
     def allocated(self) -> float:
-        return max(pipeline_rank.allocated for pipeline_rank in self.pipeline_ranks)
+        return max(pipeline_rank.allocated for pipeline_rank in self._fullest)
 
     @property
     def reserved(self) -> float:
@@ -83,14 +91,12 @@ class Memory:
 @lru_cache(maxsize=4096)
 def forecast_memory(run: Run) -> Memory:
     """The memory of every pipeline rank of `run`."""
-    everything = ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)
-    pipeline_ranks = tuple(_rank_memory(run, rank) for rank in everything)
     context = 0.0
     if not run.gpu.is_cpu:
         early = (run.gpu.compute_capability or AMPERE) < AMPERE
         context = EARLY_CONTEXT_GIB if early else CONTEXT_GIB
         context = (context + (COMMUNICATION_GIB if run.world_size > 1 else 0.0)) * GIB
-    return Memory(run, pipeline_ranks, context)
+    return Memory(run, context)
 
 
 def _rank_memory(run: Run, rank: Rank) -> RankMemory:

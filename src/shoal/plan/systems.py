@@ -17,6 +17,9 @@ class SystemTraits:
     wide_residual_stream: bool = False
     # `compiled` means Liger's kernels, each of which saves its own input and output.
     liger_kernels: bool = False
+    # `compiled` means kernels that are fused by hand, as Transformer Engine's: residual adds are kernels of their own,
+    # and queries are copied out of the output of the matmul.
+    fused_by_hand: bool = False
     # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
     # Queries, keys and values are one matmul even in families with three.
@@ -66,6 +69,8 @@ class SystemTraits:
     # Adapters are PEFT's: in fp32, so that each adapted layer casts its input and saves it on its own; dropout too is
     # each layer's own; and DoRA computes `B A` and `W + B A` in full, and saves the outputs of both.
     peft: bool = False
+    # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
+    narrow_adapters: bool = False
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
@@ -76,6 +81,10 @@ class SystemTraits:
     unsharded_accumulation: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
+    # Gradients are reduced during the backward pass; else after it.
+    overlaps_gradients: bool = True
+    # Pipeline stages have equal numbers of blocks, and the last one also has the head; else stages are balanced.
+    even_stages: bool = False
     # Pipelines are PyTorch's: receive buffers for every micro-batch, and stage outputs that are kept. Others free both.
     torch_pipeline: bool = True
     # Context parallelism is PyTorch's ring attention: blocks of keys and values go around, and each block's output and
@@ -85,6 +94,8 @@ class SystemTraits:
     overlaps_context: bool = False
     # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
     overlaps_tensor: bool = False
+    # Matmuls add to the gradients of earlier micro-batches; else these are added up by kernels of their own.
+    accumulates_in_matmuls: bool = False
     # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
     wide_gradients: bool = False
     # Packed documents are kept apart by their lengths (flash attention's variable-length kernels), without a mask.
@@ -131,7 +142,9 @@ HUGGING_FACE = SystemTraits(
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
-DEEPSPEED = SystemTraits(logit_bytes=14.0, masters_with_optimizer=True, flash2=True, peft=True, torch_pipeline=False)
+DEEPSPEED = SystemTraits(
+    logit_bytes=14.0, masters_with_optimizer=True, flash2=True, peft=True, torch_pipeline=False, even_stages=True
+)
 # Megatron-LM. Files are in NVIDIA/Megatron-LM.
 MEGATRON = SystemTraits(
     unfused_norms=False,  # megatron/core/fusions/fused_layer_norm.py, or Transformer Engine's
@@ -140,15 +153,22 @@ MEGATRON = SystemTraits(
     fused_softmax="always",  # megatron/core/fusions/fused_softmax.py
     masters_with_optimizer=True,  # Float16OptimizerWithFloat16Params in megatron/core/optimizer/optimizer.py
     wide_gradients=True,  # --bf16 sets accumulate_allreduce_grads_in_fp32 in megatron/training/arguments.py
+    accumulates_in_matmuls=True,  # gradient_accumulation_fusion in megatron/core/model_parallel_config.py
     saves_fp8_inputs=True,  # Transformer Engine's linear layers
     casts_once=True,  # the same: both layouts by one kernel
-    overlaps_weight_gather=True,  # --overlap-param-gather with --overlap-grad-reduce
+    fused_by_hand=True,  # megatron/core/fusions; Transformer Engine's layers
+    # --overlap-grad-reduce and --overlap-param-gather are off unless they are given: megatron/training/arguments.py.
+    overlaps_gradients=False,
+    even_stages=True,  # get_num_layers_to_build in megatron/core/transformer/transformer_block.py
     overlaps_context=True,  # AttnFuncWithCPAndKVP2P in Transformer Engine
     torch_pipeline=False,  # megatron/core/pipeline_parallel/schedules.py deallocates stage outputs
     variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
 )
-# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, and tp_comm_overlap.
-NEMO = replace(MEGATRON, wide_gradients=False, overlaps_tensor=True)
+# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, and both overlaps
+# of data parallelism.
+NEMO = replace(
+    MEGATRON, wide_gradients=False, overlaps_tensor=True, overlaps_gradients=True, overlaps_weight_gather=True
+)
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
 # trl/trainer/utils.py), the fused AdamW of TrainingArguments.optim, and packing by position ids.
 TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
@@ -185,6 +205,10 @@ SYSTEMS: dict[str, SystemTraits] = {
 # What else these systems do unless they are told otherwise: values of our keys, for those that the config does not set.
 # `train.compile` stands for kernels that are fused in another way (see `liger_kernels`).
 DEFAULTS: dict[str, dict[str, Any]] = {
+    # TrainingArguments: torch_compile=False and use_liger_kernel=False; the model computes its loss over all logits.
+    "huggingface": {"train.compile": False, "train.loss_impl": "plain"},
+    # Models are usually Hugging Face's, as they are.
+    "deepspeed": {"train.compile": False, "train.loss_impl": "plain"},
     # --use-distributed-optimizer as in its examples; no --recompute-granularity; one kernel over all logits.
     "megatron": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
     "nemo": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},

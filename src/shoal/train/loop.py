@@ -25,12 +25,13 @@ from shoal.train.conclude import Watch, conclude_step, make_health
 from shoal.train.default_hooks import STARTED_ALONE, LaunchContext, default_hooks
 from shoal.train.hooks import Fault, Hook, RunStart, StepEnd
 from shoal.train.job import Job
+from shoal.train.preflight import Preflight
 from shoal.train.references import provide_references
 from shoal.train.rollback import give_up, roll_back
 from shoal.train.samples import write_samples
 from shoal.train.save import finish_save
 from shoal.train.schedule import make_schedule, peak_lr
-from shoal.train.setup import Preflight, Start, set_up
+from shoal.train.setup import Start, set_up
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ def run_steps(job: Job, watch: Watch) -> tuple[Decision, str | None]:
             data_seconds = time.perf_counter() - began
 
             step_lr = lr * factor_at(progress.step)
-            result = job.step(batch, step_lr)
+            with job.communication.step():
+                result = job.step(batch, step_lr)
             progress.step += 1
             progress.tokens += batch.tokens
             progress.loss_tokens += batch.weight

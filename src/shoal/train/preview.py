@@ -11,8 +11,8 @@ from shoal.data.loader import IGNORED
 from shoal.objectives import Objective, find_objective
 from shoal.plan.resolved import describe_accumulation
 from shoal.train.inputs import Inputs
+from shoal.train.preflight import Preflight
 from shoal.train.schedule import make_schedule, peak_lr
-from shoal.train.setup import Preflight
 
 MOST_CHARACTERS = 700
 COLUMNS, LINES = 60, 8

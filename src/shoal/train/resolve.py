@@ -10,7 +10,7 @@ from shoal.catalogue.families import PLANS
 from shoal.config.schema import Config
 from shoal.models.anatomy import require_blocks
 from shoal.models.prepare import PreparedModel
-from shoal.parallel.apply import SHARD_INSTEAD
+from shoal.parallel.check import SHARD_INSTEAD
 from shoal.parallel.device import Device
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.stages import check_pipeline

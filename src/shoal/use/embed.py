@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.config.given_run import no_run
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
@@ -24,7 +25,7 @@ from shoal.mistakes import UserMistake
 from shoal.models.emulate import emulated_dtypes, emulated_matmuls
 from shoal.paths import cache_root
 from shoal.use.evaluate import class_names, read_config
-from shoal.use.load import LoadedRun, load_run, no_run
+from shoal.use.load import LoadedRun, load_run
 
 Report = Callable[[str], None]
 POOLS = ("mean", "cls")
@@ -122,6 +123,8 @@ def read_examples(config: Config, loaded: LoadedRun, report: Report) -> tuple[tu
     if reading.source == "cells":
         work = find_cell_tokenizer(data, reading.files, loaded.tokenizer, replace(settings, on_error="skip"))
         return reading.files, _cells(work)
+    if reading.source == "tokens":
+        raise UserMistake("data.source tokens is one stream, not examples; give records with a text, or text files.")
     options = options_of(settings, template)
 
     def texts() -> Iterator[Example]:

@@ -11,6 +11,7 @@ import torch
 
 from shoal.catalogue.causal_models import why_not_packed
 from shoal.catalogue.objectives import objective_facts
+from shoal.config.given_run import no_run
 from shoal.config.load import load_config
 from shoal.config.mesh import length_multiple
 from shoal.config.resolve import with_precision
@@ -31,7 +32,7 @@ from shoal.parallel.device import inspect_device
 from shoal.parallel.micro_batches import MicroBatchRunner
 from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
-from shoal.use.load import LoadedRun, choose_device, load_run, no_run
+from shoal.use.load import LoadedRun, choose_device, load_run
 
 # Keys that overrides may change: the data, and how the loss is computed. Everything else is as in training.
 CHANGEABLE = ("data", "train.precision", "train.micro_batch", "train.loss_impl", "model.attention")

@@ -10,13 +10,14 @@ from shoal.checkpoint.choose import choose_checkpoint
 from shoal.checkpoint.layout import SliceReader
 from shoal.checkpoint.state import load_parameters
 from shoal.checkpoint.store import MANIFEST
+from shoal.config.given_run import no_run
 from shoal.config.load import load_config
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.data.formats.chat_template import read_template
 from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.mistakes import UserMistake, nearest
+from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.attention import MASKLESS
 from shoal.models.base import check_drawn_on, find_base, prepare_adapted
@@ -91,20 +92,6 @@ def choose_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= present:
         raise UserMistake(f"--device {name}: this machine has {present} CUDA devices; give one of those, or cpu.")
     return device
-
-
-def no_run(run: Path) -> UserMistake:
-    """Return the error for a folder that is not a run, with a suggestion."""
-    if (run / MANIFEST).is_file():
-        step = run.name.removeprefix("step-").lstrip("0")
-        return UserMistake(f"{run} is a checkpoint; give its run: {run.parent.parent} --step {step}")
-    if run.is_dir():
-        return UserMistake(f"{run} is neither a run (no config.yaml) nor a Hugging Face folder (no config.json).")
-    there = {found.parent for parent in (run.parent, Path("runs")) for found in parent.glob("*/config.yaml")}
-    near = nearest(run.name, [folder.name for folder in there], limit=1)
-    meant = sorted(str(folder) for folder in there if folder.name in near)
-    hint = f"Did you mean {' or '.join(meant)}?" if meant else "Give the folder of one, such as runs/NAME."
-    return UserMistake(f"There is no run {run}. {hint}")
 
 
 def _load_checkpoint(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from shoal.config.explain import shown
+from shoal.config.words import shown
 from shoal.convert.configs.draft import BECAME, NO_MEANING, NOT_CARRIED, Line
 from shoal.convert.configs.translation import Translation
 

@@ -21,12 +21,13 @@ from shoal.data.cells.write import write_cells
 from shoal.data.formats.choose import Options
 from shoal.data.order import key_of, permute
 from shoal.data.progress import Progress
+from shoal.data.settings import Settings
 from shoal.data.sources import Reading, Record, read_records
 from shoal.data.sources.find import PATH
 from shoal.data.stream.folder import ALL, NEXT, Cursor, StreamFolder, Want
 from shoal.data.tokenize import Errors, NothingToLearn
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.data.write import Settings, name_files, write_sequences
+from shoal.data.write import name_files, write_sequences
 from shoal.mistakes import UserMistake
 
 PAUSE = 0.05  # seconds between two looks at what is needed
@@ -137,7 +138,6 @@ class CellStream:
             path,
             self._work,
             ranges,
-            size=self._job.tokenizer.size,
             key=PATH,
             progress=Progress(lambda sentence: None),
         )

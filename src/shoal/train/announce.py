@@ -1,0 +1,82 @@
+"""What a run says when it starts: how it is carried out, and settings that are probably unintended."""
+
+from pathlib import Path
+
+import torch
+
+from shoal.config.effect import without_effect
+from shoal.models.prepare import PreparedModel
+from shoal.models.read_weights import fresh_parameters
+from shoal.observe.progress import Reporter
+from shoal.parallel.stages import stages_per_rank
+from shoal.plan.resolved import describe_accumulation
+from shoal.plan.stages import bubble_share
+from shoal.train.job import Job
+from shoal.train.schedule import peak_lr
+
+
+def announce(job: Job, device: str, prepared: PreparedModel, emulated: frozenset[torch.dtype]) -> None:
+    """Print how the run is carried out, and warn of settings without effect and of slow matmuls."""
+    _say_what_is_trained(job, device, prepared)
+    _warn_of_parallelism(job)
+    config = job.config
+    if config.train.lr_scaling == "linear":
+        job.reporter.say(
+            f"train.lr {config.train.lr:g} × global_batch {job.resolved.global_batch} / base_batch "
+            f"{config.train.base_batch} = {peak_lr(config.train):g} is the peak learning rate."
+        )
+    if job.model.precision.compute in emulated:
+        job.reporter.warn(
+            f"train.precision {config.train.precision} is emulated: this CPU has no fast matmuls for it, so "
+            "matmuls and attention round their inputs and compute in fp32. train.precision 32-true is faster here."
+        )
+    known = without_effect(job.resolved.requested, job.ranks.world_size)  # reported at the start
+    for note in (*job.model.notes, *without_effect(config, job.ranks.world_size)):
+        if note not in known:
+            job.reporter.warn(note)
+
+
+def warn_of_added_tokens(prepared: PreparedModel, reporter: Reporter, start_from: Path | None) -> None:
+    """Rows of added tokens that are not trained, or not those that were asked for."""
+    for name in prepared.new_rows:
+        if not prepared.model.get_parameter(name).requires_grad:
+            why = "model.freeze: " if prepared.adapters is None else "adapter.train_also does not list it: "
+            reporter.warn(f"{why}{name} is frozen, so its rows of added tokens stay as they start.")
+    if prepared.new_rows and start_from is not None:
+        reporter.warn(f"model.add_tokens: the rows of added tokens are those in {start_from}, not the mean.")
+
+
+def _say_what_is_trained(job: Job, device: str, prepared: PreparedModel) -> None:
+    resolved, counted = job.resolved, f"{prepared.parameters:,} parameters"
+    if prepared.adapters is not None:
+        every = prepared.parameters + prepared.adapters.parameters
+        counted = f"{every:,} parameters, of which {prepared.trained_parameters:,} are trained"
+    job.reporter.say(
+        f"{counted}, {resolved.describe()} on {resolved.world_size} × {device}; "
+        f"{job.inputs.steps} steps of {resolved.global_batch} sequences, micro-batch {resolved.micro_batch}, "
+        f"{describe_accumulation(resolved.grad_accum_steps)}."
+    )
+    if prepared.folder is not None and job.progress.step == 0 and (fresh := _new_heads(prepared)):
+        job.reporter.say(
+            f"{job.config.model.from_} has no head for these classes: {', '.join(fresh)} start from random values."
+        )
+
+
+def _warn_of_parallelism(job: Job) -> None:
+    resolved, parallel, stages = job.resolved, job.config.parallel, job.resolved.mesh.pp
+    if parallel.sharding == "hybrid_shard" and resolved.strategy == "fsdp" and resolved.mesh.dp_replicate == 1:
+        job.reporter.warn(
+            "on one machine hybrid_shard equals full_shard; parallel.replicate sets the number of replicas."
+        )
+    if stages > resolved.grad_accum_steps:
+        share = bubble_share(stages, resolved.grad_accum_steps, stages_per_rank(parallel.pp_schedule))
+        job.reporter.warn(
+            f"parallel.pp {stages} with {resolved.grad_accum_steps} micro-batches per step leaves each device idle for "
+            f"{share:.0%} of the step; lower train.micro_batch or raise train.global_batch for more."
+        )
+
+
+def _new_heads(prepared: PreparedModel) -> list[str]:
+    """The modules of a classifier that have no values in its folder."""
+    assert prepared.folder is not None
+    return list(dict.fromkeys(one.rpartition(".")[0] for one in fresh_parameters(prepared.model, prepared.folder)))
