@@ -55,7 +55,7 @@ def table(name: str) -> str:
 def _with_output(block: str) -> Iterator[str]:
     if "--no-measure" in block:  # one command, whose output is short enough to show all of it
         command = block.partition("\n")[0]
-        yield from (command, *_printed(command[2:]))
+        yield from (command, *(line.rstrip() for line in _printed(command[2:])))
         return
     rest: list[str] | None = None
     in_list = False  # of changes or strategies, whose order is the plan's: its lines are taken as they come
