@@ -262,6 +262,14 @@ def test_only_finite_numbers_are_drawn() -> None:
     lines, values = column([{"step": step, "loss": one} for step, one in enumerate(odd)], "loss")
     assert values == [2, 0.5] == [one for one in odd if number(one) is not None]
     assert [line["step"] for line in lines] == [7, 8]
+    for some, kept in (
+        ([1, 0.5], [1, 0.5]),
+        ([1.0, math.inf], [1.0]),
+        ([10**400, 1], [1]),
+        ([None, None], []),
+        ([], []),
+    ):
+        assert column([{"loss": one} for one in some], "loss")[1] == kept
 
 
 def test_thinned_curves_keep_spikes_and_ends() -> None:

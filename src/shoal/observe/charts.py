@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from shoal.observe.run_reader import RunRecord, Values, column, number
 
@@ -61,8 +62,18 @@ CURVES = (
 NOT_DRAWN = {"step", "attempt", "time", "tokens", "loss_tokens", "skipped", "eval_perplexity", "memory_total_gib"}
 
 
+_DRAWN: "WeakKeyDictionary[RunRecord, list[Chart]]" = WeakKeyDictionary()
+
+
 def charts_of(run: RunRecord) -> list[Chart]:
-    """The charts of one run."""
+    """The charts of one run, made once per record."""
+    found = _DRAWN.get(run)
+    if found is None:
+        found = _DRAWN[run] = _charts_of(run)
+    return found
+
+
+def _charts_of(run: RunRecord) -> list[Chart]:
     axis = Axis(run)
     drawn = [
         _chart(name, title, form, [_series(run, axis, curve, curve.label) for curve in CURVES if curve.chart == name])

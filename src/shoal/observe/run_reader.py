@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -228,15 +229,19 @@ def number(value: object) -> float | None:
         return None
 
 
-def column(lines: Sequence[Values], name: str) -> tuple[list[Values], list[float]]:
+def column(lines: Sequence[Values], name: str) -> tuple[Sequence[Values], list[Any]]:
     """The lines with a number of this name, and those numbers. As `number`, in a fraction of its time: a long run has a
-    million of them."""
+    million of them, which are nearly always all numbers or all null."""
     values = [line.get(name) for line in lines]
-    finite = [
-        value is not None and (value - value == 0 if type(value) is float else number(value) is not None)
-        for value in values
-    ]
-    return list(compress(lines, finite)), list(compress(values, finite))  # type: ignore[arg-type]
+    kinds = set(map(type, values))
+    if kinds == {type(None)}:
+        return [], []
+    if kinds <= {float, int}:
+        with suppress(OverflowError):  # of an integer that is no float
+            if math.isfinite(sum(values)):  # type: ignore[arg-type]
+                return lines, values
+    finite = [number(value) is not None for value in values]
+    return list(compress(lines, finite)), list(compress(values, finite))
 
 
 def look_up(values: object, *keys: str) -> Any:

@@ -61,7 +61,7 @@ class WaitTimer:
                 here, waiting = threading.get_ident(), arguments[0].cuda_stream if of_stream else self._stream()
                 # The backward pass on a GPU has a thread that Python has not started; threads of ours wait for saves.
                 trains = here == thread or type(threading.current_thread()) is threading._DummyThread
-                counts = trains and waiting == stream and here not in within
+                counts = trains and waiting == stream and here not in within and not self._captures()
                 if not counts or (of_stream and not _for_communication()):
                     return original(*arguments, **options)
                 within.add(here)
@@ -89,6 +89,10 @@ class WaitTimer:
         """The samples since the last call. They can be read once the device has finished them."""
         taken, self._samples = self._samples, []
         return taken
+
+    def _captures(self) -> bool:
+        """Whether a CUDA graph is captured: an event in it could not be read."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
