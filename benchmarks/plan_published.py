@@ -36,18 +36,29 @@ POSSIBLE = 0.9
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
 NEAREST: dict[str, SystemTraits] = {
-    "oneflow": MEGATRON,
-    "llama3": MEGATRON,
+    "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
+    # Overlaps data parallelism, and one block less in the first and the last stage.
+    "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
     "internevo": MEGATRON,
     "flash-attention": MEGATRON,
-    "tensorflow-xla": replace(MEGATRON, fused_softmax="never"),
-    "pax": replace(MEGATRON, fused_softmax="never"),
-    # Until transformers 4.45 the logits that a model returned were the fp32 copy.
-    "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0),
+    "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
+    "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
+    # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
+    "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True),
+    # Of 2024, and its scripts cast the adapters to the dtype of the frozen weights.
+    "huggingface-narrow": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True),
     # Its own AdamW then updated one parameter at a time.
-    "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False),
+    "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     "fms": TRAITS["torchtitan"],
-    "nanogpt": TRAITS["autocast"],
+    # The model, with its loss, is compiled as a whole.
+    "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
+    "plain-torch": replace(TRAITS["by-hand"], loss_kernel="compiled"),
+    "compiled-torch": replace(TRAITS["by-hand"], loss_kernel="compiled", pads_vocabulary=True),
+    # Of 2023 and 2024, with flash attention 2 on Hopper.
+    "flagscale": replace(MEGATRON, flash2=True),
+    "megatron-0.6": replace(MEGATRON, flash2=True),
+    # "grad_accum_dtype": "bf16" in its ds_config.json.
+    "megatron-deepspeed": replace(MEGATRON, wide_gradients=False, accumulates_in_matmuls=False),
 }
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}

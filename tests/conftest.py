@@ -26,6 +26,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 gc.disable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with a test that is marked `long` come first: one that began last would keep one worker busy when the
+    others have nothing left to do. Whole files, so that the fixtures of a module are made once."""
+    long = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()

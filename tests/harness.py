@@ -186,11 +186,33 @@ def import_compiler() -> None:
     import torch._inductor.lowering  # noqa: F401
 
 
+def _prepare_compiler() -> None:
+    import_compiler()
+    # A test that compiled blocks in this process has left the sizes it saw: ranks would compile for sizes that vary at
+    # once, in four times the time.
+    torch.compiler.reset()
+
+
 def train_on(world_size: int, config: dict[str, Any], runs: Path, **options: Any) -> Path:
     """Train on forked ranks; returns the run's folder."""
     if config["train"].get("compile"):
-        import_compiler()
+        _prepare_compiler()
     run_ranks(world_size, lambda: api.train(api.config_from_mapping(config), runs=runs, **options).as_dict())
+    return runs / config["name"]
+
+
+def train_in_whole_graphs(world_size: int, config: dict[str, Any], runs: Path) -> Path:
+    """As `train_on`, with compiled blocks. One that cannot be compiled as a whole runs eagerly, which only its speed
+    shows: here it is an error."""
+
+    def train() -> dict[str, int]:
+        api.train(api.config_from_mapping(config), runs=runs)
+        counted = torch._dynamo.utils.counters
+        assert counted["stats"]["unique_graphs"] > 0, "nothing was compiled"
+        return dict(counted["graph_break"])
+
+    _prepare_compiler()
+    assert run_ranks(world_size, train) == [{}] * world_size
     return runs / config["name"]
 
 

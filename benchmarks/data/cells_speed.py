@@ -3,11 +3,15 @@
     python benchmarks/data/cells_speed.py --output benchmarks/data/cells_speed.json
 
 Synthetic counts of realistic sparsity: 20,000 genes, about 1,500 of them expressed per cell, in CSR with and without
-gzip. `prepare` reads, ranks and writes tokens, with one process and with one per core. anndata's AnnLoader reads the
-same backed file in batches of shuffled cells, as a training loop would, and hands over counts, not tokens. `in_memory`
-is anndata with the whole file loaded, and consecutive slices of it.
+gzip. `prepare` reads, ranks, hashes and writes tokens, with one process and with one per core. anndata's AnnLoader
+reads the same backed file in batches of shuffled cells, as a training loop would, and hands over counts, not tokens; it
+has no workers here, because its collate function refuses its own batches with them (anndata 0.12). `in_memory` is
+anndata with the whole file loaded, and consecutive slices of it.
 
-Wall time depends on what else the machine does, so the CPU time of the process and its children is reported too.
+Wall time depends on what else the machine does. So the runs are interleaved, and ratios to the loader are those of
+neighbouring runs; the CPU time of the process and its children is reported too; and `cores_wanted` is the time in
+which threads ran or waited for a core (Linux's schedstat), over wall time: what they would have kept busy, had the
+cores been theirs.
 """
 
 import argparse
@@ -16,7 +20,9 @@ import os
 import platform
 import statistics
 import tempfile
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +35,7 @@ from shoal.data import prepare, workers
 from shoal.data.cells.make_tokenizer import make_tokenizer
 
 GENES, EXPRESSED = 20_000, 1_500
+LOADER = "anndata_loader"
 
 
 def write_file(path: Path, cells: int, compression: str | None) -> None:
@@ -50,24 +57,79 @@ def write_file(path: Path, cells: int, compression: str | None) -> None:
     table.write_h5ad(path, compression=compression)
 
 
-def timed(work: Callable[[], int], repeat: int) -> dict[str, Any]:
-    """`work` returns how many cells it has read."""
-    rates, processor = [], []
+class Demand:
+    """How long the threads of this process and its children ran or waited for a core, by a sampling thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def __enter__(self) -> "Demand":
+        self._read()
+        self._before = sum(self._seen.values())
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._read()
+
+    @property
+    def seconds(self) -> float:
+        return (sum(self._seen.values()) - self._before) / 1e9
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.02):
+            self._read()
+
+    def _read(self) -> None:
+        own = Path("/proc/self/task")
+        try:
+            children = " ".join((task / "children").read_text() for task in own.iterdir()).split()
+            for folder in (own, *(Path(f"/proc/{child}/task") for child in children)):
+                for task in folder.iterdir():
+                    if task.name == str(self._thread.native_id):
+                        continue
+                    ran, waited, _ = (task / "schedstat").read_text().split()
+                    self._seen[str(task)] = int(ran) + int(waited)
+        except OSError:  # one of them has just ended
+            pass
+
+
+Work = Callable[[], int]  # returns how many cells it has read
+
+
+def interleaved(works: dict[str, Work], repeat: int) -> dict[str, dict[str, Any]]:
+    """Each in turn, `repeat` times; medians, and ratios within a turn to the loader."""
+    rates: dict[str, list[tuple[float, float, float]]] = {name: [] for name in works}
     for _ in range(repeat):
-        begin, before = time.perf_counter(), os.times()
-        cells = work()
-        after = os.times()
-        rates.append(cells / (time.perf_counter() - begin))
-        spent = sum(after[:4]) - sum(before[:4])
-        processor.append(cells / spent)
-    return {
-        "cells_per_second": round(statistics.median(rates)),
-        "best_cells_per_second": round(max(rates)),
-        "cells_per_cpu_second": round(statistics.median(processor)),
-    }
+        for name, work in works.items():
+            begin, before = time.perf_counter(), os.times()
+            with Demand() as demand:
+                cells = work()
+            wall, after = time.perf_counter() - begin, os.times()
+            spent = sum(after[:4]) - sum(before[:4])
+            rates[name].append((cells / wall, cells / spent, demand.seconds / wall))
+    found = {}
+    for name, runs in rates.items():
+        ratios = [
+            [one[column] / other[column] for one, other in zip(runs, rates[LOADER], strict=True)] for column in (0, 1)
+        ]
+        found[name] = {
+            "cells_per_second": round(statistics.median(one[0] for one in runs)),
+            "best_cells_per_second": round(max(one[0] for one in runs)),
+            "cells_per_cpu_second": round(statistics.median(one[1] for one in runs)),
+            "cores_wanted": round(statistics.median(one[2] for one in runs), 2),
+            "times_loader": round(statistics.median(ratios[0]), 2),
+            "times_loader_least_and_most": [round(min(ratios[0]), 2), round(max(ratios[0]), 2)],
+            "times_loader_per_cpu_second": round(statistics.median(ratios[1]), 2),
+        }
+    return found
 
 
-def prepared(path: Path, count: int) -> Callable[[], int]:
+def prepared(path: Path, count: int) -> Work:
     data = DataConfig(source="cells", path=str(path), max_length=2048, validation=0)
     tokenizer = make_tokenizer(data, lambda sentence: None)
 
@@ -84,7 +146,7 @@ def prepared(path: Path, count: int) -> Callable[[], int]:
     return work
 
 
-def by_loader(path: Path, most: int) -> Callable[[], int]:
+def by_loader(path: Path, most: int) -> Work:
     import anndata
     from anndata.experimental import AnnLoader
 
@@ -101,7 +163,7 @@ def by_loader(path: Path, most: int) -> Callable[[], int]:
     return work
 
 
-def in_memory(path: Path) -> Callable[[], int]:
+def in_memory(path: Path) -> Work:
     import anndata
 
     def work() -> int:
@@ -113,10 +175,11 @@ def in_memory(path: Path) -> Callable[[], int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cells", type=int, default=10_000)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--cells", type=int, default=20_000)
+    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    warnings.simplefilter("ignore", FutureWarning)  # AnnLoader is deprecated; its successor is another package
     cores = workers.available_cores()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -125,10 +188,15 @@ def main() -> None:
             write_file(path, given.cells, compression)
             found[name] = {
                 "mebibytes": round(path.stat().st_size / 2**20),
-                "prepare_1_process": timed(prepared(path, 0), given.repeat),
-                f"prepare_{cores}_workers": timed(prepared(path, cores), given.repeat),
-                "anndata_loader": timed(by_loader(path, min(given.cells, 4096)), given.repeat),
-                "anndata_in_memory": timed(in_memory(path), given.repeat),
+                **interleaved(
+                    {
+                        "prepare_1_process": prepared(path, 0),
+                        LOADER: by_loader(path, min(given.cells, 4096)),
+                        f"prepare_{cores}_workers": prepared(path, cores),
+                        "anndata_in_memory": in_memory(path),
+                    },
+                    given.repeat,
+                ),
             }
             print(name, json.dumps(found[name], indent=2), flush=True)
     result = {
@@ -141,6 +209,7 @@ def main() -> None:
             "h5py": version("h5py"),
         },
         "cells": given.cells,
+        "repeats": given.repeat,
         "genes": GENES,
         "expressed_per_cell": EXPRESSED,
         **found,

@@ -111,10 +111,10 @@ def summary(record: dict[str, Any]) -> str:
     measured, planned = record["measured"], record["forecast"]
     if failed := measured.get("failed") or planned.get("failed"):
         return f"failed: {failed}"
-    memory, speed = planned["memory"]["allocated_gib"], planned["speed"]["tokens_per_second_per_gpu"]
+    memory, seconds = planned["memory"]["allocated_gib"], planned["speed"]["step_seconds"]
     return (
         f"{measured['allocated_gib']:.2f} GiB ({measured['allocated_gib'] / memory:.3f} of the forecast), "
-        f"{measured['tokens_per_second']:,.0f} tokens/s ({measured['tokens_per_second'] / speed:.3f})"
+        f"{measured['step_seconds'] * 1e3:.1f} ms per step ({measured['step_seconds'] / seconds:.3f})"  # with padding
     )
 
 

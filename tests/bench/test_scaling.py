@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shoal.bench import steps
 from shoal.bench.batch import BatchReport
 from shoal.bench.batch import Point as BatchPoint
 from shoal.bench.curves import Figures
@@ -14,6 +15,8 @@ from shoal.bench.curves_plot import plot_batches, plot_scaling
 from shoal.bench.scaling import Point, ScalingReport, scaling_of
 from shoal.bench.steps import OUT_OF_MEMORY, RanOutOfMemory
 from shoal.config.load import config_from_mapping
+from shoal.config.run import RunDirectory
+from shoal.mistakes import RunFailed
 from shoal.resilience.out_of_memory import OutOfMemory
 from tests.harness import settings
 from tests.launch.command import forked_shoal, write_config
@@ -86,6 +89,34 @@ def test_out_of_memory_ends_a_curve_and_not_the_bench(monkeypatch: pytest.Monkey
     assert found.points_of("none")[-1].forecast is not None
     assert not found.points_of("none")[-1].forecast.fits, "the forecast's curve goes on until it does not fit"
     assert found.as_dict()["largest"]["full"]["forecast"] >= 4
+
+
+def test_a_failure_ends_a_curve_and_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.bench import batch
+
+    def measured(config: Any, **_: Any) -> Any:
+        if config.train.micro_batch > most:
+            raise RunFailed("too many elements")
+        return figures(0.1), type("Found", (), {"machine": {"device": "NVIDIA H200"}})
+
+    monkeypatch.setattr(batch, "measured_figures", measured)
+    monkeypatch.setattr(batch, "local_devices", lambda: (1, False))
+    asked = {"up_to": 4, "steps": 1, "warmup": 1, "measures": True, "report": lambda _: None}
+    config, most = config_from_mapping(PLANNED), 2
+    found = batch.measure_batches(config, **asked)
+    assert [(one.micro_batch, one.measured is not None) for one in found.points_of("none")][:3] == [
+        *((1, True), (2, True), (4, False))
+    ]
+    assert "Micro-batch 4 with train.recompute=none was not measured: too many elements" in found.text()
+    most = 0
+    with pytest.raises(RunFailed, match="too many"):
+        batch.measure_batches(config, **asked)
+
+
+def test_a_killed_measurement_ran_out_of_the_hosts_memory(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    with pytest.raises(RanOutOfMemory, match="host's memory"):
+        steps._run(command, RunDirectory(tmp_path), 1, lambda _: None)
 
 
 def test_the_measured_process_says_that_memory_ran_out(text: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -13,7 +13,7 @@ from shoal.bench.trace import Traced, trace
 from shoal.plan.resolved import ResolvedRun
 
 # Large enough that rounding does not matter, small enough to be traced in a second.
-SMALL = "{family: llama, hidden: 512, layers: 4, heads: 8, kv_heads: 4, ffn: 1376, vocab: 32000, tied: false}"
+SMALL = "{family: llama, hidden: 512, layers: 2, heads: 8, kv_heads: 4, ffn: 1376, vocab: 32000, tied: false}"
 WIDE = "{family: llama, hidden: 1024, layers: 3, heads: 16, kv_heads: 4, ffn: 4096, vocab: 16000, tied: true}"
 NEOX = "{family: neox, hidden: 512, layers: 3, heads: 8, ffn: 2048, vocab: 32000}"
 UNALIGNED = NEOX.replace("32000", "50257")  # this vocabulary is padded

@@ -7,15 +7,19 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.command import PATIENCE, Forked, ForkedCommand, ForkedScript
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
 sys.path.insert(0, str(FOLDER))
 
+import speed as program  # noqa: E402
 from peers import cases, chart, numerics  # noqa: E402
 from peers.aims import GPU, MEMORY_GIB, SPEED, aim_lines  # noqa: E402
 from peers.cases import Case  # noqa: E402
@@ -23,6 +27,7 @@ from peers.flops import count_flops, peak_of  # noqa: E402
 from peers.instructions import SEED, make_lengths  # noqa: E402
 from peers.machine import describe_machine  # noqa: E402
 from peers.measure import NOT_RUN, Session, measure  # noqa: E402
+from peers.process import Outcome  # noqa: E402
 from peers.report import Report, markdown, read_report, write_report  # noqa: E402
 
 FIGURES = {
@@ -48,9 +53,32 @@ def speed(folder: Path, *options: str) -> dict[str, Any]:
     return json.loads((folder / "speed.json").read_text())
 
 
+@pytest.fixture
+def forked_speed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """As `speed`, in a fork, and every case in a fork of that one: none of them imports torch."""
+
+    def run(command: list[str], folder: Path, settings: dict[str, str], seconds: float) -> Outcome:
+        _, module, *arguments = command
+        kind = ForkedCommand if module == "shoal" else ForkedScript
+        given = arguments if module == "shoal" else [str(FOLDER / module / "__main__.py"), *arguments]
+        with kind(folder, given, settings) as case:
+            ended = case.wait(seconds)
+        return Outcome("done" if ended.status == 0 else "failed", ended.out, ended.err, ended.wall)
+
+    def start(folder: Path, *options: str) -> dict[str, Any]:
+        process = Forked(lambda: os._exit(program.main([str(folder), "--tiny", *options])))
+        assert process.wait(PATIENCE) == 0
+        return json.loads((folder / "speed.json").read_text())
+
+    monkeypatch.setattr("peers.measure.run_process", run)
+    return start
+
+
 @pytest.mark.slow
-def test_ours_and_a_plain_loop_train_the_same_from_the_same_weights(tmp_path: Path) -> None:
-    found = speed(tmp_path, "--numerics", "--only", "numerics-fp32", "numerics-ours-fp32")
+def test_ours_and_a_plain_loop_train_the_same_from_the_same_weights(
+    forked_speed: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    found = forked_speed(tmp_path, "--numerics", "--only", "numerics-fp32", "numerics-ours-fp32")
     records = found["numerics"]
     assert {record["status"] for record in records.values()} == {"measured"}, records
     assert [len(record["losses"]) for record in records.values()] == [4, 4]
@@ -59,11 +87,13 @@ def test_ours_and_a_plain_loop_train_the_same_from_the_same_weights(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_results_can_be_merged_with_those_of_an_earlier_call(tmp_path: Path) -> None:
+def test_results_can_be_merged_with_those_of_an_earlier_call(
+    forked_speed: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
     first = speed(tmp_path, "--only", "1b-ours-4")
     assert first["cases"]["1b-ours-4"].keys() >= FIGURES, first["cases"]
     assert (tmp_path / "speed.png").stat().st_size > 0
-    later = speed(tmp_path, "--only", "1b", "--seconds", "0.001", "--merge", str(tmp_path / "speed.json"))
+    later = forked_speed(tmp_path, "--only", "1b", "--seconds", "0.001", "--merge", str(tmp_path / "speed.json"))
     assert later["cases"]["1b-ours-4"] == first["cases"]["1b-ours-4"]
     others = [record["status"] for name, record in later["cases"].items() if name != "1b-ours-4"]
     assert others

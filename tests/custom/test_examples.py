@@ -37,10 +37,10 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines(run)]
 
 
-@pytest.mark.parametrize("name", [slow("diffusion"), slow("vit"), "mlp"])
+@pytest.mark.parametrize("name", [slow("diffusion"), slow("vit"), slow("gan"), "mlp"])
 def test_ddp_and_fsdp_have_the_losses_of_one_process(name: str, tmp_path: Path) -> None:
     short = ["train.epochs=null", "train.steps=3", "checkpoint.at_end=false"]
-    whole = {"diffusion": 16, "vit": 16, "mlp": 64}[name]
+    whole = {"diffusion": 16, "vit": 16, "gan": 32, "mlp": 64}[name]
     one = losses(train(name, 1, tmp_path / "one", *short, f"train.micro_batch={whole // 2}"))
     assert len(one) == 3
     for strategy in ("ddp", "fsdp"):

@@ -14,8 +14,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import shoal
 from shoal.mistakes import UserMistake
-from tests.custom.loops import BATCH, Network, Noisy, make, settings
-from tests.harness import run_ranks
+from tests.custom.loops import BATCH, SAMPLES, Network, Noisy, make, settings
+from tests.harness import lines, run_ranks
 
 
 class Endless(IterableDataset[int]):
@@ -66,7 +66,17 @@ def on_meta(parts: list[Any]) -> None:
         parts[0] = Network()
 
 
+def two_networks(parts: list[Any]) -> None:
+    parts[0] = (parts[0], Network())
+
+
+def two_optimizers(parts: list[Any]) -> None:
+    parts[1] = [parts[1], parts[1]]
+
+
 BEFORE = {
+    two_networks: "not a tuple; make several networks parts of one module, as examples/loops/gan.py does.",
+    two_optimizers: "not a list; use one, with a parameter group for each network",
     others_optimizer: "The optimizer has 16 parameters that the model does not have",
     distributed_sampler: "The loader has a DistributedSampler of its own; leave it out",
     replacement: "The loader has a RandomSampler of its own",
@@ -124,7 +134,7 @@ def prepared_twice(run: Any, loss: Any, model: Any, optimizer: Any, schedule: An
 
 
 INSIDE: dict[Body, str] = {
-    forgotten_step: "run.step(optimizer) was not called for a batch of run.steps",
+    forgotten_step: "run.step(optimizer) was not called for a batch of run.steps; call it once for each: gradients are",
     own_backward: "run.step was called before run.backward(loss), which replaces loss.backward().",
     nothing: "run.backward(loss) was not called for a batch of run.steps",
     twice: "run.backward was called twice for one micro-batch; add the losses, and call it once.",
@@ -257,3 +267,20 @@ def test_the_learning_rate_follows_the_global_batch_if_asked(tmp_path: Path) -> 
         return found
 
     assert run_ranks(1, rates)[0] == pytest.approx([2.0, 2.0], rel=1e-5)  # 0.5 × 8 / 2, and a gradient of one
+
+
+def test_a_schedule_may_advance_after_every_epoch_also_where_the_run_was_resumed(tmp_path: Path) -> None:
+    def train(steps: int, resume: bool) -> None:
+        with shoal.init(run_dir=str(tmp_path), resume=resume, **settings(train__steps=steps)) as run:
+            model, optimizer, loader, _ = make()
+            halved = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            model, optimizer, loader, halved = run.prepare(model, optimizer, loader, halved, schedule_per="epoch")
+            for images, labels in run.steps(loader):
+                assert run.epoch == run.step_number // len(loader)
+                run.backward(nn.functional.cross_entropy(model(images), labels))
+                run.step(optimizer, halved)
+
+    run_ranks(1, lambda: train(7, False))
+    run_ranks(1, lambda: train(11, True))
+    per_epoch = SAMPLES // BATCH
+    assert [line["lr"] for line in lines(tmp_path / "run")] == [1e-2 * 0.5 ** (step // per_epoch) for step in range(11)]

@@ -4,9 +4,9 @@ signal with a checkpoint."""
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from shoal.config.load import load_config
 from shoal.convert.export import export_hf
 from tests.harness import lines, run_ranks, weights
-from tests.launch.command import PATIENCE, environment
+from tests.launch.command import Command, ForkedScript, environment, rank_process, training_lines
 
 SCRIPT = """
 import os, sys, time
@@ -49,89 +49,72 @@ log: {every: 1, to: []}
 pytestmark = pytest.mark.slow
 
 
-def start(folder: Path, *overrides: str, restarts: int = 0) -> "subprocess.Popen[str]":
+def start(folder: Path, *overrides: str, restarts: int = 0, forked: bool = True) -> Command:
+    """`python script.py`, of which a fork takes a tenth of the time."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "run.yaml").write_text(CONFIG)
-    return subprocess.Popen(
-        [sys.executable, "script.py", *overrides],
-        cwd=folder,
-        env=environment(folder, RESTARTS=str(restarts)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env, arguments = environment(folder, RESTARTS=str(restarts)), ["script.py", *overrides]
+    return ForkedScript(folder, arguments, env) if forked else Command(folder, [sys.executable, *arguments], env)
 
 
-def wait_for(run: Path, step: int) -> None:
-    until = time.monotonic() + PATIENCE
-    while time.monotonic() < until:
-        if (run / "metrics.jsonl").is_file() and any(line["step"] >= step for line in lines(run)):
-            return
-        time.sleep(0.05)
-    raise AssertionError("the script did not train")
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    @cache
+    def train(world_size: int) -> Path:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        (folder / "run.yaml").write_text(CONFIG)
+
+        def be() -> None:
+            os.chdir(folder)
+            sys.argv = ["script.py", f"hardware.devices={world_size}"]
+            exec(compile(SCRIPT, "script.py", "exec"), {"__name__": "__main__"})
+
+        run_ranks(world_size, be)
+        return folder / "runs" / "run"
+
+    return train
 
 
-def ranks_of(launcher: int) -> dict[int, int]:
-    """Rank → process, of the children of a launcher."""
-    found = {}
-    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        ranks = [int(one[5:]) for one in variables if one.startswith(b"RANK=")]
-        if ranks:
-            found[ranks[0]] = int(child)
-    return found
-
-
-def undisturbed(folder: Path, world_size: int, *overrides: str) -> Path:
-    """The same script in ranks that are forked, which takes a tenth of the time."""
-    folder.mkdir()
-    (folder / "run.yaml").write_text(CONFIG)
-
-    def train() -> None:
-        os.chdir(folder)
-        sys.argv = ["script.py", *overrides]
-        exec(compile(SCRIPT, "script.py", "exec"), {"__name__": "__main__"})
-
-    run_ranks(world_size, train)
-    return folder / "runs" / "run"
-
-
-def test_a_killed_rank_costs_a_restart_and_nothing_else(tmp_path: Path) -> None:
-    process = start(tmp_path, restarts=1)
+def test_a_killed_rank_costs_a_restart_and_nothing_else(undisturbed: Callable[[int], Path], tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
-    wait_for(run, 25)
-    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (0, "finished 60\n"), err
-    assert "All processes were restarted" in err
-    hold_same(run, undisturbed(tmp_path / "undisturbed", 2))
+    with start(tmp_path, restarts=1) as script:
+        script.wait_until(lambda: max(training_lines(run), default=0) >= 25)
+        os.kill(rank_process(script.process.pid, 1), signal.SIGKILL)
+        ended = script.wait()
+    assert (ended.status, ended.out) == (0, "finished 60\n"), ended.err
+    assert "All processes were restarted" in ended.err
+    hold_same(run, undisturbed(2))
     assert load_config(run / "config.yaml", needs_model=False).name == "run"
     exported = export_hf(run, tmp_path / "exported")
     assert [path.name for path in exported.iterdir()] == ["model.safetensors"]
 
 
-def test_a_signal_saves_and_the_status_says_to_start_again(tmp_path: Path) -> None:
-    process = start(tmp_path, "hardware.devices=1")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_signal_saves_and_the_status_says_to_start_again(
+    devices: int, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
     run = tmp_path / "runs" / "run"
-    wait_for(run, 15)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (75, ""), err
+    with start(tmp_path, f"hardware.devices={devices}", forked=devices == 1) as script:
+        script.wait_until(lambda: max(training_lines(run), default=0) >= 15)
+        os.kill(script.process.pid, signal.SIGTERM)
+        ended = script.wait()
+    assert (ended.status, ended.out) == (75, ""), ended.err
     stopped = lines(run)[-1]["step"]
     assert (run / "checkpoints" / "latest").read_text().strip() == f"step-{stopped:08d}"
     assert json.loads((run / "outcome.json").read_text())["state"] == "stopped"
-    process = start(tmp_path, "hardware.devices=1")
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (0, "finished 60\n"), err
-    hold_same(run, undisturbed(tmp_path / "undisturbed", 1, "hardware.devices=1"))
+    with start(tmp_path, f"hardware.devices={devices}") as script:
+        ended = script.wait()
+    assert (ended.status, ended.out) == (0, "finished 60\n"), ended.err
+    hold_same(run, undisturbed(devices))
 
 
 def test_a_mistake_is_one_sentence_and_status_2(tmp_path: Path) -> None:
-    process = start(tmp_path, "train.micro_batch=3", "hardware.devices=1")
-    out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out) == (2, "")
-    assert err.splitlines()[-1].startswith("shoal: train.micro_batch 3 does not divide the 4 samples")
-    assert "Traceback" not in err
+    # The status of an exception is that of the interpreter, which a fork does not have.
+    with start(tmp_path, "train.micro_batch=3", "hardware.devices=1", forked=False) as script:
+        ended = script.wait()
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.splitlines()[-1].startswith("shoal: train.micro_batch 3 does not divide the 4 samples")
+    assert "Traceback" not in ended.err
 
 
 def hold_same(run: Path, expected: Path) -> None:

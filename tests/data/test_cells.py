@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -229,6 +230,26 @@ def test_cells_without_a_label_are_refused_or_skipped(tmp_path: Path) -> None:
     assert "has cells without a value" in refused(file, objective="classify", label="kind")
     sets, _ = opened(file, objective="classify", label="kind", on_error="skip")
     assert (len(sets.training), sets.training.summary.dropped) == (2, 1)
+
+
+def test_a_number_that_is_missing_is_no_label(tmp_path: Path) -> None:
+    file = write_cells(tmp_path / "a.h5ad", draw_counts(4, 5))
+    with h5py.File(file, "a") as opened_file:
+        opened_file["obs/cluster"] = np.array([1.0, np.nan, 10.0, 1.0])
+    assert "has cells without a value" in refused(file, objective="classify", label="cluster")
+    sets, _ = opened(file, objective="classify", label="cluster", on_error="skip")
+    assert sets.training.summary.classes == ["1", "10"]
+
+
+def test_files_without_cells_genes_or_numbers_are_refused(tmp_path: Path) -> None:
+    says = refused(write_cells(tmp_path / "a.h5ad", np.zeros((0, 5))))
+    assert says.endswith("a.h5ad has no cells: X has no rows. Leave it out.")
+    says = refused(write_cells(tmp_path / "b.h5ad", np.zeros((3, 0)), genes=[]))
+    assert says.endswith("b.h5ad has no genes: its matrix has no columns. Leave it out.")
+    says = refused(write_cells(tmp_path / "c.h5ad", [[1, np.nan, 2]]))
+    assert "X has NaN or infinite values" in says
+    (tmp_path / "d.h5ad.gz").write_bytes(b"")
+    assert "d.h5ad.gz is compressed as a whole" in refused(tmp_path / "d.h5ad.gz")
 
 
 def test_genes_that_are_not_in_the_vocabulary_are_counted_and_refused_above_half(tmp_path: Path) -> None:

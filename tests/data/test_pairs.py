@@ -11,7 +11,8 @@ import pytest
 
 from shoal.data import Sequences, load_tokenizer, prepare
 from shoal.data.first_look import check_first_record
-from shoal.data.inspect.preview import Choice, preview_source
+from shoal.data.inspect.packed import Choice
+from shoal.data.inspect.preview import preview_source
 from shoal.data.inspect.preview_text import plain_text, source_pieces
 from shoal.data.inspect.stats import measure_source
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN

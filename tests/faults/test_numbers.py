@@ -206,7 +206,8 @@ def test_a_spike_is_reported_with_its_sequences_also_between_log_lines(
 
 @pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), slow(2, "fsdp")])
 def test_a_spike_is_skipped_if_configured_also_after_a_resume(world_size, parallel, spiking_data, tmp_path, capfd):
-    """The statistics are part of the checkpoint: four steps after it, a run that had seen no others could not know."""
+    """The statistics are part of the checkpoint: four steps after it, a run that had seen no others could not know, nor
+    say."""
     config = {**spiking(spiking_data, world_size, on_spike="skip"), "parallel": {"strategy": parallel}}
     whole = train_on(world_size, config, tmp_path / "whole")
     said = " ".join(capfd.readouterr().err.split())
@@ -218,6 +219,9 @@ def test_a_spike_is_skipped_if_configured_also_after_a_resume(world_size, parall
     shutil.rmtree(cut / "checkpoints" / f"step-{SPIKE + 6:08d}")
     config["checkpoint"] = {"every": 1, "keep": 10}
     train_on(world_size, config, tmp_path / "cut", resume=True)
+    again = " ".join(capfd.readouterr().err.split())
+    assert f"loss spike at step {SPIKE}: " in again
+    assert "and was skipped" in again
     assert lines(cut)[-1]["skipped"] == 1
     hold_bitwise(cut, whole)
     before, after = (model_at(cut, number) for number in (SPIKE - 1, SPIKE))

@@ -230,3 +230,17 @@ def test_the_next_smaller_micro_batch_divides_the_batch() -> None:
     assert smaller_batch(micro_batch=5, grad_accum_steps=2) == 2
     assert smaller_batch(micro_batch=3, grad_accum_steps=1) == 1
     assert smaller_batch(micro_batch=1, grad_accum_steps=4) is None
+
+
+def test_errors_of_libraries_and_of_the_compiler_say_that_memory_is_full() -> None:
+    gpu, host = torch.device("cuda"), torch.device("cpu")
+    wrapped = RuntimeError("backend='inductor' raised")
+    wrapped.__cause__ = torch.OutOfMemoryError(ERROR)
+    told = ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
+    for error in (wrapped, RuntimeError("Triton Error [CUDA]: out of memory"), *map(RuntimeError, told)):
+        assert out_of_memory.is_out_of_memory(error, gpu), error
+    full = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.")
+    assert out_of_memory.is_out_of_memory(full, host)
+    assert not out_of_memory.is_out_of_memory(full, gpu)
+    assert not out_of_memory.is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"), gpu)
+    assert not out_of_memory.is_out_of_memory(ValueError("out of memory"), gpu)

@@ -28,6 +28,7 @@ from tests.launch.command import (
     Ended,
     ForkedCommand,
     descendants,
+    environment,
     forked_shoal,
     losses,
     rank_process,
@@ -254,14 +255,16 @@ def test_a_run_stopped_by_each_signal_in_turn_ends_as_if_undisturbed(
 
 @pytest.mark.slow
 def test_a_stop_waits_for_a_slow_save(folder: Path) -> None:
-    """A large checkpoint takes minutes to write. Here a rank is stopped for longer than torch's agent waits."""
+    """A large checkpoint takes minutes to write. Here a rank is stopped for longer than torch's agent would wait, which
+    is 30 seconds unless the variable is set."""
     run = folder / "runs" / "run"
-    with ForkedCommand(folder, ["train", "run.yaml", "hardware.devices=2", "--json"]) as command:
+    env = environment(folder, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2")
+    with ForkedCommand(folder, ["train", "run.yaml", "hardware.devices=2", "--json"], env) as command:
         command.wait_until(lambda: len(training_lines(run)) > 2)
         slow = rank_process(command.process.pid, 1)
         os.kill(slow, signal.SIGSTOP)
         os.kill(command.process.pid, signal.SIGTERM)
-        time.sleep(35)
+        time.sleep(5)
         still_there = Path(f"/proc/{slow}").exists()
         if still_there:
             os.kill(slow, signal.SIGCONT)

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 
 from shoal import api
 from shoal.mistakes import UserMistake
+from shoal.use.embed import encode_data
 from tests.encoders import classifying, masked, write_labelled
 from tests.harness import reference_run
 from tests.launch.command import forked_shoal
@@ -63,6 +64,19 @@ def test_predictions_are_the_most_probable_classes(classifier, rows, tmp_path):
     accuracy = np.mean([one["label"] == kind for one, kind in zip(found, kinds, strict=True)])
     evaluated = api.evaluate(classifier, [f"data.path={rows}"])
     assert evaluated.metrics["accuracy"] == pytest.approx(accuracy)
+
+
+def test_the_batch_of_an_example_does_not_change_what_is_computed_of_it(classifier, rows):
+    """Texts of 7 to 95 tokens: alone there is no padding, together there is."""
+    alone, together = (encode_data(classifier, [f"data.path={rows}"], batch=batch) for batch in (1, 40))
+    assert alone.embeddings == pytest.approx(together.embeddings, abs=2e-6)
+    assert alone.probabilities == pytest.approx(together.probabilities, abs=2e-6)
+
+
+def test_tokens_are_no_examples(classifier, tmp_path):
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    with pytest.raises(UserMistake, match=r"data.source tokens is one stream, not examples; give records with a text"):
+        api.embed(classifier, [f"data.path={tmp_path / 'a.bin'}", "data.source=tokens"], output=tmp_path / "a.npy")
 
 
 def test_mistakes_are_one_sentence_before_anything_is_computed(classifier, rows, tmp_path):

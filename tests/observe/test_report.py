@@ -1,6 +1,7 @@
 """`report.html` and `shoal report`: one page from the files of a run, whatever state they are in."""
 
 import json
+import math
 import os
 import re
 from html import unescape
@@ -19,7 +20,7 @@ from shoal.mistakes import UserMistake
 from shoal.observe.charts import charts_of, thinned
 from shoal.observe.report_compare import config_differences
 from shoal.observe.results import results_of
-from shoal.observe.run_reader import RunReader
+from shoal.observe.run_reader import RunReader, column, number
 from tests.harness import settings, train_on
 from tests.observe.written_runs import append, event, training_line, write_run
 
@@ -167,6 +168,9 @@ def test_a_reader_sees_a_line_when_it_is_complete(run: Path) -> None:
         file.write(text[40:])
     assert reader.read().step == 60
     assert reader.stamp() != before
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6\n{"step": 7}, {"step": 8\n' + json.dumps(training_line(70)) + "\n")
+    assert [line["step"] for line in reader.read().training[-2:]] == [60, 70]
     (run / "metrics.jsonl").write_text(json.dumps(training_line(5)) + "\n")  # replaced by --overwrite
     assert reader.read().step == 5
 
@@ -251,6 +255,13 @@ def test_mistakes_are_sentences(tmp_path: Path, run: Path) -> None:
         api.report([run], tmp_path)
     with pytest.raises(UserMistake, match="cannot be written: No such file or directory"):
         api.report([run], tmp_path / "missing" / "x.html")
+
+
+def test_only_finite_numbers_are_drawn() -> None:
+    odd = [None, True, "1", [1.0], math.nan, math.inf, 10**400, 2, 0.5]
+    lines, values = column([{"step": step, "loss": one} for step, one in enumerate(odd)], "loss")
+    assert values == [2, 0.5] == [one for one in odd if number(one) is not None]
+    assert [line["step"] for line in lines] == [7, 8]
 
 
 def test_thinned_curves_keep_spikes_and_ends() -> None:

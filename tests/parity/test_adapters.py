@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import settings, slow, train_again_on, weights
+from tests.harness import settings, slow, train_again_on, train_in_whole_graphs, weights
 from tests.parity.test_parity import (
     ALONE,
     EXACT_STEPS,
@@ -94,7 +94,8 @@ def _compare(
     grad_accum_steps = 4 if "pp" in strategy.parallel else 1
     global_batch = MICRO_BATCH * strategy.data_parallel(world_size) * grad_accum_steps
     config = _config(data, kind, family, strategy.layers, precision, global_batch, **strategy.changes(world_size))
-    run = train_again_on(world_size, config, runs)
+    train = train_in_whole_graphs if "compile" in strategy.train else train_again_on
+    run = train(world_size, config, runs)
     expected = reference(kind, family, strategy.layers, precision, global_batch, data)
     if precision == "32-true":
         hold_equal(run, expected, bitwise=strategy.bitwise and world_size == 2 and grad_accum_steps == 1)

@@ -5,6 +5,8 @@ it. Each case is compared with our engine on the same number of ranks.
 """
 
 import importlib
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 from shoal import api
 from shoal.mistakes import UserMistake
+from tests.encoders import classifying, masked, write_labelled
 from tests.harness import LLAMA, PYTHIA, lines, reference_run, settings, train_on, weights
 
 pytestmark = pytest.mark.slow
@@ -21,17 +24,23 @@ STEPS = 3
 UNTIED = {**LLAMA, "positions": 512, "tied": False}
 NEOX = {**PYTHIA, "positions": 512, "tied": False}
 ODD = {**LLAMA, "positions": 512, "tied": True, "vocab": 261, "hidden": 40}  # sizes that ranks share unevenly
+# Shards of more than a megabyte: DeepSpeed keeps smaller ones in memory.
+LARGE = {**UNTIED, "hidden": 512, "layers": 1, "vocab": 2048}
 ACCUMULATED = {"train__micro_batch": 2}
 LORA = {"adapter": {"kind": "lora", "rank": 4, "alpha": 8}}
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {"parallel__strategy": "ddp", **ACCUMULATED},
     "zero1": {"parallel__strategy": "zero1", **ACCUMULATED},
-    "zero2": {"parallel__strategy": "zero2", "model__shape": NEOX, **ACCUMULATED},
+    # Every step is clipped.
+    "zero2": {"parallel__strategy": "zero2", "model__shape": NEOX, "train__clip": 0.05, **ACCUMULATED},
     "zero3": {"parallel__strategy": "zero3", "model__shape": ODD, **ACCUMULATED},
-    "shard_grad_op": {"parallel__strategy": "fsdp", "parallel__sharding": "shard_grad_op"},
+    "shard_grad_op_lion": {
+        "parallel__strategy": "fsdp",
+        "parallel__sharding": "shard_grad_op",
+        "train__optimizer": {"name": "lion"},
+    },
     "zero3_recompute": {"parallel__strategy": "zero3", "train__recompute": "full", "train__loss_impl": "chunked"},
     "zero3_lora": {"parallel__strategy": "zero3", **LORA},
-    "zero1_lion": {"parallel__strategy": "zero1", "train__optimizer": {"name": "lion"}},
     "zero2_offload": {"parallel__strategy": "zero2", "parallel__offload": "optimizer"},
     "zero3_offload": {
         "parallel__strategy": "zero3",
@@ -39,6 +48,12 @@ CASES: dict[str, dict[str, Any]] = {
         "train__optimizer": {"name": "sgd", "momentum": 0.9},
         "model__shape": UNTIED,
     },
+}
+# Other objectives, each with data of its own.
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "dpo": {"parallel__strategy": "zero3", "data__max_length": 128, "data__pack": True, "train__micro_batch": 2},
+    "masked_lm": {"parallel__strategy": "zero2", "train__micro_batch": 2},
+    "classify": {"parallel__strategy": "zero3", "data__validation": 0.2, "eval__every": STEPS},
 }
 IN_16_BITS: dict[str, dict[str, Any]] = {
     "ddp_bf16": {"parallel__strategy": "ddp", "train__precision": "bf16-mixed"},
@@ -82,6 +97,11 @@ def hold_close(run: Path, reference: Path, *, loss: float, norm: float) -> None:
         assert (one["lr"], one["tokens"], one["loss_tokens"]) == (other["lr"], other["tokens"], other["loss_tokens"])
 
 
+def samples(run: Path) -> list[dict[str, Any]]:
+    found = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines())
+    return [one for one in found if "prompt" in one]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_deepspeed_has_the_losses_and_weights_of_our_own_engine_in_fp32(
     name: str, instructions: Path, tmp_path: Path
@@ -92,6 +112,25 @@ def test_deepspeed_has_the_losses_and_weights_of_our_own_engine_in_fp32(
     expected = weights(reference)
     for key, value in weights(run).items():
         assert value.dtype == expected[key].dtype
+        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_deepspeed_has_the_losses_of_our_own_engine_with_other_objectives(name: str, tmp_path: Path) -> None:
+    if name == "dpo":
+        rows = ({"prompt": f"{n} and {n}:", "chosen": " red" * (1 + n % 3), "rejected": " blue"} for n in range(60))
+        data = tmp_path / "pairs.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = settings(data, train__objective="dpo", train__steps=STEPS, **OBJECTIVES[name])
+    else:
+        make = {"masked_lm": masked, "classify": classifying}[name]
+        config = make(write_labelled(tmp_path / "labelled.jsonl"), train__steps=STEPS, **OBJECTIVES[name])
+    reference = reference_run(config, 2)
+    config["parallel"]["engine"] = "deepspeed"
+    run = train_on(2, config, tmp_path)
+    hold_close(run, reference, loss=2e-6, norm=1e-5)
+    expected = weights(reference)
+    for key, value in weights(run).items():
         torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
 
 
@@ -136,25 +175,60 @@ def test_a_run_on_deepspeed_resumes_exactly_and_changes_to_our_engine_and_back(
     hold_close(run, whole, loss=2e-6, norm=1e-5)
 
 
-def test_offload_to_disk_without_libaio_is_one_sentence(
+def test_state_and_weights_on_disk_train_as_in_memory(instructions: Path, tmp_path: Path) -> None:
+    compiled = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "/nowhere")) / "async_io" / "async_io.so"
+    if not compiled.is_file():  # it takes minutes: tests/README.md
+        pytest.skip("DeepSpeed's kernel for disks is not compiled")
+    case = {"parallel__strategy": "zero3", "model__shape": LARGE, **ACCUMULATED}
+    reference = reference_run(config_of(instructions, case), 2)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    case["parallel__offload"] = {"optimizer": "nvme", "parameters": "nvme", "path": str(folder)}
+    run = on_deepspeed(instructions, case, tmp_path)
+    kept = {one.relative_to(folder).parts[1] for one in folder.rglob("*") if one.is_file()}
+    assert kept == {"float32params", "optimizer"}
+    hold_close(run, reference, loss=2e-6, norm=1e-5)
+    expected = weights(reference)
+    for key, value in weights(run).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-5)
+
+
+def test_offload_to_disk_without_libaio_or_a_compiler_is_one_sentence(
     instructions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
     case = {"parallel__strategy": "zero3", "parallel__offload": {"optimizer": "nvme", "path": str(tmp_path)}}
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: False)
     with pytest.raises(UserMistake, match=r"needs libaio, which is not installed: apt install libaio-dev"):
-        on_deepspeed(instructions, case, tmp_path)
+        on_deepspeed(instructions, case, tmp_path / "one")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Error building extension 'async_io'")
+
+    monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda *_, **__: True)
+    monkeypatch.setattr(AsyncIOBuilder, "load", fail)
+    with pytest.raises(UserMistake, match=r"could not compile with g\+\+ and ninja .*use offload cpu"):
+        on_deepspeed(instructions, case, tmp_path / "two")
 
 
 def test_a_run_on_deepspeed_evaluates_and_exports_what_transformers_loads(instructions: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    case = {"parallel__strategy": "zero3", "data__validation": 0.1, "eval__every": 1, "train__steps": 1}
+    case = {
+        "parallel__strategy": "zero3",
+        "data__validation": 0.1,
+        "eval": {"every": 1, "prompts": ["one two", "a"], "tokens": 3},
+        "train__steps": 2,
+    }
     reference = reference_run(config_of(instructions, case), 2)
     run = on_deepspeed(instructions, case, tmp_path)
     lines_of = [(one / "metrics.jsonl").read_text() for one in (run, reference)]
     assert all("eval_loss" in one for one in lines_of)
+    hold_close(run, reference, loss=2e-6, norm=1e-5)  # evaluation has left no trace
+    written = [samples(run), samples(reference)]
+    assert len(written[0]) == 4
+    assert [one["text"] for one in written[0]] == [one["text"] for one in written[1]]
     folder = api.export(run, to="hf", output=tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     trained = weights(run)

@@ -37,14 +37,16 @@ def test_what_no_one_can_mean_is_refused_in_one_sentence(override: str, most: in
 def test_the_time_of_a_plan_does_not_grow_with_its_counts() -> None:
     """A loop over blocks or over the sequences of a batch took a minute at these sizes."""
 
-    def seconds(layers: int, batch: int) -> float:
-        config = [f"model.shape.layers={layers}", f"train.global_batch={batch}", "parallel.pp=4"]
+    def seconds(layers: int, batch: int, stages: int = 4) -> float:
+        config = [f"model.shape.layers={layers}", f"train.global_batch={batch}", f"parallel.pp={stages}"]
+        config.append(f"hardware.nodes={max(1, stages // 8)}")
         began = time.process_time()
         api.plan(api.load_config(None, [*BASE, *config], planned=True))
         return time.process_time() - began
 
     seconds(64, 720)  # imports
     assert seconds(100_000, 720_720_000) < 50 * seconds(100, 720)
+    assert seconds(1024, 1024, stages=1024) < 5 * seconds(1024, 1024)  # 26 s with the memory of every pipeline rank
 
 
 def test_divisors_are_in_order_and_complete() -> None:

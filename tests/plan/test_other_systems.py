@@ -103,10 +103,9 @@ def test_zero1_over_sixteen_devices_costs_a_few_percent_more_than_over_eight():
 
 def test_updated_weights_are_gathered_during_the_next_forward_pass_where_a_system_does_that():
     run = make_run("llama2-7b", "a100-80gb", strategy="zero1", mesh=Mesh(dp_shard=32), micro_batch=2, compiled=False)
-    overlapped = run.with_(traits=MEGATRON)
-    exposed = run.with_(traits=replace(MEGATRON, overlaps_weight_gather=False))
-    name = "all-gather of updated weights"
-    assert term(forecast_speed(overlapped), name) < 0.3 * term(forecast_speed(exposed), name)
+    overlapped, exposed = run.with_(traits=SYSTEMS["nemo"]), run.with_(traits=MEGATRON)
+    for name in ("all-gather of updated weights", "gradient reduce-scatter"):
+        assert term(forecast_speed(overlapped), name) < 0.3 * term(forecast_speed(exposed), name)
 
 
 def test_the_slowdown_by_overlapped_collectives_falls_with_the_speed_of_the_link():
@@ -116,7 +115,7 @@ def test_the_slowdown_by_overlapped_collectives_falls_with_the_speed_of_the_link
 
 
 def test_devices_have_the_efficiency_of_their_own_measurements():
-    assert efficiency(find_gpu("h100-80gb")) == efficiency(find_gpu("h200"))
+    assert efficiency(find_gpu("h100-80gb")) == replace(efficiency(find_gpu("h200")), fp8=0.667)
     assert efficiency(find_gpu("h100-80gb"), early=True).matmuls < efficiency(find_gpu("h100-80gb")).matmuls
     shares = {name: efficiency(GPUS[name]).matmuls for name in MATMULS}
     # GeForce parts boost above the clock of their peak; 70 W do not sustain that of an L4.
@@ -138,7 +137,8 @@ def test_a_host_steps_a_billion_parameters_in_a_quarter_of_a_second_on_a_dgx2():
     assert 1e9 * STEP_BYTES / host == pytest.approx(0.25, rel=0.1)
     run = make_run("llama2-7b", "a100-80gb", strategy="zero2", mesh=Mesh(dp_shard=8), traits=DEEPSPEED)
     offloaded = forecast_speed(run.with_(offload="optimizer"))
-    assert 0.5 < term(offloaded, "CPU optimizer step") < 1.5
+    # The ranks of DeepSpeed share the cores of their host: about a second per billion.
+    assert 6 < term(offloaded, "CPU optimizer step") < 8
     assert term(offloaded, "optimizer") == 0
 
 
@@ -203,9 +203,10 @@ def test_small_micro_batches_wait_for_the_host_longer_with_adapters_and_autocast
 
 
 def test_an_unaligned_vocabulary_is_slow_where_it_is_not_padded():
-    run = make_run("gpt2", "a100-80gb", length=1024, micro_batch=16, loss="plain")
-    shares = []
-    for system in ("huggingface", "shoal"):
-        step = forecast_speed(run.with_(traits=SYSTEMS[system]))
-        shares.append(term(step, "head and loss"))
-    assert shares[0] > 2 * shares[1]
+    def slowdown(gpu: str) -> float:
+        run = make_run("gpt2", gpu, length=1024, micro_batch=16, loss="plain")
+        steps = [forecast_speed(run.with_(traits=SYSTEMS[system])) for system in ("huggingface", "shoal")]
+        return term(steps[0], "head and loss") / term(steps[1], "head and loss")
+
+    # Single elements are loaded as fast by each multiprocessor, whose peak is lower on an A100.
+    assert slowdown("h100-80gb") > 2 > slowdown("a100-80gb") > 1.2

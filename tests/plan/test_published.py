@@ -30,7 +30,9 @@ def test_every_row_has_a_source_with_an_address_and_says_what_is_unknown():
     assert {row["source"] for row in rows} == set(sources)
     assert all("http" in one["address"] and one["date"] for one in sources.values())
     assert all("unknown" in row and ("memory" in row or "tokens_per_second_per_gpu" in row) for row in rows)
-    assert sum(one["held_out"] for one in sources.values()) == len(sources) // 3
+    # A third of those that were collected before the split; sources that came later are all given.
+    split = [one for one in sources.values() if not one.get("later")]
+    assert sum(one["held_out"] for one in sources.values()) == len(split) // 3
 
 
 def test_held_out_rows_are_read_only_when_asked_for():
@@ -43,7 +45,7 @@ def test_held_out_rows_are_read_only_when_asked_for():
 def test_the_error_on_sources_never_seen_is_bounded():
     published, _ = script()
     figures = published.compare(published.read_published())
-    for what, median in (("memory", 0.14), ("speed", 0.17)):
+    for what, median in (("memory", 0.08), ("speed", 0.17)):
         some = [one for one in figures if one.what == what]
         assert len(some) > 100
         assert published.errors(some)[0] < median
@@ -73,7 +75,7 @@ def test_a_speed_above_the_peak_of_the_device_is_not_counted():
     assert all(one.what == "memory" for one in published.compare(rows))
 
 
-@pytest.mark.parametrize("name", ["docs/plan.md", "README.md"])
+@pytest.mark.parametrize("name", ["docs/plan.md"])
 def test_the_documents_have_the_table(name):
     _, report = script()
     text = (BENCHMARKS.parent / name).read_text()

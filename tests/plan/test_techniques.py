@@ -97,8 +97,12 @@ def test_without_sequence_parallelism_every_rank_has_the_whole_residual_stream()
     assert norms[1] is not None
     assert norms[1].amount == 4 * norms[0].amount
     assert block_kept(plain).amount - block_kept(run).amount == pytest.approx(0.75 * norms[1].amount)
-    # An all-reduce moves what a reduce-scatter and an all-gather move.
-    assert seconds(plain) == pytest.approx(seconds(run))
+    # An all-reduce moves what a reduce-scatter and an all-gather move, but every rank computes all norms and adds.
+    times = [forecast_speed(one).step for one in (run, plain)]
+    assert [term.amount for term in times[0].parts if term.name == "communication"] == [
+        term.amount for term in times[1].parts if term.name == "communication"
+    ]
+    assert 1.05 < times[1].amount / times[0].amount < 1.3
     assert block_kept(replace(run, mesh=Mesh(), sequence_parallel=False)) == block_kept(replace(run, mesh=Mesh()))
 
 

@@ -7,6 +7,11 @@ import pytest
 from tests.slurm.cluster import Cluster, why_not
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Jobs wait for Slurm, up to half a minute. All at the beginning, so that one worker runs them on one cluster."""
+    item.add_marker("long")
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     reason = why_not()

@@ -99,7 +99,7 @@ def test_stats_and_preview_speak_of_genes_and_cells(cells: Path, tmp_path: Path)
     assert (found["vocabulary"], [one["cells"] for one in found["files"]], found["classes"]) == (20, [24, 24], None)
     ended = forked_shoal(tmp_path, "data", "preview", where, "train.objective=masked_lm", "-n", "1", "--from", "30")
     assert f"example 30  {cells / 'b.h5ad'} b-6  " in ended.out
-    assert "<cls>⟦ G" in ended.out
+    assert "12 tokens, 2 masked\n<cls> ⟦" in ended.out
 
 
 SEED = Path("config.yaml")

@@ -122,6 +122,7 @@ def test_an_update_of_a_norm_too_small_for_bf16_is_not_lost(ranks, parallel, pre
     assert abs(learning[2] - still[2]) > 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "recompute"), [({"strategy": "fsdp"}, "selective"), ({"tp": 2}, "full")], ids=str)
 def test_compiled_blocks_round_like_eager_ones(parallel, recompute, text, weights, tmp_path):

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from shoal.cli.app import app as command
 from shoal.mistakes import UserMistake
 from shoal.observe import figures
+from shoal.observe.run_reader import RunReader
 from shoal.ui.app import make_app
 from shoal.ui.controls import CONTROLS
 from shoal.ui.serve import check_folder, listen
@@ -49,6 +50,27 @@ def test_runs_below_the_folder_are_listed(client: TestClient) -> None:
     assert 'href="/runs/first"' in page.text
     assert 'href="/runs/sweep/second"' in page.text
     assert "state-died" in page.text
+
+
+def test_runs_that_have_not_changed_are_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, seen = RunReader.read, []
+
+    def counted(self: RunReader, **options: Any) -> Any:
+        seen.append((self.run.path.name, options["config"]))
+        return read(self, **options)
+
+    monkeypatch.setattr(RunReader, "read", counted)
+    app = make_app(folder, PORT)
+    client = TestClient(app, base_url=f"http://{HOST}")
+    app.state.runs.read_all()
+    first = client.get("/").text
+    assert seen == [("first", False), ("second", False)]  # nor is their YAML parsed, which the list does not show
+    assert client.get("/").text == first
+    append(folder / "first" / "metrics.jsonl", training_line(60))
+    assert "step 60 of 100" in unescape(re.sub("<[^>]+>", " ", client.get("/").text))
+    assert seen[2:] == [("first", False)]
+    assert "learning rate" in client.get("/runs/first").text
+    assert seen[3:] == [("first", True)]
 
 
 def test_a_page_is_told_what_has_changed_and_nothing_else(client: TestClient, folder: Path) -> None:

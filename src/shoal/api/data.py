@@ -26,7 +26,7 @@ def data_preview(
     `sequences`, packed sequences are decoded instead. Reads only the first records, and imports torch only if the
     tokenizer's library does.
     """
-    from shoal.data.inspect.preview import Choice
+    from shoal.data.inspect.packed import Choice
     from shoal.train.inspect import preview_data
 
     choice = Choice(count=examples, first=first, seed=seed, sequences=sequences)

@@ -22,7 +22,7 @@ from shoal.bench.steps import RanOutOfMemory
 from shoal.config.load import config_values
 from shoal.config.mesh import divide_processes
 from shoal.config.schema import Config
-from shoal.mistakes import UserMistake
+from shoal.mistakes import RunFailed, UserMistake
 
 RECOMPUTE = ("none", "full")
 # A host's memory has no clear limit, and its time is no use to anyone: where a CPU stops without --up-to.
@@ -125,6 +125,7 @@ def measure_batches(
         )
     most = up_to or (MOST_ON_CPU if on_cpu else MOST)
     points: list[Point] = []
+    failures: list[str] = []
     machine: Mapping[str, Any] = {}
     for recompute in RECOMPUTE:
         size, tries = 1, measures
@@ -138,6 +139,11 @@ def measure_batches(
                     machine = found.machine
                 except RanOutOfMemory:
                     tries, ran_out = False, True
+                except RunFailed as failure:
+                    if not machine:  # nothing works, so there is no result to keep
+                        raise
+                    tries = False
+                    failures.append(f"Micro-batch {size} with train.recompute={recompute} was not measured: {failure}")
             points.append(Point(recompute, size, measured, forecast, ran_out))
             if not tries and (forecast is None or not forecast.fits):
                 break  # neither the device nor the forecast goes further
@@ -147,7 +153,7 @@ def measure_batches(
         caveats.append("On a CPU, memory is that of the whole process, with Python and its libraries.")
         if up_to is None:
             caveats.append(f"A CPU stops at a micro-batch of {MOST_ON_CPU}; --up-to sets another limit.")
-    return BatchReport(points, machine, config, devices, caveats)
+    return BatchReport(points, machine, config, devices, [*failures, *caveats])
 
 
 def _with_batch(config: Config, size: int, recompute: str, devices: int) -> Config:

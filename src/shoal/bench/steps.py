@@ -1,6 +1,7 @@
 """Runs a few training steps in separate processes and reads their metrics."""
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -149,6 +150,8 @@ def _run(command: Sequence[str], run: RunDirectory, steps: int, report: Callable
                 raise UserMistake(last_sentence(message))
             if process.returncode == OUT_OF_MEMORY:
                 raise RanOutOfMemory(last_sentence(message))
+            if process.returncode == -signal.SIGKILL:
+                raise RanOutOfMemory("The measured training was killed, as Linux does when the host's memory is full.")
             raise RunFailed(f"The measured training failed: {last_sentence(message)}")
     if first is None:
         first = time.perf_counter() - began

@@ -5,7 +5,7 @@ The A100's come from training results, two thirds of llm-foundry's in `benchmark
 itself: `MATMULS` and `ATTENTION`, whose sources are in docs/plan.md.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.catalogue.gpus import GPUS, Gpu
 
@@ -20,6 +20,47 @@ class Efficiency:
     fp8: float  # of peak fp8 FLOP/s, matmuls including casts
     half_keys: int = 0  # with this many keys per query, attention reaches half of its share; 0: not known
     fp32: float | None = None  # of peak fp32 FLOP/s, large matmuls; None: a little more than `matmuls`
+    inner_half: float = 256.0  # a matmul with this inner dimension reaches half the throughput of a long one
+
+
+# Streaming multiprocessors, from NVIDIA's datasheets and architecture papers.
+MULTIPROCESSORS: dict[str, int] = {
+    "t4": 40,
+    "v100-16gb": 80,
+    "v100-32gb": 80,
+    "a100-40gb": 108,
+    "a100-80gb": 108,
+    "a800-80gb": 108,
+    "rtx3090": 82,
+    "a5000": 64,
+    "a6000": 84,
+    "a10g": 80,
+    "l4": 58,
+    "l40": 142,
+    "l40s": 142,
+    "rtx4090": 128,
+    "rtx6000-ada": 142,
+    "h100-80gb": 132,
+    "h800-80gb": 132,
+    "h100-96gb": 132,
+    "h100-pcie": 114,
+    "h200": 132,
+    "gh200": 132,
+    "b200": 148,
+    "gb200": 148,
+    "b300": 148,
+    "rtx5090": 170,
+    "rtx-pro-6000": 188,
+}
+
+
+def relative_rate(gpu: Gpu) -> float:
+    """The peak of a multiprocessor relative to an H200's. What takes a multiprocessor as long whatever its peak, such
+    as the prologue and epilogue of a tile, weighs as much more."""
+    units = MULTIPROCESSORS.get(gpu.name)
+    if units is None:
+        return 1.0
+    return (gpu.bf16 or gpu.fp16) / units / (989e12 / MULTIPROCESSORS["h200"])
 
 
 # The share of training over the speed of large matmuls alone: 0.89 on an A100 and 0.98 on an H200, the two families of
@@ -40,6 +81,8 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "rtx5090": (217.7, 62.1),
     "a6000": (118.0, 23.0),
     "h100-pcie": (482.3, 36.4),
+    # Its fp32 matmuls fall from 50 to 35 as it warms up; the others at the L40S's ratio, which has the same chip.
+    "rtx6000-ada": (200.0, 35.0),
     "rtx-pro-6000": (402.0, 76.9),
     "gh200": (795.0, None),
     "b200": (1640.0, 63.6),
@@ -49,6 +92,8 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "mi300x": (642.0, None),
     "mi325x": (754.0, None),
 }
+# The same of fp8 matmuls, as shares of the peak: 0.93 × 0.96 of the best size [1].
+FP8: dict[str, float] = {"gh200": 0.69, "b200": 0.68, "b300": 0.67, "gb200": 0.65}
 # TFLOP/s of flash attention, forward and backward pass together, of long causal sequences with head dimension 128, and
 # the number of keys per query at which it reaches half of that.
 ATTENTION: dict[str, tuple[float, int]] = {
@@ -82,22 +127,22 @@ def _published(name: str) -> Efficiency:
         matmuls=IN_TRAINING * matmuls / peak,
         attention=attention / peak,
         bandwidth=0.64,
-        fp8=0.62,
+        fp8=FP8.get(name, 0.62),
         half_keys=half_keys,
         fp32=IN_TRAINING * fp32 * 1e12 / gpu.fp32 if fp32 else None,
+        inner_half=256.0 * relative_rate(gpu),
     )
 
 
 FAMILIES: dict[str, Efficiency] = {
     "a100-40gb": _AMPERE,
     "a100-80gb": _AMPERE,
-    # The same chip as the H200 (its large matmuls reach 0.80 of the peak on both), with slower memory.
-    "h100-80gb": _HOPPER,
+    # The same chip as the H200 (its large matmuls reach 0.80 of the peak on both), with slower memory. Of fp8 matmuls,
+    # 0.98 × 0.96 of the best size [1], 1,403 TFLOP/s; the H200's are of our own code, with its casts.
+    "h100-80gb": replace(_HOPPER, fp8=0.667),
     # Limited to 500 W, this part cannot sustain the clocks that its peak assumes.
     "h100-96gb": Efficiency(matmuls=0.54, attention=0.48, bandwidth=0.60, fp8=0.62),
     "h200": _HOPPER,
-    # The same chip at the same rate as the L40S.
-    "rtx6000-ada": _published("l40s"),
     **{name: _published(name) for name in MATMULS},
 }
 # A device without an entry is like the one of its architecture that has one.

@@ -65,6 +65,7 @@ class Family:
     embedding_norm: bool = False  # between the embedding and the first block
     grouped: bool = False  # may have fewer key-value heads than heads
     final_norm: bool = True  # between the last block and the head
+    post_norm: bool = False  # a norm of the residual stream after attention and MLP, not of what these read
     head_transform: bool = False  # the head is more than one matrix: it has a linear layer and a norm of its own
     parallel_residual: bool = False  # attention and MLP may read the same input
     unfused_gelu: bool = False  # the activation function is several elementwise kernels
@@ -195,6 +196,7 @@ FAMILIES: dict[str, Family] = {
         norm_bias=True,
         embedding_norm=True,
         final_norm=False,
+        post_norm=True,
         head_transform=True,
         causal=False,
         segments=2,

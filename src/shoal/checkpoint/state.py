@@ -42,6 +42,7 @@ class Progress:
     optimizer: str = ""
     data: dict[str, dict[str, int | str]] = field(default_factory=dict)  # set → what tells whether it has changed
     bad_steps: list[int] = field(default_factory=list)  # the latest consecutive steps with a non-finite loss
+    losses: dict[str, float] = field(default_factory=dict)  # their mean and variance, to detect spikes
     left_out: list[tuple[int, int]] = field(default_factory=list)  # spans of the data order that are skipped
     evaluated_at: int | None = None
     eval_loss: float | None = None  # of the last evaluation

@@ -116,8 +116,8 @@ def import_command(
 ) -> None:
     """Translate configs and commands of other systems to a YAML file, or convert a checkpoint to a Hugging Face folder.
 
-    DeepSpeed, Accelerate, the Hugging Face Trainer, TRL, LitGPT, axolotl, torchtune, scModelForge, Hydra, torchrun,
-    sbatch. Several files that belong together are given at once. Nothing in them is run.
+    DeepSpeed, Accelerate, the Hugging Face Trainer, TRL, LitGPT, axolotl, LLaMA-Factory, torchtune, scModelForge,
+    Hydra, torchrun, sbatch. Several files that belong together are given at once. Nothing in them is run.
     """
     from shoal import api
 

@@ -263,8 +263,8 @@ class TrainConfig(Block):
     )
     cuda_graphs: bool | Literal["auto"] = Field(
         "auto",
-        description="Replay forward and backward pass as CUDA graphs, on one GPU with compiled blocks; auto: where "
-        "launching the kernels of a small model would take about as long as running them.",
+        description="Replay forward and backward pass as CUDA graphs, on one GPU or each of ddp's, with compiled "
+        "blocks; auto: where launching the kernels of a small model would take about as long as running them.",
     )
     objective: ObjectiveName = Field(
         "causal_lm",
@@ -332,7 +332,8 @@ class TrainConfig(Block):
             raise contradiction(
                 "train.lr_scaling linear needs train.base_batch, the global batch that lr refers to.", "lr_scaling"
             )
-        if self.micro_batch != "auto" and self.micro_batch > self.global_batch:
+        # With grad_accum the global batch follows from the micro-batch.
+        if self.micro_batch != "auto" and self.grad_accum is None and self.micro_batch > self.global_batch:
             raise contradiction(
                 f"train.micro_batch ({self.micro_batch}) is larger than train.global_batch ({self.global_batch}).",
                 "micro_batch",

@@ -42,7 +42,8 @@ def check_loader(loader: Any) -> None:
         found = type(sampler).__name__ if not plain else type(loader.batch_sampler).__name__
         raise UserMistake(
             f"The loader has a {found} of its own; leave it out: run.prepare gives every rank its samples, in an order "
-            "that shuffle=True shuffles anew in each epoch."
+            "that shuffle=True shuffles anew in each epoch. To choose or weight samples, give torch.utils.data.Subset "
+            "with their indices."
         )
 
 

@@ -30,6 +30,7 @@ from shoal.paths import cache_root
 # Part of every cache key. Raise it whenever the same text and settings would give other sequences than before (a
 # prompt's wording, a packing rule, the meaning of a flag), or other files.
 LAYOUT = 4
+CELLS_LAYOUT = 2  # the same for cells alone
 
 
 def prepare(
@@ -59,7 +60,7 @@ def prepare(
     described = [LAYOUT, settings.as_key(), tokenizer.fingerprint, content]
     cells = reading.source == "cells"
     if cells:
-        described.append(data.cells.model_dump(mode="json"))
+        described += [CELLS_LAYOUT, data.cells.model_dump(mode="json")]
     key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
 
     def build(folder: Path) -> None:
@@ -72,6 +73,7 @@ def prepare(
                 length=settings.max_length,
                 key=named_by,
                 progress=Progress(report),
+                encoder=settings.encoder,
             )
         elif cells:
             work = find_cell_tokenizer(data, reading.files, tokenizer, settings)
@@ -80,7 +82,6 @@ def prepare(
                 folder,
                 work,
                 work.cells.ranges(),
-                size=tokenizer.size,
                 key=named_by,
                 progress=Progress(report),
                 classes=settings.classes,

@@ -37,8 +37,11 @@ class TokenSequences(Sequences):
         counted: np.ndarray,
         kept: np.ndarray | None,
         summary: Summary,
+        special: np.ndarray | None = None,
     ) -> None:
+        """`special`: for an encoder, which ids are special tokens, and therefore never masked."""
         self.summary = summary
+        self._special = special
         self._files = files
         self._length = length
         self._end = end
@@ -55,7 +58,10 @@ class TokenSequences(Sequences):
         numbers, starts, ends = self._bounds(np.array([range(len(self))[index]]))
         number, start, end = int(numbers[0]), int(starts[0]), int(ends[0])
         file, mapped = self._files[number], self._map(number)
+        tokens = file.read(mapped, start, end)
         flags = np.full(end - start, LOSS_TOKEN, dtype=np.uint8)
+        if self._special is not None:
+            flags[self._special[tokens]] = 0
         if file.documents is None:
             before = file.read(mapped, max(start - 1, 0), end - 1)
             flags[end - start - len(before) :][before == self._end] = DOCUMENT
@@ -64,7 +70,7 @@ class TokenSequences(Sequences):
             flags[file.documents[first:last] - start] = DOCUMENT
         if start == 0:
             flags[0] = DOCUMENT
-        return file.read(mapped, start, end), flags
+        return tokens, flags
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         _, starts, ends = self._bounds(indices)
@@ -93,10 +99,15 @@ def check_tokenized(data: DataConfig, not_apart: str | None = None, objective: s
             f"train.objective {objective} compares answers, and data.source tokens does not tell them apart; give "
             f"text, in records with the keys {keys}."
         )
-    if facts.encoder:
+    if facts.classes:
         raise UserMistake(
-            f"train.objective {objective} needs to know the special tokens of each example, and data.source tokens "
-            "does not tell them apart; give text."
+            f"train.objective {objective} needs a label for each example, and data.source tokens is one stream without "
+            "labels; give records with a text and data.label."
+        )
+    if facts.encoder and data.document_mask:
+        raise UserMistake(
+            f"data.document_mask is for causal language models, and train.objective {objective} joins the documents of "
+            "data.source tokens; leave it out."
         )
     if data.format not in ("auto", "text"):
         raise UserMistake(f"data.source tokens has no records of format {data.format}. Use data.format: auto.")
@@ -107,15 +118,25 @@ def check_tokenized(data: DataConfig, not_apart: str | None = None, objective: s
 
 
 def write_token_sequences(
-    folder: Path, reading: Reading, tokenizer: Tokenizer, *, dtype: str, length: int, key: str, progress: Progress
+    folder: Path,
+    reading: Reading,
+    tokenizer: Tokenizer,
+    *,
+    dtype: str,
+    length: int,
+    key: str,
+    progress: Progress,
+    encoder: bool = False,
 ) -> None:
-    """Read the token files of `reading` once, and write into `folder` what `open_token_sequences` needs."""
+    """Read the token files of `reading` once, and write into `folder` what `open_token_sequences` needs. For an
+    `encoder` the loss tokens are those that may be masked: not the special ones."""
     files = find_token_files(reading.files, dtype, tokenizer.size)
+    special = _special_ids(tokenizer.size, sorted(tokenizer.special)) if encoder else None
     digest = hashlib.sha256(str(length).encode())
     total = sum(file.tokens for file in files)
     counts, documents, scanned = [], 0, 0
     for file in files:
-        counted, begun = _scan(file, tokenizer, length, digest, progress, scanned, total)
+        counted, begun = _scan(file, tokenizer, length, digest, progress, scanned, total, special)
         counts.append(counted)
         documents += begun
         scanned += file.tokens
@@ -129,7 +150,10 @@ def write_token_sequences(
         {"path": str(file.path), "dtype": file.dtype.str, "offset": file.offset, "tokens": file.tokens}
         for file in files
     ]
-    (folder / "files.json").write_text(json.dumps({"length": length, "end": tokenizer.end, "files": layout}) + "\n")
+    described = {"length": length, "end": tokenizer.end, "files": layout}
+    if encoder:
+        described |= {"size": tokenizer.size, "special": sorted(tokenizer.special)}
+    (folder / "files.json").write_text(json.dumps(described) + "\n")
     for number, file in enumerate(files):
         if file.documents is not None:
             write_array(folder / f"documents-{number}.npy", file.documents)
@@ -152,6 +176,7 @@ def write_token_sequences(
         loss_token_share=0.0,
         content=digest.hexdigest(),
         dropped=dropped,
+        encoder=encoder,
     )
     write_summary(folder, summary)
     lengths = open_token_sequences(folder).lengths(np.arange(len(kept)))
@@ -186,7 +211,15 @@ def open_token_sequences(folder: Path, *, separate: bool = False) -> TokenSequen
         counted,
         _load(folder / "kept.npy"),
         replace(summary, separate=separate),
+        _special_ids(described["size"], described["special"]) if "special" in described else None,
     )
+
+
+def _special_ids(size: int, special: list[int]) -> np.ndarray:
+    """For each id, whether it is a special token."""
+    found = np.zeros(size, dtype=bool)
+    found[special] = True
+    return found
 
 
 def _load(file: Path) -> np.ndarray | None:
@@ -209,10 +242,14 @@ def _scan(
     progress: Progress,
     scanned: int,
     total: int,
+    special: np.ndarray | None,
 ) -> tuple[np.ndarray, int]:
-    """The loss tokens of each sequence of the file, and the number of its documents. Hashes its content."""
+    """The loss tokens of each sequence of the file, and the number of its documents. Hashes its content. `special`:
+    for an encoder, which ids are special tokens."""
     bounds = split_stream(file.tokens, length)
-    counts = bounds.ends - bounds.starts - 1
+    # Labels; of an encoder, inputs but the first.
+    counts = bounds.ends - bounds.starts - (1 if special is None else 2)
+    begins = np.empty(0, np.int64)  # the document that an end token at the end of the last block announced
     mapped = file.map() if file.tokens else np.empty(0, file.dtype)
     begun = 1 if file.tokens else 0
     digest.update(f"{file.dtype.str} {file.tokens}".encode())
@@ -229,8 +266,15 @@ def _scan(
             firsts = file.documents[first:last]
         firsts = firsts[firsts < file.tokens]
         begun += len(firsts)
-        # Token p > 0 is a label of sequence (p - 1) // length and of no other.
-        np.subtract.at(counts, (firsts - 1) // length, 1)
+        if special is None:
+            # Token p > 0 is a label of sequence (p - 1) // length and of no other.
+            np.subtract.at(counts, (firsts - 1) // length, 1)
+        else:
+            # Token p is an input of sequence p // length; that sequence's first and the file's last are not masked.
+            never = np.union1d(start + np.flatnonzero(special[ids]), np.concatenate([begins, firsts]))
+            begins = never[never >= start + len(ids)]
+            never = never[(never < start + len(ids)) & (never % length > 0) & (never < file.tokens - 1)]
+            np.subtract.at(counts, never // length, 1)
         done = scanned + start + len(ids)
         progress.tick("Checking token ids", done, "tokens", done / total)
     return counts, begun

@@ -31,6 +31,7 @@ from shoal.resilience.health import Action, Decision
 from shoal.train.conclude import Watch, conclude_step, make_health
 from shoal.train.custom import CustomJob, set_up_custom
 from shoal.train.custom_evaluation import Compute, evaluate_batches, to_device
+from shoal.train.custom_schedule import Per
 from shoal.train.default_hooks import default_hooks
 from shoal.train.hooks import Fault, RunStart, StepEnd
 from shoal.train.rollback import give_up, roll_back
@@ -97,9 +98,17 @@ class CustomLoop:
     def total_steps(self) -> int:
         return self._prepared.steps
 
-    def prepare(self, model: nn.Module, optimizer: Any, loader: Any, schedule: Any = None) -> tuple[Any, ...]:
+    @property
+    def epoch(self) -> int:
+        """The number of complete epochs so far."""
+        return self._prepared.epoch
+
+    def prepare(
+        self, model: nn.Module, optimizer: Any, loader: Any, schedule: Any = None, *, schedule_per: Per = "step"
+    ) -> tuple[Any, ...]:
         """Parallelize the model as the config says, and take over the others; returns them in the same order (without
-        a schedule, three). A run that resumes has its weights, optimizer state and schedule afterwards."""
+        a schedule, three). The schedule advances after every step, or with `schedule_per="epoch"` after every epoch. A
+        run that resumes has its weights, optimizer state and schedule afterwards."""
         if self._job is not None:
             raise UserMistake("run.prepare was called already; a run has one model, one optimizer and one loader.")
         joined = self._joined
@@ -113,6 +122,7 @@ class CustomLoop:
             optimizer=optimizer,
             loader=loader,
             schedule=schedule,
+            schedule_per=schedule_per,
             nodes=joined.nodes,
         )
         self._samples = torch.tensor(float(job.resolved.micro_batch), dtype=torch.float64, device=self.device)
@@ -184,11 +194,8 @@ class CustomLoop:
         result = job.step.update(sums, None if self._weighted else whole, None, correction)
         for copies in job.model.copies:
             copies.uninstall()  # so that model.parameters() are the master weights until the next forward pass
-        if schedule is not None:
-            schedule.step()
+        job.advance()
         self._result = (result, lr)
-        job.progress.step += 1
-        job.progress.tokens += whole
         return True
 
     def stop(self) -> None:
@@ -317,7 +324,10 @@ class CustomLoop:
                 self._micro = None
                 if not micro.backward or not micro.stepped:
                     missing = "run.backward(loss)" if not micro.backward else "run.step(optimizer)"
-                    raise UserMistake(f"{missing} was not called for a batch of run.steps; call it once for each.")
+                    raise UserMistake(
+                        f"{missing} was not called for a batch of run.steps; call it once for each: gradients are "
+                        "accumulated by train.micro_batch or train.grad_accum, not by the loop."
+                    )
             assert self._result is not None
             (result, lr), self._result = self._result, None
             arrived = job.log.after_step(

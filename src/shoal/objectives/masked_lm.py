@@ -1,13 +1,11 @@
 """Masked language modelling: some tokens of each example are hidden, and the model predicts them from all others.
 
-Which ones, and what stands in their place, is drawn from the seed and the example's position in the global order, so
-that neither world size nor micro-batch nor a resume changes it. In evaluation it is drawn from the seed and the number
-of the sequence: the same at every evaluation.
+Which ones, and what stands in their place, is drawn from the seed and the example's position in the global order
+(`data.masks`). In evaluation it is drawn from the seed and the number of the sequence: the same at every evaluation.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +14,9 @@ from torch import Tensor
 
 from shoal.config.schema import Config
 from shoal.data.loader import MicroBatch
-from shoal.data.order import key_of
-from shoal.data.sequences import LOSS_TOKEN, Sequences
+from shoal.data.masks import EVALUATION, TRAINING, eligible_tokens, make_masks, total_masked
+from shoal.data.sequences import Sequences
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy
 from shoal.models.cross_entropy import IGNORED, Measure, kept_tokens
 from shoal.models.loss import LossSums
@@ -41,36 +38,6 @@ HEADS = {
 }
 
 
-@dataclass(frozen=True)
-class Masks:
-    """What is drawn, from what."""
-
-    seed: int
-    ratio: float
-    as_mask: float  # the share of predicted tokens that the mask token replaces
-    as_random: float  # the share that a random token replaces
-    mask: int  # the id of the mask token
-    ordinary: np.ndarray  # the ids that a random token may have
-
-    def draw(self, tokens: np.ndarray, eligible: np.ndarray, key: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens as the model sees them, and the indices of those that it predicts. `eligible`: which it may."""
-        count = masked_count(len(eligible), self.ratio)
-        # Raw bits, whose order no version of numpy changes.
-        drawn = np.random.Philox(key=key).random_raw(len(eligible) + 2 * count)
-        chosen = np.sort(eligible[np.argsort(drawn[: len(eligible)], kind="stable")[:count]])
-        share = drawn[len(eligible) : len(eligible) + count] / 2.0**64
-        seen = tokens.astype(np.int64)
-        seen[chosen[share < self.as_mask]] = self.mask
-        changed = (share >= self.as_mask) & (share < self.as_mask + self.as_random)
-        seen[chosen[changed]] = self.ordinary[drawn[len(eligible) + count :][changed] % np.uint64(len(self.ordinary))]
-        return seen, chosen
-
-
-def masked_count(eligible: int, ratio: float) -> int:
-    """How many tokens of an example are predicted: a number that is known before they are drawn."""
-    return min(eligible, max(1, math.floor(eligible * ratio + 0.5)))
-
-
 class MaskedLM:
     """`train.objective: masked_lm`."""
 
@@ -79,7 +46,7 @@ class MaskedLM:
 
     def __init__(self, config: Config, tokenizer: Tokenizer | None = None) -> None:
         self.ratio = config.train.mask_ratio
-        self._masks = None if tokenizer is None else _masks(config, tokenizer)
+        self._masks = None if tokenizer is None else make_masks(config, tokenizer)
 
     def collate(
         self,
@@ -94,11 +61,10 @@ class MaskedLM:
         assert self._masks is not None, "masks need a tokenizer"
         batch = collate_examples(sequences, sequence_ids, pad=pad, length=length, multiple=multiple)
         inputs, labels, total = batch.inputs.numpy(), batch.labels.numpy(), 0
-        use, where = ("masks", positions) if positions is not None else ("evaluation masks", sequence_ids)
+        use, where = (TRAINING, positions) if positions is not None else (EVALUATION, sequence_ids)
         for line, (index, at) in enumerate(zip(sequence_ids.tolist(), where.tolist(), strict=True)):
             tokens, flags = sequences[index]
-            eligible = _eligible(flags)
-            seen, chosen = self._masks.draw(tokens[:-1], eligible, key_of("shoal", use, self._masks.seed, at))
+            seen, chosen = self._masks.draw(tokens[:-1], eligible_tokens(flags), at, use)
             inputs[line, : len(seen)] = seen
             labels[line, chosen] = tokens[chosen]
             total += len(chosen)
@@ -106,8 +72,7 @@ class MaskedLM:
         return batch
 
     def weight(self, sequences: Sequences, sequence_ids: np.ndarray) -> int:
-        eligible = sequences.loss_tokens(sequence_ids).reshape(-1).tolist()
-        return sum(masked_count(one, self.ratio) for one in eligible)
+        return total_masked(sequences.loss_tokens(sequence_ids), self.ratio)
 
     def module(
         self,
@@ -126,22 +91,6 @@ class MaskedLM:
         loss = sums["loss"] / weight
         perplexity = math.exp(min(loss, LARGEST_EXPONENT)) if math.isfinite(loss) else math.nan
         return {"loss": loss, "perplexity": perplexity, "masked_accuracy": sums["correct"] / weight}
-
-
-def _masks(config: Config, tokenizer: Tokenizer) -> Masks:
-    if tokenizer.mask is None:
-        raise UserMistake(
-            f"train.objective masked_lm: the tokenizer {tokenizer.name} has no mask token; use one that has, or add "
-            "one with model.add_tokens: [<mask>]."
-        )
-    masking = config.train.masking
-    ordinary = np.setdiff1d(np.arange(tokenizer.size), sorted(tokenizer.special))
-    return Masks(config.seed, config.train.mask_ratio, masking.mask, masking.random, tokenizer.mask, ordinary)
-
-
-def _eligible(flags: np.ndarray) -> np.ndarray:
-    """The tokens that may be predicted: as `Sequences.loss_tokens` counts them, all of the text but a first token."""
-    return 1 + np.flatnonzero(flags[1:-1] & LOSS_TOKEN)
 
 
 class MaskedModel(EncoderModel):

@@ -4,11 +4,11 @@ One run has several series in a chart, such as training and evaluation loss; of 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.observe.run_reader import RunRecord, Values, number
+from shoal.observe.run_reader import RunRecord, Values, column, number
 
 MOST_POINTS = 400  # of a series
 MOST_OTHERS = 8  # charts of metrics that are not listed here
@@ -81,8 +81,9 @@ def charts_of(run: RunRecord) -> list[Chart]:
     return [chart for chart in drawn if chart["series"]]
 
 
-def compared_charts(runs: Sequence[tuple[str, RunRecord]]) -> list[Chart]:
-    """The charts of several runs, with one line each: for a shared chart that of its first metric."""
+def compared_charts(runs: Sequence[tuple[str, RunRecord]], only: Collection[str] | None = None) -> list[Chart]:
+    """The charts of several runs, or `only` some of them, with one line each: for a shared chart that of its first
+    metric."""
     axes = {label: Axis(run) for label, run in runs}
 
     def draw(name: str, title: str, form: str, curve: Curve) -> Chart:
@@ -93,11 +94,13 @@ def compared_charts(runs: Sequence[tuple[str, RunRecord]]) -> list[Chart]:
 
     drawn = []
     for name, (title, form) in CHARTS.items():
+        if only is not None and name not in only:
+            continue
         first = next(curve for curve in CURVES if curve.chart == name)
         drawn.append(draw(name, title, form, first))
         if name == "loss":
             drawn.append(draw("eval_loss", "Evaluation loss", form, CURVES[1]))
-    for metric in _others([run for _, run in runs]):
+    for metric in _others([run for _, run in runs]) if only is None else ():
         curve = Curve(metric, _title(metric), metric, evaluation=metric.startswith("eval_"))
         drawn.append(draw(metric, _title(metric), "number", curve))
     return [chart for chart in drawn if chart["series"]]
@@ -126,8 +129,8 @@ class Axis:
 
 def _series(run: RunRecord, axis: Axis, curve: Curve, label: str) -> Chart:
     lines = run.evaluations if curve.evaluation else run.training
-    points = [(line, value) for line in lines if (value := number(line.get(curve.metric))) is not None]
-    kept = [points[index] for index in thinned([value for _, value in points])]
+    found, values = column(lines, curve.metric)
+    kept = [(found[index], values[index]) for index in thinned(values)]
     places = [axis.place(line) for line, _ in kept]
     return {
         "label": label,
@@ -186,9 +189,9 @@ def thinned(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
     ranges = most // 2 - 1
     kept = {0, len(values) - 1}
     for one in range(ranges):
-        indices = range(one * len(values) // ranges, (one + 1) * len(values) // ranges)
-        pick: Callable[[int], float] = values.__getitem__
-        kept |= {min(indices, key=pick), max(indices, key=pick)}
+        first = one * len(values) // ranges
+        some = values[first : (one + 1) * len(values) // ranges]
+        kept |= {first + some.index(min(some)), first + some.index(max(some))}
     return sorted(kept)
 
 

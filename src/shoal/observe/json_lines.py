@@ -57,13 +57,21 @@ class GrowingLines:
 
 
 def _parsed(lines: list[bytes]) -> Iterator[dict[str, Any]]:
+    try:  # all at once takes half the time of one by one
+        yield from _objects(json.loads(b"[" + b",".join(filter(None, lines)) + b"]"))
+        return
+    except (ValueError, RecursionError):
+        pass  # one is damaged: leave out that one
     for line in lines:
         try:
             found = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict):
-            yield found
+        yield from _objects([found])
+
+
+def _objects(found: list[Any]) -> Iterator[dict[str, Any]]:
+    return (one for one in found if isinstance(one, dict))
 
 
 def open_regular(path: Path) -> IO[bytes]:

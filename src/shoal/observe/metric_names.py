@@ -28,7 +28,7 @@ TRAINING = {
     "save_seconds": Metric("s per step", "Time waiting for checkpoints, mean since the previous line."),
     "communication_seconds": Metric(
         "s per step",
-        "Time waiting for communication. null: cannot be measured ([when](observe.md)).",
+        "Time that rank 0 waits for communication, in [some of the steps](observe.md). null: not measured.",
     ),
     "seconds": Metric("s per step", "Wall time, mean since the previous line, without evaluations and saves."),
     "skipped": Metric("steps", "Steps so far that changed no weights: a value was non-finite, or the loss spiked."),

@@ -25,6 +25,8 @@ class MLflow:
 
     def __init__(self, about: "About") -> None:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # usage reports to its makers; read when mlflow is imported
+        # Where the run can be seen would be printed to standard output, in the middle of what `--json` prints.
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 

@@ -1,8 +1,9 @@
 """The figures of a run that sum it up: for the top of its report, the list of runs, and the comparison."""
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
-from shoal.observe.run_reader import RunRecord, Values, number
+from shoal.observe.run_reader import RunRecord, Values, column, number
 
 # A mean over the last lines says more than the last one, and the first ones compile and warm up.
 RECENT = 20
@@ -27,7 +28,17 @@ class Results:
     waits: dict[str, float]  # seconds per step, by what the step waited for; "computing" is the rest
 
 
+_KNOWN: "WeakKeyDictionary[RunRecord, Results]" = WeakKeyDictionary()
+
+
 def results_of(run: RunRecord) -> Results:
+    found = _KNOWN.get(run)
+    if found is None:
+        found = _KNOWN[run] = _results_of(run)
+    return found
+
+
+def _results_of(run: RunRecord) -> Results:
     last = run.training[-1] if run.training else {}
     recent = run.training[-RECENT:]
     evaluated = [(value, one["step"]) for one in run.evaluations if (value := number(one.get("eval_loss"))) is not None]
@@ -45,9 +56,7 @@ def results_of(run: RunRecord) -> Results:
         tokens=number(last.get("tokens")),
         tokens_per_second=_mean(recent, "tokens_per_second"),
         mfu=_mean(recent, "mfu"),
-        memory_gib=max(
-            (found for one in run.training if (found := number(one.get("memory_gib"))) is not None), default=None
-        ),
+        memory_gib=max(column(run.training, "memory_gib")[1], default=None),
         seconds=_duration(run),
         seconds_left=left,
         restarts=max(0, len(attempts) - 1),
@@ -57,7 +66,7 @@ def results_of(run: RunRecord) -> Results:
 
 
 def _mean(lines: list[Values], name: str) -> float | None:
-    found = [value for one in lines if (value := number(one.get(name))) is not None]
+    _, found = column(lines, name)
     return sum(found) / len(found) if found else None
 
 

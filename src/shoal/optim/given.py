@@ -1,6 +1,7 @@
 """An optimizer that the user made from a model's parameters, as training and checkpoints use it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ NAMES_SHOWN = 3
 def check_optimizer(optimizer: Any, names: Mapping[nn.Parameter, str]) -> None:
     """A UserMistake unless `optimizer` is a fresh one over the parameters of the model, which have these `names`."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserMistake(f"run.prepare takes a torch optimizer, not a {type(optimizer).__name__}.")
+        several = isinstance(optimizer, tuple | list | dict)
+        instead = "; use one, with a parameter group for each network, as examples/loops/gan.py does" if several else ""
+        raise UserMistake(f"run.prepare takes a torch optimizer, not a {type(optimizer).__name__}{instead}.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserMistake("LBFGS evaluates the loss several times per step, which run.step does not; use another.")
     given = [one for group in optimizer.param_groups for one in group["params"]]
@@ -84,7 +87,8 @@ class GivenOptimizer(NamedOptimizer):
         if self.lr_scale != 1.0:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] * self.lr_scale
-        super().step(None, usable, factor)
+        with _shards_apart(self.optimizer):
+            super().step(None, usable, factor)
         for group, before in zip(self.optimizer.param_groups, kept, strict=True):
             group["lr"] = before
         if not self._checked and self.optimizer.state:
@@ -143,6 +147,28 @@ class GivenOptimizer(NamedOptimizer):
                     group[key] = tuple(value) if isinstance(value, list) else value
 
 
+@contextmanager
+def _shards_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """During an update, shards are in other groups than parameters that FSDP leaves whole: the kernels that update many
+    tensors at once do not take both. Only for torch's optimizers: others may keep state in a group."""
+    whole = optimizer.param_groups
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        yield
+        return
+    optimizer.param_groups = [part for group in whole for part in _parts(group)]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = whole
+
+
+def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
+    kinds: dict[bool, list[Tensor]] = {}
+    for one in group["params"]:
+        kinds.setdefault(isinstance(one, DTensor), []).append(one)
+    return [{**group, "params": members} for members in kinds.values()] if len(kinds) > 1 else [group]
+
+
 def _number(value: Any) -> Any:
     """`value` if it is a number or several, as JSON has them; else None. Flags are the script's own."""
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -157,7 +183,6 @@ def _choose_fused(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return
     for group in optimizer.param_groups:
-        alike = len({isinstance(one, DTensor) for one in group["params"]}) == 1
         undecided = not any(group.get(key) for key in ("foreach", "fused", "capturable", "differentiable"))
-        if undecided and alike and all(one.is_cuda for one in group["params"]):
+        if undecided and group["params"] and all(one.is_cuda for one in group["params"]):
             group["fused"] = True

@@ -32,6 +32,7 @@ from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.shard import replicate_stage, shard_stage
 from shoal.parallel.stages import StageModel, stages_of_rank
 from shoal.parallel.tensor import VocabularyShard, split_tensors
+from shoal.parallel.zero_rows import shard_rows
 
 
 def parallelize(
@@ -91,6 +92,8 @@ def parallelize(
         # FSDP before materialization: memory is then allocated for this rank's shard only.
         if recipe.fully_shard:
             shard_stage(module, stage, config.parallel, strategy, parallel_dims, precision)
+        elif recipe.zero_stage == 3:
+            shard_rows(stage.model, parallel_dims.replicas)
         materialize(
             stage.model,
             stage.anatomy,
@@ -105,7 +108,9 @@ def parallelize(
         done.parameters |= dict(stage.model.named_parameters())
         # DDP after materialization: it cannot wrap a module on meta.
         if not recipe.fully_shard:
-            module = replicate_stage(module, stage, config.parallel, parallel_dims, precision)
+            module = replicate_stage(
+                module, stage, config.parallel, parallel_dims, precision, cuda_graphs=cuda_graphs
+            )
         done.modules.append(module)
     return finish(model, recipe, done, cuda_graphs=cuda_graphs)
 

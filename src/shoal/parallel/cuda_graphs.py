@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake
+from shoal.models.cross_entropy import KEPT_SIZES
 from shoal.parallel.gradients import Gradients
 from shoal.parallel.micro_batches import MicroBatchRunner, Prepare
 from shoal.parallel.precision import ComputeCopies
@@ -150,11 +151,12 @@ class GraphRunner(MicroBatchRunner):
 
 
 def _few_sizes(batch: MicroBatch) -> MicroBatch:
-    """Round the number of loss tokens up to one of as many sizes as there may be graphs."""
+    """Round the number of loss tokens up to one of as many sizes as there may be graphs; or to what the head is
+    computed for anyway, where the objective says how many there are: masked tokens are nearly as many each time."""
     found = batch.counted()
     if found is None:
         return batch
-    step = -(-batch.labels.numel() // MOST_GRAPHS)
+    step = -(-batch.labels.numel() // (MOST_GRAPHS if batch.loss_tokens is None else KEPT_SIZES))
     return replace(batch, loss_tokens=max(1, -(-found // step)) * step)
 
 

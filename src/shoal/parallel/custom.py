@@ -39,10 +39,17 @@ from shoal.parallel.units import Units, blocks_of_classes, choose_any_units
 UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
-def check_custom(model: Any, config: Config) -> None:
+def check_model(model: Any) -> None:
+    """A UserMistake unless `model` is one module."""
+    if isinstance(model, nn.Module):
+        return
+    several = isinstance(model, tuple | list | dict)
+    instead = "; make several networks parts of one module, as examples/loops/gan.py does" if several else ""
+    raise UserMistake(f"run.prepare takes a torch nn.Module first, not a {type(model).__name__}{instead}.")
+
+
+def check_custom(model: nn.Module, config: Config) -> None:
     """A UserMistake unless `model` can be parallelized as the config says."""
-    if not isinstance(model, nn.Module):
-        raise UserMistake(f"run.prepare takes a torch nn.Module first, not a {type(model).__name__}.")
     wrappers = (DistributedDataParallel, DataParallel, FSDPModule, ComputeCopies)
     wrapped = next((one for one in model.modules() if isinstance(one, wrappers)), None)
     if wrapped is not None or isinstance(model, _Routed):

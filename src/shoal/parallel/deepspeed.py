@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from threading import Timer
 from typing import Any
 
 import torch
@@ -21,15 +22,20 @@ from torch import Tensor, nn
 from shoal.config.engine import find_unsupported
 from shoal.config.schema import Config, OffloadConfig
 from shoal.data.loader import MicroBatch
-from shoal.mistakes import UserMistake
+from shoal.mistakes import UserMistake, shortened
 from shoal.models.loss import LossSums
-from shoal.parallel.micro_batches import MicroBatchRunner, Prepare
+from shoal.parallel.gradients import Gradients
+from shoal.parallel.micro_batches import MicroBatchRunner, Prepare, joined
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.zero_engine import ZeroEngine
+from shoal.parallel.zero_rows import whole_parameters
 from shoal.paths import user_path
 
+LOGGER = logging.getLogger(__name__)
+PATIENCE = 2.0  # seconds without a word
 NEVER = sys.maxsize  # steps between DeepSpeed's own progress lines
 BUCKET = 500_000_000  # DeepSpeed's default: elements of a bucket, which it allocates even for smaller models
+SWAP_BUFFER = 100_000_000  # the same of a buffer for parameters on disk, of which it has five
 
 
 def check_deepspeed(config: Config) -> None:
@@ -56,7 +62,7 @@ def engine_settings(
             "stage": stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            **_offload(config),
+            **_offload(config, parameters),
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,  # torch's AdamW updates offloaded state too, and needs no compiler
@@ -75,7 +81,7 @@ def engine_settings(
     return found
 
 
-def _offload(config: Config) -> dict[str, Any]:
+def _offload(config: Config, model_size: int) -> dict[str, Any]:
     offload = config.parallel.offload
     if offload == "none":
         return {}
@@ -88,11 +94,14 @@ def _offload(config: Config) -> dict[str, Any]:
         folder = {"nvme_path": str(user_path(offload.path, "parallel.offload.path"))}
     pinned = {"pin_memory": torch.cuda.is_available()}
     places = {"offload_optimizer": optimizer, "offload_param": parameters}
-    return {
+    found = {
         key: {"device": place, **pinned, **(folder if place == "nvme" else {})}
         for key, place in places.items()
         if place != "none"
     }
+    if parameters == "nvme":
+        found["offload_param"]["buffer_size"] = min(SWAP_BUFFER, model_size)
+    return found
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -123,7 +132,7 @@ class EngineRunner(MicroBatchRunner):
         engine.set_gradient_accumulation_boundary(last)
         found: LossSums = engine(self.prepare(batch))
         engine.backward(found.trained * factor, scale_wrt_gas=False)
-        return torch.stack([one.double() for one in found.sums])
+        return joined(found.sums)
 
 
 @dataclass(kw_only=True)
@@ -168,19 +177,17 @@ def start_zero(
 ) -> EngineModel:
     """ZeRO 1 to 3: hand the model and torch's optimizer to DeepSpeed. `make_state`: the optimizer's state of a tensor
     before its first step. `values`: the model's weights are initialized."""
-    device, saved = model.parallel_dims.device, model.placement.shapes
-    _check_device(settings, device)
-    parameters = {name: one for name, one in model.parameters.items() if name in saved}
-    zero = ZeroEngine(optimizer, parameters, model.parallel_dims.replicas)
-    if values and model.precision.compute != torch.float32:
-        zero.keep_weights()
-    for parameter in _once(model.parameters.values()):
-        parameter.data = parameter.data.to(model.precision.compute)
-    if settings["zero_optimization"]["stage"] == 3:
-        deepspeed = import_deepspeed(device)
-        deepspeed.init_distributed(dist_init_required=False)
-        for module in model.modules:  # parameter by parameter: no device holds the whole model
-            deepspeed.zero.Init(module=module, config_dict_or_path=settings, mem_efficient_linear=False)
+    compute, shapes = model.precision.compute, model.placement.shapes
+    _check_device(settings, model.parallel_dims.device)
+    rows = _partition(model, optimizer, settings) if settings["zero_optimization"]["stage"] == 3 else {}
+    parameters = {name: one for name, one in model.parameters.items() if name in shapes}
+    zero = ZeroEngine(optimizer, parameters, shapes, model.parallel_dims.replicas)
+    if values and compute != torch.float32:
+        zero.keep_weights(rows)
+    if not rows:
+        for parameter in _once(model.parameters.values()):
+            parameter.data = parameter.data.to(compute)
+    del rows
     zero.engine = _initialize(model, optimizer, settings)
     for group in optimizer.param_groups:  # DeepSpeed's shards now; ZeRO-3 has no list of them
         for shard in group["params"]:
@@ -192,7 +199,34 @@ def start_zero(
     assert isinstance(runner, MicroBatchRunner)
     held = {one.name: getattr(model, one.name) for one in fields(model)}
     held |= {"modules": [zero.engine], "runner": EngineRunner(zero.engine, runner.prepare)}
+    # Of DeepSpeed's parameters: those that they were made from would stay in memory.
+    held["gradients"] = Gradients(model.parameters, model.placement, averages=[], in_place=False)
     return EngineModel(**held, zero=zero)
+
+
+def _partition(model: ParallelModel, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """ZeRO-3: make each parameter whole from the rows of all ranks, and hand it to DeepSpeed before the next one.
+    Returns this rank's rows."""
+    device, (module,) = model.parallel_dims.device, model.modules
+    deepspeed = import_deepspeed(device)
+    deepspeed.init_distributed(dist_init_required=False)
+    first: list[Any] = []
+
+    def partition(parameter: nn.Parameter) -> None:
+        if first:  # the functions that the first parameter has got
+            first[0].convert_to_zero_parameters(param_list=[parameter])
+        else:
+            holder = nn.ParameterList([parameter])
+            deepspeed.zero.Init(module=holder, config_dict_or_path=settings, mem_efficient_linear=False)
+            first.append(parameter)
+
+    rows = {name: one.detach() for name, one in model.parameters.items()}
+    replaced = whole_parameters(
+        module, model.parameters, device=device, dtype=model.precision.compute, partition=partition
+    )
+    for group in optimizer.param_groups:
+        group["params"] = [replaced[one] for one in group["params"]]
+    return rows
 
 
 def _once(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -208,13 +242,31 @@ def _check_device(settings: dict[str, Any], device: torch.device) -> None:
             "DeepSpeed has no fp16; use bf16-mixed, or 32-true."
         )
     if any("nvme_path" in one for one in settings["zero_optimization"].values() if isinstance(one, dict)):
-        from deepspeed.ops.op_builder import AsyncIOBuilder
+        _load_disk_kernel()
 
-        if not AsyncIOBuilder().is_compatible(verbose=False):
-            raise UserMistake(
-                "parallel.offload to nvme with parallel.engine deepspeed needs libaio, which is not installed: apt "
-                "install libaio-dev, or use offload cpu."
-            )
+
+def _load_disk_kernel() -> None:
+    """Load DeepSpeed's kernel for offload to disk, which it compiles the first time, for minutes."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    builder = AsyncIOBuilder()
+    if not builder.is_compatible(verbose=False):
+        raise UserMistake(
+            "parallel.offload to nvme with parallel.engine deepspeed needs libaio, which is not installed: apt "
+            "install libaio-dev, or use offload cpu."
+        )
+    said = Timer(PATIENCE, lambda: LOGGER.warning("DeepSpeed compiles its kernel for disks, once: this takes minutes."))
+    said.start()
+    try:
+        builder.load(verbose=False)
+    except (RuntimeError, ImportError, OSError) as error:
+        reason = next((line for line in str(error).splitlines() if "error" in line.lower()), str(error))
+        raise UserMistake(
+            "parallel.offload to nvme with parallel.engine deepspeed needs a kernel that DeepSpeed could not compile "
+            f"with g++ and ninja ({shortened(reason)}); use offload cpu."
+        ) from None
+    finally:
+        said.cancel()
 
 
 def _initialize(model: ParallelModel, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:

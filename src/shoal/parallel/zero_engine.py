@@ -4,17 +4,14 @@ They go in and out parameter by parameter, through DeepSpeed's documented functi
 each rank keeps its rows of every tensor in host memory.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
-from shoal.models.tensor_slices import local_tensor, placed_like
-from shoal.parallel.collectives import all_gather_single
+from shoal.parallel.zero_rows import gather_rows, own_rows, place_rows
 
 STEP = "step"  # the step counter of an optimizer
 
@@ -25,15 +22,19 @@ class ZeroEngine:
     engine: Any  # set when it is started
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        shapes: Mapping[str, tuple[int, ...]],
+        mesh: DeviceMesh,
     ) -> None:
-        """`optimizer`: torch's, which DeepSpeed calls with its own shards. `parameters`: those that are saved, before
-        DeepSpeed has sharded them."""
+        """`optimizer`: torch's, which DeepSpeed calls with its own shards. `parameters`: those that are saved, and
+        `shapes` theirs before DeepSpeed has sharded them."""
         self.optimizer = optimizer
         self.parameters = parameters
         self.trained = {name: one for name, one in parameters.items() if one.requires_grad}
         self.mesh = mesh
-        self.shapes = {name: tuple(one.shape) for name, one in parameters.items()}
+        self.shapes = shapes
         self.weights: dict[str, Tensor] = {}
         self.state: dict[str, Tensor] = {}  # by 'field.parameter_name', as `NamedOptimizer.state` has it
         self.has_state = False  # DeepSpeed makes optimizer state, and its places in the engine, in the first step
@@ -88,12 +89,13 @@ class ZeroEngine:
         shape = self.shapes[name]
         if field == STEP or not shape:
             return torch.zeros(())
-        begin, end = self._span(shape)
-        return self._placed(torch.zeros((end - begin, *shape[1:])), shape)
+        begin, end = own_rows(shape, self.mesh)
+        return place_rows(torch.zeros((end - begin, *shape[1:])), shape, self.mesh)
 
-    def keep_weights(self) -> None:
-        """Before the trained weights are cast: DeepSpeed would make its fp32 weights from the cast ones."""
-        self.weights = {name: self._rows(one) for name, one in self.trained.items()}
+    def keep_weights(self, rows: Mapping[str, Tensor]) -> None:
+        """Before the trained weights are cast: DeepSpeed would make its fp32 weights from the cast ones. `rows`: those
+        of this rank, if the weights are sharded already."""
+        self.weights = {name: rows[name] if rows else self._rows(one) for name, one in self.trained.items()}
 
     def put_weights(self) -> None:
         """Put the weights that were loaded into the engine. All ranks call it."""
@@ -144,37 +146,16 @@ class ZeroEngine:
     def _counters(self) -> list[dict[str, Any]]:
         return [one for one in self.optimizer.state.values() if STEP in one]
 
-    def _span(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """This rank's rows of a tensor."""
-        size, rank = math.ceil(shape[0] / self.mesh.size()), self.mesh.get_local_rank()
-        return min(size * rank, shape[0]), min(size * (rank + 1), shape[0])
-
     def _rows(self, whole: Tensor) -> Tensor:
         """A copy of this rank's rows, in host memory."""
         if not whole.dim():
             return whole.detach().cpu().clone()
-        begin, end = self._span(tuple(whole.shape))
-        return self._placed(whole.detach()[begin:end].cpu().clone(), tuple(whole.shape))
-
-    def _placed(self, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-        meta = torch.empty(shape, device="meta")
-        like = DTensor.from_local(
-            meta[: len(rows)], self.mesh, [Shard(0)], run_check=False, shape=meta.shape, stride=meta.stride()
-        )
-        return placed_like(rows, like)
+        shape = tuple(whole.shape)
+        begin, end = own_rows(shape, self.mesh)
+        return place_rows(whole.detach()[begin:end].cpu().clone(), shape, self.mesh)
 
     def _whole(self, rows: Tensor) -> Tensor:
-        """The whole tensor on the device, from the rows of all ranks."""
-        device = self.engine.device
-        if not isinstance(rows, DTensor):
-            return rows.to(device)
-        shape, local = tuple(rows.shape), local_tensor(rows).to(device)
-        size = math.ceil(shape[0] / self.mesh.size())
-        mine = local.new_zeros((size, *shape[1:]))
-        mine[: len(local)] = local
-        everyone = local.new_empty((size * self.mesh.size(), *shape[1:]))
-        all_gather_single(everyone, mine, group=self.mesh.get_group())
-        return everyone[: shape[0]]
+        return gather_rows(rows, self.engine.device)
 
 
 def _gathered(parameter: nn.Parameter, *, changed: bool = False) -> Any:

@@ -119,7 +119,9 @@ def _norms(run: Run, tokens: float) -> list[Term]:
         # Eager RMSNorm saves an fp32 copy of its input and, if its scale is trained, the normalized input too.
         each = 4.0 + (stream if run.trained.blocks else 0)
     both = 2 * each
-    if run.recomputes_cheap and stream > itemsize and shape.traits.parallel_residual and shape.parallel_residual:
+    if shape.traits.post_norm and run.compiled:
+        both = _post_norms(run)
+    elif run.recomputes_cheap and stream > itemsize and shape.traits.parallel_residual and shape.parallel_residual:
         both = stream  # attention and MLP read norms of the same input, from which both are recomputed
     found = [leaf("norm inputs", tokens * shape.hidden * both)]
     if shape.traits.head_norms:
@@ -130,6 +132,15 @@ def _norms(run: Run, tokens: float) -> list[Term]:
     return found
 
 
+def _post_norms(run: Run) -> float:
+    """Bytes per element that the compiler saves for norms of the residual stream itself: their inputs, which follow
+    from nothing that is saved elsewhere, and the output of one matmul, unless dropout is between it and the sum."""
+    stream, itemsize = run.residual_bytes, run.compute_bytes
+    if run.recomputes_cheap:
+        return stream + 2 * itemsize
+    return 2 * stream + (0 if run.dropout else itemsize)
+
+
 def _inputs(run: Run, tokens: float) -> list[Term]:
     """Inputs of the linear layers after the two norms; all-gathered under tensor parallelism, so not sharded."""
     shape, itemsize = run.shape, _input_bytes(run)
@@ -137,10 +148,12 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
     kept = len(read & NORMS)
     joined = linears(shape, joined=run.traits.fused_qkv)
     if run.adapter is None:
-        if run.traits.casts_per_use and run.mixed and (not run.compiled or run.traits.liger_kernels):
-            # Autocast casts a norm's output separately for each linear layer that reads it; the compiler casts it once.
+        casts = run.traits.casts_per_use or shape.traits.post_norm
+        if casts and run.mixed and (not run.compiled or run.traits.liger_kernels):
+            # A norm's output is cast separately for each linear layer that reads it, by autocast or because it is the
+            # residual stream; the compiler casts it once.
             kept = sum(1 for one in joined if one.reads in read & NORMS)
-    elif run.traits.peft and run.adapter.quantize is None and not dropped_inputs(run):
+    elif run.traits.peft and not dropped_inputs(run):
         # PEFT casts it for each adapted layer.
         kept = max(kept, sum(1 for one in adapted(run) if one.reads in NORMS))
     if run.recomputes_cheap and run.mesh.tp == 1 and itemsize > 1:
@@ -191,13 +204,21 @@ def attention_masks(run: Run) -> float:
 def _mlp(run: Run, tokens: float) -> list[Term]:
     shape, itemsize = run.shape, run.compute_bytes
     inner = _input_bytes(run) if "inner" in needed(run) else 0
-    if run.recomputes_cheap and inner > 1:
+    if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run):
         inner = 0
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
-    factors = (2 if run.compiled else 3) if shape.traits.gated else 1
-    if shape.traits.unfused_gelu and not run.compiled:
+    fused = run.compiled or run.traits.fused_activation
+    factors = (2 if fused else 3) if shape.traits.gated else 1
+    if shape.traits.unfused_gelu and not fused:
         factors += 3
     return [leaf("MLP intermediates", tokens * shape.ffn * (factors * itemsize + inner))]
+
+
+def has_mlp_in_place(run: Run) -> bool:
+    """Whether the backward pass of the MLP works in the tensors that it has saved; not with dropout on adapters."""
+    if not run.traits.mlp_in_place or run.adapter is None or run.adapter.dropout or not run.shape.traits.gated:
+        return False
+    return {"gate_proj", "up_proj", "down_proj"} <= set(run.adapter.targets)
 
 
 def _dora(run: Run) -> list[Term]:

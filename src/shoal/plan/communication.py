@@ -11,6 +11,11 @@ from shoal.plan.run import Run
 # over gloo).
 LINK_SHARE = 0.80
 
+# The same over PCI Express, where collectives go through host memory: 28 of 63 GB/s with eight RTX 5090 and 35 with
+# four (NVIDIA/nccl, issue 1639); copies between two cards without peer access reach 6.2 of 15.75 GB/s
+# (mli/transformers-benchmarks).
+PCIE_SHARE = 0.45
+
 # Share of a link's latency that one hop of a ring adds: the messages of a ring are pipelined.
 HOP_SHARE = 0.25
 # What a collective takes from the kernels that it overlaps with. NCCL occupies about 12 of 108 to 132 multiprocessors,
@@ -74,12 +79,16 @@ def collective_seconds(run: Links, operation: Operation, group: Group, size: flo
 
 def ring_speed(run: Links, group: Group) -> float:
     """Bytes per second that every link of a ring carries."""
-    speed = run.link.bytes_per_second
+    speed = run.link.bytes_per_second * _share(run.link)
     if group.nodes > 1:
         # Every device has its own network port, and NCCL builds one ring per device of the group in a node.
-        ports = run.network.bytes_per_second * group.within
+        ports = run.network.bytes_per_second * group.within * LINK_SHARE
         speed = ports if group.within == 1 else min(speed, ports)
-    return speed * LINK_SHARE
+    return speed
+
+
+def _share(link: Link) -> float:
+    return PCIE_SHARE if link.name.startswith("pcie") else LINK_SHARE
 
 
 def contention(run: Run, group: Group) -> float:

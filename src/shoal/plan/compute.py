@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.attention import Path, attention_speed
-from shoal.catalogue.efficiency import Efficiency, efficiency
+from shoal.catalogue.efficiency import MULTIPROCESSORS, Efficiency, efficiency, relative_rate
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import selected_matmuls
 from shoal.plan.blocks import linears
@@ -11,14 +11,18 @@ from shoal.plan.head import is_aligned, is_fused_loss, is_padded, logit_columns,
 from shoal.plan.run import Adapter, Run
 from shoal.plan.states import adapted, stored_bytes
 
-# A matmul with this inner dimension reaches half the throughput of a long one: prologue and epilogue of its tiles cost
-# the same whatever the inner dimension.
-INNER_HALF = 256
 # Matmuls in fp32, which do not use tensor cores, reach more of their lower peak.
 FP32_MATMULS = 1.1
 # How much longer the three matmuls of a head take if its vocabulary is not aligned: odd as GPT-2's, or even. Measured
-# on an H200: benchmarks/gpu/head_h200.
+# on an H200: benchmarks/gpu/head_h200. Single elements are loaded at the same rate by every multiprocessor, so this is
+# less where their peak is lower.
 ODD, EVEN = 5.3, 2.5
+# Elements of the output that a multiprocessor computes at a time, 128 × 256, and inner dimensions from which on several
+# multiprocessors share a tile. When the last tiles are computed, some multiprocessors wait: as if there were a third of
+# a wave of tiles more. The shares of the peak are those of twenty waves and more.
+TILE, SHARED_INNER, TAIL, WAVES = 128 * 256, 2048, 0.3, 20
+# Smaller tiles, by how many of them are in a large one, and their speed.
+TILES = ((1, 1.0), (2, 0.92), (8, 0.75))
 # Attention kernels reach more of the peak with larger head dimensions; this one reaches half.
 HEAD_HALF = 16
 # The backward pass of flash attention recomputes the scores: five matmuls where the forward pass has two.
@@ -92,7 +96,9 @@ def matmul_seconds(run: Run, rows: float, inner: float, columns: float, *, fp8: 
     """Seconds of one matmul, [rows, inner] × [inner, columns]."""
     reached = reached_by(run)
     work = 2 * rows * inner * columns
-    short = inner / (inner + INNER_HALF)
+    # Prologue and epilogue of a tile cost the same whatever the inner dimension.
+    half = 256.0 if run.compute_bytes == 4 else reached.inner_half
+    short = inner / (inner + half)
     share = reached.matmuls
     if run.compute_bytes == 4 and not run.gpu.is_cpu:
         share = reached.fp32 or FP32_MATMULS * reached.matmuls
@@ -101,7 +107,16 @@ def matmul_seconds(run: Run, rows: float, inner: float, columns: float, *, fp8: 
         flops = run.gpu.fp8 * reached.fp8
     itemsize = 1 if fp8 else run.compute_bytes
     moved = (rows * inner + inner * columns + rows * columns) * itemsize
-    return max(work / (flops * short), moved / bandwidth(run, reached))
+    return max(work / (flops * short) * _tail(run, rows, inner, columns), moved / bandwidth(run, reached))
+
+
+def _tail(run: Run, rows: float, inner: float, columns: float) -> float:
+    """How much longer a matmul takes because its tiles are not a multiple of the multiprocessors."""
+    units = MULTIPROCESSORS.get(run.gpu.name)
+    if units is None or run.compute_bytes == 4:
+        return 1.0
+    waves = rows * columns / TILE / units * max(1.0, inner / SHARED_INNER)
+    return max(1.0, min((1 + TAIL / (waves * parts)) / speed for parts, speed in TILES) / (1 + TAIL / WAVES))
 
 
 def block_compute(run: Run) -> BlockCompute:
@@ -199,7 +214,7 @@ def _adapters(run: Run, adapter: Adapter) -> tuple[float, float]:
         # that reads both.
         added = outputs if fuses else 3 * outputs
         added_backward = inputs / shared if fuses else 6 * outputs
-        if run.traits.peft and adapter.quantize is None:
+        if run.traits.peft and adapter.quantize is None and not run.traits.narrow_adapters:
             # The input in fp32 and back, and its gradient.
             added, added_backward = added + 6 * inputs, added_backward + 6 * inputs
         if adapter.dropout:
@@ -283,17 +298,22 @@ def _elementwise(run: Run) -> Seconds:
     shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
     # The residual stream may be wider than the compute dtype.
     hidden, inner = shape.hidden * run.residual_bytes / itemsize, shape.ffn / tp
+    # Without sequence parallelism every tensor-parallel rank computes the norms and residual adds of all tokens.
+    shared = run.stream_tokens / run.tokens
     rotated = (shape.query_width + shape.kv_width) / tp if shape.traits.rotary else 0.0
     gated = shape.traits.gated
     if run.compiled:
         # A residual add fused with the following norm reads both summands, and writes the stream and its norm. Kernels
         # between two matmuls touch each tensor once.
         narrow = hidden if run.traits.liger_kernels else shape.hidden
-        per_token = 4 * (hidden + narrow) / tp + 2 * rotated + (3 if gated else 2) * inner
+        per_token = 4 * (hidden + narrow) * shared + 2 * rotated + (3 if gated else 2) * inner
+        if run.traits.fused_by_hand:
+            # The sums of the residual stream are read once more by the norms, and queries copied.
+            per_token += 2 * hidden * shared + 2 * shape.query_width / tp
     else:
         written_out = run.traits.unfused_norms and shape.traits.rms_norm
-        norm = (15 if written_out else 2) * hidden / tp
-        per_token = 2 * (norm + 3 * hidden / tp) + (8 * rotated) + (5 if gated else 2) * inner
+        norm = (15 if written_out else 2) * hidden * shared
+        per_token = 2 * (norm + 3 * hidden * shared) + (8 * rotated) + (5 if gated else 2) * inner
         # Biases are added in the matmul's epilogue; heads are transposed for attention and back.
         per_token += 4 * shape.query_width / tp
     biased = 0.0
@@ -302,7 +322,7 @@ def _elementwise(run: Run) -> Seconds:
     elif shape.traits.qkv_bias:
         biased = (shape.query_width + 2 * shape.kv_width) / tp
     if run.dropout:
-        per_token += 6 * hidden / tp
+        per_token += 6 * hidden * shared
     ahead = run.tokens * per_token * itemsize / bandwidth(run)
     casting = 0.0
     if run.traits.casts_per_use and run.mixed and run.adapter is None:  # under an adapter, weights are in 16 bits
@@ -317,7 +337,7 @@ def head_seconds(run: Run) -> Seconds:
     tokens, columns = run.head_tokens, logit_columns(run)
     slower = 1.0
     if not (run.gpu.is_cpu or is_aligned(run) or is_padded(run)):
-        slower = ODD if shape.vocab % (2 * tp) else EVEN
+        slower = max(1.0, (ODD if shape.vocab % (2 * tp) else EVEN) * relative_rate(run.gpu))
     fp8 = run.fp8_head and run.loss == "chunked"
     ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns, fp8=fp8)
     back = slower * matmul_seconds(run, tokens, columns, shape.hidden, fp8=fp8)

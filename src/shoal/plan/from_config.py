@@ -101,6 +101,7 @@ def make_run(
         trained=FROZEN if adapter is not None else _trained(config, shape),
         gradient_bytes=2 if small else 0,
         async_checkpoint=config.checkpoint.async_,
+        varied_lengths=traits != OURS and not packs(config),
         traits=traits,
     )
 
@@ -285,7 +286,7 @@ def has_documents(config: Config) -> bool:
     plain text does not."""
     data = config.data
     if objective_facts(config.train.objective).encoder:  # one document per sequence, of which some may be padded
-        return data.path is not None and data.pack is not True
+        return data.path is not None and not packs(config)
     instructions = not data.kinds <= {"text", "tokens", "chess", "cells"} and data.format != "text"
     given = data.path is not None or not isinstance(data.source, str)
     packed = data.document_mask or (bool(data.pack) and instructions and given)
@@ -294,7 +295,9 @@ def has_documents(config: Config) -> bool:
 
 def packs(config: Config) -> bool:
     """Whether sequences are filled up with several documents, as far as the config tells."""
-    return config.data.pack is True if objective_facts(config.train.objective).encoder else bool(config.data.pack)
+    if not objective_facts(config.train.objective).encoder:
+        return bool(config.data.pack)
+    return config.data.pack is True or config.data.kinds == {"tokens"}
 
 
 def _offload(config: Config) -> str:

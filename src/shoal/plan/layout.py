@@ -44,15 +44,25 @@ def stages_each(schedule: str, virtual: int = 0) -> int:
 
 
 @lru_cache(maxsize=256)
-def ranks(shape: ModelShape, pipeline: int, schedule: str, virtual: int = 0) -> tuple[Rank, ...]:
-    """The pipeline ranks, each with its stages."""
+def ranks(shape: ModelShape, pipeline: int, schedule: str, virtual: int = 0, *, even: bool = False) -> tuple[Rank, ...]:
+    """The pipeline ranks, each with its stages. `even`: with as many blocks in each, wherever the head is."""
     if pipeline == 1:
         return (Rank(0, (Stage(shape.layers, True, True),)),)
     count = pipeline * stages_each(schedule, virtual)
     head = shape.vocab * shape.hidden / block_matrices(shape)
-    stage_blocks = divide_blocks(shape.layers, count, head)
+    stage_blocks = divide_blocks(shape.layers, count, 0.0 if even else head)
     stages = [Stage(len(blocks), index == 0, index == count - 1) for index, blocks in enumerate(stage_blocks)]
     return tuple(Rank(pipeline_rank, tuple(stages[pipeline_rank::pipeline])) for pipeline_rank in range(pipeline))
+
+
+def ranks_of(run: Run) -> tuple[Rank, ...]:
+    """The pipeline ranks of a run, as its system partitions the model."""
+    return ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages, even=run.traits.even_stages)
+
+
+def different_ranks(run: Run) -> tuple[Rank, ...]:
+    """Of the pipeline ranks with the same stages, the first."""
+    return tuple({rank.stages: rank for rank in reversed(ranks_of(run))}.values())
 
 
 def micro_batches_in_flight(run: Run, rank: Rank) -> float:

@@ -6,7 +6,8 @@ from functools import cached_property, lru_cache
 from shoal.catalogue.attention import AMPERE
 from shoal.plan.activations import block_kept, buffer_bytes
 from shoal.plan.blocks import linears
-from shoal.plan.layout import Rank, count, micro_batches_in_flight, ranks
+from shoal.plan.head import head
+from shoal.plan.layout import Rank, count, different_ranks, micro_batches_in_flight, ranks_of
 from shoal.plan.moments import Moment, moments, recomputation
 from shoal.plan.run import Run
 from shoal.plan.states import states, trained_parameters
@@ -21,6 +22,10 @@ EXPANDABLE_SLACK = 0.005
 # Recomputed blocks do not fit the gaps that other tensors have left: of what they need for a time, this share is
 # reserved in addition.
 RECOMPUTED_SLACK = 0.3
+# Sequences of varied length: a longer one does not fit the blocks that shorter ones have left, which stay reserved.
+# That is about this share of the loss's tensors, or of all that a step needs for a time: benchmarks/plan/allocator.py.
+VARIED_LOSS_SLACK = 0.8
+VARIED_SLACK = 0.3
 # CUDA context with loaded kernels, which older devices and their software load all at once; and NCCL's channels, if
 # there are other ranks.
 CONTEXT_GIB = 0.6
@@ -54,22 +59,30 @@ class Memory:
     """The memory forecast of every pipeline rank, and of the host."""
 
     run: Run
-    pipeline_ranks: tuple[RankMemory, ...]
     context: float  # bytes on the device outside PyTorch
+
+    @cached_property
+    def pipeline_ranks(self) -> tuple[RankMemory, ...]:
+        return tuple(_rank_memory(self.run, rank) for rank in ranks_of(self.run))
+
+    @cached_property
+    def _fullest(self) -> tuple[RankMemory, ...]:
+        """Of the ranks with the same stages the first, which has the most micro-batches in flight."""
+        return tuple(_rank_memory(self.run, rank) for rank in different_ranks(self.run))
 
     @cached_property
     def host(self) -> Term:
         """Bytes of host memory per rank."""
         run = self.run
-        return _host(run, ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)[0])
+        return _host(run, ranks_of(run)[0])
 
     @property
     def worst(self) -> RankMemory:
-        return max(self.pipeline_ranks, key=lambda pipeline_rank: pipeline_rank.reserved)
+        return max(self._fullest, key=lambda pipeline_rank: pipeline_rank.reserved)
 
     @property
     def allocated(self) -> float:
-        return max(pipeline_rank.allocated for pipeline_rank in self.pipeline_ranks)
+        return max(pipeline_rank.allocated for pipeline_rank in self._fullest)
 
     @property
     def reserved(self) -> float:
@@ -83,30 +96,50 @@ class Memory:
 @lru_cache(maxsize=4096)
 def forecast_memory(run: Run) -> Memory:
     """The memory of every pipeline rank of `run`."""
-    everything = ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)
-    pipeline_ranks = tuple(_rank_memory(run, rank) for rank in everything)
-    context = 0.0
-    if not run.gpu.is_cpu:
-        early = (run.gpu.compute_capability or AMPERE) < AMPERE
-        context = EARLY_CONTEXT_GIB if early else CONTEXT_GIB
-        context = (context + (COMMUNICATION_GIB if run.world_size > 1 else 0.0)) * GIB
-    return Memory(run, pipeline_ranks, context)
+    return Memory(run, _context(run))
 
 
 def _rank_memory(run: Run, rank: Rank) -> RankMemory:
     found = moments(run, rank)
     highest = max(moment.tree.amount for moment in found)
+    if run.traits.planned_memory:
+        return RankMemory(rank.pipeline_rank, found, 0.0)
     slack = SHARDED_SLACK if run.sharded else ALLOCATOR_SLACK
     gaps = 0.0
-    if run.traits.expandable_segments:
-        slack = EXPANDABLE_SLACK
+    if run.traits.expandable_segments or not run.sharded:
         # Offloaded block inputs do not lie between them.
         gaps = RECOMPUTED_SLACK * recomputation(run, rank) * (0.5 if run.offloads_inputs else 1.0)
+    if run.traits.expandable_segments:
+        slack = EXPANDABLE_SLACK
+    elif run.varied_lengths:
+        gaps += _left_by_shorter_sequences(run, rank, found, highest * (1 + slack) + gaps)
     if not run.sharded:
         return RankMemory(rank.pipeline_rank, found, highest * slack + gaps)
     main = max(moment.tree.amount - moment.side for moment in found)
     side = max(moment.side for moment in found)
     return RankMemory(rank.pipeline_rank, found, max(0.0, main * (1 + slack) + side - highest) + gaps)
+
+
+def _left_by_shorter_sequences(run: Run, rank: Rank, found: tuple[Moment, ...], needed: float) -> float:
+    """Blocks that the allocator keeps from shorter sequences, beyond what a step needs at its peak. If the device is
+    full, it frees them first."""
+    held = states(run, rank)
+    lasting = held.weights.amount + held.optimizer.amount
+    # The optimizer's temporaries come after the activations, and use their blocks.
+    peak = max(moment.tree.amount for moment in found if moment.name != "optimizer step")
+    loss = head(run).peak.amount if rank.last else 0.0
+    kept = max(VARIED_LOSS_SLACK * loss, VARIED_SLACK * max(0.0, peak - lasting - held.gradients.amount))
+    room = run.gpu.memory_gib * GIB - _context(run) - needed
+    return max(0.0, min(room, peak + kept - needed))
+
+
+def _context(run: Run) -> float:
+    """Bytes on the device outside PyTorch."""
+    if run.gpu.is_cpu:
+        return 0.0
+    early = (run.gpu.compute_capability or AMPERE) < AMPERE
+    gib = EARLY_CONTEXT_GIB if early else CONTEXT_GIB
+    return (gib + (COMMUNICATION_GIB if run.world_size > 1 else 0.0)) * GIB
 
 
 def _host(run: Run, rank: Rank) -> Term:

@@ -56,7 +56,7 @@ def _headline(plan: Plan) -> str:
 def _memory_lines(choice: ResolvedRun) -> list[str]:
     worst, memory = choice.memory.worst, choice.memory
     device = choice.machine.gpu.memory_gib
-    rank = f" on pipeline rank {worst.pipeline_rank}" if len(memory.pipeline_ranks) > 1 else ""
+    rank = f" on pipeline rank {worst.pipeline_rank}" if memory.run.mesh.pp > 1 else ""
     lines = [
         f"memory per device{rank}: {worst.allocated / GIB:.1f} GiB allocated, {worst.reserved / GIB:.1f} GiB reserved, "
         f"of {device:.1f} GiB; peak at: {worst.peak.name}",

@@ -1,11 +1,12 @@
 """Time of a step: compute, exposed communication, and the overlap of both."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.catalogue.shapes import block_matrices
+from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
-from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
-from shoal.plan.layout import Rank, count, ranks, stages_each
+from shoal.plan.compute import bandwidth, block_compute, head_seconds, optimizer_seconds
+from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
 from shoal.plan.offload import activation_transfer, offloaded_state, steps_on_host
 from shoal.plan.ring import Operation
@@ -17,8 +18,12 @@ from shoal.plan.terms import Term, group, leaf, scaled
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host.
 EAGER_BLOCK_HOST = 2.0e-3
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
-# Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them.
-EAGER_ADAPTER_HOST = 0.25e-3
+# Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
+# of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
+# length of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an
+# A100: 0.36 s with LoRA, and 0.68 s with QLoRA and activation checkpointing (Vertex Model Garden's benchmark report).
+EAGER_ADAPTER_HOST = 0.75e-3
+QUANTIZED_HOST = 0.45e-3
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5
 # Share of the forward pass, which is launched once more if it is recomputed.
@@ -62,8 +67,7 @@ def flops_per_token(run: Run) -> float:
 
 def forecast_speed(run: Run) -> Speed:
     """The time of one optimizer step of `run`."""
-    pipeline_ranks = ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages)
-    slowest = max((_micro_batch(run, rank) for rank in pipeline_ranks), key=lambda term: term.amount)
+    slowest = max((_micro_batch(run, rank) for rank in different_ranks(run)), key=lambda term: term.amount)
     parts = list(scaled(slowest, run.grad_accum_steps).parts)
     worked = sum(part.amount for part in parts)
     if run.mesh.pp > 1:
@@ -71,7 +75,7 @@ def forecast_speed(run: Run) -> Speed:
         if run.schedule == "zero-bubble":
             share /= 2  # weight-gradient matmuls fill most of the bubble
         parts.append(leaf("pipeline bubble", worked * share / (1 - share)))
-    parts.extend(_per_step(run, pipeline_ranks[0]))
+    parts.extend(_per_step(run, ranks_of(run)[0]))
     parts.append(leaf("stragglers", straggling(run.nodes) * sum(part.amount for part in parts)))
     step = group("step", *parts)
     tokens = run.micro_batch * run.length * run.grad_accum_steps * run.mesh.data_parallel
@@ -80,21 +84,38 @@ def forecast_speed(run: Run) -> Speed:
 
 def replays_graphs(run: Run) -> bool:
     """Whether forward and backward pass are replayed as CUDA graphs: see parallel/cuda_graphs.py."""
-    applies = run.compiled and run.traits.cuda_graphs and not run.gpu.is_cpu and run.world_size == 1
-    if not applies or run.offload != "none" or run.offloads_inputs or run.offloads_activations:
+    applies = run.compiled and run.traits.cuda_graphs and not run.gpu.is_cpu
+    if not applies or not _is_replicated(run) or run.offload != "none" or run.offloads_inputs or run.offloads_activations:
         return False
     if run.cuda_graphs != "auto":
         return bool(run.cuda_graphs)
     block, head = block_compute(run), head_seconds(run)
     busy = (block.forward + block.backward) * run.shape.layers + head.both
-    return busy < GRAPHS_BELOW * _host_seconds(run, run.shape.layers)
+    if busy >= GRAPHS_BELOW * _host_seconds(run, run.shape.layers):
+        return False
+    if run.world_size == 1:
+        return True
+    # Gradients are all-reduced after the graphs of a step, and no longer while the backward pass runs.
+    replayed, launched = (forecast_speed(replace(run, cuda_graphs=choice)).step.amount for choice in (True, False))
+    return replayed < launched
+
+
+def _is_replicated(run: Run) -> bool:
+    """Whether each device has a whole model, and nothing but its gradients, as they are, is communicated."""
+    mesh = run.mesh
+    if run.sharded or run.optimizer_shards > 1 or mesh.tp * mesh.pp * mesh.cp > 1:
+        return False
+    return run.world_size == 1 or not (run.compress_bytes or (run.mixed and run.reduced_bytes < 4))
 
 
 def _host_seconds(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, forward and backward."""
     if run.compiled and not run.traits.liger_kernels:
         return COMPILED_BLOCK_HOST * blocks
-    block = EAGER_BLOCK_HOST + (EAGER_ADAPTER_HOST * len(adapted(run)) if run.adapter is not None else 0.0)
+    block = EAGER_BLOCK_HOST
+    if run.adapter is not None:
+        block += EAGER_ADAPTER_HOST * len(adapted(run))
+        block += QUANTIZED_HOST * len(linears(run.shape)) if run.adapter.quantize is not None else 0.0
     if run.traits.casts_per_use and run.mixed:
         block *= AUTOCAST_HOST
     return block * blocks * (1 + FORWARD_HOST * (run.repeats_forward + run.reference_pass))
@@ -110,6 +131,7 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
         leaf("elementwise kernels", block.elementwise.both * blocks),
         leaf("activation recomputation", block.recomputed * blocks),
         leaf("head and loss", loss.both if loss else 0.0),
+        leaf("gradient accumulation", _accumulation(run, rank)),
     ]
     ahead = block.forward * blocks + (loss.forward if loss else 0.0)
     if run.reference_pass:
@@ -123,6 +145,21 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     in_blocks = model_parallel(run, rank)
     slowed = leaf("slowdown by overlapped collectives", contention(run, _shard_group(run)) * hidden)
     return group("micro-batch", *compute, waiting, copied, group("communication", exposed, in_blocks, slowed))
+
+
+def _accumulation(run: Run, rank: Rank) -> float:
+    """Seconds to add the gradients of a micro-batch to those of the ones before."""
+    if run.grad_accum_steps == 1 or run.gpu.is_cpu:
+        return 0.0
+    made, kept = run.compute_bytes, run.gradient_bytes or run.weight_bytes
+    if run.mixed and run.traits.masters_with_optimizer:
+        kept = 4 if run.traits.wide_gradients else made
+    # Read both, write the sum; a matmul that adds to its output writes nothing else.
+    moved = 2 * kept - made if run.traits.accumulates_in_matmuls else 3 * kept
+    held = trained_parameters(run, rank)
+    if run.sharded and not run.accumulates_unsharded and run.mesh.pp == 1:
+        held /= run.shards
+    return held * moved / bandwidth(run) * (1 - 1 / run.grad_accum_steps)
 
 
 def _shard_group(run: Run) -> Group:
@@ -201,7 +238,8 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
         seconds += collective_seconds(run, "all-reduce", across, size / sharing)
     else:
         seconds = collective_seconds(run, operation, over, size)
-    overlap = block_compute(run).backward * rank.blocks
+    overlaps = run.traits.overlaps_gradients and not replays_graphs(run)
+    overlap = block_compute(run).backward * rank.blocks if overlaps else 0.0
     # The last bucket, or the last block's gradients, start when there is nothing left to compute.
     last = seconds / max(2, rank.blocks)
     return [

@@ -17,6 +17,9 @@ class SystemTraits:
     wide_residual_stream: bool = False
     # `compiled` means Liger's kernels, each of which saves its own input and output.
     liger_kernels: bool = False
+    # `compiled` means kernels that are fused by hand, as Transformer Engine's: residual adds are kernels of their own,
+    # and queries are copied out of the output of the matmul.
+    fused_by_hand: bool = False
     # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
     # Queries, keys and values are one matmul even in families with three.
@@ -26,7 +29,8 @@ class SystemTraits:
     # The same with a vocabulary sharded over tensor-parallel ranks.
     sharded_logit_bytes: float = 12.0
     # `chunked`: logits and their gradients are computed chunk by chunk. `upcast`: all logits are kept in the compute
-    # dtype, and only upcast to fp32 chunk by chunk. `recomputed`: each chunk is recomputed in the backward pass.
+    # dtype, and only upcast to fp32 chunk by chunk, within one kernel if compiled. `recomputed`: each chunk is computed
+    # again in the backward pass.
     chunks: Literal["chunked", "upcast", "recomputed"] = "chunked"
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
@@ -47,15 +51,29 @@ class SystemTraits:
     # Weights and gradients are in 16 bits, and fp32 master weights are part of the optimizer state (ZeRO).
     masters_with_optimizer: bool = False
     # Embedding and head, unless tied, are separate FSDP units; else one unit that stays unsharded between them.
-    separate_head_unit: bool = False
+    # `trained`: separate unless they are frozen under adapters.
+    separate_head_unit: bool | Literal["trained"] = False
     # Master weights are cast whenever they are used (autocast); else once per step.
     casts_per_use: bool = False
     # A 4-bit matmul saves its input for the backward pass, as bitsandbytes did in 2023.
     quantized_keep_inputs: bool = False
+    # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
+    quantizes_head: bool = False
+    # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time.
+    dequantizes_in_half: bool = False
+    # Each expert has linear layers of its own, which are quantized too; else all experts are one tensor, which is not.
+    quantizes_experts: bool = False
+    # The scales of 4-bit blocks are no parameters, so that every rank keeps all of them on its device (bitsandbytes'
+    # quant_state); else they are sharded and offloaded with the weights.
+    replicates_scales: bool = False
+    # With an 8-bit optimizer, the embedding's state is in fp32.
+    wide_embedding_state: bool = False
     # An input of several fp8 matmuls is cast once, into both layouts; else once per matmul, in forward and backward.
     casts_once: bool = False
     # The allocator uses expandable segments, which hardly fragment.
     expandable_segments: bool = False
+    # Memory is laid out before the first step, without gaps, rather than taken from a caching allocator (XLA, OneFlow).
+    planned_memory: bool = False
     # The head is computed at a vocabulary that tensor cores can read (models/head.py), or by the compiler.
     pads_vocabulary: bool = False
     # Software of 2023, whose kernels did not use Hopper's instructions yet.
@@ -66,6 +84,13 @@ class SystemTraits:
     # Adapters are PEFT's: in fp32, so that each adapted layer casts its input and saves it on its own; dropout too is
     # each layer's own; and DoRA computes `B A` and `W + B A` in full, and saves the outputs of both.
     peft: bool = False
+    # With adapters in a gated MLP, the backward pass computes the product of its factors again, and overwrites them
+    # with their gradients (Unsloth's LoRA_MLP).
+    mlp_in_place: bool = False
+    # The activation function of the MLP is one kernel, compiled or not, that saves only its inputs.
+    fused_activation: bool = False
+    # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
+    narrow_adapters: bool = False
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
@@ -76,6 +101,10 @@ class SystemTraits:
     unsharded_accumulation: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
+    # Gradients are reduced during the backward pass; else after it.
+    overlaps_gradients: bool = True
+    # Pipeline stages have equal numbers of blocks, and the last one also has the head; else stages are balanced.
+    even_stages: bool = False
     # Pipelines are PyTorch's: receive buffers for every micro-batch, and stage outputs that are kept. Others free both.
     torch_pipeline: bool = True
     # Context parallelism is PyTorch's ring attention: blocks of keys and values go around, and each block's output and
@@ -85,6 +114,10 @@ class SystemTraits:
     overlaps_context: bool = False
     # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
     overlaps_tensor: bool = False
+    # FSDP reduces gradients in the compute dtype, and accumulates unsharded ones in it; else in `reduce_dtype`.
+    narrow_reduction: bool = False
+    # Matmuls add to the gradients of earlier micro-batches; else these are added up by kernels of their own.
+    accumulates_in_matmuls: bool = False
     # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
     wide_gradients: bool = False
     # Packed documents are kept apart by their lengths (flash attention's variable-length kernels), without a mask.
@@ -115,9 +148,19 @@ TORCHTITAN = SystemTraits(
 )
 # From 2025 on its loss is compiled with its blocks.
 TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled")
-TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True)
+# compile_loss in torchtune/training/_compile.py; custom_sharded_layers in recipes/configs/llama3_1/*_full.yaml.
+TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True, separate_head_unit="trained")
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
-LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True, pads_vocabulary=True, unsharded_accumulation=True)
+# Lightning's plugin quantizes every linear layer, from fp16 (fabric/plugins/precision/bitsandbytes.py).
+LITGPT = SystemTraits(
+    fused_qkv=True,
+    quantized_keep_inputs=True,
+    quantizes_head=True,
+    quantizes_experts=True,
+    dequantizes_in_half=True,
+    pads_vocabulary=True,
+    unsharded_accumulation=True,
+)
 HUGGING_FACE = SystemTraits(
     wide_residual_stream=True,
     liger_kernels=True,
@@ -127,28 +170,49 @@ HUGGING_FACE = SystemTraits(
     peft=True,
     foreach_step=True,
     unsharded_accumulation=True,
+    wide_embedding_state=True,  # register_module_override in transformers/trainer.py
+    replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
+    quantizes_experts=True,  # modeling_mixtral.py until transformers 5
+    narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
-DEEPSPEED = SystemTraits(logit_bytes=14.0, masters_with_optimizer=True, flash2=True, peft=True, torch_pipeline=False)
+DEEPSPEED = SystemTraits(
+    logit_bytes=14.0,
+    masters_with_optimizer=True,
+    flash2=True,
+    peft=True,
+    torch_pipeline=False,
+    replicates_scales=True,
+    quantizes_experts=True,
+    even_stages=True,
+)
 # Megatron-LM. Files are in NVIDIA/Megatron-LM.
 MEGATRON = SystemTraits(
     unfused_norms=False,  # megatron/core/fusions/fused_layer_norm.py, or Transformer Engine's
     fused_qkv=True,  # linear_qkv in megatron/core/transformer/attention.py
+    fused_activation=True,  # megatron/core/fusions/fused_bias_swiglu.py
     loss_kernel="always",  # megatron/core/fusions/fused_cross_entropy.py; logits stay in the compute dtype
     fused_softmax="always",  # megatron/core/fusions/fused_softmax.py
     masters_with_optimizer=True,  # Float16OptimizerWithFloat16Params in megatron/core/optimizer/optimizer.py
     wide_gradients=True,  # --bf16 sets accumulate_allreduce_grads_in_fp32 in megatron/training/arguments.py
+    accumulates_in_matmuls=True,  # gradient_accumulation_fusion in megatron/core/model_parallel_config.py
     saves_fp8_inputs=True,  # Transformer Engine's linear layers
     casts_once=True,  # the same: both layouts by one kernel
-    overlaps_weight_gather=True,  # --overlap-param-gather with --overlap-grad-reduce
+    fused_by_hand=True,  # megatron/core/fusions; Transformer Engine's layers
+    # --overlap-grad-reduce and --overlap-param-gather are off unless they are given: megatron/training/arguments.py.
+    overlaps_gradients=False,
+    even_stages=True,  # get_num_layers_to_build in megatron/core/transformer/transformer_block.py
     overlaps_context=True,  # AttnFuncWithCPAndKVP2P in Transformer Engine
     torch_pipeline=False,  # megatron/core/pipeline_parallel/schedules.py deallocates stage outputs
     variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
 )
-# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, and tp_comm_overlap.
-NEMO = replace(MEGATRON, wide_gradients=False, overlaps_tensor=True)
+# Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, and both overlaps
+# of data parallelism.
+NEMO = replace(
+    MEGATRON, wide_gradients=False, overlaps_tensor=True, overlaps_gradients=True, overlaps_weight_gather=True
+)
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
 # trl/trainer/utils.py), the fused AdamW of TrainingArguments.optim, and packing by position ids.
 TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
@@ -156,8 +220,11 @@ TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
 # flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
 AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
-# with their gradient; LoRA in the compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
-UNSLOTH = replace(AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False)
+# with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
+# compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
+UNSLOTH = replace(
+    AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False, mlp_in_place=True, fused_activation=True
+)
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
 
@@ -185,6 +252,10 @@ SYSTEMS: dict[str, SystemTraits] = {
 # What else these systems do unless they are told otherwise: values of our keys, for those that the config does not set.
 # `train.compile` stands for kernels that are fused in another way (see `liger_kernels`).
 DEFAULTS: dict[str, dict[str, Any]] = {
+    # TrainingArguments: torch_compile=False and use_liger_kernel=False; the model computes its loss over all logits.
+    "huggingface": {"train.compile": False, "train.loss_impl": "plain"},
+    # Models are usually Hugging Face's, as they are.
+    "deepspeed": {"train.compile": False, "train.loss_impl": "plain"},
     # --use-distributed-optimizer as in its examples; no --recompute-granularity; one kernel over all logits.
     "megatron": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
     "nemo": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
@@ -195,7 +266,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.precision": "bf16-true",
         "train.recompute": "offload",
         "train.optimizer.name": "adamw8bit",
-        "train.loss_impl": "plain",
+        "train.loss_impl": "fused",  # UNSLOTH_RETURN_LOGITS=0 in unsloth/models/llama.py
     },
     # trl/trainer/sft_config.py: gradient_checkpointing=True, bf16=True, loss_type chunked_nll (version 1; nll before),
     # packing=False, and TrainingArguments' use_liger_kernel=False.

@@ -69,14 +69,14 @@ class Health:
         self.sequences_of = sequences_of
         self.warn = warn
 
-    def decide(self, steps: Sequence[StepMetrics], bad: list[int]) -> Decision:
-        """How to go on after `steps`, as `train.on_nan` says. `bad` are the latest consecutive non-finite steps; it is
-        updated."""
+    def decide(self, steps: Sequence[StepMetrics], bad: list[int], losses: dict[str, float]) -> Decision:
+        """How to go on after `steps`, as `train.on_nan` says. `bad` are the latest consecutive non-finite steps,
+        `losses` the statistics of the spike detector; both are updated."""
         bad_now: list[StepMetrics] = []
         for one in steps:
             if not self._is_bad(one):
                 bad.clear()
-                self._check_spike(one)
+                self._check_spike(one, losses)
                 continue
             bad_now.append(one)
             bad.append(one.step)
@@ -96,8 +96,8 @@ class Health:
         overflow = not math.isfinite(one.norm) and not self.scaled
         return overflow or not math.isfinite(one.loss)
 
-    def _check_spike(self, one: StepMetrics) -> None:
-        height = self.spikes.update(one.loss)
+    def _check_spike(self, one: StepMetrics, losses: dict[str, float]) -> None:
+        height = self.spikes.update(one.loss, losses)
         if height is not None:
             skipped = self.skips_spikes and not one.usable
             self.warn(
@@ -118,23 +118,21 @@ class SpikeDetector:
 
     def __init__(self, sigma: float) -> None:
         self.sigma = sigma
-        self.seen = 0
-        self.mean = 0.0
-        self.variance = 0.0
 
-    def update(self, loss: float) -> float | None:
-        """How many standard deviations `loss` is above the recent mean, if that is a spike."""
+    def update(self, loss: float, statistics: dict[str, float]) -> float | None:
+        """How many standard deviations `loss` is above the recent mean, if that is a spike. Else it is added to the
+        `statistics`."""
         if not math.isfinite(loss):
             return None
-        deviation = math.sqrt(self.variance)
-        height = (loss - self.mean) / deviation if deviation > 0 else 0.0
-        if self.seen >= self.warmup and height > self.sigma:
+        seen, mean, variance = (statistics.get(name, 0.0) for name in ("seen", "mean", "variance"))
+        deviation = math.sqrt(variance)
+        height = (loss - mean) / deviation if deviation > 0 else 0.0
+        if seen >= self.warmup and height > self.sigma:
             return height  # not included: a spike must not raise the threshold
-        self.seen += 1
-        weight = max(1 - self.decay, 1 / self.seen)
-        change = loss - self.mean
-        self.mean += weight * change
-        self.variance = (1 - weight) * (self.variance + weight * change * change)
+        weight = max(1 - self.decay, 1 / (seen + 1))
+        change = loss - mean
+        statistics["seen"], statistics["mean"] = seen + 1, mean + weight * change
+        statistics["variance"] = (1 - weight) * (variance + weight * change * change)
         return None
 
 

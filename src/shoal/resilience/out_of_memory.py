@@ -22,6 +22,11 @@ BLAMED = 0.05
 # Memory outside of PyTorch's allocator that is attributed to the driver and NCCL, not to other processes.
 DRIVERS_GIB = 2.0
 _TRIED = re.compile(r"Tried to allocate ([\d.]+) ([KMG]i?B)")
+# What errors say if the memory of the host, and of a GPU, is full.
+_SAID = (
+    ("DefaultCPUAllocator: can't allocate memory",),
+    ("CUDA error: out of memory", "CUDA out of memory", "[CUDA]: out of memory", "STATUS_ALLOC_FAILED"),
+)
 _UNITS = {"K": 2**-20, "M": 2**-10, "G": 1.0}
 
 
@@ -89,11 +94,13 @@ def explained(
     in_use: Callable[[], InUse] | None = None,
     before: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
-    """Turn `torch.OutOfMemoryError` into `OutOfMemory`, after calling `before`. `when` says what was running."""
+    """Turn an error that memory ran out into `OutOfMemory`, after calling `before`. `when` says what was running."""
     try:
         yield
         return
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not is_out_of_memory(error, ranks.device):
+            raise
         # The error's traceback keeps the tensors of the step alive: what is held now is what was held then.
         tensors = None if in_use is None else in_use()
         held = measure(error, ranks.device, resolved, tensors)
@@ -108,6 +115,19 @@ def explained(
         sentence += f", and {float(wanted[1]) * _UNITS[wanted[2][0]]:.2f} GiB more were requested"
     report = "\n".join([*_table(resolved, held, 0 if tensors is None else tensors.stage), "", *_fixes(resolved)])
     raise OutOfMemory(f"{sentence}.", report, smaller_run(resolved)) from None
+
+
+def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
+    """Whether `error`, or one that it follows from, says that the memory of `device` is full. PyTorch's allocator has
+    an error of its own; cuBLAS, cuDNN, NCCL and Triton allocate by themselves, and the compiler wraps errors."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, torch.OutOfMemoryError):
+            return True
+        if isinstance(found, RuntimeError) and any(text in str(found) for text in _SAID[device.type == "cuda"]):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
 
 
 def measure(error: Exception, device: torch.device, resolved: ResolvedRun, in_use: InUse | None) -> Held:

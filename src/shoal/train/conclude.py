@@ -68,4 +68,4 @@ def decide(job: AnyJob, health: Health, arrived: Sequence[StepMetrics]) -> Decis
     progress, last = job.progress, arrived[-1]
     progress.skipped = job.log.skipped
     progress.loss = last.loss if math.isfinite(last.loss) else None
-    return health.decide(arrived, progress.bad_steps)
+    return health.decide(arrived, progress.bad_steps, progress.losses)

@@ -19,7 +19,7 @@ from shoal.observe.progress import Reporter
 from shoal.optim.given import GivenOptimizer, check_optimizer, not_updated
 from shoal.optim.offload import find_store
 from shoal.optim.zero1 import Partition
-from shoal.parallel.custom import check_custom, parallelize_custom
+from shoal.parallel.custom import check_custom, check_model, parallelize_custom
 from shoal.parallel.device import Device, describe_machine
 from shoal.parallel.model import TrainedModel
 from shoal.parallel.ranks import Ranks
@@ -27,6 +27,7 @@ from shoal.plan.batches import count_steps
 from shoal.plan.goodput import Conditions, conditions
 from shoal.plan.resolved import describe_accumulation
 from shoal.train.custom_run import CHECKPOINT_BYTES, CustomRun, resolve_custom
+from shoal.train.custom_schedule import Per, check_schedule, merged_state, schedule_numbers
 from shoal.train.describe import record_interval, write_plan
 from shoal.train.hooks import Hooks
 from shoal.train.job import AnyJob
@@ -50,6 +51,7 @@ class CustomJob(AnyJob):
     optimizer: GivenOptimizer
     loader: CustomLoader
     schedule: Any
+    schedule_per: Per
     last_step: int
 
     @property
@@ -63,6 +65,20 @@ class CustomJob(AnyJob):
     @property
     def items(self) -> str:
         return "samples"
+
+    @property
+    def epoch(self) -> int:
+        """Complete epochs so far."""
+        return self.progress.tokens // max(1, self.order.training_count or 0)
+
+    def advance(self) -> None:
+        """After an update: count the step, and advance the schedule."""
+        before = self.epoch
+        self.progress.step += 1
+        self.progress.tokens += self.resolved.global_batch
+        by_metric = isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)  # the script does it
+        if self.schedule is not None and not by_metric and (self.schedule_per == "step" or self.epoch > before):
+            self.schedule.step()
 
     def fingerprint(self) -> dict[str, dict[str, int | str]]:
         return {
@@ -78,7 +94,7 @@ class CustomJob(AnyJob):
         if self.ranks.world_size > 1:
             for buffer in self.model.buffers.values():
                 dist.broadcast(buffer, 0)
-        self.progress.schedule = {"groups": self.optimizer.groups(), "schedule": _numbers(self.schedule)}
+        self.progress.schedule = {"groups": self.optimizer.groups(), "schedule": schedule_numbers(self.schedule)}
 
     def load(self, checkpoint: Any) -> None:
         super().load(checkpoint)
@@ -87,7 +103,7 @@ class CustomJob(AnyJob):
             raise UserMistake(f"{checkpoint} was not saved by a custom loop; start a new run under another name=…")
         self.optimizer.load_groups(stored["groups"])
         if self.schedule is not None:
-            self.schedule.load_state_dict(_merged(self.schedule.state_dict(), stored["schedule"]))
+            self.schedule.load_state_dict(merged_state(self.schedule.state_dict(), stored["schedule"]))
 
 
 def set_up_custom(
@@ -101,10 +117,11 @@ def set_up_custom(
     optimizer: Any,
     loader: Any,
     schedule: Any,
+    schedule_per: Per = "step",
     nodes: int = 1,
 ) -> CustomJob:
     """Parallelize the model, take over optimizer, loader and schedule, and load the checkpoint to start from."""
-    made = Made(model, optimizer, loader, schedule)
+    made = Made(model, optimizer, loader, schedule, schedule_per)
     made.check(config)
     resolved = resolve_custom(config, model, loader, ranks.world_size, nodes, device)
     job = _assemble(made, resolved, run, ranks, device)
@@ -124,9 +141,11 @@ class Made:
     optimizer: Any
     loader: Any
     schedule: Any
+    schedule_per: Per
     names: Mapping[nn.Parameter, str] = field(init=False)  # before the model is parallelized
 
     def __post_init__(self) -> None:
+        check_model(self.model)
         object.__setattr__(self, "names", {one: name for name, one in self.model.named_parameters()})
 
     def check(self, config: Config) -> None:
@@ -134,7 +153,7 @@ class Made:
         check_custom(self.model, config)
         check_optimizer(self.optimizer, self.names)
         check_loader(self.loader)
-        check_schedule(self.schedule, self.optimizer)
+        check_schedule(self.schedule, self.optimizer, self.schedule_per)
 
 
 def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, device: Device) -> CustomJob:
@@ -194,6 +213,7 @@ def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, 
         ),
         loader=CustomLoader(made.loader, _share(order, resolved, trained)),
         schedule=made.schedule,
+        schedule_per=made.schedule_per,
         last_step=steps,
     )
     return job
@@ -262,15 +282,6 @@ def _write_and_announce(job: CustomJob, made: Made, device: Device) -> None:
     _announce(job, device, sum(one.numel() for one in made.names))
     for note in (*job.model.notes, *_without_effect(job.resolved.requested)):
         job.reporter.warn(note)
-
-
-def check_schedule(schedule: Any, optimizer: Any) -> None:
-    if schedule is None:
-        return
-    if not hasattr(schedule, "state_dict") or not hasattr(schedule, "step"):
-        raise UserMistake(f"run.prepare takes a schedule of torch.optim.lr_scheduler, not a {type(schedule).__name__}.")
-    if getattr(schedule, "optimizer", optimizer) is not optimizer:
-        raise UserMistake("The schedule belongs to another optimizer than the one that you pass to run.prepare.")
 
 
 def _lr_scale(config: Config) -> float:
@@ -349,31 +360,3 @@ def _without_effect(config: Config) -> list[str]:
     blocks = [name for name in ("model", "adapter", "data", "eval") if getattr(config, name) != getattr(default, name)]
     keys = [f"train.{key}" for key in MADE_BY_SCRIPT if getattr(config.train, key) != getattr(default.train, key)]
     return [f"{key} has no effect in a custom loop: the script makes it." for key in (*blocks, *keys)]
-
-
-def _numbers(schedule: Any) -> Any:
-    """The numbers in the state of a schedule, as JSON has them: all else is the script's."""
-    return {} if schedule is None else _filtered(schedule.state_dict())
-
-
-def _filtered(value: Any) -> Any:
-    if isinstance(value, dict):
-        found = {key: _filtered(one) for key, one in value.items() if isinstance(key, str) and type(one) is not object}
-        return {key: one for key, one in found.items() if one is not None}
-    if isinstance(value, list | tuple):
-        inner = [_filtered(one) for one in value]
-        return None if any(one is None for one in inner) else inner
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return float(value)
-    return value if isinstance(value, int | float | bool) else None
-
-
-def _merged(own: Any, stored: Any) -> Any:
-    """`own` state with what is `stored` in place of its own."""
-    if isinstance(own, dict) and isinstance(stored, dict) and stored:
-        return {key: _merged(value, stored[key]) if key in stored else value for key, value in own.items()}
-    if isinstance(own, list) and isinstance(stored, list) and len(own) == len(stored):
-        return [_merged(one, other) for one, other in zip(own, stored, strict=True)]
-    if isinstance(own, dict):
-        return own
-    return stored

@@ -23,7 +23,7 @@ def evaluate_batches(
     """
     total = torch.zeros(2, dtype=torch.float64)
     rounds, mine = 0, None
-    with _evaluating(modules, seed):
+    with _evaluating(modules, seed, ranks.device):
         for index, batch in enumerate(batches):
             turn = index % ranks.world_size
             if turn == ranks.rank or mine is None:
@@ -42,10 +42,12 @@ def evaluate_batches(
 
 
 @contextmanager
-def _evaluating(modules: list[nn.Module], seed: int) -> Iterator[None]:
+def _evaluating(modules: list[nn.Module], seed: int, device: torch.device) -> Iterator[None]:
     """Without dropout and gradients, and without a trace in training's random numbers. Every rank shuffles alike."""
     trained = [part for module in modules for part in module.modules() if part.training]
-    with torch.no_grad(), torch.random.fork_rng():
+    # Of this rank's device alone: all others of the node would be asked, with a warning.
+    devices = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         for module in modules:
             module.eval()

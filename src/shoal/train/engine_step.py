@@ -35,7 +35,8 @@ class EngineStep(TrainStep):
         if model.zero.has_state:
             return
         waiting = model.zero.state
-        with torch.random.fork_rng():
+        device = model.parallel_dims.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             model.backward(batch.micro_batches[:1], 0.0)
             model.zero.step(0.0)
         model.zero.state = waiting

@@ -10,6 +10,7 @@ from shoal.catalogue.shapes import VOCABULARY_MULTIPLE
 from shoal.config.schema import Config
 from shoal.data.cells.make_tokenizer import are_cells
 from shoal.data.formats.chat_template import end_ids, read_template
+from shoal.data.masks import loss_share
 from shoal.data.sets import Sets, prepare_sets
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
@@ -104,11 +105,6 @@ def _give_token_types(plan: Blueprint, config: Config) -> None:
         raise UserMistake(
             f"data.cells.bins is {needed}, but the model has {present} token types; set data.cells.bins: {present}."
         )
-
-
-def loss_share(config: Config) -> float:
-    """Of the tokens that may count in the loss, the share that does."""
-    return config.train.mask_ratio if config.train.objective == "masked_lm" else 1.0
 
 
 def _with_tokens(plan: Blueprint, tokenizer: Tokenizer, tokens: Sequence[str], reporter: Reporter) -> Blueprint:

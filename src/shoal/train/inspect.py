@@ -14,10 +14,12 @@ from shoal.config.resolve import with_global_batch
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config, DataConfig
 from shoal.data.cells.make_tokenizer import are_cells
-from shoal.data.inspect.preview import Choice, SourcePreview, preview_source
+from shoal.data.inspect.packed import Choice
+from shoal.data.inspect.preview import SourcePreview, preview_source
 from shoal.data.inspect.preview_text import Piece, plain_text, source_pieces
 from shoal.data.inspect.stats import SourceStats, measure_source
 from shoal.data.inspect.stats_text import source_lines
+from shoal.data.masks import loss_share, make_masks
 from shoal.data.order import ShuffledOrder
 from shoal.data.prepare import prepare
 from shoal.data.sets import Sets, prepare_sets
@@ -90,6 +92,11 @@ class DataStats:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def _counted(self) -> str:
+        """What the loss counts."""
+        kind = self.sources[0].objective
+        return {"masked_lm": "masked", "classify": "labels"}.get(kind, "in the loss")
+
     def text(self) -> str:
         """Human-readable form."""
         several = len(self.sources) > 1
@@ -99,7 +106,7 @@ class DataStats:
         lines += [""] if several else []
         lines.append(
             f"epoch        {self.training_sequences:,} training sequences, {self.tokens_per_epoch:,} tokens, "
-            f"{self.loss_tokens_per_epoch:,} in the loss; {self.validation_sequences:,} validation sequences"
+            f"{self.loss_tokens_per_epoch:,} {self._counted()}; {self.validation_sequences:,} validation sequences"
         )
         lines.append(f"steps        {self.steps_per_epoch:,g} per epoch with train.global_batch {self.global_batch:,}")
         if self.steps is not None:
@@ -129,7 +136,8 @@ def find_subject(file: Path | str | None, overrides: Sequence[str], report: Repo
     cells = are_cells(config.data)
     if folder is None and model.tokenizer is None and not cells:
         report("No tokenizer is given: one token per byte. Set model.tokenizer=FOLDER for that of your model.")
-        tokenizer = load_tokenizer("bytes")
+        masked = config.train.objective == "masked_lm"
+        tokenizer = load_tokenizer("bytes", add_tokens=["<mask>"] if masked else ())
     else:
         tokenizer = load_model_tokenizer(model, folder, config.data, report)
     return Subject(None if file is None else str(file), config, tokenizer, not_apart)
@@ -152,6 +160,8 @@ def preview_data(
 ) -> DataPreview:
     """Decode some examples or sequences of each source."""
     subject = find_subject(file, overrides, report)
+    masked = subject.config.train.objective == "masked_lm"
+    masks = make_masks(subject.config, subject.tokenizer) if masked else None
     sources = [
         preview_source(
             block,
@@ -160,6 +170,7 @@ def preview_data(
             report=report,
             not_apart=subject.not_apart,
             objective=subject.config.train.objective,
+            masks=masks,
         )
         for block, _ in subject.config.data.blocks()
     ]
@@ -183,11 +194,19 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
         # Of a mixture, each again from the cache, which has been reported.
         prepared = sets.training if alone else prepare(block, tokenizer, report=_say_nothing, **common)
         sources.append(
-            measure_source(block, tokenizer, prepared, weight=weight, report=report, objective=config.train.objective)
+            measure_source(
+                block,
+                tokenizer,
+                prepared,
+                weight=weight,
+                report=report,
+                objective=config.train.objective,
+                mask_ratio=config.train.mask_ratio,
+            )
         )
     order, train = sets.order, config.train
     assert order.training_count is not None
-    loss_tokens = round(sets.mean_loss_tokens * order.training_count)
+    loss_tokens = round(sets.mean_loss_tokens * order.training_count * loss_share(config))
     steps = None
     try:
         steps = count_steps(
@@ -210,7 +229,7 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
         training_sequences=order.training_count,
         validation_sequences=order.validation_count,
         tokens_per_epoch=round(sets.mean_length * order.training_count),
-        loss_tokens_per_epoch=loss_tokens,
+        loss_tokens_per_epoch=loss_tokens if len(sources) > 1 else _of_epoch(sources[0], sets, order.training_count),
         global_batch=train.global_batch,
         steps_per_epoch=round(order.training_count / train.global_batch, 2),
         steps=steps,
@@ -218,6 +237,11 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
         problem=problem,
         sources=sources,
     )
+
+
+def _of_epoch(source: SourceStats, sets: Sets, training: int) -> int:
+    """Of the loss tokens of all sequences, those of the ones that are not held out."""
+    return round(source.loss_tokens / len(sets.training) * training)
 
 
 def _say_nothing(sentence: str) -> None:

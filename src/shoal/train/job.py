@@ -18,6 +18,7 @@ from shoal.objectives import Objective
 from shoal.observe.progress import Reporter
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import NamedOptimizer
+from shoal.parallel.exposed import ExposedCommunication
 from shoal.parallel.model import ParallelModel, TrainedModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.resolved import ResolvedRun
@@ -114,6 +115,7 @@ class Job(AnyJob):
     objective: Objective
     model: ParallelModel
     flops: Callable[[int, int], float]
+    communication: ExposedCommunication
 
     @property
     def order(self) -> Order:

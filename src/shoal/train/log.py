@@ -75,6 +75,7 @@ class Pending:
     window: Window
     ended: Mark
     save_seconds: float
+    communication: Callable[[], float | None]
 
 
 class StepLog:
@@ -102,9 +103,10 @@ class StepLog:
         self.hooks = hooks
         # Whose metrics are logged, if it sums more than the loss and its weight.
         self.objective = objective if objective is not None and len(objective.sums) > 2 else None
-        # More values for every line, and the seconds per step for which it waits for communication.
+        # More values for every line, and how to read, when the steps so far are done, the seconds per step for which
+        # they waited for communication.
         self.readings: Callable[[], Mapping[str, float | int | None]] = dict
-        self.communication: Callable[[], float | None] = lambda: None
+        self.communication: Callable[[], Callable[[], float | None]] = lambda: lambda: None
         self.skipped = 0  # skipped steps
         self.step_seconds = 0.0  # of the last log interval
         self.profiled = False  # a profiler runs
@@ -144,7 +146,14 @@ class StepLog:
             unread = self._fetch_metrics()
             ended = mark(self.ranks.device)
             self._pending = Pending(
-                lr, total_tokens, loss_tokens, unread, window, ended, self._saves.mean(save_seconds)
+                lr,
+                total_tokens,
+                loss_tokens,
+                unread,
+                window,
+                ended,
+                self._saves.mean(save_seconds),
+                self.communication(),
             )
             self._window = Window(ended)
         return arrived
@@ -197,7 +206,7 @@ class StepLog:
         if self.peak is not None and math.isfinite(window.flops):
             mfu = round(window.flops / window.steps / seconds / self.peak, 4)
         allocated, reserved = self.ranks.largest(_peak_memory_gib(self.ranks.device)), _reserved_gib(self.ranks)
-        communication = self.communication()
+        communication = pending.communication()
         line: dict[str, float | int | None] = {
             "step": last.step,
             "attempt": self.attempt,
@@ -212,7 +221,7 @@ class StepLog:
             "reserved_gib": reserved,
             "data_seconds": round(window.data_seconds / window.steps, 6),
             "save_seconds": round(pending.save_seconds, 6),
-            "communication_seconds": None if communication is None else round(communication, 6),
+            "communication_seconds": None if communication is None else round(min(communication, seconds), 6),
             "seconds": round(seconds, 6),
             "skipped": self.skipped,
             "time": round(time.time(), 3),

@@ -157,7 +157,8 @@ def run_steps(job: Job, watch: Watch) -> tuple[Decision, str | None]:
             data_seconds = time.perf_counter() - began
 
             step_lr = lr * factor_at(progress.step)
-            result = job.step(batch, step_lr)
+            with job.communication.step():
+                result = job.step(batch, step_lr)
             progress.step += 1
             progress.tokens += batch.tokens
             progress.loss_tokens += batch.weight

@@ -21,7 +21,7 @@ from shoal.observe.progress import Reporter
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import NamedOptimizer
 from shoal.parallel.device import describe_machine
-from shoal.parallel.exposed import exposed_communication
+from shoal.parallel.exposed import ExposedCommunication
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.precision import read_precision
 from shoal.parallel.ranks import Ranks
@@ -155,6 +155,7 @@ def _make_job(
             objective=objective,
         ),
         flops=flops,
+        communication=ExposedCommunication(model),
         progress=Progress(world_size=ranks.world_size),
         saver=make_saver(
             resolved.requested,
@@ -172,7 +173,7 @@ def _make_job(
         ),
         saved=None,
     )
-    job.log.communication = lambda: exposed_communication(model, resolved.strategy)
+    job.log.communication = job.communication.take
     return job
 
 

@@ -30,7 +30,8 @@ MOST_COMPARED = 8
 
 def make_app(folder: Path, port: int) -> Starlette:
     """The application that shows the runs below `folder` to browsers of this machine."""
-    pages = Pages(RunsFolder(folder))
+    runs = RunsFolder(folder)
+    pages = Pages(runs)
     routes = [
         Route("/", pages.page(pages.runs, "Runs", "/api/runs")),
         Route("/runs/{name:path}", pages.page(pages.run, None, None)),
@@ -43,11 +44,13 @@ def make_app(folder: Path, port: int) -> Starlette:
         Route("/report/{name:path}", pages.report),
         Route("/static/{name}", static),
     ]
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[Middleware(Guard, port=port)],
         exception_handlers={404: missing, 500: failed},
     )
+    app.state.runs = runs
+    return app
 
 
 class Pages:

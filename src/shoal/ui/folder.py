@@ -2,8 +2,10 @@
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.config.replaced import is_run
@@ -22,6 +24,7 @@ class RunsFolder:
         self.given = folder
         self.root = Path(os.path.realpath(folder))
         self._readers: OrderedDict[str, RunReader] = OrderedDict()
+        self._records: dict[str, tuple[tuple[object, ...] | None, RunRecord | None]] = {}  # as they were at a stamp
         self._lock = threading.RLock()  # requests are answered in threads
 
     def names(self) -> list[str]:
@@ -63,22 +66,38 @@ class RunsFolder:
         reader = self._reader(name)
         return None if reader is None else f"{hash(reader.stamp()) & 0xFFFFFFFFFFFF:x}"
 
-    def read(self, name: str) -> RunRecord | None:
-        """What the run's files say; None if there is no such run."""
+    def read(self, name: str, *, config: bool = True) -> RunRecord | None:
+        """What the run's files say, without its `config` if that is not needed; None if there is no such run. Files
+        that have not changed are not read again."""
         with self._lock:
             reader = self._reader(name)
-            return None if reader is None else reader.read()
+            if reader is None:
+                return None
+            stamp, (known, record) = reader.stamp(), self._records.pop(name, (None, None))
+            if record is None or known != stamp or (config and not record.config):
+                record = reader.read(config=config)
+            elif record.state == "running":
+                record = replace(record, read=time.time())
+            self._records[name] = (stamp, record)
+            return record
+
+    def read_all(self) -> None:
+        """Read what the list of runs needs, ahead of the first request."""
+        for name in self.names():
+            self.read(name, config=False)
 
     def _reader(self, name: str) -> RunReader | None:
         path = self.find(name)
         with self._lock:
             if path is None:
                 self._readers.pop(name, None)
+                self._records.pop(name, None)
                 return None
             reader = self._readers.pop(name, None) or RunReader(path, follow_links=False)
             self._readers[name] = reader
             while len(self._readers) > MOST_KEPT:
-                self._readers.popitem(last=False)
+                oldest, _ = self._readers.popitem(last=False)
+                self._records.pop(oldest, None)
             return reader
 
 

@@ -22,10 +22,10 @@ Page = tuple[list[Html], list[dict[str, Any]]]  # sections and charts
 
 def list_page(folder: RunsFolder, names: Sequence[str]) -> Page:
     """The list of all runs, the one that wrote last first, and the loss of the first of them."""
-    found = [(name, run) for name in names if (run := folder.read(name)) is not None]
+    found = [(name, run) for name in names if (run := folder.read(name, config=False)) is not None]
     found.sort(key=lambda one: (one[1].state != "running", -last_written(one[1])))
     drawn = [(_shown(name, run), run) for name, run in found if run.training][:MOST_DRAWN]
-    charts = [chart for chart in compared_charts(drawn) if chart["id"] in ("loss", "eval_loss")]
+    charts = compared_charts(drawn, only=["loss"])
     head = tag(
         "header",
         tag("div", tag("h1", "Runs"), class_="title"),
@@ -113,8 +113,8 @@ def _item(name: str, run: RunRecord) -> Html:
 
 def _sparkline(run: RunRecord) -> Html:
     """The loss, small."""
-    losses = [value for one in run.training if (value := number(one.get("loss"))) is not None]
-    losses = losses[:: max(1, len(losses) // POINTS)]
+    lines = run.training[:: max(1, len(run.training) // POINTS)]
+    losses = [value for one in lines if (value := number(one.get("loss"))) is not None]
     low, high = (min(losses), max(losses)) if losses else (0.0, 0.0)
     if len(losses) < 2 or low == high:
         return tag("svg", class_="spark", role="img", aria_label="no curve yet")

@@ -2,6 +2,7 @@
 
 import errno
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,8 @@ def serve(folder: Path | None, *, port: int, say: Callable[[str], None]) -> None
         actual = opened.getsockname()[1]
         app = make_app(shown, actual)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, lifespan="off"))
+        # So that the first page of many or long runs does not wait for all their files.
+        threading.Thread(target=app.state.runs.read_all, daemon=True).start()
         say(f"shoal ui    http://{ADDRESS}:{actual}    (Ctrl-C ends it)")
         with suppress(KeyboardInterrupt):  # as one ends it
             server.run(sockets=[opened])

@@ -123,6 +123,8 @@ def read_examples(config: Config, loaded: LoadedRun, report: Report) -> tuple[tu
     if reading.source == "cells":
         work = find_cell_tokenizer(data, reading.files, loaded.tokenizer, replace(settings, on_error="skip"))
         return reading.files, _cells(work)
+    if reading.source == "tokens":
+        raise UserMistake("data.source tokens is one stream, not examples; give records with a text, or text files.")
     options = options_of(settings, template)
 
     def texts() -> Iterator[Example]:

@@ -11,6 +11,7 @@ from shoal.config.schema import every_key
 from shoal.convert.configs.document import PAGES, refreshed
 from shoal.convert.configs.draft import nested_leaves
 from shoal.convert.configs.recognise import SYSTEMS
+from shoal.mistakes import UserMistake
 from tests.convert.configs.translated import holds, keys_of, ours, translated
 
 # The DeepSpeed config that transformers' documentation proposes for ZeRO 3: most values are the Trainer's.
@@ -124,6 +125,11 @@ def test_accelerate_with_fsdp_1_and_with_deepspeed(tmp_path):
         "offload_param_device: cpu, gradient_accumulation_steps: 1, zero3_init_flag: true}\nmixed_precision: fp16\n"
     )
     holds(translated(tmp_path, zero), parallel__strategy="zero3", parallel__offload="cpu", train__precision="16-mixed")
+
+
+def test_a_short_accelerate_file_is_no_mixture_with_the_trainer(tmp_path):
+    found = translated(tmp_path, "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}\n")
+    holds(found, parallel__strategy="fsdp")
 
 
 def test_a_deepspeed_file_that_accelerate_names_is_read_too(tmp_path):
@@ -341,6 +347,96 @@ def test_trl(tmp_path):
     assert keys_of(dpo, "not carried") == {"max_prompt_length"}
 
 
+LLAMAFACTORY = """
+model_name_or_path: Qwen/Qwen3-0.6B
+trust_remote_code: true
+quantization_bit: 4
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 16
+lora_target: all
+dataset: own_chats,own_tasks
+template: llama3
+cutoff_len: 1024
+packing: true
+max_samples: 50
+output_dir: saves/small/lora
+plot_loss: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+learning_rate: 1.0e-4
+num_train_epochs: 2.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+flash_attn: fa2
+val_size: 0.1
+eval_strategy: steps
+eval_steps: 50
+"""
+
+
+def test_llama_factory_with_its_datasets_looked_up(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "examples").mkdir()
+    columns = {"messages": "conversations", "tools": "tools"}
+    known = {
+        "own_chats": {"file_name": "chats.json", "formatting": "sharegpt", "columns": columns},
+        "own_tasks": {"hf_hub_url": "someone/tasks", "columns": {"prompt": "question", "response": "output"}},
+        "own_pairs": {"file_name": "pairs.json", "ranking": True, "columns": {"chosen": "good", "rejected": "bad"}},
+    }
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(known))
+    found = translated(tmp_path / "examples", LLAMAFACTORY)
+    holds(found, adapter__kind="qlora", adapter__rank=16, adapter__alpha=32, adapter__quantize="nf4-dq")
+    holds(found, adapter__targets="all-linear", data__chat_template="llama3", data__max_length=1024, data__pack=True)
+    holds(found, train__objective="causal_lm", train__recompute="full", train__precision="bf16-mixed", train__epochs=2)
+    holds(found, data__validation=0.1, eval__every=50, data__mixing__when_exhausted="end", model__attention="auto")
+    chats, tasks = found.config["data"]["source"]
+    assert chats["path"].endswith("data/chats.json")
+    assert (chats["format"], chats["columns"]) == ("chat", {"messages": "conversations"})
+    assert tasks == {"path": "someone/tasks", "format": "alpaca", "columns": {"instruction": "question"}}
+    assert keys_of(found, "not carried") == {"trust_remote_code", "max_samples", "dataset.own_chats.tools"}
+
+    pairs = LLAMAFACTORY.replace("stage: sft", "stage: dpo\npref_loss: simpo\npref_beta: 2.0")
+    pairs = pairs.replace("own_chats,own_tasks", "own_pairs").replace("quantization_bit: 4", "")
+    found = translated(tmp_path / "examples", pairs)
+    holds(found, train__objective="simpo", train__preference__beta=2.0, adapter__kind="lora", data__format="preference")
+    assert found.config["data"]["columns"] == {"chosen": "good", "rejected": "bad"}
+
+
+def test_llama_factory_without_its_datasets_and_as_a_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "given0.yaml").write_text(LLAMAFACTORY)
+    command = "llamafactory-cli train given0.yaml learning_rate=1e-5 finetuning_type=full stage=rm pure_bf16=true"
+    found = translated(tmp_path, command=command)
+    holds(found, train__lr=1e-5, adapter__kind="none", train__precision="bf16-true")
+    says = {line.key: line.says for line in found.lines if line.outcome == "not carried"}
+    assert "data/dataset_info.json, which is not there" in says["dataset"]
+    assert "rm is not built" in says["stage"]
+    assert "no adapter is trained" in says["lora_rank"]
+    # The same arguments in LLaMA-Factory's script, under a launcher.
+    found = translated(tmp_path, command="accelerate launch --num_processes 4 src/train.py given0.yaml")
+    holds(found, adapter__kind="qlora", train__global_batch=32, hardware__devices=4)
+    new = "model: a/b\nmodel_class: llm\ntrain_dataset: data.yaml\nmicro_batch_size: 1\n"
+    with pytest.raises(UserMistake, match="the new version of LLaMA-Factory"):
+        translated(tmp_path, new)
+
+
+def test_a_file_of_accelerate_with_fsdp_is_not_a_mixture(tmp_path):
+    # As Accelerate's own example for Slurm: few keys beside those of FSDP.
+    given = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_offload_params: false}\n"
+    holds(translated(tmp_path, given), parallel__strategy="fsdp")
+
+
+def test_a_large_batch_per_device_is_carried_without_the_global_batch(tmp_path):
+    given = {**yaml.safe_load(TORCHTUNE), "batch_size": 128, "gradient_accumulation_steps": 1}
+    given["dataset_val"] = {**given["dataset"], "split": "train[95%:]"}
+    found = translated(tmp_path, yaml.safe_dump(given))
+    holds(found, train__micro_batch=128, train__grad_accum=1, data__validation="train[95%:]")
+
+
 def test_the_tables_speak_of_keys_that_exist():
     known = {key for key, _ in every_key()}
     for system in SYSTEMS:
@@ -351,7 +447,9 @@ def test_the_tables_speak_of_keys_that_exist():
 
 
 @pytest.mark.parametrize(
-    "content", [AUTO, AXOLOTL, TORCHTUNE, FSDP_2], ids=["deepspeed", "axolotl", "torchtune", "accelerate"]
+    "content",
+    [AUTO, AXOLOTL, TORCHTUNE, FSDP_2, LLAMAFACTORY],
+    ids=["deepspeed", "axolotl", "torchtune", "accelerate", "llamafactory"],
 )
 def test_every_key_of_a_file_has_a_line(content, tmp_path):
     found = translated(tmp_path, content)

@@ -21,6 +21,7 @@ from shoal.convert.configs.axolotl_rules import (
     wandb_rule,
 )
 from shoal.convert.configs.deepspeed_rules import clip
+from shoal.convert.configs.draft import MIN_LR
 from shoal.convert.configs.fsdp import FSDP_KEYS, fsdp_words
 from shoal.convert.configs.rules import System, Tree, cannot, nothing, rule, to, under, words
 from shoal.convert.configs.trainer import ADAPTER
@@ -57,7 +58,7 @@ KEYS = {
         "told by the model's own files",
         "model_type tokenizer_type base_model_config processor_type "
         "is_llama_derived_model is_mistral_derived_model is_qwen_derived_model is_falcon_derived_model "
-        "tokenizer_use_fast tokenizer_legacy low_cpu_mem_usage device_map",
+        "tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common low_cpu_mem_usage device_map",
     ),
     **cannot("code of a model's repository is never run", "trust_remote_code"),
     "datasets": datasets_rule,
@@ -94,7 +95,7 @@ KEYS = {
         "shoal has kernels of its own",
         "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_fan_in_fan_out lora_on_cpu "
         "qlora_sharded_model_loading flash_attn_cross_entropy flash_attn_rms_norm "
-        "flash_attn_fuse_mlp flash_attn_fuse_qkv",
+        "flash_attn_fuse_mlp flash_attn_fuse_qkv use_kernels fused_attn_kernel tiled_mlp",
     ),
     "rl": rl_rule,
     **words("rl_beta", number),
@@ -111,6 +112,14 @@ KEYS = {
     "optimizer": rule("train.optimizer.name")(put_optimizer),
     "lr_scheduler": rule("train.schedule.name")(lambda key: put_schedule(key) and None),
     **words("learning_rate weight_decay adam_epsilon cosine_min_lr_ratio", number),
+    "adam_eps": to("train.optimizer.eps", number),
+    "eta_min": to(MIN_LR, number),
+    **cannot(
+        "experts are trained as the model's own code has them",
+        "quantize_moe_experts use_scattermoe use_sonicmoe experts_implementation llama4_linearized_experts "
+        "expert_parallel_size",
+    ),
+    **cannot("not built", "trl vllm ebft diffusion", unless=({},)),
     "adam_beta1": rule("train.optimizer.betas")(lambda key: betas_rule(key)),
     "adam_beta2": rule("train.optimizer.betas")(lambda key: betas_rule(key)),
     "warmup_steps": warmup_steps,
@@ -180,7 +189,7 @@ KEYS = {
     **nothing(
         "train.loss_impl: auto never stores all logits where they are large",
         "plugins liger_rope liger_rms_norm "
-        "liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy "
+        "liger_glu_activation liger_layer_norm liger_rms_norm_gated liger_fused_linear_cross_entropy "
         "liger_cross_entropy chunked_cross_entropy "
         "cut_cross_entropy",
     ),

@@ -10,6 +10,8 @@ from shoal.convert.configs.hydra import HYDRA
 from shoal.convert.configs.launchers import LAUNCHER
 from shoal.convert.configs.litgpt import LITGPT
 from shoal.convert.configs.litgpt_rules import COMMAND
+from shoal.convert.configs.llamafactory import LLAMAFACTORY
+from shoal.convert.configs.llamafactory import OWN as OF_LLAMAFACTORY
 from shoal.convert.configs.rules import MISSING_FILE, Source, Tree
 from shoal.convert.configs.scmodelforge import SCMODELFORGE
 from shoal.convert.configs.shell import Script, batch_options, read_script
@@ -31,6 +33,7 @@ LAUNCHERS = (
     "uv",
 )
 TASKS = ("sft", "dpo", "orpo", "kto", "cpo", "reward", "grpo", "rloo", "ppo")
+COMMANDS = ("litgpt", "trl", "axolotl", "tune", "scmodelforge", "llamafactory-cli", "lmf")
 # Options without a value; all others of a launcher have one.
 WITHOUT_VALUE = {
     "torchrun": ("standalone", "no_python", "run_path", "m", "module"),
@@ -61,7 +64,10 @@ WITHOUT_VALUE = {
         "no_ssh",
     ),
 }
-KNOWN = "litgpt, trl, axolotl, tune, scmodelforge, torchrun, accelerate launch, deepspeed, srun, python SCRIPT.py"
+KNOWN = (
+    "litgpt, trl, axolotl, tune, llamafactory-cli, scmodelforge, torchrun, accelerate launch, deepspeed, srun, "
+    "python SCRIPT.py"
+)
 _DEEPSPEED_FLAGS = (
     "zero_stage",
     "offload_optimizer_device",
@@ -150,7 +156,7 @@ def looks_like_a_command(script: Script) -> bool:
 
 def _starts(command: list[str]) -> bool:
     first = PurePath(command[0]).name if command else ""
-    return first in (*LAUNCHERS, "litgpt", "trl", "axolotl", "tune", "scmodelforge", "shoal") or first.endswith(".py")
+    return first in (*LAUNCHERS, *COMMANDS, "shoal") or first.endswith(".py")
 
 
 def _one_command(words: list[str], name: str, folder: Path, launcher: Tree) -> list[Source]:
@@ -233,6 +239,13 @@ def _system(words: list[str], name: str, folder: Path, launcher: Tree) -> list[S
     if program == "axolotl" or first.startswith("axolotl.cli"):
         files, flags = read_flags([word for word in rest if word not in ("train", "preprocess")])
         return [Source(name, AXOLOTL, {**_from_file(files[0] if files else None, folder), **flags}, where)]
+    if program in ("llamafactory-cli", "lmf"):
+        positional, flags = read_flags([word for word in rest if word != "train"])
+        given: Tree = {}
+        for word in positional:
+            option, equals, value = word.partition("=")
+            given |= {option: value_of(value)} if equals else _from_file(word, folder)
+        return [Source(name, LLAMAFACTORY, {**given, **flags}, where)]
     if program == "tune":
         return [Source(name, TORCHTUNE, _tune(rest, folder, launcher), where)]
     if program == "scmodelforge":
@@ -259,7 +272,9 @@ def _script(words: list[str], name: str, folder: Path) -> list[Source]:
         flags = _from_file(file, folder) | flags
     trains = len(TRAINER.marks & flags.keys()) >= 2 and "output_dir" in flags
     if flags:
-        found.append(Source(name, TRAINER if trains else SCRIPT, flags, str(folder)))
+        factory = trains and len(OF_LLAMAFACTORY.keys() & flags.keys()) >= 2
+        system = LLAMAFACTORY if factory else TRAINER if trains else SCRIPT
+        found.append(Source(name, system, flags, str(folder)))
     return found
 
 

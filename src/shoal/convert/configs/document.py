@@ -10,6 +10,7 @@ from shoal.convert.configs.deepspeed import DEEPSPEED
 from shoal.convert.configs.hydra import HYDRA
 from shoal.convert.configs.launchers import LAUNCHER
 from shoal.convert.configs.litgpt import LITGPT
+from shoal.convert.configs.llamafactory import LLAMAFACTORY
 from shoal.convert.configs.rules import Rule, System
 from shoal.convert.configs.scmodelforge import SCMODELFORGE
 from shoal.convert.configs.torchtune import TORCHTUNE
@@ -22,6 +23,7 @@ PAGES = {
     "hydra": HYDRA,
     "launchers": LAUNCHER,
     "litgpt": LITGPT,
+    "llamafactory": LLAMAFACTORY,
     "scmodelforge": SCMODELFORGE,
     "torchtune": TORCHTUNE,
     "trainer": TRAINER,

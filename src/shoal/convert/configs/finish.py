@@ -163,15 +163,13 @@ def _refused(draft: Draft) -> Iterator[tuple[KeyPath, str]]:
 def _take_back(draft: Draft, path: KeyPath, sentence: str) -> None:
     key = dotted(tuple(part for part in path if not isinstance(part, int)))
     sentence = sentence.rstrip(".")
-    while key:
-        inside = [one for one in draft.values if one == key or one.startswith(f"{key}.")]
-        if inside:
-            for one in inside:
-                draft.drop(one, sentence)
-            return
+    inside = [one for one in draft.values if one == key or one.startswith(f"{key}.")]
+    # A default of ours may not go with what was translated: then it is the key that the sentence names.
+    named = [one for one in draft.values if f"{one} " in f"{sentence} "]
+    while not inside and not named and key:
         key = key.rpartition(".")[0]
-    # A default of ours that does not go with what was translated: nothing else is left than to say so.
-    blamed = next((one for one in draft.values if one in sentence), None)
-    if blamed is None:
+        inside = [one for one in draft.values if one == key or one.startswith(f"{key}.")]
+    if not inside and not named:
         raise AssertionError(f"the translation has a mistake that belongs to no key: {sentence}")
-    draft.drop(blamed, sentence)
+    for one in inside or named[:1]:
+        draft.drop(one, sentence)

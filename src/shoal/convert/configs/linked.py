@@ -4,6 +4,8 @@ from pathlib import Path
 
 from shoal.convert.configs.rules import Key, Rule
 
+FOLDERS_ABOVE = 4
+
 
 def linked(what: str) -> Rule:
     """`what` is the kind of file that the key names."""
@@ -21,13 +23,22 @@ def linked(what: str) -> Rule:
 
 def follow(key: Key) -> bool:
     """Read the file that `key` names, unless it was given."""
-    path = Path(key.source.folder) / str(key.value)
-    if path.name in key.draft.named:
+    name = Path(str(key.value)).name
+    if name in key.draft.named:
         key.no_meaning("that file is translated too")
         return True
-    if not path.is_file():
+    path = find_file(key, str(key.value))
+    if path is None:
         return False
     key.draft.queue.append(path)
-    key.draft.named.add(path.name)
-    key.no_meaning(f"{path.name} is translated too")
+    key.draft.named.add(name)
+    key.no_meaning(f"{name} is translated too")
     return True
+
+
+def find_file(key: Key, name: str) -> Path | None:
+    """A file that `key` names: in the folder of its source, or in one above, because systems are often started in the
+    root of a repository."""
+    folder = Path(key.source.folder)
+    above = folder.resolve().parents[:FOLDERS_ABOVE]
+    return next((base / name for base in (folder, *above) if (base / name).is_file()), None)

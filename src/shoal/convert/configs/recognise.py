@@ -13,6 +13,7 @@ from shoal.convert.configs.deepspeed import DEEPSPEED
 from shoal.convert.configs.hydra import HYDRA
 from shoal.convert.configs.litgpt import LITGPT
 from shoal.convert.configs.litgpt_rules import COMMAND
+from shoal.convert.configs.llamafactory import LLAMAFACTORY
 from shoal.convert.configs.rules import Source, System, Tree, at, keys_in
 from shoal.convert.configs.scmodelforge import SCMODELFORGE
 from shoal.convert.configs.shell import read_script
@@ -21,7 +22,9 @@ from shoal.convert.configs.trainer import TRAINER, TRL
 from shoal.mistakes import UserMistake
 
 # In the order in which values are given: DeepSpeed's own file is what DeepSpeed runs with.
-SYSTEMS: tuple[System, ...] = (ACCELERATE, TRAINER, TRL, HYDRA, LITGPT, SCMODELFORGE, AXOLOTL, TORCHTUNE, DEEPSPEED)
+SYSTEMS: tuple[System, ...] = (
+    *(ACCELERATE, TRAINER, TRL, LLAMAFACTORY, HYDRA, LITGPT, SCMODELFORGE, AXOLOTL, TORCHTUNE, DEEPSPEED),
+)
 BY_FILE = tuple(system for system in SYSTEMS if system is not TRL)
 SUFFIXES = (".json", ".yaml", ".yml")
 LARGEST = 10_000_000  # bytes of a config
@@ -111,6 +114,11 @@ def _resolved(tree: Tree) -> Tree:
 
 def _system_of(path: Path, tree: Tree) -> System:
     keys = keys_in(tree)
+    if {"model_class", "train_dataset"} <= keys:
+        raise UserMistake(
+            f"{path} is of the new version of LLaMA-Factory (USE_V1=1), which shoal does not read; it reads files with "
+            "stage, finetuning_type and dataset."
+        )
     # First by the keys that no other system has, then by all.
     scores = {system.name: (len(_own_marks(system) & keys), len(system.marks & keys)) for system in BY_FILE}
     system, other = sorted(BY_FILE, key=lambda one: scores[one.name], reverse=True)[:2]
@@ -127,7 +135,7 @@ def _system_of(path: Path, tree: Tree) -> System:
             f"{path} is not a config that shoal recognises. It looked for the keys of {looked}. A command is given as "
             "shoal import -- litgpt finetune_lora …"
         )
-    if own and scores[other.name][0] == own:
+    if own and scores[other.name][0] == own and other.extends is not system:
         ours, theirs = sorted(_own_marks(system) & keys), sorted(_own_marks(other) & keys)
         raise UserMistake(
             f"{path} is a mixture: {', '.join(ours)} belongs to {system.name}, and "
@@ -138,9 +146,10 @@ def _system_of(path: Path, tree: Tree) -> System:
 
 
 def _own_marks(system: System) -> frozenset[str]:
-    """The marks that are no key of another system."""
-    others = {key for one in BY_FILE if one is not system for key in one.keys}
-    return frozenset(system.marks - others)
+    """The marks that are no key, and no block, of another system."""
+    others = [one for one in BY_FILE if one is not system and one.extends is not system and one is not system.extends]
+    taken = {".".join(key.split(".")[:length]) for one in others for key in one.keys for length in range(1, 5)}
+    return frozenset(system.marks - taken)
 
 
 def _litgpt_command(tree: Tree) -> str:

@@ -122,6 +122,7 @@ class System:
     auto: str = ""  # what the value `auto` means in it
     # A key that no name in `keys` matches may be one of a family of them.
     other: Callable[[str], Rule | None] = lambda name: None
+    extends: "System | None" = None  # the system whose keys it has too
 
 
 def at(tree: Tree, name: str) -> Any:

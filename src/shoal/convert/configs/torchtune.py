@@ -87,6 +87,18 @@ def _source(key: Key) -> None:
         key.become("data.path", text(key.value))
 
 
+@rule("data.validation", says="without dataset_val: data.validation 0")
+def _held_out(key: Key) -> None:
+    if key.default:
+        key.become("data.validation", 0.0)
+    elif key.get("dataset_val.source") is not None or key.get("dataset_val._component_") != key.get(
+        "dataset._component_"
+    ):
+        key.not_carried("data.validation is another split of the training data, or a path")
+    else:
+        key.become("data.validation", text(key.value))
+
+
 @rule("train.steps")
 def _steps_per_epoch(key: Key) -> None:
     epochs = count(key.get("epochs", 1) or 1)
@@ -147,7 +159,7 @@ KEYS = {
     "output_dir": rule("run_dir", "name")(put_folder),
     **nothing(
         "told by the model's own files",
-        "tokenizer._component_ tokenizer.path tokenizer.merges_file "
+        "tokenizer._component_ tokenizer.path tokenizer.merges_file tokenizer.merges_path tokenizer.vocab_path "
         "tokenizer.special_tokens_path tokenizer.prompt_template checkpointer._component_ "
         "checkpointer.checkpoint_files "
         "checkpointer.model_type checkpointer.safe_serialization",
@@ -182,6 +194,11 @@ KEYS = {
     "dataset.max_seq_len": to("data.max_length", count),
     "dataset.column_map": to("data.columns"),
     "dataset.column": to("data.columns", lambda value: {"text": text(value)}),
+    "dataset.subset": to("data.subset", text),
+    "dataset_val.split": _held_out,
+    **nothing("as of the training data", "dataset_val._component_ dataset_val.source"),
+    **nothing("train.micro_batch is of evaluation too", "batch_size_val"),
+    "run_val_every_n_steps": to("eval.every", count),
     **nothing(
         "recognised by the keys of the records",
         "dataset.conversation_style dataset.conversation_column dataset.template",
@@ -236,6 +253,9 @@ KEYS = {
     "nnodes": to("hardware.nodes", count),
     "torchtune_recipe": rule("parallel.strategy")(lambda key: _recipe(key)),
     **cannot(
+        "checkpoint.every counts steps, and how many an epoch has is known when the data is", "save_every_n_epochs"
+    ),
+    **cannot(
         "not built",
         "quantizer kd_ratio kd_loss teacher_model teacher_checkpointer ref_checkpointer reward_and_value_model",
         unless=({},),
@@ -262,6 +282,8 @@ def _defaults(tree: Tree) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if not tree.get("lr_scheduler"):
         found["lr_scheduler._component_"] = "constant"
+    if not tree.get("dataset_val"):
+        found["dataset_val.split"] = "none"
     return found
 
 

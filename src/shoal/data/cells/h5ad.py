@@ -4,7 +4,7 @@ Only the parts that are needed are read, with h5py: anndata would first load eve
 file has. Files of anndata before 0.7, with tables as compound datasets, are read too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,6 +52,11 @@ class CellFile:
         except OSError as error:
             if not path.is_file():
                 raise UserMistake(f"{path} cannot be read: {error}.") from error
+            if path.suffix == ".gz":
+                raise UserMistake(
+                    f"{path} is compressed as a whole, so that no part of it can be read alone; unpack it with gunzip, "
+                    "or write it with anndata's write_h5ad(compression='gzip')."
+                ) from error
             raise UserMistake(
                 f"{path} is not an .h5ad file: HDF5 cannot open it. Write it again with anndata's write_h5ad, or "
                 "change data.source."
@@ -139,13 +144,18 @@ class CellFile:
         there = self.matrices()
         if wanted != AUTO and wanted not in there:
             raise UserMistake(
-                f"data.cells.matrix {wanted} is not in {self.path}; it has {', '.join(there)}. Name one of these."
+                f"data.cells.matrix {wanted} is not in {self.path}; it has {', '.join(there)}."
+                + (suggestion(wanted, there) or " Name one of these.")
             )
         found = {name: self._kind(name) for name in ([wanted] if wanted != AUTO else _by_likelihood(there))}
         for kind in ("counts",) if counts else ("positive", "counts"):
             if (name := next((name for name, its in found.items() if its == kind), None)) is not None:
                 return name
-        kinds = {"negative": "negative values (it is scaled)", "positive": "fractions (it is normalized)"}
+        kinds = {
+            "negative": "negative values (it is scaled)",
+            "positive": "fractions (it is normalized)",
+            "non-finite": "NaN or infinite values",
+        }
         listed = "; ".join(f"{name} has {kinds[kind]}" for name, kind in found.items())
         lacking = "raw counts" if counts else "normalized values"
         if counts:
@@ -157,11 +167,15 @@ class CellFile:
         raise UserMistake(f"{self.path} has no {lacking}: {listed}. {remedy[0].upper()}{remedy[1:]}.")
 
     def _kind(self, matrix: str) -> str:
-        """counts, positive or negative, by the first cells."""
+        """counts, positive, negative or non-finite, by the first cells."""
         opened = self.matrix(matrix)
-        values = next(opened.slabs(0, min(_LOOKED_AT, opened.cells), _LOOKED_AT)).values
+        if not opened.cells:
+            raise UserMistake(f"{self.path} has no cells: {matrix} has no rows. Leave it out.")
+        values = opened.slab(0, min(_LOOKED_AT, opened.cells)).values
         if len(values) and values.min() < 0:
             return "negative"
+        if not np.isfinite(values).all():
+            return "non-finite"
         return "counts" if np.array_equal(values, np.round(values)) else "positive"
 
     def matrix(self, name: str, *, in_memory: bool = False) -> "Matrix":
@@ -191,11 +205,6 @@ class Matrix:
 
     cells: int
     genes: int
-
-    def slabs(self, first: int, last: int, size: int) -> Iterator[Slab]:
-        """The cells from `first` to `last`, `size` at a time."""
-        for start in range(first, last, size):
-            yield self.slab(start, min(start + size, last))
 
     def slab(self, first: int, last: int) -> Slab:
         raise NotImplementedError
@@ -266,7 +275,16 @@ def _columns(table: Any) -> list[str]:
 
 
 def _texts(values: Any) -> list[str]:
-    return [one.decode() if isinstance(one, bytes) else str(one) for one in np.asarray(values).tolist()]
+    return [_text(one) for one in np.asarray(values).tolist()]
+
+
+def _text(value: object) -> str:
+    """NaN is no value. pandas makes a float of an integer where others of its column are missing."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, float):
+        return "" if value != value else str(int(value) if value.is_integer() else value)
+    return str(value)
 
 
 def _categories(names: Sequence[str], codes: np.ndarray) -> list[str]:

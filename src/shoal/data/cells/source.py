@@ -165,8 +165,10 @@ def find_cells(data: DataConfig, files: Sequence[Path], tokenizer: GeneTokenizer
 
 def check_match(file: Path, genes: Sequence[str], ids: Sequence[int], unknown: int, tokenizer: GeneTokenizer) -> None:
     """A UserMistake if more than half of a file's genes are unknown."""
+    if not genes:
+        raise UserMistake(f"{file} has no genes: its matrix has no columns. Leave it out.")
     if 2 * unknown > len(genes) or not any(one >= 0 for one in ids):
-        example = next((name for name, one in zip(genes, ids, strict=True) if one < 0), genes[0] if genes else "")
+        example = next((name for name, one in zip(genes, ids, strict=True) if one < 0), genes[0])
         raise UserMistake(
             f"{unknown:,} of the {len(genes):,} genes in {file} are not in the vocabulary, such as "
             f"{shortened(example)}; those of it are called {shortened(', '.join(tokenizer.genes[:3]))} …: set "
@@ -233,5 +235,6 @@ def scheme_of(cells: CellsConfig, tokenizer: GeneTokenizer, max_length: int, *, 
         encoder=encoder,
         cls=tokenizer.cls if cells.cls else None,
         end=tokenizer.end,
+        dtype=np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.int32),
         medians=medians if cells.tokens == "rank_value" else None,
     )

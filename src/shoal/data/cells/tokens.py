@@ -1,10 +1,9 @@
 """The tokens of cells: genes by falling expression, or in the order of the vocabulary with binned expression.
 
-Numpy on slabs of many cells. A cell is sorted by keys of 64 bits, its score above its gene: one sort of integers, with
-ties in the order of the vocabulary.
+Numpy on slabs of many cells. A cell is sorted by integers, its score above its gene: one sort, with ties in the order
+of the vocabulary. Counts and genes that fit 16 bits each make keys of 32 bits, others of 64.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ from shoal.data.cells.h5ad import Slab
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
 
 _GENE = np.uint64(0xFFFFFFFF)
+_HALF = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Scheme:
     encoder: bool
     cls: int | None
     end: int
+    dtype: np.dtype  # of token ids
     medians: np.ndarray | None = None  # by token id; 1 where there is none
 
     @property
@@ -36,8 +37,7 @@ class Scheme:
 class CellTokens:
     """The tokens of cells, one after another."""
 
-    ids: np.ndarray  # int32
-    flags: np.ndarray  # uint8
+    ids: np.ndarray
     lengths: np.ndarray  # int64, tokens of each cell
     values: np.ndarray | None  # int16, the bin of each token
     whole: np.ndarray  # int64, tokens of each cell before any was left out
@@ -69,7 +69,7 @@ def tokenize_slab(slab: Slab, ids: np.ndarray, scheme: Scheme, *, repeated: bool
     all_counts = counts = slab.counts
     expression = _scores(slab, scheme)
     genes = ids[slab.genes]
-    unknown = bool(len(genes)) and int(genes.min()) < 0
+    unknown = bool(len(genes)) and ids.min() < 0 and genes.min() < 0
     if unknown or repeated:
         rows = np.repeat(np.arange(len(all_counts)), all_counts)
         if unknown:
@@ -85,12 +85,26 @@ def tokenize_slab(slab: Slab, ids: np.ndarray, scheme: Scheme, *, repeated: bool
         genes, expression, counts = genes[here], expression[here], counts[kept]
     if scheme.medians is not None:
         expression = expression / scheme.medians[genes]
-    genes, expression, few = _rank(genes, expression, counts, scheme.most)
+    few = np.minimum(counts, scheme.most)
+    ids, firsts = _special_tokens(few, scheme)
     values = None
     if scheme.binned:
-        values = _bins(expression, few, scheme.cells)
-        genes, values = _by_vocabulary(genes, values, few)
-    return _assemble(genes, values, few, counts, scheme, kept, all_counts, empty)
+        values = np.zeros(len(ids), dtype=np.int16)
+        _fill_binned(ids, values, firsts, genes, expression, counts, few, scheme.cells)
+    else:
+        _fill(ids, firsts, _keys(genes, expression), counts, few)
+    special = 1 + int(scheme.cls is not None)
+    return CellTokens(ids, few + special, values, counts + special, kept, all_counts, empty)
+
+
+def token_flags(lengths: np.ndarray, scheme: Scheme) -> np.ndarray:
+    """The flags of cells with so many tokens (uint8)."""
+    ends = np.cumsum(lengths)
+    flags = np.full(int(ends[-1]) if len(ends) else 0, LOSS_TOKEN, dtype=np.uint8)
+    if scheme.encoder:
+        flags[ends - 1] = 0
+    flags[ends - lengths] = DOCUMENT
+    return flags
 
 
 def _scores(slab: Slab, scheme: Scheme) -> np.ndarray:
@@ -99,7 +113,9 @@ def _scores(slab: Slab, scheme: Scheme) -> np.ndarray:
     if scheme.binned:
         return normalize(slab, cells)
     if scheme.medians is None:
-        return slab.values.astype(np.float32)  # neither a factor for the cell nor a logarithm changes its ranks
+        return slab.values.astype(
+            np.float32, copy=False
+        )  # neither a factor for the cell nor a logarithm changes its ranks
     # Ranks are of normalized counts over their medians: of log1p they would be others.
     linear = normalize(slab, cells.model_copy(update={"log1p": False}))
     return np.expm1(linear) if cells.normalized else linear
@@ -112,90 +128,75 @@ def _add_up(genes: np.ndarray, expression: np.ndarray, rows: np.ndarray) -> tupl
     return (unique & 0xFFFFFFFF).astype(np.int32), added, unique >> 32
 
 
-def _cells(counts: np.ndarray) -> Iterator[tuple[int, int]]:
-    ends = np.cumsum(counts)
-    return zip((ends - counts).tolist(), ends.tolist(), strict=True)
+def _special_tokens(few: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of cells with `few` genes each, still without these, and where the genes of each begin."""
+    front = int(scheme.cls is not None)
+    ends = np.cumsum(few + front + 1)
+    ids = np.empty(int(ends[-1]) if len(ends) else 0, dtype=scheme.dtype)
+    ids[ends - 1] = scheme.end
+    firsts = ends - few - 1
+    if scheme.cls is not None:
+        ids[firsts - 1] = scheme.cls
+    return ids, firsts
 
 
-def _rank(
-    genes: np.ndarray, scores: np.ndarray, counts: np.ndarray, most: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The genes of each cell by falling score, at most `most` of them; their scores; and how many each cell has."""
+def _keys(genes: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Integers that are ordered by falling score, then by gene, which is in their low bits."""
+    if len(scores) and scores.max() < _HALF and genes.max() < _HALF:
+        whole = scores.astype(np.uint32)
+        if np.array_equal(whole, scores):  # counts, which raw data has
+            return ((np.uint32(_HALF - 1) - whole) << np.uint32(16)) | genes.astype(np.uint32)
+    return _wide_keys(genes, scores)
+
+
+def _wide_keys(genes: np.ndarray, scores: np.ndarray) -> np.ndarray:
     # The bits of positive floats are ordered as they are; inverted, the largest comes first.
     inverted = ~np.ascontiguousarray(scores, dtype=np.float32).view(np.uint32)
-    keys = (inverted.astype(np.uint64) << np.uint64(32)) | genes.astype(np.uint64)
-    for begin, end in _cells(counts):
-        keys[begin:end].sort()
-    few = np.minimum(counts, most)
-    if (few < counts).any():
-        keys = keys[_offsets(counts) < np.repeat(few, counts)]
-    ranked = (~(keys >> np.uint64(32)).astype(np.uint32)).view(np.float32)
-    return (keys & _GENE).astype(np.int32), ranked, few
+    return (inverted.astype(np.uint64) << np.uint64(32)) | genes.astype(np.uint64)
 
 
-def _offsets(counts: np.ndarray) -> np.ndarray:
-    """The place of each gene within its cell."""
-    ends = np.cumsum(counts)
-    offsets: np.ndarray = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
-    return offsets
+def _fill(ids: np.ndarray, firsts: np.ndarray, keys: np.ndarray, counts: np.ndarray, few: np.ndarray) -> None:
+    """Sort each cell's keys, and write the first `few` genes from its place in `firsts` on."""
+    begin = 0
+    for count, kept, first in zip(counts.tolist(), few.tolist(), firsts.tolist(), strict=True):
+        cell = keys[begin : begin + count]
+        cell.sort()
+        ids[first : first + kept] = cell[:kept].astype(ids.dtype)  # the low bits
+        begin += count
 
 
-def _bins(expression: np.ndarray, counts: np.ndarray, cells: CellsConfig) -> np.ndarray:
-    """The bin of each gene in its cell, from 1 on. Expression falls within a cell."""
-    bins = cells.bins - 1
-    found = np.empty(len(expression), dtype=np.int16)
-    if cells.binning == "uniform":
-        ends = np.cumsum(counts)
-        high, low = (np.repeat(expression[at], counts) for at in (ends - counts, ends - 1))
-        width = np.where(high > low, high - low, 1)
-        found[:] = np.minimum((expression - low) / width * bins, bins - 1) + 1
-        return found
-    steps = np.arange(1, bins)
-    for begin, end in _cells(counts):
-        rising = expression[begin:end][::-1]
-        # Edges are expressions that occur, so that equal ones share a bin; the highest one is always in the last.
-        edges = rising[steps * (end - begin) // bins]
-        found[begin:end] = np.searchsorted(edges, expression[begin:end], side="right") + 1
-    return found
-
-
-def _by_vocabulary(genes: np.ndarray, values: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    keys = (genes.astype(np.uint64) << np.uint64(32)) | values.astype(np.uint64)
-    for begin, end in _cells(counts):
-        keys[begin:end].sort()
-    return (keys >> np.uint64(32)).astype(np.int32), (keys & _GENE).astype(np.int16)
-
-
-def _assemble(
+def _fill_binned(
+    ids: np.ndarray,
+    values: np.ndarray,
+    firsts: np.ndarray,
     genes: np.ndarray,
-    values: np.ndarray | None,
+    expression: np.ndarray,
     counts: np.ndarray,
-    before: np.ndarray,
-    scheme: Scheme,
-    kept: np.ndarray,
-    all_counts: np.ndarray,
-    empty: np.ndarray,
-) -> CellTokens:
-    """The special tokens around each cell's genes."""
-    front = 0 if scheme.cls is None else 1
-    lengths = counts + front + 1
-    ends = np.cumsum(lengths)
-    firsts = ends - lengths
-    of_genes = np.ones(int(lengths.sum()), dtype=bool)
-    of_genes[ends - 1] = False
-    if front:
-        of_genes[firsts] = False
-    ids = np.empty(len(of_genes), dtype=np.int32)
-    ids[of_genes] = genes
-    ids[ends - 1] = scheme.end
-    if scheme.cls is not None:
-        ids[firsts] = scheme.cls
-    flags = of_genes.astype(np.uint8) * np.uint8(LOSS_TOKEN)
-    if not scheme.encoder:
-        flags[ends - 1] = LOSS_TOKEN
-    flags[firsts] = DOCUMENT
-    bins = None
-    if values is not None:
-        bins = np.zeros(len(of_genes), dtype=np.int16)
-        bins[of_genes] = values
-    return CellTokens(ids, flags, lengths, bins, before + front + 1, kept, all_counts, empty)
+    few: np.ndarray,
+    cells: CellsConfig,
+) -> None:
+    """Each cell's genes in the order of the vocabulary, at most `few` with the highest expression, and their bins."""
+    keys, begin = _wide_keys(genes, expression), 0
+    for count, kept, first in zip(counts.tolist(), few.tolist(), firsts.tolist(), strict=True):
+        cell = keys[begin : begin + count]
+        cell.sort()
+        ranked = (~(cell[:kept] >> np.uint64(32)).astype(np.uint32)).view(np.float32)
+        by_gene = ((cell[:kept] & _GENE) << np.uint64(32)) | _bins(ranked, cells).astype(np.uint64)
+        by_gene.sort()
+        ids[first : first + kept] = by_gene >> np.uint64(32)
+        values[first : first + kept] = by_gene & _GENE
+        begin += count
+
+
+def _bins(expression: np.ndarray, cells: CellsConfig) -> np.ndarray:
+    """The bin of each gene of a cell, whose expression falls, from 1 on."""
+    bins = cells.bins - 1
+    if cells.binning == "uniform":
+        high, low = expression[0], expression[-1]
+        width = high - low if high > low else np.float32(1)
+        uniform: np.ndarray = (np.minimum((expression - low) / width * bins, bins - 1) + 1).astype(np.int64)
+        return uniform
+    rising = expression[::-1]
+    # Edges are expressions that occur, so that equal ones share a bin; the highest one is always in the last.
+    edges = rising[np.arange(1, bins) * len(rising) // bins]
+    return np.searchsorted(edges, expression, side="right") + 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from shoal.data import workers
 from shoal.data.cells.source import CellTokenizer
-from shoal.data.cells.tokens import CellTokens
+from shoal.data.cells.tokens import CellTokens, token_flags
 from shoal.data.labels import number_classes
 from shoal.data.progress import Progress
 from shoal.data.sequences import (
@@ -36,14 +36,12 @@ def write_cells(
     work: CellTokenizer,
     ranges: Iterable[Range],
     *,
-    size: int,
     key: str,
     progress: Progress,
     classes: Sequence[str] | None = None,
 ) -> None:
-    """Write the cells of `ranges` into `folder`, for `open_sequences`. `size`: of the vocabulary; `key`: the config's
-    name of the data; `classes`: the only ones that cells may have."""
-    dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.int32)
+    """Write the cells of `ranges` into `folder`, for `open_sequences`. `key`: the config's name of the data;
+    `classes`: the only ones that cells may have."""
     binned, total = work.scheme.binned, work.cells.count
     lengths: list[np.ndarray] = []
     whole: list[np.ndarray] = []
@@ -52,7 +50,7 @@ def write_cells(
     of_files = [one.labels for one in work.cells.files]
     progress.begin()
     with (
-        ArrayWriter(folder / "tokens.npy", dtype) as tokens,
+        ArrayWriter(folder / "tokens.npy", work.scheme.dtype) as tokens,
         ArrayWriter(folder / "flags.npy", np.dtype(np.uint8)) as flags,
         ArrayWriter(folder / VALUES, np.dtype(np.int16)) as values,
         closing(_tokenize(work, ranges)) as tokenized,
@@ -66,7 +64,7 @@ def write_cells(
                 unlabelled += missing
                 labels += here
             tokens.append(made.ids)
-            flags.append(made.flags)
+            flags.append(token_flags(made.lengths, work.scheme))
             if made.values is not None:
                 values.append(made.values)
             lengths.append(made.lengths)
@@ -137,7 +135,6 @@ def _labelled(
     each = np.repeat(keep, made.lengths)
     kept = CellTokens(
         made.ids[each],
-        made.flags[each],
         made.lengths[keep],
         None if made.values is None else made.values[each],
         made.whole[keep],

@@ -7,6 +7,7 @@ import numpy as np
 from shoal.config.schema import DataConfig
 from shoal.data.cells.h5ad import CellFile
 from shoal.data.cells.source import CellTokenizer, find_cell_tokenizer, gene_tokenizer
+from shoal.data.cells.tokens import token_flags
 from shoal.data.inspect.lengths import Lengths, describe_lengths
 from shoal.data.order import permute
 from shoal.data.prepare import reading_of, settings_of
@@ -125,7 +126,7 @@ def read_some(
                 number,
                 f"{facts.path} {name}",
                 made.ids,
-                (made.flags & LOSS_TOKEN) != 0,
+                (token_flags(made.lengths, work.scheme) & LOSS_TOKEN) != 0,
                 int((made.whole - made.lengths).sum()),
                 None if facts.labels is None else facts.labels[place],
                 None if made.values is None else made.values.tolist(),

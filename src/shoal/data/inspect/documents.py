@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.config.schema import DataConfig
 from shoal.data.cache import Report
 from shoal.data.formats.chat_template import no_template
@@ -36,7 +37,9 @@ class Documents:
         self.read = self.skipped = 0
         self.first_skipped: str | None = None
         template = template_of(data, tokenizer)
-        self._options = Options(str(data.train_on), template)
+        facts, self.objective = objective_facts(objective), objective
+        self.encoder, self.labelled = facts.encoder, facts.classes and data.label is not None
+        self._options = Options(str(data.train_on), template, data.label if facts.classes else None, facts.encoder)
         self._records = read_source(data, cache=cache, report=report, on_bad=self._on_bad)
         self._next = next(self._records, None)
         if self._next is None:

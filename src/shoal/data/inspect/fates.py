@@ -20,16 +20,20 @@ class Fate:
     reason: str | None = None
 
 
-def fates_of(data: DataConfig, joined: bool, trained: list[np.ndarray]) -> list[Fate]:
+def fates_of(
+    data: DataConfig, joined: bool, trained: list[np.ndarray], *, encoder: bool = False, labelled: bool = False
+) -> list[Fate]:
     """Of the document of a record, or of both of a pair, which are kept or dropped together. `trained`: of each, which
-    tokens are in the loss."""
-    policy, length = long_documents(data, joined), data.max_length
+    tokens are in the loss. For an `encoder` every token is an input; an example that is `labelled` is kept whole or
+    truncated."""
+    policy, length = long_documents(data, joined and not labelled), data.max_length
     lengths = np.array([len(one) for one in trained])
-    pair, most = len(trained) > 1, np.full(len(trained), length + 1)
+    room = length if encoder else length + 1
+    pair, most = len(trained) > 1, np.full(len(trained), room)
     if pair:
         shortened = pack.shorten_pairs(lengths, length, "truncate")
         most = shortened.ends - shortened.starts
-    too_long = lengths.sum() > length + 1 if pair else lengths[0] > length + 1
+    too_long = lengths.sum() > room if pair else lengths[0] > room
     subject = "its pair" if pair else "it"
     found = []
     for tokens, limit in zip(trained, most.tolist(), strict=True):
@@ -39,7 +43,7 @@ def fates_of(data: DataConfig, joined: bool, trained: list[np.ndarray]) -> list[
         elif too_long and (policy != "truncate" or len(tokens) > limit):
             kept = limit if policy == "truncate" else len(tokens)
             fate = Fate(FATES[policy], kept, f"{subject} is longer than data.max_length {length}")
-        if fate.name in ("kept", "truncated") and not tokens[1 : fate.kept].any():
+        if not labelled and fate.name in ("kept", "truncated") and not tokens[1 : fate.kept].any():
             within = " before data.max_length" if fate.name == "truncated" else ""
             fate = Fate("dropped", fate.kept, f"it has no loss token{within}")
         found.append(fate)

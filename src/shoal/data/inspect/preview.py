@@ -4,31 +4,28 @@ Only the first records are read, so that this is quick for data of any size.
 """
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.config.schema import DataConfig
-from shoal.data import pack
 from shoal.data.cache import Report
 from shoal.data.encode import encode
-from shoal.data.formats.choose import Document
 from shoal.data.inspect.cells import read_some
-from shoal.data.inspect.documents import Documents, Numbered, has_records, long_documents, shown_path
+from shoal.data.inspect.documents import Documents, Numbered, has_records, shown_path
 from shoal.data.inspect.fates import fates_of
-from shoal.data.inspect.spans import Span, decode_spans
+from shoal.data.inspect.packed import Choice, PackedSequence, packed_sequence, sequences_of
+from shoal.data.inspect.spans import Span, decode_masked, decode_spans
+from shoal.data.masks import Masks, eligible_tokens
 from shoal.data.order import permute
 from shoal.data.prepare import prepare
-from shoal.data.rewrite import count_loss_tokens
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
 from shoal.data.sources.find import find_source
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.mistakes import UserMistake
 
-RECORDS_TO_PACK = 2_000
-CHARACTERS_TO_PACK = 1 << 22
 RECORDS_TO_DRAW_FROM = 10_000
 
 
@@ -45,30 +42,8 @@ class Example:
     continued: bool  # there is more of this document in its file, which is read in parts
     spans: list[Span]
     desirable: bool | None = None  # the label of its answer, if it has one
-    label: str | None = None  # the class of a cell
+    label: str | None = None  # its class, if examples have one
     values: list[int] | None = None  # the bin of each token of a cell
-
-
-@dataclass(frozen=True)
-class PackedDocument:
-    """A document, or a part of one, in a sequence."""
-
-    number: int  # within the sequence, from 1
-    where: str
-    tokens: int
-    first_position: int
-    continues: bool  # the sequence before it has its beginning
-    spans: list[Span]
-
-
-@dataclass(frozen=True)
-class PackedSequence:
-    """A sequence as it is trained on."""
-
-    number: int  # of the packed records, from 0
-    inputs: int
-    loss_tokens: int
-    documents: list[PackedDocument]
 
 
 @dataclass(frozen=True)
@@ -86,16 +61,7 @@ class SourcePreview:
     first_skipped: str | None
     examples: list[Example]
     sequences: list[PackedSequence]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which examples or sequences are shown: `count` from `first` on, or drawn at random with `seed`."""
-
-    count: int = 3
-    first: int = 0
-    seed: int | None = None
-    sequences: bool = False
+    objective: str = "causal_lm"
 
 
 def preview_source(
@@ -107,22 +73,34 @@ def preview_source(
     cache: Path | None = None,
     not_apart: str | None = None,
     objective: str = "causal_lm",
+    masks: Masks | None = None,
 ) -> SourcePreview:
-    """Decode the chosen examples or sequences of one source. `not_apart` and `objective` are as in `prepare`."""
+    """Decode the chosen examples or sequences of one source. `not_apart` and `objective` are as in `prepare`. `masks`:
+    those of a masked language model, of which one draw is shown."""
     if find_source(data.source, data.path) == "cells":
-        return _preview_cells(data, tokenizer, choice, objective)
+        return _preview_cells(data, tokenizer, choice, objective, masks)
     if not has_records(data):
-        return _preview_prepared(data, tokenizer, choice, report=report, cache=cache, not_apart=not_apart)
+        return _preview_prepared(
+            data,
+            tokenizer,
+            choice,
+            report=report,
+            cache=cache,
+            not_apart=not_apart,
+            objective=objective,
+            masks=masks,
+        )
     reader = Documents(data, tokenizer, report=report, cache=cache, objective=objective)
     separate = (data.pack is True or (data.pack == "auto" and not_apart is None)) and not reader.format.joined
     separate = separate or reader.format.pairs or reader.format.unpaired
-    separate = separate or (data.document_mask and reader.format.joined)
+    separate = (separate or (data.document_mask and reader.format.joined)) and not reader.encoder
     examples: list[Example] = []
     sequences: list[PackedSequence] = []
     if choice.sequences:
-        sequences = _sequences(reader, tokenizer, choice, separate)
+        sequences = sequences_of(reader, tokenizer, choice, separate, masks)
     else:
-        examples = [example for record in _chosen(reader, choice) for example in _examples(tokenizer, reader, record)]
+        chosen = _chosen(reader, choice)
+        examples = [example for record in chosen for example in _examples(tokenizer, reader, record, masks)]
     chat = reader.format.name == "chat"
     return SourcePreview(
         source=find_source(data.source, data.path),
@@ -136,26 +114,30 @@ def preview_source(
         first_skipped=reader.first_skipped,
         examples=examples,
         sequences=sequences,
+        objective=objective,
     )
 
 
-def _preview_cells(data: DataConfig, tokenizer: Tokenizer, choice: Choice, objective: str) -> SourcePreview:
+def _preview_cells(
+    data: DataConfig, tokenizer: Tokenizer, choice: Choice, objective: str, masks: Masks | None
+) -> SourcePreview:
     """Some of the first cells, or drawn from all of them: they can be read from anywhere."""
     shown, count = read_some(data, tokenizer, objective, first=choice.first, count=choice.count, seed=choice.seed)
+    spans = [spans_of(tokenizer, one.ids, one.trained, objective, masks, one.number) for one in shown]
     examples = [
         Example(
             number=one.number,
             where=one.where,
             tokens=len(one.ids),
-            loss_tokens=int(one.trained.sum()),
+            loss_tokens=trained,
             fate="truncated" if one.left_out else "kept",
             reason=f"{one.left_out:,} genes with lower expression do not fit" if one.left_out else None,
             continued=False,
-            spans=decode_spans(tokenizer, one.ids, one.trained),
+            spans=found,
             label=one.label,
             values=one.values,
         )
-        for one in shown
+        for one, (found, trained) in zip(shown, spans, strict=True)
     ]
     return SourcePreview(
         source="cells",
@@ -169,6 +151,7 @@ def _preview_cells(data: DataConfig, tokenizer: Tokenizer, choice: Choice, objec
         first_skipped=None,
         examples=examples,
         sequences=[],
+        objective=objective,
     )
 
 
@@ -180,9 +163,11 @@ def _preview_prepared(
     report: Report,
     cache: Path | None,
     not_apart: str | None,
+    objective: str,
+    masks: Masks | None,
 ) -> SourcePreview:
     """The sequences of token files, which have no records."""
-    prepared = prepare(data, tokenizer, cache=cache, report=report, not_apart=not_apart)
+    prepared = prepare(data, tokenizer, cache=cache, report=report, not_apart=not_apart, objective=objective)
     count = len(prepared)
     if choice.seed is None:
         numbers = np.arange(min(choice.first, count), min(choice.first + choice.count, count))
@@ -193,7 +178,7 @@ def _preview_prepared(
         tokens, flags = prepared[number]
         begins = np.union1d([0], np.flatnonzero(flags & DOCUMENT)).astype(int).tolist()
         where = [shown_path(data) or str(data.source)] * len(begins)
-        found.append(_packed(tokenizer, number, tokens, flags, begins, where, prepared.separate))
+        found.append(packed_sequence(tokenizer, number, tokens, flags, begins, where, prepared.separate, masks))
     return SourcePreview(
         source=find_source(data.source, data.path),
         path=shown_path(data),
@@ -206,6 +191,7 @@ def _preview_prepared(
         first_skipped=None,
         examples=[],
         sequences=found,
+        objective=objective,
     )
 
 
@@ -227,127 +213,61 @@ def _chosen(reader: Documents, choice: Choice) -> list[tuple[Numbered, ...]]:
     return sorted(drawn, key=lambda one: one[0][0])
 
 
-def _examples(tokenizer: Tokenizer, reader: Documents, documents: tuple[Numbered, ...]) -> list[Example]:
+def _examples(
+    tokenizer: Tokenizer, reader: Documents, documents: tuple[Numbered, ...], masks: Masks | None
+) -> list[Example]:
     """The examples of one record."""
-    encoded = [encode(tokenizer, [document], keep_empty=reader.format.pairs) for _, _, document in documents]
+    encoded = [
+        encode(tokenizer, [document], keep_empty=reader.format.pairs, encoder=reader.encoder)
+        for _, _, document in documents
+    ]
     trained = [(one.flags & LOSS_TOKEN) != 0 for one in encoded]
-    fates = fates_of(reader.data, reader.format.joined, trained)
-    return [
-        Example(
-            number=number,
-            where=record.where,
-            tokens=len(one.ids),
-            loss_tokens=int(counted[1 : fate.kept].sum()),
-            fate=fate.name,
-            reason=fate.reason,
-            continued=record.continued,
-            spans=decode_spans(tokenizer, one.ids[: fate.kept], counted[: fate.kept]),
-            desirable=document.desirable,
+    fates = fates_of(reader.data, reader.format.joined, trained, encoder=reader.encoder, labelled=reader.labelled)
+    examples = []
+    for (number, record, document), one, counted, fate in zip(documents, encoded, trained, fates, strict=True):
+        ids, marks = one.ids[: fate.kept], counted[: fate.kept]
+        if reader.encoder:
+            parts = range(0, len(ids), reader.data.max_length)  # of a text that is split, each has masks of its own
+            shown = [
+                spans_of(
+                    tokenizer,
+                    ids[at : at + parts.step],
+                    marks[at : at + parts.step],
+                    reader.objective,
+                    masks,
+                    number + at,
+                )
+                for at in parts
+            ]
+            spans, loss_tokens = [span for some, _ in shown for span in some], sum(count for _, count in shown)
+        else:
+            spans, loss_tokens = decode_spans(tokenizer, ids, marks), int(marks[1:].sum())
+        examples.append(
+            Example(
+                number=number,
+                where=record.where,
+                tokens=len(one.ids),
+                loss_tokens=loss_tokens,
+                fate=fate.name,
+                reason=fate.reason,
+                continued=record.continued,
+                spans=spans,
+                desirable=document.desirable,
+                label=document.label,
+            )
         )
-        for (number, record, document), one, counted, fate in zip(documents, encoded, trained, fates, strict=True)
-    ]
+    return examples
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """The first documents of a source, one after another."""
-
-    ids: np.ndarray
-    flags: np.ndarray
-    lengths: np.ndarray  # of each document
-    where: list[str]
-
-
-def _first_tokens(reader: Documents, tokenizer: Tokenizer) -> _Tokens:
-    documents: list[Document] = []
-    places: list[str] = []
-    characters = 0
-    for _, record, document in islice(reader, RECORDS_TO_PACK):
-        characters += sum(len(text) for text, _ in document.segments)
-        ends = characters >= CHARACTERS_TO_PACK
-        documents.append(replace(document, continued=False) if ends else document)
-        places.append(record.where)
-        if ends:
-            break
-    found: list[tuple[str, np.ndarray, np.ndarray]] = []
-    parts: list[tuple[np.ndarray, np.ndarray]] = []
-    for document, place in zip(documents, places, strict=True):
-        encoded = encode(tokenizer, [document], keep_empty=reader.format.pairs)
-        parts.append((encoded.ids, encoded.flags))
-        if not document.continued:
-            ids, flags = (np.concatenate(values) for values in zip(*parts, strict=True))
-            found += [(place, ids, flags)] if len(ids) or reader.format.pairs else []
-            parts = []
-    data, most = reader.data, reader.data.max_length + 1
-    if data.pack and reader.format.joined and (policy := long_documents(data, joined=True)) != "split":
-        # Before they are joined to a stream, whose sequences are split without regard to documents.
-        found = [
-            (place, ids[:most], flags[:most]) for place, ids, flags in found if policy != "drop" or len(ids) <= most
-        ]
-    if not found:
-        raise UserMistake(f"There is no text in the first {len(documents):,} records. Check data.path.")
-    where, tokens, marks = (list(values) for values in zip(*found, strict=True))
-    lengths = np.array([len(one) for one in tokens], dtype=np.int64)
-    return _Tokens(np.concatenate(tokens), np.concatenate(marks), lengths, where)
-
-
-def _sequences(reader: Documents, tokenizer: Tokenizer, choice: Choice, separate: bool) -> list[PackedSequence]:
-    """Pack the first records as `prepare` packs all, and show some sequences in a random order, as training does."""
-    data, joined, pairs = reader.data, reader.format.joined, reader.format.pairs
-    found = _first_tokens(reader, tokenizer)
-    length = data.max_length
-    if data.pack and joined:
-        bounds = pack.split_stream(int(found.lengths.sum()), length)
-    else:
-        place = pack.shorten_pairs if pairs else pack.split_documents
-        bounds = place(found.lengths, length, long_documents(data, joined))
-    kept = count_loss_tokens(found.flags, bounds) > 0
-    if pairs:
-        kept = kept.reshape(-1, 2).all(axis=1).repeat(2)
-    starts, ends = bounds.starts[kept], bounds.ends[kept]
-    if not len(starts):
-        raise UserMistake(
-            f"None of the first {reader.read:,} records has a loss token within data.max_length {length}."
-        )
-    pieces = [[(int(start), int(end))] for start, end in zip(starts, ends, strict=True)]
-    if separate and not joined:
-        packing = pack.pack_units(ends - starts, length + 1, 2 if pairs else 1, together=bool(data.pack))
-        groups = np.split(packing.order, np.cumsum(packing.counts)[:-1])
-        pieces = [[(int(starts[one]), int(ends[one])) for one in group] for group in groups]
-    shown = permute(np.arange(len(pieces)), len(pieces), choice.seed or 0)[choice.first : choice.first + choice.count]
-    firsts = np.cumsum(found.lengths) - found.lengths
-    sequences = []
-    for number in shown.tolist():
-        at = np.concatenate([np.arange(start, end) for start, end in pieces[number]])
-        ids, flags = found.ids[at], found.flags[at]
-        parts = np.cumsum([0, *(end - start for start, end in pieces[number])])[:-1]
-        begins = np.union1d(parts, np.flatnonzero(flags & DOCUMENT))
-        where = [found.where[one] for one in (np.searchsorted(firsts, at[begins], side="right") - 1).tolist()]
-        sequences.append(_packed(tokenizer, number, ids, flags, begins.tolist(), where, separate))
-    return sequences
-
-
-def _packed(
-    tokenizer: Tokenizer,
-    number: int,
-    ids: np.ndarray,
-    flags: np.ndarray,
-    begins: list[int],
-    where: list[str],
-    separate: bool,
-) -> PackedSequence:
-    """The sequence with these tokens, whose documents begin at `begins` and are from `where`."""
-    trained = (flags & LOSS_TOKEN) != 0
-    trained[:1] = False  # no input precedes it
-    documents = [
-        PackedDocument(
-            number=index,
-            where=place,
-            tokens=last - first,
-            first_position=0 if separate else first,
-            continues=not flags[first] & DOCUMENT,
-            spans=decode_spans(tokenizer, ids[first:last], trained[first:last]),
-        )
-        for index, (place, first, last) in enumerate(zip(where, begins, [*begins[1:], len(ids)], strict=True), start=1)
-    ]
-    return PackedSequence(number, len(ids) - 1, int(trained.sum()), documents)
+def spans_of(
+    tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray, objective: str, masks: Masks | None, position: int
+) -> tuple[list[Span], int]:
+    """An example of an encoder as spans, and how many of its tokens are in the loss: the masked ones, or none where
+    the label is learnt."""
+    facts = objective_facts(objective)
+    if masks is not None:
+        flags = np.append(trained.astype(np.uint8) * LOSS_TOKEN, np.uint8(0))
+        seen, chosen = masks.draw(ids, eligible_tokens(flags), position)
+        return decode_masked(tokenizer, ids, seen, chosen), len(chosen)
+    marks = np.zeros(len(ids), dtype=bool) if facts.encoder else trained
+    return decode_spans(tokenizer, ids, marks), int(marks.sum())

@@ -26,6 +26,13 @@ class Span:
     trained: bool
 
 
+@dataclass(frozen=True)
+class MaskedSpan(Span):
+    """A token that is predicted from the others. `seen`: what stands in its place: the mask token, another, itself."""
+
+    seen: str
+
+
 def decode_spans(
     tokenizer: Tokenizer, tokens: Sequence[int] | np.ndarray, trained: Sequence[bool] | np.ndarray
 ) -> list[Span]:
@@ -35,16 +42,34 @@ def decode_spans(
     if not len(marks):
         return []
     edges = [0, *(np.flatnonzero(marks[1:] != marks[:-1]) + 1).tolist(), len(marks)]
-    spans = []
+    texts = _decode_between(tokenizer, tokens, edges)
+    return [Span(text, bool(marks[start])) for text, start in zip(texts, edges[:-1], strict=True)]
+
+
+def decode_masked(tokenizer: Tokenizer, tokens: np.ndarray, seen: np.ndarray, chosen: np.ndarray) -> list[Span]:
+    """Decode `tokens`, of which those at `chosen` are predicted, one span each; the model sees `seen`."""
+    if not len(tokens):
+        return []
+    edges = np.unique(np.concatenate([[0, len(tokens)], chosen, chosen + 1]).astype(np.int64)).tolist()
+    predicted = set(chosen.tolist())
+    return [
+        MaskedSpan(text, True, tokenizer.decode(seen[[start]])) if start in predicted else Span(text, False)
+        for text, start in zip(_decode_between(tokenizer, tokens, edges), edges[:-1], strict=True)
+    ]
+
+
+def _decode_between(tokenizer: Tokenizer, tokens: Sequence[int] | np.ndarray, edges: list[int]) -> list[str]:
+    """The text of the tokens between two neighbouring edges, for all of them."""
+    texts = []
     previous = 0
     for start, end in pairwise(edges):
         # Together with the span before it: some tokenizers drop the space before the first word they decode.
         before = tokenizer.decode(tokens[previous:start])
         both = tokenizer.decode(tokens[previous:end])
         text = both[len(before) :] if both.startswith(before) else tokenizer.decode(tokens[start:end])
-        spans.append(Span(text, bool(marks[start])))
+        texts.append(text)
         previous = start
-    return spans
+    return texts
 
 
 def shorten(spans: Sequence[Span], characters: int) -> tuple[list[Span], bool]:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.catalogue.objectives import objective_facts
 from shoal.config.schema import DataConfig
 from shoal.data import pack
 from shoal.data.cache import Report
 from shoal.data.inspect.cells import CellStats, measure_cells
 from shoal.data.inspect.documents import Documents, has_records, long_documents, shown_path
 from shoal.data.inspect.lengths import Lengths, describe_lengths
+from shoal.data.masks import total_masked
 from shoal.data.progress import Progress
 from shoal.data.sequences import DOCUMENT, Sequences, StoredSequences
 from shoal.data.sources.find import find_source
@@ -43,11 +45,20 @@ class Filling:
 @dataclass(frozen=True)
 class Packing:
     """`chosen`: packed or unpacked, as this config does. `unpacked` pads each document to max_length; it is None where
-    the lengths of documents are not known."""
+    the lengths of documents are not known. `packed` is None for examples with a class, which are never packed."""
 
     chosen: str
-    packed: Filling
+    packed: Filling | None
     unpacked: Filling | None
+
+
+@dataclass(frozen=True)
+class ClassShare:
+    """A class, and the examples that have it."""
+
+    name: str
+    examples: int
+    share: float
 
 
 @dataclass(frozen=True)
@@ -61,8 +72,8 @@ class SourceStats:
     format: str
     documents: int
     tokens: int
-    loss_tokens: int  # of the sequences
-    loss_token_share: float
+    loss_tokens: int  # of the sequences; masked ones; of examples with a class, one label each
+    loss_token_share: float  # of the labels; of a masked language model, of the inputs
     lengths: Lengths | None
     longer: int  # documents longer than max_length
     long_documents: str  # what happens to these: truncate, split, drop
@@ -74,6 +85,8 @@ class SourceStats:
     duplicates: Duplicates | None
     packing: Packing
     cells: CellStats | None = None  # of source cells
+    objective: str = "causal_lm"
+    classes: list[ClassShare] | None = None  # of texts with a class, the most frequent first
 
 
 def measure_source(
@@ -85,9 +98,18 @@ def measure_source(
     report: Report,
     cache: Path | None = None,
     objective: str = "causal_lm",
+    mask_ratio: float = 0.0,
 ) -> SourceStats:
-    """The statistics of one source; `sequences` is what `prepare` made of it."""
+    """The statistics of one source; `sequences` is what `prepare` made of it. `mask_ratio`: of a masked language
+    model."""
     summary, length = sequences.summary, data.max_length
+    facts = objective_facts(objective)
+    loss_tokens, share = summary.loss_tokens, summary.loss_token_share
+    if objective == "masked_lm":
+        loss_tokens = total_masked(sequences.loss_tokens(np.arange(len(sequences))), mask_ratio)
+        share = loss_tokens / (summary.mean_length * summary.sequences)
+    elif facts.classes:
+        loss_tokens, share = summary.sequences, 1.0
     lengths = document_lengths(sequences)
     cells = None
     if find_source(data.source, data.path) == "cells":
@@ -95,9 +117,10 @@ def measure_source(
     # What has to fit a sequence: a document, or both of a pair.
     units = np.empty(0, np.int64) if lengths is None else lengths
     units = units.reshape(-1, 2).sum(axis=1) if summary.pairs else units
-    over = units[units > length + 1]
-    policy = long_documents(data, summary.joined)
-    kept_of_each = {"truncate": length + 1, "drop": 0}
+    room = length if summary.encoder else length + 1
+    over = units[units > room]
+    policy = long_documents(data, summary.joined and summary.classes is None)
+    kept_of_each = {"truncate": room, "drop": 0}
     lost = int((over - kept_of_each[policy]).sum()) if policy in kept_of_each else 0
     return SourceStats(
         source=find_source(data.source, data.path),
@@ -106,8 +129,8 @@ def measure_source(
         format=summary.format,
         documents=summary.documents,
         tokens=summary.tokens,
-        loss_tokens=summary.loss_tokens,
-        loss_token_share=round(summary.loss_token_share, 4),
+        loss_tokens=loss_tokens,
+        loss_token_share=round(share, 4),
         lengths=None if lengths is None else describe_lengths(lengths),
         longer=len(over) if cells is None else summary.truncated,
         long_documents=policy,
@@ -119,7 +142,20 @@ def measure_source(
         duplicates=find_duplicates(data, tokenizer, report=report, cache=cache, objective=objective),
         packing=_packing(data, sequences, lengths),
         cells=cells,
+        objective=objective,
+        classes=_classes(sequences) if cells is None else None,
     )
+
+
+def _classes(sequences: Sequences) -> list[ClassShare] | None:
+    names = sequences.summary.classes
+    if names is None:
+        return None
+    counts = np.bincount(sequences.labels(np.arange(len(sequences))), minlength=len(names)).tolist()
+    found = [
+        ClassShare(name, count, round(count / len(sequences), 4)) for name, count in zip(names, counts, strict=True)
+    ]
+    return sorted(found, key=lambda one: -one.examples)
 
 
 def document_lengths(sequences: Sequences) -> np.ndarray | None:
@@ -145,6 +181,8 @@ def _packing(data: DataConfig, sequences: Sequences, lengths: np.ndarray | None)
     pairs = sequences.summary.pairs
     labelled = sequences.summary.desirable is not None
     is_packed = bool(data.pack) if joined or pairs or labelled else sequences.separate
+    if sequences.summary.encoder:
+        return _packing_of_encoder(data, sequences, lengths, actual)
     if is_packed:
         if lengths is None:
             return Packing("packed", actual, None)
@@ -158,6 +196,20 @@ def _packing(data: DataConfig, sequences: Sequences, lengths: np.ndarray | None)
     counts = pack.fit_documents(stored, length + 1).counts
     packed = Filling(len(counts), round(float(stored.sum() - len(counts)) / (len(counts) * length), 4))
     return Packing("unpacked", packed, actual)
+
+
+def _packing_of_encoder(data: DataConfig, sequences: Sequences, lengths: np.ndarray | None, actual: Filling) -> Packing:
+    """Texts are joined only if data.pack says so, and examples with a class, or cells, never."""
+    length, summary = data.max_length, sequences.summary
+    if lengths is None:
+        return Packing("packed", actual, None)
+    if summary.classes is not None or not summary.joined:
+        return Packing("unpacked", None, actual)
+    if data.pack is True:
+        single = pack.split_examples(lengths, length, "split")
+        return Packing("packed", actual, _filling(single.ends - single.starts, length))
+    stream = pack.split_stream(int(lengths.sum()) + 1, length)
+    return Packing("unpacked", _filling(stream.ends - stream.starts, length), actual)
 
 
 def _filling(tokens: np.ndarray, length: int) -> Filling:

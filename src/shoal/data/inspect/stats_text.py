@@ -20,9 +20,8 @@ def source_lines(stats: SourceStats, max_length: int, *, titled: bool) -> Iterat
         yield from _cell_lines(stats, stats.cells)
         return
     yield f"documents    {stats.documents:,} ({stats.source}, format {stats.format})"
-    yield (
-        f"tokens       {stats.tokens:,}; {stats.loss_tokens:,} in the loss, {stats.loss_token_share:.1%} of the labels"
-    )
+    yield f"tokens       {stats.tokens:,}; {_counted(stats)}"
+    yield from _class_lines([(one.name, one.examples, one.share) for one in stats.classes or []])
     if (lengths := stats.lengths) is not None:
         yield (
             f"length       median {lengths.median:,}, mean {lengths.mean:,.1f}, 90% up to {lengths.p90:,}, 99% up to "
@@ -76,11 +75,7 @@ def _cell_lines(stats: SourceStats, cells: CellStats) -> Iterator[str]:
         )
     frequent = ", ".join(f"{printable(one.name)} {one.share:.0%}" for one in cells.frequent)
     yield f"frequent     {frequent} of cells"
-    if cells.classes is not None:
-        yield f"classes      {len(cells.classes):,} of data.label"
-        widest = max(len(printable(one.name)) for one in cells.classes)
-        for one in cells.classes:
-            yield f"             {printable(one.name):<{widest}}  {one.cells:,} ({one.share:.1%})"
+    yield from _class_lines([(one.name, one.cells, one.share) for one in cells.classes or []])
     left_out = [
         f"{number:,} {what}"
         for number, what in (
@@ -90,6 +85,24 @@ def _cell_lines(stats: SourceStats, cells: CellStats) -> Iterator[str]:
         if number
     ]
     yield f"left out     {', '.join(left_out) or 'none'}"
+
+
+def _counted(stats: SourceStats) -> str:
+    """What is in the loss."""
+    if stats.objective == "masked_lm":
+        return f"{stats.loss_tokens:,} are masked in each epoch, {stats.loss_token_share:.1%} of the inputs"
+    if stats.classes is not None:
+        return "each document's label is in the loss"
+    return f"{stats.loss_tokens:,} in the loss, {stats.loss_token_share:.1%} of the labels"
+
+
+def _class_lines(classes: Sequence[tuple[str, int, float]]) -> Iterator[str]:
+    if not classes:
+        return
+    yield f"classes      {len(classes):,} of data.label"
+    widest = max(len(printable(name)) for name, _, _ in classes)
+    for name, count, share in classes:
+        yield f"             {printable(name):<{widest}}  {count:,} ({share:.1%})"
 
 
 def _filling(filling: Filling) -> str:

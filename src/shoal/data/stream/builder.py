@@ -138,7 +138,6 @@ class CellStream:
             path,
             self._work,
             ranges,
-            size=self._job.tokenizer.size,
             key=PATH,
             progress=Progress(lambda sentence: None),
         )
