@@ -85,7 +85,13 @@ def forecast_speed(run: Run) -> Speed:
 def replays_graphs(run: Run) -> bool:
     """Whether forward and backward pass are replayed as CUDA graphs: see parallel/cuda_graphs.py."""
     applies = run.compiled and run.traits.cuda_graphs and not run.gpu.is_cpu
-    if not applies or not _is_replicated(run) or run.offload != "none" or run.offloads_inputs or run.offloads_activations:
+    if (
+        not applies
+        or not _is_replicated(run)
+        or run.offload != "none"
+        or run.offloads_inputs
+        or run.offloads_activations
+    ):
         return False
     if run.cuda_graphs != "auto":
         return bool(run.cuda_graphs)

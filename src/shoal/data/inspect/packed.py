@@ -12,9 +12,9 @@ from shoal.data.inspect.documents import Documents, long_documents
 from shoal.data.inspect.spans import Span, decode_masked, decode_spans
 from shoal.data.masks import Masks, eligible_tokens
 from shoal.data.order import permute
+from shoal.data.rewrite import count_loss_tokens
 from shoal.data.sequences import DOCUMENT, LOSS_TOKEN
 from shoal.data.tokenizer_base import Tokenizer
-from shoal.data.write import count_loss_tokens
 from shoal.mistakes import UserMistake
 
 RECORDS_TO_PACK = 2_000
