@@ -224,7 +224,7 @@ def test_a_run_without_a_checkpoint_is_a_mistake(run, tmp_path):
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(UserMistake, match="holds no checkpoints; give the folder of a run"):
         api.export(run, tmp_path / "model")
-    with pytest.raises(UserMistake, match="holds no checkpoints"):
+    with pytest.raises(UserMistake, match="There is no run"):
         api.export(tmp_path / "nowhere", tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
