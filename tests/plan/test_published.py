@@ -75,7 +75,7 @@ def test_a_speed_above_the_peak_of_the_device_is_not_counted():
     assert all(one.what == "memory" for one in published.compare(rows))
 
 
-@pytest.mark.parametrize("name", ["docs/plan.md", "README.md"])
+@pytest.mark.parametrize("name", ["docs/plan.md"])
 def test_the_documents_have_the_table(name):
     _, report = script()
     text = (BENCHMARKS.parent / name).read_text()
