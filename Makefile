@@ -51,7 +51,8 @@ docs: reference
 	$(BIN)/python benchmarks/plan_document.py
 	$(BIN)/python -m benchmarks.pictures
 	$(BIN)/python -m benchmarks.pages
-	PYTHONPATH=. $(BIN)/python benchmarks/docs_output.py docs/tutorials/out-of-memory.md
+	$(BIN)/python -m benchmarks.measured
+	$(BIN)/python -m benchmarks.docs_output docs/tutorials/out-of-memory.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "The site is in build/site: open build/site/index.html"
 

@@ -1,11 +1,13 @@
-"""Write the forecasts in docs/howto and docs/concepts: `python -m benchmarks.pages`.
+"""Write the forecasts in docs/howto, docs/concepts and docs/bench.md: `python -m benchmarks.pages`.
 
-Tables stand between `<!-- begin: NAME -->` and `<!-- end -->`; the output below `$ shoal plan …` is replaced line by
-line, where … stands for lines that the page leaves out.
+Tables stand between `<!-- begin: NAME -->` and `<!-- end -->`; the output below `$ shoal plan …` and `$ shoal bench …
+--no-measure` is replaced line by line, where … stands for lines that the page leaves out.
 """
 
+import contextlib
 import re
 import shlex
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from shoal.cli.app import app
 DOCS = Path(__file__).parents[1] / "docs"
 FOLDERS = ("howto", "concepts")
 TABLE = re.compile(r"(<!-- begin: (\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+FILE = re.compile(r'```yaml title="(\S+)"\n(.*?)```', re.DOTALL)
 OUTPUT = re.compile(r"(?<=```console\n)(.*?)(?=\n```)", re.DOTALL)
 LEFT_OUT = "…"
 
@@ -29,7 +32,10 @@ def pages() -> list[Path]:
 def refreshed(text: str) -> str:
     """The text of a page with the tables and the output of today."""
     text = TABLE.sub(lambda found: found[1] + table(found[2]), text)
-    return OUTPUT.sub(lambda block: "\n".join(_with_output(block[1])), text)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for name, body in FILE.findall(text):
+            Path(name).write_text(body, encoding="utf-8")
+        return OUTPUT.sub(lambda block: "\n".join(_with_output(block[1])), text)
 
 
 def table(name: str) -> str:
@@ -47,6 +53,10 @@ def table(name: str) -> str:
 
 
 def _with_output(block: str) -> Iterator[str]:
+    if "--no-measure" in block:  # one command, whose output is short enough to show all of it
+        command = block.partition("\n")[0]
+        yield from (command, *(line.rstrip() for line in _printed(command[2:])))
+        return
     rest: list[str] | None = None
     in_list = False  # of changes or strategies, whose order is the plan's: its lines are taken as they come
     for line in block.splitlines():
@@ -76,7 +86,7 @@ def _printed(command: str) -> list[str]:
 
 
 def main() -> None:
-    for page in pages():
+    for page in [*pages(), DOCS / "bench.md"]:
         page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 

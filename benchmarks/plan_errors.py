@@ -1,4 +1,4 @@
-"""Three errors of the forecast, told apart, as a report and as the tables of docs/plan.md and README.md.
+"""Three errors of the forecast, told apart, as a report and as the table of docs/plan.md.
 
     python benchmarks/plan_errors.py [--held-out]
 
@@ -237,8 +237,7 @@ def write(rows: list[Published], unseen: list[Figure]) -> None:
     summary = {name: cells(some) for name, some in groups(unseen)}
     (FOLDER / "errors.json").write_text(json.dumps(summary, indent=1) + "\n")
     table = [*HEAD, *(line(name, some) for name, some in groups(unseen)), *([held["line"]] if held else [])]
-    for path in (ROOT / "docs" / "plan.md", ROOT / "README.md"):
-        _replace_table(path, table)
+    _replace_table(ROOT / "docs" / "plan.md", table)
 
 
 def _replace_table(path: Path, table: list[str]) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.launch.command import SHOAL
+SHOAL = Path(sys.executable).parent / "shoal"
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [

@@ -10,16 +10,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tests.docs.blocks import COMMANDS, ROOT, Block, Command, blocks, commands, missing
+from benchmarks.page_blocks import COMMANDS, ROOT, Block, Command, blocks, commands, missing
+from benchmarks.page_files import PageFiles
 from tests.launch.command import Ended, ForkedCommand, ForkedScript, environment
 
 SHELL = re.compile(r"[|<>;&]|\$\(")
 # Their output has no figure of the machine or of training.
 EXACT = ("plan", "config", "init", "submit", "import")
+# What `smaller` is for.
+SIZED = ("shoal train ", "shoal bench ", "shoal sweep ", "python script.py")
 
 
-def run_page(page: Path, folder: Path, env: Mapping[str, str], *, compared: bool = True, exact: bool = False) -> int:
-    """Run every block of a page that is not marked, and compare what it prints, with `exact` also the
+def run_page(
+    page: Path, folder: Path, env: Mapping[str, str], given: PageFiles, *, compared: bool = True, exact: bool = False
+) -> int:
+    """Run every command of a page that is not marked, and compare what it prints, with `exact` also the
     numbers of forecasts; return how many commands that were."""
     for name in ("recipes", "examples"):  # a reader is in a clone
         (folder / name).symlink_to(ROOT / name)
@@ -29,8 +34,9 @@ def run_page(page: Path, folder: Path, env: Mapping[str, str], *, compared: bool
             file = folder / block.title
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(block.body)
-        if block.language in COMMANDS and block.not_run is None:
-            for command in commands(block):
+        if block.language in COMMANDS:
+            given.provide(block.given, folder)
+            for command in filter(lambda one: one.is_run, commands(block)):
                 run_command(block, command if compared else replace(command, shown=()), folder, env, exact=exact)
                 count += 1
     return count
@@ -38,14 +44,14 @@ def run_page(page: Path, folder: Path, env: Mapping[str, str], *, compared: bool
 
 def run_command(block: Block, command: Command, folder: Path, env: Mapping[str, str], *, exact: bool) -> None:
     text = command.text.partition("  #")[0].rstrip()
-    if text.startswith("shoal train "):
+    if text.startswith(SIZED):
         text = f"{text} {command.smaller}".rstrip()
     ended = _run(command, text, folder, env)
     said = f"{block.place}: {text}\n{ended.err}{ended.out}"
     assert ended.status == command.status, f"status {ended.status} of {said}"
     exact = exact and is_plain(text) and shlex.split(text)[1] in EXACT
     lost = missing(command.shown, ended.err + ended.out, exact=exact)
-    assert lost is None, f"not printed (run make docs, or benchmarks/docs_output.py): {lost!r} by {said}"
+    assert lost is None, f"not printed (run make docs, or python -m benchmarks.docs_output PAGE): {lost!r} by {said}"
 
 
 def _run(command: Command, text: str, folder: Path, env: Mapping[str, str]) -> Ended:
@@ -80,6 +86,17 @@ def _shell(text: str, folder: Path, env: Mapping[str, str]) -> Ended:
         ["bash", "-euo", "pipefail", "-c", text], cwd=folder, env={**env, "PATH": path}, capture_output=True, text=True
     )
     return Ended(done.returncode, done.stdout, done.stderr, 0.0, 0.0)
+
+
+def page_files(folder: Path, env: Mapping[str, str]) -> PageFiles:
+    """What pages are given, made in `folder` by forked commands."""
+
+    def run(text: str) -> None:
+        with ForkedCommand(folder, shlex.split(text)[1:], env, None) as running:
+            ended = running.wait()
+        assert ended.status == 0, f"{text}\n{ended.err}"
+
+    return PageFiles(folder, run)
 
 
 def page_environment(folder: Path) -> dict[str, str]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs import blocks as reading
-from tests.docs.blocks import blocks, commands, missing
+from benchmarks import page_blocks as reading
+from benchmarks.page_blocks import blocks, commands, missing
 from tests.docs.running import is_plain
 
 PAGE = """
@@ -53,6 +53,7 @@ def test_a_page_says_what_is_a_file_what_is_run_and_how(tmp_path: Path, monkeypa
         (("a", "…", "c"), "a\nb\nc\n", None),
         (("c", "a"), "a\nb\nc\n", "a"),
         (("saved step-…: done",), "saved step-0007: done\n", None),
+        (("shoal: a mistake of one", "sentence."), "shoal: a mistake of one sentence.\n", None),
         (("step 1/6  loss 1", "step 2/6  loss 2"), "step 6/6  loss 3  9 tok/s\n", None),
     ],
 )

@@ -11,10 +11,10 @@ import pytest
 import typer.main
 import yaml
 
+from benchmarks.page_blocks import COMMANDS, DOCS, FENCE, PAGES, ROOT, Block, blocks, commands
 from shoal.api import load_config
 from shoal.cli.app import app
 from shoal.config.schema import every_key
-from tests.docs.blocks import COMMANDS, DOCS, FENCE, PAGES, ROOT, Block, blocks, commands
 
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md")]
 LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")

@@ -8,12 +8,12 @@ import pytest
 import typer.main
 
 import shoal.api
+from benchmarks.page_blocks import DOCS
 from shoal.api.document import GROUPS
 from shoal.cli.app import app
 from shoal.cli.document import _commands
 from shoal.cli.json_document import PRINTED, keys
 from shoal.observe.metric_names import EVALUATION, GPU, PREFERENCE, TRAINING
-from tests.docs.blocks import DOCS
 from tests.harness import settings, train_on
 
 PAGES = {

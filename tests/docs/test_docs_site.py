@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import ROOT
+from benchmarks.page_blocks import ROOT
 
 PHONE = {"width": 390, "height": 800}
 
@@ -39,7 +39,7 @@ def test_the_site_builds_strictly_and_names_no_other_server(site: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_every_page_fits_on_a_phone_in_both_themes(site: Path) -> None:
+def test_every_page_fits_on_a_phone_in_both_themes_and_search_works(site: Path) -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no Chromium; .ci/run installs it")
@@ -57,6 +57,12 @@ def test_every_page_fits_on_a_phone_in_both_themes(site: Path) -> None:
                 if page.evaluate("document.documentElement.scrollWidth") > PHONE["width"]:
                     wide.append(file.name)
             schemes.append(page.evaluate("document.body.getAttribute('data-md-color-scheme')"))
+        # As a reader does who opened the page from the disk: nothing is served.
+        page = browser.new_page()
+        page.goto((site / "index.html").as_uri())
+        page.click("input.md-search__input")
+        page.keyboard.type("checkpoint")
+        page.wait_for_selector(".md-search-result__item")
         browser.close()
     assert wide == []
     assert schemes == ["default", "slate"]

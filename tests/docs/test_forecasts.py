@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.pages import TABLE, pages, table
+from benchmarks.pages import DOCS, TABLE, pages, refreshed, table
 
 TABLES = [(page, name) for page in pages() for _, name in TABLE.findall(page.read_text())]
 
@@ -12,3 +12,8 @@ def test_a_table_is_what_the_plan_says(page, name):
     written = TABLE.search(page.read_text(), page.read_text().index(f"<!-- begin: {name} -->"))
     assert written is not None
     assert written[0] == f"<!-- begin: {name} -->\n{table(name)}", "run python -m benchmarks.pages"
+
+
+def test_forecasts_of_benches_are_what_they_print():
+    text = (DOCS / "bench.md").read_text()
+    assert refreshed(text) == text, "run python -m benchmarks.pages"

@@ -102,12 +102,15 @@ class Forked:
 class ForkedModule(Forked):
     """`python -m module`, started as by `subprocess.Popen`, in a fork of a command that is a fork itself."""
 
-    def __init__(self, arguments: Sequence[str], *, stdout: Any, stderr: Any, text: bool = False) -> None:
+    def __init__(
+        self, arguments: Sequence[str], *, stdout: Any, stderr: Any, text: bool = False, **others: object
+    ) -> None:
         out, self.stdout = stdout, None
         if stdout == subprocess.PIPE:
             reading, writing = os.pipe()
             out, self.stdout = os.fdopen(writing, "w"), os.fdopen(reading, "r" if text else "rb")
-        super().__init__(lambda: _be_module(arguments, os.environ.copy(), out.fileno(), stderr.fileno()))
+        files = [file if isinstance(file, int) else file.fileno() for file in (out, stderr)]
+        super().__init__(lambda: _be_module(arguments, os.environ.copy(), *files))
         if self.stdout is not None:
             out.close()
 
@@ -272,7 +275,8 @@ def _be_starter(
     nodes = importlib.import_module("shoal.launch.nodes")
     nodes.start_process = lambda arguments, env: Forked(lambda: _be_worker(["python", *arguments], env))
     # These start a process that imports torch, and other programs: matplotlib lists the fonts of a machine once.
-    if arguments[1:2] in (["bench"], ["doctor"]):
+    if arguments[1:2] in (["bench"], ["doctor"], ["sweep"]):
+        importlib.import_module("shoal.launch.sweep.local")  # its annotations need the class
         start = subprocess.Popen
         subprocess.Popen = lambda given, **options: (ForkedModule if "-m" in given[:2] else start)(given, **options)  # type: ignore[misc, assignment]
     os.chdir(folder)
@@ -294,6 +298,7 @@ def _be_module(arguments: Sequence[str], env: Mapping[str, str], out: int, err: 
 def _run_module(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     _, option, module, *others = arguments
     assert option == "-m"
+    module = {"shoal": "shoal.cli"}.get(module, module)  # what its __main__ calls
     _be_program(importlib.import_module(module).main, [module, *others], env)
 
 

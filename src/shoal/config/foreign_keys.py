@@ -28,13 +28,15 @@ WORDS: tuple[tuple[str, str, str], ...] = (
         "train.global_batch",
         "sets the sequences per optimizer step over all devices, and train.micro_batch those per device and forward "
         "pass",
-        "batch_size train_batch_size global_batch_size global_train_batch_size effective_batch_size total_batch_size",
+        "batch_size train_batch_size global_batch_size global_train_batch_size effective_batch_size total_batch_size "
+        "num_tokens_per_train_step",
     ),
     (
         "train.micro_batch",
         "sets the sequences per device and forward pass",
         "per_device_train_batch_size per_device_batch_size micro_batch_size train_micro_batch_size_per_gpu "
-        "local_batch_size device_batch_size device_train_microbatch_size batch_size_per_device",
+        "local_batch_size device_batch_size device_train_microbatch_size batch_size_per_device "
+        "num_tokens_per_microbatch_per_dp_rank",
     ),
     (
         "train.micro_batch",
@@ -228,7 +230,7 @@ WORDS: tuple[tuple[str, str, str], ...] = (
         "data.max_length",
         "sets the tokens per sequence",
         "sequence_len sequence_length seq_len seq_length max_seq_length max_seq_len block_size model_max_length "
-        "context_length cutoff_len",
+        "context_length max_context_length cutoff_len",
     ),
     ("data.pack", "takes auto, true or false", "sample_packing packing packed pack_sequences"),
     (

@@ -127,6 +127,11 @@ def test_accelerate_with_fsdp_1_and_with_deepspeed(tmp_path):
     holds(translated(tmp_path, zero), parallel__strategy="zero3", parallel__offload="cpu", train__precision="16-mixed")
 
 
+def test_a_short_accelerate_file_is_no_mixture_with_the_trainer(tmp_path):
+    found = translated(tmp_path, "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}\n")
+    holds(found, parallel__strategy="fsdp")
+
+
 def test_a_deepspeed_file_that_accelerate_names_is_read_too(tmp_path):
     (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "train_batch_size": 32}))
     config = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: zero.json}\n"

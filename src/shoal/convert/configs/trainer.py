@@ -144,8 +144,11 @@ ARGUMENTS = {
     "max_grad_norm": clip,
     "bf16": half,
     "fp16": half,
+    # transformers 5 calls it activation checkpointing, and removes the other name in 6.
+    "activation_checkpointing": rule("train.recompute", says="full, or none")(put_recompute),
     "gradient_checkpointing": rule("train.recompute", says="full, or none")(put_recompute),
-    **nothing("checkpointing is non-reentrant", "gradient_checkpointing_kwargs"),
+    **nothing("checkpointing is non-reentrant", "gradient_checkpointing_kwargs activation_checkpointing_kwargs"),
+    **nothing("a run that gets TERM always finishes its step and saves", "enable_jit_checkpoint"),
     "activation_offloading": offload_activations_rule,
     "torch_compile": to("train.compile", truth),
     **nothing("each block is compiled with inductor", "torch_compile_backend torch_compile_mode torch_compile_options"),

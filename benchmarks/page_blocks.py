@@ -4,18 +4,20 @@ A fence ```bash holds commands, ```console holds `$ command` lines with their ou
 fence with title="FILE" is a file. HTML comments on the lines before a fence are about it:
 
     <!-- not run: REASON -->            its commands are only parsed
+    <!-- only parsed: START | START (REASON) -->   those of its commands that start so
+    <!-- given: PATH … -->              what the reader's folder has, beside the files of the page (page_files.py)
     <!-- status: 3 -->                  the exit status of its last command
-    <!-- smaller: train.steps=9 -->     overrides with which the tests run its commands; readers run them without
+    <!-- smaller: train.steps=9 -->     overrides or options with which the tests run what trains or measures
     <!-- stops: 75 -->                  its last command is stopped with Ctrl-C once it has saved a checkpoint
 """
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 COMMANDS = ("bash", "console")
@@ -23,7 +25,7 @@ FENCE = re.compile(
     r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[ \t]*$", re.MULTILINE | re.DOTALL
 )
 COMMENTS = re.compile(r"(?:^ *<!-- [a-z ]+: [^\n]*? -->\n)+\Z", re.MULTILINE)
-COMMENT = re.compile(r"<!-- (not run|status|smaller|stops): (.*?) -->")
+COMMENT = re.compile(r"<!-- (not run|only parsed|given|status|smaller|stops): (.*?) -->")
 # Numbers, with what belongs to them: a run's figures are not those of the page.
 NUMBER = re.compile(r"\d(?:[\d,.]*\d)?(?:e[-+]?\d+)?%?")
 PROGRESS = re.compile(r"^(step #/#) .*|^((?:Generating|Tokenizing)\b).*")
@@ -43,6 +45,10 @@ class Block:
         return self.said.get("not run")
 
     @property
+    def given(self) -> str:
+        return self.said.get("given", "")
+
+    @property
     def place(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
@@ -54,6 +60,7 @@ class Command:
     status: int
     smaller: str  # overrides of the test
     stopped: bool  # with Ctrl-C
+    is_run: bool
 
     @property
     def words(self) -> list[str]:
@@ -90,6 +97,7 @@ def commands(block: Block) -> list[Command]:
             assert found, f"{block.place}: output before a command"
             found[-1][1].append(line)
     status = int(block.said.get("status", block.said.get("stops", 0)))
+    only_parsed = re.sub(r" \(.*\)$", "", block.said["only parsed"]).split(" | ") if "only parsed" in block.said else []
     return [
         Command(
             text,
@@ -97,6 +105,7 @@ def commands(block: Block) -> list[Command]:
             status if index == len(found) - 1 else 0,
             block.said.get("smaller", ""),
             "stops" in block.said and index == len(found) - 1,
+            block.not_run is None and not text.startswith(tuple(only_parsed)),
         )
         for index, (text, shown) in enumerate(found)
     ]
@@ -106,10 +115,10 @@ def missing(shown: tuple[str, ...], printed: str, *, exact: bool) -> str | None:
     """The first line that the page shows and the command has not printed, in this order; … stands for any text. Unless
     `exact`, numbers are not compared, and lines of progress count once."""
     stable = (lambda line: " ".join(line.split())) if exact else _stable
-    lines = [stable(line) for line in printed.splitlines()]
+    lines = [stable(line) for line in _unwrapped(printed.splitlines())]
     position = 0
     before = None
-    for line in shown:
+    for line in _unwrapped(shown):
         wanted = stable(line)
         if wanted in ("", "…", before):
             continue
@@ -119,6 +128,17 @@ def missing(shown: tuple[str, ...], printed: str, *, exact: bool) -> str | None:
         if not position:
             return line
     return None
+
+
+def _unwrapped(lines: Iterable[str]) -> list[str]:
+    """A mistake is one sentence, which a page shows on several lines."""
+    joined: list[str] = []
+    for line in lines:
+        if joined and joined[-1].startswith("shoal: ") and line.strip() not in ("", "…"):
+            joined[-1] += f" {line}"
+        else:
+            joined.append(line)
+    return joined
 
 
 def _stable(line: str) -> str:
