@@ -5,6 +5,9 @@
 Each rank is a process that trains one step of a generated model. Its peak of resident memory up to the first step, less
 what it had when torch and DeepSpeed were imported, is given in bytes per parameter of the whole model. Buckets are as
 small beside this model as DeepSpeed's are beside a large one.
+
+start_rows_*.json are of this code. start_whole_*.json are of the code before commit 'ZeRO-3 starts from rows', in which
+every rank first had the whole model in fp32.
 """
 
 import json
