@@ -52,6 +52,9 @@ COMPILED = [
     ("compiled, tp", 2, {"tp": 2}, {"compile": True}),
     ("compiled, cp", 2, {"cp": 2}, {"compile": True}),
     ("compiled, pp", 2, {"pp": 2}, {"compile": True}),
+    ("graphs", 1, {}, {"compile": True, "cuda_graphs": True, "deterministic": True}),
+    ("graphs, ddp", 2, {"strategy": "ddp"}, {"compile": True, "cuda_graphs": True, "deterministic": True}),
+    ("graphs, ddp, one micro-batch", 2, {"strategy": "ddp"}, {"compile": True, "cuda_graphs": True, "micro_batch": 4}),
 ]
 PRECISIONS = ["32-true", "bf16-mixed"]
 # Number of cases that run concurrently, and the time limit of a case in seconds.

@@ -158,11 +158,23 @@ def test_cuda_graphs_are_planned_where_the_device_would_wait_for_its_host():
     assert without.choice.speed.step_seconds > 1.3 * small.choice.speed.step_seconds
 
 
+def test_replicas_replay_graphs_where_that_is_worth_gradients_that_are_reduced_after_them():
+    replicated = (*SMALL, "hardware.devices=8", "parallel.strategy=ddp", "train.global_batch=256")
+    found = {choice: plan(*replicated, f"train.cuda_graphs={choice}") for choice in ("true", "false", "auto")}
+    assert found["auto"].as_dict()["chosen"]["cuda_graphs"]
+    replayed, launched = (found[choice].choice.speed.step for choice in ("true", "false"))
+    assert found["auto"].choice.speed.step.amount == replayed.amount < launched.amount
+    assert replayed.find("gradient all-reduce").amount > launched.find("gradient all-reduce").amount
+
+
 @pytest.mark.parametrize(
     "different",
     [
         ("model.shape=llama3-8b", "adapter.kind=lora"),
-        ("hardware.devices=2",),
+        ("hardware.devices=2", "parallel.strategy=fsdp"),
+        ("hardware.devices=2", "parallel.strategy=zero1"),
+        ("hardware.devices=2", "parallel.strategy=ddp", "train.reduce_dtype=bf16"),
+        ("hardware.devices=16", "hardware.network=ethernet-10", "parallel.strategy=ddp", "train.global_batch=512"),
         ("train.compile=false",),
         ("train.recompute=offload",),
         ("hardware.gpu=cpu",),

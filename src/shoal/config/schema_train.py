@@ -263,8 +263,8 @@ class TrainConfig(Block):
     )
     cuda_graphs: bool | Literal["auto"] = Field(
         "auto",
-        description="Replay forward and backward pass as CUDA graphs, on one GPU with compiled blocks; auto: where "
-        "launching the kernels of a small model would take about as long as running them.",
+        description="Replay forward and backward pass as CUDA graphs, on one GPU or each of ddp's, with compiled "
+        "blocks; auto: where launching the kernels of a small model would take about as long as running them.",
     )
     objective: ObjectiveName = Field(
         "causal_lm",

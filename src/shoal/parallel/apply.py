@@ -108,7 +108,9 @@ def parallelize(
         done.parameters |= dict(stage.model.named_parameters())
         # DDP after materialization: it cannot wrap a module on meta.
         if not recipe.fully_shard:
-            module = replicate_stage(module, stage, config.parallel, parallel_dims, precision)
+            module = replicate_stage(
+                module, stage, config.parallel, parallel_dims, precision, cuda_graphs=cuda_graphs
+            )
         done.modules.append(module)
     return finish(model, recipe, done, cuda_graphs=cuda_graphs)
 

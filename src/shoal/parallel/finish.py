@@ -43,8 +43,8 @@ def finish(model: Any, recipe: Recipe, done: Applied, *, cuda_graphs: bool) -> P
     config, parallel_dims, anatomy = recipe.config, recipe.parallel_dims, recipe.anatomy
     parameters, modules, pp = done.parameters, done.modules, parallel_dims.mesh.pp
     # DDP reduces all gradients over the replicas, FSDP those of the parameters it shards. Neither reduces the gradients
-    # of replicated pipeline stages: `Gradients` does.
-    wrapped = pp == 1 and not recipe.fully_shard
+    # of replicated pipeline stages, nor those that graphs write: `Gradients` does.
+    wrapped = pp == 1 and not recipe.fully_shard and not cuda_graphs
     tied = {f"{anatomy.embedding}.weight"} if pp > 1 and anatomy.tied else set()
     placement = Placement(
         parallel_dims, recipe.shapes, done.splits, tied_across_stages=frozenset(tied & parameters.keys())
@@ -110,8 +110,8 @@ def _notes(model: Any, recipe: Recipe, done: Applied, *, cuda_graphs: bool) -> I
         yield f"train.loss_impl {chosen} has no effect: the lm_head of {name} is not a single linear layer."
     if config.train.cuda_graphs is True and not cuda_graphs:
         yield (
-            "train.cuda_graphs true has no effect: it needs a single GPU, compiled blocks, and neither weights, "
-            "optimizer state nor activations in host memory."
+            "train.cuda_graphs true has no effect: it needs a single GPU, or ddp with gradients in fp32, compiled "
+            "blocks, and neither weights, optimizer state nor activations in host memory."
         )
     if config.train.recompute == "cheap" and recipe.backend is None:
         yield "train.recompute cheap has no effect: it is a choice of the compiler, and blocks are not compiled here."

@@ -56,7 +56,13 @@ def shard_stage(
 
 
 def replicate_stage(
-    module: nn.Module, stage: StageModel, parallel: ParallelConfig, parallel_dims: ParallelDims, precision: Precision
+    module: nn.Module,
+    stage: StageModel,
+    parallel: ParallelConfig,
+    parallel_dims: ParallelDims,
+    precision: Precision,
+    *,
+    cuda_graphs: bool,
 ) -> nn.Module:
     """Wrap the module of a stage, which is materialized, in what its precision and its replicas need."""
     if precision.mixed:
@@ -65,9 +71,10 @@ def replicate_stage(
             # A chunked loss uses the head's weight without calling the head, but always after the final norm.
             units.append([*last, stage.model.get_submodule(stage.anatomy.head)])
         module = ComputeCopies(module, precision, units)
-    # DDP would reduce a stage's gradients in every micro-batch of the schedule: `Gradients` does it once, at the end.
-    native = parallel.engine == "native"  # DeepSpeed's engine reduces them too
-    if native and parallel_dims.mesh.pp == 1 and parallel_dims.gradient_ranks > 1:
+    # DDP would reduce a stage's gradients in every micro-batch of the schedule, and its reducer cannot be captured:
+    # `Gradients` does it once, at the end. DeepSpeed's engine reduces them itself.
+    reduces = parallel.engine == "native" and parallel_dims.mesh.pp == 1 and not cuda_graphs
+    if reduces and parallel_dims.gradient_ranks > 1:
         module = replicate(module, parallel_dims.replicas, precision, parallel_dims.device, parallel.compress)
     return module
 

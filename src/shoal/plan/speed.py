@@ -1,6 +1,6 @@
 """Time of a step: compute, exposed communication, and the overlap of both."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
@@ -84,14 +84,28 @@ def forecast_speed(run: Run) -> Speed:
 
 def replays_graphs(run: Run) -> bool:
     """Whether forward and backward pass are replayed as CUDA graphs: see parallel/cuda_graphs.py."""
-    applies = run.compiled and run.traits.cuda_graphs and not run.gpu.is_cpu and run.world_size == 1
-    if not applies or run.offload != "none" or run.offloads_inputs or run.offloads_activations:
+    applies = run.compiled and run.traits.cuda_graphs and not run.gpu.is_cpu
+    if not applies or not _is_replicated(run) or run.offload != "none" or run.offloads_inputs or run.offloads_activations:
         return False
     if run.cuda_graphs != "auto":
         return bool(run.cuda_graphs)
     block, head = block_compute(run), head_seconds(run)
     busy = (block.forward + block.backward) * run.shape.layers + head.both
-    return busy < GRAPHS_BELOW * _host_seconds(run, run.shape.layers)
+    if busy >= GRAPHS_BELOW * _host_seconds(run, run.shape.layers):
+        return False
+    if run.world_size == 1:
+        return True
+    # Gradients are all-reduced after the graphs of a step, and no longer while the backward pass runs.
+    replayed, launched = (forecast_speed(replace(run, cuda_graphs=choice)).step.amount for choice in (True, False))
+    return replayed < launched
+
+
+def _is_replicated(run: Run) -> bool:
+    """Whether each device has a whole model, and nothing but its gradients, as they are, is communicated."""
+    mesh = run.mesh
+    if run.sharded or run.optimizer_shards > 1 or mesh.tp * mesh.pp * mesh.cp > 1:
+        return False
+    return run.world_size == 1 or not (run.compress_bytes or (run.mixed and run.reduced_bytes < 4))
 
 
 def _host_seconds(run: Run, blocks: int) -> float:
@@ -224,7 +238,8 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
         seconds += collective_seconds(run, "all-reduce", across, size / sharing)
     else:
         seconds = collective_seconds(run, operation, over, size)
-    overlap = block_compute(run).backward * rank.blocks if run.traits.overlaps_gradients else 0.0
+    overlaps = run.traits.overlaps_gradients and not replays_graphs(run)
+    overlap = block_compute(run).backward * rank.blocks if overlaps else 0.0
     # The last bucket, or the last block's gradients, start when there is nothing left to compute.
     last = seconds / max(2, rank.blocks)
     return [
