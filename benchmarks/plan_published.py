@@ -36,19 +36,19 @@ POSSIBLE = 0.9
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
 NEAREST: dict[str, SystemTraits] = {
-    "oneflow": replace(MEGATRON, overlaps_gradients=True),
+    "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
     # Overlaps data parallelism, and one block less in the first and the last stage.
     "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
     "internevo": MEGATRON,
     "flash-attention": MEGATRON,
-    "tensorflow-xla": replace(MEGATRON, fused_softmax="never"),
-    "pax": replace(MEGATRON, fused_softmax="never"),
+    "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
+    "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
     "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True),
     # Of 2024, and its scripts cast the adapters to the dtype of the frozen weights.
     "huggingface-narrow": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True),
     # Its own AdamW then updated one parameter at a time.
-    "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False),
+    "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     "fms": TRAITS["torchtitan"],
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),

@@ -3,7 +3,8 @@
     python benchmarks/deepspeed/start_memory.py OUTPUT.json [RANKS]
 
 Each rank is a process that trains one step of a generated model. Its peak of resident memory up to the first step, less
-what it had when torch, transformers and DeepSpeed were imported, is given in bytes per parameter of the whole model.
+what it had when torch and DeepSpeed were imported, is given in bytes per parameter of the whole model. Buckets are as
+small beside this model as DeepSpeed's are beside a large one.
 """
 
 import json
@@ -27,8 +28,12 @@ def work(folder: Path, runs: Path) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed.runtime.zero.stage3
 
+    import shoal.parallel.deepspeed
     from shoal import api
     from shoal.train.hooks import Hook
+
+    # DeepSpeed allocates a bucket of this many elements, or else as many as a small model has: twice its weights.
+    shoal.parallel.deepspeed.BUCKET = 1_000_000
 
     config = json.loads((folder / "config.json").read_text())
     before = memory("VmRSS")

@@ -201,6 +201,13 @@ def test_rates_and_times_are_short() -> None:
     assert [progress.duration(seconds) for seconds in (31, 700, 12_000)] == ["31 s", "12 min", "3 h 20 min"]
 
 
+def test_the_rate_of_a_download_has_its_unit(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0, 0, 10))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    progress.Progress(said.append).tick("Downloading", 26, "MB", 0.5)
+    assert said == ["Downloading: 26 MB (2.6 MB/s), 10 s left."]
+
+
 # Validation
 
 

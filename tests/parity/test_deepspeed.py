@@ -6,6 +6,7 @@ it. Each case is compared with our engine on the same number of ranks.
 
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ STEPS = 3
 UNTIED = {**LLAMA, "positions": 512, "tied": False}
 NEOX = {**PYTHIA, "positions": 512, "tied": False}
 ODD = {**LLAMA, "positions": 512, "tied": True, "vocab": 261, "hidden": 40}  # sizes that ranks share unevenly
+# Shards of more than a megabyte: DeepSpeed keeps smaller ones in memory.
+LARGE = {**UNTIED, "hidden": 512, "layers": 1, "vocab": 2048}
 ACCUMULATED = {"train__micro_batch": 2}
 LORA = {"adapter": {"kind": "lora", "rank": 4, "alpha": 8}}
 CASES: dict[str, dict[str, Any]] = {
@@ -173,11 +176,10 @@ def test_a_run_on_deepspeed_resumes_exactly_and_changes_to_our_engine_and_back(
 
 
 def test_state_and_weights_on_disk_train_as_in_memory(instructions: Path, tmp_path: Path) -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        pytest.skip("libaio is not installed")
-    case = {"parallel__strategy": "zero3", "model__shape": UNTIED, **ACCUMULATED}
+    compiled = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "/nowhere")) / "async_io" / "async_io.so"
+    if not compiled.is_file():  # it takes minutes: tests/README.md
+        pytest.skip("DeepSpeed's kernel for disks is not compiled")
+    case = {"parallel__strategy": "zero3", "model__shape": LARGE, **ACCUMULATED}
     reference = reference_run(config_of(instructions, case), 2)
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -188,7 +190,7 @@ def test_state_and_weights_on_disk_train_as_in_memory(instructions: Path, tmp_pa
     hold_close(run, reference, loss=2e-6, norm=1e-5)
     expected = weights(reference)
     for key, value in weights(run).items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-5)
 
 
 def test_offload_to_disk_without_libaio_or_a_compiler_is_one_sentence(

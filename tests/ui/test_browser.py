@@ -166,6 +166,8 @@ def test_pages_fit_a_phone_and_a_desktop_in_both_themes(browser: Any, server: st
         watched.page.set_viewport_size(viewport)
         watched.page.wait_for_timeout(250)  # charts take the new width a moment later
         assert watched.page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+        wider = "[...document.querySelectorAll('.chart')].filter((one) => one.querySelector('.u-wrap').offsetWidth > "
+        assert watched.page.evaluate(f"{wider} one.clientWidth).map((one) => one.id)") == []
         watched.picture(f"{name}-{scheme}-{size}")
     brightness = watched.page.evaluate(
         "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => +a + +b, 0)"

@@ -23,7 +23,8 @@ class Progress:
             return
         self._next = now + 10
         seconds = max(now - self._began, 1e-9)
-        sentence = f"{doing}: {count:,} {unit} ({shorten(count / seconds)}/s)"
+        measure = f" {unit}" if unit.isupper() else ""  # 3.9 MB/s, but 8,400/s of documents
+        sentence = f"{doing}: {count:,} {unit} ({shorten(count / seconds)}{measure}/s)"
         if share is not None and 0 < share <= 1:
             sentence += f", {duration(seconds * (1 - share) / share)} left"
         self._report(sentence + ".")

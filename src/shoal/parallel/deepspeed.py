@@ -24,6 +24,7 @@ from shoal.config.schema import Config, OffloadConfig
 from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake, shortened
 from shoal.models.loss import LossSums
+from shoal.parallel.gradients import Gradients
 from shoal.parallel.micro_batches import MicroBatchRunner, Prepare, joined
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.zero_engine import ZeroEngine
@@ -198,6 +199,8 @@ def start_zero(
     assert isinstance(runner, MicroBatchRunner)
     held = {one.name: getattr(model, one.name) for one in fields(model)}
     held |= {"modules": [zero.engine], "runner": EngineRunner(zero.engine, runner.prepare)}
+    # Of DeepSpeed's parameters: those that they were made from would stay in memory.
+    held["gradients"] = Gradients(model.parameters, model.placement, averages=[], in_place=False)
     return EngineModel(**held, zero=zero)
 
 

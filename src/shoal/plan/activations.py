@@ -153,7 +153,7 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
             # A norm's output is cast separately for each linear layer that reads it, by autocast or because it is the
             # residual stream; the compiler casts it once.
             kept = sum(1 for one in joined if one.reads in read & NORMS)
-    elif run.traits.peft and run.adapter.quantize is None and not dropped_inputs(run):
+    elif run.traits.peft and not dropped_inputs(run):
         # PEFT casts it for each adapted layer.
         kept = max(kept, sum(1 for one in adapted(run) if one.reads in NORMS))
     if run.recomputes_cheap and run.mesh.tp == 1 and itemsize > 1:
@@ -204,13 +204,21 @@ def attention_masks(run: Run) -> float:
 def _mlp(run: Run, tokens: float) -> list[Term]:
     shape, itemsize = run.shape, run.compute_bytes
     inner = _input_bytes(run) if "inner" in needed(run) else 0
-    if run.recomputes_cheap and inner > 1:
+    if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run):
         inner = 0
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
-    factors = (2 if run.compiled else 3) if shape.traits.gated else 1
-    if shape.traits.unfused_gelu and not run.compiled:
+    fused = run.compiled or run.traits.fused_activation
+    factors = (2 if fused else 3) if shape.traits.gated else 1
+    if shape.traits.unfused_gelu and not fused:
         factors += 3
     return [leaf("MLP intermediates", tokens * shape.ffn * (factors * itemsize + inner))]
+
+
+def has_mlp_in_place(run: Run) -> bool:
+    """Whether the backward pass of the MLP works in the tensors that it has saved; not with dropout on adapters."""
+    if not run.traits.mlp_in_place or run.adapter is None or run.adapter.dropout or not run.shape.traits.gated:
+        return False
+    return {"gate_proj", "up_proj", "down_proj"} <= set(run.adapter.targets)
 
 
 def _dora(run: Run) -> list[Term]:

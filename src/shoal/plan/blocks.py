@@ -46,6 +46,11 @@ def linears(shape: ModelShape, *, joined: bool = False) -> tuple[Linear, ...]:
     )
 
 
+def expert_parameters(shape: ModelShape) -> int:
+    """Parameters of a block's inactive experts. Other families have a few further vectors instead."""
+    return shape.others if shape.others > shape.hidden * shape.hidden else 0
+
+
 @lru_cache(maxsize=256)
 def block_parameters(shape: ModelShape, tensor_parallel: int = 1) -> float:
     """Parameters of one block on a tensor-parallel rank: matrices, also of inactive experts, are sharded, norms and

@@ -101,6 +101,7 @@ def make_run(
         trained=FROZEN if adapter is not None else _trained(config, shape),
         gradient_bytes=2 if small else 0,
         async_checkpoint=config.checkpoint.async_,
+        varied_lengths=traits != OURS and not packs(config),
         traits=traits,
     )
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from shoal.plan.run import Run
+from shoal.plan.states import dequantized_bytes, has_quantized_head
 from shoal.plan.terms import Term, group, leaf
 
 # models/cross_entropy.py: logits per chunk of a chunked loss, and of one whose kernel overwrites the logits with their
@@ -50,14 +51,18 @@ def head(run: Run) -> Head:
         chosen = leaf("masked tokens", HEAD_TRANSFORM * run.head_tokens * shape.hidden * itemsize)
         if run.head_share == 1:
             chosen = leaf("masked tokens", 0.0)
-        return Head(group("head", norm, before, padded, chosen, whole), group("head", gradient))
+        # It is dequantized again in the backward pass, when one of the logits' fp32 tensors is gone.
+        again = matrix * dequantized_bytes(run) - 4 * logits if has_quantized_head(run) else 0.0
+        dequantized = leaf("dequantized head weight", max(0.0, again))
+        return Head(group("head", norm, before, padded, chosen, whole, dequantized), group("head", gradient))
     trained = run.trained.embedding if shape.tied else run.trained.head
     head_gradient = matrix * 4 if trained else 0.0
     if run.loss == "fused" and run.traits.fused_rows:
         head_gradient = matrix * itemsize if trained else 0.0
         chunk = min(run.traits.fused_rows * columns, logits) * (itemsize + 4)
     elif run.traits.chunks == "upcast":
-        chunk = logits * itemsize + logits / UPCAST_CHUNKS * 12
+        # A compiled chunk reads its logits and writes their gradient, without fp32 copies.
+        chunk = logits * itemsize + logits / UPCAST_CHUNKS * (itemsize if run.compiled else 12)
         head_gradient = 0.0
     else:
         chunk = _chunk_bytes(run, logits)

@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from shoal.catalogue.attention import AMPERE
 from shoal.plan.activations import block_kept, buffer_bytes
 from shoal.plan.blocks import linears
+from shoal.plan.head import head
 from shoal.plan.layout import Rank, count, different_ranks, micro_batches_in_flight, ranks_of
 from shoal.plan.moments import Moment, moments, recomputation
 from shoal.plan.run import Run
@@ -21,6 +22,10 @@ EXPANDABLE_SLACK = 0.005
 # Recomputed blocks do not fit the gaps that other tensors have left: of what they need for a time, this share is
 # reserved in addition.
 RECOMPUTED_SLACK = 0.3
+# Sequences of varied length: a longer one does not fit the blocks that shorter ones have left, which stay reserved.
+# That is about this share of the loss's tensors, or of all that a step needs for a time: benchmarks/plan/allocator.py.
+VARIED_LOSS_SLACK = 0.8
+VARIED_SLACK = 0.3
 # CUDA context with loaded kernels, which older devices and their software load all at once; and NCCL's channels, if
 # there are other ranks.
 CONTEXT_GIB = 0.6
@@ -91,28 +96,50 @@ class Memory:
 @lru_cache(maxsize=4096)
 def forecast_memory(run: Run) -> Memory:
     """The memory of every pipeline rank of `run`."""
-    context = 0.0
-    if not run.gpu.is_cpu:
-        early = (run.gpu.compute_capability or AMPERE) < AMPERE
-        context = EARLY_CONTEXT_GIB if early else CONTEXT_GIB
-        context = (context + (COMMUNICATION_GIB if run.world_size > 1 else 0.0)) * GIB
-    return Memory(run, context)
+    return Memory(run, _context(run))
 
 
 def _rank_memory(run: Run, rank: Rank) -> RankMemory:
     found = moments(run, rank)
     highest = max(moment.tree.amount for moment in found)
+    if run.traits.planned_memory:
+        return RankMemory(rank.pipeline_rank, found, 0.0)
     slack = SHARDED_SLACK if run.sharded else ALLOCATOR_SLACK
     gaps = 0.0
-    if run.traits.expandable_segments:
-        slack = EXPANDABLE_SLACK
+    if run.traits.expandable_segments or not run.sharded:
         # Offloaded block inputs do not lie between them.
         gaps = RECOMPUTED_SLACK * recomputation(run, rank) * (0.5 if run.offloads_inputs else 1.0)
+    if run.traits.expandable_segments:
+        slack = EXPANDABLE_SLACK
+    elif run.varied_lengths:
+        gaps += _left_by_shorter_sequences(run, rank, found, highest * (1 + slack) + gaps)
     if not run.sharded:
         return RankMemory(rank.pipeline_rank, found, highest * slack + gaps)
     main = max(moment.tree.amount - moment.side for moment in found)
     side = max(moment.side for moment in found)
     return RankMemory(rank.pipeline_rank, found, max(0.0, main * (1 + slack) + side - highest) + gaps)
+
+
+def _left_by_shorter_sequences(run: Run, rank: Rank, found: tuple[Moment, ...], needed: float) -> float:
+    """Blocks that the allocator keeps from shorter sequences, beyond what a step needs at its peak. If the device is
+    full, it frees them first."""
+    held = states(run, rank)
+    lasting = held.weights.amount + held.optimizer.amount
+    # The optimizer's temporaries come after the activations, and use their blocks.
+    peak = max(moment.tree.amount for moment in found if moment.name != "optimizer step")
+    loss = head(run).peak.amount if rank.last else 0.0
+    kept = max(VARIED_LOSS_SLACK * loss, VARIED_SLACK * max(0.0, peak - lasting - held.gradients.amount))
+    room = run.gpu.memory_gib * GIB - _context(run) - needed
+    return max(0.0, min(room, peak + kept - needed))
+
+
+def _context(run: Run) -> float:
+    """Bytes on the device outside PyTorch."""
+    if run.gpu.is_cpu:
+        return 0.0
+    early = (run.gpu.compute_capability or AMPERE) < AMPERE
+    gib = EARLY_CONTEXT_GIB if early else CONTEXT_GIB
+    return (gib + (COMMUNICATION_GIB if run.world_size > 1 else 0.0)) * GIB
 
 
 def _host(run: Run, rank: Rank) -> Term:

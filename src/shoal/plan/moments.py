@@ -3,12 +3,28 @@
 from dataclasses import dataclass
 
 from shoal.catalogue.optimizers import find_optimizer
-from shoal.plan.activations import attention_masks, block_input, block_kept, block_selected, block_without_parts
+from shoal.plan.activations import (
+    attention_masks,
+    block_input,
+    block_kept,
+    block_selected,
+    block_without_parts,
+    has_mlp_in_place,
+)
 from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
 from shoal.plan.run import Run
-from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, States, adapted, block_bytes, states, trained_parameters
+from shoal.plan.states import (
+    BUCKET_BYTES,
+    ZERO1_BUCKET,
+    States,
+    adapted,
+    block_bytes,
+    dequantized_bytes,
+    states,
+    trained_parameters,
+)
 from shoal.plan.terms import Term, group, leaf, scaled
 
 # Elements of DeepSpeed's contiguous gradient bucket (reduce_bucket_size), by default.
@@ -197,6 +213,8 @@ def _transient_gradients(run: Run) -> Term:
     # Of the MLP's inner activation and of what it was computed from: one kernel reads the first and writes the others.
     # A parallel MLP that was recomputed has freed one of the two by then: benchmarks/gpu/sweep_h200.
     widths = 3 if shape.traits.gated else 1 if parallel_mlp and run.repeats_forward else 2
+    if has_mlp_in_place(run):
+        widths = 1
     inner = widths * run.tokens / run.mesh.tp * shape.ffn * run.compute_bytes
     return group(
         "block backward",
@@ -270,7 +288,7 @@ def _gathered_blocks(run: Run, counts: Counts) -> float:
     # A quantized matrix is dequantized while it is used.
     dequantized = 0.0
     if run.adapter is not None and run.adapter.quantize is not None:
-        dequantized = max(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
+        dequantized = max(one.parameters for one in linears(run.shape)) / run.mesh.tp * dequantized_bytes(run)
     if not run.sharded:
         return dequantized
     if run.traits.masters_with_optimizer and not run.data_parallelism.shards_weights:

@@ -82,6 +82,7 @@ class Run:
     sequence_parallel: bool = True
     cp_method: str = "gather"
     head_share: float = 1.0  # of the tokens, those that the head computes logits of; of a classifier, one per sequence
+    varied_lengths: bool = False  # sequences are padded to the longest of their micro-batch, not packed to `length`
     of_answers: bool = False  # the loss compares answers: a chunk of logits is computed in both passes
     reference_pass: bool = False  # every micro-batch also has a forward pass without the adapter and gradients
     adapter: Adapter | None = None
@@ -119,10 +120,10 @@ class Run:
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes per element of a gradient that is reduced: ZeRO communicates in 16 bits."""
+        """Bytes per element of a gradient that is reduced: ZeRO and Accelerate communicate in 16 bits."""
         if self.mixed and self.traits.masters_with_optimizer:
             return 4 if self.traits.wide_gradients and self.precision != "16-mixed" else self.compute_bytes
-        return self.reduce_bytes
+        return self.compute_bytes if self.traits.narrow_reduction and self.sharded else self.reduce_bytes
 
     @property
     def updated_bytes(self) -> int:
@@ -212,7 +213,10 @@ class Run:
     def separate_head_unit(self) -> bool:
         """Whether embedding and head are separate FSDP units. Tied weights are one unit, and so is a head with
         more than one matrix."""
-        return self.traits.separate_head_unit and not self.shape.tied and not self.shape.traits.head_transform
+        separate = self.traits.separate_head_unit
+        if separate == "trained":
+            separate = self.adapter is None
+        return separate and not self.shape.tied and not self.shape.traits.head_transform
 
     @property
     def tokens(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import block_vectors
-from shoal.plan.blocks import Linear, linears
+from shoal.plan.blocks import Linear, expert_parameters, linears
 from shoal.plan.layout import Counts, Rank, count
 from shoal.plan.run import Adapter, Run
 from shoal.plan.terms import Term, group, leaf
@@ -77,7 +77,11 @@ def optimizer_bytes(run: Run, rank: Rank) -> float:
         vectors = block_vectors(run.shape) * rank.blocks * run.trained.blocks
         return 4.0 * min(trained, rows + tables * (run.shape.vocab + run.shape.hidden) + vectors)
     if optimizer.elsewhere is None:
-        return trained * each
+        wide = 0.0
+        if optimizer.is_quantized and run.traits.wide_embedding_state and rank.first:
+            table = count(run, rank).embedding * run.trained.embedding
+            wide = table * (4 * optimizer.state_tensors - each)
+        return trained * each + wide
     matrices = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * rank.blocks * run.trained.blocks
     other = find_optimizer(optimizer.elsewhere).bytes_per_parameter(run.weight_bytes)
     return trained * other - matrices * (other - each)
@@ -107,13 +111,15 @@ def states(run: Run, rank: Rank) -> States:
     if run.paged_optimizer:
         on_device = 0.0  # unified memory, which PyTorch's allocator does not see
     waits = run.accumulates_unsharded or (run.mesh.pp > 1 and run.sharded)
-    unreduced = trained * run.reduce_bytes if waits else 0.0
+    unreduced = trained * run.reduced_bytes if waits else 0.0
     return States(
-        weights=Term(weights.name, weights.amount * kept, weights.parts if not away else ()),
+        weights=weights if not away else group(weights.name, leaf("quantization scales", replicated_scales(run, rank))),
         gradients=leaf("gradients", _held_gradients(run, rank) * gradient / shards * kept),
         optimizer=leaf("optimizer state", on_device),
         unreduced=leaf("unreduced gradients", unreduced),
-        host=state - on_device + (weights.amount + trained * gradient / shards if away else 0.0),
+        host=state
+        - on_device
+        + (weights.amount - replicated_scales(run, rank) + trained * gradient / shards if away else 0.0),
     )
 
 
@@ -136,7 +142,11 @@ def _zero(run: Run, rank: Rank) -> States:
     sharing = run.optimizer_shards if sharded.partitions_update else over
     state = (optimizer_bytes(run, rank) + 4 * trained) / (sharing if sharded.shards_optimizer else 1)
     return States(
-        weights=group("weights", leaf("parameters", 0.0 if run.offload == "cpu" else held_weights(run, rank))),
+        weights=group(
+            "weights",
+            leaf("parameters", 0.0 if run.offload == "cpu" else held_weights(run, rank)),
+            leaf("quantization scales", replicated_scales(run, rank)),
+        ),
         gradients=leaf("gradients", trained * run.reduced_bytes / (over if sharded.shards_gradients else 1)),
         optimizer=leaf("optimizer state", 0.0 if run.offload != "none" else state),
         unreduced=leaf("unreduced gradients", 0.0),
@@ -147,14 +157,19 @@ def _zero(run: Run, rank: Rank) -> States:
 def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
     shards, adapter = run.shards, run.adapter
     if adapter is not None:
-        matrices = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * rank.blocks
+        matrices = _frozen_matrices(run, rank)
         others = counts.all - matrices
         frozen = matrices * stored_bytes(run, adapter) + others * (4 if adapter.upcasts else run.compute_bytes)
+        if has_quantized_head(run) and rank.last:
+            head = run.shape.vocab * run.shape.hidden / run.mesh.tp
+            frozen -= head * (run.compute_bytes - stored_bytes(run, adapter))
+        scales = replicated_scales(run, rank)
         extra = adapter_parameters(run, rank.blocks)
         copies = extra * run.compute_bytes if run.mixed and not run.sharded else 0.0
         return group(
             "weights",
-            leaf("frozen", frozen / shards),
+            leaf("frozen", (frozen - scales) / shards),
+            leaf("quantization scales", scales),
             leaf("adapters", extra * run.trained_bytes / shards),
             leaf("compute copies", copies),
         )
@@ -175,15 +190,47 @@ def stored_bytes(run: Run, adapter: Adapter) -> float:
     return QUANTIZED_BYTES[adapter.quantize]
 
 
+def replicated_scales(run: Run, rank: Rank) -> float:
+    """Bytes of scales that every rank keeps whole, though the matrices are sharded."""
+    adapter = run.adapter
+    if adapter is None or adapter.quantize not in ("nf4", "fp4") or not run.traits.replicates_scales:
+        return 0.0
+    if not (run.sharded or run.data_parallelism.shards_weights):
+        return 0.0
+    return _frozen_matrices(run, rank) * (stored_bytes(run, adapter) - 0.5)
+
+
+def _frozen_matrices(run: Run, rank: Rank) -> float:
+    """Elements of the matrices of blocks that are stored as the adapter's base is."""
+    block = sum(one.parameters for one in linears(run.shape))
+    if run.traits.quantizes_experts:
+        block += expert_parameters(run.shape)
+    return block / run.mesh.tp * rank.blocks
+
+
+def has_quantized_head(run: Run) -> bool:
+    """Whether the head is quantized like the matrices of blocks."""
+    quantized = run.adapter is not None and run.adapter.quantize is not None
+    return quantized and run.traits.quantizes_head and not run.shape.tied
+
+
+def dequantized_bytes(run: Run) -> int:
+    """Bytes per element of a matrix that is dequantized while it is used: a second copy if its dtype is another."""
+    return run.compute_bytes * (2 if run.traits.dequantizes_in_half and run.precision != "16-mixed" else 1)
+
+
 def block_bytes(run: Run) -> float:
     """Bytes per parameter of a block that FSDP all-gathers: a frozen matrix as it is stored."""
     return float(run.compute_bytes) if run.adapter is None else stored_bytes(run, run.adapter)
 
 
 def held_weights(run: Run, rank: Rank) -> float:
-    """Bytes of the weights that a rank keeps, on its device or its host."""
+    """Bytes of the weights that a rank keeps, on its device or its host, without replicated scales."""
     counts = count(run, rank)
     if not (run.traits.masters_with_optimizer and run.mixed):
-        return _weights(run, counts, rank).amount
-    each = _weights(run, counts, rank).amount * run.shards if run.adapter is not None else counts.all * 2
+        return _weights(run, counts, rank).amount - replicated_scales(run, rank)
+    if run.adapter is not None:
+        each = (_weights(run, counts, rank).amount - replicated_scales(run, rank)) * run.shards
+    else:
+        each = counts.all * 2
     return each / (run.shards * run.replicas if run.data_parallelism.shards_weights else 1)

@@ -29,7 +29,8 @@ class SystemTraits:
     # The same with a vocabulary sharded over tensor-parallel ranks.
     sharded_logit_bytes: float = 12.0
     # `chunked`: logits and their gradients are computed chunk by chunk. `upcast`: all logits are kept in the compute
-    # dtype, and only upcast to fp32 chunk by chunk. `recomputed`: each chunk is recomputed in the backward pass.
+    # dtype, and only upcast to fp32 chunk by chunk, within one kernel if compiled. `recomputed`: each chunk is computed
+    # again in the backward pass.
     chunks: Literal["chunked", "upcast", "recomputed"] = "chunked"
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
@@ -50,15 +51,29 @@ class SystemTraits:
     # Weights and gradients are in 16 bits, and fp32 master weights are part of the optimizer state (ZeRO).
     masters_with_optimizer: bool = False
     # Embedding and head, unless tied, are separate FSDP units; else one unit that stays unsharded between them.
-    separate_head_unit: bool = False
+    # `trained`: separate unless they are frozen under adapters.
+    separate_head_unit: bool | Literal["trained"] = False
     # Master weights are cast whenever they are used (autocast); else once per step.
     casts_per_use: bool = False
     # A 4-bit matmul saves its input for the backward pass, as bitsandbytes did in 2023.
     quantized_keep_inputs: bool = False
+    # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
+    quantizes_head: bool = False
+    # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time.
+    dequantizes_in_half: bool = False
+    # Each expert has linear layers of its own, which are quantized too; else all experts are one tensor, which is not.
+    quantizes_experts: bool = False
+    # The scales of 4-bit blocks are no parameters, so that every rank keeps all of them on its device (bitsandbytes'
+    # quant_state); else they are sharded and offloaded with the weights.
+    replicates_scales: bool = False
+    # With an 8-bit optimizer, the embedding's state is in fp32.
+    wide_embedding_state: bool = False
     # An input of several fp8 matmuls is cast once, into both layouts; else once per matmul, in forward and backward.
     casts_once: bool = False
     # The allocator uses expandable segments, which hardly fragment.
     expandable_segments: bool = False
+    # Memory is laid out before the first step, without gaps, rather than taken from a caching allocator (XLA, OneFlow).
+    planned_memory: bool = False
     # The head is computed at a vocabulary that tensor cores can read (models/head.py), or by the compiler.
     pads_vocabulary: bool = False
     # Software of 2023, whose kernels did not use Hopper's instructions yet.
@@ -69,6 +84,11 @@ class SystemTraits:
     # Adapters are PEFT's: in fp32, so that each adapted layer casts its input and saves it on its own; dropout too is
     # each layer's own; and DoRA computes `B A` and `W + B A` in full, and saves the outputs of both.
     peft: bool = False
+    # With adapters in a gated MLP, the backward pass computes the product of its factors again, and overwrites them
+    # with their gradients (Unsloth's LoRA_MLP).
+    mlp_in_place: bool = False
+    # The activation function of the MLP is one kernel, compiled or not, that saves only its inputs.
+    fused_activation: bool = False
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
     narrow_adapters: bool = False
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
@@ -94,6 +114,8 @@ class SystemTraits:
     overlaps_context: bool = False
     # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
     overlaps_tensor: bool = False
+    # FSDP reduces gradients in the compute dtype, and accumulates unsharded ones in it; else in `reduce_dtype`.
+    narrow_reduction: bool = False
     # Matmuls add to the gradients of earlier micro-batches; else these are added up by kernels of their own.
     accumulates_in_matmuls: bool = False
     # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
@@ -126,9 +148,19 @@ TORCHTITAN = SystemTraits(
 )
 # From 2025 on its loss is compiled with its blocks.
 TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled")
-TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True)
+# compile_loss in torchtune/training/_compile.py; custom_sharded_layers in recipes/configs/llama3_1/*_full.yaml.
+TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True, separate_head_unit="trained")
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
-LITGPT = SystemTraits(fused_qkv=True, quantized_keep_inputs=True, pads_vocabulary=True, unsharded_accumulation=True)
+# Lightning's plugin quantizes every linear layer, from fp16 (fabric/plugins/precision/bitsandbytes.py).
+LITGPT = SystemTraits(
+    fused_qkv=True,
+    quantized_keep_inputs=True,
+    quantizes_head=True,
+    quantizes_experts=True,
+    dequantizes_in_half=True,
+    pads_vocabulary=True,
+    unsharded_accumulation=True,
+)
 HUGGING_FACE = SystemTraits(
     wide_residual_stream=True,
     liger_kernels=True,
@@ -138,17 +170,29 @@ HUGGING_FACE = SystemTraits(
     peft=True,
     foreach_step=True,
     unsharded_accumulation=True,
+    wide_embedding_state=True,  # register_module_override in transformers/trainer.py
+    replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
+    quantizes_experts=True,  # modeling_mixtral.py until transformers 5
+    narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows=512)
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
 DEEPSPEED = SystemTraits(
-    logit_bytes=14.0, masters_with_optimizer=True, flash2=True, peft=True, torch_pipeline=False, even_stages=True
+    logit_bytes=14.0,
+    masters_with_optimizer=True,
+    flash2=True,
+    peft=True,
+    torch_pipeline=False,
+    replicates_scales=True,
+    quantizes_experts=True,
+    even_stages=True,
 )
 # Megatron-LM. Files are in NVIDIA/Megatron-LM.
 MEGATRON = SystemTraits(
     unfused_norms=False,  # megatron/core/fusions/fused_layer_norm.py, or Transformer Engine's
     fused_qkv=True,  # linear_qkv in megatron/core/transformer/attention.py
+    fused_activation=True,  # megatron/core/fusions/fused_bias_swiglu.py
     loss_kernel="always",  # megatron/core/fusions/fused_cross_entropy.py; logits stay in the compute dtype
     fused_softmax="always",  # megatron/core/fusions/fused_softmax.py
     masters_with_optimizer=True,  # Float16OptimizerWithFloat16Params in megatron/core/optimizer/optimizer.py
@@ -176,8 +220,11 @@ TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
 # flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
 AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
-# with their gradient; LoRA in the compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
-UNSLOTH = replace(AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False)
+# with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
+# compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
+UNSLOTH = replace(
+    AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False, mlp_in_place=True, fused_activation=True
+)
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
 
@@ -219,7 +266,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.precision": "bf16-true",
         "train.recompute": "offload",
         "train.optimizer.name": "adamw8bit",
-        "train.loss_impl": "plain",
+        "train.loss_impl": "fused",  # UNSLOTH_RETURN_LOGITS=0 in unsloth/models/llama.py
     },
     # trl/trainer/sft_config.py: gradient_checkpointing=True, bf16=True, loss_type chunked_nll (version 1; nll before),
     # packing=False, and TrainingArguments' use_liger_kernel=False.

@@ -28,6 +28,7 @@ FORECAST = {
     "head and loss": MATMUL,
     "attention": ATTENTION,
     "elementwise kernels": ELEMENTWISE,
+    "gradient accumulation": ELEMENTWISE,
     "slowdown by overlapped collectives": MATMUL,
     "slowdown by overlapped all-reduce": MATMUL,
     "optimizer": OPTIMIZER,

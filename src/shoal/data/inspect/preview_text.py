@@ -18,7 +18,7 @@ def source_pieces(preview: SourcePreview, tokenizer: str, characters: int | None
     yield f"{printable(named)}: source {preview.source}, format {preview.format}{template}", "plain"
     yield f"; tokenizer {printable(tokenizer)}, max_length {preview.max_length:,}\n", "plain"
     if preview.objective == "masked_lm":
-        yield "seen → predicted; other tokens are masked at every position of the global order\n", "plain"
+        yield "seen→predicted, for one draw of the masks: each epoch has others\n", "plain"
     if preview.sequences and preview.records:
         yield f"packed from the first {_count(preview.records, 'record')} only\n", "plain"
     elif drawn:

@@ -31,6 +31,8 @@ const shoal = (() => {
     watts: (value) => `${Number(value.toPrecision(3))} W`,
     celsius: (value) => `${Number(value.toPrecision(3))} °C`,
   };
+  /* Of a curve that hardly changes, several lines of the grid have the same label: it is written once. */
+  const distinct = (labels) => labels.map((label, index) => (index && label === labels[index - 1] ? "" : label));
   const format = (name, value) => (value == null ? "–" : (FORMATS[name] || FORMATS.number)(value));
   function formatPlace(value) {
     if (value == null) return "";
@@ -97,7 +99,8 @@ const shoal = (() => {
     ctx.restore();
   }
 
-  const heightOf = (element) => (element.classList.contains("wide") ? 280 : 200);
+  /* Two charts stand side by side, and are as high as each other. */
+  const heightOf = (element) => (element.classList.contains("wide") || element.parentElement.children.length < 3 ? 280 : 200);
 
   function options(chart, element) {
     const axis = { stroke: colour("faint"), grid: { stroke: colour("grid"), width: 1 }, ticks: { stroke: colour("grid"), width: 1 }, font: "11px system-ui, sans-serif" };
@@ -111,7 +114,7 @@ const shoal = (() => {
       scales: { x: { time: false }, y: { distr: settings.log ? 3 : 1, range: settings.log ? undefined : FROM_ZERO.has(chart.format) ? fromZero : padded } },
       axes: [
         { ...axis, values: (plot, places) => places.map(formatPlace), size: 30, space: 70, ...(settings.axis === "step" ? { incrs: WHOLE } : {}) },
-        { ...axis, values: (plot, values) => values.map((value) => format(chart.format, value)), size: 58, space: 34 },
+        { ...axis, values: (plot, values) => distinct(values.map((value) => format(chart.format, value))), size: 58, space: 34 },
       ],
       series: [
         { label: AXES[settings.axis], value: (plot, place) => formatPlace(place) || "–" },
@@ -137,7 +140,7 @@ const shoal = (() => {
   /* Some room above and below, and for curves that hardly change. */
   function padded(plot, low, high) {
     if (low == null) return [0, 1];
-    const room = Math.max(0.06 * (high - low), Math.abs(high) * 1e-3, 1e-12);
+    const room = Math.max(0.06 * (high - low), Math.abs(high) * (high === low ? 0.2 : 1e-3), 1e-12);
     return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
   }
 
@@ -148,6 +151,20 @@ const shoal = (() => {
     if (plot.cursor.left >= 0) return;
     const last = plot.data.map((values) => { let index = values.length - 1; while (index > 0 && values[index] == null) index--; return index; });
     if (plot.data[0].length) plot.setLegend({ idxs: last }, false);
+  }
+
+  /* The element of a chart: made here, or before. */
+  function place(chart) {
+    const known = document.getElementById(`chart-${chart.id}`);
+    if (known) return known;
+    const element = document.createElement("div");
+    element.className = chart.id === "loss" ? "chart wide" : "chart";
+    element.id = `chart-${chart.id}`;
+    const title = document.createElement("h3");
+    title.textContent = chart.title;
+    element.append(title);
+    document.getElementById("charts").append(element);
+    return element;
   }
 
   function draw(chart) {
@@ -161,17 +178,8 @@ const shoal = (() => {
       if (zoomed) found.plot.redraw();
       return;
     }
-    let element = found && found.element;
+    const element = found ? found.element : place(chart);
     if (found) found.plot.destroy();
-    if (!element) {
-      element = document.createElement("div");
-      element.className = chart.id === "loss" ? "chart wide" : "chart";
-      element.id = `chart-${chart.id}`;
-      const title = document.createElement("h3");
-      title.textContent = chart.title;
-      element.append(title);
-      document.getElementById("charts").append(element);
-    }
     const shown = { ...chart };
     const plot = new uPlot(options(shown, element), table(chart), element);
     describe(element, chart);
@@ -214,6 +222,7 @@ const shoal = (() => {
       if (!charts.some((chart) => chart.id === id)) { one.plot.destroy(); one.element.remove(); drawn.delete(id); }
     }
     makeToolbar();
+    charts.forEach(place); // all of them before the first is drawn: how many there are decides how wide each is
     redraw(false);
   }
 

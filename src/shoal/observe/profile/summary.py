@@ -82,9 +82,11 @@ def profile_text(summary: Mapping[str, Any]) -> str:
     lines += ["", f"{'kernel' if summary['device'] == 'gpu' else 'operator':52} {'ms':>9} {'':>6} {'calls':>7}  term"]
     for one in summary["kernels"][:8]:
         name = one["name"] if len(one["name"]) <= 52 else one["name"][:51] + "…"
-        lines.append(f"{name:52} {one['seconds'] * 1e3:9.3f} {one['share']:6.1%} {one['calls']:7g}  {one['term']}")
+        lines.append(f"{name:52} {one['seconds'] * 1e3:9,.3f} {one['share']:6.1%} {one['calls']:7g}  {one['term']}")
     if (memory := summary["memory"]) is not None:
-        lines += ["", f"memory      {memory['lowest_gib']:.3f} to {memory['peak_gib']:.3f} GiB ({memory['of']})"]
+        unit, scale = ("GiB", 1) if memory["peak_gib"] >= 0.1 else ("MiB", 1024)
+        low, high = (memory[name] * scale for name in ("lowest_gib", "peak_gib"))
+        lines += ["", f"memory      {low:.3f} to {high:.3f} {unit} ({memory['of']})"]
     lines += ["", f"bottleneck  {summary['bottleneck']['sentence']}"]
     return "\n".join([*lines, f"files       {summary['folder']}"])
 

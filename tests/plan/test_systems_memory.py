@@ -1,0 +1,111 @@
+"""Memory of other systems' code: terms that their sources state, checked against arithmetic by hand."""
+
+from typing import Any
+
+import pytest
+
+from shoal.catalogue.shapes import parameters
+from shoal.config.mesh import Mesh
+from shoal.plan.memory import forecast_memory
+from shoal.plan.run import FROZEN, Adapter, Run
+from shoal.plan.systems import SYSTEMS, SystemTraits
+from shoal.plan.terms import GIB, Term
+from tests.plan.planning import make_run, plan
+
+EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The matrices of Llama 2's 32 blocks, and its head.
+BLOCKS, HEAD = 32 * (4 * 4096**2 + 3 * 4096 * 11_008), 32_000 * 4096
+
+
+def tuned(system: str, quantize: str | None = "nf4", *, targets: tuple[str, ...] = EVERY, **settings: Any) -> Run:
+    """An adapter of a 7B model on an A100, as a system trains it."""
+    settings = {"precision": "bf16-true", "compiled": False, "loss": "plain", "traits": SYSTEMS[system], **settings}
+    adapter = Adapter(8, targets, quantize)
+    return make_run("llama2-7b", "a100-80gb", adapter=adapter, trained=FROZEN, **settings)
+
+
+def at(run: Run, moment: str, term: str) -> float:
+    """A term in GiB at a moment; 0 if it has none."""
+    trees: list[Term] = [one.tree for one in forecast_memory(run).worst.moments if one.name == moment]
+    found = trees[0].find(term)
+    return 0.0 if found is None else found.amount / GIB
+
+
+def test_bitsandbytes_scales_are_on_every_rank_and_not_offloaded() -> None:
+    sharded = tuned("huggingface", strategy="fsdp", mesh=Mesh(dp_shard=8))
+    scales = BLOCKS * 4 / 64 / GIB
+    assert at(sharded, "loss", "quantization scales") == pytest.approx(scales)
+    assert at(sharded, "loss", "frozen") == pytest.approx((BLOCKS * 0.5 + 2 * 2 * HEAD) / 8 / GIB, rel=0.01)
+    assert at(sharded.with_(offload="cpu"), "loss", "weights") == pytest.approx(scales)
+    assert at(tuned("torchtune", strategy="fsdp", mesh=Mesh(dp_shard=8)), "loss", "quantization scales") == 0
+    zero3 = tuned("deepspeed", strategy="zero3", mesh=Mesh(dp_shard=8), precision="bf16-mixed")
+    assert at(zero3, "loss", "quantization scales") == pytest.approx(scales)
+
+
+def test_litgpt_quantizes_the_head_and_dequantizes_it_from_fp16() -> None:
+    litgpt, other = tuned("litgpt", length=128), tuned("axolotl", length=128)
+    saved = HEAD * (2 - 0.5625) / GIB
+    assert at(other, "loss", "frozen") - at(litgpt, "loss", "frozen") == pytest.approx(saved, rel=0.01)
+    # Two copies of it, when one of the logits' fp32 tensors is gone.
+    again = (4 * HEAD - 4 * 128 * 32_000) / GIB
+    assert at(litgpt, "loss", "dequantized head weight") == pytest.approx(again)
+    assert at(tuned("litgpt", None, length=128), "loss", "dequantized head weight") == 0
+
+
+def test_torchtunes_compiled_loss_has_no_fp32_logits() -> None:
+    eager, compiled = (tuned("torchtune", None, loss="chunked", compiled=one) for one in (False, True))
+    logits = 2048 * 32_000
+    assert at(eager, "loss", "logits chunk") * GIB == pytest.approx(logits * (2 + 12 / 8))
+    assert at(compiled, "loss", "logits chunk") * GIB == pytest.approx(logits * (2 + 2 / 8))
+
+
+def test_unsloths_mlp_saves_its_factors_and_overwrites_them() -> None:
+    fused, attention_only = tuned("unsloth"), tuned("unsloth", targets=("q_proj", "v_proj"))
+    width = 2048 * 11_008 * 2 / GIB
+    first = "backward of the first block"
+    assert at(fused, first, "MLP gradients") == pytest.approx(width)
+    assert at(attention_only, first, "MLP gradients") == pytest.approx(3 * width)
+
+
+def test_megatrons_block_is_that_of_its_paper_compiled_or_not() -> None:
+    # 34 bytes per token and channel without scores (Korthikanti et al. 2022, equation 1), of GPT-2's block.
+    run = make_run("gpt2", traits=SYSTEMS["megatron"], dropout=True, compiled=False)
+    kept = at(run, "forward pass", "activations") * GIB / (run.tokens * 768 * 12)
+    assert kept == pytest.approx(34, rel=0.01)
+
+
+def test_shorter_sequences_leave_blocks_that_stay_reserved_until_the_device_is_full() -> None:
+    settings = [
+        *("model.shape=llama3-8b", "adapter.kind=lora", "data.max_length=4096", "train.micro_batch=2"),
+        *("train.loss_impl=plain", "train.recompute=full"),
+    ]
+
+    def reserved(*more: str, gpu: str = "h200", system: str = "huggingface") -> float:
+        found = plan(*settings, f"hardware.gpu={gpu}", *more, system=system).as_dict()["memory"]
+        return float(found["reserved_gib"])
+
+    packed, padded = reserved("data.pack=true"), reserved("data.pack=false")
+    assert padded - packed > 0.7 * 14 * 8192 * 128_256 / GIB
+    assert reserved("data.pack=false", gpu="a100-40gb") < 39.5
+    # Expandable segments grow instead.
+    assert reserved("data.pack=false", system="shoal") == reserved("data.pack=true", system="shoal")
+
+
+def test_linear_layers_of_experts_are_quantized_too() -> None:
+    settings = ("model.shape=mixtral-8x7b", "hardware.gpu=a100-80gb", "adapter.kind=qlora", "train.micro_batch=1")
+    found = plan(*settings, system="axolotl")
+    weights = found.as_dict()["memory"]["terms"]["weights"]["frozen"]
+    assert weights * GIB / parameters(found.choice.run.shape) == pytest.approx(0.57, abs=0.02)
+
+
+def test_memory_that_is_planned_ahead_has_no_gaps() -> None:
+    run = make_run("llama2-7b", strategy="ddp", mesh=Mesh(dp_shard=8), traits=SystemTraits())
+    planned = forecast_memory(run.with_(traits=SystemTraits(planned_memory=True)))
+    assert planned.reserved == planned.allocated
+    assert forecast_memory(run).reserved > forecast_memory(run).allocated
+
+
+def test_accelerate_accumulates_unsharded_gradients_in_16_bits() -> None:
+    run = make_run("llama2-7b", strategy="fsdp", mesh=Mesh(dp_shard=8), grad_accum_steps=4, loss="plain")
+    held = at(run.with_(traits=SYSTEMS["huggingface"]), "loss", "unreduced gradients")
+    assert held * GIB == pytest.approx(2 * parameters(run.shape))
