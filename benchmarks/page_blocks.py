@@ -115,7 +115,7 @@ def missing(shown: tuple[str, ...], printed: str, *, exact: bool) -> str | None:
     """The first line that the page shows and the command has not printed, in this order; … stands for any text. Unless
     `exact`, numbers are not compared, and lines of progress count once."""
     stable = (lambda line: " ".join(line.split())) if exact else _stable
-    lines = [stable(line) for line in _unwrapped(printed.splitlines())]
+    lines = [stable(line) for line in printed.splitlines()]
     position = 0
     before = None
     for line in _unwrapped(shown):
@@ -131,10 +131,10 @@ def missing(shown: tuple[str, ...], printed: str, *, exact: bool) -> str | None:
 
 
 def _unwrapped(lines: Iterable[str]) -> list[str]:
-    """A mistake is one sentence, which a page shows on several lines."""
+    """A mistake is one line, which a page shows on several; it ends with a full stop."""
     joined: list[str] = []
     for line in lines:
-        if joined and joined[-1].startswith("shoal: ") and line.strip() not in ("", "…"):
+        if joined and joined[-1].startswith("shoal: ") and joined[-1][-1] != "." and line.strip() not in ("", "…"):
             joined[-1] += f" {line}"
         else:
             joined.append(line)

@@ -1,4 +1,4 @@
-"""Write the forecasts in docs/howto, docs/concepts and docs/bench.md: `python -m benchmarks.pages`.
+"""Write the forecasts in docs/howto, docs/concepts and two other pages: `python -m benchmarks.pages`.
 
 Tables stand between `<!-- begin: NAME -->` and `<!-- end -->`; the output below `$ shoal plan …` and `$ shoal bench …
 --no-measure` is replaced line by line, where … stands for lines that the page leaves out.
@@ -23,6 +23,7 @@ TABLE = re.compile(r"(<!-- begin: (\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 FILE = re.compile(r'```yaml title="(\S+)"\n(.*?)```', re.DOTALL)
 OUTPUT = re.compile(r"(?<=```console\n)(.*?)(?=\n```)", re.DOTALL)
 LEFT_OUT = "…"
+OTHERS = [DOCS / "bench.md", DOCS / "tutorials" / "one-gpu-to-a-cluster.md"]
 
 
 def pages() -> list[Path]:
@@ -53,8 +54,9 @@ def table(name: str) -> str:
 
 
 def _with_output(block: str) -> Iterator[str]:
-    if "--no-measure" in block:  # one command, whose output is short enough to show all of it
-        command = block.partition("\n")[0]
+    command = block.partition("\n")[0]
+    whole = "--no-measure" in command or (command.startswith("$ shoal plan ") and LEFT_OUT not in block.splitlines())
+    if whole and block.count("\n$ ") == 0:  # all of the output of one command is shown
         yield from (command, *(line.rstrip() for line in _printed(command[2:])))
         return
     rest: list[str] | None = None
@@ -86,7 +88,7 @@ def _printed(command: str) -> list[str]:
 
 
 def main() -> None:
-    for page in [*pages(), DOCS / "bench.md"]:
+    for page in [*pages(), *OTHERS]:
         page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 

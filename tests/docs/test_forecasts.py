@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.pages import DOCS, TABLE, pages, refreshed, table
+from benchmarks.pages import OTHERS, TABLE, pages, refreshed, table
 
 TABLES = [(page, name) for page in pages() for _, name in TABLE.findall(page.read_text())]
 
@@ -14,6 +14,7 @@ def test_a_table_is_what_the_plan_says(page, name):
     assert written[0] == f"<!-- begin: {name} -->\n{table(name)}", "run python -m benchmarks.pages"
 
 
-def test_forecasts_of_benches_are_what_they_print():
-    text = (DOCS / "bench.md").read_text()
+@pytest.mark.parametrize("page", OTHERS, ids=lambda page: page.stem)
+def test_forecasts_of_other_pages_are_what_is_printed(page):
+    text = page.read_text()
     assert refreshed(text) == text, "run python -m benchmarks.pages"
