@@ -86,9 +86,9 @@ def readme() -> list[Line]:
 
     return [
         (
-            "on our own runs | memory **{}%** ({}%), speed **{}%** ({}%) | on systems that it models: memory {}% ({}%), "
-            "speed {}% ({}%); on other published results, in view while its terms were corrected: {}% ({}%), {}% ({}%); "
-            "on sources that were held out: {}% ({}%), {}% ({}%); ",
+            "on our own runs | memory **{}%** ({}%), speed **{}%** ({}%) | on systems that it models: "
+            "memory {}% ({}%), speed {}% ({}%); on other published results, in view while its terms were "
+            "corrected: {}% ({}%), {}% ({}%); on sources that were held out: {}% ({}%), {}% ({}%); ",
             [
                 figure
                 for group in ("our own runs", "systems that are modelled", "other sources")
