@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shoal.data import StoredSequences, load_tokenizer, prepare, tokenize, workers
-from shoal.data import write as write_module
+from shoal.data import StoredSequences, load_tokenizer, prepare, rewrite, tokenize, workers
 from shoal.data.sources import text
 from shoal.data.tokenizer import ByteTokenizer
 from shoal.mistakes import RunFailed, UserMistake
@@ -253,7 +252,7 @@ def test_memory_does_not_grow_with_the_data(write: Write, settings: Any, monkeyp
     monkeypatch.setattr(workers, "available_cores", lambda: 1)  # measured is this process
     monkeypatch.setattr(tokenize, "WORTH_WORKERS", 1)
     monkeypatch.setattr(tokenize, "_CHARACTERS_AT_ONCE", 1 << 16)
-    monkeypatch.setattr(write_module, "_TOKENS_AT_ONCE", 1 << 16)
+    monkeypatch.setattr(rewrite, "_TOKENS_AT_ONCE", 1 << 16)
     tracemalloc.start()
     try:
         sequences = prepare(data, BYTES, report=quiet)

@@ -35,6 +35,7 @@ def export(
     """
     if to not in ("hf", "litgpt"):
         raise UserMistake(f"A run is exported to hf or litgpt, not {to}.")
+    written = None if output is None else user_path(output, "--output")
     folder = run_folder(run)
     if to == "litgpt":
         if adapter:
@@ -42,19 +43,16 @@ def export(
         with importing("torch"):
             from shoal.convert.litgpt_export import export_litgpt
 
-        output = folder / "litgpt" if output is None else user_path(output, "--output")
-        return export_litgpt(folder, output, step=step, dtype=dtype, report=report)
+        return export_litgpt(folder, written or folder / "litgpt", step=step, dtype=dtype, report=report)
     if adapter:
         with importing("torch"):
             from shoal.convert.peft import export_adapter
 
-        output = folder / "adapter" if output is None else user_path(output, "--output")
-        return export_adapter(folder, output, step=step, dtype=dtype, report=report)
+        return export_adapter(folder, written or folder / "adapter", step=step, dtype=dtype, report=report)
     with importing("torch"):
         from shoal.convert.export import export_hf
 
-    output = folder / "hf" if output is None else user_path(output, "--output")
-    return export_hf(folder, output, step=step, dtype=dtype, report=report)
+    return export_hf(folder, written or folder / "hf", step=step, dtype=dtype, report=report)
 
 
 def merge(

@@ -14,7 +14,8 @@ def check_folder(config: Config, runs: Path | None, *, resume: bool, overwrite: 
     may come after rank 0 has begun, or be started again: there the ranks find out together."""
     if "TORCHELASTIC_RESTART_COUNT" in os.environ or read_placement(os.environ) is not None:
         return
-    folder = user_path((config.run_dir if runs is None else runs), "run_dir") / config.name
+    parent = user_path(config.run_dir if runs is None else runs, "run_dir")
+    folder = user_path(parent / config.name, "run_dir")
     RunDirectory(folder).check_begun(resume=resume, overwrite=overwrite)
 
 
