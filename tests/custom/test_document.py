@@ -18,7 +18,7 @@ def test_the_code_in_the_document_runs(tmp_path: Path) -> None:
     def run() -> None:
         os.chdir(tmp_path)
         names: dict[str, object] = {"__name__": "__main__"}
-        for block in re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL):
+        for block in re.findall(r"```python[^\n]*\n(.*?)```", DOCUMENT.read_text(), re.DOTALL):
             exec(compile(block, "docs/python.md", "exec"), names)
 
     run_ranks(1, run)

@@ -13,7 +13,7 @@ from tests.launch.command import training_lines
 from tests.slurm.cluster import Cluster, freeze, task_processes, thaw, wait_until
 
 STEPS = 60  # enough that a run is not over before its processes are found
-ASKED = "Stopping after this step"
+ASKED, STOPPED = "Stopping after this step", "(signal)"
 SHOAL = (sys.executable, "-m", "shoal")
 MODEL = {"family": "llama", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 88, "vocab": 260}
 
@@ -65,13 +65,18 @@ class Job:
 
     def stopped_by(self, *command: str, frozen: list[int], then: tuple[str, ...] = ()) -> None:
         """Run one of Slurm's commands, and once the run was asked to stop let it go on, after another one."""
-        before = self.said().count(ASKED)
+        before = self._stops()
         self.cluster.run(*command)
-        wait_until(lambda: self.said().count(ASKED) > before, "the run is asked to stop", self.said)
+        wait_until(lambda: self._stops() != before, "the run is asked to stop", self.said)
         if then:
             self.cluster.run(*then)
         for process in frozen:
             thaw(process)
+
+    def _stops(self) -> tuple[int, int]:
+        """How often the run was asked to stop, and how often it did: a requeue ends srun, and with it what the run says
+        while it stops may be lost."""
+        return self.said().count(ASKED), self.said().count(STOPPED)
 
 
 def shoal(cluster: Cluster, folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
