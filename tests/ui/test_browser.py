@@ -91,16 +91,18 @@ def watched(browser: Any) -> Iterator[Watched]:
 def test_moving_a_control_changes_the_numbers_and_the_config(watched: Watched, server: str) -> None:
     page = watched.page
     page.goto(f"{server}/plan")
-    page.get_by_label("Sequence length").fill("8192")
     settings = [f"{key}={value}" for key, value in (
-        ("model.shape", "llama3-8b"), ("hardware.gpu", "h100-80gb"), ("hardware.devices", 8), ("data.max_length", 8192),
-        ("train.global_batch", 64), ("train.recompute", "auto"), ("train.tokens", 1_000_000_000),
+        ("model.shape", "llama3-8b"), ("hardware.gpu", "h100-80gb"), ("hardware.devices", 8),
+        ("data.max_length", 16384), ("train.global_batch", 64), ("train.recompute", "auto"), ("train.tokens", 1_000_000_000),
     )]  # fmt: skip
     plan = api.plan(api.load_config(None, settings, planned=True)).as_dict()
+    before = page.locator('[data-figure="memory"] p').first.inner_text()
+    assert figures.gib(plan["memory"]["reserved_gib"]) not in before, "there is nothing to wait for"
+    page.get_by_label("Sequence length").fill("16384")
     watched.shows('[data-figure="memory"] p', figures.gib(plan["memory"]["reserved_gib"]))
-    assert "max_length: 8192" in page.locator("#yaml code").inner_text()
+    assert "max_length: 16384" in page.locator("#yaml code").inner_text()
     page.reload()  # the address has the controls
-    assert page.get_by_label("Sequence length").input_value() == "8192"
+    assert page.get_by_label("Sequence length").input_value() == "16384"
     page.get_by_label("Sequence length").fill("4097000")
     page.wait_for_selector("#verdict .problem, #verdict .bad")
 
