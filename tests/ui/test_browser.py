@@ -93,7 +93,8 @@ def test_moving_a_control_changes_the_numbers_and_the_config(watched: Watched, s
     page.goto(f"{server}/plan")
     settings = [f"{key}={value}" for key, value in (
         ("model.shape", "llama3-8b"), ("hardware.gpu", "h100-80gb"), ("hardware.devices", 8),
-        ("data.max_length", 16384), ("train.global_batch", 64), ("train.recompute", "auto"), ("train.tokens", 1_000_000_000),
+        ("data.max_length", 16384), ("train.global_batch", 64), ("train.recompute", "auto"),
+        ("train.tokens", 1_000_000_000),
     )]  # fmt: skip
     plan = api.plan(api.load_config(None, settings, planned=True)).as_dict()
     before = page.locator('[data-figure="memory"] p').first.inner_text()
