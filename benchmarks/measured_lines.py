@@ -459,6 +459,29 @@ def cells() -> list[Line]:
             (f"{words} | {{}}% | {{}} |", [percent(one["accuracy"]), f"{one['macro_f1']:.2f}"])
             for words, one in ((words, found["cell_types"][name]) for words, name in types.items())
         ),
+        *_reading_cells(),
+    ]
+
+
+def _reading_cells() -> list[Line]:
+    found = result("benchmarks/data/cells_speed.json")
+    rows = {
+        "| `prepare`, one process": found["uncompressed"]["prepare_1_process"],
+        "| `prepare`, two workers": found["uncompressed"]["prepare_2_workers"],
+        "| `prepare` of a gzip file, one process": found["gzip"]["prepare_1_process"],
+        "| `prepare` of a gzip file, two workers": found["gzip"]["prepare_2_workers"],
+    }
+    return [
+        (
+            f"{words} | {{}} | {{}} | {{}} | {{}} |",
+            [
+                f"{one['cells_per_cpu_second']:,}",
+                f"{one['cells_per_second']:,}",
+                f"{one['times_loader']:.1f}",
+                f"{one['cores_wanted']:.1f}",
+            ],
+        )
+        for words, one in rows.items()
     ]
 
 
