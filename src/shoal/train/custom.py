@@ -21,6 +21,7 @@ from shoal.optim.offload import find_store
 from shoal.optim.zero1 import Partition
 from shoal.parallel.custom import check_custom, check_model, parallelize_custom
 from shoal.parallel.device import Device, describe_machine
+from shoal.parallel.exposed import ExposedCommunication
 from shoal.parallel.model import TrainedModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.batches import count_steps
@@ -194,6 +195,7 @@ def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, 
             hooks=hooks,
             in_samples=True,
         ),
+        communication=ExposedCommunication(trained),
         progress=Progress(world_size=ranks.world_size),
         plan=plan,
         saver=make_saver(
@@ -216,6 +218,7 @@ def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, 
         schedule_per=made.schedule_per,
         last_step=steps,
     )
+    job.log.communication = job.communication.take
     return job
 
 
