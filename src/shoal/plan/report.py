@@ -12,6 +12,7 @@ from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
 from shoal.plan.advise import Change, Limits, Question, alternatives, changed, changes, limits
+from shoal.plan.check import find_unplanned
 from shoal.plan.decide import choose
 from shoal.plan.from_config import plan_attention
 from shoal.plan.goodput import Goodput
@@ -111,6 +112,8 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
         notes.append(warning)
     if system == engine:
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
+        if (sentence := find_unplanned(shape, choice.config)) is not None:
+            notes.append(f"shoal train does not accept this yet: {sentence}")
     else:
         notes.append(f"This forecast is for {system}, not for shoal.")
         if defaults:
