@@ -64,14 +64,21 @@ def shape(**changes: Any) -> dict[str, Any]:
         (3, {}, {"tp": 2}, "3 processes cannot be split into groups of 2"),
         (2, {}, {"strategy": "fsdp", "wrap": {"classes": ["LlamaMLPs"]}}, "is a LlamaMLPs. Did you mean LlamaMLP or"),
         (2, {"tied": True}, {"strategy": "fsdp", "wrap": {"classes": ["Embedding"]}}, "Embedding cannot be wrapped"),
+        (
+            2,
+            {},
+            {"strategy": "zero2", "wrap": {"min_params": 3000}},
+            "train.recompute selective needs FSDP units of whole blocks, and parallel.wrap selects",
+        ),
         (2, {}, {"strategy": "fsdp", "offload": {"optimizer": "nvme", "path": "nowhere/at/all"}}, "is not a folder"),
     ],
 )
 def test_a_split_that_is_impossible_says_why(world_size, model, parallel, says, instructions, tmp_path):
     config = settings(instructions, model__shape=shape(**model), parallel=parallel, data__max_length=192)
+    config["train"]["recompute"] = "selective"
     config["train"].update(global_batch=24, micro_batch=2)
     assert says in mistake(world_size, config, tmp_path / "runs")
-    if parallel.get("strategy") != "fsdp":  # classes and folders are not in the sizes of a model
+    if "strategy" not in parallel:  # classes and folders are not in the sizes of a model
         assert says in planned(world_size, config)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.config.schema import WrapConfig
+from shoal.config.schema import RecomputeConfig, WrapConfig
 from shoal.mistakes import UserMistake, suggestion
 from shoal.models.anatomy import Anatomy, find_blocks, require_blocks
 from shoal.models.loss import LanguageModel
@@ -80,6 +80,19 @@ def choose_any_units(model: nn.Module, wrap: str | WrapConfig) -> list[nn.Module
     else:
         chosen = set(blocks_of_classes(model, wrap.classes)) & allowed
     return [module for module in model.modules() if module in chosen]
+
+
+def check_recomputed(units: Sequence[nn.Module], blocks: Sequence[nn.Module], recompute: str | RecomputeConfig) -> None:
+    """Raise a UserMistake if a unit inside a block would be gathered in the middle of selective recomputation, which
+    must see the same operators as the forward pass."""
+    if recompute != "selective":
+        return
+    inside = {module for block in blocks for module in block.modules() if module is not block}
+    if (found := next((unit for unit in units if unit in inside), None)) is not None:
+        raise UserMistake(
+            f"train.recompute selective needs FSDP units of whole blocks, and parallel.wrap selects "
+            f"{type(found).__name__}, which is inside of one; use recompute full, or wrap auto."
+        )
 
 
 def blocks_of_classes(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:

@@ -286,7 +286,7 @@ def _candidates(choice: ResolvedRun) -> Sequence[dict[str, Any]]:
         found.append({"train.micro_batch": 1})
     if run.recompute == "none" and run.compiled:
         found.append({"train.recompute": "cheap"})
-    if run.recompute in ("none", "cheap"):
+    if run.recompute in ("none", "cheap") and config.parallel.wrap == "auto":  # `recomputations` says why
         found.append({"train.recompute": "selective"})
     if run.recompute not in ("full", "offload"):
         found.append({"train.recompute": "full"})

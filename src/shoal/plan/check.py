@@ -4,16 +4,18 @@ One set of rules: `shoal plan` has only the sizes of the model (`check_model`, `
 same functions with the model itself (`parallel/check.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
+from shoal.catalogue.causal_models import why_not_packed
 from shoal.catalogue.families import find_plan
+from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
 from shoal.config.combinations import find_combinations
 from shoal.config.schema import AdapterConfig, Config
 from shoal.mistakes import UserMistake, suggestion
 from shoal.plan.blocks import linears
-from shoal.plan.from_config import selects
+from shoal.plan.from_config import has_documents, is_adapted, selects
 from shoal.plan.layout import stages_each
 from shoal.plan.machine import Machine
 from shoal.plan.resolved import ResolvedRun
@@ -50,6 +52,7 @@ def check_model(shape: ModelShape, config: Config, machine: Machine, *, native: 
         check_window(parallel.cp, shape.sliding_window, config.data.max_length)
         check_ulysses(parallel.cp, parallel.tp, parallel.cp_method, shape.heads)
         check_adapter(config.adapter, precision, parallel.tp)
+        _check_adapted(shape, config.adapter)
         _check_row_shards(shape, config)
 
 
@@ -62,6 +65,23 @@ def is_trainable(shape: ModelShape, config: Config) -> bool:
     """Whether training accepts the keys of `config` together, and has a plan for the axes by which the model is split:
     for configs that nobody has written."""
     return next(find_combinations(config), None) is None and find_unplanned(shape, config) is None
+
+
+def find_refused(shape: ModelShape, config: Config) -> Iterator[str]:
+    """What training refuses of this type of model, although it can be forecast: a sentence for each."""
+    unplanned = find_unplanned(shape, config)
+    if unplanned is not None:
+        yield unplanned
+    facts, not_apart = objective_facts(config.train.objective), why_not_packed(shape.model_type)
+    if not_apart is not None and facts.of_answers:
+        yield f"train.objective {facts.name} needs to know the documents of a sequence, but {not_apart}."
+    elif not_apart is not None and config.data.pack is True and not facts.encoder and has_documents(config):
+        yield f"data.pack is true, but {not_apart}; set data.pack: false, or leave it out."
+    if config.data.max_length > shape.positions:
+        yield (
+            f"data.max_length {config.data.max_length} exceeds the {shape.positions} positions that the model was "
+            "trained for; lower it, or choose a model with a longer context."
+        )
 
 
 def find_unplanned(shape: ModelShape, config: Config) -> str | None:
@@ -172,6 +192,29 @@ def check_moment_shards(tp: int, optimizer: str, widths: Mapping[str, int]) -> N
                 f"parallel.tp {tp} shards rows of {name} into {width // tp} elements, not a multiple of the "
                 f"{optimizer} block of {MOMENT_BLOCK}; use parallel.tp {fitting}, or train.optimizer.name adamw."
             )
+
+
+def _check_adapted(shape: ModelShape, adapter: AdapterConfig) -> None:
+    """The layers of a block, whose sizes are known of families."""
+    if adapter.kind == "none" or not shape.is_family:
+        return
+    if adapter.dora and shape.traits.transposed:
+        raise UserMistake(
+            f"adapter.dora: the linear layers of a {shape.family} store their matrices transposed; use adapter.dora "
+            "false for this model."
+        )
+    if adapter.kind == "qlora" and all(one.inputs % NF4_BLOCK for one in linears(shape)):
+        raise UserMistake(
+            f"adapter.kind qlora: the blocks of the model have no linear layers whose input size is a multiple of "
+            f"{NF4_BLOCK}; use adapter.kind lora."
+        )
+    wanted = [one for one in linears(shape) if is_adapted(adapter, one.name, shape)]
+    least = min(min(one.inputs, one.outputs) for one in wanted)
+    if adapter.rank > least:
+        raise UserMistake(
+            f"adapter.rank {adapter.rank} is larger than a matrix that it adapts; use at most {least}, or leave that "
+            "out of adapter.targets."
+        )
 
 
 def _check_row_shards(shape: ModelShape, config: Config) -> None:

@@ -191,7 +191,9 @@ def recomputations(config: Config) -> list[str | int]:
         return [read_recompute(wanted)]
     # Selective checkpointing supports one backward pass per block, and zero-bubble schedules make two.
     twice = config.parallel.pp > 1 and config.parallel.pp_schedule == "zero-bubble"
-    return ["none", "cheap", *([] if twice else ["selective"]), "full", "offload"]
+    # Nor units inside a block, which `parallel.wrap` may select: only the model tells.
+    unusual = twice or config.parallel.wrap != "auto"
+    return ["none", "cheap", *([] if unusual else ["selective"]), "full", "offload"]
 
 
 def micro_batches(config: Config, machine: Machine, strategy: str, sharding: str) -> list[int]:

@@ -12,7 +12,7 @@ from shoal.catalogue.strategies import find_strategy
 from shoal.config.engine import uses_deepspeed
 from shoal.config.mesh import mesh_for
 from shoal.config.reference import switches_adapter_off
-from shoal.config.schema import Config, OffloadConfig, RecomputeConfig
+from shoal.config.schema import AdapterConfig, Config, OffloadConfig, RecomputeConfig
 from shoal.mistakes import UserMistake
 from shoal.plan.batches import nearest_multiples
 from shoal.plan.blocks import linears
@@ -210,11 +210,7 @@ def read_adapter(config: Config, shape: ModelShape) -> Adapter | None:
     wanted = config.adapter
     if wanted.kind == "none":
         return None
-    targets = tuple(
-        one.name
-        for one in linears(shape)
-        if isinstance(wanted.targets, str) or any(selects(target, one.name, shape) for target in wanted.targets)
-    )
+    targets = tuple(one.name for one in linears(shape) if is_adapted(wanted, one.name, shape))
     quantize = None if wanted.kind != "qlora" else "nf4"
     return Adapter(
         wanted.rank,
@@ -224,6 +220,11 @@ def read_adapter(config: Config, shape: ModelShape) -> Adapter | None:
         dora=wanted.dora,
         dropout=wanted.dropout > 0,
     )
+
+
+def is_adapted(adapter: AdapterConfig, linear: str, shape: ModelShape) -> bool:
+    """Whether a linear layer of the blocks gets an adapter."""
+    return isinstance(adapter.targets, str) or any(selects(target, linear, shape) for target in adapter.targets)
 
 
 def selects(target: str, linear: str, shape: ModelShape) -> bool:
