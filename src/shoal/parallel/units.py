@@ -11,6 +11,7 @@ from shoal.mistakes import UserMistake, suggestion
 from shoal.models.anatomy import Anatomy, find_blocks, require_blocks
 from shoal.models.loss import LanguageModel
 from shoal.models.slots import parameter_slots
+from shoal.plan.check import check_units_in_blocks
 
 
 @dataclass(frozen=True)
@@ -83,16 +84,10 @@ def choose_any_units(model: nn.Module, wrap: str | WrapConfig) -> list[nn.Module
 
 
 def check_recomputed(units: Sequence[nn.Module], blocks: Sequence[nn.Module], recompute: str | RecomputeConfig) -> None:
-    """Raise a UserMistake if a unit inside a block would be gathered in the middle of selective recomputation, which
-    must see the same operators as the forward pass."""
-    if recompute != "selective":
-        return
+    """Raise a UserMistake if blocks that are recomputed selectively have units inside."""
     inside = {module for block in blocks for module in block.modules() if module is not block}
     if (found := next((unit for unit in units if unit in inside), None)) is not None:
-        raise UserMistake(
-            f"train.recompute selective needs FSDP units of whole blocks, and parallel.wrap selects "
-            f"{type(found).__name__}, which is inside of one; use recompute full, or wrap auto."
-        )
+        check_units_in_blocks(recompute, f"{type(found).__name__}, which is inside of one")
 
 
 def blocks_of_classes(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:

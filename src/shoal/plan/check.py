@@ -11,8 +11,9 @@ from shoal.catalogue.families import find_plan
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import ModelShape
+from shoal.catalogue.strategies import find_strategy
 from shoal.config.combinations import find_combinations
-from shoal.config.schema import AdapterConfig, Config
+from shoal.config.schema import AdapterConfig, Config, RecomputeConfig, WrapConfig
 from shoal.mistakes import UserMistake, suggestion
 from shoal.plan.blocks import linears
 from shoal.plan.from_config import has_documents, is_adapted, selects
@@ -57,8 +58,15 @@ def check_model(shape: ModelShape, config: Config, machine: Machine, *, native: 
 
 
 def check_choice(choice: ResolvedRun) -> None:
-    """A UserMistake if the schedule of the pipeline does not take this number of micro-batches."""
+    """A UserMistake if the schedule of the pipeline does not take this number of micro-batches, or blocks that are
+    recomputed selectively have FSDP units inside."""
     check_rounds(choice.mesh.pp, choice.config.parallel.pp_schedule, choice.grad_accum_steps)
+    wrap, shape = choice.config.parallel.wrap, choice.run.shape
+    if not isinstance(wrap, WrapConfig) or wrap.min_params is None or not find_strategy(choice.strategy).fully_shard:
+        return
+    for part in (shape.traits.names.attention, shape.traits.names.mlp):
+        if sum(one.parameters for one in linears(shape) if one.name in part) >= wrap.min_params:
+            check_units_in_blocks(choice.config.train.recompute, f"parts of a block: {', '.join(part)}")
 
 
 def is_trainable(shape: ModelShape, config: Config) -> bool:
@@ -167,6 +175,16 @@ def check_adapter(adapter: AdapterConfig, precision: str, tp: int) -> None:
         raise UserMistake(
             f"adapter.quantize {adapter.quantize} quantizes the scales of a whole matrix together, which parallel.tp "
             f"{tp} splits; use {adapter.quantize.removesuffix('-dq')}."
+        )
+
+
+def check_units_in_blocks(recompute: str | RecomputeConfig, inside: str) -> None:
+    """A unit inside a block would be gathered in the middle of selective recomputation, which must see the same
+    operators as the forward pass."""
+    if recompute == "selective":
+        raise UserMistake(
+            "train.recompute selective needs FSDP units of whole blocks, and parallel.wrap selects "
+            f"{inside}; use recompute full, or wrap auto."
         )
 
 
