@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.measured import ROOT, refreshed
-from benchmarks.measured_lines import PAGES
+from benchmarks.figures.pages import PAGES
 
 
 @pytest.mark.parametrize("name", PAGES)
