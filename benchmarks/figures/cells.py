@@ -1,6 +1,6 @@
 """docs/cells.md and its tutorial."""
 
-from benchmarks.figures.results import Line, percent, result
+from benchmarks.figures.results import Line, count, percent, result
 
 
 def cells() -> list[Line]:
@@ -30,10 +30,13 @@ def _reading_cells() -> list[Line]:
     rows = {
         "| `prepare`, one process": found["uncompressed"]["prepare_1_process"],
         "| `prepare`, two workers": found["uncompressed"]["prepare_2_workers"],
+        "| AnnLoader, shuffled batches of 256": found["uncompressed"]["anndata_loader"],
         "| `prepare` of a gzip file, one process": found["gzip"]["prepare_1_process"],
         "| `prepare` of a gzip file, two workers": found["gzip"]["prepare_2_workers"],
+        "| AnnLoader on the gzip file": found["gzip"]["anndata_loader"],
     }
-    return [
+    sizes = [count(found[one]) for one in ("cells", "expressed_per_cell", "genes")]
+    return [("a backed file of {} synthetic cells that express {} of {} genes", sizes)] + [
         (
             f"{words} | {{}} | {{}} | {{}} | {{}} |",
             [

@@ -1,5 +1,7 @@
 """README.md and docs/measured.md."""
 
+import statistics
+
 from benchmarks.figures.results import (
     ADAPTERS,
     EARLIER,
@@ -16,6 +18,7 @@ from benchmarks.figures.results import (
     speed,
     unsloth,
 )
+from benchmarks.gpu.sweeps.forecast import Compared, compare
 
 ONE_B = "model.shape=llama3.2-1b hardware.gpu=h200 hardware.devices=1 data.max_length=4096"
 ONE_B += " train.micro_batch=4 train.global_batch=4"
@@ -135,4 +138,37 @@ def measured() -> list[Line]:
         ),
         ("All ranks train again {} s after", [restart()]),
         ("at micro-batch 4 it predicts {} GiB and {} tokens/s", forecast(ONE_B)[::-1]),
+        *sweep(),
+    ]
+
+
+def sweep() -> list[Line]:
+    """The errors of today's forecast, and those of the forecast at the time on runs that came after its rules."""
+    rows = result("benchmarks/gpu/sweep_h200/sweep.json")["rows"]
+    today = compare(rows)
+    recorded = [one for one in compare(rows, recorded=True) if one.held_out]
+
+    def errors(some: list[Compared], figure: str) -> list[str]:
+        sizes = [abs(one.error) for one in some if one.figure == figure]
+        return [percent(statistics.median(sizes)), percent(max(sizes))]
+
+    return [
+        (
+            "On {} runs on one H200, 124M to 8B parameters in five precisions, reserved memory is off by {}% at the "
+            "median and {}% at worst, tokens per second by {}% and {}%",
+            [
+                str(len({one.row for one in today})),
+                *errors(today, "reserved_gib"),
+                *errors(today, "tokens_per_second"),
+            ],
+        ),
+        (
+            "on the {} of them that were measured after the rules of their forecast had been set, at that time by "
+            "{}% and {}%, and by {}% and {}%",
+            [
+                str(len({one.row for one in recorded})),
+                *errors(recorded, "reserved_gib"),
+                *errors(recorded, "tokens_per_second"),
+            ],
+        ),
     ]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.measured import ROOT, refreshed
 from benchmarks.figures.pages import PAGES
+from benchmarks.measured import ROOT, refreshed
 
 
 @pytest.mark.parametrize("name", PAGES)
