@@ -1,6 +1,7 @@
 """Read committed results, and write figures as pages do."""
 
 import json
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -56,6 +57,11 @@ def thousands(value: float) -> str:
 
 def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f}"
+
+
+def within(share: float) -> str:
+    """Per cent of a bound: rounded up."""
+    return f"{math.ceil(1000 * share) / 10:.1f}"
 
 
 def speed(name: str, folder: str = SPEED) -> str:
