@@ -43,6 +43,11 @@ NEAREST: dict[str, SystemTraits] = {
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
+    "maxtext": replace(MEGATRON, fused_softmax="never", planned_memory=True),
+    # NVIDIA's BERT: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax.
+    "bert-apex": replace(
+        MEGATRON, fused_softmax="never", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
+    ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
     "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True),
     # Of 2024, and its scripts cast the adapters to the dtype of the frozen weights.
