@@ -186,6 +186,8 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         elements = sum(one.parameters for one in matrices) / run.mesh.tp
         # The second layout is for the weight gradient.
         cast = TWO_LAYOUT_CAST_TRAFFIC if run.trained.blocks else CAST_TRAFFIC
+        if run.traits.keeps_fp8_weights:
+            elements /= run.grad_accum_steps
         forward += (run.tokens * sum(read.values()) * cast + elements * CAST_TRAFFIC) / bandwidth(run)
         backward += (run.tokens * made * cast + elements * TWO_LAYOUT_CAST_TRAFFIC) / bandwidth(run)
         forward += (len(read) + len(matrices)) * CAST_SECONDS
