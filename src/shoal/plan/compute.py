@@ -48,6 +48,9 @@ STREAMED = 0.8
 # Adafactor's update has the size of the gradient and is computed in about this many reads and writes of fp32: its
 # square, two means, their outer product, the quotient, its norm, the clipped and scaled update.
 FACTORED_PASSES = 14
+# The same of torch's foreach AdamW, one kernel for each operation: decay 2, the first moment 3, the second 2 + 3, its
+# root 2, divided 2, with epsilon 2, and the update 4 (_multi_tensor_adam in torch/optim/adam.py).
+FOREACH_PASSES = 20
 # Bytes per element of a cast to fp8: reads 16 bits, writes 8; the preceding kernel computes the absolute maximum.
 CAST_TRAFFIC = 3
 # The same into two layouts, plain and transposed, at once.
@@ -370,6 +373,9 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     state = optimizer.streamed_bytes(weight)
     gradient = run.gradient_bytes or weight
     moved = 2.0 * weight + gradient + 2 * state
+    foreach = run.traits.foreach_step and run.optimizer == "adamw"
+    if foreach:
+        moved = FOREACH_PASSES * weight
     if optimizer.factored:
         moved += FACTORED_PASSES * 4
     if run.clips:
@@ -377,7 +383,7 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
         moved += gradient if run.traits.fused_step else 3 * gradient
     if run.mixed and not run.sharded:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
-    streamed = run.traits.fused_step and optimizer.streams
+    streamed = foreach or (run.traits.fused_step and optimizer.streams)
     seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else bandwidth(run))
     if optimizer.needs_whole_matrices:
         # Five Newton-Schulz iterations of three matmuls of the matrix's shorter side.
