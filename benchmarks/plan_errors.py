@@ -76,15 +76,15 @@ WITHOUT = (
 @contextmanager
 def without(choice: Without) -> Iterator[None]:
     """The forecast with the efficiencies that would have been chosen without a source."""
-    held = dict(FAMILIES), efficiency._EARLY_HOPPER
+    held = dict(FAMILIES), dict(efficiency._OLD_HOPPER)
     FAMILIES.update(dict.fromkeys(choice.gpus, choice.instead))
     if "h100-80gb" in choice.gpus:
-        efficiency._EARLY_HOPPER = choice.instead
+        efficiency._OLD_HOPPER[2023] = choice.instead
     try:
         yield
     finally:
         FAMILIES.update(held[0])
-        efficiency._EARLY_HOPPER = held[1]
+        efficiency._OLD_HOPPER.update(held[1])
 
 
 def known() -> tuple[list[Figure], list[Figure]]:

@@ -172,6 +172,7 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     if "network" in line:
         network = Link("given", line["network"]["gb_per_second"] * 1e9, 10e-6)
     traits = TRAITS.get(line["system"]) or NEAREST[line["system"]]
+    traits = replace(traits, software=_year(line))
     adapter = None
     if line.get("adapter") is not None:
         given = dict(line["adapter"])
@@ -195,6 +196,12 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
             "traits": traits,
         }
     )
+
+
+def _year(line: dict[str, Any]) -> int:
+    """The year of a row's software: of its own date, such as 24.09, or else of its source."""
+    date = str(line.get("date", ""))
+    return 2000 + int(date[:2]) if date else int(sources()[line["source"]]["date"][:4])
 
 
 def compare(rows: list[Published], *, all_counted: bool = False) -> list[Figure]:

@@ -116,7 +116,7 @@ def test_the_slowdown_by_overlapped_collectives_falls_with_the_speed_of_the_link
 
 def test_devices_have_the_efficiency_of_their_own_measurements():
     assert efficiency(find_gpu("h100-80gb")) == replace(efficiency(find_gpu("h200")), fp8=0.667)
-    assert efficiency(find_gpu("h100-80gb"), early=True).matmuls < efficiency(find_gpu("h100-80gb")).matmuls
+    assert efficiency(find_gpu("h100-80gb"), software=2023).matmuls < efficiency(find_gpu("h100-80gb")).matmuls
     shares = {name: efficiency(GPUS[name]).matmuls for name in MATMULS}
     # GeForce parts boost above the clock of their peak; 70 W do not sustain that of an L4.
     assert shares["rtx4090"] > 0.85 > shares["v100-32gb"] > 0.65 > shares["l4"]

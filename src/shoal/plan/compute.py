@@ -92,7 +92,7 @@ class BlockCompute:
 
 def reached_by(run: Run) -> Efficiency:
     """The shares of the device's peaks that this run's software reaches."""
-    return efficiency(run.gpu, early=run.traits.early_hopper)
+    return efficiency(run.gpu, software=run.traits.software)
 
 
 def matmul_seconds(run: Run, rows: float, inner: float, columns: float, *, fp8: bool = False) -> float:
@@ -292,7 +292,8 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
         dropout=run.attention_dropout,
         capability=run.gpu.compute_capability,
     )
-    if run.traits.flash2 and (run.gpu.compute_capability or (0, 0)) >= (9, 0):
+    # In 2023 there was no other, so that its speed is that of attention.
+    if run.traits.flash2 and run.traits.software != 2023 and (run.gpu.compute_capability or (0, 0)) >= (9, 0):
         kernel *= FLASH_2
     ahead = work / (run.peak * reached.attention * min(1.0, long_heads) * biased * kernel)
     return Seconds(ahead, ATTENTION_BACKWARD * ahead)

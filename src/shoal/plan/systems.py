@@ -78,8 +78,8 @@ class SystemTraits:
     planned_memory: bool = False
     # The head is computed at a vocabulary that tensor cores can read (models/head.py), or by the compiler.
     pads_vocabulary: bool = False
-    # Software of 2023, whose kernels did not use Hopper's instructions yet.
-    early_hopper: bool = False
+    # The year of its libraries, if these are not today's: those of 2023 and 2024 are slower on Hopper.
+    software: int = 0
     # On Hopper and later, attention is flash attention 2: the flash-attn package, or torch before 2026, whose SDPA
     # preferred it to cuDNN's.
     flash2: bool = False
@@ -232,7 +232,7 @@ UNSLOTH = replace(
     AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False, mlp_in_place=True, fused_activation=True
 )
 # Its published results are of 2023.
-COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
+COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", software=2023)
 
 ENGINES = {"native": "shoal", "deepspeed": "deepspeed"}  # the system that a value of `parallel.engine` runs on
 
