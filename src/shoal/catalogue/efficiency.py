@@ -120,6 +120,8 @@ _OLD_HOPPER: dict[int, Efficiency] = {
     2023: Efficiency(matmuls=0.60, attention=0.335, bandwidth=0.60, fp8=0.62),
     2024: replace(_HOPPER, matmuls=(0.60 + 0.75) / 2),
 }
+# The same of Blackwell's data center parts, as a share of today's: in its first full year as Hopper in its second.
+_OLD_BLACKWELL: dict[int, float] = {2025: 0.9}
 
 
 def _published(name: str) -> Efficiency:
@@ -184,4 +186,7 @@ def efficiency(gpu: Gpu, *, software: int = 0) -> Efficiency:
             attention=min(found.attention, old.attention),
             fp8=min(found.fp8, old.fp8),
         )
+    if software in _OLD_BLACKWELL and gpu.compute_capability in ((10, 0), (10, 3)):
+        share = _OLD_BLACKWELL[software]
+        return replace(found, matmuls=share * found.matmuls, attention=share * found.attention, fp8=share * found.fp8)
     return found
