@@ -44,9 +44,9 @@ NEAREST: dict[str, SystemTraits] = {
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     "maxtext": replace(MEGATRON, fused_softmax="never", planned_memory=True),
-    # NVIDIA's BERT: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax.
+    # NVIDIA's BERT: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax; later NVFuser.
     "bert-apex": replace(
-        MEGATRON, fused_softmax="never", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
+        MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
     ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
     "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True),
@@ -65,6 +65,10 @@ NEAREST: dict[str, SystemTraits] = {
     # "grad_accum_dtype": "bf16" in its ds_config.json.
     "megatron-deepspeed": replace(MEGATRON, wide_gradients=False, accumulates_in_matmuls=False),
 }
+# PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
+# builds with those of their day.
+NEW_WHEELS = (2024, 10)
+CONTAINERS = {"nemo", "megatron", "megatron-0.6", "flagscale", "pax", "maxtext", "llama3"}
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
 # Keys that say where a figure comes from, or that `_run` reads.
@@ -199,9 +203,11 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
 
 
 def _year(line: dict[str, Any]) -> int:
-    """The year of a row's software: of its own date, such as 24.09, or else of its source."""
-    date = str(line.get("date", ""))
-    return 2000 + int(date[:2]) if date else int(sources()[line["source"]]["date"][:4])
+    """The year of a row's libraries, by its own date, such as 24.09, or that of its source."""
+    date = f"20{line['date']}" if "date" in line else sources()[line["source"]]["date"]
+    year, month = int(date[:4]), int(date[5:7] or 1)
+    outdated = line["system"] not in CONTAINERS and (year, month) < NEW_WHEELS
+    return 2023 if outdated and year == 2024 else year
 
 
 def compare(rows: list[Published], *, all_counted: bool = False) -> list[Figure]:
