@@ -185,6 +185,8 @@ def efficiency(gpu: Gpu, *, software: int = 0) -> Efficiency:
             matmuls=min(found.matmuls, old.matmuls),
             attention=min(found.attention, old.attention),
             fp8=min(found.fp8, old.fp8),
+            fp32=found.fp32,
+            inner_half=found.inner_half,
         )
     if software in _OLD_BLACKWELL and gpu.compute_capability in ((10, 0), (10, 3)):
         share = _OLD_BLACKWELL[software]
