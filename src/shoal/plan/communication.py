@@ -26,8 +26,8 @@ OCCUPIED = 0.10
 ACCESSES = 2.5
 
 # Every step waits for the slowest device, and devices of one kind differ in speed: by 8% on average in five clusters,
-# from the fastest to the slowest (arXiv 2208.11035). As a standard deviation, from the weak scaling of six models from a
-# few nodes to 256, whose steps become 1 to 5% longer (NVIDIA/dgxc-benchmarking 24.11).
+# from the fastest to the slowest (arXiv 2208.11035). As a standard deviation, from the weak scaling of six models to
+# 256 nodes, on which steps are 1 to 5% longer than on a few (NVIDIA/dgxc-benchmarking 24.11).
 SPREAD = 0.013
 
 
