@@ -186,6 +186,17 @@ def test_megatron_hides_transfers_between_the_stages_of_an_interleaved_pipeline(
     assert found[2] > 4 * found[0]  # five stages per rank receive and send as often
 
 
+def test_pefts_dropout_is_in_the_dtype_of_its_adapters():
+    def added(**traits: object) -> float:
+        changed = replace(HUGGING_FACE, **traits)  # type: ignore[arg-type]
+        with_dropout, without = (adapted(dropout=choice, traits=changed, micro_batch=8) for choice in (True, False))
+        return seconds(with_dropout) - seconds(without)
+
+    # Two and a half elements of 16 bits become four and a half.
+    assert added() == pytest.approx(4.5 / 2.5 * added(narrow_adapters=True), rel=0.02)
+    assert added(peft=False) == pytest.approx(added(narrow_adapters=True), rel=0.02)
+
+
 def test_a_foreach_adamw_moves_each_tensor_in_every_kernel():
     run = make_run("llama3.2-3b", "l40s", precision="bf16-true", traits=SYSTEMS["huggingface"])
     fused = run.with_(traits=replace(run.traits, foreach_step=False))
