@@ -62,6 +62,8 @@ NEAREST: dict[str, SystemTraits] = {
     # Of 2023 and 2024, with flash attention 2 on Hopper.
     "flagscale": replace(MEGATRON, flash2=True),
     "megatron-0.6": replace(MEGATRON, flash2=True),
+    # Lit-GPT with the flash-attention package's norms, rotary embeddings, SwiGLU and loss.
+    "lit-gpt-fused": replace(TRAITS["litgpt"], unfused_norms=False, fused_activation=True, loss_kernel="always"),
     # "grad_accum_dtype": "bf16" in its ds_config.json.
     "megatron-deepspeed": replace(MEGATRON, wide_gradients=False, accumulates_in_matmuls=False),
 }
