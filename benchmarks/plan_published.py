@@ -49,6 +49,10 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-narrow": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
+    # A loop around transformers' models without autocast: logits, their copy without the last token and the
+    # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.
+    "transformers-loop": replace(TRAITS["huggingface-bf16"], logit_bytes=6.0),
+    "transformers-loop-wide": replace(TRAITS["huggingface-bf16"], logit_bytes=12.0),
     "fms": TRAITS["torchtitan"],
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
