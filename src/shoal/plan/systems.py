@@ -55,11 +55,16 @@ class SystemTraits:
     separate_head_unit: bool | Literal["trained"] = False
     # Master weights are cast whenever they are used (autocast); else once per step.
     casts_per_use: bool = False
-    # A 4-bit matmul saves its input for the backward pass, as bitsandbytes did in 2023.
+    # The forward pass runs under autocast even if the weights are in 16 bits, as in Hugging Face's Trainer. It matters
+    # where something is in fp32 all the same: adapters, and what PEFT upcasts.
+    autocasts: bool = True
+    # A 4-bit matmul saves its input for the backward pass: bitsandbytes before 0.43.2 (MatMul4Bit in
+    # bitsandbytes/autograd/_functions.py).
     quantized_keep_inputs: bool = False
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
-    # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time.
+    # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
+    # Params4bit.cuda in bitsandbytes/nn/modules.py).
     dequantizes_in_half: bool = False
     # Each expert has linear layers of its own, which are quantized too; else all experts are one tensor, which is not.
     quantizes_experts: bool = False
