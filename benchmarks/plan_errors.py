@@ -215,18 +215,15 @@ def report(rows: list[Published], unseen: list[Figure], held: dict[str, Any] | N
 
 
 def first_forecasts() -> list[str]:
-    """The table of `first.json`: sources as they were forecast before anything was corrected with them in view."""
-    found = json.loads((FOLDER / "first.json").read_text())
-    return [
-        "## Forecast first, corrected afterwards",
-        "",
-        "The last four sources, by the forecast that had not seen them ([first.json](first.json)):",
-        "",
-        *HEAD,
-        *(f"| {' | '.join([name, *row])} |" for name, row in found["sources"].items()),
-        f"| {' | '.join(['all four', *found['all']])} |",
-        "",
-    ]
+    """The tables of `first.json` and `first_memory.json`: sources as they were forecast before anything was corrected
+    with them in view."""
+    lines = ["## Forecast first, corrected afterwards", ""]
+    for file, which in (("first.json", "The first four such sources"), ("first_memory.json", "Four more, for memory")):
+        found = json.loads((FOLDER / file).read_text())
+        lines += [f"{which}, by the forecast that had not seen them ([{file}]({file})):", "", *HEAD]
+        lines += [f"| {' | '.join([name, *row])} |" for name, row in found["sources"].items()]
+        lines += [f"| {' | '.join(['all four', *found['all']])} |", ""]
+    return lines
 
 
 def write(rows: list[Published], unseen: list[Figure]) -> None:

@@ -151,3 +151,9 @@ def test_adapters_in_the_dtype_of_the_layer_share_its_input() -> None:
     each = 2 * 32 * 1024 * 4096 / GIB
     assert at(own, "loss", "linear inputs") == pytest.approx(6 * each)
     assert at(shared, "loss", "linear inputs") == pytest.approx(2 * each)
+
+
+def test_accelerate_casts_the_logits_that_a_model_returns() -> None:
+    held, fused = (tuned("unsloth", loss=loss, compiled=True) for loss in ("plain", "fused"))
+    assert at(held, "loss", "logits and loss") == pytest.approx(2048 * 32_000 * (2 + 4) / GIB)
+    assert at(fused, "loss", "logits and loss") == 0

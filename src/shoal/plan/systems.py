@@ -35,6 +35,8 @@ class SystemTraits:
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
     loss_kernel: Literal["never", "compiled", "always"] = "never"
+    # The logits of such a kernel are returned too, and cast to fp32 meanwhile.
+    returns_wide_logits: bool = False
     # With any activation checkpointing, compiled blocks recompute elementwise results (parallel/compile.py).
     recomputes_cheap: bool = False
     # Steps that wait for the host may be replayed as CUDA graphs (`train.cuda_graphs`).
@@ -228,7 +230,13 @@ AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=T
 # with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
 # compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
 UNSLOTH = replace(
-    AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False, mlp_in_place=True, fused_activation=True
+    AXOLOTL,
+    unfused_norms=False,
+    loss_kernel="always",
+    returns_wide_logits=True,  # convert_outputs_to_fp32 around the model's forward in accelerate/accelerator.py
+    peft=False,
+    mlp_in_place=True,
+    fused_activation=True,
 )
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
