@@ -190,6 +190,7 @@ DEEPSPEED = SystemTraits(
     masters_with_optimizer=True,
     flash2=True,
     peft=True,
+    narrow_adapters=True,  # _configure_distributed_model in deepspeed/runtime/engine.py casts all parameters
     torch_pipeline=False,
     replicates_scales=True,
     quantizes_experts=True,
