@@ -8,6 +8,7 @@ from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import selected_matmuls
 from shoal.plan.blocks import linears
 from shoal.plan.head import is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
+from shoal.plan.packed import packed_linears, summed_gradients
 from shoal.plan.run import Adapter, Run
 from shoal.plan.states import adapted, stored_bytes
 
@@ -166,7 +167,7 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
     """(the matmuls of a block, the forward seconds that selective checkpointing recomputes)."""
     fp8 = run.precision == "fp8"
     forward = backward = again = 0.0
-    matrices = linears(run.shape, joined=run.traits.fused_qkv)
+    matrices = packed_linears(run)
     kept = selected_matmuls(run, matrices)
     for index, one in enumerate(matrices):
         inputs, outputs = one.local_sizes(run.mesh.tp)
@@ -328,7 +329,8 @@ def _elementwise(run: Run) -> Seconds:
     if run.traits.casts_per_use and run.mixed and run.adapter is None:  # under an adapter, weights are in 16 bits
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / bandwidth(run)
     summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / bandwidth(run) * run.trained.blocks
-    return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed)
+    spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / bandwidth(run)
+    return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed - spared)
 
 
 def head_seconds(run: Run) -> Seconds:

@@ -24,6 +24,8 @@ class SystemTraits:
     repeats_keys: bool = False
     # Queries, keys and values are one matmul even in families with three.
     fused_qkv: bool = False
+    # Without sharded weights, layers that read the same tensor are one matmul in compiled blocks: see plan/packed.py.
+    packs_projections: bool = False
     # Peak bytes per logit of a plain loss: log-softmax and two gradients, in fp32.
     logit_bytes: float = 12.0
     # The same with a vocabulary sharded over tensor-parallel ranks.
@@ -144,6 +146,7 @@ OURS = SystemTraits(
     expandable_segments=True,
     separate_head_unit=True,
     pads_vocabulary=True,
+    packs_projections=True,
 )
 TORCHTITAN = SystemTraits(
     repeats_keys=True,
