@@ -278,8 +278,8 @@ def needed(run: Run) -> set[str]:
 
 
 def quantized_input_bytes(run: Run) -> int:
-    """Bytes per element of the inputs that frozen quantized matmuls save. bitsandbytes' 8-bit ones always do, and before
-    0.45 also their quantized transpose (MatMul8bitLt in bitsandbytes/autograd/_functions.py)."""
+    """Bytes per element of the inputs that frozen quantized matmuls save. bitsandbytes' 8-bit ones always do, and
+    before 0.45 also their quantized transpose (MatMul8bitLt in bitsandbytes/autograd/_functions.py)."""
     quantize = None if run.adapter is None else run.adapter.quantize
     if quantize == "int8" and (run.traits.peft or run.traits.quantized_keep_inputs):
         return run.compute_bytes + run.traits.quantized_keep_inputs
