@@ -76,15 +76,15 @@ WITHOUT = (
 @contextmanager
 def without(choice: Without) -> Iterator[None]:
     """The forecast with the efficiencies that would have been chosen without a source."""
-    held = dict(FAMILIES), efficiency._EARLY_HOPPER
+    held = dict(FAMILIES), dict(efficiency._OLD_HOPPER)
     FAMILIES.update(dict.fromkeys(choice.gpus, choice.instead))
     if "h100-80gb" in choice.gpus:
-        efficiency._EARLY_HOPPER = choice.instead
+        efficiency._OLD_HOPPER[2023] = choice.instead
     try:
         yield
     finally:
         FAMILIES.update(held[0])
-        efficiency._EARLY_HOPPER = held[1]
+        efficiency._OLD_HOPPER.update(held[1])
 
 
 def known() -> tuple[list[Figure], list[Figure]]:
@@ -215,14 +215,17 @@ def report(rows: list[Published], unseen: list[Figure], held: dict[str, Any] | N
 
 
 def first_forecasts() -> list[str]:
-    """The tables of `first.json` and `first_memory.json`: sources as they were forecast before anything was corrected
-    with them in view."""
+    """The tables of `first.json`: sources as they were forecast before anything was corrected with them in view."""
     lines = ["## Forecast first, corrected afterwards", ""]
-    for file, which in (("first.json", "The first four such sources"), ("first_memory.json", "Four more, for memory")):
-        found = json.loads((FOLDER / file).read_text())
-        lines += [f"{which}, by the forecast that had not seen them ([{file}]({file})):", "", *HEAD]
-        lines += [f"| {' | '.join([name, *row])} |" for name, row in found["sources"].items()]
-        lines += [f"| {' | '.join(['all four', *found['all']])} |", ""]
+    for name, found in json.loads((FOLDER / "first.json").read_text()).items():
+        lines += [
+            f"{name.capitalize()}: sources by the forecast that had not seen them ([first.json](first.json)):",
+            "",
+            *HEAD,
+            *(f"| {' | '.join([source, *row])} |" for source, row in found["sources"].items()),
+            f"| {' | '.join(['all of them', *found['all']])} |",
+            "",
+        ]
     return lines
 
 

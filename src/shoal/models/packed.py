@@ -45,12 +45,12 @@ class _RotatedProjections(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        cos, sin, width = cos.contiguous(), sin.contiguous(), cos.shape[-1]
-        keys = (weight.shape[0] // width - heads) // 2
-        packed = _rotate(_rows(inputs) @ weight.t(), cos, sin, heads + keys)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        parts = _rotate(_rows(inputs) @ weight.t(), cos, sin, heads)
         ctx.save_for_backward(inputs, weight, cos, sin)
-        per_head = packed.view(*inputs.shape[:-1], -1, width).transpose(1, 2)
-        return per_head[:, :heads], per_head[:, heads : heads + keys], per_head[:, heads + keys :]
+        # Tensors of their own: views of one would lose their gradients where the compiler ends a graph here.
+        query, key, value = (one.view(*inputs.shape[:-1], -1, cos.shape[-1]).transpose(1, 2) for one in parts)
+        return query, key, value
 
     @staticmethod
     def backward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
@@ -86,15 +86,16 @@ def _gate_backward(gate_up: Tensor, gradient: Tensor) -> Tensor:
     return torch.cat([of_gate, incoming * gate * share], dim=-1).to(gate_up.dtype)
 
 
-def _rotate(packed: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Apply the rotary embedding to the first `heads` heads; may overwrite `packed`."""
+def _rotate(packed: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys with the rotary embedding, and values."""
     if packed.is_cuda:
         from shoal.models.packed_kernel import rotate_kernel
 
         return rotate_kernel(packed, cos, sin, heads)
-    columns = heads * cos.shape[-1]
-    rotated = _rotated(packed[:, :columns], cos, sin)
-    return torch.cat([rotated, packed[:, columns:]], dim=-1)
+    width = cos.shape[-1]
+    keys = (packed.shape[1] // width - heads) // 2
+    query, key, value = packed.split([heads * width, keys * width, keys * width], dim=-1)  # type: ignore[no-untyped-call]
+    return _rotated(query, cos, sin), _rotated(key, cos, sin), value.clone()
 
 
 def _rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ def _rotate_back(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Te
 
 def _rotated(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     length, width = cos.shape[1:]
-    per_head = rows.float().view(-1, length, rows.shape[1] // width, width)
+    per_head = rows.float().reshape(-1, length, rows.shape[1] // width, width)
     first, second = per_head.chunk(2, dim=-1)
     # Both halves of a head have the same angles.
     cosine, sine = (one.float()[:, :, None, : width // 2] for one in (cos, sin))

@@ -43,52 +43,59 @@ def _gate_backward(gate_up, gradient, result, rows, WIDTH: tl.constexpr, ROWS: t
 
 
 @triton.jit
-def _rotate(packed, cos, sin, tokens, length, cos_batch, WIDTH: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-            TOKENS: tl.constexpr):  # fmt: skip
-    """The first `HEADS` heads of each row, in place."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    inside, column = token < tokens, tl.arange(0, HALF)[None, :]
-    angle = token // length * cos_batch + token % length * (2 * HALF) + column
-    cosine = tl.load(cos + angle, inside, other=0.0).to(tl.float32)
-    sine = tl.load(sin + angle, inside, other=0.0).to(tl.float32)
-    for head in range(HEADS):
-        at = packed + token * WIDTH + head * (2 * HALF) + column
-        first = tl.load(at, inside, other=0.0).to(tl.float32)
-        second = tl.load(at + HALF, inside, other=0.0).to(tl.float32)
-        tl.store(at, (first * cosine - second * sine).to(packed.dtype.element_ty), inside)
-        tl.store(at + HALF, (second * cosine + first * sine).to(packed.dtype.element_ty), inside)
+def _turn(source, target, cosine, sine, inside, HALF: tl.constexpr):
+    """A head of several tokens."""
+    first = tl.load(source, inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, inside, other=0.0).to(tl.float32)
+    tl.store(target, (first * cosine - second * sine).to(target.dtype.element_ty), inside)
+    tl.store(target + HALF, (second * cosine + first * sine).to(target.dtype.element_ty), inside)
 
 
 @triton.jit
-def _rotate_back(query, key, value, result, cos, sin, tokens, length, cos_batch, QUERIES: tl.constexpr,
-                 KEYS: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """The gradients of queries and keys, rotated back, and those of values, as columns of one matrix."""
+def _rotate(
+    packed,
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    tokens,
+    length,
+    cos_batch,  # 0: all sequences have the same angles
+    BACKWARD: tl.constexpr,  # from the three to `packed`, and the angles are negative
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     inside, column = token < tokens, tl.arange(0, HALF)[None, :]
     angle = token // length * cos_batch + token % length * (2 * HALF) + column
     cosine = tl.load(cos + angle, inside, other=0.0).to(tl.float32)
     sine = tl.load(sin + angle, inside, other=0.0).to(tl.float32)
-    target = result + token * ((QUERIES + 2 * KEYS) * 2 * HALF) + column
-    dtype = result.dtype.element_ty
+    together = packed + token * ((QUERIES + 2 * KEYS) * 2 * HALF) + column
     for head in range(QUERIES):
-        at = query + token * (QUERIES * 2 * HALF) + head * (2 * HALF) + column
-        first = tl.load(at, inside, other=0.0).to(tl.float32)
-        second = tl.load(at + HALF, inside, other=0.0).to(tl.float32)
-        tl.store(target, (first * cosine + second * sine).to(dtype), inside)
-        tl.store(target + HALF, (second * cosine - first * sine).to(dtype), inside)
-        target += 2 * HALF
+        apart = query + token * (QUERIES * 2 * HALF) + head * (2 * HALF) + column
+        if BACKWARD:
+            _turn(apart, together, cosine, -sine, inside, HALF)
+        else:
+            _turn(together, apart, cosine, sine, inside, HALF)
+        together += 2 * HALF
     for head in range(KEYS):
-        at = key + token * (KEYS * 2 * HALF) + head * (2 * HALF) + column
-        first = tl.load(at, inside, other=0.0).to(tl.float32)
-        second = tl.load(at + HALF, inside, other=0.0).to(tl.float32)
-        tl.store(target, (first * cosine + second * sine).to(dtype), inside)
-        tl.store(target + HALF, (second * cosine - first * sine).to(dtype), inside)
-        target += 2 * HALF
+        apart = key + token * (KEYS * 2 * HALF) + head * (2 * HALF) + column
+        if BACKWARD:
+            _turn(apart, together, cosine, -sine, inside, HALF)
+        else:
+            _turn(together, apart, cosine, sine, inside, HALF)
+        together += 2 * HALF
     for head in range(KEYS):
-        at = value + token * (KEYS * 2 * HALF) + head * (2 * HALF) + column
-        tl.store(target, tl.load(at, inside, other=0.0), inside)
-        tl.store(target + HALF, tl.load(at + HALF, inside, other=0.0), inside)
-        target += 2 * HALF
+        apart = value + token * (KEYS * 2 * HALF) + head * (2 * HALF) + column
+        for half in range(2):
+            if BACKWARD:
+                tl.store(together + half * HALF, tl.load(apart + half * HALF, inside, other=0.0), inside)
+            else:
+                tl.store(apart + half * HALF, tl.load(together + half * HALF, inside, other=0.0), inside)
+        together += 2 * HALF
 
 
 def columns_of(width: int) -> int:
@@ -116,40 +123,37 @@ def gate_backward_kernel(gate_up: Tensor, gradient: Tensor) -> Tensor:
     return result
 
 
-def rotate_kernel(packed: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """In place."""
-    tokens, (batch, length, width) = packed.shape[0], cos.shape
-    _rotate[(triton.cdiv(tokens, TOKENS),)](
-        packed,
-        cos,
-        sin,
-        tokens,
-        length,
-        0 if batch == 1 else length * width,
-        WIDTH=packed.shape[1],
-        HEADS=heads,
-        HALF=width // 2,
-        TOKENS=TOKENS,
-    )
-    return packed
+def rotate_kernel(packed: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    width = cos.shape[-1]
+    keys = (packed.shape[1] // width - heads) // 2
+    query, key, value = (packed.new_empty(packed.shape[0], count * width) for count in (heads, keys, keys))
+    _launch(packed, query, key, value, cos, sin, backward=False)
+    return query, key, value
 
 
 def rotate_back_kernel(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    tokens, (batch, length, width) = query.shape[0], cos.shape
-    result = query.new_empty(tokens, query.shape[1] + 2 * key.shape[1])
-    _rotate_back[(triton.cdiv(tokens, TOKENS),)](
+    packed = query.new_empty(query.shape[0], query.shape[1] + 2 * key.shape[1])
+    _launch(packed, query, key, value, cos, sin, backward=True)
+    return packed
+
+
+def _launch(
+    packed: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, *, backward: bool
+) -> None:
+    tokens, (batch, length, width) = packed.shape[0], cos.shape
+    _rotate[(triton.cdiv(tokens, TOKENS),)](
+        packed,
         query,
         key,
         value,
-        result,
         cos,
         sin,
         tokens,
         length,
         0 if batch == 1 else length * width,
+        BACKWARD=backward,
         QUERIES=query.shape[1] // width,
         KEYS=key.shape[1] // width,
         HALF=width // 2,
         TOKENS=TOKENS,
     )
-    return result
