@@ -50,10 +50,32 @@ NEAREST: dict[str, SystemTraits] = {
     ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
     "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True),
-    # Of 2024, and its scripts cast the adapters to the dtype of the frozen weights.
-    "huggingface-narrow": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True),
+    # The same with bitsandbytes 0.43.0 or 0.43.1 (March to July 2024), and with an earlier one.
+    "huggingface-2024-03": replace(
+        TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, quantized_keep_inputs=True
+    ),
+    "huggingface-2023": replace(
+        TRAITS["huggingface-bf16"],
+        logit_bytes=16.0,
+        flash2=True,
+        quantized_keep_inputs=True,
+        dequantizes_in_half=True,
+    ),
+    # Of early 2024, and its scripts cast the adapters to the dtype of the frozen weights.
+    "huggingface-narrow": replace(
+        TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True, quantized_keep_inputs=True
+    ),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
+    # A loop around transformers' models without autocast: logits, their copy without the last token and the
+    # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.
+    # Its gradient accumulation has no `no_sync`.
+    "transformers-loop": replace(
+        TRAITS["huggingface-bf16"], logit_bytes=6.0, autocasts=False, unsharded_accumulation=False
+    ),
+    "transformers-loop-wide": replace(
+        TRAITS["huggingface-bf16"], logit_bytes=12.0, autocasts=False, unsharded_accumulation=False
+    ),
     "fms": TRAITS["torchtitan"],
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),

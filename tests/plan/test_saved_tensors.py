@@ -1,6 +1,6 @@
 """Forecast activations of a block, compared with what autograd saves in a real block of every family."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -75,6 +75,12 @@ def _saved_by_model(shape: ModelShape, recompute: str, backend: str | None, floa
 
 
 def _saved(model: nn.Module) -> int:
+    tokens = torch.zeros(MICRO_BATCH, LENGTH, dtype=torch.long)
+    return saved_bytes(model, lambda: model(input_ids=tokens, use_cache=False).logits.float().sum())
+
+
+def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Bytes of all tensors that autograd saves in a forward pass, without parameters and buffers."""
     own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     saved: dict[int, tuple[int, Tensor]] = {}  # holds the tensor, so that its memory is not reused
 
@@ -85,7 +91,7 @@ def _saved(model: nn.Module) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(input_ids=torch.zeros(MICRO_BATCH, LENGTH, dtype=torch.long), use_cache=False).logits.float().sum()
+        forward()
     return sum(size for size, _ in saved.values())
 
 

@@ -1,5 +1,6 @@
 """Memory of other systems' code: terms that their sources state, checked against arithmetic by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,3 +110,50 @@ def test_accelerate_accumulates_unsharded_gradients_in_16_bits() -> None:
     run = make_run("llama2-7b", strategy="fsdp", mesh=Mesh(dp_shard=8), grad_accum_steps=4, loss="plain")
     held = at(run.with_(traits=SYSTEMS["huggingface"]), "loss", "unreduced gradients")
     assert held * GIB == pytest.approx(2 * parameters(run.shape))
+
+
+def test_quantized_layers_return_fp32_if_the_rest_is_upcast() -> None:
+    narrow = tuned("axolotl", length=1024)
+    assert narrow.adapter is not None
+    wide = narrow.with_(adapter=replace(narrow.adapter, upcasts=True))
+    # Both factors of the MLP and SiLU's output; the input of the last adapter, which autocast casts.
+    for run, factors in ((narrow, 2), (wide, 4)):
+        expected = 32 * 1024 * 11_008 * (3 * factors + 2) / GIB
+        assert at(run, "loss", "MLP intermediates") == pytest.approx(expected)
+    assert at(wide, "loss", "head weight in compute dtype") == pytest.approx(2 * HEAD / GIB)
+    assert at(narrow, "loss", "head weight in compute dtype") == 0
+    # Without autocast, attention and the adapters' inputs are in fp32 too, and so is the head.
+    bare = wide.with_(traits=replace(wide.traits, autocasts=False))
+    each = 32 * 1024 * 4096 / GIB
+    assert at(bare, "loss", "queries, keys, values") == pytest.approx(3 * 4 * each)
+    assert at(bare, "loss", "linear inputs") == pytest.approx(6 * 4 * each)
+    assert at(bare, "loss", "head weight in compute dtype") == 0
+
+
+def test_early_bitsandbytes_saves_the_inputs_of_quantized_layers() -> None:
+    new = tuned("axolotl", length=1024)
+    old = new.with_(traits=replace(new.traits, quantized_keep_inputs=True))
+    each = 2 * 32 * 1024 / GIB  # bytes per column and 16-bit element, of all blocks
+    # PEFT casts the inputs of its six other layers one by one; the frozen ones share the outputs of both norms.
+    assert at(new, "loss", "linear inputs") == pytest.approx(6 * 4096 * each)
+    assert at(old, "loss", "linear inputs") == pytest.approx(8 * 4096 * each)
+    more = at(old, "loss", "MLP intermediates") - at(new, "loss", "MLP intermediates")
+    assert more == pytest.approx(11_008 * each)
+    # In 8 bits they are saved to this day, and were in 8 bits too.
+    new, old = (one.with_(adapter=Adapter(8, EVERY, "int8")) for one in (new, old))
+    assert at(new, "loss", "linear inputs") == pytest.approx(8 * 4096 * each)
+    assert at(old, "loss", "linear inputs") == pytest.approx(9 * 4096 * each)
+
+
+def test_adapters_in_the_dtype_of_the_layer_share_its_input() -> None:
+    own = tuned("axolotl", None, length=1024)
+    shared = own.with_(traits=replace(own.traits, narrow_adapters=True))
+    each = 2 * 32 * 1024 * 4096 / GIB
+    assert at(own, "loss", "linear inputs") == pytest.approx(6 * each)
+    assert at(shared, "loss", "linear inputs") == pytest.approx(2 * each)
+
+
+def test_accelerate_casts_the_logits_that_a_model_returns() -> None:
+    held, fused = (tuned("unsloth", loss=loss, compiled=True) for loss in ("plain", "fused"))
+    assert at(held, "loss", "logits and loss") == pytest.approx(2048 * 32_000 * (2 + 4) / GIB)
+    assert at(fused, "loss", "logits and loss") == 0

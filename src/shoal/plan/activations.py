@@ -153,22 +153,41 @@ def _inputs(run: Run, tokens: float) -> list[Term]:
             # A norm's output is cast separately for each linear layer that reads it, by autocast or because it is the
             # residual stream; the compiler casts it once.
             kept = sum(1 for one in joined if one.reads in read & NORMS)
-    elif run.traits.peft and not dropped_inputs(run):
-        # PEFT casts it for each adapted layer.
-        kept = max(kept, sum(1 for one in adapted(run) if one.reads in NORMS))
+    elif run.traits.peft:
+        return [_peft_inputs(run, tokens), *_dropped(run, tokens)]
     if run.recomputes_cheap and run.mesh.tp == 1 and itemsize > 1:
         kept = 0  # recomputed from the norm's input, unless it was all-gathered or cast to fp8
     found = [leaf("linear inputs", tokens * kept * shape.hidden * itemsize)]
-    if run.adapter is not None and run.adapter.dropout:
-        # The mask and, unless compiled, what the adapter reads instead of the layer's input.
-        saved = 1 + (itemsize if dropped_inputs(run) else 0)
-        width = sum(one.local_sizes(run.mesh.tp)[0] for one in _with_dropout(run))
-        found.append(leaf("adapter dropout", tokens * width * saved))
-    return found
+    return [*found, *_dropped(run, tokens)]
+
+
+def _peft_inputs(run: Run, tokens: float) -> Term:
+    """PEFT casts an input for each adapted layer on its own, unless adapters have its dtype; and 4-bit matmuls may save
+    theirs, which all of them share unless each one casts it from fp32. The MLP's last input is with the MLP."""
+    own = [] if dropped_inputs(run) else [one for one in adapted(run) if one.reads != "inner"]
+    width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own)
+    if run.traits.narrow_adapters:
+        width = run.compute_bytes * len({one.reads for one in own} & NORMS) * run.shape.hidden
+    if saved := quantized_input_bytes(run):
+        frozen = [one for one in linears(run.shape) if one.reads in NORMS]
+        shared = len(frozen) if run.layer_bytes > run.compute_bytes else len(NORMS)
+        width += saved * shared * run.shape.hidden
+    return leaf("linear inputs", tokens * width)
+
+
+def _dropped(run: Run, tokens: float) -> list[Term]:
+    """Dropout of adapters: the mask and, unless compiled, what the adapter reads instead of the layer's input."""
+    if run.adapter is None or not run.adapter.dropout:
+        return []
+    saved = 1 + (run.adapter_input_bytes if dropped_inputs(run) else 0)
+    width = sum(one.local_sizes(run.mesh.tp)[0] for one in _with_dropout(run))
+    return [leaf("adapter dropout", tokens * width * saved)]
 
 
 def _attention(run: Run, tokens: float) -> list[Term]:
-    shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
+    shape, tp = run.shape, run.mesh.tp
+    # Autocast has attention compute in 16 bits, whatever the layers return.
+    itemsize = run.compute_bytes if run.traits.autocasts else run.layer_bytes
     query, keys = shape.query_width, shape.kv_width
     # The memory-efficient kernel, which fp32 needs, has no grouped keys.
     repeated = run.traits.repeats_keys or (run.precision == "32-true" and not run.gpu.is_cpu)
@@ -202,8 +221,11 @@ def attention_masks(run: Run) -> float:
 
 
 def _mlp(run: Run, tokens: float) -> list[Term]:
-    shape, itemsize = run.shape, run.compute_bytes
+    shape = run.shape
     inner = _input_bytes(run) if "inner" in needed(run) else 0
+    if run.adapter is not None and run.traits.peft:
+        own = not dropped_inputs(run) and any(one.reads == "inner" for one in adapted(run))
+        inner = run.adapter_input_bytes * own + quantized_input_bytes(run)
     if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run):
         inner = 0
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
@@ -211,7 +233,7 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     factors = (2 if fused else 3) if shape.traits.gated else 1
     if shape.traits.unfused_gelu and not fused:
         factors += 3
-    return [leaf("MLP intermediates", tokens * shape.ffn * (factors * itemsize + inner))]
+    return [leaf("MLP intermediates", tokens * shape.ffn * (factors * run.layer_bytes + inner))]
 
 
 def has_mlp_in_place(run: Run) -> bool:
@@ -248,11 +270,20 @@ def needed(run: Run) -> set[str]:
     adapter = run.adapter
     if adapter is None:
         return {one.reads for one in matrices} if run.trained.blocks else set()
-    if adapter.quantize is not None and run.traits.quantized_keep_inputs:
+    if quantized_input_bytes(run):
         return {one.reads for one in matrices}
     if dropped_inputs(run):
         return set()
     return {one.reads for one in matrices if one.name in adapter.targets}
+
+
+def quantized_input_bytes(run: Run) -> int:
+    """Bytes per element of the inputs that frozen quantized matmuls save. bitsandbytes' 8-bit ones always do, and
+    before 0.45 also their quantized transpose (MatMul8bitLt in bitsandbytes/autograd/_functions.py)."""
+    quantize = None if run.adapter is None else run.adapter.quantize
+    if quantize == "int8" and (run.traits.peft or run.traits.quantized_keep_inputs):
+        return run.compute_bytes + run.traits.quantized_keep_inputs
+    return run.compute_bytes if quantize is not None and run.traits.quantized_keep_inputs else 0
 
 
 def dropped_inputs(run: Run) -> bool:

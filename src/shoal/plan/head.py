@@ -54,7 +54,10 @@ def head(run: Run) -> Head:
         # It is dequantized again in the backward pass, when one of the logits' fp32 tensors is gone.
         again = matrix * dequantized_bytes(run) - 4 * logits if has_quantized_head(run) else 0.0
         dequantized = leaf("dequantized head weight", max(0.0, again))
-        return Head(group("head", norm, before, padded, chosen, whole, dequantized), group("head", gradient))
+        # Autocast casts a head that is in fp32, and the backward pass needs the copy.
+        upcast = run.adapter is not None and run.adapter.upcasts and run.traits.autocasts
+        copy = leaf("head weight in compute dtype", matrix * itemsize if upcast else 0.0)
+        return Head(group("head", norm, before, padded, chosen, whole, dequantized, copy), group("head", gradient))
     trained = run.trained.embedding if shape.tied else run.trained.head
     head_gradient = matrix * 4 if trained else 0.0
     if run.loss == "fused" and run.traits.fused_rows:
@@ -112,7 +115,7 @@ def overwrites_logits(run: Run) -> bool:
 
 def _plain_bytes(run: Run) -> float:
     if is_fused_loss(run):
-        return 2.0 * run.compute_bytes
+        return run.compute_bytes + (4.0 if run.traits.returns_wide_logits else run.compute_bytes)
     return run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes
 
 

@@ -238,7 +238,10 @@ def _transient_gradients(run: Run) -> Term:
     widths = 3 if shape.traits.gated else 1 if parallel_mlp and run.repeats_forward else 2
     if has_mlp_in_place(run):
         widths = 1
-    inner = widths * run.tokens / run.mesh.tp * shape.ffn * run.compute_bytes
+    each = widths * run.layer_bytes
+    if run.layer_bytes > run.compute_bytes:
+        each -= run.compute_bytes  # the last layer's input, which has been freed by then
+    inner = each * run.tokens / run.mesh.tp * shape.ffn
     return group(
         "block backward",
         between,

@@ -119,6 +119,19 @@ class Run:
         return 4 if self.precision == "32-true" else 2
 
     @property
+    def layer_bytes(self) -> int:
+        """Bytes per element of what a block's linear layers return. A quantized layer computes in 16 bits and returns
+        the dtype of its input, which is fp32 if all else is upcast (Linear4bit in bitsandbytes/nn/modules.py)."""
+        wide = self.adapter is not None and self.adapter.upcasts and self.adapter.quantize is not None
+        return 4 if wide else self.compute_bytes
+
+    @property
+    def adapter_input_bytes(self) -> int:
+        """Bytes per element of an adapter's input, as saved: PEFT casts it to fp32 and autocast back."""
+        wide = self.traits.peft and not self.traits.narrow_adapters and not self.traits.autocasts
+        return 4 if wide else self.compute_bytes
+
+    @property
     def reduced_bytes(self) -> int:
         """Bytes per element of a gradient that is reduced: ZeRO and Accelerate communicate in 16 bits."""
         if self.mixed and self.traits.masters_with_optimizer:

@@ -37,6 +37,8 @@ class SystemTraits:
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
     loss_kernel: Literal["never", "compiled", "always"] = "never"
+    # The logits of such a kernel are returned too, and cast to fp32 meanwhile.
+    returns_wide_logits: bool = False
     # With any activation checkpointing, compiled blocks recompute elementwise results (parallel/compile.py).
     recomputes_cheap: bool = False
     # Steps that wait for the host may be replayed as CUDA graphs (`train.cuda_graphs`).
@@ -57,11 +59,16 @@ class SystemTraits:
     separate_head_unit: bool | Literal["trained"] = False
     # Master weights are cast whenever they are used (autocast); else once per step.
     casts_per_use: bool = False
-    # A 4-bit matmul saves its input for the backward pass, as bitsandbytes did in 2023.
+    # The forward pass runs under autocast even if the weights are in 16 bits, as in Hugging Face's Trainer. It matters
+    # where something is in fp32 all the same: adapters, and what PEFT upcasts.
+    autocasts: bool = True
+    # A 4-bit matmul saves its input for the backward pass: bitsandbytes before 0.43.2 (MatMul4Bit in
+    # bitsandbytes/autograd/_functions.py).
     quantized_keep_inputs: bool = False
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
-    # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time.
+    # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
+    # Params4bit.cuda in bitsandbytes/nn/modules.py).
     dequantizes_in_half: bool = False
     # Each expert has linear layers of its own, which are quantized too; else all experts are one tensor, which is not.
     quantizes_experts: bool = False
@@ -190,6 +197,7 @@ DEEPSPEED = SystemTraits(
     masters_with_optimizer=True,
     flash2=True,
     peft=True,
+    narrow_adapters=True,  # _configure_distributed_model in deepspeed/runtime/engine.py casts all parameters
     torch_pipeline=False,
     replicates_scales=True,
     quantizes_experts=True,
@@ -232,7 +240,13 @@ AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=T
 # with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
 # compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
 UNSLOTH = replace(
-    AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False, mlp_in_place=True, fused_activation=True
+    AXOLOTL,
+    unfused_norms=False,
+    loss_kernel="always",
+    returns_wide_logits=True,  # convert_outputs_to_fp32 around the model's forward in accelerate/accelerator.py
+    peft=False,
+    mlp_in_place=True,
+    fused_activation=True,
 )
 # Its published results are of 2023.
 COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", software=2023)
