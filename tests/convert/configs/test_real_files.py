@@ -134,3 +134,21 @@ def test_options_of_accelerate_launch(tmp_path):
     found = translated(tmp_path, command=command)
     holds(found, parallel__strategy="fsdp", parallel__tp=2, train__recompute="offload", hardware__devices=8)
     assert keys_of(found, "not carried") == set()
+
+
+def test_flags_of_deepspeed_chat(tmp_path):
+    script = (
+        "#!/bin/bash\ndeepspeed main.py --data_path own/chats own/tasks --data_split 2,4,4 --model_name_or_path m/x "
+        "--per_device_train_batch_size 4 --max_seq_len 512 --learning_rate 1e-4 --num_warmup_steps 10 --zero_stage 3 "
+        "--offload --lora_dim 64 --deepspeed --output_dir out/x\n"
+    )
+    found = translated(tmp_path, script)
+    holds(found, parallel__strategy="zero3", parallel__offload="cpu", data__max_length=512, train__schedule__warmup=10)
+    holds(found, adapter__kind="lora", adapter__rank=64, data__mixing__when_exhausted="end")
+    assert [block["path"] for block in found.config["data"]["source"]] == ["own/chats", "own/tasks"]
+    assert keys_of(found, "not carried") == {"data_split"}
+    # One dataset, and neither offload nor an adapter.
+    one = "python main.py --data_path own/chats --lora_dim 0 --zero_stage 2 --learning_rate 1e-4 --output_dir out/x"
+    found = translated(tmp_path, command=one)
+    holds(found, data__path="own/chats", parallel__strategy="zero2")
+    assert "adapter" not in found.config
