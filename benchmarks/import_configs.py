@@ -63,6 +63,17 @@ def _unknown(found: Any) -> set[str]:
     return {line.key for line in found.of(NOT_CARRIED) if not line.default and UNKNOWN in line.says}
 
 
+def table(written: dict[str, Any]) -> str:
+    """The counts as Markdown, for docs/coming-from.md."""
+    head = "| repository | commit | files | translated | all keys understood | refused | crashed |"
+    rows = [
+        f"| {one['repository']} | `{one['commit']}` | {one['files']} | {one['translated']} | "
+        f"{one['every_key_understood']} | {one['refused']} | {len(one['crashed'])} |"
+        for one in written["repositories"]
+    ]
+    return "\n".join([head, "| --- | --- | ---: | ---: | ---: | ---: | ---: |", *rows, ""])
+
+
 def main() -> None:
     result, *checkouts = sys.argv[1:]
     output = Path(result).resolve()
@@ -74,6 +85,7 @@ def main() -> None:
         print(json.dumps(found[-1]), flush=True)
     written = {"date": datetime.now(UTC).date().isoformat(), "repositories": found}
     write_atomically(output, json.dumps(written, indent=1) + "\n")
+    print(table(written))
 
 
 if __name__ == "__main__":
