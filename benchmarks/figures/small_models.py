@@ -54,6 +54,17 @@ def small_models() -> list[Line]:
             [count(half["tokens_per_second"]), f"{half['allocated_gib']:.1f}"],
         ),
         *smollm2(),
+        *packed(),
+    ]
+
+
+def packed() -> list[Line]:
+    small, again, large = (one for one in result(f"{FOLDER}/packed.json").values() if isinstance(one, dict))
+    return [
+        ("{} → {} tokens/s in one call for SmolLM2-135M", [count(small["separate"]), count(small["packed"])]),
+        ("; {} in another, where the plain", [count(again["smollm2-135m-ours"])]),
+        ("loop had {}; Llama-1.24B, 8 × 4096", [count(again["smollm2-135m-plain"])]),
+        ("8 × 4096, {} → {}", [count(large["separate"]), count(large["packed"])]),
     ]
 
 
