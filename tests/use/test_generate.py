@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal import api
-from shoal.data.formats.choose import alpaca_prompt
+from shoal.data.formats.choose import FORMATS, alpaca_prompt
 from shoal.data.tokenizer import ByteTokenizer, load_tokenizer
 from shoal.mistakes import UserMistake
 from shoal.use.generate import Sampling, StreamDecoder, generate, stream
@@ -138,6 +139,13 @@ def test_instructions_are_formatted_as_in_training(instruction_run, instructions
     assert wrapped["prompt"] == "turn as one"
     by_hand = shoal("generate", instruction_run, alpaca_prompt("turn as one"), "--raw", *asked).json
     assert wrapped["text"] == by_hand["text"]
+
+
+def test_a_format_says_itself_how_a_prompt_is_written(instruction_run, monkeypatch):
+    own = replace(FORMATS["alpaca"], prompt=lambda text: f"Q: {text}\nA:")
+    monkeypatch.setitem(FORMATS, "alpaca", own)
+    loaded = load_run(instruction_run, device="cpu")
+    assert loaded.tokenizer.decode(make_prompt(loaded, "turn as one").ids) == "Q: turn as one\nA:"
 
 
 def test_the_data_format_is_read_from_the_run_and_not_from_its_data(text_run, tmp_path):

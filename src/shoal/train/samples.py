@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.formats.chat_template import tokenizer_template
-from shoal.data.formats.choose import alpaca_prompt
+from shoal.data.formats.choose import prompt_of
 from shoal.data.loader import MicroBatch
 from shoal.models.loss import HeadAndLoss
 from shoal.observe.events import SAMPLE, EventLog
@@ -88,7 +88,8 @@ def _tokens(job: Job, prompt: str) -> list[int]:
     template = tokenizer_template(tokenizer) if trained == "chat" else None
     if template is not None:
         return list(tokenizer.encode(template.render([{"role": "user", "content": prompt}], prompt=True)[0]).tolist())
-    ids: list[int] = tokenizer.encode(alpaca_prompt(text) if trained == "alpaca" else text).tolist()
+    written = prompt_of(trained)
+    ids: list[int] = tokenizer.encode(text if written is None else written(text)).tolist()
     if tokenizer.prepends_begin and tokenizer.begin is not None:
         ids.insert(0, tokenizer.begin)
     return ids or [tokenizer.end]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from shoal.config.run import RunDirectory
 from shoal.data.formats.chat_template import TemplateFailed, no_template, tokenizer_template
-from shoal.data.formats.choose import alpaca_prompt, choose_format
+from shoal.data.formats.choose import choose_format, prompt_of
 from shoal.data.sources import find_reading, read_records
 from shoal.mistakes import UserMistake
 from shoal.use.load import LoadedRun
@@ -27,13 +27,13 @@ def make_prompt(loaded: LoadedRun, text: str, *, raw: bool = False) -> Prompt:
         raise UserMistake("The prompt is not text in UTF-8.") from None
     if not raw and trained_on_chats(loaded):
         return chat_prompt(loaded, [{"role": "user", "content": text}])
-    wrapped = not raw and trained_on_instructions(loaded)
+    written = None if raw else prompt_of(_trained_format(loaded))
     tokenizer = loaded.tokenizer
-    ids = tokenizer.encode(alpaca_prompt(text) if wrapped else text).tolist()
+    ids = tokenizer.encode(text if written is None else written(text)).tolist()
     if tokenizer.prepends_begin and tokenizer.begin is not None:
         ids.insert(0, tokenizer.begin)
     # An empty prompt is not possible. In training, a document follows the end token of the previous one.
-    return Prompt(ids or [tokenizer.end], continues=not wrapped)
+    return Prompt(ids or [tokenizer.end], continues=written is None)
 
 
 def chat_prompt(loaded: LoadedRun, messages: list[dict[str, str]]) -> Prompt:
@@ -49,7 +49,7 @@ def chat_prompt(loaded: LoadedRun, messages: list[dict[str, str]]) -> Prompt:
 
 
 def trained_on_instructions(loaded: LoadedRun) -> bool:
-    return _trained_format(loaded) == "alpaca"
+    return prompt_of(_trained_format(loaded)) is not None
 
 
 def trained_on_chats(loaded: LoadedRun) -> bool:

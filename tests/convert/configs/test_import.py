@@ -79,7 +79,7 @@ def test_a_command_follows_two_dashes(tmp_path, monkeypatch):
         ("a.yaml", "n_layer: 2\nn_embd: 32\n", "describes the model of a LitGPT checkpoint"),
         ("a.json", {"zero_optimization": {"stage": 1}, "sample_packing": True}, "is a mixture: "),
         ("a.json", {"model": {"type": "BPE", "vocab": {"a": 0}}}, "is not a config that shoal recognises"),
-        ("a.yaml", "model: {_component_: a.llama}\ntasks: [x]\n", "is a torchtune config of evaluating"),
+        ("a.yaml", "model: {_component_: a.llama}\nbatch_size: 8\ntasks: [x]\n", "is a torchtune config of evaluating"),
         ("a.yaml", "- 1\n- 2\n", "holds no keys with values"),
         ("a.yaml", "", "holds no keys with values"),
         ("a.sh", "#!/bin/bash\necho hello\n", "is a script without a command that shoal translates: litgpt,"),

@@ -1,9 +1,11 @@
 """What the configs of public repositories have that the systems' documentation does not show first."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from benchmarks.import_configs import import_all, table
 from shoal import api
 from shoal.mistakes import UserMistake
 from tests.convert.configs.translated import holds, keys_of, translated
@@ -134,3 +136,44 @@ def test_options_of_accelerate_launch(tmp_path):
     found = translated(tmp_path, command=command)
     holds(found, parallel__strategy="fsdp", parallel__tp=2, train__recompute="offload", hardware__devices=8)
     assert keys_of(found, "not carried") == set()
+
+
+def test_flags_of_deepspeed_chat(tmp_path):
+    script = (
+        "#!/bin/bash\ndeepspeed main.py --data_path own/chats own/tasks --data_split 2,4,4 --model_name_or_path m/x "
+        "--per_device_train_batch_size 4 --max_seq_len 512 --learning_rate 1e-4 --num_warmup_steps 10 --zero_stage 3 "
+        "--offload --lora_dim 64 --deepspeed --output_dir out/x\n"
+    )
+    found = translated(tmp_path, script)
+    holds(found, parallel__strategy="zero3", parallel__offload="cpu", data__max_length=512, train__schedule__warmup=10)
+    holds(found, adapter__kind="lora", adapter__rank=64, data__mixing__when_exhausted="end")
+    assert [block["path"] for block in found.config["data"]["source"]] == ["own/chats", "own/tasks"]
+    assert keys_of(found, "not carried") == {"data_split"}
+    # One dataset, and neither offload nor an adapter.
+    one = "python main.py --data_path own/chats --lora_dim 0 --zero_stage 2 --learning_rate 1e-4 --output_dir out/x"
+    found = translated(tmp_path, command=one)
+    holds(found, data__path="own/chats", parallel__strategy="zero2")
+    assert "adapter" not in found.config
+
+
+def test_the_files_of_a_repository_are_counted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # restored behind it: import_all goes into the folder
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "job.yaml").write_text("steps: [a]\n")
+    (tmp_path / "job.yaml").write_text("steps: [a]\n")
+    (tmp_path / "good.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "gradient_clipping": 1}))
+    (tmp_path / "new.json").write_text(json.dumps({"zero_optimization": {"stage": 1, "own_key": 2}}))
+    found = import_all(tmp_path)
+    counted = [found[name] for name in ("files", "translated", "lack_nothing", "every_key_understood", "refused")]
+    assert counted == [3, 2, 0, 1, 1]
+    assert found["most_frequent"] == {"zero_optimization.own_key": 1}
+    assert not found["crashed"]
+
+
+def test_the_counts_of_the_page_are_those_of_the_result():
+    root = Path(__file__).parents[3]
+    written = json.loads((root / "benchmarks" / "imported" / "repositories.json").read_text())
+    page = (root / "docs" / "coming-from.md").read_text()
+    assert table(written) in page
+    assert written["date"] in page
+    assert not any(one["crashed"] for one in written["repositories"])

@@ -56,7 +56,7 @@ def read_source(path: Path) -> list[Source]:
         raise UserMistake(f"{path} is a script without a command that shoal translates: {KNOWN}.")
     tree = lightning_tree(_parse(path, text))
     system = _system_of(path, tree)
-    if system is TORCHTUNE and not {"dataset", "optimizer", "loss", "batch_size"} & tree.keys():
+    if system is TORCHTUNE and not {"dataset", "optimizer", "loss"} & tree.keys():
         raise UserMistake(
             f"{path} is a torchtune config of evaluating, generating or quantizing, not of training: shoal eval, "
             "shoal generate, shoal export."

@@ -15,6 +15,7 @@ from shoal.convert.configs.rules import (
     under,
     words,
 )
+from shoal.convert.configs.scripts import OF_SCRIPTS
 from shoal.convert.configs.trainer_rules import (
     LAUNCHED,
     answers_only,
@@ -228,7 +229,7 @@ ARGUMENTS = {
     **cannot("use tp, cp and replicate of parallel", "parallelism_config", unless=({},)),
 }
 
-KEYS = {**DATA_AND_MODEL, **OF_TRL, **ADAPTER, **PREFERENCE, **ARGUMENTS}
+KEYS = {**DATA_AND_MODEL, **OF_SCRIPTS, **OF_TRL, **ADAPTER, **PREFERENCE, **ARGUMENTS}
 
 DEFAULTS = {
     "per_device_train_batch_size": 8,

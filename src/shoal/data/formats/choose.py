@@ -24,6 +24,7 @@ __all__ = [
     "check_pairs",
     "choose_format",
     "merge_segments",
+    "prompt_of",
     "read_document",
 ]
 
@@ -33,7 +34,8 @@ class Format:
     """`needs`: the keys of a record, one of these sets in each, and how `auto` recognizes the format. `joined`:
     documents are concatenated into one stream (pretraining) rather than kept apart by the attention mask
     (instructions). `pairs`: a record is two documents, which `document` cannot be. `unpaired`: documents have labels,
-    and `formats.preference` reads them too."""
+    and `formats.preference` reads them too. `prompt`: how one question is written, for `shoal generate` and
+    `eval.prompts`; None: as it is, or by the chat template."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
@@ -41,6 +43,7 @@ class Format:
     joined: bool = False
     pairs: bool = False
     unpaired: bool = False
+    prompt: Callable[[str], str] | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -85,6 +88,11 @@ def _find_format(name: str, first: Record) -> Format:
         f"data.format auto does not recognize {first.where}, which has the keys {shown_keys(first)}. Say which of them "
         f"are what a format needs, as in {_example_of_columns(first)}, or set data.format. The formats need: {wanted}."
     )
+
+
+def prompt_of(name: str | None) -> Callable[[str], str] | None:
+    """How a question is written in the format of this name, if the format has a way."""
+    return FORMATS[name].prompt if name in FORMATS else None
 
 
 def _example_of_columns(first: Record) -> str:
@@ -197,7 +205,7 @@ def _pair(record: Record, options: Options) -> Document:
 
 # `auto` takes the first match, so formats with more keys come first.
 FORMATS: dict[str, Format] = {
-    "alpaca": Format("alpaca", (("instruction", "output"),), _alpaca),
+    "alpaca": Format("alpaca", (("instruction", "output"),), _alpaca, prompt=alpaca_prompt),
     "preference": Format("preference", (("chosen", "rejected"),), _pair, pairs=True),
     "unpaired": Format("unpaired", (("prompt", "completion", "label"), ("chosen", "rejected")), _pair, unpaired=True),
     "completion": Format("completion", (("prompt", "completion"),), _completion),
