@@ -153,7 +153,7 @@ def test_a_folder_of_a_model_without_a_tokenizer_has_none(kind: str, tmp_path: P
     from transformers import CONFIG_MAPPING
 
     CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
-    with pytest.raises(UserMistake, match=r"from .+ \(there is no vocabulary in it\)\. Set model\.tokenizer to a"):
+    with pytest.raises(UserMistake, match=r"\(there is no vocabulary in it\)\. Set model\.tokenizer to a folder"):
         load_tokenizer(str(tmp_path))
 
 

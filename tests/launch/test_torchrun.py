@@ -10,7 +10,7 @@ import pytest
 from shoal.cli import main
 from tests.launch.command import Command
 
-SENTENCE = "data.path nowhere.txt does not exist (relative to {}). Check the path."
+SENTENCE = "data.path nowhere.txt does not exist (relative to {}, where the command runs). Check the path."
 
 Worker = Callable[..., tuple[int | str | None, str]]
 

@@ -209,7 +209,7 @@ class RunDirectory:
         write_atomically(self.config, config_to_yaml(config))
 
     def unwritable(self, error: OSError) -> UserMistake:
-        return UserMistake(f"{self.path} cannot be written: {error.strerror}.")
+        return UserMistake(f"{self.path} cannot be written: {error.strerror}. Set run_dir to another folder for runs.")
 
     def _compare(self, config: Config) -> list[str]:
         before = load_config(self.config, needs_model=False)

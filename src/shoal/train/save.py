@@ -152,7 +152,7 @@ def _give_up(job: AnyJob, ended: Saved) -> None:
         found = f"Step {ended.step} is in {ended.folder}: continue with --from {ended.folder}."
     else:
         newest = f"; the newest checkpoint is {job.saved}" if job.saved else ""
-        found = f"Step {ended.step} could not be saved{newest}."
+        found = f"Step {ended.step} could not be saved{newest}. When it can be written again, --resume continues."
     raise CannotSave(f"{job.run.path} cannot be written any more ({ended.explain()}). {found}")
 
 

@@ -182,7 +182,9 @@ def _expand(source: str, entry: str, key: str) -> list[Path]:
         matches = glob.glob(str(location), recursive=True)
         files = sorted(Path(match).absolute() for match in matches if os.path.isfile(match))
         if not files:
-            raise UserMistake(f"No file matches {key} {entry} (relative to {Path.cwd()}). Check the pattern.")
+            raise UserMistake(
+                f"No file matches {key} {entry} (relative to {Path.cwd()}, where the command runs). Check the pattern."
+            )
         return files
     if source == "tokens" and (named := _with_suffix(location, ".bin")).is_file():
         return [named.absolute()]
@@ -193,7 +195,7 @@ def _expand(source: str, entry: str, key: str) -> list[Path]:
 
 def _missing(location: Path, entry: str, key: str) -> UserMistake:
     return UserMistake(
-        f"{key} {entry} does not exist (relative to {Path.cwd()}). Check the path."
+        f"{key} {entry} does not exist (relative to {Path.cwd()}, where the command runs). Check the path."
         + suggestion(location.name, _names_beside(location))
     )
 
