@@ -33,7 +33,7 @@ from shoal.parallel.precision import ComputeCopies, Precision, read_precision
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.shard import replicate, reshards_after_forward, shard_fully
-from shoal.parallel.units import Units, blocks_of_classes, choose_any_units
+from shoal.parallel.units import Units, blocks_of_classes, check_recomputed, choose_any_units
 
 # DDP's sentence about parameters without a gradient begins so.
 UNUSED = "Expected to have finished reduction in the prior iteration"
@@ -91,6 +91,7 @@ def parallelize_custom(
     shapes = {name: tuple(one.shape) for name, one in {**dict(model.named_parameters()), **kept_buffers(model)}.items()}
     blocks = _blocks(model, config)
     units = choose_any_units(model, parallel.wrap) if fully_shard else []
+    check_recomputed(units, blocks, train.recompute)
     if precision.compute != torch.float32:
         patch(model, _Cast, precision=precision, device_type=ranks.device.type)
     if precision.compute in emulated:
