@@ -3,9 +3,11 @@
 import csv
 import json
 import struct
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +87,27 @@ def test_a_sink_that_hangs_costs_neither_a_step_nor_the_end(tmp_path: Path) -> N
     with pytest.raises(SinkFailed, match=f"{LINES} lines behind"):
         sink.write(line(3))
     never.set()
+
+
+def test_a_server_of_wandb_that_does_not_answer_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CommError(Exception):
+        pass
+
+    def refuse(**_: Any) -> None:
+        raise CommError("context deadline exceeded\nand more")
+
+    fake = SimpleNamespace(init=refuse, Settings=dict, errors=SimpleNamespace(CommError=CommError))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    warned: list[str] = []
+    found = Sinks(["wandb"], about(tmp_path), warned.append)
+    found.write(line(1))
+    found.close()
+    assert len(warned) == 1
+    assert "http://127.0.0.1:9 does not answer; log.wandb.mode=offline writes to files" in warned[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -212,6 +212,27 @@ def test_offload_to_disk_without_libaio_or_a_compiler_is_one_sentence(
         on_deepspeed(instructions, case, tmp_path / "two")
 
 
+def test_the_lock_that_a_killed_compilation_has_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.file_baton import FileBaton
+
+    from shoal.parallel.extension_lock import abandoned_lock
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert abandoned_lock("async_io") is None
+    lock = tmp_path / "async_io" / "lock"
+    holder = FileBaton(str(lock))
+    assert holder.try_acquire()
+    os.utime(lock, (1.0, 1.0))
+    assert abandoned_lock("async_io") is None  # this process compiles
+    os.close(holder.fd)
+    sentence = abandoned_lock("async_io")
+    assert sentence is not None
+    assert str(lock) in sentence
+    assert "delete the file" in sentence
+    lock.touch()
+    assert abandoned_lock("async_io") is None  # of a rank of another node that has started with this one
+
+
 def test_a_run_on_deepspeed_evaluates_and_exports_what_transformers_loads(instructions: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

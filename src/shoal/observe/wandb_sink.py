@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from shoal.files import write_atomically
+from shoal.observe.background import SinkFailed
 from shoal.observe.metrics import Line
 
 if TYPE_CHECKING:
@@ -34,20 +35,24 @@ class WeightsAndBiases:
             identifier, continues = str(json.loads((about.run / FILE).read_text())["id"]), True
         # Steps that a resumed run computes again are on the curve already.
         self._after = about.newest_step if continues else 0
-        self._run = wandb.init(
-            project=project,
-            entity=about.wandb.get("entity"),
-            mode=about.wandb.get("mode"),  # type: ignore[arg-type]
-            id=identifier,
-            name=os.environ.get("WANDB_NAME") or about.name,
-            resume="allow",
-            dir=str(about.run / "logs"),
-            config={**about.config, "plan": dict(about.plan)},
-            # What is printed, and the user's code, stay here.
-            settings=wandb.Settings(
-                console="off", save_code=False, silent=True, x_save_requirements=False, init_timeout=PATIENCE
-            ),
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                entity=about.wandb.get("entity"),
+                mode=about.wandb.get("mode"),  # type: ignore[arg-type]
+                id=identifier,
+                name=os.environ.get("WANDB_NAME") or about.name,
+                resume="allow",
+                dir=str(about.run / "logs"),
+                config={**about.config, "plan": dict(about.plan)},
+                # What is printed, and the user's code, stay here.
+                settings=wandb.Settings(
+                    console="off", save_code=False, silent=True, x_save_requirements=False, init_timeout=PATIENCE
+                ),
+            )
+        except wandb.errors.CommError as error:
+            server = os.environ.get("WANDB_BASE_URL", "its server")
+            raise SinkFailed(f"{server} does not answer; log.wandb.mode=offline writes to files: {error}") from error
         # A rollback goes back in steps, which wandb's own step cannot.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

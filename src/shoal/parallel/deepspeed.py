@@ -24,6 +24,7 @@ from shoal.config.schema import Config, OffloadConfig
 from shoal.data.loader import MicroBatch
 from shoal.mistakes import UserMistake, shortened
 from shoal.models.loss import LossSums
+from shoal.parallel.extension_lock import abandoned_lock
 from shoal.parallel.gradients import Gradients
 from shoal.parallel.micro_batches import MicroBatchRunner, Prepare, joined
 from shoal.parallel.model import ParallelModel
@@ -255,6 +256,8 @@ def _load_disk_kernel() -> None:
             "parallel.offload to nvme with parallel.engine deepspeed needs libaio, which is not installed: apt "
             "install libaio-dev, or use offload cpu."
         )
+    if (sentence := abandoned_lock(builder.name)) is not None:
+        LOGGER.warning("%s", sentence)
     said = Timer(PATIENCE, lambda: LOGGER.warning("DeepSpeed compiles its kernel for disks, once: this takes minutes."))
     said.start()
     try:
