@@ -213,7 +213,7 @@ class CustomLoop:
         it and what it is the mean over, by default the number of samples. Each rank computes its share of the batches,
         without dropout and gradients; all ranks call it and get the mean over all of them."""
         job = self._prepared
-        with job.log.paused():
+        with job.log.paused(), job.communication.paused():
             found = evaluate_batches(compute, loader, job.model.modules, job.ranks, seed=job.config.seed)
         for copies in job.model.copies:
             copies.uninstall()
@@ -308,26 +308,12 @@ class CustomLoop:
 
     def _until_decision(self, job: CustomJob, watch: Watch) -> Generator[Any, None, tuple[Decision, str | None]]:
         """Steps up to the last one, or to one after which health decides otherwise."""
-        module, resolved, progress = job.model.modules[0], job.resolved, job.progress
-        keeps_weights = reshards_after_forward(job.config.parallel, resolved.strategy) is False
+        resolved, progress = job.resolved, job.progress
         stopped: str | None = None
         stream = job.loader.micro_batches(progress.step, job.steps, progress.left_out)
         while progress.step < job.steps and stopped is None:
-            data_seconds = 0.0
-            for index in range(resolved.grad_accum_steps):
-                began = time.perf_counter()
-                batch = to_device(next(stream), job.ranks.device)
-                data_seconds += time.perf_counter() - began
-                self._micro = micro = _MicroBatch(last=index == resolved.grad_accum_steps - 1)
-                with accumulating(module, last=micro.last, keeps_weights=keeps_weights):
-                    yield batch
-                self._micro = None
-                if not micro.backward or not micro.stepped:
-                    missing = "run.backward(loss)" if not micro.backward else "run.step(optimizer)"
-                    raise UserMistake(
-                        f"{missing} was not called for a batch of run.steps; call it once for each: gradients are "
-                        "accumulated by train.micro_batch or train.grad_accum, not by the loop."
-                    )
+            with job.communication.step():
+                data_seconds = yield from self._step_batches(job, stream)
             assert self._result is not None
             (result, lr), self._result = self._result, None
             arrived = job.log.after_step(
@@ -347,3 +333,24 @@ class CustomLoop:
             if not decision.continues:
                 return decision, None
         return Decision(Action.CONTINUE), stopped
+
+    def _step_batches(self, job: CustomJob, stream: Iterator[Any]) -> Generator[Any, None, float]:
+        """The micro-batches of one step. Returns the seconds in which the loop waited for them."""
+        module, resolved = job.model.modules[0], job.resolved
+        keeps_weights = reshards_after_forward(job.config.parallel, resolved.strategy) is False
+        data_seconds = 0.0
+        for index in range(resolved.grad_accum_steps):
+            began = time.perf_counter()
+            batch = to_device(next(stream), job.ranks.device)
+            data_seconds += time.perf_counter() - began
+            self._micro = micro = _MicroBatch(last=index == resolved.grad_accum_steps - 1)
+            with accumulating(module, last=micro.last, keeps_weights=keeps_weights):
+                yield batch
+            self._micro = None
+            if not micro.backward or not micro.stepped:
+                missing = "run.backward(loss)" if not micro.backward else "run.step(optimizer)"
+                raise UserMistake(
+                    f"{missing} was not called for a batch of run.steps; call it once for each: gradients are "
+                    "accumulated by train.micro_batch or train.grad_accum, not by the loop."
+                )
+        return data_seconds

@@ -46,6 +46,7 @@ class AnyJob(ABC):
     hooks: Hooks
     log: StepLog
     progress: Progress
+    communication: ExposedCommunication
     saver: Saver
     interval: SaveInterval
     plan: dict[str, Any]  # the contents of plan.json
@@ -115,7 +116,6 @@ class Job(AnyJob):
     objective: Objective
     model: ParallelModel
     flops: Callable[[int, int], float]
-    communication: ExposedCommunication
 
     @property
     def order(self) -> Order:
