@@ -43,15 +43,6 @@ def _gate_backward(gate_up, gradient, result, rows, WIDTH: tl.constexpr, ROWS: t
 
 
 @triton.jit
-def _turn(source, target, cosine, sine, inside, HALF: tl.constexpr):
-    """A head of several tokens."""
-    first = tl.load(source, inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, inside, other=0.0).to(tl.float32)
-    tl.store(target, (first * cosine - second * sine).to(target.dtype.element_ty), inside)
-    tl.store(target + HALF, (second * cosine + first * sine).to(target.dtype.element_ty), inside)
-
-
-@triton.jit
 def _rotate(
     packed,
     query,
@@ -73,28 +64,31 @@ def _rotate(
     angle = token // length * cos_batch + token % length * (2 * HALF) + column
     cosine = tl.load(cos + angle, inside, other=0.0).to(tl.float32)
     sine = tl.load(sin + angle, inside, other=0.0).to(tl.float32)
+    if BACKWARD:
+        sine = -sine
     together = packed + token * ((QUERIES + 2 * KEYS) * 2 * HALF) + column
+    dtype = packed.dtype.element_ty
     for head in range(QUERIES):
         apart = query + token * (QUERIES * 2 * HALF) + head * (2 * HALF) + column
-        if BACKWARD:
-            _turn(apart, together, cosine, -sine, inside, HALF)
-        else:
-            _turn(together, apart, cosine, sine, inside, HALF)
+        source, target = (apart, together) if BACKWARD else (together, apart)
+        first = tl.load(source, inside, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, inside, other=0.0).to(tl.float32)
+        tl.store(target, (first * cosine - second * sine).to(dtype), inside)
+        tl.store(target + HALF, (second * cosine + first * sine).to(dtype), inside)
         together += 2 * HALF
     for head in range(KEYS):
         apart = key + token * (KEYS * 2 * HALF) + head * (2 * HALF) + column
-        if BACKWARD:
-            _turn(apart, together, cosine, -sine, inside, HALF)
-        else:
-            _turn(together, apart, cosine, sine, inside, HALF)
+        source, target = (apart, together) if BACKWARD else (together, apart)
+        first = tl.load(source, inside, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, inside, other=0.0).to(tl.float32)
+        tl.store(target, (first * cosine - second * sine).to(dtype), inside)
+        tl.store(target + HALF, (second * cosine + first * sine).to(dtype), inside)
         together += 2 * HALF
     for head in range(KEYS):
         apart = value + token * (KEYS * 2 * HALF) + head * (2 * HALF) + column
-        for half in range(2):
-            if BACKWARD:
-                tl.store(together + half * HALF, tl.load(apart + half * HALF, inside, other=0.0), inside)
-            else:
-                tl.store(apart + half * HALF, tl.load(together + half * HALF, inside, other=0.0), inside)
+        source, target = (apart, together) if BACKWARD else (together, apart)
+        tl.store(target, tl.load(source, inside, other=0.0), inside)
+        tl.store(target + HALF, tl.load(source + HALF, inside, other=0.0), inside)
         together += 2 * HALF
 
 
