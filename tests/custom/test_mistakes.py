@@ -57,6 +57,10 @@ def stepped(parts: list[Any]) -> None:
     parts[1].step()
 
 
+def with_state(parts: list[Any]) -> None:
+    parts[1] = torch.optim.Adagrad(parts[0].parameters())
+
+
 def others_schedule(parts: list[Any]) -> None:
     parts[3] = make()[3]
 
@@ -85,6 +89,7 @@ BEFORE = {
     wrapped: "The model is already wrapped by DataParallel",
     frozen: "The model has no parameter that is trained",
     stepped: "The optimizer was stepped before run.prepare",
+    with_state: "Adagrad has state before its first step",
     others_schedule: "The schedule belongs to another optimizer",
     on_meta: "The model is on the meta device",
 }

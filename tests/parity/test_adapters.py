@@ -110,6 +110,12 @@ def test_lora_trains_the_same_as_in_one_process(name, instructions, text, refere
     _compare(BY_NAME[name], data, reference, tmp_path, kind="lora", family="llama", precision="32-true")
 
 
+def test_the_factors_of_an_adapter_are_not_units_of_their_own(instructions, reference, tmp_path):
+    """A layer uses its factors without calling them: FSDP would not gather them."""
+    smallest = Strategy("smallest_units", {"strategy": "fsdp", "wrap": {"min_params": 100}})
+    _compare(smallest, instructions, reference, tmp_path, kind="lora", family="llama", precision="32-true")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["full_shard", "tp", "pp", "cp_gather", "zero1"])
 def test_lora_on_another_family_trains_the_same_as_in_one_process(name, instructions, reference, tmp_path):

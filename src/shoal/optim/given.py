@@ -33,6 +33,8 @@ def check_optimizer(optimizer: Any, names: Mapping[nn.Parameter, str]) -> None:
             f"The optimizer has {len(foreign)} parameters that the model does not have (shapes {shapes}): build it "
             "from model.parameters() of the model that you pass to run.prepare."
         )
+    if isinstance(optimizer, torch.optim.Adagrad):
+        raise UserMistake("Adagrad has state before its first step, which run.prepare does not shard; use RMSprop.")
     if optimizer.state:
         raise UserMistake("The optimizer was stepped before run.prepare; prepare it first, or resume a checkpoint.")
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from shoal.config.schema import RecomputeConfig, WrapConfig
 from shoal.mistakes import UserMistake, suggestion
+from shoal.models.adapters import Factor
 from shoal.models.anatomy import Anatomy, find_blocks, require_blocks
 from shoal.models.loss import LanguageModel
 from shoal.models.slots import parameter_slots
@@ -102,9 +103,10 @@ def blocks_of_classes(model: nn.Module, classes: Sequence[str]) -> list[nn.Modul
 
 
 def _wrappable(model: Any, anatomy: Anatomy) -> set[nn.Module]:
-    """Modules of the backbone with parameters of their own."""
+    """Modules of the backbone with parameters of their own. The factors of an adapter are used by their layer without
+    being called, so that FSDP would not gather them."""
     shared, backbone = _shared(model), model.get_submodule(anatomy.backbone)
-    return {one for one in backbone.modules() if not isinstance(one, nn.ModuleList) and _owns_all(one, shared)}
+    return {one for one in backbone.modules() if not isinstance(one, nn.ModuleList | Factor) and _owns_all(one, shared)}
 
 
 def _shared(model: Any) -> list[list[nn.Module]]:

@@ -221,7 +221,8 @@ def _check_adapted(shape: ModelShape, adapter: AdapterConfig) -> None:
             f"adapter.dora: the linear layers of a {shape.family} store their matrices transposed; use adapter.dora "
             "false for this model."
         )
-    if adapter.kind == "qlora" and all(one.inputs % NF4_BLOCK for one in linears(shape)):
+    # Transposed matrices are not quantized.
+    if adapter.kind == "qlora" and (shape.traits.transposed or all(one.inputs % NF4_BLOCK for one in linears(shape))):
         raise UserMistake(
             f"adapter.kind qlora: the blocks of the model have no linear layers whose input size is a multiple of "
             f"{NF4_BLOCK}; use adapter.kind lora."
