@@ -55,6 +55,10 @@ class Gradients:
             (local_tensor(one).device for one in self.parameters.values()), placement.parallel_dims.device
         )
 
+    def part(self, parameters: Mapping[str, nn.Parameter]) -> "Gradients":
+        """The same for some of the parameters: those of one optimizer of several."""
+        return Gradients(parameters, self.placement, averages=self.averages, in_place=self.in_place)
+
     def finish(self) -> None:
         """After the last micro-batch: complete the reductions that DDP or FSDP has not done."""
         parallel_dims, placement = self.placement.parallel_dims, self.placement
