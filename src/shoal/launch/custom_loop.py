@@ -22,10 +22,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shoal.config.schema import Config
-from shoal.launch.custom import STATUS_STOPPED, JoinedRun, hold
+from shoal.launch.custom import STATUS_STOPPED, JoinedRun, explain_backward, hold
 from shoal.launch.outcome import record_end
 from shoal.mistakes import UserMistake
 from shoal.observe.metrics import JsonLines
+from shoal.parallel.gradients import gradient_versions
 from shoal.parallel.micro_batches import accumulating
 from shoal.parallel.shard import reshards_after_forward
 from shoal.resilience.agreement import Agreement
@@ -67,6 +68,7 @@ class CustomLoop:
         self._turns: list[Turn] | None = None  # of the earlier micro-batches of this step
         self._epoch_ends = False  # with this step
         self._sharded: list[FSDPModule] = []
+        self._versions: list[int] | None = None  # of the gradients after the last backward pass
         self._started = self._ended = self._closed = False
         hold(self)
 
@@ -177,7 +179,11 @@ class CustomLoop:
         else:
             factor = job.step.loss_factor(job.resolved.global_batch) * weight
             counted = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
-        torch.autograd.backward(loss * factor)
+        try:
+            torch.autograd.backward(loss * factor)
+        except RuntimeError as error:
+            raise explain_backward(error, sharded=bool(self._sharded)) from error
+        self._versions = gradient_versions(job.model.gradients) if self._refuses_changes(micro) else None
         with torch.no_grad():
             sums = torch.stack([loss.reshape(()).double() * counted, counted])
             self._sums = sums if self._sums is None else self._sums + sums
@@ -233,6 +239,12 @@ class CustomLoop:
                 "With train.precision 16-mixed each optimizer needs a run.backward of its own: its step changes the "
                 "loss scale; use bf16-mixed."
             )
+        if self._versions is not None and self._versions != gradient_versions(job.model.gradients):
+            raise UserMistake(
+                "Gradients were changed between run.backward and run.step, before they were complete (those of all "
+                "micro-batches and ranks, without a loss scale); to clip them, set train.clip."
+            )
+        self._versions = None
         if self._turns is not None and turn not in self._turns[len(micro.turns) : len(micro.turns) + 1]:
             raise _other_turns()
 
@@ -251,6 +263,7 @@ class CustomLoop:
         it and what it is the mean over, by default the number of samples. Each rank computes its share of the batches,
         without dropout and gradients; all ranks call it and get the mean over all of them."""
         job = self._prepared
+        job.synchronize_buffers()  # one model is evaluated, the one that a checkpoint would have
         with job.log.paused():
             found = evaluate_batches(compute, loader, job.model.modules, job.ranks, seed=job.config.seed)
         for copies in job.model.copies:
@@ -390,6 +403,11 @@ class CustomLoop:
             if not decision.continues:
                 return decision, None
         return Decision(Action.CONTINUE), stopped
+
+    def _refuses_changes(self, micro: _MicroBatch) -> bool:
+        """Whether gradients are not yet those of the step between `backward` and `step`."""
+        job = self._prepared
+        return not micro.alone or job.scaler.enabled or bool(self._weighted) or bool(job.model.gradients.averages)
 
     def _end_step(self, job: CustomJob) -> tuple[StepResult, float]:
         """After the last turn of a step: its result, and its learning rate."""

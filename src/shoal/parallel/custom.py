@@ -141,6 +141,7 @@ def parallelize_custom(
         if backend is not None and (blocks[key] or train.compile != "auto"):
             compile_blocks(blocks[key] or [model], backend, keeps_all=train.recompute == "none")
         if fully_shard:
+            patch(model, _KeepsGradients)
             _shard(model, units[key], config, strategy, parallel_dims, precision)
         else:
             model.to(ranks.device)
@@ -243,7 +244,8 @@ def _notes(networks: Mapping[str, nn.Module], config: Config, ranks: Ranks) -> l
     if any(isinstance(one, batch_norms) for model in networks.values() for one in model.modules()):
         found.append(
             "batch normalization computes its statistics over each micro-batch, so results depend on train.micro_batch "
-            "and on the number of devices; group or layer normalization does not."
+            "and on the number of devices; group or layer normalization does not. Evaluations and checkpoints have the "
+            "running statistics of rank 0."
         )
     if config.train.recompute == "offload" and ranks.device.type == "cpu":
         found.append("train.recompute offload is the same as full: activations on a CPU are in host memory already.")
@@ -296,8 +298,19 @@ class _Route:
 _routes: "weakref.WeakKeyDictionary[nn.Module, _Route]" = weakref.WeakKeyDictionary()
 
 
+class _KeepsGradients:
+    """`run.step` clears the gradients. In a loop that accumulates, a zero_grad that was left would discard some."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        return
+
+
 class _Routed:
     """A model whose call goes through its wrappers. A copy of it (an exponential moving average) has none."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self not in _routes:  # a copy; else as in `_KeepsGradients`
+            super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         call: Callable[..., Any] = super().__call__  # type: ignore[misc]

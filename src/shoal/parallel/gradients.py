@@ -159,6 +159,11 @@ def _grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
+def gradient_versions(gradients: Gradients) -> list[int]:
+    """Numbers that change when a gradient is changed in place."""
+    return [one._version for one in gradients._local(gradients.parameters)]
+
+
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
     """The factor that scales gradients to a norm of at most `limit`."""
     return torch.ones_like(norm) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -88,11 +88,14 @@ class CustomJob(AnyJob):
             }
         }
 
-    def before_save(self) -> None:
-        """Buffers such as the statistics of batch normalization are those of rank 0."""
+    def synchronize_buffers(self) -> None:
+        """Buffers such as the statistics of batch normalization become those of rank 0."""
         if self.ranks.world_size > 1:
             for buffer in self.model.buffers.values():
                 dist.broadcast(buffer, 0)
+
+    def before_save(self) -> None:
+        self.synchronize_buffers()
         self.progress.schedule = self.optimizer.numbers()
 
     def load(self, checkpoint: Any) -> None:
@@ -367,6 +370,8 @@ def _announce(job: CustomJob, device: Device, parameters: int) -> None:
         f"{device.gpu.name if device.gpu else job.ranks.device.type}; {job.steps} steps of {resolved.global_batch} "
         f"samples, micro-batch {resolved.micro_batch}, {describe_accumulation(resolved.grad_accum_steps)}."
     )
+    if config.train.clip is not None:
+        job.reporter.say(f"Gradients are clipped to a norm of {config.train.clip:g}; train.clip null does not.")
     if config.train.lr_scaling == "linear":
         job.reporter.say(
             f"The optimizer's learning rate is multiplied by global batch {resolved.global_batch} / base_batch "

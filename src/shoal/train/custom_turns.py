@@ -51,7 +51,7 @@ class Turn:
 
     def numbers(self, ranks: Ranks) -> dict[str, Any]:
         """What a checkpoint has of this turn, besides tensors. Collective."""
-        latest = ranks.sum(_or_zeros(self.latest, ranks)).tolist()
+        latest = ranks.sum(_or_zeros(self.latest, ranks).clone()).tolist()  # which sums in place
         return {
             "groups": self.optimizer.groups(),
             "schedule": schedule_numbers(self.schedule),
