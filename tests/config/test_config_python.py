@@ -51,3 +51,8 @@ def test_a_forecast_takes_them_too(config: Any) -> None:
 
 def test_a_loop_of_ones_own_takes_a_mapping_without_a_model() -> None:
     assert read({"name": "loop"}, needs_model=False).name == "loop"
+
+
+def test_what_is_no_config_is_one_sentence() -> None:
+    with pytest.raises(UserMistake, match=r"A config is a YAML file, a mapping or a Config, not a int\."):
+        api.plan(3)  # type: ignore[arg-type]

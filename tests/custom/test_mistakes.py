@@ -262,6 +262,18 @@ def test_a_zero_grad_left_in_the_loop_discards_nothing_and_a_copy_of_the_model_i
     run_ranks(1, both)
 
 
+def test_a_cell_of_a_notebook_may_run_again_without_closing_the_run(tmp_path: Path) -> None:
+    def cell() -> int:
+        run = shoal.init(settings(train__steps=1), run_dir=str(tmp_path), overwrite=True)
+        model, optimizer, loader, schedule = run.prepare(*make())
+        for images, labels in run.steps(loader):
+            run.backward(nn.functional.cross_entropy(model(images), labels))
+            run.step(optimizer, schedule)
+        return run.step_number
+
+    assert run_ranks(1, lambda: [cell(), cell()])[0] == [1, 1]
+
+
 def test_the_learning_rate_follows_the_global_batch_if_asked(tmp_path: Path) -> None:
     def rates() -> list[float]:
         found: list[float] = []

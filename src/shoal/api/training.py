@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -10,6 +11,7 @@ from shoal.config import Config, config_from_mapping, load_config
 from shoal.config.load import overrides_of
 from shoal.imports import importing
 from shoal.launch.first_look import check_folder, check_inputs
+from shoal.mistakes import UserMistake
 from shoal.paths import user_path
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ def read(
         config = config.model_dump(mode="json", exclude_unset=True)
     if isinstance(config, Mapping):
         return config_from_mapping(config, changes, planned=planned, needs_model=needs_model)
+    if config is not None and not isinstance(config, str | os.PathLike):
+        raise UserMistake(f"A config is a YAML file, a mapping or a Config, not a {type(config).__name__}.")
     return load_config(config, changes, planned=planned, needs_model=needs_model)
 
 

@@ -80,6 +80,13 @@ class JoinedRun:
         overwrite: bool,
         hooks: Sequence[Hook],
     ) -> None:
+        if (before := current_run()) is not None:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise UserMistake(
+                    "This program has had a run already, and where several processes run it, it has one; start it "
+                    "again for another."
+                )
+            before.close()  # as when a cell of a notebook is run again
         self.hooks = hooks
         self.run = run_directory(config)
         self._stack = ExitStack()

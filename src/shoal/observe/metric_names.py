@@ -66,8 +66,8 @@ GROUPS = {
         PREFERENCE,
     ),
     "Several optimizers": (
-        "In a loop of your own whose optimizers [take turns](python.md#optimizers-that-take-turns); `loss`, `grad_norm` "
-        "and `lr` are those of the first.",
+        "In a loop of your own whose optimizers [take turns](python.md#optimizers-that-take-turns); `loss`, "
+        "`grad_norm` and `lr` are those of the first.",
         TURNS,
     ),
     "Evaluation": (

@@ -309,7 +309,7 @@ class _Routed:
     """A model whose call goes through its wrappers. A copy of it (an exponential moving average) has none."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self not in _routes:  # a copy; else as in `_KeepsGradients`
+        if _routes.get(self) is None:  # type: ignore[call-overload] # a copy; else as in `_KeepsGradients`
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
