@@ -52,6 +52,8 @@ docs: reference
 	$(BIN)/python -m benchmarks.pictures
 	$(BIN)/python -m benchmarks.pages
 	$(BIN)/python -m benchmarks.measured
+	$(BIN)/python benchmarks/gpu/sweep.py --forecast benchmarks/gpu/sweep_h200/sweep.json > docs/.page
+	mv docs/.page benchmarks/gpu/sweep_h200/sweep.md
 	$(BIN)/python -m benchmarks.docs_output docs/tutorials/out-of-memory.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "The site is in build/site: open build/site/index.html"

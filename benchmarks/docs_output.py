@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def rewrite(page: Path, folder: Path, given: PageFiles, only: str) -> None:
-    for linked in ("recipes", "examples"):
+    for linked in ("recipes", "examples", "LICENSE"):
         if not (folder / linked).exists():
             (folder / linked).symlink_to(ROOT / linked)
     for block in list(blocks(page)):

@@ -1,6 +1,6 @@
 """Write measured figures into README.md and docs/: `python -m benchmarks.measured`.
 
-measured_lines.py has the lines of each page, with {} where a figure is, and the committed result that it comes from. A
+benchmarks/figures has the lines of each page, with {} where a figure is, and the committed result that it comes from. A
 line is found by its words, across line breaks; only its figures are written. `--check` writes nothing and says what
 would change.
 """
@@ -9,7 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-from benchmarks.measured_lines import PAGES, Line
+from benchmarks.figures.pages import PAGES
+from benchmarks.figures.results import Line
 
 ROOT = Path(__file__).parents[1]
 FIGURE = r"(\d(?:[\d.,]*\d)?)"

@@ -76,15 +76,15 @@ WITHOUT = (
 @contextmanager
 def without(choice: Without) -> Iterator[None]:
     """The forecast with the efficiencies that would have been chosen without a source."""
-    held = dict(FAMILIES), efficiency._EARLY_HOPPER
+    held = dict(FAMILIES), dict(efficiency._OLD_HOPPER)
     FAMILIES.update(dict.fromkeys(choice.gpus, choice.instead))
     if "h100-80gb" in choice.gpus:
-        efficiency._EARLY_HOPPER = choice.instead
+        efficiency._OLD_HOPPER[2023] = choice.instead
     try:
         yield
     finally:
         FAMILIES.update(held[0])
-        efficiency._EARLY_HOPPER = held[1]
+        efficiency._OLD_HOPPER.update(held[1])
 
 
 def known() -> tuple[list[Figure], list[Figure]]:
@@ -215,18 +215,18 @@ def report(rows: list[Published], unseen: list[Figure], held: dict[str, Any] | N
 
 
 def first_forecasts() -> list[str]:
-    """The table of `first.json`: sources as they were forecast before anything was corrected with them in view."""
-    found = json.loads((FOLDER / "first.json").read_text())
-    return [
-        "## Forecast first, corrected afterwards",
-        "",
-        "The last four sources, by the forecast that had not seen them ([first.json](first.json)):",
-        "",
-        *HEAD,
-        *(f"| {' | '.join([name, *row])} |" for name, row in found["sources"].items()),
-        f"| {' | '.join(['all four', *found['all']])} |",
-        "",
-    ]
+    """The tables of `first.json`: sources as they were forecast before anything was corrected with them in view."""
+    lines = ["## Forecast first, corrected afterwards", ""]
+    for name, found in json.loads((FOLDER / "first.json").read_text()).items():
+        lines += [
+            f"{name.capitalize()}: sources by the forecast that had not seen them ([first.json](first.json)):",
+            "",
+            *HEAD,
+            *(f"| {' | '.join([source, *row])} |" for source, row in found["sources"].items()),
+            f"| {' | '.join(['all of them', *found['all']])} |",
+            "",
+        ]
+    return lines
 
 
 def write(rows: list[Published], unseen: list[Figure]) -> None:

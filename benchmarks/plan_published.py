@@ -43,6 +43,11 @@ NEAREST: dict[str, SystemTraits] = {
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
+    "maxtext": replace(MEGATRON, fused_softmax="never", planned_memory=True),
+    # NVIDIA's BERT: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax; later NVFuser.
+    "bert-apex": replace(
+        MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
+    ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
     "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True),
     # Of 2024, and its scripts cast the adapters to the dtype of the frozen weights.
@@ -57,9 +62,15 @@ NEAREST: dict[str, SystemTraits] = {
     # Of 2023 and 2024, with flash attention 2 on Hopper.
     "flagscale": replace(MEGATRON, flash2=True),
     "megatron-0.6": replace(MEGATRON, flash2=True),
+    # Lit-GPT with the flash-attention package's norms, rotary embeddings, SwiGLU and loss.
+    "lit-gpt-fused": replace(TRAITS["litgpt"], unfused_norms=False, fused_activation=True, loss_kernel="always"),
     # "grad_accum_dtype": "bf16" in its ds_config.json.
     "megatron-deepspeed": replace(MEGATRON, wide_gradients=False, accumulates_in_matmuls=False),
 }
+# PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
+# builds with those of their day.
+NEW_WHEELS = (2024, 10)
+CONTAINERS = {"nemo", "megatron", "megatron-0.6", "flagscale", "pax", "maxtext", "llama3"}
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
 # Keys that say where a figure comes from, or that `_run` reads.
@@ -167,6 +178,7 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     if "network" in line:
         network = Link("given", line["network"]["gb_per_second"] * 1e9, 10e-6)
     traits = TRAITS.get(line["system"]) or NEAREST[line["system"]]
+    traits = replace(traits, software=_year(line))
     adapter = None
     if line.get("adapter") is not None:
         given = dict(line["adapter"])
@@ -190,6 +202,14 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
             "traits": traits,
         }
     )
+
+
+def _year(line: dict[str, Any]) -> int:
+    """The year of a row's libraries, by its own date, such as 24.09, or that of its source."""
+    date = f"20{line['date']}" if "date" in line else sources()[line["source"]]["date"]
+    year, month = int(date[:4]), int(date[5:7] or 1)
+    outdated = line["system"] not in CONTAINERS and (year, month) < NEW_WHEELS
+    return 2023 if outdated and year == 2024 else year
 
 
 def compare(rows: list[Published], *, all_counted: bool = False) -> list[Figure]:

@@ -87,8 +87,11 @@ def test_names_are_found_however_they_are_spelled() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_ones() -> None:
-    with pytest.raises(UserMistake, match=r"No GPU is called 'a100'\. Did you mean a100-80gb or a100-40gb"):
+    with pytest.raises(UserMistake, match=r"No GPU is called 'a100'\. Did you mean a100-40gb or a100-80gb\?"):
         find_gpu("a100")
+    for part, meant in (("h100", "h100-80gb or h100-pcie or h100-96gb"), ("4090", "rtx4090")):
+        with pytest.raises(UserMistake, match=rf"No GPU is called '{part}'\. Did you mean {meant}\?"):
+            find_gpu(part)
     with pytest.raises(UserMistake, match=r"No link is called 'nvlink'\. Did you mean nvlink"):
         find_link("nvlink")
 

@@ -82,6 +82,12 @@ def test_every_name_is_answered_with_one_sentence_at_the_top_and_in_a_block() ->
             "evaluation.",
         ),
         (
+            "defaults: [base, {optimizer: adam}]",
+            "run.yaml:2: defaults is not a key shoal knows: include takes the YAML files that this one builds on, as "
+            "in "
+            "[base.yaml]; shoal import CONFIG.yaml translates a config of Hydra.",
+        ),
+        (
             "train: {loss: fused}",
             "run.yaml:2: train.loss is not a key shoal knows: train.loss_impl takes chunked or fused, which never "
             "store all logits, plain or auto.",

@@ -370,8 +370,10 @@ def test_a_name_may_be_a_folder_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "-x", "a b"])
 def test_a_name_that_would_put_the_run_elsewhere_is_refused(name: str) -> None:
-    with pytest.raises(UserMistake, match="must be made of letters"):
+    with pytest.raises(UserMistake, match="must be made of letters") as refused:
         config_from_mapping({**SHAPE, "name": name})
+    if name == "a b":
+        assert str(refused.value).endswith("after the first, as in a-b.")
 
 
 def test_an_example_with_every_block_loads(tmp_path: Path) -> None:

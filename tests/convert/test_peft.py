@@ -17,7 +17,7 @@ from shoal import api
 from shoal.cli import main
 from shoal.mistakes import UserMistake
 from shoal.models.base import fingerprint
-from shoal.use.merge import merge_run
+from shoal.use.merge import Merged, merge_run
 from tests.convert.adapted import BASES, LORA, config_of, make_base
 from tests.harness import LLAMA, settings, slow, train_again_on, weights
 
@@ -255,13 +255,22 @@ def test_the_commands_print_what_they_wrote(run, tmp_path, monkeypatch, capsys):
     assert said["output"] == str(tmp_path / "m")
     assert 0 < said["largest_logit_difference"] < 1e-5
     text = shoal("merge", str(run), "--device", "cpu")
-    assert text.startswith(f"{run / 'merged'}\nThe logits of 64 tokens differ from the run's by at most ")
+    assert text.startswith(f"{run / 'merged'}\nThe logits of 64 random tokens differ from the run's by ")
+    assert text.endswith("% (root mean square). That is the rounding of float32.\n")
+    text = shoal("merge", str(run), "-o", str(tmp_path / "half"), "--dtype", "bf16", "--device", "cpu")
+    assert text.endswith("% (root mean square). That is the rounding of bfloat16.\n")
     summary = json.loads((run / "adapter" / "adapter_config.json").read_text())
     assert summary["target_modules"] == ["q_proj", "v_proj"]
     assert summary["lora_dropout"] == 0.1
     files = {path.name for path in (run / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files
     assert "config.json" not in files
+
+
+def test_a_difference_that_is_no_rounding_is_said_with_what_to_do() -> None:
+    assert "--dtype fp32" in Merged("out", "bfloat16", 1, 9.0, 9.0, 0.5).text()
+    assert "Please report it" in Merged("out", "float32", 1, 9.0, 9.0, 0.5).text()
+    assert Merged("out", "float32", 1, None, None).text() == "out"
 
 
 @pytest.mark.parametrize("kind", ["nf4", slow("nf4-dq")])

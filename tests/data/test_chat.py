@@ -197,7 +197,7 @@ def test_a_prepared_conversation_trains_on_its_answers(
     tokens, flags = sequences[0]
     assert BYTES.decode(tokens) == ("<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>\n<|end|>")
     assert BYTES.decode(tokens[(flags & LOSS_TOKEN) > 0]) == "Two.<|im_end|>\n<|end|>"
-    assert said[0].startswith("1 documents (chat)")
+    assert said[0].startswith("1 document (chat)")
     assert any(sentence.startswith("2 invalid records or files were skipped; the first: ") for sentence in said)
     assert any("model.add_tokens: [" in sentence and "<|im_start|>" in sentence for sentence in said)
 

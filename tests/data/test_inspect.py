@@ -254,8 +254,14 @@ def test_mistakes_are_those_of_the_other_commands(write: Write, tmp_path: Path) 
         api.data_preview(write("a.jsonl", [pair("a", "b")]), ["data.maxlength=3"])
     with pytest.raises(UserMistake, match=r"empty\.jsonl is empty"):
         api.data_preview(write("empty.jsonl", "\n"))
-    with pytest.raises(UserMistake, match=r"data\.format auto does not recognize"):
+    with pytest.raises(UserMistake, match=r"data\.format auto does not recognize .* data\.columns='{text: question}'"):
         api.data_stats(write("odd.jsonl", [{"question": "?"}]))
+    odd = write("odd.jsonl", [{"id": 3, "question": "?", "reply": "!"}])
+    with pytest.raises(UserMistake) as refused:
+        api.data_stats(odd)
+    example = str(refused.value).partition("as in ")[2].partition(", or set")[0].replace("'", "")
+    assert example == "data.columns={prompt: question, completion: reply}"
+    assert api.data_stats(odd, [example, "model.tokenizer=bytes"]).documents == 1  # what is said works
 
 
 class _DropsLeadingSpaces(ByteTokenizer):

@@ -290,9 +290,9 @@ def test_what_the_names_do_not_tell_is_one_sentence_that_lists_the_sources(write
         find_source("auto", file.parent)
     write("mixed/a.jsonl", b"x")
     write("mixed/a.csv", b"x")
-    with pytest.raises(UserMistake, match=r"several kinds in .*mixed: csv, json\. Set data\.source\.$"):
+    with pytest.raises(UserMistake, match=r"several kinds in .*mixed: csv, json\. Set data\.source to the kind to"):
         find_source("auto", tmp_path / "mixed")
-    with pytest.raises(UserMistake, match=r"several kinds in data\.path: csv, json\. Set data\.source\.$"):
+    with pytest.raises(UserMistake, match=r"several kinds in data\.path: csv, json\. Give files of one kind, or set"):
         find_source("auto", [tmp_path / "mixed" / "a.jsonl", tmp_path / "mixed" / "a.csv"])
     with pytest.raises(UserMistake, match=r"holds no \.parquet files"):
         find_files("parquet", tmp_path / "mixed")

@@ -147,6 +147,16 @@ def test_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
         load_tokenizer("nowhere", tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gemma", "bert", "t5"])
+def test_a_folder_of_a_model_without_a_tokenizer_has_none(kind: str, tmp_path: Path) -> None:
+    # transformers makes one of special tokens alone, to which a text is empty or unknown.
+    from transformers import CONFIG_MAPPING
+
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    with pytest.raises(UserMistake, match=r"from .+ \(there is no vocabulary in it\)\. Set model\.tokenizer to a"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_importing_and_using_bytes_needs_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, threading, shoal.data as data; data.load_tokenizer('bytes').encode('x');"

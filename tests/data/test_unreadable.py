@@ -98,7 +98,11 @@ def test_a_socket_is_not_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_nothing_but_skipped_validation_data_names_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = mistake(tmp_path, monkeypatch, data__validation="empty.jsonl", data__on_error="skip")
-    assert re.fullmatch(r"There is no record in \S+empty\.jsonl .+ Check data\.validation\.", said)
+    assert re.fullmatch(
+        r"There is no record in \S+empty\.jsonl \(skipped: 1; the first: \S+empty\.jsonl is empty\)\. "
+        r"Check data\.validation\.",
+        said,
+    )
 
 
 @pytest.mark.parametrize(("name", "line"), [("huge.jsonl", 2), ("huge.json", 1)])

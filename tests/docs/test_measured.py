@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks.figures.pages import PAGES
 from benchmarks.measured import ROOT, refreshed
-from benchmarks.measured_lines import PAGES
 
 
 @pytest.mark.parametrize("name", PAGES)

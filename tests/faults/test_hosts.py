@@ -53,7 +53,7 @@ def test_a_link_that_is_cut_for_a_while_costs_a_restart_and_nothing_else(
         hosts.cut()
         first.wait_until(verdict.exists)
         hosts.mend()
-        ended = [first.wait(90), second.wait(90)]
+        ended = [first.wait(), second.wait()]
     assert [one.status for one in ended] == [0, 0], ended[0].err + ended[1].err
     assert {line["attempt"] for line in training_lines(run).values()} == {0, 1}
     assert verdict.read_text().startswith("The run made no progress for 4 s: rank ")
@@ -73,7 +73,7 @@ def test_a_host_that_is_lost_is_named_and_the_other_goes_on_alone_with_the_same_
     ):
         first.wait_until(lambda: bool(list_complete(run / "checkpoints")))
         second.crash(descendants(second.process.pid))
-        ended = first.wait(90)
+        ended = first.wait()
     assert ended.status == 0, ended.err
     assert re.search(r"Rank 1 on host-b is gone", ended.err), ended.err
     assert json.loads((run / "plan.json").read_text())["chosen"]["mesh"]["dp_shard"] == 1

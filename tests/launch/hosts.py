@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from tests.launch.command import Forked, ForkedCommand, _be_program, _be_worker,
 NEW_NETWORK, NEW_NAME, NEW_MOUNTS = 0x40000000, 0x04000000, 0x20000  # CLONE_NEWNET, CLONE_NEWUTS, CLONE_NEWNS
 PRIVATE, BIND = 1 << 18 | 1 << 14, 1 << 12  # MS_PRIVATE | MS_REC, MS_BIND
 PORT = 29_411
-# Seconds, all of them short: how torchrun finds out that a node is gone.
-RENDEZVOUS = "join_timeout=60,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={}"
+# Seconds: how torchrun finds out that a node is gone, and how long it waits for a second one. At the start both come,
+# on a busy machine late; once its workers have been started, nobody else will come, and it need not wait.
+RENDEZVOUS = "join_timeout=120,last_call_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=3,is_host={}"
+LATER_CALL = timedelta(seconds=1)
 
 
 def why_not() -> str | None:
@@ -110,9 +113,11 @@ class Torchrun(ForkedCommand):
 
     def _be(self, folder: Path, arguments: list[str], env: Mapping[str, str], out: int, err: int) -> Any:
         from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
         from torch.distributed.run import main
 
         def start(self: Any, arguments: Any, env: Mapping[str, str]) -> Forked:
+            RendezvousTimeout.last_call = LATER_CALL  # type: ignore[method-assign, assignment]
             _, *others = (one if one != "shoal" else "shoal.cli" for one in arguments)  # python -u -m shoal …
             return Forked(lambda: _be_worker(["python", *(one for one in others if one != "-u")], env))
 

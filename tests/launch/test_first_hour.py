@@ -201,3 +201,10 @@ def test_accumulation_steps_are_another_way_to_set_the_global_batch(instructions
     assert "as a number" in forked_shoal(tmp_path, "train", "run.yaml", "train.micro_batch=auto", "--dry-run").err
     planned = forked_shoal(tmp_path, "plan", "run.yaml", "hardware.gpu=h100-80gb", "hardware.devices=4", "--json")
     assert json.loads(planned.out)["chosen"]["global_batch"] == 24
+
+
+def test_the_help_begins_with_what_one_does_first(tmp_path: Path) -> None:
+    said = forked_shoal(tmp_path, "--help").out
+    places = [said.index(f"\n  {name} ") for name in ("init", "plan", "train", "top", "generate", "export")]
+    assert places == sorted(places)
+    assert "Begin with: shoal init" in said

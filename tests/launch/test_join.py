@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from shoal.launch.environment import read_placement
-from shoal.launch.interfaces import interface_to
+from shoal.launch.interfaces import GLOO, NCCL, interface_to, means_any
 from shoal.launch.join import choose_device
 from shoal.launch.rendezvous import Meeting, Member, check_devices
 from shoal.mistakes import RunFailed, UserMistake
@@ -180,3 +180,39 @@ def test_a_lost_connection_names_the_rank_at_its_other_end(said: str) -> None:
 
 def test_the_interface_to_this_node_itself_is_not_loopback() -> None:
     assert interface_to("127.0.0.1") in [None, *(name for _, name in socket.if_nameindex() if name != "lo")]
+
+
+@pytest.mark.parametrize("value", ["nope", "lo,nope"])
+def test_an_interface_that_does_not_exist_is_said_before_ranks_are_started(
+    value: str, text: Path, tmp_path: Path
+) -> None:
+    write_config(tmp_path, settings(text, hardware__devices=2))
+    ended = forked_shoal(tmp_path, "train", "run.yaml", env=environment(tmp_path, **{GLOO: value}))
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    said = f"shoal: {GLOO} is {value}, but the network interfaces of {socket.gethostname()} are {names}; unset {GLOO}"
+    assert ended.status == 2
+    assert said in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_task_whose_node_lacks_the_interface_says_so_before_the_rendezvous(
+    rank: int, text: Path, tmp_path: Path
+) -> None:
+    write_config(tmp_path, settings(text))
+    tasks = [{**by_hand(0)}, {}]
+    tasks[1] = {**tasks[0], "RANK": "1", "LOCAL_RANK": "1"}
+    tasks[rank] = {**tasks[rank], GLOO: "nope"}
+    ended = run_tasks(tmp_path, tasks)
+    assert ended[rank].status == 2
+    assert f"{GLOO} is nope, but the network interfaces of " in ended[rank].err
+    assert ended[1 - rank].status != 0
+    assert f"Rank {rank} failed before all ranks had joined" in ended[1 - rank].err
+
+
+def test_the_lists_of_interfaces_are_read_as_gloo_and_nccl_read_them() -> None:
+    here = ["lo", "eth0", "eth1"]
+    assert all(means_any(NCCL, value, here) for value in ("eth", "=eth0", "^lo", "^=lo,eth0", "ib,eth1", "eth0:1"))
+    assert not any(means_any(NCCL, value, here) for value in ("ib", "=eth", "^lo,eth", "^=lo,eth0,eth1"))
+    assert means_any(GLOO, "eth0,lo", here)
+    assert not any(means_any(GLOO, value, here) for value in ("eth", "^lo", "eth0,ib0"))

@@ -153,6 +153,12 @@ def test_without_slurm_it_is_shown_but_not_submitted(shoal: Callable[..., Done],
         "shoal: The cluster's partitions cannot be read: there is no sinfo on this machine; run this on a login node "
         "of the cluster. shoal submit --dry-run shows the script without Slurm.\n"
     )
+    # Slurm's programs may be installed where there is no cluster.
+    there = commands(tmp_path, sinfo="echo 'sinfo: error: Could not establish a configuration source' >&2; exit 1")
+    assert shoal("submit", "run.yaml", commands=there).stderr == (
+        "shoal: The cluster's partitions cannot be read: sinfo says: Could not establish a configuration source; run "
+        "this on a login node of the cluster. shoal submit --dry-run shows the script without Slurm.\n"
+    )
     assert not (tmp_path / "runs").exists()
 
 

@@ -16,6 +16,7 @@ from shoal.launch.environment import LAUNCH_FOLDER
 from shoal.models.loss import LanguageModel
 from shoal.parallel.exposed import COLLECTIVES, WaitTimer
 from shoal.parallel.pipeline import Stage
+from tests.custom import loops
 from tests.harness import import_compiler, lines, run_ranks, settings, slow
 
 DELAY = 0.2
@@ -71,6 +72,39 @@ def test_communication_is_measured_with_every_strategy(
     if cases is SLOW:
         import_compiler()
     check(waits(cases, text, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize("strategies", [("fsdp",), slow(("ddp", "zero1", "zero2"))], ids="-".join)
+def test_a_custom_loop_measures_it_too_and_leaves_out_evaluations(
+    strategies: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = loops.Network.forward
+
+    def delayed(self: Any, image: torch.Tensor) -> Any:
+        if os.environ["RANK"] == "1":
+            time.sleep(DELAY if self.training else 5 * DELAY)
+        return forward(self, image)
+
+    def evaluate(run: Any, model: Any) -> None:
+        if run.step_number == 1:
+            run.evaluate(lambda batch: model(batch).mean(), [torch.rand(2, 2, 6), torch.rand(2, 2, 6)])
+
+    monkeypatch.setattr(loops.Network, "forward", delayed)
+
+    def train_all() -> None:
+        for name in strategies:
+            os.environ[LAUNCH_FOLDER] = str(tmp_path / f"meet-{name}")
+            steps = 2 if name in ("fsdp", "zero2") else 3  # DDP's own timer is a step late
+            loops.train(tmp_path, name=name, each=evaluate, parallel__strategy=name, train__steps=steps)
+
+    for name in strategies:
+        (tmp_path / f"meet-{name}").mkdir()
+    run_ranks(2, train_all)
+    found = {name: lines(tmp_path / name) for name in strategies}
+    check(found)
+    # The value is at most the step's time, which is without the evaluation: with it, they would be equal.
+    evaluated = [found[name][0] for name in found if name in ("fsdp", "zero2")]
+    assert all(line["communication_seconds"] < line["seconds"] for line in evaluated), evaluated
 
 
 def test_each_way_to_wait_is_timed_and_then_put_back() -> None:

@@ -18,7 +18,7 @@ from shoal import api
 from shoal.cli.app import app
 from shoal.mistakes import UserMistake
 from shoal.observe.charts import charts_of, thinned
-from shoal.observe.report_compare import config_differences
+from shoal.observe.report_compare import MISSING, config_differences, effective_config
 from shoal.observe.results import results_of
 from shoal.observe.run_reader import RunReader, column, number
 from tests.harness import settings, train_on
@@ -242,6 +242,60 @@ def test_several_runs_are_compared_on_one_page(run: Path, tmp_path: Path) -> Non
     ]
     assert "3.5000" in page.sections["results"]
     assert [series["label"] for series in charts_in(page)["loss"]["series"]] == ["first", "second"]
+
+
+def test_runs_of_different_kinds_say_what_can_be_compared(run: Path, tmp_path: Path) -> None:
+    """One that failed, one with another objective and batch, and a custom loop, whose script makes its data."""
+    runs = tmp_path / "runs"
+    failed = write_run(runs / "failed", done=20)
+    append(failed / "metrics.jsonl", training_line(30, loss=None))
+    (failed / "outcome.json").write_text(json.dumps({"state": "failed", "why": "the loss was non-finite", "ended": 1}))
+    pairs = write_run(runs / "pairs")
+    config = (pairs / "config.yaml").read_text()
+    assert config.count("objective: causal_lm") == config.count("max_length: 1024") == 1
+    changed = config.replace("objective: causal_lm", "objective: dpo").replace("max_length: 1024", "max_length: 512")
+    (pairs / "config.yaml").write_text(changed)
+    loop = write_run(runs / "loop", lr=7e-4)
+    plan = json.loads((loop / "plan.json").read_text())
+    (loop / "plan.json").write_text(json.dumps({**plan, "custom_loop": True, "forecast": None}))
+    lines = [training_line(step, samples=8 * step, samples_per_second=44.0) for step in (10, 20)]
+    for line in lines:
+        del line["tokens"], line["tokens_per_second"], line["loss_tokens"]
+    (loop / "metrics.jsonl").unlink()
+    append(loop / "metrics.jsonl", *lines)
+
+    found = api.report([run, failed, pairs, loop], tmp_path / "all.html")
+    assert [one["samples_per_second"] for one in found.as_dict()["runs"]] == [None, None, None, 44.0]
+    page = Page((tmp_path / "all.html").read_text())
+    results, differences = page.sections["results"], page.sections["differences"]
+    assert "non-finite" in results
+    assert "failed: the loss was non-finite" in results
+    assert "differ in objective, so their losses are of different things" in results
+    assert "different numbers of tokens" in results
+    assert "custom loop" in results
+    assert "160" in results  # its samples
+    assert "causal_lm causal_lm dpo –" in " ".join(differences.split())
+    assert "train.lr" not in differences  # the same in all but the custom loop, whose script makes it
+    assert "data.source" not in differences
+    drawn = charts_in(page)
+    assert [one["label"] for one in drawn["samples"]["series"]] == ["loop"]
+    assert drawn["loss"]["series"][-1]["samples"] == [80, 160]
+    assert "loop" not in [one["label"] for one in drawn["speed"]["series"]]
+
+    api.report([loop])
+    alone = page_of(loop).sections
+    assert "Samples/s 44" in " ".join(alone["figures"].split())
+    assert "books.txt" not in alone["setup"]
+    assert "config.yaml name=loop-again" not in alone["repeat"]
+
+
+def test_a_value_that_was_auto_is_compared_as_chosen(run: Path) -> None:
+    strategy = RunReader(run).read().planned("chosen", "strategy")
+    assert effective_config(RunReader(run).read())["parallel"]["strategy"] == f"{strategy} (auto)"
+
+
+def test_a_block_is_compared_by_its_keys() -> None:
+    assert config_differences([{"a": None}, {"a": {"b": 1}}]) == {"a.b": [MISSING, 1]}
 
 
 def test_a_key_that_one_config_lacks_is_a_difference() -> None:

@@ -45,6 +45,17 @@ def test_a_finished_run_is_printed_once_with_its_curves_and_events(run: Path) ->
     assert any("⠀" <= character <= "⣿" for character in said)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_captions_are_whole_in_a_narrow_terminal_and_without_unicode(run: Path, encoding: str) -> None:
+    ended = CliRunner(charset=encoding).invoke(app, ["top", str(run)], env={"COLUMNS": "44", "NO_COLOR": "1"})
+    assert ended.exit_code == 0, ended.output
+    assert "evaluation loss  " in ended.output
+    assert ended.output.count("step 2 to 4 ") == 1  # of the evaluation loss
+    assert ended.output.count("step 1 to 4 ") == 4
+    assert "\x1b" not in ended.output
+    assert ("*" in ended.output) == (encoding == "latin-1")
+
+
 def test_json_has_the_facts_of_the_files(run: Path) -> None:
     found = json.loads(top(run.name, "--runs", str(run.parent), "--json"))
     last = lines(run)[-1]

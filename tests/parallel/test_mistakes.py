@@ -28,6 +28,15 @@ def mistake(world_size: int, config: dict[str, Any], runs: Path) -> str:
     return says
 
 
+def planned(world_size: int, config: dict[str, Any]) -> str:
+    """What `shoal plan` says of the same config: as a mistake, or after the forecast of what is not built yet."""
+    try:
+        plan = api.plan(api.config_from_mapping({**config, "hardware": {"devices": world_size}}))
+    except UserMistake as refused:
+        return str(refused)
+    return " ".join(plan.notes)
+
+
 def shape(**changes: Any) -> dict[str, Any]:
     sizes = {"family": "llama", "hidden": 48, "layers": 3, "heads": 6, "kv_heads": 3, "ffn": 96, "vocab": 260}
     return {**sizes, "positions": 512, **changes}
@@ -55,13 +64,24 @@ def shape(**changes: Any) -> dict[str, Any]:
         (3, {}, {"tp": 2}, "3 processes cannot be split into groups of 2"),
         (2, {}, {"strategy": "fsdp", "wrap": {"classes": ["LlamaMLPs"]}}, "is a LlamaMLPs. Did you mean LlamaMLP or"),
         (2, {"tied": True}, {"strategy": "fsdp", "wrap": {"classes": ["Embedding"]}}, "Embedding cannot be wrapped"),
+        (
+            2,
+            {},
+            {"strategy": "zero2", "wrap": {"min_params": 3000}},
+            "train.recompute selective needs FSDP units of whole blocks, and parallel.wrap selects",
+        ),
         (2, {}, {"strategy": "fsdp", "offload": {"optimizer": "nvme", "path": "nowhere/at/all"}}, "is not a folder"),
     ],
 )
 def test_a_split_that_is_impossible_says_why(world_size, model, parallel, says, instructions, tmp_path):
     config = settings(instructions, model__shape=shape(**model), parallel=parallel, data__max_length=192)
+    config["train"]["recompute"] = "selective"
     config["train"].update(global_batch=24, micro_batch=2)
     assert says in mistake(world_size, config, tmp_path / "runs")
+    if "strategy" not in parallel or "min_params" in parallel.get(
+        "wrap", {}
+    ):  # classes and folders are not in the sizes of a model
+        assert says in planned(world_size, config)
 
 
 def test_a_shard_boundary_inside_a_quantization_block_names_a_degree_without_one(instructions, tmp_path):
@@ -72,6 +92,22 @@ def test_a_shard_boundary_inside_a_quantization_block_names_a_degree_without_one
         "parallel.tp 4 shards rows of model.layers.0.self_attn.o_proj.weight into 128 elements, not a multiple of the "
         "adamw8bit block of 256; use parallel.tp 2, or train.optimizer.name adamw."
     )
+    assert "adamw8bit block of 256; use parallel.tp 2" in planned(4, config)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "says"),
+    [
+        ({"kind": "lora", "dora": True}, "adapter.dora needs the norm of whole weight matrices"),
+        ({"kind": "qlora", "quantize": "nf4-dq"}, "adapter.quantize nf4-dq quantizes the scales of a whole matrix"),
+        ({"kind": "qlora"}, "o_proj has 64 inputs, and each rank needs a multiple of 64"),
+    ],
+)
+def test_an_adapter_that_cannot_be_split_says_why(adapter, says, instructions, tmp_path):
+    whole = shape(hidden=64, heads=4, kv_heads=4, ffn=128)
+    config = settings(instructions, model__shape=whole, parallel={"tp": 2}, adapter=adapter)
+    assert says in mistake(2, config, tmp_path / "runs")
+    assert says in planned(2, config)
 
 
 def test_a_number_of_micro_batches_that_a_schedule_cannot_divide_names_the_nearest_that_it_can(instructions, tmp_path):
@@ -80,6 +116,7 @@ def test_a_number_of_micro_batches_that_a_schedule_cannot_divide_names_the_neare
     says = mistake(2, config, tmp_path / "runs")
     assert "5 micro-batches cannot be split into 2 rounds; change train.global_batch or micro_batch" in says
     assert "so that there are 4 or 6" in says
+    assert planned(2, config) == says
 
 
 def folder_with(model: Any, path: Path) -> dict[str, str]:
@@ -100,15 +137,16 @@ def test_a_family_without_a_plan_is_not_split(parallel, says, instructions, tmp_
     model = BertLMHeadModel(BertConfig(**sizes, vocab_size=260, is_decoder=True))
     config = settings(instructions, model=folder_with(model, tmp_path / "start"), parallel=parallel)
     assert says in mistake(2, config, tmp_path / "runs")
+    assert says in planned(2, config)
 
 
 def test_a_sequence_with_a_sliding_window_is_not_split(instructions, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260}
     model = MistralForCausalLM(MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=16))
     config = settings(instructions, model=folder_with(model, tmp_path / "start"), parallel={"cp": 2})
-    assert "cannot be used with a sliding window (16 tokens) shorter than data.max_length" in (
-        mistake(2, config, tmp_path / "runs")
-    )
+    says = "cannot be used with a sliding window (16 tokens) shorter than data.max_length"
+    assert says in mistake(2, config, tmp_path / "runs")
+    assert says in planned(2, config)
 
 
 @pytest.mark.parametrize(

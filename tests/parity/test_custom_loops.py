@@ -76,12 +76,21 @@ def test_an_evaluation_is_the_mean_over_all_samples_on_any_number_of_ranks(name:
 
 
 def test_an_evaluation_within_a_step_is_not_of_its_time(tmp_path: Path) -> None:
-    def evaluate(run: Any, model: Any) -> None:
-        run.log_evaluation(run.evaluate(lambda _: time.sleep(0.5) or torch.tensor(1.0), [torch.rand(4)]))
+    """Held against the clock of this process, so that it does not matter how long a busy machine takes for a step."""
+    clock = tmp_path / "clock.jsonl"
 
-    run = train_on(1, tmp_path, each=evaluate, train__steps=2)
-    for line in lines(run):
-        assert line["data_seconds"] < line["seconds"] < 0.4
+    def evaluate(run: Any, model: Any) -> None:
+        began = time.perf_counter()
+        run.log_evaluation(run.evaluate(lambda _: time.sleep(0.5) or torch.tensor(1.0), [torch.rand(4)]))
+        with clock.open("a") as file:
+            file.write(json.dumps([began, time.perf_counter()]) + "\n")
+
+    run = train_on(1, tmp_path, each=evaluate, train__steps=3)
+    (_, first_ended), (began, ended), (third_began, _) = map(json.loads, clock.read_text().splitlines())
+    third = lines(run)[-1]
+    # Step 3 begins when step 2 ends, and both times are between the first evaluation and the third. The second one,
+    # of half a second, is within it: if it counted, only a step 2 of half a second would hide that.
+    assert third["data_seconds"] < third["seconds"] <= third_began - first_ended - (ended - began) + 1e-6
 
 
 def every_line(run: Path) -> list[dict[str, Any]]:

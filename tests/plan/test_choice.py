@@ -8,6 +8,7 @@ import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from shoal import api
+from shoal.config.combinations import find_combinations
 from shoal.mistakes import UserMistake
 from shoal.plan.advise import Question, savings
 from shoal.plan.decide import choose
@@ -274,6 +275,31 @@ def test_where_replicas_and_shards_do_not_fit_tensor_parallelism_is_chosen_if_al
 def test_tensor_parallelism_is_chosen_only_if_it_divides_the_sequence_length():
     odd = plan(*TOO_LARGE[:1], "data.max_length=8190", *TOO_LARGE[2:], *TWO_NODES)
     assert 8190 % odd.choice.run.mesh.tp == 0
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.optimizer=muon",),
+        ("eval.prompts=[One]",),
+        ("model.attention=eager",),
+        ("adapter={kind: lora, dora: true, rank: 512}", "data.max_length=65536"),
+    ],
+    ids=str,
+)
+def test_auto_and_the_changes_it_offers_are_what_training_accepts(overrides):
+    """Tensor parallelism would make each of these fit, and training refuses it with them."""
+    found = plan(*TOO_LARGE, *TWO_NODES, *overrides)
+    offered = [found.choice, *(change.choice for change in found.changes), *found.alternatives]
+    assert {one.config.parallel.tp for one in offered} == {1}
+    assert [key for one in offered for key, _ in find_combinations(one.config)] == []
+
+
+def test_a_model_without_a_tensor_parallel_plan_is_not_offered_one():
+    found = plan(*TOO_LARGE[1:], "model.shape=gemma2-27b", "hardware.gpu=a100-40gb", "hardware.devices=2")
+    assert not found.fits
+    assert not [one for change in found.changes for one in change.settings if one.startswith("parallel.tp")]
+    assert {(one.run.mesh.tp, one.run.mesh.pp) for one in found.alternatives} == {(1, 1)}
 
 
 def test_a_batch_smaller_than_the_data_parallel_ranks_is_answered_with_what_leaves_fewer():

@@ -5,23 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from shoal import api
+from benchmarks.figures.encoders import MEASURED, forecast_of
 from tests.plan.planning import make_run
 
-MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/gpu/encoders_h200/encoders.json").read_text())
+CASES = json.loads((Path(__file__).parents[2] / MEASURED).read_text())
 
 
-@pytest.mark.parametrize("case", MEASURED)
+@pytest.mark.parametrize("case", CASES)
 def test_an_encoder_has_the_measured_speed_and_memory(case):
-    measured = MEASURED[case]["measured"]
-    config = measured["config"]
-    given = {
-        "model": {key: config["model"][key] for key in ("shape", "tokenizer", "add_tokens", "dropout")},
-        "data": {key: config["data"][key] for key in ("source", "path", "max_length", "pack", "label", "validation")},
-        "train": {key: config["train"][key] for key in ("objective", "global_batch", "micro_batch", "recompute")},
-        "hardware": {"gpu": "h200", "devices": 1},
-    }
-    found = api.plan(api.config_from_mapping(given)).as_dict()
+    measured = CASES[case]["measured"]
+    found = forecast_of(measured["config"])
     # Padding is computed too, so that it is the time of a step that can be compared.
     assert found["speed"]["step_seconds"] == pytest.approx(measured["step_seconds"], rel=0.10)
     assert found["memory"]["allocated_gib"] == pytest.approx(measured["allocated_gib"], rel=0.05)

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.goodput.simulate import simulate
 from shoal.plan.goodput import Conditions
+from shoal.plan.render import plan_text
 from tests.plan.planning import EIGHT_H100, plan
 
 SIMULATED = Path(__file__).parents[2] / "benchmarks" / "goodput" / "simulated.json"
@@ -33,6 +34,14 @@ def test_the_shares_of_time_add_up_and_interruptions_follow_the_duration() -> No
     assert goodput["interruptions"] == pytest.approx(goodput["interruptions_per_day"] * days, rel=1e-4)
     # Weights and two moments in fp32.
     assert goodput["checkpoint_bytes"] == pytest.approx(12 * found["model"]["parameters"], rel=1e-6)
+
+
+def test_a_run_of_seconds_is_shown_without_its_goodput() -> None:
+    tiny = "model.shape={family: llama, hidden: 64, layers: 2, heads: 2, vocab: 260}"
+    said = plan_text(plan(tiny, "hardware.gpu=h100-80gb", "train.steps=10", "data.max_length=64"))
+    assert "goodput" not in said
+    assert " 0 ms" not in said
+    assert "goodput" in plan_text(plan(*EIGHT_B, "train.steps=1000"))
 
 
 def test_an_unknown_duration_leaves_the_rates() -> None:

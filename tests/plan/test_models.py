@@ -11,6 +11,7 @@ from shoal.config.schema import HardwareConfig, ModelConfig
 from shoal.mistakes import UserMistake
 from shoal.plan.machine import read_machine, usual_network
 from shoal.plan.models import has_dropout, read_shape, shape_from_settings
+from tests.plan.planning import plan
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -90,6 +91,44 @@ def test_gpt2_size_names_are_read():
         "n_positions": 1024,
     }
     assert parameters(shape_from_settings(settings)) == parameters(NAMED["gpt2"])
+
+
+def test_distilbert_size_names_are_read():
+    sizes = {"dim": 768, "n_layers": 6, "n_heads": 12, "hidden_dim": 3072, "vocab_size": 30522}
+    shape = shape_from_settings({"model_type": "distilbert", "max_position_embeddings": 512, **sizes})
+    assert (shape.family, shape.hidden, shape.layers, shape.heads, shape.ffn) == ("bert", 768, 6, 12, 3072)
+
+
+SMALL = "model.shape={family: llama, hidden: 96, heads: 4, ffn: 160, vocab: 260}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("model.shape=gpt2", "adapter={kind: lora, dora: true}"), "store their matrices transposed"),
+        ((SMALL, "adapter=qlora"), "have no linear layers whose input size is a multiple of 64"),
+        ((SMALL, "adapter={kind: lora, rank: 100}"), "adapter.rank 100 is larger than a matrix that it adapts; use at"),
+    ],
+)
+def test_an_adapter_that_training_refuses_is_refused(overrides, says):
+    with pytest.raises(UserMistake, match=says):
+        plan(*overrides, "data.max_length=512", "train.global_batch=8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "says"),
+    [
+        ("jamba", ("data.pack=true",), "data.pack is true, but jamba cannot keep documents apart"),
+        ("jamba", ("train.objective=dpo",), "dpo needs to know the documents of a sequence, but jamba cannot keep"),
+        ("llama", ("data.max_length=4096",), "data.max_length 4096 exceeds the 1024 positions"),
+    ],
+)
+def test_what_training_refuses_of_a_model_is_said_after_its_forecast(kind, overrides, says, tmp_path: Path):
+    folder = write(tmp_path / "model", {**LLAMA, "model_type": kind, "max_position_embeddings": 1024})
+    common = (f"model.from={folder}", "data.path=some.jsonl", "data.max_length=512", "hardware.gpu=a100-80gb")
+    notes = plan(*common, *overrides).notes
+    assert [note for note in notes if note.startswith("shoal train does not accept this: ") and says in note]
+    assert not [note for note in plan(*common).notes if "does not accept" in note]
 
 
 def test_the_dropout_of_a_model_is_read(tmp_path: Path):

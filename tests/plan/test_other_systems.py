@@ -116,7 +116,7 @@ def test_the_slowdown_by_overlapped_collectives_falls_with_the_speed_of_the_link
 
 def test_devices_have_the_efficiency_of_their_own_measurements():
     assert efficiency(find_gpu("h100-80gb")) == replace(efficiency(find_gpu("h200")), fp8=0.667)
-    assert efficiency(find_gpu("h100-80gb"), early=True).matmuls < efficiency(find_gpu("h100-80gb")).matmuls
+    assert efficiency(find_gpu("h100-80gb"), software=2023).matmuls < efficiency(find_gpu("h100-80gb")).matmuls
     shares = {name: efficiency(GPUS[name]).matmuls for name in MATMULS}
     # GeForce parts boost above the clock of their peak; 70 W do not sustain that of an L4.
     assert shares["rtx4090"] > 0.85 > shares["v100-32gb"] > 0.65 > shares["l4"]
@@ -132,9 +132,9 @@ def test_flash_attention_2_is_slower_than_cudnn_on_hopper_only():
     assert attention("a100-80gb", flash2=True) == attention("a100-80gb", flash2=False)
 
 
-def test_a_host_steps_a_billion_parameters_in_a_quarter_of_a_second_on_a_dgx2():
+def test_a_host_steps_a_billion_parameters_in_seven_tenths_of_a_second_on_a_dgx2():
     host = host_adam(make_run("llama2-7b", "v100-32gb", precision="16-mixed"))
-    assert 1e9 * STEP_BYTES / host == pytest.approx(0.25, rel=0.1)
+    assert 1e9 * STEP_BYTES / host == pytest.approx(8.2 / 11.6, rel=0.02)
     run = make_run("llama2-7b", "a100-80gb", strategy="zero2", mesh=Mesh(dp_shard=8), traits=DEEPSPEED)
     offloaded = forecast_speed(run.with_(offload="optimizer"))
     # The ranks of DeepSpeed share the cores of their host: about a second per billion.
@@ -142,13 +142,70 @@ def test_a_host_steps_a_billion_parameters_in_a_quarter_of_a_second_on_a_dgx2():
     assert term(offloaded, "optimizer") == 0
 
 
-def test_large_clusters_wait_for_their_slowest_node():
-    assert straggling(1) == 0
-    assert straggling(2) < 0.003
-    assert straggling(128) == pytest.approx(0.095, abs=0.01)
-    assert 0.19 < straggling(2048) <= 0.2
-    step = forecast_speed(make_run(strategy="fsdp", mesh=Mesh(dp_shard=1024)))
-    assert term(step, "stragglers") / step.step_seconds == pytest.approx(0.087, abs=0.01)
+def test_large_clusters_wait_for_their_slowest_device():
+    assert straggling(8, 1) == 0
+    assert 0 < straggling(8, 2) < 0.005
+    assert straggling(8, 256) == pytest.approx(0.024, abs=0.002)
+    assert straggling(8, 256) < straggling(8, 2048) < 0.035
+    step = forecast_speed(make_run(strategy="fsdp", mesh=Mesh(dp_shard=1024), devices=8))
+    assert term(step, "stragglers") / step.step_seconds == pytest.approx(0.021, abs=0.003)
+
+
+def test_older_libraries_are_slower_on_hopper_and_not_on_ampere():
+    def matmuls(gpu: str, software: int) -> float:
+        traits = replace(SYSTEMS["torchtitan"], software=software)
+        return term(forecast_speed(make_run(gpu=gpu, length=4096, traits=traits)), "matmuls")
+
+    for gpu in ("h100-80gb", "h800-80gb", "h200"):
+        assert matmuls(gpu, 2023) > 1.05 * matmuls(gpu, 2024) > 1.1 * matmuls(gpu, 0)
+    assert matmuls("b200", 2025) == pytest.approx(matmuls("b200", 0) / 0.9, rel=0.02)
+    assert matmuls("a100-80gb", 2023) == matmuls("a100-80gb", 0)
+    # 350 W limit it to less than what libraries of 2023 reached elsewhere.
+    assert matmuls("h100-pcie", 2023) == matmuls("h100-pcie", 0)
+
+
+def test_transformer_engine_casts_weights_to_fp8_once_per_step():
+    run = make_run("llama3-8b", "h100-80gb", precision="fp8", strategy="zero1", mesh=Mesh(dp_shard=8))
+    kept = run.with_(traits=SYSTEMS["megatron"], grad_accum_steps=8)
+    cast = kept.with_(traits=replace(SYSTEMS["megatron"], keeps_fp8_weights=False))
+    first, second = (term(forecast_speed(one), "matmuls") for one in (kept, cast))
+    # Seven of eight micro-batches save three bytes per element forward, four backward.
+    saved = 7 * 7.0e9 * 7 / (3.35e12 * 0.64)
+    assert second - first == pytest.approx(saved, rel=0.05)
+    single = [one.with_(grad_accum_steps=1) for one in (kept, cast)]
+    assert forecast_speed(single[0]).step_seconds == forecast_speed(single[1]).step_seconds
+
+
+def test_megatron_hides_transfers_between_the_stages_of_an_interleaved_pipeline():
+    run = make_run("llama3-70b", "h100-80gb", strategy="zero1", mesh=Mesh(tp=4, pp=4, dp_shard=2), devices=8)
+    run = run.with_(grad_accum_steps=32, traits=SYSTEMS["megatron"])
+    apart = run.with_(schedule="interleaved", virtual_stages=5)
+    exposed = apart.with_(traits=replace(run.traits, overlaps_pipeline=False))
+    found = [term(forecast_speed(one), "between pipeline stages") for one in (run, apart, exposed)]
+    assert found[1] < 0.3 * found[2]
+    assert found[2] > 4 * found[0]  # five stages per rank receive and send as often
+
+
+def test_pefts_dropout_is_in_the_dtype_of_its_adapters():
+    def added(**traits: object) -> float:
+        changed = replace(HUGGING_FACE, **traits)  # type: ignore[arg-type]
+        with_dropout, without = (adapted(dropout=choice, traits=changed, micro_batch=8) for choice in (True, False))
+        return seconds(with_dropout) - seconds(without)
+
+    # Two and a half elements of 16 bits become four and a half.
+    assert added() == pytest.approx(4.5 / 2.5 * added(narrow_adapters=True), rel=0.02)
+    assert added(peft=False) == pytest.approx(added(narrow_adapters=True), rel=0.02)
+
+
+def test_a_foreach_adamw_moves_each_tensor_in_every_kernel():
+    run = make_run("llama3.2-3b", "l40s", precision="bf16-true", traits=SYSTEMS["huggingface"])
+    fused = run.with_(traits=replace(run.traits, foreach_step=False))
+    eightbit = run.with_(optimizer="adamw8bit")
+    step = [term(forecast_speed(one), "optimizer") for one in (run, fused)]
+    assert step[0] == pytest.approx(3.2e9 * (20 + 3) * 2 / (864e9 * 0.8), rel=0.02)
+    assert step[0] > 1.7 * step[1]
+    same = eightbit.with_(traits=fused.traits)
+    assert forecast_speed(eightbit).step_seconds == forecast_speed(same).step_seconds
 
 
 def test_ring_attention_sends_repeated_keys_and_merges_what_it_computes():

@@ -98,7 +98,7 @@ def test_changes_are_ordered_by_what_they_affect_and_then_by_time(monkeypatch, c
     ("arguments", "sentence"),
     [
         (["model.shape=llama3-9b"], "Did you mean llama3-8b"),
-        (["model.shape=gpt2", "hardware.gpu=h100"], "or h100-80gb?"),
+        (["model.shape=gpt2", "hardware.gpu=h100"], "Did you mean h100-80gb or"),
         (["model.shape=gpt2", "hardware.network=infiniband"], "Did you mean infiniband"),
         (["model.from=nobody/llama-2-8b"], "Did you mean"),
         (["model.shape={hidden: 100, heads: 7}"], "is not divisible by 7 heads"),

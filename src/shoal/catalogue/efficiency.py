@@ -113,8 +113,15 @@ FLASH, EFFICIENT, AMD = 0.83, 0.32, 0.56
 _AMPERE = Efficiency(matmuls=0.735, attention=0.64, bandwidth=0.60, fp8=0.62)
 # From 35 of the runs in benchmarks/gpu/sweep_h200; 20 others were measured afterwards.
 _HOPPER = Efficiency(matmuls=0.75, attention=0.52, bandwidth=0.64, fp8=0.62, half_keys=200)
-# Software of 2023, before cuBLAS and attention kernels had Hopper's instructions: llm-foundry's H100 results.
-_EARLY_HOPPER = Efficiency(matmuls=0.60, attention=0.335, bandwidth=0.60, fp8=0.62)
+# Hopper with older libraries, by their year. 2023, before cuBLAS and attention kernels had Hopper's instructions:
+# llm-foundry's H100 results. 2024: halfway to today's; NVIDIA's own results became 27% faster from mid-2023 to mid-2024
+# (MLPerf Training 4.0, 512 H100).
+_OLD_HOPPER: dict[int, Efficiency] = {
+    2023: Efficiency(matmuls=0.60, attention=0.335, bandwidth=0.60, fp8=0.62),
+    2024: replace(_HOPPER, matmuls=(0.60 + 0.75) / 2),
+}
+# The same of Blackwell's data center parts, as a share of today's: in its first full year as Hopper in its second.
+_OLD_BLACKWELL: dict[int, float] = {2025: 0.9}
 
 
 def _published(name: str) -> Efficiency:
@@ -160,14 +167,28 @@ _BY_CAPABILITY = {
 }
 
 
-def efficiency(gpu: Gpu, *, early: bool = False) -> Efficiency:
-    """The efficiency of a GPU; without published results that of the most similar family. `early`: with software of
-    2023."""
-    if early and gpu.name in ("h100-80gb", "h100-pcie"):
-        return _EARLY_HOPPER
+def efficiency(gpu: Gpu, *, software: int = 0) -> Efficiency:
+    """The efficiency of a GPU; without published results that of the most similar family. `software`: the year of the
+    libraries that run on it, where that matters; 0: today's."""
     if gpu.name in FAMILIES:
-        return FAMILIES[gpu.name]
-    capability = gpu.compute_capability
-    if capability is None:
-        return _AMPERE if gpu.is_cpu else FAMILIES["mi300x"]
-    return FAMILIES[_BY_CAPABILITY.get(capability, "h200" if capability >= (9, 0) else "a100-80gb")]
+        found = FAMILIES[gpu.name]
+    elif gpu.compute_capability is None:
+        found = _AMPERE if gpu.is_cpu else FAMILIES["mi300x"]
+    else:
+        newer = "h200" if gpu.compute_capability >= (9, 0) else "a100-80gb"
+        found = FAMILIES[_BY_CAPABILITY.get(gpu.compute_capability, newer)]
+    # The H100 with 96 GB was measured with software of 2024.
+    if software in _OLD_HOPPER and gpu.compute_capability == (9, 0) and gpu.name != "h100-96gb":
+        old = _OLD_HOPPER[software]
+        return replace(
+            old,
+            matmuls=min(found.matmuls, old.matmuls),
+            attention=min(found.attention, old.attention),
+            fp8=min(found.fp8, old.fp8),
+            fp32=found.fp32,
+            inner_half=found.inner_half,
+        )
+    if software in _OLD_BLACKWELL and gpu.compute_capability in ((10, 0), (10, 3)):
+        share = _OLD_BLACKWELL[software]
+        return replace(found, matmuls=share * found.matmuls, attention=share * found.attention, fp8=share * found.fp8)
+    return found

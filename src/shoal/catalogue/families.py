@@ -57,6 +57,7 @@ class Family:
     gated: bool = False  # gated MLP: three matrices instead of two
     rotary: bool = False
     learned_positions: bool = False
+    transposed: bool = False  # linear layers are Conv1D, which stores its matrix transposed
     linear_bias: bool = False  # on every linear layer of a block
     qkv_bias: bool = False  # on query, key and value, where the other linear layers have none
     rms_norm: bool = False  # several kernels in transformers; LayerNorm is one kernel in PyTorch
@@ -173,6 +174,7 @@ FAMILIES: dict[str, Family] = {
             positions="wpe",
             entry=("drop",),
         ),
+        transposed=True,
         learned_positions=True,
         hidden_dropout=True,
         linear_bias=True,

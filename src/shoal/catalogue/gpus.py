@@ -211,10 +211,12 @@ def recognize(device_name: str) -> Gpu | None:
 
 
 def _meant(name: str, choices: Iterable[str]) -> str:
-    # A prefix ('a100') suggests the names that it starts, even if another is closer by edit distance ('a10g').
+    # A part ('a100', '4090') suggests the names that have it, the usual one first, even if another is closer by edit
+    # distance ('a10g', 'h100-pcie').
     spelled = _spelled(name)
     names = list(choices)
-    return suggestion(spelled, [choice for choice in names if choice.startswith(spelled)] or names)
+    partly = [choice for choice in names if choice.startswith(spelled)] or [one for one in names if spelled in one]
+    return f" Did you mean {' or '.join(partly[:3])}?" if spelled and partly else suggestion(spelled, names)
 
 
 def _spelled(name: str) -> str:

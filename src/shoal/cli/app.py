@@ -35,6 +35,7 @@ from shoal.mistakes import RunFailed, UserMistake
 
 app = typer.Typer(
     help="Train and fine-tune transformers on one device or many, from one YAML file.",
+    epilog="Begin with: shoal init chess-tiny, shoal plan chess-tiny.yaml, shoal train chess-tiny.yaml.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -43,7 +44,9 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
-app.command("checkpoints")(checkpoints)
+# In the order of a run's life, which is that of `shoal --help`.
+app.command("init")(init)
+app.command("download")(download)
 app.command("plan", cls=ConfigCommand)(plan_command)
 app.command("doctor")(doctor)
 app.command("train", cls=TrainCommand)(train)
@@ -55,16 +58,15 @@ app.command("logs")(logs)
 app.command("cancel")(cancel)
 app.command("report")(report)
 app.command("ui")(ui)
-app.command("init")(init)
-app.command("download")(download)
-app.command("export")(export_command)
-app.command("merge")(merge_command)
-app.command("import", cls=ImportCommand)(import_command)
+app.command("checkpoints")(checkpoints)
 app.command("generate")(generate)
 app.command("chat")(chat)
 app.command("eval")(evaluate)
 app.command("embed")(embed)
 app.command("predict")(predict)
+app.command("export")(export_command)
+app.command("merge")(merge_command)
+app.command("import", cls=ImportCommand)(import_command)
 
 
 def _version(wanted: bool) -> None:

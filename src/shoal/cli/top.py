@@ -1,5 +1,6 @@
 """`shoal top`: a run in the terminal, live, from its files."""
 
+import io
 import os
 import select
 import sys
@@ -7,12 +8,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli.common import AsJson, print_json
 from shoal.cli.jobs import Name, Runs
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 def top(
@@ -38,20 +42,27 @@ def top(
     from shoal.observe.top import render
 
     console = Console(highlight=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # arrows, where the locale has none
+
+    def shown() -> "RenderableType":
+        about = (status.name, status.state, status.detail)
+        return render(view, *about, console.width, ascii_only=console.options.ascii_only)
+
     if once or not console.is_terminal:
-        console.print(render(view, status.name, status.state, status.detail, console.width))
+        console.print(shown())
         return
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live, _keys() as pressed:
             while status.active:
-                live.update(render(view, status.name, status.state, status.detail, console.width), refresh=True)
+                live.update(shown(), refresh=True)
                 if pressed(every) in ("q", "Q"):
                     break
                 view.refresh()
                 status = api.status(run, runs=runs)
     except KeyboardInterrupt:
         pass
-    console.print(render(view, status.name, status.state, status.detail, console.width))
+    console.print(shown())
 
 
 @contextmanager

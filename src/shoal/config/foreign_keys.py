@@ -1,5 +1,5 @@
 """What other tools call our keys: Hugging Face Trainer, Accelerate, axolotl, LitGPT, Lightning, torchtune, torchtitan,
-DeepSpeed. Nothing in the spelling would lead from one to the other."""
+DeepSpeed, Hydra. Nothing in the spelling would lead from one to the other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -199,6 +199,12 @@ WORDS: tuple[tuple[str, str, str], ...] = (
         "name",
         "names the run, and shoal train --resume goes on from its newest checkpoint",
         "resume_from_checkpoint resume auto_resume auto_resume_from_checkpoints",
+    ),
+    (
+        "include",
+        "takes the YAML files that this one builds on, as in [base.yaml]; shoal import CONFIG.yaml translates a config "
+        "of Hydra",
+        "defaults",
     ),
     ("seed", "sets the seed of all randomness", "random_seed manual_seed data_seed seed_everything"),
     (

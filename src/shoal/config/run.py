@@ -18,6 +18,9 @@ from shoal.mistakes import UserMistake
 IDENTITY = ("model", "adapter", "data", "seed", "train.objective", "train.global_batch", "train.optimizer.name")
 # Exceptions, which do not change the results. Files may move: training compares their contents.
 INCIDENTAL = ("model.attention", "data.workers", "data.path")
+# What the script of a custom loop makes, whatever its config says: whole blocks, and keys of `train`.
+BLOCKS_OF_SCRIPT = ("model", "adapter", "data", "eval")
+MADE_BY_SCRIPT = ("lr", "lr_groups", "schedule", "optimizer", "objective", "loss_impl", "cuda_graphs", "early_stop")
 
 
 class RunDirectory:

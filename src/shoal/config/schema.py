@@ -103,7 +103,9 @@ class Config(Block):
     def _names_one_folder(cls, name: str) -> str:
         # The name becomes a folder under runs/: a slash or a leading dot would put the run somewhere else.
         if not re.fullmatch(r"\w[\w.+-]*", name):
-            raise PydanticCustomError("unfit", "made of letters, digits, and . _ + - after the first")
+            plain = re.sub(r"[^\w.+-]+", "-", name).strip(".+-")
+            hint = f", as in {plain}" if plain else ""
+            raise PydanticCustomError("unfit", f"made of letters, digits, and . _ + - after the first{hint}")
         return name
 
     @model_validator(mode="after")

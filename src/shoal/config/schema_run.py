@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
-from pydantic import Field, Strict, model_validator
+from pydantic import Field, Strict, field_validator, model_validator
 
 from shoal.catalogue.gpus import find_gpu, find_link
 from shoal.catalogue.strategies import ALIASES, SHARDINGS, STRATEGIES
@@ -197,6 +197,11 @@ class HardwareConfig(Block):
     disk_gb_per_second: Quantity | None = Field(
         None, description="Speed at which a node writes checkpoints, in GB/s; null: 1."
     )
+
+    @field_validator("gpu", mode="before")
+    @classmethod
+    def _a_number_is_a_name(cls, gpu: Any) -> Any:
+        return str(gpu) if type(gpu) is int else gpu  # 4090, which YAML reads as a number; rtx4090 is then suggested
 
     @model_validator(mode="after")
     def _names_are_known(self) -> "HardwareConfig":

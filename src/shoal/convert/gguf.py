@@ -1,6 +1,7 @@
 """Converts a GGUF file to a Hugging Face folder. A GGUF file holds tensors and values, and no code."""
 
 import io
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
@@ -35,7 +36,7 @@ def convert_gguf(file: Path, folder: Path, *, dtype: torch.dtype = torch.bfloat1
 
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        with _without_progress_bars():
+        with quiet():
             model = AutoModelForCausalLM.from_pretrained(
                 **where, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
             )
@@ -55,17 +56,27 @@ def convert_gguf(file: Path, folder: Path, *, dtype: torch.dtype = torch.bfloat1
     tokenizer.model_max_length = settings.max_position_embeddings
     for name in ("is_local", "local_files_only"):  # how it was loaded
         tokenizer.init_kwargs.pop(name, None)
-    with _without_progress_bars():
+    with quiet():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """For bars that transformers has no setting for."""
-    with redirect_stderr(io.StringIO()):
-        yield
+def quiet() -> Iterator[None]:
+    """Without the progress bars that transformers has no setting for, and without what DeepSpeed says of the machine
+    when transformers imports it to save a model. A filter, since the import sets the level of DeepSpeed's logger."""
+    logger = logging.getLogger("DeepSpeed")
+    logger.addFilter(_drop)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.removeFilter(_drop)
+
+
+def _drop(_: logging.LogRecord) -> bool:
+    return False
 
 
 def _pretokenizer(file: Path) -> str | None:

@@ -70,7 +70,7 @@ class Summary:
         """The summary for a person: the first sentence says what there is, the others what was left out."""
         if self.format == "cells":
             return self._sentences_about_cells()
-        sequences = f"{self.sequences:,} sequences"
+        sequences = f"{self.sequences:,} sequence{'s' if self.sequences != 1 else ''}"
         if self.filled is not None:
             sequences = f"packed into {sequences}, {self.filled:.1%} full"
         kind = self.format
@@ -81,7 +81,8 @@ class Summary:
             counted = f"{self.mean_length:,.0f} tokens each"
         if self.classes is not None:
             counted += f", {len(self.classes):,} classes"
-        said = [f"{self.units:,} {self.unit} ({kind}), {self.tokens:,} tokens, {sequences}; {counted}."]
+        unit = self.unit.removesuffix("s") if self.units == 1 else self.unit
+        said = [f"{self.units:,} {unit} ({kind}), {self.tokens:,} tokens, {sequences}; {counted}."]
         left = "pairs" if self.pairs else "documents or sequences"
         if self.truncated:
             said.append(f"{self.truncated:,} {self.unit} are longer than data.max_length and were truncated.")

@@ -217,7 +217,9 @@ def tokenize_records(
 
 
 def _nothing(where: str, errors: Errors, what: str, key: str) -> NothingToLearn:
-    skipped = f" ({errors.count:,} were skipped; the first: {errors.first})" if errors.count else ""
+    # What to do about one bad record is no help where nothing is left.
+    first = (errors.first or "").partition(". ")[0].rstrip(".")
+    skipped = f" (skipped: {errors.count:,}; the first: {first})" if errors.count else ""
     return NothingToLearn(f"There is {what} in {where}{skipped}. Check {key}.")
 
 

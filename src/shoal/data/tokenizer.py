@@ -50,11 +50,24 @@ def load_tokenizer(name: str, folder: Path | None = None, *, add_tokens: Sequenc
         loaded = AutoTokenizer.from_pretrained(location, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types here: OSError, ValueError, KeyError, its own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserMistake(
-            f"No tokenizer could be loaded from {location} ({reason}). Set model.tokenizer to a folder with a "
-            "tokenizer.json, to an id that is in the local Hugging Face cache, to `bytes`, or to `chess`."
-        ) from error
+        raise _no_tokenizer(location, reason) from error
+    if _is_blank(loaded):
+        raise _no_tokenizer(location, "there is no vocabulary in it")
     return PretrainedTokenizer(name, loaded, add_tokens)
+
+
+def _no_tokenizer(location: str, reason: str) -> UserMistake:
+    return UserMistake(
+        f"No tokenizer could be loaded from {location} ({reason.rstrip('.:')}). Set model.tokenizer to a folder with a "
+        "tokenizer.json, to an id that is in the local Hugging Face cache, to `bytes`, or to `chess`."
+    )
+
+
+def _is_blank(loaded: Any) -> bool:
+    """Whether it has special tokens alone. For a folder with a config.json and without a tokenizer, transformers makes
+    such a one of many model types (qwen2, gemma, bert), to which every text is empty or unknown. T5's has a `▁` too."""
+    special = {*loaded.all_special_tokens, *map(str, loaded.added_tokens_decoder.values())}
+    return len(loaded.get_vocab().keys() - special) < 2
 
 
 class ByteTokenizer(Tokenizer):

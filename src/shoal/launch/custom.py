@@ -123,7 +123,7 @@ class JoinedRun:
             self._stack.close()
             raise
         tell: Callable[[str], None] = partial(report_failure, HUNG) if launched else print_sentence
-        self.context = LaunchContext(heartbeat_file(), tell)
+        self.context = LaunchContext(heartbeat_file(), tell, command=_command())
 
     @property
     def nodes(self) -> int:
@@ -237,6 +237,15 @@ def _program() -> tuple[str, str]:
             "hardware.devices to 1, or start the program with torchrun."
         )
     return "path", str(Path(file).resolve())
+
+
+def _command() -> Sequence[str]:
+    """How the user started this program, for the record; nothing in a notebook."""
+    try:
+        kind, target = _program()
+    except UserMistake:
+        return ()
+    return ("python", *(("-m", target) if kind == "module" else (target,)), *sys.argv[1:])
 
 
 def explain(error: BaseException) -> BaseException:

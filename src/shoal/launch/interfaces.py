@@ -1,17 +1,44 @@
 """The network interface through which this node reaches another: what gloo has to be told where a host name resolves to
-a loopback address, as on Debian."""
+a loopback address, as on Debian. And the interfaces that the user has named."""
 
 import array
 import fcntl
+import os
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 
 from shoal.launch.environment import is_loopback
+from shoal.mistakes import UserMistake
 
 _ADDRESS_OF = 0x8915  # Linux: SIOCGIFADDR
 # Any address that is not ours: which interface has the default route. Nothing is sent.
 _ELSEWHERE = "192.0.2.1"
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def check_interfaces(variables: Sequence[str]) -> None:
+    """A UserMistake if one of these variables names a network interface that this node does not have: gloo and NCCL
+    would find that out after minutes, or wait for each other."""
+    here = [name for _, name in socket.if_nameindex()]
+    for variable in variables:
+        wanted = os.environ.get(variable)
+        if wanted and not means_any(variable, wanted, here):
+            raise UserMistake(
+                f"{variable} is {wanted}, but the network interfaces of {socket.gethostname()} are {', '.join(here)}; "
+                f"unset {variable}, or name one of these."
+            )
+
+
+def means_any(variable: str, wanted: str, here: Sequence[str]) -> bool:
+    """Whether the value of a variable means interfaces that are here. Gloo's is a list of names, all of which have to
+    be. NCCL's is a list of prefixes, or of names after a =; after a ^ it is what is left out."""
+    if variable == GLOO:
+        return set(wanted.split(",")) <= set(here)
+    negated, exact = wanted.startswith("^"), wanted.lstrip("^").startswith("=")
+    names = tuple(name.partition(":")[0] for name in wanted.lstrip("^=").split(",") if name)
+    return any((name in names if exact else name.startswith(names)) != negated for name in here)
 
 
 def interface_to(address: str) -> str | None:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from shoal.config.schema import Config
 from shoal.launch.environment import LAUNCH_FOLDER, TORCHRUN, Placement, adopt
-from shoal.launch.interfaces import own_address
+from shoal.launch.interfaces import GLOO, NCCL, check_interfaces, own_address
 from shoal.launch.rendezvous import Meeting, Member, check_devices, has_agent_store
 from shoal.mistakes import UserMistake
 from shoal.parallel.ranks import Ranks
@@ -95,6 +95,7 @@ def joined_within(hang_timeout: float, *, alone: bool = True, meeting: Meeting |
     if world_size == 1 and alone:
         yield ranks
         return
+    check_interfaces([GLOO, NCCL] if device.type == "cuda" else [GLOO])
     record_collectives()
     # Longer than the watchdog's timeout, whose message is more helpful.
     timeout = timedelta(seconds=2 * hang_timeout + 60)

@@ -25,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from shoal.crash import report_trace
 from shoal.files import write_atomically
 from shoal.launch.environment import LAUNCH_FOLDER
+from shoal.launch.interfaces import GLOO, check_interfaces
 from shoal.launch.join import attempt
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.resilience.signals import LAUNCHER, die_with_parent, second_signal_ends
@@ -85,6 +86,7 @@ def run_processes(
     raised here or, if the ranks were restarted, given to `warn`. One of `report_out_of_memory` is raised as `RanOut`.
     The traceback of a rank is written to a file in `crashes`.
     """
+    check_interfaces([GLOO] if processes > 1 else [])
     with temporary_folder() as shared:
         os.environ[LAUNCH_FOLDER], os.environ[LAUNCHER] = str(shared), str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))

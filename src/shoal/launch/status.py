@@ -60,7 +60,8 @@ def find_run(given: str, runs: Path = DEFAULT_RUNS) -> Path:
             if is_run(path):
                 return path
     names = [path.name for path in run_folders(runs)]
-    raise UserMistake(f"There is no run {given}, neither as a folder nor in {runs}.{suggestion(given, names)}")
+    meant = suggestion(given, names) or (" shoal status lists those that there are." if names else "")
+    raise UserMistake(f"There is no run {given}, neither as a folder nor in {runs}.{meant}")
 
 
 def run_folders(runs: Path) -> list[Path]:

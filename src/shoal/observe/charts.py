@@ -1,4 +1,4 @@
-"""The charts of runs as data for `pages/charts.js`: series over steps, tokens and hours, thinned for a screen.
+"""The charts of runs as data for `pages/charts.js`: series over steps, tokens, samples and hours, thinned for a screen.
 
 One run has several series in a chart, such as training and evaluation loss; of several runs, each has one.
 """
@@ -14,6 +14,8 @@ from shoal.observe.run_reader import RunRecord, Values, column, number
 MOST_POINTS = 400  # of a series
 MOST_OTHERS = 8  # charts of metrics that are not listed here
 FAULTS = ("restart", "fault", "stop")  # events that are marked in the charts of one run
+
+AXES = ("step", "tokens", "samples", "hours")
 
 Chart = dict[str, Any]
 
@@ -34,6 +36,7 @@ CHARTS = {
     "lr": ("Learning rate", "small"),
     "grad_norm": ("Gradient norm", "number"),
     "speed": ("Throughput in tokens/s", "tokens"),
+    "samples": ("Throughput in samples/s", "tokens"),
     "mfu": ("MFU", "percent"),
     "memory": ("Memory per device", "gib"),
     "seconds": ("Time per step", "seconds"),
@@ -47,6 +50,7 @@ CURVES = (
     Curve("lr", "learning rate", "lr"),
     Curve("grad_norm", "gradient norm", "grad_norm"),
     Curve("tokens_per_second", "tokens/s", "speed"),
+    Curve("samples_per_second", "samples/s", "samples"),
     Curve("mfu", "MFU", "mfu"),
     Curve("memory_gib", "allocated", "memory"),
     Curve("reserved_gib", "reserved", "memory"),
@@ -59,7 +63,8 @@ CURVES = (
     Curve("temperature_celsius", "temperature", "temperature"),
 )
 # Not metrics, or shown elsewhere. Perplexity is the loss again.
-NOT_DRAWN = {"step", "attempt", "time", "tokens", "loss_tokens", "skipped", "eval_perplexity", "memory_total_gib"}
+NOT_DRAWN = {"step", "attempt", "time", "tokens", "loss_tokens", "samples", "skipped", "eval_perplexity"}
+NOT_DRAWN |= {"memory_total_gib"}
 
 
 _DRAWN: "WeakKeyDictionary[RunRecord, list[Chart]]" = WeakKeyDictionary()
@@ -118,7 +123,7 @@ def compared_charts(runs: Sequence[tuple[str, RunRecord]], only: Collection[str]
 
 
 class Axis:
-    """Where a step is on the axes: its tokens and its hours since the run's start."""
+    """Where a step is on the axes: its tokens or samples, and its hours since the run's start."""
 
     def __init__(self, run: RunRecord) -> None:
         times = [
@@ -128,14 +133,19 @@ class Axis:
         self._steps = [one["step"] for one in run.training]
         self._training = run.training
 
-    def place(self, line: Values) -> tuple[float, float | None, float | None]:
-        tokens = number(line.get("tokens"))
-        if tokens is None:  # of an evaluation: as after the training step before it
+    def place(self, line: Values) -> dict[str, float | None]:
+        """By the name of each axis."""
+        counted = line
+        if "loss" not in line:  # of an evaluation: as after the training step before it
             index = bisect_right(self._steps, line["step"]) - 1
-            tokens = number(self._training[index].get("tokens")) if index >= 0 else 0
+            counted = self._training[index] if index >= 0 else {}
         seconds = number(line.get("time"))
-        hours = None if seconds is None or self.start is None else (seconds - self.start) / 3600
-        return line["step"], tokens, hours
+        return {
+            "step": line["step"],
+            "tokens": number(counted.get("tokens")),
+            "samples": number(counted.get("samples")),
+            "hours": None if seconds is None or self.start is None else _short((seconds - self.start) / 3600),
+        }
 
 
 def _series(run: RunRecord, axis: Axis, curve: Curve, label: str) -> Chart:
@@ -146,9 +156,7 @@ def _series(run: RunRecord, axis: Axis, curve: Curve, label: str) -> Chart:
     return {
         "label": label,
         "points": curve.evaluation,
-        "step": [step for step, _, _ in places],
-        "tokens": [tokens for _, tokens, _ in places],
-        "hours": [None if hours is None else _short(hours) for _, _, hours in places],
+        **{name: [place[name] for place in places] for name in AXES},
         "y": [_short(value) for _, value in kept],
     }
 
@@ -165,8 +173,7 @@ def _marks(run: RunRecord, axis: Axis) -> list[Chart]:
     for event in run.events:
         step = number(event.get("step"))
         if event["event"] in FAULTS and step is not None:
-            _, tokens, hours = axis.place({"step": step, "time": event.get("time")})
-            found.append({"label": event["event"], "step": step, "tokens": tokens, "hours": hours})
+            found.append({"label": event["event"], **axis.place({"step": step, "time": event.get("time")})})
     return found
 
 

@@ -9,8 +9,9 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 BLANK = 0x2800
 
 
-def draw_curve(points: Sequence[Point], width: int, height: int) -> list[str]:
-    """`height` lines of `width` characters; empty without points. The lowest value is at the bottom."""
+def draw_curve(points: Sequence[Point], width: int, height: int, *, ascii_only: bool = False) -> list[str]:
+    """`height` lines of `width` characters; empty without points. The lowest value is at the bottom. `ascii_only`: with
+    asterisks, for a terminal that has no Braille."""
     known = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     if not known:
         return []
@@ -25,6 +26,8 @@ def draw_curve(points: Sequence[Point], width: int, height: int) -> list[str]:
         for at, down in _line(before or (column, row), (column, row)):
             cells[down // 4][at // 2] |= DOTS[down % 4][at % 2]
         before = (column, row)
+    if ascii_only:
+        return ["".join("*" if bits else " " for bits in line) for line in cells]
     return ["".join(chr(BLANK + bits) for bits in line) for line in cells]
 
 

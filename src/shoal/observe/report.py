@@ -85,11 +85,12 @@ def tiles(run: RunRecord, results: Results) -> Html:
     shown: list[tuple[str, str, str | None]] = [
         (
             "Loss",
-            figures.decimal(results.loss),
+            loss_text(run, results),
             f"{figures.count(results.skipped)} steps skipped" if results.skipped else None,
         ),
         ("Evaluation loss", figures.decimal(results.eval_loss), best),
         ("Tokens/s", figures.count(results.tokens_per_second), f"{figures.compact(results.tokens)} tokens so far"),
+        ("Samples/s", figures.count(results.samples_per_second), f"{figures.compact(results.samples)} samples so far"),
         ("MFU", figures.percent(results.mfu), None),
         ("Peak memory", figures.gib(results.memory_gib), _of_total(run)),
         (
@@ -110,6 +111,11 @@ def tiles(run: RunRecord, results: Results) -> Html:
         data_live=True,
         aria_label="Figures",
     )
+
+
+def loss_text(run: RunRecord, results: Results) -> str:
+    """The loss of the last line, which is null where it is not finite."""
+    return "non-finite" if results.loss is None and run.training else figures.decimal(results.loss)
 
 
 def _of_total(run: RunRecord) -> str | None:

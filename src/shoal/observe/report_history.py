@@ -113,15 +113,21 @@ def _sample(index: int, prompt: str, texts: Sequence[Values]) -> Html:
 def repeat(run: RunRecord) -> Html:
     """The commands that repeat the run, and its config."""
     started = next(
-        (one for one in run.events if one["event"] == "start" and isinstance(one.get("command"), list)), None
+        (
+            one
+            for one in run.events
+            if one["event"] == "start" and one.get("command") and isinstance(one["command"], list)
+        ),
+        None,
     )
     again = shlex.join(["shoal", "train", str(run.path / "config.yaml"), f"name={run.name}-again"])
     return section(
         "repeat",
         "Repeat it",
         [tag("p", "It was started with"), copyable(_command(started["command"]))] if started else None,
-        tag("p", "The run's own config has every default and override of that time:"),
-        copyable(again),
+        None  # the script starts it
+        if run.custom
+        else [tag("p", "The run's own config has every default and override of that time:"), copyable(again)],
         tag("details", tag("summary", "config.yaml"), copyable(run.config_text), id="config")
         if run.config_text
         else None,

@@ -12,25 +12,33 @@ def setup(run: RunRecord) -> Html:
     chosen, data = (run.planned(name) or {} for name in ("chosen", "data"))
     accumulation = number(look_up(chosen, "grad_accum_steps"))
     batch = [
-        f"{figures.count(number(look_up(chosen, 'global_batch')))} sequences" if chosen else None,
+        f"{figures.count(number(look_up(chosen, 'global_batch')))} {'samples' if run.custom else 'sequences'}"
+        if chosen
+        else None,
         f"micro-batch {look_up(chosen, 'micro_batch')}" if chosen else None,
         figures.counted(int(accumulation), "gradient accumulation step") if accumulation else None,
     ]
     schedule, optimizer = run.get("train", "schedule") or {}, run.get("train", "optimizer") or {}
-    facts: list[tuple[str, Child]] = [
-        ("Model", model_name(run)),
-        ("Parameters", figures.count(number(run.plan.get("parameters"))) if run.plan.get("parameters") else None),
+    language: list[tuple[str, Child]] = [
         ("Adapter", _adapter(run)),
-        ("Objective", run.get("train", "objective")),
+        ("Objective", objective(run)),
         ("Data", _data_name(run)),
         ("Tokens of the data", _data_size(data)),
         ("Sequence length", figures.count(number(run.get("data", "max_length"))) if run.config else None),
-        ("Batch", _listed(*batch)),
+    ]
+    updates: list[tuple[str, Child]] = [
         ("Optimizer", _listed(look_up(optimizer, "name"), _named("weight decay", look_up(optimizer, "weight_decay")))),
         (
             "Learning rate",
             _listed(run.get("train", "lr"), look_up(schedule, "name"), _named("warmup", look_up(schedule, "warmup"))),
         ),
+    ]
+    facts: list[tuple[str, Child]] = [
+        ("Model", model_name(run)),
+        ("Parameters", figures.count(number(run.plan.get("parameters"))) if run.plan.get("parameters") else None),
+        *([("Objective", objective(run))] if run.custom else language),
+        ("Batch", _listed(*batch)),
+        *([] if run.custom else updates),
         ("Precision", run.get("train", "precision")),
         ("Strategy", _strategy(chosen)),
         ("Activation checkpointing", _text(look_up(chosen, "recompute"))),
@@ -39,6 +47,11 @@ def setup(run: RunRecord) -> Html:
         ("Seed", _text(run.get("seed"))),
     ]
     return section("setup", "What was trained on what", definitions(facts))
+
+
+def objective(run: RunRecord) -> str | None:
+    """What is learnt."""
+    return "custom loop" if run.custom else _text(run.get("train", "objective"))
 
 
 def model_name(run: RunRecord) -> str:

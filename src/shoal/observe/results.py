@@ -19,6 +19,8 @@ class Results:
     best_step: int | None
     tokens: float | None
     tokens_per_second: float | None  # mean of recent lines
+    samples: float | None  # of a custom loop, which has no tokens
+    samples_per_second: float | None
     mfu: float | None
     memory_gib: float | None  # peak
     seconds: float | None  # since it was started first, or until it ended
@@ -55,6 +57,8 @@ def _results_of(run: RunRecord) -> Results:
         best_step=int(best[1]) if best else None,
         tokens=number(last.get("tokens")),
         tokens_per_second=_mean(recent, "tokens_per_second"),
+        samples=number(last.get("samples")),
+        samples_per_second=_mean(recent, "samples_per_second"),
         mfu=_mean(recent, "mfu"),
         memory_gib=max(column(run.training, "memory_gib")[1], default=None),
         seconds=_duration(run),

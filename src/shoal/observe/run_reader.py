@@ -69,6 +69,11 @@ class RunRecord:
         return None if found is None else int(found)
 
     @property
+    def custom(self) -> bool:
+        """Whether a loop of the user's own trains: it counts samples, and the config says nothing of model and data."""
+        return self.plan.get("custom_loop") is True
+
+    @property
     def step(self) -> int | None:
         return int(self.training[-1]["step"]) if self.training else None
 

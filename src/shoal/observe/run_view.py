@@ -14,7 +14,7 @@ from shoal.observe.json_lines import GrowingLines
 from shoal.observe.progress import Trend, waits
 from shoal.observe.run_reader import kept_lines
 
-CURVES = ("loss", "eval_loss", "tokens_per_second", "lr", "grad_norm")
+CURVES = ("loss", "eval_loss", "tokens_per_second", "samples_per_second", "lr", "grad_norm")
 POINTS = 400  # of a curve
 SHOWN = 20  # newest events of a kind
 
@@ -79,6 +79,7 @@ class RunView:
         return {
             **status,
             **{name: newest.get(name) for name in ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second")},
+            **{name: newest.get(name) for name in ("samples", "samples_per_second")},
             **{name: newest.get(name) for name in ("mfu", "memory_gib", "memory_total_gib", "seconds", "skipped")},
             **{name: newest.get(name) for name in ("gpu_utilization", "power_watts", "temperature_celsius")},
             "attempt": newest.get("attempt"),

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from shoal.observe import figures
 from shoal.observe.curve import Point, draw_curve, thinned
 from shoal.observe.events import FAULT, RESTART, SAVE, STOP, WARNING
 from shoal.observe.progress import duration, format_metrics
@@ -19,24 +20,29 @@ TITLES = {
     "loss": "loss",
     "eval_loss": "evaluation loss",
     "tokens_per_second": "tokens/s",
+    "samples_per_second": "samples/s",
     "lr": "learning rate",
     "grad_norm": "gradient norm",
 }
 HEIGHT = 5  # lines of a curve
 EVENTS_SHOWN = 6
+NARROW = 80  # columns below which curves are not side by side: their captions would be cut off
 QUIET = 60.0  # seconds without a line after which it is said
 
 
-def render(view: RunView, name: str, state: str, detail: str, width: int) -> RenderableType:
+def render(
+    view: RunView, name: str, state: str, detail: str, width: int, *, ascii_only: bool = False
+) -> RenderableType:
     """Everything that is known of a run, `width` characters wide."""
     parts: list[RenderableType] = [_head(view, name, state, detail)]
     curves = [(TITLES[key], view.curve(key)) for key in TITLES]
-    drawn = [_panel(title, points, width // 2 - 4) for title, points in curves if points]
+    columns = 1 if width < NARROW else 2
+    drawn = [_panel(title, points, width // columns - 4, ascii_only) for title, points in curves if points]
     table = Table.grid(expand=True)
-    table.add_column(ratio=1)
-    table.add_column(ratio=1)
-    for first in range(0, len(drawn), 2):
-        table.add_row(*drawn[first : first + 2])
+    for _ in range(columns):
+        table.add_column(ratio=1)
+    for first in range(0, len(drawn), columns):
+        table.add_row(*drawn[first : first + columns])
     if drawn:
         parts.append(table)
     if happened := _events(view):
@@ -66,9 +72,9 @@ def _head(view: RunView, name: str, state: str, detail: str) -> Text:
     return text
 
 
-def _panel(title: str, points: Sequence[Point], width: int) -> Panel:
+def _panel(title: str, points: Sequence[Point], width: int, ascii_only: bool) -> Panel:
     values = [value for _, value in points]
-    lines = draw_curve(thinned(points, 2 * max(1, width)), max(1, width), HEIGHT)
+    lines = draw_curve(thinned(points, 2 * max(1, width)), max(1, width), HEIGHT, ascii_only=ascii_only)
     between = f"{shown(min(values))} to {shown(max(values))}, step {points[0][0]:.0f} to {points[-1][0]:.0f}"
     title = f"{title}  {shown(values[-1])}"
     return Panel(Text("\n".join(lines)), title=title, title_align="left", subtitle=between, subtitle_align="right")
@@ -86,7 +92,7 @@ def _events(view: RunView) -> RenderableType | None:
     table = Table.grid(padding=(0, 2))
     if saves:
         newest = saves[-1]
-        size = f", {newest['bytes'] / 2**20:,.1f} MiB" if newest.get("bytes") else ""
+        size = f", {figures.size(newest['bytes'])}" if newest.get("bytes") else ""
         seconds = f" in {newest['seconds']:.1f} s" if isinstance(newest.get("seconds"), int | float) else ""
         table.add_row("checkpoints", f"{len(saves)} written, the newest at step {newest['step']}{seconds}{size}")
     for kind, style in ((RESTART, "yellow"), (FAULT, "red"), (WARNING, "yellow"), (STOP, "")):

@@ -9,9 +9,9 @@ from shoal.catalogue.optimizers import find_optimizer
 from shoal.config.schema import TrainConfig
 from shoal.mistakes import UserMistake
 from shoal.models.anatomy import read_anatomy
-from shoal.models.tensor_slices import BLOCK
 from shoal.optim.eight_bit import is_quantized
 from shoal.parallel.tensor import row_parallel_widths
+from shoal.plan.check import check_moment_shards
 
 
 def check_groups(parameters: Mapping[str, nn.Parameter], train: TrainConfig) -> None:
@@ -33,14 +33,4 @@ def check_quantization_blocks(model: nn.Module, train: TrainConfig, degree: int)
         for name, width in row_parallel_widths(model, read_anatomy(model)).items()
         if parameters[name].requires_grad and is_quantized(tuple(parameters[name].shape))
     }
-    fitting = [
-        one
-        for one in range(1, degree + 1)
-        if degree % one == 0 and (one == 1 or all(width % (one * BLOCK) == 0 for width in widths.values()))
-    ]
-    if fitting[-1] != degree:
-        name = next(name for name, width in widths.items() if width % (degree * BLOCK))
-        raise UserMistake(
-            f"parallel.tp {degree} shards rows of {name} into {widths[name] // degree} elements, not a multiple of the "
-            f"{optimizer.name} block of {BLOCK}; use parallel.tp {fitting[-1]}, or train.optimizer.name adamw."
-        )
+    check_moment_shards(degree, optimizer.name, widths)

@@ -10,46 +10,23 @@ from torch import Tensor, nn
 from shoal.catalogue.families import PLANS
 from shoal.config.mesh import Mesh
 from shoal.config.schema import Config
-from shoal.mistakes import UserMistake
 from shoal.models.adapters import DOWN, MAGNITUDE, adapted_layers, add_adapter_output
 from shoal.models.anatomy import Anatomy
-from shoal.models.nf4 import BLOCK, is_double
 from shoal.models.nf4_layers import is_quantized, parts_of, quantized_layers, replace_storage
 from shoal.models.nf4_linear import nf4_linear, nf4_lora_linear
 from shoal.parallel.patch import patch
 from shoal.parallel.tensor import RowParallel
+from shoal.plan.check import check_adapter, check_nf4_shard
 
 
 def check_adapters(model: Any, config: Config, mesh: Mesh) -> None:
     """Raise a UserMistake if the mesh or the precision does not support the adapter."""
-    adapter, tp = config.adapter, mesh.tp
-    if adapter.kind == "none":
-        return
-    if adapter.dora and tp > 1:
-        raise UserMistake(
-            f"adapter.dora needs the norm of whole weight matrices, which parallel.tp {tp} splits; use "
-            "parallel.strategy fsdp, or adapter.dora false."
-        )
-    if adapter.kind != "qlora":
-        return
-    if config.train.precision == "fp8":
-        raise UserMistake(
-            "train.precision fp8 and adapter.kind qlora both decide how the frozen weights are stored: use bf16-mixed, "
-            "or adapter.kind lora."
-        )
-    if tp > 1 and is_double(adapter.quantize):
-        raise UserMistake(
-            f"adapter.quantize {adapter.quantize} quantizes the scales of a whole matrix together, which parallel.tp "
-            f"{tp} splits; use {adapter.quantize.removesuffix('-dq')}."
-        )
+    check_adapter(config.adapter, config.train.precision, mesh.tp)
     plan = PLANS.get(model.config.model_type)
-    for row in plan.row if plan is not None and tp > 1 else ():
+    for row in plan.row if plan is not None and mesh.tp > 1 else ():
         for layer in (module for name, module in model.named_modules() if name.endswith(f".{row}")):
-            if hasattr(layer, "quantized") and layer.in_features % (tp * BLOCK):
-                raise UserMistake(
-                    f"adapter.kind qlora with parallel.tp {tp}: {row} has {layer.in_features} inputs, and each rank "
-                    f"needs a multiple of {BLOCK}; use adapter.kind lora, or a smaller parallel.tp."
-                )
+            if hasattr(layer, "quantized"):
+                check_nf4_shard(mesh.tp, row, layer.in_features)
 
 
 def use_quantized(model: nn.Module, dtype: torch.dtype) -> None:

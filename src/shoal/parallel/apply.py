@@ -22,6 +22,7 @@ from shoal.parallel.context import split_sequence
 from shoal.parallel.finish import Applied, finish
 from shoal.parallel.float8 import use_float8, uses_float8_head
 from shoal.parallel.model import ParallelModel
+from shoal.parallel.packed import pack_weights, packs_weights
 from shoal.parallel.parallel_dims import ParallelDims
 from shoal.parallel.patch import patch
 from shoal.parallel.pipeline import Stage
@@ -85,6 +86,7 @@ def parallelize(
             use_adapters(stage.model, stage.anatomy, together=together and backend is not None)
         if precision.compute in emulated:
             _emulate_matmuls(module, stage.blocks, recipe, emulated)
+        packed = pack_weights(stage.model, stage.blocks) if packs_weights(recipe) else []
         recompute_blocks(stage.blocks, config.train.recompute)
         # After activation checkpointing, so that the compiled graph contains the recomputation.
         if backend is not None:
@@ -108,7 +110,9 @@ def parallelize(
         done.parameters |= dict(stage.model.named_parameters())
         # DDP after materialization: it cannot wrap a module on meta.
         if not recipe.fully_shard:
-            module = replicate_stage(module, stage, config.parallel, parallel_dims, precision, cuda_graphs=cuda_graphs)
+            module = replicate_stage(
+                module, stage, config.parallel, parallel_dims, precision, packed, cuda_graphs=cuda_graphs
+            )
         done.modules.append(module)
     return finish(model, recipe, done, cuda_graphs=cuda_graphs)
 

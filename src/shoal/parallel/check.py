@@ -13,7 +13,7 @@ from shoal.parallel.context import check_context_parallel
 from shoal.parallel.deepspeed import check_deepspeed
 from shoal.parallel.stages import check_pipeline
 from shoal.parallel.tensor import check_tensor_parallel
-from shoal.parallel.units import choose_blocks
+from shoal.parallel.units import check_recomputed, choose_blocks
 
 SHARD_INSTEAD = "use parallel.strategy fsdp with parallel.wrap {min_params: 10_000_000}, which needs none"
 
@@ -38,4 +38,5 @@ def check_parallel(model: Any, config: Config, *, strategy: str, mesh: Mesh, gra
     if uses_deepspeed(config):
         check_deepspeed(config)
     elif find_strategy(strategy).fully_shard:
-        choose_blocks(model, anatomy, parallel.wrap)
+        units = choose_blocks(model, anatomy, parallel.wrap)
+        check_recomputed(units, anatomy.block_modules(model), train.recompute)

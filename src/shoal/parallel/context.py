@@ -17,11 +17,11 @@ from torch import Tensor
 from shoal.catalogue.families import find_plan
 from shoal.config.mesh import Mesh
 from shoal.data.loader import MicroBatch
-from shoal.mistakes import UserMistake
 from shoal.models.attention import MASKLESS, document_mask, window_within
 from shoal.models.attention_kernels import HEADS, SEQUENCE, must_repeat_keys, repeat_heads
 from shoal.parallel.collectives import all_gather, all_to_all
 from shoal.parallel.micro_batches import Prepare
+from shoal.plan.check import check_ulysses, check_window
 
 
 def check_context_parallel(model: Any, mesh: Mesh, method: str, longest: int) -> None:
@@ -33,17 +33,8 @@ def check_context_parallel(model: Any, mesh: Mesh, method: str, longest: int) ->
     if mesh.cp == 1:
         return
     settings = model.config.get_text_config()
-    if (window := window_within(settings, longest)) is not None:
-        raise UserMistake(
-            f"{key} cannot be used with a sliding window ({window} tokens) shorter than data.max_length; lower that, "
-            "or use parallel.strategy fsdp alone."
-        )
-    heads = settings.num_attention_heads // mesh.tp
-    if method == "ulysses" and heads % mesh.cp:
-        raise UserMistake(
-            f"parallel.cp {mesh.cp} with cp_method ulysses does not divide the {heads} attention heads "
-            f"{'of a tensor-parallel rank' if mesh.tp > 1 else 'of the model'}; use cp_method gather."
-        )
+    check_window(mesh.cp, window_within(settings, longest), longest)
+    check_ulysses(mesh.cp, mesh.tp, method, settings.num_attention_heads)
 
 
 @dataclass(frozen=True)

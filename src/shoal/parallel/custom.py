@@ -33,7 +33,7 @@ from shoal.parallel.precision import ComputeCopies, Precision, read_precision
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.shard import replicate, reshards_after_forward, shard_fully
-from shoal.parallel.units import Units, blocks_of_classes, choose_any_units
+from shoal.parallel.units import Units, blocks_of_classes, check_recomputed, choose_any_units
 
 # DDP's sentence about parameters without a gradient begins so.
 UNUSED = "Expected to have finished reduction in the prior iteration"
@@ -130,6 +130,8 @@ def parallelize_custom(
     shapes = {name: tuple(one.shape) for name, one in saved.items()}
     blocks = _blocks(networks, config)
     units = _units(networks, parallel.wrap) if fully_shard else {}
+    for key in networks:
+        check_recomputed(units.get(key, []), blocks[key], train.recompute)
     backend = compile_backend(train.compile, ranks.device)
     for key, model in networks.items():
         if precision.compute != torch.float32:

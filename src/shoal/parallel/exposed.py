@@ -48,6 +48,7 @@ class WaitTimer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._samples: list[Sample] = []
+        self._paused = False
 
     @contextmanager
     def sample(self) -> Iterator[None]:
@@ -62,7 +63,7 @@ class WaitTimer:
                 # The backward pass on a GPU has a thread that Python has not started; threads of ours wait for saves.
                 trains = here == thread or type(threading.current_thread()) is threading._DummyThread
                 counts = trains and waiting == stream and here not in within and not self._captures()
-                if not counts or (of_stream and not _for_communication()):
+                if not counts or self._paused or (of_stream and not _for_communication()):
                     return original(*arguments, **options)
                 within.add(here)
                 began = mark(self.device)
@@ -84,6 +85,15 @@ class WaitTimer:
             for owner, name, original in replaced:
                 setattr(owner, name, original)
             self._samples.append(Sample(waits))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the waits of this block, within one that is sampled."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def take(self) -> list["Sample"]:
         """The samples since the last call. They can be read once the device has finished them."""
@@ -155,6 +165,12 @@ class ExposedCommunication:
         else:
             with self._timer.sample():
                 yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Encloses what is done within a step and does not belong to it, such as an evaluation in a custom loop."""
+        with self._timer.paused():
+            yield
 
     def take(self) -> Callable[[], float | None]:
         """A function for when the device has finished the steps so far: the seconds per step in which the device of

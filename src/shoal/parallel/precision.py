@@ -87,16 +87,47 @@ def _read_precision(name: str, reduce_dtype: str) -> Precision:
 
 
 class _ThroughCopy(torch.autograd.Function):
-    """Forward: the copy. Backward: the copy's gradient, cast to the weight's grad_dtype, goes to the weight."""
+    """Forward: the copy. Backward: the copy's gradient, cast to a weight's grad_dtype, goes to the weight; with several
+    weights, whose copies are rows of one matrix, each has its rows."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
-        ctx.dtype = weight.grad_dtype
+    def forward(ctx: Any, copy: Tensor, *weights: Tensor) -> Tensor:
+        ctx.dtypes = [one.grad_dtype for one in weights]
+        ctx.rows = [len(one) for one in weights] if len(weights) > 1 else None
         return copy.view_as(copy)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.to(ctx.dtype), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        parts = [gradient] if ctx.rows is None else torch.split(gradient, ctx.rows)
+        return None, *(part.to(dtype) for part, dtype in zip(parts, ctx.dtypes, strict=True))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Layers whose copies are one matrix: the `packed_weight` of `owner`, which multiplies by it."""
+
+    owner: nn.Module
+    layers: Sequence[nn.Linear]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy, the weights that it is of, and the slots that hold it while it is installed."""
+
+    tensor: Tensor
+    weights: Sequence[nn.Parameter]
+    slots: Sequence[tuple[nn.Module, str]]
+
+    def install(self) -> None:
+        routed: Any = self.tensor
+        if self.weights[0].requires_grad:
+            routed = _ThroughCopy.apply(self.tensor, *self.weights)  # type: ignore[no-untyped-call]
+        for module, name in self.slots:
+            module._parameters[name] = routed
+
+    def uninstall(self) -> None:
+        for module, name in self.slots:
+            module._parameters[name] = self.weights[0] if len(self.weights) == 1 else None
 
 
 def cast_norm_outputs(model: Any, anatomy: Anatomy, compute: torch.dtype) -> None:
@@ -138,29 +169,52 @@ class ComputeCopies(nn.Module):
     gradients are complete, and DDP starts to reduce them, before the backward pass enters the previous block.
     """
 
-    def __init__(self, inner: nn.Module, precision: Precision, units: Sequence[Sequence[nn.Module]] = ()) -> None:
+    def __init__(
+        self,
+        inner: nn.Module,
+        precision: Precision,
+        units: Sequence[Sequence[nn.Module]] = (),
+        packed: Sequence[Packed] = (),
+    ) -> None:
         super().__init__()
         slots = parameter_slots(inner.modules())
         self.inner = inner
         # Registered here too: after the first forward pass the slots of `inner` hold the copies.
         self.everything = nn.ParameterList(slots)
         self.weights = [weight for weight in slots if precision.has_compute_copy(weight)]
-        self.slots = [slots[weight] for weight in self.weights]
         self.copies = [torch.empty_like(weight, dtype=precision.compute) for weight in self.weights]
+        self.installed = self._slots_of_copies(slots, packed)
         self.refresh()
         unit_of: dict[nn.Module, nn.Module | None] = {}
         for unit in units:
             for inside in (one for root in unit for one in root.modules()):
                 unit_of[inside] = unit[0] if unit_of.get(inside, unit[0]) is unit[0] else None
-        parts: dict[nn.Module | None, list[int]] = {}
-        for index, held_by in enumerate(self.slots):
-            first = {unit_of.get(owner) for owner, _ in held_by}
+        parts: dict[nn.Module | None, list[_Copy]] = {}
+        for copy in self.installed:
+            first = {unit_of.get(owner) for owner, _ in copy.slots}
             # Copies shared by several units, or in none, are installed before the forward pass.
-            parts.setdefault(first.pop() if len(first) == 1 else None, []).append(index)
+            parts.setdefault(first.pop() if len(first) == 1 else None, []).append(copy)
         self.outside_units = parts.pop(None, [])
-        for module, indices in parts.items():
+        for module, copies in parts.items():
             assert module is not None
-            patch(module, _InstallsCopies, install_copies=partial(self._install, indices))
+            patch(module, _InstallsCopies, install_copies=partial(_install, copies))
+
+    def _slots_of_copies(
+        self, slots: dict[nn.Parameter, list[tuple[nn.Module, str]]], packed: Sequence[Packed]
+    ) -> list[_Copy]:
+        """What is installed. The copies of packed weights become parts of one matrix."""
+        index_of = {weight: index for index, weight in enumerate(self.weights)}
+        found: dict[int, _Copy] = {}
+        for pack in packed:
+            weights: list[Any] = [layer.weight for layer in pack.layers]
+            indices = [index_of.pop(weight) for weight in weights]
+            whole = torch.cat([self.copies[index] for index in indices])
+            for index, part in zip(indices, torch.split(whole, [len(one) for one in weights]), strict=True):
+                self.copies[index] = part
+            found[indices[0]] = _Copy(whole, weights, [(pack.owner, "packed_weight")])
+        for weight, index in index_of.items():
+            found[index] = _Copy(self.copies[index], [weight], slots[weight])
+        return [found[index] for index in sorted(found)]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -179,22 +233,17 @@ class ComputeCopies(nn.Module):
         return iter(self.everything)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        self._install(self.outside_units)
+        _install(self.outside_units)
         return self.inner(*inputs, **named)
 
     def uninstall(self) -> None:
         """Take the copies out of the slots, and with them the autograd nodes of the last forward pass. The next one
         installs them again."""
-        for weight, held_by in zip(self.weights, self.slots, strict=True):
-            for module, name in held_by:
-                module._parameters[name] = weight
+        for copy in self.installed:
+            copy.uninstall()
 
-    def _install(self, indices: list[int]) -> None:
-        """Put copies into the slots of `inner`. They stay there: recomputation in the backward pass needs them."""
-        for index in indices:
-            weight, copy = self.weights[index], self.copies[index]
-            routed: Any = copy
-            if weight.requires_grad:
-                routed = _ThroughCopy.apply(weight, copy)  # type: ignore[no-untyped-call]
-            for module, name in self.slots[index]:
-                module._parameters[name] = routed
+
+def _install(copies: Sequence[_Copy]) -> None:
+    """Put copies into the slots of the model. They stay there: recomputation in the backward pass needs them."""
+    for copy in copies:
+        copy.install()

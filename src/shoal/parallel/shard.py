@@ -1,6 +1,6 @@
 """Data parallelism: replicated (DDP) or sharded (FSDP2)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -19,7 +19,7 @@ from shoal.models.loss import LanguageModel
 from shoal.models.nf4_layers import nested_parameters
 from shoal.parallel.parallel_dims import ParallelDims
 from shoal.parallel.pipeline import Stage
-from shoal.parallel.precision import DTYPES, ComputeCopies, Precision
+from shoal.parallel.precision import DTYPES, ComputeCopies, Packed, Precision
 from shoal.parallel.stages import StageModel
 from shoal.parallel.units import Units, choose_units
 
@@ -61,6 +61,7 @@ def replicate_stage(
     parallel: ParallelConfig,
     parallel_dims: ParallelDims,
     precision: Precision,
+    packed: Sequence[Packed],
     *,
     cuda_graphs: bool,
 ) -> nn.Module:
@@ -70,7 +71,7 @@ def replicate_stage(
         if last := stage.final_norm:
             # A chunked loss uses the head's weight without calling the head, but always after the final norm.
             units.append([*last, stage.model.get_submodule(stage.anatomy.head)])
-        module = ComputeCopies(module, precision, units)
+        module = ComputeCopies(module, precision, units, packed)
     # DDP would reduce a stage's gradients in every micro-batch of the schedule, and its reducer cannot be captured:
     # `Gradients` does it once, at the end. DeepSpeed's engine reduces them itself.
     reduces = parallel.engine == "native" and parallel_dims.mesh.pp == 1 and not cuda_graphs

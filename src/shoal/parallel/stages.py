@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.catalogue.families import find_plan
-from shoal.mistakes import UserMistake
 from shoal.models.anatomy import Anatomy, matmul_parameters
 from shoal.parallel.parallel_dims import ParallelDims
+from shoal.plan.check import check_rounds, check_stages
 from shoal.plan.stages import divide_blocks
 
 
@@ -69,21 +69,8 @@ def check_pipeline(model: Any, anatomy: Anatomy, devices: int, schedule: str, gr
     if devices == 1:
         return
     find_plan(model.config.model_type, "parallel.pp")
-    blocks, stages = len(anatomy.blocks), devices * stages_per_rank(schedule)
-    if blocks < stages:
-        other = "" if schedule == "1f1b" else ", or use parallel.pp_schedule 1f1b, which has one stage per device"
-        most = max(1, blocks // stages_per_rank(schedule))
-        raise UserMistake(
-            f"parallel.pp {devices} with pp_schedule {schedule} makes {stages} stages, but the model has {blocks} "
-            f"blocks, and each stage needs one; lower parallel.pp to {most}{other}."
-        )
-    rounds = max(1, grad_accum_steps // devices)
-    if schedule != "1f1b" and grad_accum_steps % rounds:
-        raise UserMistake(
-            f"pp_schedule {schedule} runs micro-batches in rounds of equal size, and {grad_accum_steps} micro-batches "
-            f"cannot be split into {rounds} rounds; change train.global_batch or micro_batch so that there are "
-            f"{devices * rounds} or {devices * (rounds + 1)}, or use pp_schedule 1f1b."
-        )
+    check_stages(devices, schedule, len(anatomy.blocks), stages_per_rank(schedule))
+    check_rounds(devices, schedule, grad_accum_steps)
 
 
 def stages_of_rank(model: Any, anatomy: Anatomy, schedule: str, parallel_dims: ParallelDims) -> list[StageModel]:

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.catalogue.families import Plan, find_plan
-from shoal.mistakes import UserMistake
 from shoal.models.adapters import DOWN, UP
 from shoal.models.anatomy import Anatomy
 from shoal.models.cross_entropy import IGNORED
@@ -23,6 +22,7 @@ from shoal.models.head import gradient_scale
 from shoal.models.tensor_slices import Split
 from shoal.parallel.collectives import all_gather, local_chunk, reduce_scatter
 from shoal.parallel.patch import patch
+from shoal.plan.check import check_tensor_sizes
 
 SEQUENCE = 1  # activations are [batch, sequence, hidden]
 
@@ -39,13 +39,7 @@ def check_tensor_parallel(model: Any, degree: int) -> None:
         "key and value heads": getattr(settings, "num_key_value_heads", None) or heads,
         "MLP columns": _intermediate_size(model),
     }
-    for what, count in counts.items():
-        if count % degree:
-            fitting = max(one for one in range(1, degree) if all(each % one == 0 for each in counts.values()))
-            raise UserMistake(
-                f"parallel.tp {degree} does not divide the model's {count} {what}; the next smaller degree "
-                f"that does is {fitting}."
-            )
+    check_tensor_sizes(degree, counts)
 
 
 def row_parallel_widths(model: Any, anatomy: Anatomy) -> dict[str, int]:

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from shoal.config.schema import WrapConfig
+from shoal.config.schema import RecomputeConfig, WrapConfig
 from shoal.mistakes import UserMistake, suggestion
 from shoal.models.anatomy import Anatomy, find_blocks, require_blocks
 from shoal.models.loss import LanguageModel
 from shoal.models.slots import parameter_slots
+from shoal.plan.check import check_units_in_blocks
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,13 @@ def choose_any_units(model: nn.Module, wrap: str | WrapConfig) -> list[nn.Module
     else:
         chosen = set(blocks_of_classes(model, wrap.classes)) & allowed
     return [module for module in model.modules() if module in chosen]
+
+
+def check_recomputed(units: Sequence[nn.Module], blocks: Sequence[nn.Module], recompute: str | RecomputeConfig) -> None:
+    """Raise a UserMistake if blocks that are recomputed selectively have units inside."""
+    inside = {module for block in blocks for module in block.modules() if module is not block}
+    if (found := next((unit for unit in units if unit in inside), None)) is not None:
+        check_units_in_blocks(recompute, f"{type(found).__name__}, which is inside of one")
 
 
 def blocks_of_classes(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:

@@ -13,6 +13,7 @@ from shoal.config.mesh import CONFIGURED_AXES, configured_degrees
 from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
+from shoal.plan.check import is_trainable
 from shoal.plan.decide import choose
 from shoal.plan.from_config import choose_loss
 from shoal.plan.machine import Machine
@@ -80,9 +81,11 @@ class Question:
     traits: SystemTraits = field(default=OURS)
 
     def answer(self, changes: dict[str, Any] | None = None) -> ResolvedRun | None:
-        """The choice with some keys changed; None if the result is invalid."""
+        """The choice with some keys changed; None if the result is invalid, or training would refuse it."""
         try:
             config = changed(self.config, changes or {})
+            if changes and self.traits == OURS and not self._is_trainable(config):
+                return None
             machine = self.machine
             if changes and "hardware.nodes" in changes:
                 machine = machine.of(machine.devices, changes["hardware.nodes"])
@@ -91,6 +94,10 @@ class Question:
             return choose(config, self.shape, machine, traits=self.traits)
         except UserMistake:
             return None
+
+    def _is_trainable(self, config: Config) -> bool:
+        """Whether training accepts a changed config, if it accepts the one that was given."""
+        return is_trainable(self.shape, config) or not is_trainable(self.shape, self.config)
 
 
 def changed(config: Config, changes: dict[str, Any]) -> Config:
@@ -279,7 +286,7 @@ def _candidates(choice: ResolvedRun) -> Sequence[dict[str, Any]]:
         found.append({"train.micro_batch": 1})
     if run.recompute == "none" and run.compiled:
         found.append({"train.recompute": "cheap"})
-    if run.recompute in ("none", "cheap"):
+    if run.recompute in ("none", "cheap") and config.parallel.wrap == "auto":  # `recomputations` says why
         found.append({"train.recompute": "selective"})
     if run.recompute not in ("full", "offload"):
         found.append({"train.recompute": "full"})

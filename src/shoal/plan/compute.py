@@ -8,6 +8,7 @@ from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import selected_matmuls
 from shoal.plan.blocks import linears
 from shoal.plan.head import is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
+from shoal.plan.packed import packed_linears, summed_gradients
 from shoal.plan.run import Adapter, Run
 from shoal.plan.states import adapted, stored_bytes
 
@@ -48,6 +49,9 @@ STREAMED = 0.8
 # Adafactor's update has the size of the gradient and is computed in about this many reads and writes of fp32: its
 # square, two means, their outer product, the quotient, its norm, the clipped and scaled update.
 FACTORED_PASSES = 14
+# The same of torch's foreach AdamW, one kernel for each operation: decay 2, the first moment 3, the second 2 + 3, its
+# root 2, divided 2, with epsilon 2, and the update 4 (_multi_tensor_adam in torch/optim/adam.py).
+FOREACH_PASSES = 20
 # Bytes per element of a cast to fp8: reads 16 bits, writes 8; the preceding kernel computes the absolute maximum.
 CAST_TRAFFIC = 3
 # The same into two layouts, plain and transposed, at once.
@@ -89,7 +93,7 @@ class BlockCompute:
 
 def reached_by(run: Run) -> Efficiency:
     """The shares of the device's peaks that this run's software reaches."""
-    return efficiency(run.gpu, early=run.traits.early_hopper)
+    return efficiency(run.gpu, software=run.traits.software)
 
 
 def matmul_seconds(run: Run, rows: float, inner: float, columns: float, *, fp8: bool = False) -> float:
@@ -166,7 +170,7 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
     """(the matmuls of a block, the forward seconds that selective checkpointing recomputes)."""
     fp8 = run.precision == "fp8"
     forward = backward = again = 0.0
-    matrices = linears(run.shape, joined=run.traits.fused_qkv)
+    matrices = packed_linears(run)
     kept = selected_matmuls(run, matrices)
     for index, one in enumerate(matrices):
         inputs, outputs = one.local_sizes(run.mesh.tp)
@@ -186,6 +190,8 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         elements = sum(one.parameters for one in matrices) / run.mesh.tp
         # The second layout is for the weight gradient.
         cast = TWO_LAYOUT_CAST_TRAFFIC if run.trained.blocks else CAST_TRAFFIC
+        if run.traits.keeps_fp8_weights:
+            elements /= run.grad_accum_steps
         forward += (run.tokens * sum(read.values()) * cast + elements * CAST_TRAFFIC) / bandwidth(run)
         backward += (run.tokens * made * cast + elements * TWO_LAYOUT_CAST_TRAFFIC) / bandwidth(run)
         forward += (len(read) + len(matrices)) * CAST_SECONDS
@@ -213,13 +219,18 @@ def _adapters(run: Run, adapter: Adapter) -> tuple[float, float]:
         # Added to the frozen layer's output, which is read and written once more; the compiler adds it in the kernel
         # that reads both.
         added = outputs if fuses else 3 * outputs
+        if run.traits.peft:
+            added += 2 * outputs  # scaled by a kernel of its own
         added_backward = inputs / shared if fuses else 6 * outputs
         if run.traits.peft and adapter.quantize is None and not run.traits.narrow_adapters:
             # The input in fp32 and back, and its gradient.
             added, added_backward = added + 6 * inputs, added_backward + 6 * inputs
         if adapter.dropout:
-            # Reads the input, writes it and the mask; backward reads gradient and mask, and adds to the input's.
-            added, added_backward = added + 2.5 * inputs, added_backward + 2.5 * inputs
+            # Reads the input, writes it and the mask; backward reads gradient and mask, and adds to the input's. PEFT
+            # does so in the dtype of its adapters.
+            wide = run.traits.peft and not run.traits.narrow_adapters
+            passed = 4.5 if wide else 2.5
+            added, added_backward = added + passed * inputs, added_backward + passed * inputs
         forward += thin + run.tokens * added * itemsize / bandwidth(run)
         backward += 2 * thin + run.tokens * added_backward * itemsize / bandwidth(run)
         if adapter.dora:
@@ -287,7 +298,8 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
         dropout=run.attention_dropout,
         capability=run.gpu.compute_capability,
     )
-    if run.traits.flash2 and (run.gpu.compute_capability or (0, 0)) >= (9, 0):
+    # In 2023 there was no other, so that its speed is that of attention.
+    if run.traits.flash2 and run.traits.software != 2023 and (run.gpu.compute_capability or (0, 0)) >= (9, 0):
         kernel *= FLASH_2
     ahead = work / (run.peak * reached.attention * min(1.0, long_heads) * biased * kernel)
     return Seconds(ahead, ATTENTION_BACKWARD * ahead)
@@ -328,7 +340,8 @@ def _elementwise(run: Run) -> Seconds:
     if run.traits.casts_per_use and run.mixed and run.adapter is None:  # under an adapter, weights are in 16 bits
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / bandwidth(run)
     summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / bandwidth(run) * run.trained.blocks
-    return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed)
+    spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / bandwidth(run)
+    return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed - spared)
 
 
 def head_seconds(run: Run) -> Seconds:
@@ -368,6 +381,9 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     state = optimizer.streamed_bytes(weight)
     gradient = run.gradient_bytes or weight
     moved = 2.0 * weight + gradient + 2 * state
+    foreach = run.traits.foreach_step and run.optimizer == "adamw"
+    if foreach:
+        moved = FOREACH_PASSES * weight
     if optimizer.factored:
         moved += FACTORED_PASSES * 4
     if run.clips:
@@ -375,7 +391,7 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
         moved += gradient if run.traits.fused_step else 3 * gradient
     if run.mixed and not run.sharded:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
-    streamed = run.traits.fused_step and optimizer.streams
+    streamed = foreach or (run.traits.fused_step and optimizer.streams)
     seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else bandwidth(run))
     if optimizer.needs_whole_matrices:
         # Five Newton-Schulz iterations of three matmuls of the matrix's shorter side.

@@ -25,7 +25,8 @@ from shoal.config.resolve import auto_precision, with_global_batch, with_precisi
 from shoal.config.schema import Config
 from shoal.mistakes import UserMistake
 from shoal.plan.batches import divisors, nearest_multiples
-from shoal.plan.from_config import Execution, check_model, effective_strategy, make_run, read_recompute
+from shoal.plan.check import check_choice, check_model, is_trainable
+from shoal.plan.from_config import Execution, effective_strategy, make_run, read_recompute
 from shoal.plan.goodput import forecast_goodput
 from shoal.plan.machine import Machine
 from shoal.plan.memory import forecast_memory
@@ -63,11 +64,11 @@ def choose(
     fit, `allow_model_parallel` allows tensor and pipeline parallelism. If nothing fits, the option that needs least
     memory is returned, and its `fits` is false.
     """
-    gpu = machine.gpu
+    gpu, native = machine.gpu, traits == OURS
     config = with_precision(config, auto_precision(is_cpu=gpu.is_cpu, has_bf16=gpu.bf16 is not None))
     config = with_global_batch(config, machine.world_size)
     if checked:
-        check_model(shape, config, machine)
+        check_model(shape, config, machine, native=native)
     options = list(_options(config, shape, machine, traits))
     chosen = next((option for option in options if option is not None and option[1]), None)
     if (
@@ -78,13 +79,17 @@ def choose(
         return cut
     if chosen is None:
         least = min(options, key=lambda option: forecast_memory(option[0]).reserved)
-        return _make_choice(config, machine, least[0], least[2])
-    for option in options:
-        faster = forecast_speed(option[0]).tokens_per_second_per_gpu
-        if option[1] and faster > forecast_speed(chosen[0]).tokens_per_second_per_gpu * (1 + WORTH):
-            chosen = option
-    run, _, sharding = chosen
-    return _make_choice(config, machine, run, sharding, _reason(config, machine, run, options))
+        choice = _make_choice(config, machine, least[0], least[2])
+    else:
+        for option in options:
+            faster = forecast_speed(option[0]).tokens_per_second_per_gpu
+            if option[1] and faster > forecast_speed(chosen[0]).tokens_per_second_per_gpu * (1 + WORTH):
+                chosen = option
+        run, _, sharding = chosen
+        choice = _make_choice(config, machine, run, sharding, _reason(config, machine, run, options))
+    if checked and native:
+        check_choice(choice)
+    return choice
 
 
 _Option = tuple[Run, bool, str]  # the run, whether it fits, what fsdp shards
@@ -128,8 +133,11 @@ def _with_model_parallel(
             if tensors * stages == 1 or tensors > machine.devices or config.data.max_length % tensors:
                 continue
             split = parallel.model_copy(update={"strategy": "fsdp", "tp": tensors, "pp": stages})
+            candidate = config.model_copy(update={"parallel": split})
+            if not is_trainable(shape, candidate):  # such as muon, which needs whole matrices
+                continue
             try:
-                found.append(choose(config.model_copy(update={"parallel": split}), shape, machine, traits=traits))
+                found.append(choose(candidate, shape, machine, traits=traits))
             except UserMistake:  # heads, blocks or the batch are not divisible
                 continue
     best = max((one for one in found if one.fits), key=lambda one: one.speed.tokens_per_second_per_gpu, default=None)
@@ -183,7 +191,9 @@ def recomputations(config: Config) -> list[str | int]:
         return [read_recompute(wanted)]
     # Selective checkpointing supports one backward pass per block, and zero-bubble schedules make two.
     twice = config.parallel.pp > 1 and config.parallel.pp_schedule == "zero-bubble"
-    return ["none", "cheap", *([] if twice else ["selective"]), "full", "offload"]
+    # Nor units inside a block, which `parallel.wrap` may select: only the model tells.
+    unusual = twice or config.parallel.wrap != "auto"
+    return ["none", "cheap", *([] if unusual else ["selective"]), "full", "offload"]
 
 
 def micro_batches(config: Config, machine: Machine, strategy: str, sharding: str) -> list[int]:

@@ -12,13 +12,12 @@ from shoal.catalogue.strategies import find_strategy
 from shoal.config.engine import uses_deepspeed
 from shoal.config.mesh import mesh_for
 from shoal.config.reference import switches_adapter_off
-from shoal.config.schema import Config, OffloadConfig, RecomputeConfig
-from shoal.mistakes import UserMistake, suggestion
+from shoal.config.schema import AdapterConfig, Config, OffloadConfig, RecomputeConfig
+from shoal.mistakes import UserMistake
 from shoal.plan.batches import nearest_multiples
 from shoal.plan.blocks import linears
 from shoal.plan.frozen import trained_shares
 from shoal.plan.head import CHUNK_LOGITS
-from shoal.plan.layout import stages_each
 from shoal.plan.machine import Machine
 from shoal.plan.models import drops_attention, has_dropout
 from shoal.plan.run import FROZEN, Adapter, Run, Trained
@@ -179,34 +178,6 @@ def count_grad_accum_steps(global_batch: int, micro_batch: int, data_parallel: i
     return per_rank // micro_batch
 
 
-def check_model(shape: ModelShape, config: Config, machine: Machine) -> None:
-    """A UserMistake if the model cannot be sharded or adapted as configured, or the device lacks the precision."""
-    parallel = config.parallel
-    for what, size in (("attention heads", shape.heads), ("key and value heads", shape.kv_heads), ("ffn", shape.ffn)):
-        if size % parallel.tp:
-            raise UserMistake(f"parallel.tp {parallel.tp} does not divide the model's {size} {what}.")
-    virtual = 0 if parallel.pp_stages == "auto" else parallel.pp_stages
-    stages = parallel.pp * stages_each(parallel.pp_schedule, virtual)
-    if parallel.pp > 1 and shape.layers < stages:
-        raise UserMistake(
-            f"parallel.pp {parallel.pp} with pp_schedule {parallel.pp_schedule} makes {stages} stages, but the model "
-            f"has {shape.layers} blocks, and each stage needs at least one."
-        )
-    precision, gpu = config.train.precision, machine.gpu
-    if precision == "fp8" and gpu.fp8 is None:
-        raise UserMistake(f"train.precision fp8 is not supported by {gpu.name}; use bf16-mixed.")
-    if precision.startswith("bf16") and gpu.bf16 is None:
-        raise UserMistake(f"train.precision {precision} is not supported by {gpu.name}; use 16-mixed.")
-    names = [one.name for one in linears(shape)]
-    targets = () if config.adapter.kind == "none" else config.adapter.targets
-    for target in () if isinstance(targets, str) else targets:
-        if not any(_selects(target, name, shape) for name in names):
-            raise UserMistake(
-                f"adapter.targets: no linear layer of a {shape.family} block is called {target}."
-                f"{suggestion(target, names)} The names are {', '.join(names)}."
-            )
-
-
 def choose_loss(config: Config, shape: ModelShape, tokens: int) -> str:
     """Same as `models.loss.choose_loss`, from sizes alone."""
     wanted = config.train.loss_impl
@@ -239,11 +210,7 @@ def read_adapter(config: Config, shape: ModelShape) -> Adapter | None:
     wanted = config.adapter
     if wanted.kind == "none":
         return None
-    targets = tuple(
-        one.name
-        for one in linears(shape)
-        if isinstance(wanted.targets, str) or any(_selects(target, one.name, shape) for target in wanted.targets)
-    )
+    targets = tuple(one.name for one in linears(shape) if is_adapted(wanted, one.name, shape))
     quantize = None if wanted.kind != "qlora" else "nf4"
     return Adapter(
         wanted.rank,
@@ -255,7 +222,12 @@ def read_adapter(config: Config, shape: ModelShape) -> Adapter | None:
     )
 
 
-def _selects(target: str, linear: str, shape: ModelShape) -> bool:
+def is_adapted(adapter: AdapterConfig, linear: str, shape: ModelShape) -> bool:
+    """Whether a linear layer of the blocks gets an adapter."""
+    return isinstance(adapter.targets, str) or any(selects(target, linear, shape) for target in adapter.targets)
+
+
+def selects(target: str, linear: str, shape: ModelShape) -> bool:
     """Whether an entry of `adapter.targets` selects a linear layer of the blocks, as in `models.adapters`."""
     name = shape.traits.names.weight(linear, 0).removesuffix(".weight")
     return name == target or name.endswith(f".{target}") or linear == target or fnmatch(name, target)

@@ -31,8 +31,8 @@ HOUR, DAY = 3600.0, 86400.0
 # Device hours between interruptions. The Llama 3 Herd of Models (2024), section 3.3.4: 419 unexpected interruptions in
 # 54 days on 16,384 GPUs.
 MTBF_HOURS = 54 * 24 * 16_384 / 419
-# From the interruption to where training was at the last checkpoint. MegaScale (Jiang et al., NSDI 2024):
-# within 15 minutes of the crash, with diagnosis, replacement of the node and loading.
+# From the interruption to where training was at the last checkpoint. In the same 54 days more than 90% of the time was
+# effective, with 466 interruptions in all: at most 17 minutes each, with the steps that were lost.
 RESTART_MINUTES = 15.0
 # Bytes per second of a node that writes checkpoints, with hashes and fsync: benchmarks/checkpoints, rounded down.
 DISK = 1.0e9

@@ -71,4 +71,7 @@ def _stage_transfers(run: Run, rank: Rank) -> float:
     stride = run.world_size // run.mesh.pp
     over = rank_group(run, run.mesh.pp, stride)
     ends = sum((not stage.first) + (not stage.last) for stage in rank.stages)
-    return ends * block_input(run) / ring_speed(run, over)
+    seconds = ends * block_input(run) / ring_speed(run, over)
+    if run.traits.overlaps_pipeline and len(rank.stages) > 1:
+        return contention(run, over) * seconds
+    return seconds

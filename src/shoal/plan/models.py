@@ -22,11 +22,12 @@ from shoal.paths import user_path
 
 # Names of the same size in different configs.
 _NAMES = {
-    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
     "layers": ("num_hidden_layers", "n_layer", "n_layers"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab": ("vocab_size",),
 }
+FFN_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "hidden_dim")
 SLIDING = "sliding_attention"  # in `layer_types`
 
 
@@ -82,7 +83,7 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
     usual = "bert" if kind in (*ENCODERS, *ALWAYS_ENCODERS) else "llama" if gated else "neox"
     known = ARCHITECTURES.get(kind)
     family = known.family if known else BY_MODEL_TYPE.get(kind, usual)
-    ffn = next((settings[one] for one in ("intermediate_size", "n_inner", "ffn_dim") if settings.get(one)), 4 * hidden)
+    ffn = next((settings[one] for one in FFN_NAMES if settings.get(one)), 4 * hidden)
     positions = next(
         (settings[one] for one in ("max_position_embeddings", "n_positions", "max_seq_len") if settings.get(one)), 2048
     )

@@ -33,6 +33,7 @@ ZERO_BUCKET = 5e8
 # the block, beside its activations and their gradients, except where attention and MLP read the same input:
 # benchmarks/gpu/sweep_h200.
 RECOMPUTED_TEMPORARIES = 5
+NONE = leaf("", 0.0)
 
 
 @dataclass(frozen=True)
@@ -46,106 +47,128 @@ class Moment:
 
 def moments(run: Run, rank: Rank) -> tuple[Moment, ...]:
     """The moments of a step at which a rank's memory may peak, in order."""
-    held, counts = states(run, rank), count(run, rank)
-    kept, again = _activations(run, rank)
-    transient = _transient_gradients(run)
-    live = group("block backward", again, *transient.parts)
-    none = leaf("", 0.0)
-    # Gradients accumulated so far. They are freed after a step, so the first micro-batch starts without any; but DDP
-    # keeps its buckets.
-    accumulating = run.grad_accum_steps > 1 or run.data_parallelism.ddp
-    before = held.gradients if accumulating else none
-    if run.sharded and (run.mesh.pp > 1 or run.accumulates_unsharded):
-        before = none  # unsharded ones are accumulated instead, and reduce-scattered at the end of the step
-    buffers = _communication_buffers(run, rank)
-    base = (held.weights, held.optimizer)
-    embedding_and_head, blocks = _gathered_embedding_and_head(run, counts), _gathered_blocks(run, counts)
-    around = _gathered_around(run, counts)
-    all_blocks = run.keeps_weights and run.sharded
-    # Between forward and backward pass: all blocks unsharded, none, or all sharded over fewer ranks.
-    forward_blocks = blocks if all_blocks else 0.0
-    if run.sharded and not all_blocks and not isinstance(run.reshard, bool):
-        forward_blocks = counts.blocks * run.compute_bytes / run.reshard
+    step = _Step(run, rank)
+    return (
+        step.forward_pass(),
+        *([step.loss()] if rank.last else []),
+        step.start_of_backward(),
+        step.backward_of_first_block(),
+        step.embedding_gradient(),
+        step.optimizer_step(),
+    )
 
-    def moment(
-        name: str, gathered: float, reducing: float, gradients: Term, *others: Term, freed: float = 0.0
+
+class _Step:
+    """What a rank holds in a step, and the moments of it."""
+
+    def __init__(self, run: Run, rank: Rank) -> None:
+        self.run, self.rank = run, rank
+        self.held, self.counts = states(run, rank), count(run, rank)
+        self.kept, self.again = _activations(run, rank)
+        self.transient = _transient_gradients(run)
+        self.buffers = _communication_buffers(run, rank)
+        # Gradients accumulated so far. They are freed after a step, so the first micro-batch starts without any; but
+        # DDP keeps its buckets.
+        self.accumulating = run.grad_accum_steps > 1 or run.data_parallelism.ddp
+        self.before = self.held.gradients if self.accumulating else NONE
+        if run.sharded and (run.mesh.pp > 1 or run.accumulates_unsharded):
+            self.before = NONE  # unsharded ones are accumulated instead, and reduce-scattered at the end of the step
+        # At the end of the step. The last backward pass reduces unsharded ones block by block.
+        self.gradients = NONE if run.sharded and run.mesh.pp > 1 else self.held.gradients
+        self.unreduced_at_end = NONE if run.accumulates_unsharded else self.held.unreduced
+        self.blocks, self.around = _gathered_blocks(run, self.counts), _gathered_around(run, self.counts)
+        self.forward_blocks = self._blocks_between_passes()
+        # A tied head is counted as embedding; `counts.head` is then the final norm alone.
+        self.matrix = (self.counts.embedding if run.shape.tied else self.counts.head) if rank.last else 0.0
+        # If embedding and head are one FSDP unit, their gradients are reduced after all blocks: until then the head's
+        # is held unsharded.
+        one_unit = run.sharded and run.trained.head and not run.separate_head_unit
+        self.waiting = self.matrix * run.compute_bytes if one_unit else 0.0
+
+    def forward_pass(self) -> Moment:
+        gathered, temporaries = _gathered_in_forward(self.run, self.counts), _forward_temporaries(self.run)
+        return self._moment("forward pass", gathered, 0.0, self.before, self.held.unreduced, self.kept, temporaries)
+
+    def loss(self) -> Moment:
+        gathered = _gathered_for_loss(self.run, self.counts, self.matrix) + self.forward_blocks
+        return self._moment("loss", gathered, 0.0, self.before, self.held.unreduced, self.kept, head(self.run).peak)
+
+    def start_of_backward(self) -> Moment:
+        run, counts = self.run, self.counts
+        reducing = _reducing(run, counts)
+        if run.sharded and run.trained.head and run.separate_head_unit:
+            # The head's gradient is reduced while the backward pass enters the last block.
+            reducing = _reducing(run, counts, behind=max(counts.block * run.trained.blocks, self.matrix))
+        early = self.before if self.before.amount else leaf("gradients", _first(run, self.held, self.matrix))
+        return self._moment(
+            "start of the backward pass",
+            self.around + max(self.blocks, self.forward_blocks),
+            reducing + self.waiting,
+            early,
+            self.held.unreduced,
+            self.kept,
+            group("block backward", self.again, *self.transient.parts),
+            head(run).remaining if self.rank.last else group("head"),
+        )
+
+    def backward_of_first_block(self) -> Moment:
+        run = self.run
+        # The embedding's gradient, unless it is the head's, does not exist yet.
+        gradients = self.gradients
+        if not self.accumulating and not run.sharded and not run.shape.tied:
+            embedding = self.counts.embedding * run.trained.embedding * (run.gradient_bytes or run.weight_bytes)
+            gradients = leaf("gradients", max(0.0, gradients.amount - embedding))
+        return self._moment(
+            "backward of the first block",
+            self.around + self.blocks,
+            _reducing(run, self.counts) + self.waiting,
+            gradients,
+            self.unreduced_at_end,
+            group("activations", *block_kept(run).parts),  # of one block: saved or recomputed
+            self.transient,
+        )
+
+    def embedding_gradient(self) -> Moment:
+        """It comes last, after its weight was freed; with the head's, if they are one FSDP unit."""
+        return self._moment(
+            "embedding gradient",
+            self.forward_blocks,
+            _reducing_embedding_and_head(self.run, self.counts),
+            self.gradients,
+            self.unreduced_at_end,
+            leaf("embedding gradient before accumulation", _embedding_gradient(self.run, self.counts)),
+            freed=_gathered_embedding_and_head(self.run, self.counts),
+        )
+
+    def optimizer_step(self) -> Moment:
+        temporaries = _optimizer_temporaries(self.run, self.rank)
+        return self._moment("optimizer step", 0.0, 0.0, self.held.gradients, temporaries)
+
+    def _blocks_between_passes(self) -> float:
+        """Between forward and backward pass: all blocks unsharded, none, or all sharded over fewer ranks."""
+        run = self.run
+        if not run.sharded:
+            return 0.0
+        if run.keeps_weights:
+            return self.blocks
+        return 0.0 if isinstance(run.reshard, bool) else self.counts.blocks * run.compute_bytes / run.reshard
+
+    def _moment(
+        self, name: str, gathered: float, reducing: float, gradients: Term, *others: Term, freed: float = 0.0
     ) -> Moment:
         # `freed` is no longer in use, but only the stream that allocated it can reuse it.
-        side = gathered + reducing + freed + (gradients.amount if run.sharded else 0.0)
+        side = gathered + reducing + freed + (gradients.amount if self.run.sharded else 0.0)
         tree = group(
             "memory",
-            *base,
+            self.held.weights,
+            self.held.optimizer,
             gradients,
             leaf("gathered weights", gathered),
             leaf("gradients being reduced", reducing),
-            buffers,
+            self.buffers,
             *others,
         )
         return Moment(name, tree, side)
-
-    unreduced = held.unreduced
-
-    temporaries = _forward_temporaries(run)
-    found = [moment("forward pass", _gathered_in_forward(run, counts), 0.0, before, unreduced, kept, temporaries)]
-    # A tied head is counted as embedding; `counts.head` is then the final norm alone.
-    matrix = (counts.embedding if run.shape.tied else counts.head) if rank.last else 0.0
-    if rank.last:
-        loss = head(run)
-        gathered = _gathered_for_loss(run, counts, matrix) + forward_blocks
-        found.append(moment("loss", gathered, 0.0, before, unreduced, kept, loss.peak))
-        remaining = loss.remaining
-    else:
-        remaining = group("head")
-    # If embedding and head are one FSDP unit, their gradients are reduced after all blocks: until then the head's is
-    # held unsharded. If they are separate units, the head's is reduced while the backward pass enters the last block.
-    waiting, reducing = 0.0, _reducing(run, counts)
-    if run.sharded and run.trained.head:
-        if run.separate_head_unit:
-            reducing = _reducing(run, counts, behind=max(counts.block * run.trained.blocks, matrix))
-        else:
-            waiting = matrix * run.compute_bytes
-    early = before if before.amount else leaf("gradients", _first(run, held, matrix))
-    found.append(
-        moment(
-            "start of the backward pass",
-            around + max(blocks, forward_blocks),
-            reducing + waiting,
-            early,
-            unreduced,
-            kept,
-            live,
-            remaining,
-        )
-    )
-    gradients = none if run.sharded and run.mesh.pp > 1 else held.gradients
-    # The last backward pass reduces them block by block.
-    unreduced = none if run.accumulates_unsharded else unreduced
-    # The embedding's gradient, unless it is the head's, does not exist yet.
-    all_but_embedding = gradients
-    if not accumulating and not run.sharded and not run.shape.tied:
-        embedding = counts.embedding * run.trained.embedding * (run.gradient_bytes or run.weight_bytes)
-        all_but_embedding = leaf("gradients", max(0.0, gradients.amount - embedding))
-    # The activations of one block are left: saved or recomputed.
-    one_block = group("activations", *block_kept(run).parts)
-    found.append(
-        moment(
-            "backward of the first block",
-            around + blocks,
-            _reducing(run, counts) + waiting,
-            all_but_embedding,
-            unreduced,
-            one_block,
-            transient,
-        )
-    )
-    # The embedding's gradient comes last, after its weight was freed; with the head's, if they are one FSDP unit.
-    late = leaf("embedding gradient before accumulation", _embedding_gradient(run, counts))
-    reducing = _reducing_embedding_and_head(run, counts)
-    found.append(
-        moment("embedding gradient", forward_blocks, reducing, gradients, unreduced, late, freed=embedding_and_head)
-    )
-    found.append(moment("optimizer step", 0.0, 0.0, held.gradients, _optimizer_temporaries(run, rank)))
-    return tuple(found)
 
 
 def _first(run: Run, held: States, matrix: float) -> float:

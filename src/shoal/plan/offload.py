@@ -14,9 +14,9 @@ NVME = 3e9
 # Nominal memory bandwidth of a socket of the hosts of each generation: six channels of DDR4-2666, eight of DDR4-3200,
 # eight of DDR5-4800. Machines whose devices have NVLink or its like have two sockets.
 SOCKETS = {"volta": 128e9, "ampere": 205e9, "hopper": 307e9}
-# The share of it that a vectorized Adam reaches: 0.22 to 0.26 s per billion parameters, of 28 bytes each, with
-# DeepSpeedCPUAdam on the two sockets of a DGX-2 (ZeRO-Offload, arXiv 2101.06840; cited from memory).
-HOST_ADAM = 0.44
+# The share of it that a vectorized Adam reaches: 8.2 s for 11.6 billion parameters, of 28 bytes each, with
+# DeepSpeedCPUAdam (DeepSpeed's pull request 735, of 2021; it does not say the host, and a DGX-2 is assumed).
+HOST_ADAM = 0.155
 # The same if the ranks of a node share its cores, as DeepSpeed's do unless `--bind_cores_to_rank` is given, which also
 # compute norm and clipping there: about a second per billion parameters on a host with two sockets of DDR4-3200. 0.8 s
 # at most with two ranks (3.1 s for a step of Qwen2.5-3B, DeepSpeed's pull request 7474), 1.9 s with four (128 ms for 67

@@ -7,6 +7,7 @@ from shoal.plan.resolved import ResolvedRun, shown_recompute
 from shoal.plan.speed import replays_graphs
 from shoal.plan.terms import GIB, Term
 
+SHORT = 120  # seconds of a run, below which nobody asks about interruptions
 WIDTH = 44
 # One letter per kind of memory, so that the bar needs no colour.
 KINDS = (
@@ -126,6 +127,8 @@ def _speed_lines(plan: Plan) -> list[str]:
 def _goodput_lines(plan: Plan) -> list[str]:
     """What is lost to interruptions and saves, and the interval between checkpoints that loses least."""
     goodput = plan.goodput
+    if goodput.wall_seconds is not None and goodput.wall_seconds < SHORT:
+        return []
     conditions = goodput.conditions
     if goodput.interruptions is not None and goodput.wall_seconds is not None:
         expected = f"{_small(goodput.interruptions)} expected in {_duration(goodput.wall_seconds)}"
@@ -199,7 +202,7 @@ def _change_lines(changes: tuple[Change, ...]) -> list[str]:
 
 def _duration(seconds: float) -> str:
     if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
+        return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.2g} ms"
     if seconds < 120:
         return f"{seconds:.1f} s"
     if seconds < 2 * 3600:

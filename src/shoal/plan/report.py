@@ -12,6 +12,7 @@ from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake
 from shoal.plan.advise import Change, Limits, Question, alternatives, changed, changes, limits
+from shoal.plan.check import find_refused
 from shoal.plan.decide import choose
 from shoal.plan.from_config import plan_attention
 from shoal.plan.goodput import Goodput
@@ -96,11 +97,6 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     question = Question(config, shape, machine, SYSTEMS[system])
     choice = choose(config, shape, machine, traits=question.traits)
     notes = list(machine.notes)
-    if config.data.max_length > shape.positions:
-        notes.append(
-            f"data.max_length {config.data.max_length} exceeds the {shape.positions} positions that the model was "
-            "trained for."
-        )
     if (kind := unknown_architecture(config.model)) is not None:
         notes.append(
             f"The architecture {kind} is not known: it is forecast as a {shape.family} of the sizes in config.json, "
@@ -111,6 +107,7 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
         notes.append(warning)
     if system == engine:
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
+        notes += [f"shoal train does not accept this: {sentence}" for sentence in find_refused(shape, choice.config)]
     else:
         notes.append(f"This forecast is for {system}, not for shoal.")
         if defaults:

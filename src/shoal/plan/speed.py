@@ -76,7 +76,7 @@ def forecast_speed(run: Run) -> Speed:
             share /= 2  # weight-gradient matmuls fill most of the bubble
         parts.append(leaf("pipeline bubble", worked * share / (1 - share)))
     parts.extend(_per_step(run, ranks_of(run)[0]))
-    parts.append(leaf("stragglers", straggling(run.nodes) * sum(part.amount for part in parts)))
+    parts.append(leaf("stragglers", straggling(run.devices, run.nodes) * sum(part.amount for part in parts)))
     step = group("step", *parts)
     tokens = run.micro_batch * run.length * run.grad_accum_steps * run.mesh.data_parallel
     return Speed(step, tokens, run.world_size, flops_per_token(run), run.peak)

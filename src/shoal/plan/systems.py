@@ -24,6 +24,8 @@ class SystemTraits:
     repeats_keys: bool = False
     # Queries, keys and values are one matmul even in families with three.
     fused_qkv: bool = False
+    # Without sharded weights, layers that read the same tensor are one matmul in compiled blocks: see plan/packed.py.
+    packs_projections: bool = False
     # Peak bytes per logit of a plain loss: log-softmax and two gradients, in fp32.
     logit_bytes: float = 12.0
     # The same with a vocabulary sharded over tensor-parallel ranks.
@@ -70,14 +72,16 @@ class SystemTraits:
     wide_embedding_state: bool = False
     # An input of several fp8 matmuls is cast once, into both layouts; else once per matmul, in forward and backward.
     casts_once: bool = False
+    # Weights are cast to fp8 in the first micro-batch of a step, and the others use that; else in every micro-batch.
+    keeps_fp8_weights: bool = False
     # The allocator uses expandable segments, which hardly fragment.
     expandable_segments: bool = False
     # Memory is laid out before the first step, without gaps, rather than taken from a caching allocator (XLA, OneFlow).
     planned_memory: bool = False
     # The head is computed at a vocabulary that tensor cores can read (models/head.py), or by the compiler.
     pads_vocabulary: bool = False
-    # Software of 2023, whose kernels did not use Hopper's instructions yet.
-    early_hopper: bool = False
+    # The year of its libraries, if these are not today's: those of 2023 and 2024 are slower on Hopper.
+    software: int = 0
     # On Hopper and later, attention is flash attention 2: the flash-attn package, or torch before 2026, whose SDPA
     # preferred it to cuDNN's.
     flash2: bool = False
@@ -114,6 +118,8 @@ class SystemTraits:
     overlaps_context: bool = False
     # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
     overlaps_tensor: bool = False
+    # With several stages per pipeline rank, transfers between stages overlap with the compute of another stage.
+    overlaps_pipeline: bool = False
     # FSDP reduces gradients in the compute dtype, and accumulates unsharded ones in it; else in `reduce_dtype`.
     narrow_reduction: bool = False
     # Matmuls add to the gradients of earlier micro-batches; else these are added up by kernels of their own.
@@ -137,6 +143,7 @@ OURS = SystemTraits(
     expandable_segments=True,
     separate_head_unit=True,
     pads_vocabulary=True,
+    packs_projections=True,
 )
 TORCHTITAN = SystemTraits(
     repeats_keys=True,
@@ -200,11 +207,13 @@ MEGATRON = SystemTraits(
     accumulates_in_matmuls=True,  # gradient_accumulation_fusion in megatron/core/model_parallel_config.py
     saves_fp8_inputs=True,  # Transformer Engine's linear layers
     casts_once=True,  # the same: both layouts by one kernel
+    keeps_fp8_weights=True,  # the same: is_first_microbatch in megatron/core/extensions/transformer_engine.py
     fused_by_hand=True,  # megatron/core/fusions; Transformer Engine's layers
     # --overlap-grad-reduce and --overlap-param-gather are off unless they are given: megatron/training/arguments.py.
     overlaps_gradients=False,
     even_stages=True,  # get_num_layers_to_build in megatron/core/transformer/transformer_block.py
     overlaps_context=True,  # AttnFuncWithCPAndKVP2P in Transformer Engine
+    overlaps_pipeline=True,  # overlap_p2p_comm in megatron/training/arguments.py, on with virtual stages
     torch_pipeline=False,  # megatron/core/pipeline_parallel/schedules.py deallocates stage outputs
     variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
 )
@@ -226,7 +235,7 @@ UNSLOTH = replace(
     AXOLOTL, unfused_norms=False, loss_kernel="always", peft=False, mlp_in_place=True, fused_activation=True
 )
 # Its published results are of 2023.
-COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", early_hopper=True)
+COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", software=2023)
 
 ENGINES = {"native": "shoal", "deepspeed": "deepspeed"}  # the system that a value of `parallel.engine` runs on
 

@@ -33,7 +33,7 @@ class Heartbeat:
         """The state of the process, from /proc."""
         try:
             letter = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
+        except (OSError, IndexError):  # or nothing to read: it ends at this moment
             return DEAD if Path("/proc/self/stat").exists() else "does not respond"
         return {"T": STOPPED, "D": "waits for disk I/O", "Z": DEAD}.get(letter, "does not respond")
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.catalogue.strategies import find_strategy
 from shoal.checkpoint.state import Progress
-from shoal.config.run import RunDirectory
+from shoal.config.run import BLOCKS_OF_SCRIPT, MADE_BY_SCRIPT, RunDirectory
 from shoal.config.schema import Config
 from shoal.data.custom_loader import CustomLoader, Share, check_loader, order_of
 from shoal.data.order import Order
@@ -22,6 +22,7 @@ from shoal.optim.offload import find_store
 from shoal.optim.zero1 import Partition
 from shoal.parallel.custom import check_custom, named_networks, of_all, parallelize_custom
 from shoal.parallel.device import Device, describe_machine
+from shoal.parallel.exposed import ExposedCommunication
 from shoal.parallel.model import TrainedModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.batches import count_steps
@@ -40,9 +41,6 @@ from shoal.train.save import make_saver
 from shoal.train.save_interval import SaveInterval
 from shoal.train.setup import Start, emulated_on_any, make_guard, make_scaler, seed_everything, starting_point
 from shoal.train.step import TrainStep
-
-# Keys that describe what a script makes itself.
-MADE_BY_SCRIPT = ("lr", "lr_groups", "schedule", "optimizer", "objective", "loss_impl", "cuda_graphs", "early_stop")
 
 
 @dataclass(kw_only=True)
@@ -209,6 +207,7 @@ def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, 
             objective=turns if turns.several else None,
             in_samples=True,
         ),
+        communication=ExposedCommunication(trained),
         progress=Progress(world_size=ranks.world_size),
         plan=plan,
         saver=make_saver(
@@ -230,6 +229,7 @@ def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, 
         schedule_per=made.schedule_per,
         last_step=steps,
     )
+    job.log.communication = job.communication.take
     return job
 
 
@@ -332,6 +332,7 @@ def _check_resumed(job: CustomJob) -> None:
 
 def _plan(shapes: Mapping[str, tuple[int, ...]], resolved: CustomRun, steps: int, ranks: Ranks) -> dict[str, Any]:
     return {
+        "custom_loop": True,
         "parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
         "steps": steps,
         "chosen": {
@@ -382,6 +383,6 @@ def _announce(job: CustomJob, device: Device, parameters: int) -> None:
 def _without_effect(config: Config) -> list[str]:
     """Options for what the script makes itself."""
     default = Config.model_construct()
-    blocks = [name for name in ("model", "adapter", "data", "eval") if getattr(config, name) != getattr(default, name)]
+    blocks = [name for name in BLOCKS_OF_SCRIPT if getattr(config, name) != getattr(default, name)]
     keys = [f"train.{key}" for key in MADE_BY_SCRIPT if getattr(config.train, key) != getattr(default.train, key)]
     return [f"{key} has no effect in a custom loop: the script makes it." for key in (*blocks, *keys)]

@@ -46,6 +46,7 @@ class AnyJob(ABC):
     hooks: Hooks
     log: StepLog
     progress: Progress
+    communication: ExposedCommunication
     saver: Saver
     interval: SaveInterval
     plan: dict[str, Any]  # the contents of plan.json
@@ -116,7 +117,6 @@ class Job(AnyJob):
     model: ParallelModel
     optimizer: NamedOptimizer
     flops: Callable[[int, int], float]
-    communication: ExposedCommunication
 
     @property
     def order(self) -> Order:

@@ -88,6 +88,7 @@ def _item(name: str, run: RunRecord) -> Html:
         ("loss", figures.decimal(results.loss)),
         ("eval loss", figures.decimal(results.eval_loss)),
         ("tokens/s", figures.compact(results.tokens_per_second)),
+        ("samples/s", figures.compact(results.samples_per_second)),
         ("MFU", figures.percent(results.mfu)),
         ("left", figures.seconds(results.seconds_left))
         if results.seconds_left

@@ -30,6 +30,8 @@ from shoal.parallel.precision import read_precision
 from shoal.use.load import choose_device, load_run
 
 COMPARED_TOKENS = 64
+# Root mean square of the differences over that of the logits, up to which rounding to the dtype explains them.
+NORMAL = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.15}
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,23 @@ class Merged:
     tensors: int  # merged with an adapter
     largest_logit_difference: float | None  # None: not compared
     largest_logit: float | None
+    relative_difference: float | None = None  # of the logits, root mean square; None: not compared
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def text(self) -> str:
-        if self.largest_logit_difference is None:
+        if self.relative_difference is None:
             return self.output
+        if self.relative_difference <= NORMAL[self.dtype]:
+            verdict = f"That is the rounding of {self.dtype}."
+        elif self.dtype == "float32":
+            verdict = "That is more than rounding: the merged model is not that of the run. Please report it."
+        else:
+            verdict = f"That is more than {self.dtype} usually rounds; --dtype fp32 writes weights that round less."
         return (
-            f"{self.output}\nThe logits of {COMPARED_TOKENS} tokens differ from the run's by at most "
-            f"{self.largest_logit_difference:.2g}, where the largest is {self.largest_logit:.3g}."
+            f"{self.output}\nThe logits of {COMPARED_TOKENS} random tokens differ from the run's by "
+            f"{100 * self.relative_difference:.2g}% (root mean square). {verdict}"
         )
 
 
@@ -85,11 +94,11 @@ def merge_run(
         saved = write_shards(
             part, prepared.model, merger.sizes(), merger.read, dtype=None, shard_bytes=shard_bytes, report=report
         )
-    difference = largest = None
+    difference = largest = relative = None
     if compare:
         report(f"comparing the logits of {COMPARED_TOKENS} tokens")
-        difference, largest = _compare(run, output, checkpoint.step, saved, device)
-    return Merged(str(output), str(saved).removeprefix("torch."), len(merger.layers), difference, largest)
+        difference, largest, relative = _compare(run, output, checkpoint.step, saved, device)
+    return Merged(str(output), str(saved).removeprefix("torch."), len(merger.layers), difference, largest, relative)
 
 
 def base_weights(prepared: PreparedModel, base: Base, device: torch.device) -> dict[str, Stored]:
@@ -176,9 +185,9 @@ def _dtype_in_files(stored: Stored) -> torch.dtype:
 
 
 @torch.no_grad()
-def _compare(run: Path, output: Path, step: int, dtype: torch.dtype, device: str) -> tuple[float, float]:
-    """The largest difference of a logit between the run and the merged model, and the largest logit. Both compute in
-    the dtype of the merged model, one after the other."""
+def _compare(run: Path, output: Path, step: int, dtype: torch.dtype, device: str) -> tuple[float, float, float]:
+    """The largest difference of a logit between the run and the merged model, the largest logit, and the difference of
+    all, relative. Both compute in the dtype of the merged model, one after the other."""
     tokens: Tensor | None = None
     logits: list[Tensor] = []
     for folder in (run, output):
@@ -189,4 +198,6 @@ def _compare(run: Path, output: Path, step: int, dtype: torch.dtype, device: str
         with emulated_matmuls(emulated_dtypes(loaded.device, dtype)):
             logits.append(loaded.model(tokens.to(loaded.device)).logits.float().cpu())
         del loaded
-    return float((logits[0] - logits[1]).abs().max()), float(logits[0].abs().max())
+    difference = logits[0] - logits[1]
+    relative = float(difference.norm() / logits[0].norm().clamp_min(torch.finfo(torch.float32).tiny))
+    return float(difference.abs().max()), float(logits[0].abs().max()), relative

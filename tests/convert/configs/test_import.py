@@ -78,9 +78,11 @@ def test_a_command_follows_two_dashes(tmp_path, monkeypatch):
         ("a.yaml", "model: {from: x}\ntrain: {lr: 1.0}\n", "looks like a config of shoal itself"),
         ("a.yaml", "n_layer: 2\nn_embd: 32\n", "describes the model of a LitGPT checkpoint"),
         ("a.json", {"zero_optimization": {"stage": 1}, "sample_packing": True}, "is a mixture: "),
+        ("a.json", {"model": {"type": "BPE", "vocab": {"a": 0}}}, "is not a config that shoal recognises"),
+        ("a.yaml", "model: {_component_: a.llama}\ntasks: [x]\n", "is a torchtune config of evaluating"),
         ("a.yaml", "- 1\n- 2\n", "holds no keys with values"),
         ("a.yaml", "", "holds no keys with values"),
-        ("a.sh", "#!/bin/bash\necho hello\n", "holds no keys with values, and no command"),
+        ("a.sh", "#!/bin/bash\necho hello\n", "is a script without a command that shoal translates: litgpt,"),
         ("a.sh", "#!/bin/bash\n#SBATCH --nodes=2\nmake all\n", None),
     ],
 )

@@ -92,7 +92,7 @@ PARALLELISM = {
     "tp_size": _degree("parallel.tp"),
     "cp_size": _degree("parallel.cp"),
     "sp_size": _sequence_parallel,
-    **nothing("parallel.cp_method: gather all-gathers keys and values", "cp_comm_strategy"),
+    **nothing("parallel.cp_method: gather all-gathers keys and values", "cp_comm_strategy cp_backend"),
     **nothing(
         "parallel.cp_method: ulysses", "sp_backend sp_attn_implementation sp_seq_length sp_seq_length_is_variable"
     ),
@@ -121,6 +121,12 @@ KEYS = {
         "deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter",
         "deepspeed_config",
     ),
+    **nothing("context parallelism communicates in the precision of training", "seq_parallel_communication_data_type"),
+    **nothing(
+        "context parallelism communicates in the precision of training",
+        "seq_parallel_communication_data_type",
+        "deepspeed_config",
+    ),
     **nothing("experts are sharded like all weights", "deepspeed_moe_layer_cls_names", "deepspeed_config"),
     **under("parallelism_config", PARALLELISM),
     **under("parallelism_config", {f"parallelism_config_{name}": one for name, one in PARALLELISM.items()}),
@@ -139,6 +145,11 @@ KEYS = {
     **nothing("CUDA_VISIBLE_DEVICES chooses among the GPUs", "gpu_ids"),
     **nothing("where the job runs", "compute_environment"),
     **nothing("for TPUs and clouds", "tpu_env tpu_name tpu_zone tpu_use_cluster tpu_use_sudo tpu_vm downcast_bf16"),
+    **nothing(
+        "for TPUs and clouds",
+        "additional_args base_job_name ec2_instance_type iam_role_name image_uri profile py_version pytorch_version "
+        "region sagemaker_inputs_file sagemaker_metrics_file transformers_version",
+    ),
     **nothing("processes are bound to the cores next to their GPU by srun: slurm.cpu_bind", "enable_cpu_affinity"),
     **nothing("shoal checks collectives by itself", "debug"),
     "use_cpu": _use_cpu,

@@ -83,7 +83,9 @@ def datasets_rule(key: Key) -> None:
         for name, value in blocks[0].items():
             key.become(f"data.{name}", value)
     else:
-        key.become("data.source", blocks, "mixed by their tokens")
+        key.become("data.source", blocks)
+        if not on(key.get("streaming")):
+            key.become("data.mixing.when_exhausted", "end", "concatenated: an epoch has every example once")
 
 
 @rule("data.validation")
@@ -160,7 +162,9 @@ def chat_template_rule(key: Key) -> None:
     elif name in CHAT_TEMPLATES:
         key.become("data.chat_template", name)
     else:
-        key.not_carried(f"data.chat_template has {', '.join(CHAT_TEMPLATES)}, or a Jinja file")
+        key.not_carried(
+            f"the tokenizer's own is used; data.chat_template has {', '.join(CHAT_TEMPLATES)}, or a Jinja file"
+        )
 
 
 @rule("model.attention")
@@ -173,8 +177,14 @@ def switch_rule(key: Key) -> None:
 
 
 @rule("log.to", says="wandb, where a project is named")
-def wandb_rule(key: Key) -> None:
-    key.become("log.to", [key.name.partition("_")[0].replace("use", "tensorboard")])
+def logger_rule(key: Key) -> None:
+    name = key.name.removeprefix("use_").partition("_")[0]
+    if key.name.startswith("use_") and not truth(key.value):
+        key.no_meaning("off")
+    elif name in (key.draft.get("log.to") or []):
+        key.no_meaning("a name in a logger")
+    else:
+        key.collect("log.to", name)
 
 
 @rule("data.path", "data.streaming")
@@ -187,7 +197,39 @@ def pretraining_rule(key: Key) -> None:
 
 @rule("model.add_tokens")
 def tokens_rule(key: Key) -> None:
-    key.become("model.add_tokens", texts(key.value))
+    special_tokens_rule.translate(key) if isinstance(key.value, dict) else key.become(
+        "model.add_tokens", texts(key.value)
+    )
+
+
+@rule(says="the tokenizer's own tokens are used; model.add_tokens adds others")
+def special_tokens_rule(key: Key) -> None:
+    if not set(dict(key.value)) - {"pad_token"}:
+        key.no_meaning("padding never counts in the loss, whatever its token")
+    else:
+        key.not_carried("the tokenizer's own tokens are used; model.add_tokens adds others")
+
+
+@rule("train.recompute")
+def offloading_rule(key: Key) -> None:
+    """True, or the name of a way of offloading."""
+    if isinstance(key.value, str) or truth(key.value):
+        key.become("train.recompute", "offload")
+    else:
+        key.no_meaning("off")
+
+
+@rule("train.precision")
+def float32_rule(key: Key) -> None:
+    key.become("train.precision", "32-true") if truth(key.value) else key.no_meaning("off")
+
+
+@rule("data.long_documents", says="drop, truncate")
+def too_long_rule(key: Key) -> None:
+    if key.value in ("drop", "truncate"):
+        key.become("data.long_documents", key.value)
+    else:
+        key.not_carried("data.long_documents has truncate, split and drop")
 
 
 def betas_rule(key: Key) -> None:

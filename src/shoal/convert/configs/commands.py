@@ -50,6 +50,7 @@ WITHOUT_VALUE = {
         "same_network",
         "no_python",
         "use_megatron_lm",
+        "use_parallelism_config",
         "use_xpu",
         "mps",
     ),
@@ -77,6 +78,10 @@ _DEEPSPEED_FLAGS = (
     "zero3_init_flag",
     "zero3_save_16bit_model",
 )
+
+
+class NotTranslated(UserMistake):
+    """A command of another kind, beside which a script may have one that is translated."""
 
 
 def value_of(text: str) -> Any:
@@ -142,8 +147,16 @@ def read_command(text: str, name: str, folder: Path) -> list[Source]:
     if script.setup:
         launcher["setup"] = script.setup
     found: list[Source] = []
+    other: dict[str, UserMistake] = {}
     for command in script.commands:
-        found += _one_command(command, name, folder, launcher)
+        try:
+            found += _one_command(command, name, folder, launcher)
+        except NotTranslated as mistake:
+            other.setdefault(" ".join(command[:2]), mistake)
+    if other and not found and not launcher.keys() - {"env", "setup"}:
+        raise next(iter(other.values()))
+    if other:
+        launcher["commands"] = list(other)
     if launcher:
         found.insert(0, Source(name, LAUNCHER, launcher, str(folder)))
     return found
@@ -210,8 +223,9 @@ def _launched(words: list[str], launcher: str, tree: Tree) -> list[str]:
         if option in ("m", "module", "no_python"):
             continue
         option = {"config": "config_file"}.get(option, option) if launcher == "accelerate" else option
-        if launcher == "accelerate" and option.startswith("fsdp_"):
-            block.setdefault("fsdp_config", {})[option] = read
+        if launcher == "accelerate" and option.startswith(("fsdp_", "parallelism_config_")):
+            name = "fsdp_config" if option.startswith("fsdp_") else "parallelism_config"
+            block.setdefault(name, {})[option] = read
         elif launcher == "accelerate" and option in _DEEPSPEED_FLAGS:
             block.setdefault("deepspeed_config", {})[option] = read
         else:
@@ -253,7 +267,7 @@ def _system(words: list[str], name: str, folder: Path, launcher: Tree) -> list[S
         return [Source(name, SCMODELFORGE, _from_file(flags.pop("config", None), folder) | flags, where)]
     if not first.endswith(".py") and "." not in first:
         if not (launcher.get("sbatch") or launcher.get("torchrun") or launcher.get("accelerate")):
-            raise UserMistake(f"{name} starts {first}, which is not a command that shoal translates: {KNOWN}.")
+            raise NotTranslated(f"{name} starts {first}, which is not a command that shoal translates: {KNOWN}.")
         return []
     return _script(rest, name, folder)
 

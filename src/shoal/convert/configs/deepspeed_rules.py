@@ -3,7 +3,7 @@
 from typing import Any
 
 from shoal.convert.configs.rules import Key, rule
-from shoal.convert.configs.values import count, number, optimizer, put_schedule, truth
+from shoal.convert.configs.values import count, number, optimizer, precision, put_schedule, truth
 
 BUILT_IN = "built in: communication overlaps with compute, in buckets of the size of a block"
 AUTO = "auto: the value of the Trainer's arguments"
@@ -60,8 +60,10 @@ def stage_rule(key: Key) -> int:
 
 @rule("parallel.offload")
 def old_offload_rule(key: Key) -> None:
+    """`cpu_offload` and `cpu_offload_param`, of before the blocks."""
     if truth(key.value):
-        key.become("parallel.offload", "optimizer")
+        parameters = "cpu_offload_param" in key.last or truth(key.get(f"{ZERO}.cpu_offload_param", False))
+        put_offload(key, "cpu", "cpu" if parameters and stage_rule(key) == 3 else None, None)
     else:
         key.no_meaning("off")
 
@@ -75,6 +77,24 @@ def half_rule(key: Key) -> None:
         key.become("train.precision", "16-mixed" if block == "fp16" else "bf16-mixed")
     elif key.get(f"{other}.enabled") in (None, False):
         key.become("train.precision", "32-true", "neither fp16 nor bf16")
+    else:
+        key.no_meaning("off")
+
+
+@rule("train.precision", says="bf16-true")
+def pure_bf16_rule(key: Key) -> None:
+    if not truth(key.value) or key.get("bf16.enabled", False) is False:
+        key.no_meaning("off")
+    elif key.get("bf16.bf16_optimizer_states", False):
+        key.become("train.precision", "bf16-true", "no fp32 master weights")
+    else:
+        key.become("train.precision", "bf16-true", "the optimizer state is in bf16 too")
+
+
+@rule("train.precision", says="mixed precision, in torch_autocast.dtype")
+def autocast_rule(key: Key) -> None:
+    if truth(key.value):
+        key.become("train.precision", precision(key.get("torch_autocast.dtype", "bf16")))
     else:
         key.no_meaning("off")
 
@@ -128,6 +148,37 @@ def optimizer_rule(key: Key) -> None:
     if str(key.value).lower() == "adam" and params.get("adam_w_mode") is False and params.get("weight_decay"):
         says = "its weight decay is AdamW's, not added to the gradient"
     key.become("train.optimizer.name", name, says)
+
+
+@rule("train.lr", says="the learning rate of Muon's matrices")
+def muon_lr_rule(key: Key) -> None:
+    key.become("train.lr", number(key.value))
+
+
+@rule(says="all parameters have train.lr")
+def adam_lr_rule(key: Key) -> None:
+    if number(key.value) == key.get("optimizer.params.muon_lr", key.get("optimizer.params.lr")):
+        key.no_meaning("all parameters have train.lr")
+    else:
+        key.not_carried("all parameters have train.lr, those of Muon's AdamW too")
+
+
+@rule("parallel.tp")
+def tensor_parallel_rule(key: Key) -> None:
+    key.become("parallel.tp", count(key.value)) if count(key.value) > 0 else key.no_meaning("off")
+
+
+@rule("train.compile")
+def compile_off_rule(key: Key) -> None:
+    key.become("train.compile", not truth(key.value))
+
+
+@rule(says="mean")
+def mean_rule(key: Key) -> None:
+    if str(key.value).lower() == "mean":
+        key.no_meaning("gradients are averaged")
+    else:
+        key.not_carried("gradients are averaged over the loss tokens; multiply train.lr instead")
 
 
 @rule("train.schedule.name", "train.schedule.min_ratio")

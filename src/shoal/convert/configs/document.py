@@ -9,6 +9,7 @@ from shoal.convert.configs.axolotl import AXOLOTL
 from shoal.convert.configs.deepspeed import DEEPSPEED
 from shoal.convert.configs.hydra import HYDRA
 from shoal.convert.configs.launchers import LAUNCHER
+from shoal.convert.configs.lightning import LIGHTNING
 from shoal.convert.configs.litgpt import LITGPT
 from shoal.convert.configs.llamafactory import LLAMAFACTORY
 from shoal.convert.configs.rules import Rule, System
@@ -22,6 +23,7 @@ PAGES = {
     "deepspeed": DEEPSPEED,
     "hydra": HYDRA,
     "launchers": LAUNCHER,
+    "lightning": LIGHTNING,
     "litgpt": LITGPT,
     "llamafactory": LLAMAFACTORY,
     "scmodelforge": SCMODELFORGE,

@@ -108,6 +108,11 @@ def _reshard(key: Key) -> None:
         key.become("parallel.reshard", truth(key.value))
 
 
+@rule("train.recompute")
+def _offload_activations(key: Key) -> None:
+    key.become("train.recompute", "offload") if truth(key.value) else key.no_meaning("off")
+
+
 @rule("checkpoint.format")
 def _state_dict_type(key: Key) -> None:
     kind = str(key.value).lower().removesuffix("_state_dict")
@@ -147,6 +152,9 @@ def _table() -> dict[str, Rule]:
         "activation_cpu_offload": cannot("train.recompute: offload keeps the inputs of blocks in host memory", "x")[
             "x"
         ],
+        "activation_checkpointing_offload": _offload_activations,
+        **nothing("train.precision decides", "mixed_precision_policy"),
+        **nothing("host memory is pinned where there is a GPU", "cpu_offload_pin_memory"),
         **nothing("parallel.prefetch is the limit on all-gathers in flight", "limit_all_gathers"),
         **nothing(LOADING, "sync_module_states cpu_ram_efficient_loading"),
         **nothing("FSDP2 always keeps the original parameters", "use_orig_params"),

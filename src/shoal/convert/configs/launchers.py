@@ -128,21 +128,35 @@ _TORCHRUN = {
     **nothing(
         MEETING,
         "node_rank master_addr master_port rdzv_backend rdzv_endpoint rdzv_id rdzv_conf "
-        "standalone local_addr start_method",
+        "standalone local_addr start_method virtual_local_rank shutdown_timeout signals_to_handle",
     ),
     **nothing("output is in RUN/logs", "log_dir tee redirects local_ranks_filter role monitor_interval"),
+    **nothing(
+        "output is in RUN/logs", "duplicate_stdout_filters duplicate_stderr_filters logs_specs event_log_handler"
+    ),
+    **nothing("processes are bound to the cores next to their GPU by srun: slurm.cpu_bind", "numa_binding"),
 }
 _DEEPSPEED = {
     "num_gpus": to("hardware.devices", count, "per node"),
+    "num_accelerators": to("hardware.devices", count, "per node"),
     "num_nodes": to("hardware.nodes", count),
     **nothing(MEETING, "hostfile include exclude master_addr master_port node_rank launcher no_ssh bind_cores_to_rank"),
+    **nothing(MEETING, "launcher_args no_ssh_check force_multi bind_core_list ssh_port venv_script"),
+    **nothing("output is in RUN/logs", "enable_each_rank_log save_pid log_level quiet"),
+    **nothing("shoal plan chooses, in a second and without a GPU", "autotuning"),
 }
+DYNAMO = ("mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
 _FLAGS = {
     "multi_gpu": _switch("parallel.strategy", "ddp"),
     "use_fsdp": _switch("parallel.strategy", "fsdp"),
     **nothing("the stage of ZeRO decides", "use_deepspeed"),
     "config_file": linked("Accelerate's config"),
     "cpu": ACCELERATE_KEYS["use_cpu"],
+    **{f"dynamo_{name}": ACCELERATE_KEYS[f"dynamo_config.dynamo_{name}"] for name in DYNAMO},
+    **nothing("the degrees of parallelism_config decide", "use_parallelism_config"),
+    **nothing("output is in RUN/logs", "tee log_dir role quiet monitor_interval"),
+    **nothing(MEETING, "rdzv_conf mpirun_hostfile"),
+    "max_restarts": nothing("shoal train --max-restarts N", "x")["x"],
 }
 
 LAUNCHER = System(
@@ -161,6 +175,7 @@ LAUNCHER = System(
             ("slurm.setup",),
             verbatim=True,
         ),
+        "commands": nothing("not a command that trains", "x")["x"],
         "srun": nothing("shoal submit starts the tasks, or srun shoal train run.yaml", "x")["x"],
     },
     marks=frozenset(),

@@ -101,10 +101,22 @@ OWN = {
         "use_eaft_loss eaft_alpha pissa_init pissa_iter pissa_convert create_new_adapter loraplus_lr_embedding "
         "mixture_of_depths shift_attn rope_scaling moe_aux_loss_coef use_mca use_megatron_bridge use_kt use_swanlab "
         "train_from_scratch oft_rank oft_block_size oft_target module_dropout reward_model reward_model_type "
-        "new_special_tokens_config",
+        "new_special_tokens_config reward_model_adapters reward_model_quantization_bit use_hyper_parallel "
+        "hyper_parallel_args",
     ),
     **cannot("model.freeze has patterns of what to freeze", "freeze_trainable_layers freeze_trainable_modules"),
     **cannot("model.freeze has patterns of what to freeze", "freeze_extra_modules"),
+    **nothing("one validation set is evaluated", "eval_on_each_dataset"),
+    **nothing("weights are loaded shard by shard", "device_map compute_dtype adapter_folder"),
+    **nothing("ranks meet as the launcher says", "master_addr master_port"),
+    **nothing("shoal train --profile", "enable_torch_profiler profile_modules"),
+    **nothing("logits are in fp32 in the loss", "upcast_lmhead_output"),
+    **nothing("new rows are drawn as transformers does", "init_special_tokens"),
+    **nothing("models of images, video and sound are not built", "image_do_pan_and_scan crop_to_patches"),
+    **nothing(
+        "of generating or exporting, not of training",
+        "repetition_penalty length_penalty skip_special_tokens export_quantization_nsamples export_quantization_maxlen",
+    ),
     **cannot("the order of examples is random", "disable_shuffling"),
     **cannot("nothing is uploaded: shoal export writes a folder", "hf_hub_token ms_hub_token om_hub_token"),
     **nothing("shoal submit starts runs on Ray", "ray_num_workers ray_init_kwargs ray_run_name ray_storage_path"),

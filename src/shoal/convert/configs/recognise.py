@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.locate import parse_document
+from shoal.config.schema import every_key
 from shoal.convert.configs.accelerate import ACCELERATE
 from shoal.convert.configs.axolotl import AXOLOTL
-from shoal.convert.configs.commands import litgpt_tree, looks_like_a_command, read_command
+from shoal.convert.configs.commands import KNOWN, litgpt_tree, looks_like_a_command, read_command
 from shoal.convert.configs.deepspeed import DEEPSPEED
 from shoal.convert.configs.hydra import HYDRA
+from shoal.convert.configs.lightning import LIGHTNING, lightning_tree
 from shoal.convert.configs.litgpt import LITGPT
 from shoal.convert.configs.litgpt_rules import COMMAND
 from shoal.convert.configs.llamafactory import LLAMAFACTORY
@@ -23,11 +25,13 @@ from shoal.mistakes import UserMistake
 
 # In the order in which values are given: DeepSpeed's own file is what DeepSpeed runs with.
 SYSTEMS: tuple[System, ...] = (
-    *(ACCELERATE, TRAINER, TRL, LLAMAFACTORY, HYDRA, LITGPT, SCMODELFORGE, AXOLOTL, TORCHTUNE, DEEPSPEED),
+    *(ACCELERATE, TRAINER, TRL, LLAMAFACTORY, HYDRA, LITGPT, LIGHTNING, SCMODELFORGE, AXOLOTL, TORCHTUNE, DEEPSPEED),
 )
 BY_FILE = tuple(system for system in SYSTEMS if system is not TRL)
 SUFFIXES = (".json", ".yaml", ".yml")
+SCRIPTS = (".sh", ".sbatch", ".slurm")
 LARGEST = 10_000_000  # bytes of a config
+_OURS = frozenset(key for key, _ in every_key() if "." in key)
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -37,7 +41,7 @@ def is_config(path: Path) -> bool:
         return False
     if path.name in ("pytorch_model.bin.index.json", "latest"):
         return False
-    return path.suffix in (*SUFFIXES, ".sh", ".sbatch", ".slurm", ".txt", "") and path.stat().st_size <= LARGEST
+    return path.suffix in (*SUFFIXES, *SCRIPTS, ".txt", "") and path.stat().st_size <= LARGEST
 
 
 def read_source(path: Path) -> list[Source]:
@@ -48,8 +52,15 @@ def read_source(path: Path) -> list[Source]:
         raise UserMistake(f"{path} is not a text file in UTF-8 ({type(error).__name__}).") from None
     if path.suffix not in SUFFIXES and looks_like_a_command(read_script(text)):
         return read_command(text, str(path), path.parent)
-    tree = _parse(path, text)
+    if path.suffix in SCRIPTS:
+        raise UserMistake(f"{path} is a script without a command that shoal translates: {KNOWN}.")
+    tree = lightning_tree(_parse(path, text))
     system = _system_of(path, tree)
+    if system is TORCHTUNE and not {"dataset", "optimizer", "loss", "batch_size"} & tree.keys():
+        raise UserMistake(
+            f"{path} is a torchtune config of evaluating, generating or quantizing, not of training: shoal eval, "
+            "shoal generate, shoal export."
+        )
     if system is LITGPT:
         tree = {COMMAND: _litgpt_command(tree), **litgpt_tree(tree)}
     return [Source(str(path), system, tree, str(path.parent))]
@@ -126,7 +137,7 @@ def _system_of(path: Path, tree: Tree) -> System:
     if best == 0:
         if {"n_layer", "n_embd"} <= keys:
             raise UserMistake(f"{path} describes the model of a LitGPT checkpoint: import its folder, {path.parent}.")
-        if {"model", "train", "data", "parallel", "adapter"} & keys and not keys & {"trainer", "training"}:
+        if _OURS & keys or {"model", "data"} <= keys:
             raise UserMistake(
                 f"{path} looks like a config of shoal itself: shoal train {path}, or shoal config show {path}."
             )

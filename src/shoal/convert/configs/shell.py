@@ -142,7 +142,7 @@ def _read_line(line: str, script: Script, variables: dict[str, str]) -> None:
     else:
         # "$@" and redirections are not arguments of a config.
         words = [word for word in words if word not in ("$@", "$*", "&")]
-        cut = next((at for at, word in enumerate(words) if re.match(r"(\d?>|\||&&|;)", word)), len(words))
+        cut = next((at for at, word in enumerate(words) if re.match(r"(\d?>|&>|\||&&|;)", word)), len(words))
         script.commands.append(words[:cut])
 
 

@@ -252,6 +252,22 @@ KEYS = {
     "nproc_per_node": to("hardware.devices", count),
     "nnodes": to("hardware.nodes", count),
     "torchtune_recipe": rule("parallel.strategy")(lambda key: _recipe(key)),
+    "save_every_n_steps": to("checkpoint.every", count),
+    **cannot("one dataset is translated: list the others in data.source", "dataset"),
+    **nothing("the tokenizer's own end of sequence follows each text", "dataset.add_eos"),
+    **cannot("not an option of a dataset here", "dataset.partition dataset.filter_fn"),
+    **nothing(
+        "models of images are not built",
+        "model.decoder_trainable model.encoder_trainable model.fusion_trainable model.image_size tokenizer.image_size "
+        "tokenizer.max_num_tiles dataset.image_tag dataset.image_dir",
+    ),
+    **cannot(
+        "not built; train.objective has causal_lm, dpo, ipo, orpo, simpo",
+        "ppo_epochs ppo_batch_size num_steps forward_batch_size max_generated_tokens min_response_length "
+        "grpo_samples reward_functions loss.epsilon loss.kl_coeff policy_model ref_policy_checkpointer "
+        "value_checkpointer reward_checkpointer",
+        unless=({},),
+    ),
     **cannot(
         "checkpoint.every counts steps, and how many an epoch has is known when the data is", "save_every_n_epochs"
     ),
@@ -260,7 +276,7 @@ KEYS = {
         "quantizer kd_ratio kd_loss teacher_model teacher_checkpointer ref_checkpointer reward_and_value_model",
         unless=({},),
     ),
-    **nothing("not needed here", "collate_fn low_cpu_ram enable_kv_cache save_every_n_steps"),
+    **nothing("not needed here", "collate_fn low_cpu_ram enable_kv_cache"),
 }
 
 

@@ -47,6 +47,7 @@ from shoal.convert.configs.trainer_rules import (
     warmup_ratio,
     warmup_steps,
 )
+from shoal.convert.configs.trl import OF_TRL
 from shoal.convert.configs.values import (
     count,
     number,
@@ -86,7 +87,7 @@ DATA_AND_MODEL = {
     "completion_only_loss": answers_only,
     "assistant_only_loss": answers_only,
     **nothing("a cache by content is always used", "overwrite_cache preprocessing_num_workers dataset_num_proc"),
-    **nothing("packed sequences do not attend to each other", "packing_strategy padding_free eval_packing"),
+    **nothing("packed sequences do not attend to each other", "padding_free eval_packing"),
     **nothing("sequences have one length or are padded to a multiple", "pad_to_max_length pad_to_multiple_of"),
     **cannot("data.max_length is of prompt and answer together", "max_prompt_length max_completion_length"),
     **cannot("the file or the dataset is used as a whole; cut it before", "max_train_samples max_eval_samples"),
@@ -116,6 +117,7 @@ PREFERENCE = {
     "undesirable_weight": to("train.preference.undesirable_weight", number),
     "disable_dropout": no_dropout_rule,
     **nothing("the reference is computed before training, or by switching the adapter off", "precompute_ref_log_probs"),
+    **nothing("train.micro_batch is of the reference too", "precompute_ref_batch_size"),
     **cannot("not an option of these objectives here", "label_smoothing loss_weights ld_alpha use_weighting cpo_alpha"),
     **cannot("the reference is the model that training starts from", "ref_model_name_or_path sync_ref_model"),
     **nothing(
@@ -216,7 +218,8 @@ ARGUMENTS = {
     **nothing("a name in a logger", "project trackio_space_id trackio_bucket_id trackio_static_space_id"),
     **cannot(
         "nothing is uploaded: shoal export writes a folder",
-        "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision",
+        "push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision "
+        "hub_model_revision",
     ),
     **cannot(
         "not built", "neftune_noise_alpha label_smoothing_factor optim_args optim_target_modules loraplus_lr_ratio"
@@ -225,7 +228,7 @@ ARGUMENTS = {
     **cannot("use tp, cp and replicate of parallel", "parallelism_config", unless=({},)),
 }
 
-KEYS = {**DATA_AND_MODEL, **ADAPTER, **PREFERENCE, **ARGUMENTS}
+KEYS = {**DATA_AND_MODEL, **OF_TRL, **ADAPTER, **PREFERENCE, **ARGUMENTS}
 
 DEFAULTS = {
     "per_device_train_batch_size": 8,
@@ -287,6 +290,7 @@ TRL_DEFAULTS = {
     "learning_rate": 2e-5,
     "max_length": 1024,
     "packing": False,
+    "packing_strategy": "bfd",
     "gradient_checkpointing": True,
     "bf16": True,
     "logging_steps": 10,
@@ -297,7 +301,7 @@ TRL_DEFAULTS = {
 def of_trl_rule(tree: Tree) -> dict[str, Any]:
     found = more_rule(tree) | ({"learning_rate": 1e-6} if tree.get("trl_task") == "dpo" else {})
     if tree.get("trl_task") != "sft":
-        found |= {"assistant_only_loss": None, "packing": None}
+        found |= {"assistant_only_loss": None, "packing": None, "packing_strategy": None}
     if on(tree.get("fp16")):
         found["bf16"] = None
     return found | {"fp16": None}
@@ -311,6 +315,7 @@ SCRIPT = System(
     {
         **KEYS,
         **words("batch_size_per_device", count),
+        "deepspeed_config": deepspeed_file,
         "epochs": to("train.epochs", count),
         "lr": to("train.lr", number),
     },

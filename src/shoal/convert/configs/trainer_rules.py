@@ -31,6 +31,8 @@ def deepspeed_file(key: Key) -> None:
     """A DeepSpeed config in another file or in this one."""
     if isinstance(key.value, dict):
         translate(Source(key.source.name, DEEPSPEED, key.value), key.draft, above=key.name)
+    elif key.value is True:
+        key.no_meaning("a switch: deepspeed_config names the JSON")
     elif not follow(key):
         key.not_carried("names DeepSpeed's JSON, which is not there: give it as another FILE")
 

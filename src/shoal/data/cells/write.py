@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 
@@ -31,6 +32,19 @@ FORMAT = "cells"
 Range = tuple[int, int, int]  # the file, the first cell, and the last one, which is not included
 
 
+@dataclass
+class _Written:
+    """What is known of the cells whose tokens are written."""
+
+    lengths: list[np.ndarray] = field(default_factory=list)
+    whole: list[np.ndarray] = field(default_factory=list)  # lengths before cells were truncated
+    labels: list[str] = field(default_factory=list)
+    done: int = 0
+    empty: int = 0
+    few: int = 0  # cells that express too few genes
+    unlabelled: int = 0
+
+
 def write_cells(
     folder: Path,
     work: CellTokenizer,
@@ -42,13 +56,26 @@ def write_cells(
 ) -> None:
     """Write the cells of `ranges` into `folder`, for `open_sequences`. `key`: the config's name of the data;
     `classes`: the only ones that cells may have."""
-    binned, total = work.scheme.binned, work.cells.count
-    lengths: list[np.ndarray] = []
-    whole: list[np.ndarray] = []
-    labels: list[str] = []
-    empty = few = done = unlabelled = 0
-    of_files = [one.labels for one in work.cells.files]
     progress.begin()
+    written = _write_tokens(folder, work, ranges, progress)
+    each = np.concatenate([np.empty(0, np.int64), *written.lengths])
+    if not len(each):
+        raise NothingToLearn(
+            f"None of the {written.done:,} cells in {key} is left: {written.empty:,} express no gene of the "
+            f"vocabulary, {written.few:,} fewer than data.cells.min_genes {work.scheme.cells.min_genes}."
+        )
+    names = None
+    if work.cells.files and work.cells.files[0].labels is not None:
+        names, numbers = number_classes(written.labels, classes, key)
+        write_array(folder / LABELS, numbers)
+    _write_index(folder, each, written, names, encoder=work.scheme.encoder)
+
+
+def _write_tokens(folder: Path, work: CellTokenizer, ranges: Iterable[Range], progress: Progress) -> _Written:
+    """The tokens of all cells, one after another, with their flags and, if they are binned, their bins."""
+    binned, total = work.scheme.binned, work.cells.count
+    of_files = [one.labels for one in work.cells.files]
+    written = _Written()
     with (
         ArrayWriter(folder / "tokens.npy", work.scheme.dtype) as tokens,
         ArrayWriter(folder / "flags.npy", np.dtype(np.uint8)) as flags,
@@ -56,43 +83,38 @@ def write_cells(
         closing(_tokenize(work, ranges)) as tokenized,
     ):
         for (number, first, last), made in tokenized:
-            empty += int(made.empty.sum())
-            few += int((~made.kept & ~made.empty).sum())
+            written.empty += int(made.empty.sum())
+            written.few += int((~made.kept & ~made.empty).sum())
             if (column := of_files[number]) is not None:
                 here = [column[first + place] for place in np.flatnonzero(made.kept).tolist()]
                 made, here, missing = _labelled(made, here, work, number)
-                unlabelled += missing
-                labels += here
+                written.unlabelled += missing
+                written.labels += here
             tokens.append(made.ids)
             flags.append(token_flags(made.lengths, work.scheme))
             if made.values is not None:
                 values.append(made.values)
-            lengths.append(made.lengths)
-            whole.append(made.whole)
-            done += last - first
-            progress.tick("Tokenizing", done, "cells", done / max(total, 1))
-        encoder = work.scheme.encoder
-        if encoder:  # every token of a cell is an input, so its sequence ends one later; that one is never read
+            written.lengths.append(made.lengths)
+            written.whole.append(made.whole)
+            written.done += last - first
+            progress.tick("Tokenizing", written.done, "cells", written.done / max(total, 1))
+        if work.scheme.encoder:  # every token is an input, so the last sequence ends one later; that one is never read
             tokens.append(np.array([work.scheme.end]))
             flags.append(np.zeros(1))
             values.append(np.zeros(1 if binned else 0))
     if not binned:
         (folder / VALUES).unlink()
-    each = np.concatenate([np.empty(0, np.int64), *lengths])
-    if not len(each):
-        raise NothingToLearn(
-            f"None of the {done:,} cells in {key} is left: {empty:,} express no gene of the vocabulary, {few:,} fewer "
-            f"than data.cells.min_genes {work.scheme.cells.min_genes}."
-        )
+    return written
+
+
+def _write_index(
+    folder: Path, each: np.ndarray, written: _Written, classes: list[str] | None, *, encoder: bool
+) -> None:
+    """Where each cell is, and the summary. `each`: the number of tokens of each cell."""
     ends = np.cumsum(each)
     starts, ends = ends - each, ends + int(encoder)
     counted = each - 2 if encoder else each - 1
-    if of_files and of_files[0] is not None:
-        names, numbers = number_classes(labels, classes, key)
-        write_array(folder / LABELS, numbers)
-    else:
-        names = None
-    before = np.concatenate(whole)
+    before = np.concatenate(written.whole)
     write_array(folder / DOCUMENT_LENGTHS, before)
     write_array(folder / "starts.npy", starts)
     write_array(folder / "ends.npy", ends)
@@ -112,10 +134,10 @@ def write_cells(
             loss_token_share=trained / inputs,
             content=hash_sequences(folder),
             truncated=int((before > each).sum()),
-            dropped=few + unlabelled,
-            empty=empty,
+            dropped=written.few + written.unlabelled,
+            empty=written.empty,
             encoder=encoder,
-            classes=names,
+            classes=classes,
         ),
     )
 

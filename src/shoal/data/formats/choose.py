@@ -82,9 +82,18 @@ def _find_format(name: str, first: Record) -> Format:
             return candidate
     wanted = "; ".join(f"{one.name}: {one.described}" for one in FORMATS.values())
     raise UserMistake(
-        f"data.format auto does not recognize {first.where}, which has the keys {shown_keys(first)}. Known formats "
-        f"need ({wanted}). Name the keys in data.columns, or set data.format."
+        f"data.format auto does not recognize {first.where}, which has the keys {shown_keys(first)}. Say which of them "
+        f"are what a format needs, as in {_example_of_columns(first)}, or set data.format. The formats need: {wanted}."
     )
+
+
+def _example_of_columns(first: Record) -> str:
+    """How data.columns may be set for a record with keys of its own: one text is the text, the first of several are a
+    prompt and its completion."""
+    texts = [key for key, value in first.fields.items() if isinstance(value, str)] or list(first.fields)
+    names = ("text",) if len(texts) < 2 else ("prompt", "completion")
+    pairs = ", ".join(f"{name}: {key}" for name, key in zip(names, texts, strict=False))
+    return f"data.columns='{{{pairs}}}'"
 
 
 def read_document(chosen: Format, record: Record, options: Options) -> Document:

@@ -56,7 +56,8 @@ def find_source(source: object, path: object, key: str = PATH) -> str:
     found = {_source_of_entry(str(entry), key) for entry in _entries(path, key)}
     if len(found) > 1:
         raise UserMistake(
-            f"data.source auto finds several kinds in {key}: {', '.join(sorted(found))}. Set data.source."
+            f"data.source auto finds several kinds in {key}: {', '.join(sorted(found))}. Give files of one kind, "
+            "or set data.source to read all of them as that kind."
         )
     return found.pop()
 
@@ -106,7 +107,8 @@ def _only_source(where: str, names: Sequence[str]) -> str | None:
     found = {found for name in data if (found := source_of_name(name)) is not None}
     if len(found) > 1:
         raise UserMistake(
-            f"data.source auto finds files of several kinds in {where}: {', '.join(sorted(found))}. Set data.source."
+            f"data.source auto finds files of several kinds in {where}: {', '.join(sorted(found))}. Set data.source to "
+            "the kind to read (text takes all files), or name the files with a pattern, as in folder/**/*.jsonl."
         )
     return found.pop() if found else None
 

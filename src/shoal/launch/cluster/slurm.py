@@ -38,7 +38,8 @@ def settle(config: Config, *, dry_run: bool) -> Config:
     if cluster is None:
         if hardware.devices == "auto":
             raise UserMistake(
-                "hardware.devices is auto, and no cluster can be asked from this machine; set the devices per node."
+                "hardware.devices is auto, and no cluster can be asked from this machine; set the devices per "
+                "node, as in hardware.devices=8."
             )
         return config
     nodes = _wanted_nodes(config, cluster)

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from shoal.config.schema_slurm import read_time
-from shoal.launch.cluster.slurm_commands import run_slurm
+from shoal.launch.cluster.slurm_commands import ELSEWHERE, run_slurm
 
 _FORMAT = "%P|%D|%c|%m|%l|%G|%f"
 _GPU = re.compile(r"gpu(?::(?P<kind>[^:(,]+))??:(?P<count>\d+)")
@@ -27,7 +27,8 @@ class Nodes:
 
 def read_cluster() -> list[Nodes]:
     """The nodes of all partitions."""
-    printed = run_slurm(["sinfo", "--noheader", f"--format={_FORMAT}"], "The cluster's partitions cannot be read")
+    doing = "The cluster's partitions cannot be read"
+    printed = run_slurm(["sinfo", "--noheader", f"--format={_FORMAT}"], doing, hint=f"; {ELSEWHERE}")
     return [nodes for line in printed.splitlines() if (nodes := _read(line)) is not None]
 
 

@@ -10,24 +10,25 @@ from shoal.mistakes import UserMistake, shortened
 PATIENCE = 60  # seconds; a controller that is busy may take long
 
 
-def run_slurm(command: Sequence[str], doing: str) -> str:
-    """The output of one of Slurm's commands; `doing` begins the sentence if it fails: «The job cannot be submitted»."""
+ELSEWHERE = "run this on a login node of the cluster. shoal submit --dry-run shows the script without Slurm."
+
+
+def run_slurm(command: Sequence[str], doing: str, *, hint: str = "") -> str:
+    """The output of one of Slurm's commands; `doing` begins the sentence if it fails: «The job cannot be submitted»,
+    and `hint` ends it, with what to do."""
     if shutil.which(command[0]) is None:
-        raise UserMistake(
-            f"{doing}: there is no {command[0]} on this machine; run this on a login node of the cluster. "
-            "shoal submit --dry-run shows the script without Slurm."
-        )
+        raise UserMistake(f"{doing}: there is no {command[0]} on this machine; {ELSEWHERE}")
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=_environment(command[0])
         )
     except subprocess.TimeoutExpired:
-        raise UserMistake(f"{doing}: {command[0]} gave no answer in {PATIENCE} seconds.") from None
+        raise UserMistake(f"{doing}: {command[0]} gave no answer in {PATIENCE} seconds{hint or '.'}") from None
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
         reason = next((line for line in reversed(said) if "error: " in line or "fatal: " in line), said[-1])
         reason = reason.rpartition("error: ")[2].rpartition("fatal: ")[2].rstrip(".")
-        raise UserMistake(f"{doing}: {command[0]} says: {shortened(reason)}.")
+        raise UserMistake(f"{doing}: {command[0]} says: {shortened(reason)}{hint or '.'}")
     return done.stdout
 
 

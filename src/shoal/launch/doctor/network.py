@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shoal.launch.doctor.finding import Finding, failure, ok, warning, worst
 from shoal.launch.doctor.setting import Setting
+from shoal.launch.interfaces import GLOO, NCCL, means_any
 
 INTERFACES = Path("/sys/class/net")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -68,9 +69,9 @@ def check_interface(setting: Setting) -> Finding:
     here = interfaces()
     others = [one for one in here if not one.loopback and one.address is not None]
     shown = ", ".join(f"{one.name} {one.address}{_speed(one)}" for one in others) or "only loopback"
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for name in (GLOO, NCCL):
         wanted = os.environ.get(name)
-        if wanted and not chosen(wanted, here):
+        if wanted and not means_any(name, wanted, [one.name for one in here]):
             return failure(
                 f"{name} is {wanted}, but the interfaces that are up are {', '.join(one.name for one in here)}",
                 f"unset {name}, or name one of these",
@@ -154,17 +155,6 @@ def resolve(host: str, seconds: float = RESOLVE) -> str | None:
     thread.start()
     thread.join(seconds)
     return found[0] if found else None
-
-
-def chosen(wanted: str, here: list[Interface]) -> list[Interface]:
-    """The interfaces that a value of NCCL_SOCKET_IFNAME means: prefixes, =names, or ^prefixes to leave out."""
-    negated, exact = wanted.startswith("^"), wanted.lstrip("^").startswith("=")
-    names = [name for name in wanted.lstrip("^=").split(",") if name]
-
-    def matches(name: str) -> bool:
-        return name in names if exact else name.startswith(tuple(names))
-
-    return [one for one in here if matches(one.name) != negated]
 
 
 def active_infiniband() -> Mapping[str, str]:

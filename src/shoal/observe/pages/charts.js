@@ -2,7 +2,7 @@
 "use strict";
 
 const shoal = (() => {
-  const AXES = { step: "steps", tokens: "tokens", hours: "time" };
+  const AXES = { step: "steps", tokens: "tokens", samples: "samples", hours: "time" };
   const WHOLE = [...Array(13).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power)); // there are no half steps
   const settings = { axis: "step", log: false, smoothing: 0 };
   const drawn = new Map(); // id → {element, plot, chart, wanted}
@@ -122,6 +122,7 @@ const shoal = (() => {
           label: one.label,
           stroke: seriesColour(one.colour ?? index),
           width: 2,
+          dash: (one.colour ?? 0) >= 8 ? [7, 4] : undefined, // there are eight colours
           spanGaps: true,
           points: one.points ? { show: true, size: 6, fill: colour("surface") } : { show: one.y.length < 2, size: 6 },
           value: (plot, value) => format(chart.format, value),

@@ -1,0 +1,44 @@
+"""Which linear layers of a block are one matmul: see parallel/packed.py, which decides the same from the real model."""
+
+from shoal.catalogue.families import LLAMA_PLAN
+from shoal.plan.blocks import Linear, linears
+from shoal.plan.run import Run
+
+# The inputs of attention and MLP, by the names in `blocks`.
+ATTENTION, MLP = "norm", "second norm"
+
+
+def packed_linears(run: Run) -> tuple[Linear, ...]:
+    """The matmuls of a block: its linear layers, of which those that are packed are one."""
+    apart = linears(run.shape, joined=run.traits.fused_qkv)
+    found: dict[str, Linear] = {}
+    for one in apart:
+        key = one.reads if one.reads in _packed_inputs(run) else one.name
+        before = found.get(key)
+        found[key] = one if before is None else Linear(key, one.inputs, before.outputs + one.outputs, reads=one.reads)
+    return tuple(found.values())
+
+
+def summed_gradients(run: Run) -> int:
+    """Gradients of a block's inputs that no longer have to be read to be added, because layers are packed."""
+    return len(linears(run.shape, joined=run.traits.fused_qkv)) - len(packed_linears(run))
+
+
+def _packed_inputs(run: Run) -> tuple[str, ...]:
+    traits, mesh = run.shape.traits, run.mesh
+    applies = (
+        run.traits.packs_projections
+        and run.compiled
+        and not run.gpu.is_cpu
+        and run.precision in ("bf16-mixed", "16-mixed")
+        and run.adapter is None
+        and run.recompute == "none"
+        and not run.sharded
+        and run.offload == "none"
+        and mesh.tp * mesh.cp == 1
+        and traits.plan is LLAMA_PLAN
+        and traits.gated
+    )
+    if not applies or not run.trained.blocks:
+        return ()
+    return (MLP,) if traits.qkv_bias or traits.head_norms else (ATTENTION, MLP)
