@@ -263,12 +263,8 @@ class CustomLoop:
         it and what it is the mean over, by default the number of samples. Each rank computes its share of the batches,
         without dropout and gradients; all ranks call it and get the mean over all of them."""
         job = self._prepared
-<<<<<<< HEAD
         job.synchronize_buffers()  # one model is evaluated, the one that a checkpoint would have
-        with job.log.paused():
-=======
         with job.log.paused(), job.communication.paused():
->>>>>>> 4072ab83d5b880b4ae2e3bb00a2905f1bee18f9a
             found = evaluate_batches(compute, loader, job.model.modules, job.ranks, seed=job.config.seed)
         for copies in job.model.copies:
             copies.uninstall()
@@ -364,42 +360,12 @@ class CustomLoop:
     def _until_decision(self, job: CustomJob, watch: Watch) -> Generator[Any, None, tuple[Decision, str | None]]:
         """Steps up to the last one, or to one after which health decides otherwise."""
         resolved, progress = job.resolved, job.progress
-<<<<<<< HEAD
-        keeps_weights = reshards_after_forward(job.config.parallel, resolved.strategy) is False
-        stopped: str | None = None
-        stream = job.loader.micro_batches(progress.step, job.steps, progress.left_out)
-        while progress.step < job.steps and stopped is None:
-            data_seconds = 0.0
-            for index in range(resolved.grad_accum_steps):
-                began = time.perf_counter()
-                batch = to_device(next(stream), job.ranks.device)
-                data_seconds += time.perf_counter() - began
-                last = index == resolved.grad_accum_steps - 1
-                self._micro = micro = _MicroBatch(last=last, alone=resolved.grad_accum_steps == 1)
-                with ExitStack() as stack:
-                    for module in job.model.modules:
-                        stack.enter_context(accumulating(module, last=last, keeps_weights=keeps_weights))
-                    yield batch
-                self._micro = None
-                if not micro.since_backward:
-                    missing = "run.backward(loss)" if not micro.backward else "run.step(optimizer)"
-                    raise UserMistake(
-                        f"{missing} was not called for a batch of run.steps; call it once for each: gradients are "
-                        "accumulated by train.micro_batch or train.grad_accum, not by the loop."
-                    )
-                if self._turns is not None and len(micro.turns) != len(self._turns):
-                    raise _other_turns()
-                self._turns = micro.turns
-            result, lr = self._end_step(job)
-=======
         stopped: str | None = None
         stream = job.loader.micro_batches(progress.step, job.steps, progress.left_out)
         while progress.step < job.steps and stopped is None:
             with job.communication.step():
                 data_seconds = yield from self._step_batches(job, stream)
-            assert self._result is not None
-            (result, lr), self._result = self._result, None
->>>>>>> 4072ab83d5b880b4ae2e3bb00a2905f1bee18f9a
+            result, lr = self._end_step(job)
             arrived = job.log.after_step(
                 progress.step,
                 result,
@@ -418,7 +384,33 @@ class CustomLoop:
                 return decision, None
         return Decision(Action.CONTINUE), stopped
 
-<<<<<<< HEAD
+    def _step_batches(self, job: CustomJob, stream: Iterator[Any]) -> Generator[Any, None, float]:
+        """The micro-batches of one step. Returns the seconds in which the loop waited for them."""
+        resolved = job.resolved
+        keeps_weights = reshards_after_forward(job.config.parallel, resolved.strategy) is False
+        data_seconds = 0.0
+        for index in range(resolved.grad_accum_steps):
+            began = time.perf_counter()
+            batch = to_device(next(stream), job.ranks.device)
+            data_seconds += time.perf_counter() - began
+            last = index == resolved.grad_accum_steps - 1
+            self._micro = micro = _MicroBatch(last=last, alone=resolved.grad_accum_steps == 1)
+            with ExitStack() as stack:
+                for module in job.model.modules:
+                    stack.enter_context(accumulating(module, last=last, keeps_weights=keeps_weights))
+                yield batch
+            self._micro = None
+            if not micro.since_backward:
+                missing = "run.backward(loss)" if not micro.backward else "run.step(optimizer)"
+                raise UserMistake(
+                    f"{missing} was not called for a batch of run.steps; call it once for each: gradients are "
+                    "accumulated by train.micro_batch or train.grad_accum, not by the loop."
+                )
+            if self._turns is not None and len(micro.turns) != len(self._turns):
+                raise _other_turns()
+            self._turns = micro.turns
+        return data_seconds
+
     def _refuses_changes(self, micro: _MicroBatch) -> bool:
         """Whether gradients are not yet those of the step between `backward` and `step`."""
         job = self._prepared
@@ -440,25 +432,3 @@ def _other_turns() -> UserMistake:
         "The micro-batches of a step had turns of different optimizers; let run.step_number choose, which is the same "
         "for all of them."
     )
-=======
-    def _step_batches(self, job: CustomJob, stream: Iterator[Any]) -> Generator[Any, None, float]:
-        """The micro-batches of one step. Returns the seconds in which the loop waited for them."""
-        module, resolved = job.model.modules[0], job.resolved
-        keeps_weights = reshards_after_forward(job.config.parallel, resolved.strategy) is False
-        data_seconds = 0.0
-        for index in range(resolved.grad_accum_steps):
-            began = time.perf_counter()
-            batch = to_device(next(stream), job.ranks.device)
-            data_seconds += time.perf_counter() - began
-            self._micro = micro = _MicroBatch(last=index == resolved.grad_accum_steps - 1)
-            with accumulating(module, last=micro.last, keeps_weights=keeps_weights):
-                yield batch
-            self._micro = None
-            if not micro.backward or not micro.stepped:
-                missing = "run.backward(loss)" if not micro.backward else "run.step(optimizer)"
-                raise UserMistake(
-                    f"{missing} was not called for a batch of run.steps; call it once for each: gradients are "
-                    "accumulated by train.micro_batch or train.grad_accum, not by the loop."
-                )
-        return data_seconds
->>>>>>> 4072ab83d5b880b4ae2e3bb00a2905f1bee18f9a
