@@ -71,16 +71,28 @@ def on_meta(parts: list[Any]) -> None:
 
 
 def two_networks(parts: list[Any]) -> None:
-    parts[0] = (parts[0], Network())
+    other = Network()
+    other.head = parts[0].head
+    parts[0] = (parts[0], other)
 
 
 def two_optimizers(parts: list[Any]) -> None:
-    parts[1] = [parts[1], parts[1]]
+    parts[1] = [parts[1], torch.optim.SGD(parts[0].parameters())]
+
+
+def one_parameter_twice(parts: list[Any]) -> None:
+    parts[1], parts[3] = [parts[1], torch.optim.SGD(parts[0].parameters())], None
+
+
+def not_a_network(parts: list[Any]) -> None:
+    parts[0] = [parts[0], "critic"]
 
 
 BEFORE = {
-    two_networks: "not a tuple; make several networks parts of one module, as examples/loops/gan.py does.",
-    two_optimizers: "not a list; use one, with a parameter group for each network",
+    two_networks: "The networks '0' and '1' share a parameter; make them parts of one module",
+    two_optimizers: "There are 2 optimizers and 1 schedules; give one for each",
+    one_parameter_twice: "stem.weight is in two optimizers, '0' and '1'",
+    not_a_network: "'1' of the networks is a str, not a torch nn.Module.",
     others_optimizer: "The optimizer has 16 parameters that the model does not have",
     distributed_sampler: "The loader has a DistributedSampler of its own; leave it out",
     replacement: "The loader has a RandomSampler of its own",
@@ -253,6 +265,18 @@ def test_a_zero_grad_left_in_the_loop_discards_nothing_and_a_copy_of_the_model_i
         assert train("with", extra=True) == train("without", extra=False)
 
     run_ranks(1, both)
+
+
+def test_a_cell_of_a_notebook_may_run_again_without_closing_the_run(tmp_path: Path) -> None:
+    def cell() -> int:
+        run = shoal.init(settings(train__steps=1), run_dir=str(tmp_path), overwrite=True)
+        model, optimizer, loader, schedule = run.prepare(*make())
+        for images, labels in run.steps(loader):
+            run.backward(nn.functional.cross_entropy(model(images), labels))
+            run.step(optimizer, schedule)
+        return run.step_number
+
+    assert run_ranks(1, lambda: [cell(), cell()])[0] == [1, 1]
 
 
 def test_the_learning_rate_follows_the_global_batch_if_asked(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.config import load_config
-from shoal.config.load import overrides_of
+from shoal.api.training import AnyConfig, read
 from shoal.imports import importing
 from shoal.paths import user_path
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def init_run(
-    config: Path | str | None = None,
+    config: AnyConfig | None = None,
     *,
     overrides: Sequence[str] = (),
     resume: bool | Literal["auto"] = False,
@@ -29,18 +28,18 @@ def init_run(
 ) -> CustomLoop:
     """Start or join the run of a training loop that is yours: `shoal.init`.
 
-    `config` is a YAML file, without `model` and `data`. `values` are its blocks and keys, such as `train={"steps": 9}`,
-    and replace those of the file; `overrides`, such as "train.steps=9", replace both. With several devices
-    (`hardware.devices`, or all that are present) and no launcher, this program is run as one process per device, and
-    this call exits with their status; call it first. `resume`: continue from the newest checkpoint; auto: if there is
-    one.
+    `config` is a YAML file, a mapping or a `Config`, without `model` and `data`. `values` are its blocks and keys, such
+    as `train={"steps": 9}`, and replace its own; `overrides`, such as "train.steps=9", replace both. With several
+    devices (`hardware.devices`, or all that are present) and no launcher, this program is run as one process per
+    device, and this call exits with their status; call it first. `resume`: continue from the newest checkpoint; auto:
+    if there is one.
     """
     with importing("torch"):
         from shoal.launch.custom import JoinedRun, launch_script, must_launch, report_mistakes
         from shoal.launch.custom_loop import CustomLoop
 
     report_mistakes()
-    found = load_config(config, [*overrides_of(values), *overrides], needs_model=False)
+    found = read(config, overrides, values, needs_model=False)
     checkpoint = None if start_from is None else user_path(start_from, "start_from")
     if processes := must_launch(found, max_restarts):
         launch_script(

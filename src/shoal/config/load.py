@@ -42,6 +42,12 @@ def load_config(
             origins.lay(document, str(file))
             refuse_unsafe(document.value, origins)
             tree = _merge(tree, document.value)
+    tree = _override(tree, overrides, origins)
+    return _finish(tree, origins, planned=planned, needs_model=needs_model)
+
+
+def _override(tree: dict[str, Any], overrides: Sequence[str], origins: Origins) -> dict[str, Any]:
+    """`tree` with the `key=value` overrides."""
     for text in overrides:
         override, document = _read_override(text)
         if override.path in SHORTHANDS and isinstance(document.value, str):
@@ -51,7 +57,7 @@ def load_config(
         origins.lay_override(document, override)
         refuse_unsafe(document.value, origins, override.path)
         tree = _merge(tree, _nested(override.path, document.value))
-    return _finish(tree, origins, planned=planned, needs_model=needs_model)
+    return tree
 
 
 def overrides_of(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -64,15 +70,18 @@ def overrides_of(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
             yield f"{dotted_key}={json.dumps(value)}"
 
 
-def config_from_mapping(mapping: Mapping[str, Any], *, needs_model: bool = True) -> Config:
-    """The config that a mapping describes: the content of a YAML file, without `include`. Without `needs_model` it may
-    leave the model out."""
+def config_from_mapping(
+    mapping: Mapping[str, Any], overrides: Sequence[str] = (), *, planned: bool = False, needs_model: bool = True
+) -> Config:
+    """The config that a mapping describes: the content of a YAML file, without `include`. The options are those of
+    `load_config`."""
     if mapping.get("include"):
         raise UserMistake("include works in a file only: read that file with load_config.")
     origins = Origins()
     tree = expand(Document(_plain(mapping), {}, set())).value
     refuse_unsafe(tree, origins)
-    return _finish(tree, origins, needs_model=needs_model)
+    tree = _override(tree, overrides, origins)
+    return _finish(tree, origins, planned=planned, needs_model=needs_model)
 
 
 def config_to_yaml(config: Config) -> str:

@@ -45,6 +45,14 @@ from shoal.train.hooks import Hook
 from shoal.train.setup import Start
 
 STATUS_MISTAKE, STATUS_FAILED, STATUS_STOPPED = 2, 1, 75
+# What a script cannot do with parameters that FSDP has sharded: torch's words, and ours.
+UNDER_FSDP = {
+    "mixed torch.Tensor and DTensor": "A plain tensor was combined with a parameter that FSDP has sharded; take its "
+    "whole value, parameter.full_tensor(), on all ranks (for an average of the weights, say), or use parallel.strategy "
+    "ddp or zero1.",
+    "FSDP does not support deepcopy": "A model that FSDP has sharded cannot be copied; copy it before run.prepare (and "
+    "update the copy with parameter.full_tensor(), on all ranks), or use parallel.strategy ddp or zero1.",
+}
 # Set by `launch_script`: this process runs the user's script as a rank.
 SCRIPT = "SHOAL_SCRIPT"
 
@@ -72,6 +80,13 @@ class JoinedRun:
         overwrite: bool,
         hooks: Sequence[Hook],
     ) -> None:
+        if (before := current_run()) is not None:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise UserMistake(
+                    "This program has had a run already, and where several processes run it, it has one; start it "
+                    "again for another."
+                )
+            before.close()  # as when a cell of a notebook is run again
         self.hooks = hooks
         self.run = run_directory(config)
         self._stack = ExitStack()
@@ -239,6 +254,19 @@ def explain(error: BaseException) -> BaseException:
         return RunFailed(
             f"Out of memory: {str(error).splitlines()[0]} Lower train.micro_batch (the global batch stays the same), "
             "set train.recompute full, or use parallel.strategy fsdp."
+        )
+    for found, sentence in UNDER_FSDP.items():
+        if found in str(error):
+            return RunFailed(sentence)
+    return error
+
+
+def explain_backward(error: RuntimeError, *, sharded: bool) -> Exception:
+    """A sentence for an error of a backward pass that has a known remedy; others as they are."""
+    if sharded and "storage of size 0" in str(error):
+        return UserMistake(
+            "This backward pass needs weights that FSDP has freed, as a gradient of gradients does (a gradient "
+            "penalty, autograd.grad with create_graph=True); use parallel.strategy ddp or zero1."
         )
     return error
 

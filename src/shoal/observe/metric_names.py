@@ -49,6 +49,11 @@ PREFERENCE = {
     "logps/chosen": Metric("nats", "Mean log-probability of the chosen answers."),
     "logps/rejected": Metric("nats", "The same of the rejected answers."),
 }
+TURNS = {
+    "loss_NAME": Metric("", "The loss of the optimizer NAME in its last turn."),
+    "grad_norm_NAME": Metric("", "The L2 norm of its gradient before clipping."),
+    "lr_NAME": Metric("", "Its learning rate."),
+}
 EVALUATION = {
     "eval_loss": Metric("nats per loss token", "The loss of the held-out sequences."),
     "eval_perplexity": Metric("", "exp(`eval_loss`)."),
@@ -59,6 +64,11 @@ GROUPS = {
     "Preferences": (
         "With a preference objective, under TRL's names; evaluations have them with `eval_`, and no perplexity.",
         PREFERENCE,
+    ),
+    "Several optimizers": (
+        "In a loop of your own whose optimizers [take turns](python.md#optimizers-that-take-turns); `loss`, "
+        "`grad_norm` and `lr` are those of the first.",
+        TURNS,
     ),
     "Evaluation": (
         "A line per evaluation has `step`, `attempt`, `time` and these. An objective of your own, and "

@@ -1,6 +1,6 @@
 """An optimizer that the user made from a model's parameters, as training and checkpoints use it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,16 +17,35 @@ from shoal.parallel.placement import Placement
 NAMES_SHOWN = 3
 
 
-def check_optimizer(optimizer: Any, names: Mapping[nn.Parameter, str]) -> None:
-    """A UserMistake unless `optimizer` is a fresh one over the parameters of the model, which have these `names`."""
+def named_optimizers(optimizer: Any) -> dict[str, Any]:
+    """The optimizers of a run by name. One has none; several have the keys of a mapping, or their numbers."""
+    if isinstance(optimizer, dict) and optimizer:
+        return {str(name): one for name, one in optimizer.items()}
+    if isinstance(optimizer, tuple | list) and optimizer:
+        return {str(index): one for index, one in enumerate(optimizer)}
+    return {"": optimizer}
+
+
+def check_optimizers(optimizers: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
+    """A UserMistake unless each is a fresh optimizer over parameters of its own; those of the model have `names`."""
+    owners: dict[nn.Parameter, str] = {}
+    for key, optimizer in optimizers.items():
+        _check(optimizer, names)
+        for one in _parameters(optimizer):
+            if (other := owners.setdefault(one, key)) != key:
+                raise UserMistake(
+                    f"{names[one]} is in two optimizers, {other!r} and {key!r}; a parameter is updated by one of them."
+                )
+
+
+def _check(optimizer: Any, names: Mapping[nn.Parameter, str]) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        several = isinstance(optimizer, tuple | list | dict)
-        instead = "; use one, with a parameter group for each network, as examples/loops/gan.py does" if several else ""
-        raise UserMistake(f"run.prepare takes a torch optimizer, not a {type(optimizer).__name__}{instead}.")
+        raise UserMistake(
+            f"run.prepare takes a torch optimizer second, or a tuple or dict of them, not a {type(optimizer).__name__}."
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserMistake("LBFGS evaluates the loss several times per step, which run.step does not; use another.")
-    given = [one for group in optimizer.param_groups for one in group["params"]]
-    foreign = [one for one in given if one not in names]
+    foreign = [one for one in _parameters(optimizer) if one not in names]
     if foreign:
         shapes = ", ".join(str(tuple(one.shape)) for one in foreign[:NAMES_SHOWN])
         raise UserMistake(
@@ -39,9 +58,13 @@ def check_optimizer(optimizer: Any, names: Mapping[nn.Parameter, str]) -> None:
         raise UserMistake("The optimizer was stepped before run.prepare; prepare it first, or resume a checkpoint.")
 
 
-def not_updated(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> str | None:
-    """A warning of trained parameters that the optimizer does not update."""
-    given = {one for group in optimizer.param_groups for one in group["params"]}
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def not_updated(optimizers: Iterable[torch.optim.Optimizer], names: Mapping[nn.Parameter, str]) -> str | None:
+    """A warning of trained parameters that no optimizer updates."""
+    given = {one for optimizer in optimizers for one in _parameters(optimizer)}
     found = [name for one, name in names.items() if one.requires_grad and one not in given]
     if not found:
         return None
@@ -71,7 +94,8 @@ class GivenOptimizer(NamedOptimizer):
             # ZeRO-1 shards trained parameters only, and no optimizer updates others.
             kept = [names[one] for one in group["params"]]
             group["params"] = [held[name] for name in kept if name in held]
-        new: dict[Tensor, str] = {one: name for name, one in held.items()}
+        given = set(_parameters(optimizer))
+        new: dict[Tensor, str] = {one: name for name, one in held.items() if one in given}
         super().__init__([optimizer], new, partition, None if store is None else OffloadedState(store))
         self.optimizer = optimizer
         self.lr_scale = lr_scale

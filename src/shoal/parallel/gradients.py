@@ -55,6 +55,10 @@ class Gradients:
             (local_tensor(one).device for one in self.parameters.values()), placement.parallel_dims.device
         )
 
+    def part(self, parameters: Mapping[str, nn.Parameter]) -> "Gradients":
+        """The same for some of the parameters: those of one optimizer of several."""
+        return Gradients(parameters, self.placement, averages=self.averages, in_place=self.in_place)
+
     def finish(self) -> None:
         """After the last micro-batch: complete the reductions that DDP or FSDP has not done."""
         parallel_dims, placement = self.placement.parallel_dims, self.placement
@@ -153,6 +157,11 @@ def _grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return list(found.values())
+
+
+def gradient_versions(gradients: Gradients) -> list[int]:
+    """Numbers that change when a gradient is changed in place."""
+    return [one._version for one in gradients._local(gradients.parameters)]
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor:

@@ -1,7 +1,7 @@
 """The run of a custom loop: a model, optimizer, loader and schedule that the user made."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from shoal.data.custom_loader import CustomLoader, Share, check_loader, order_of
 from shoal.data.order import Order
 from shoal.mistakes import UserMistake
 from shoal.observe.progress import Reporter
-from shoal.optim.given import GivenOptimizer, check_optimizer, not_updated
+from shoal.optim.given import GivenOptimizer, check_optimizers, named_optimizers, not_updated
+from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.offload import find_store
 from shoal.optim.zero1 import Partition
-from shoal.parallel.custom import check_custom, check_model, parallelize_custom
+from shoal.parallel.custom import check_custom, named_networks, of_all, parallelize_custom
 from shoal.parallel.device import Device, describe_machine
 from shoal.parallel.exposed import ExposedCommunication
 from shoal.parallel.model import TrainedModel
@@ -28,7 +29,8 @@ from shoal.plan.batches import count_steps
 from shoal.plan.goodput import Conditions, conditions
 from shoal.plan.resolved import describe_accumulation
 from shoal.train.custom_run import CHECKPOINT_BYTES, CustomRun, resolve_custom
-from shoal.train.custom_schedule import Per, check_schedule, merged_state, schedule_numbers
+from shoal.train.custom_schedule import Per, check_per, check_schedule, named_schedules
+from shoal.train.custom_turns import Turn, Turns
 from shoal.train.describe import record_interval, write_plan
 from shoal.train.hooks import Hooks
 from shoal.train.job import AnyJob
@@ -46,9 +48,8 @@ class CustomJob(AnyJob):
     """The run of a custom loop."""
 
     resolved: CustomRun
-    optimizer: GivenOptimizer
+    optimizer: Turns
     loader: CustomLoader
-    schedule: Any
     schedule_per: Per
     last_step: int
 
@@ -69,14 +70,12 @@ class CustomJob(AnyJob):
         """Complete epochs so far."""
         return self.progress.tokens // max(1, self.order.training_count or 0)
 
-    def advance(self) -> None:
-        """After an update: count the step, and advance the schedule."""
+    def count(self) -> bool:
+        """A step is done. Returns whether it was the last one of an epoch."""
         before = self.epoch
         self.progress.step += 1
         self.progress.tokens += self.resolved.global_batch
-        by_metric = isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)  # the script does it
-        if self.schedule is not None and not by_metric and (self.schedule_per == "step" or self.epoch > before):
-            self.schedule.step()
+        return self.epoch > before
 
     def fingerprint(self) -> dict[str, dict[str, int | str]]:
         return {
@@ -87,21 +86,21 @@ class CustomJob(AnyJob):
             }
         }
 
-    def before_save(self) -> None:
-        """Buffers such as the statistics of batch normalization are those of rank 0."""
+    def synchronize_buffers(self) -> None:
+        """Buffers such as the statistics of batch normalization become those of rank 0."""
         if self.ranks.world_size > 1:
             for buffer in self.model.buffers.values():
                 dist.broadcast(buffer, 0)
-        self.progress.schedule = {"groups": self.optimizer.groups(), "schedule": schedule_numbers(self.schedule)}
+
+    def before_save(self) -> None:
+        self.synchronize_buffers()
+        self.progress.schedule = self.optimizer.numbers()
 
     def load(self, checkpoint: Any) -> None:
         super().load(checkpoint)
-        stored = self.progress.schedule
-        if not stored:
+        if not self.progress.schedule:
             raise UserMistake(f"{checkpoint} was not saved by a custom loop; start a new run under another name=…")
-        self.optimizer.load_groups(stored["groups"])
-        if self.schedule is not None:
-            self.schedule.load_state_dict(merged_state(self.schedule.state_dict(), stored["schedule"]))
+        self.optimizer.load(self.progress.schedule)
 
 
 def set_up_custom(
@@ -111,17 +110,20 @@ def set_up_custom(
     start: Start,
     device: Device,
     *,
-    model: nn.Module,
+    model: Any,
     optimizer: Any,
     loader: Any,
     schedule: Any,
     schedule_per: Per = "step",
     nodes: int = 1,
 ) -> CustomJob:
-    """Parallelize the model, take over optimizer, loader and schedule, and load the checkpoint to start from."""
-    made = Made(model, optimizer, loader, schedule, schedule_per)
+    """Parallelize the model, take over optimizer, loader and schedule, and load the checkpoint to start from. Model,
+    optimizer and schedule may be several."""
+    check_per(schedule_per)
+    optimizers = named_optimizers(optimizer)
+    made = Made(named_networks(model), optimizers, loader, named_schedules(schedule, optimizers), schedule_per)
     made.check(config)
-    resolved = resolve_custom(config, model, loader, ranks.world_size, nodes, device)
+    resolved = resolve_custom(config, made.networks.values(), loader, ranks.world_size, nodes, device)
     job = _assemble(made, resolved, run, ranks, device)
     # After the model was initialized, and before the checkpoint's state is restored: dropout differs between ranks.
     seed_everything(resolved.config.seed, ranks.rank, resolved.config.train.deterministic)
@@ -135,41 +137,53 @@ def set_up_custom(
 class Made:
     """What the user's script has made."""
 
-    model: nn.Module
-    optimizer: Any
+    networks: Mapping[str, nn.Module]
+    optimizers: Mapping[str, Any]
     loader: Any
-    schedule: Any
+    schedules: Mapping[str, Any]
     schedule_per: Per
     names: Mapping[nn.Parameter, str] = field(init=False)  # before the model is parallelized
 
     def __post_init__(self) -> None:
-        check_model(self.model)
-        object.__setattr__(self, "names", {one: name for name, one in self.model.named_parameters()})
+        names = {one: name for name, one in of_all(self.networks, nn.Module.named_parameters).items()}
+        object.__setattr__(self, "names", names)
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether some backward passes are of a part of the parameters."""
+        return len(self.networks) > 1 or len(self.optimizers) > 1
 
     def check(self, config: Config) -> None:
         """A UserMistake if one of them cannot be trained."""
-        check_custom(self.model, config)
-        check_optimizer(self.optimizer, self.names)
+        check_custom(self.networks, config)
+        check_optimizers(self.optimizers, self.names)
         check_loader(self.loader)
-        check_schedule(self.schedule, self.optimizer, self.schedule_per)
+        for name, schedule in self.schedules.items():
+            check_schedule(schedule, self.optimizers[name])
+        if self.in_turns and config.parallel.compress != "none":
+            raise UserMistake(
+                f"parallel.compress {config.parallel.compress} is for one model with one optimizer; leave it out."
+            )
 
 
 def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, device: Device) -> CustomJob:
     config, reporter = resolved.config, Reporter(enabled=ranks.first)
     order = order_of(made.loader, config.seed)
     steps = _count_steps(resolved, order)
-    if (note := not_updated(made.optimizer, made.names)) is not None:
+    if (note := not_updated(made.optimizers.values(), made.names)) is not None:
         reporter.warn(note)
     trained = parallelize_custom(
-        made.model,
+        made.networks,
         config,
         strategy=resolved.strategy,
         mesh=resolved.mesh,
         ranks=ranks,
+        in_turns=made.in_turns,
         emulated=emulated_on_any(config, ranks),
     )
-    optimizer = _take_optimizer(made, trained, resolved)
-    scaler, guard = make_scaler(config, ranks), make_guard(config, ranks)
+    scaler = make_scaler(config, ranks)
+    turns = Turns([_take_turn(made, name, trained, resolved, scaler, ranks) for name in made.optimizers], ranks)
+    guards = {f"spikes{turn.name}": turn.step.guard for turn in turns.turns if turn.step.guard is not None}
     hooks = Hooks(reporter.warn)
     plan = _plan(trained.placement.shapes, resolved, steps, ranks)
     job = CustomJob(
@@ -178,10 +192,10 @@ def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, 
         ranks=ranks,
         reporter=reporter,
         model=trained,
-        optimizer=optimizer,
+        optimizer=turns,
         scaler=scaler,
-        controls={"scaler": scaler} | ({} if guard is None else {"spikes": guard}),
-        step=TrainStep(trained, optimizer, scaler, clip=config.train.clip, guard=guard, total=ranks.sum),
+        controls={"scaler": scaler, **guards},
+        step=turns.first.step,
         hooks=hooks,
         log=StepLog(
             every=config.log.every,
@@ -190,6 +204,7 @@ def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, 
             attempt=next_attempt(run.metrics),
             peak=None,
             hooks=hooks,
+            objective=turns if turns.several else None,
             in_samples=True,
         ),
         communication=ExposedCommunication(trained),
@@ -211,7 +226,6 @@ def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, 
             record=lambda every: record_interval(run, plan, every, ranks, reporter.warn),
         ),
         loader=CustomLoader(made.loader, _share(order, resolved, trained)),
-        schedule=made.schedule,
         schedule_per=made.schedule_per,
         last_step=steps,
     )
@@ -231,20 +245,30 @@ def _count_steps(resolved: CustomRun, order: Order) -> int:
     )
 
 
-def _take_optimizer(made: Made, trained: TrainedModel, resolved: CustomRun) -> GivenOptimizer:
-    """The script's optimizer over the parallelized parameters."""
+def _take_turn(
+    made: Made, name: str, trained: TrainedModel, resolved: CustomRun, scaler: LossScaler, ranks: Ranks
+) -> Turn:
+    """An optimizer of the script over the parallelized parameters that it updates."""
+    config, optimizer, parameters = resolved.config, made.optimizers[name], trained.parameters
+    if len(made.optimizers) > 1:
+        mine = {made.names[one] for group in optimizer.param_groups for one in group["params"]}
+        parameters = {key: one for key, one in parameters.items() if key in mine}
+        # It clips, measures and clears its own gradients; the weights and copies are those of all.
+        trained = replace(trained, gradients=trained.gradients.part(parameters))
     partitions = find_strategy(resolved.strategy).partitions_update
     taken = GivenOptimizer(
-        made.optimizer,
-        trained.parameters,
+        optimizer,
+        parameters,
         made.names,
-        partition=Partition(trained.parameters, trained.parallel_dims.replicas) if partitions else None,
-        store=find_store(resolved.config.parallel.offload),
-        lr_scale=_lr_scale(resolved.config),
+        partition=Partition(parameters, trained.parallel_dims.replicas) if partitions else None,
+        store=find_store(config.parallel.offload),
+        lr_scale=_lr_scale(config),
     )
     # `run.step` clears the gradients. In a loop that accumulates, a zero_grad that was left would discard some.
-    made.optimizer.zero_grad = lambda set_to_none=True: None
-    return taken
+    optimizer.zero_grad = lambda set_to_none=True: None
+    guard = make_guard(config, ranks)
+    step = TrainStep(trained, taken, scaler, clip=config.train.clip, guard=guard, total=ranks.sum)
+    return Turn(name, taken, step, made.schedules[name])
 
 
 def _share(order: Order, resolved: CustomRun, trained: TrainedModel) -> Share:
@@ -270,7 +294,7 @@ def _begin(job: CustomJob, start: Start) -> None:
     elif start.resume:
         job.reporter.warn("there is no complete checkpoint to resume from: starting at step 0.")
     set_aside(job)
-    job.progress.optimizer, job.progress.data = type(job.optimizer.optimizer).__name__, job.fingerprint()
+    job.progress.optimizer, job.progress.data = job.optimizer.names, job.fingerprint()
     job.log.skipped = job.progress.skipped
 
 
@@ -293,7 +317,6 @@ def _lr_scale(config: Config) -> float:
 
 
 def _check_resumed(job: CustomJob) -> None:
-    optimizer = job.optimizer.optimizer
     before, now = job.progress.data.get("training", {}), job.fingerprint()["training"]
     for key, value in now.items():
         if before.get(key) != value:
@@ -301,9 +324,9 @@ def _check_resumed(job: CustomJob) -> None:
                 f"The loader's {key.replace('_', ' ')} was {before.get(key)} when the run started and is {value} now, "
                 "which a resumed run cannot change; restore it, or start a new run under another name=…"
             )
-    if job.progress.optimizer not in ("", type(optimizer).__name__):
+    if job.progress.optimizer not in ("", job.optimizer.names):
         raise UserMistake(
-            f"The checkpoint holds the state of {job.progress.optimizer}, which {type(optimizer).__name__} cannot use."
+            f"The checkpoint holds the state of {job.progress.optimizer}, which {job.optimizer.names} cannot use."
         )
 
 
@@ -348,10 +371,12 @@ def _announce(job: CustomJob, device: Device, parameters: int) -> None:
         f"{device.gpu.name if device.gpu else job.ranks.device.type}; {job.steps} steps of {resolved.global_batch} "
         f"samples, micro-batch {resolved.micro_batch}, {describe_accumulation(resolved.grad_accum_steps)}."
     )
+    if config.train.clip is not None:
+        job.reporter.say(f"Gradients are clipped to a norm of {config.train.clip:g}; train.clip null does not.")
     if config.train.lr_scaling == "linear":
         job.reporter.say(
             f"The optimizer's learning rate is multiplied by global batch {resolved.global_batch} / base_batch "
-            f"{config.train.base_batch} = {job.optimizer.lr_scale:g}."
+            f"{config.train.base_batch} = {job.optimizer.first.optimizer.lr_scale:g}."
         )
 
 

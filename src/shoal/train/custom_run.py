@@ -1,5 +1,6 @@
 """How the run of a custom loop is carried out: every auto is filled in, without a forecast."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,7 @@ class CustomRun:
 
 
 def resolve_custom(
-    config: Config, model: nn.Module, loader: Any, world_size: int, nodes: int, device: Device
+    config: Config, networks: Iterable[nn.Module], loader: Any, world_size: int, nodes: int, device: Device
 ) -> CustomRun:
     """Fill in every auto; a UserMistake if model, loader and config do not fit together."""
     requested, parallel, train = config, config.parallel, config.train
@@ -66,7 +67,7 @@ def resolve_custom(
             f"train.global_batch is {train.global_batch}, but the loader's batch_size is {global_batch}; the loader's "
             "is the global batch, over all devices: leave train.global_batch out, or make them equal."
         )
-    strategy = _strategy(config, model, world_size, device)
+    strategy = _strategy(config, networks, world_size, device)
     mesh = mesh_for(parallel, strategy, world_size, nodes)
     if global_batch % mesh.data_parallel:
         near = nearest_multiples(global_batch, mesh.data_parallel)
@@ -100,7 +101,7 @@ def _with_interval(checkpoint: CheckpointConfig) -> CheckpointConfig:
     return checkpoint if checkpoint.every != "auto" else checkpoint.model_copy(update={"every": FIRST_INTERVAL})
 
 
-def _strategy(config: Config, model: nn.Module, world_size: int, device: Device) -> str:
+def _strategy(config: Config, networks: Iterable[nn.Module], world_size: int, device: Device) -> str:
     wanted, offload = config.parallel.strategy, config.parallel.offload == "cpu"
     if offload:
         return "fsdp" if wanted in ("auto", "single") else wanted
@@ -108,5 +109,5 @@ def _strategy(config: Config, model: nn.Module, world_size: int, device: Device)
         return "single"
     if wanted != "auto":
         return "ddp" if find_strategy(wanted, config.parallel.sharding).ddp and wanted == "fsdp" else wanted
-    needed = BYTES_PER_PARAMETER * sum(one.numel() for one in model.parameters()) / 2**30
+    needed = BYTES_PER_PARAMETER * sum(one.numel() for model in networks for one in model.parameters()) / 2**30
     return "fsdp" if device.memory_gib is not None and needed > device.memory_gib / 2 else "ddp"

@@ -1,5 +1,6 @@
 """A learning rate schedule that the user made: what can be one, and its numbers in a checkpoint."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,9 +10,29 @@ from shoal.mistakes import UserMistake
 Per = Literal["step", "epoch"]  # after what a schedule advances
 
 
-def check_schedule(schedule: Any, optimizer: Any, per: Any = "step") -> None:
+def named_schedules(schedule: Any, optimizers: Mapping[str, Any]) -> dict[str, Any]:
+    """The schedule of each optimizer, by its name; None: it has none."""
+    if schedule is None:
+        return dict.fromkeys(optimizers)
+    if isinstance(schedule, dict):
+        if unknown := [name for name in schedule if name not in optimizers]:
+            raise UserMistake(f"There is a schedule {unknown[0]!r}, but no optimizer of that name.")
+        return {name: schedule.get(name) for name in optimizers}
+    found = list(schedule) if isinstance(schedule, tuple | list) else [schedule]
+    if len(found) != len(optimizers):
+        raise UserMistake(
+            f"There are {len(optimizers)} optimizers and {len(found)} schedules; give one for each, or None in its "
+            "place: they belong together in their order, or by the keys of a dict."
+        )
+    return dict(zip(optimizers, found, strict=True))
+
+
+def check_per(per: Any) -> None:
     if per not in get_args(Per):
         raise UserMistake(f"schedule_per is {per!r}, but must be 'step' or 'epoch': after what the schedule advances.")
+
+
+def check_schedule(schedule: Any, optimizer: Any) -> None:
     if schedule is None:
         return
     if not hasattr(schedule, "state_dict") or not hasattr(schedule, "step"):

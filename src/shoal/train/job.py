@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.checkpoint import state
 from shoal.checkpoint.saver import Saver
-from shoal.checkpoint.state import Progress, Stateful
+from shoal.checkpoint.state import Progress, Stateful, StatefulOptimizer
 from shoal.config.resolve import ResolvedConfig
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
@@ -39,7 +39,7 @@ class AnyJob(ABC):
     ranks: Ranks
     reporter: Reporter
     model: TrainedModel
-    optimizer: NamedOptimizer
+    optimizer: StatefulOptimizer
     scaler: LossScaler
     controls: Mapping[str, Stateful]  # other state that a checkpoint holds: loss scale, spike statistics
     step: TrainStep
@@ -115,6 +115,7 @@ class Job(AnyJob):
     inputs: Inputs
     objective: Objective
     model: ParallelModel
+    optimizer: NamedOptimizer
     flops: Callable[[int, int], float]
 
     @property

@@ -3,15 +3,15 @@
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from shoal.objectives import Objective
 from shoal.observe.device_clock import Mark, mark, seconds_between
 from shoal.observe.metrics import last_line
 from shoal.parallel.ranks import Ranks
@@ -78,6 +78,15 @@ class Pending:
     communication: Callable[[], float | None]
 
 
+class Sums(Protocol):
+    """Names the sums of a step, and makes metrics of them: an objective, or the optimizers of a custom loop."""
+
+    @property
+    def sums(self) -> Sequence[str]: ...
+
+    def metrics(self, sums: Mapping[str, float], /) -> Mapping[str, float]: ...
+
+
 class StepLog:
     """Records every step, and makes a log line every `every` steps and at the last step, which goes to `hooks`."""
 
@@ -90,7 +99,7 @@ class StepLog:
         attempt: int,
         peak: float | None,
         hooks: Hook,
-        objective: Objective | None = None,
+        objective: Sums | None = None,
         in_samples: bool = False,
     ) -> None:
         """`in_samples`: what `after_step` counts as tokens are samples, and is logged as such."""
