@@ -67,7 +67,8 @@ def _is_blank(loaded: Any) -> bool:
     """Whether it has special tokens alone. For a folder with a config.json and without a tokenizer, transformers makes
     such a one of many model types (qwen2, gemma, bert), to which every text is empty or unknown. T5's has a `▁` too."""
     special = {*loaded.all_special_tokens, *map(str, loaded.added_tokens_decoder.values()), "▁"}
-    return loaded.get_vocab().keys() <= special
+    vocabulary: dict[str, int] = loaded.get_vocab()
+    return vocabulary.keys() <= special
 
 
 class ByteTokenizer(Tokenizer):
