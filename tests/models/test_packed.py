@@ -56,7 +56,10 @@ def test_queries_keys_and_values_together_are_the_three_layers(compiled, angles)
     function = rotated_projections
     if compiled:
         function = torch.compile(rotated_projections, backend="aot_eager", fullgraph=True)
-    assert_same(list(function(leaves[0], whole, cos, sin, heads)), expected, leaves, whole)
+    found = function(leaves[0], whole, cos, sin, heads)
+    # torch 2.11 loses the gradients of views that a compiled graph returns from one operator.
+    assert len({one.untyped_storage().data_ptr() for one in found}) == 3
+    assert_same(list(found), expected, leaves, whole)
 
 
 def gradients(family, accumulates, packs, monkeypatch):
