@@ -232,7 +232,7 @@ def test_validation_is_a_share_or_a_path_or_nothing(write: Write, settings: Any)
 def test_data_without_loss_tokens_is_a_mistake(write: Write, settings: Any) -> None:
     with pytest.raises(UserMistake, match="no text"):
         prepare(settings(source="json", path=write("a.jsonl", [{"text": ""}])), BYTES, report=quiet)
-    with pytest.raises(UserMistake, match=r"no record.*1 were skipped.*is empty"):
+    with pytest.raises(UserMistake, match=r"no record.*skipped: 1.*is empty"):
         prepare(settings(path=write("a.txt", ""), on_error="skip"), BYTES, report=quiet)
     file = write("b.json", [{"instruction": "x" * 400, "output": "y"}])
     with pytest.raises(UserMistake, match=r"None of the 1 documents.*data\.max_length 50\. Raise it"):
