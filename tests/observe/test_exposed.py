@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +92,14 @@ def test_a_custom_loop_measures_it_too_and_leaves_out_evaluations(
 
     monkeypatch.setattr(loops.Network, "forward", delayed)
 
-    def train_all() -> None:
-        for name in strategies:
-            os.environ[LAUNCH_FOLDER] = str(tmp_path / f"meet-{name}")
-            steps = 2 if name in ("fsdp", "zero2") else 3  # DDP's own timer is a step late
-            loops.train(tmp_path, name=name, each=evaluate, parallel__strategy=name, train__steps=steps)
+    def train(name: str) -> None:
+        os.environ[LAUNCH_FOLDER] = str(tmp_path / f"meet-{name}")
+        steps = 2 if name in ("fsdp", "zero2") else 3  # DDP's own timer is a step late
+        loops.train(tmp_path, name=name, each=evaluate, parallel__strategy=name, train__steps=steps)
 
     for name in strategies:
         (tmp_path / f"meet-{name}").mkdir()
-    run_ranks(2, train_all)
+        run_ranks(2, partial(train, name))
     found = {name: lines(tmp_path / name) for name in strategies}
     check(found)
     # The value is at most the step's time, which is without the evaluation: with it, they would be equal.
