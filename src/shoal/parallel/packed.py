@@ -87,7 +87,8 @@ class _RotaryAttention:
         attention_mask: Any = None,
         **named: Any,
     ) -> tuple[Tensor, None]:
-        named.pop("past_key_values", None)  # none in training
+        cache = named.pop("past_key_values", None)
+        assert cache is None, "a model in training has no cache of keys and values"
         heads = self.config.num_attention_heads
         query, key, value = rotated_projections(hidden_states, self.packed_weight, *position_embeddings, heads)
         found, _ = attend(
