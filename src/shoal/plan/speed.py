@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
-from shoal.plan.compute import bandwidth, block_compute, head_seconds, optimizer_seconds
+from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
+from shoal.plan.kernels import bandwidth
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
 from shoal.plan.offload import activation_transfer, offloaded_state, steps_on_host
