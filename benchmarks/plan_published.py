@@ -39,7 +39,9 @@ NEAREST: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
     # Overlaps data parallelism, and one block less in the first and the last stage.
     "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
-    "internevo": MEGATRON,
+    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, and updated
+    # weights sent after the step (`overlap_sync_param` is off).
+    "internevo": replace(MEGATRON, overlaps_gradients=True, wide_gradients=False, accumulates_in_matmuls=False),
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
@@ -65,6 +67,13 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-narrow": replace(
         TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True, quantized_keep_inputs=True
     ),
+    # The same with PEFT before 0.12, and one matmul for queries, keys and values.
+    "qwen-2023": replace(
+        TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True, fused_qkv=True
+    ),
+    "deepspeed-qwen": replace(TRAITS["deepspeed"], fused_qkv=True),
+    # The fast kernels of fms-acceleration, which for GPTBigCode are the loss alone: no log-softmax is kept.
+    "huggingface-foak": replace(TRAITS["huggingface-bf16"], logit_bytes=10.0),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     # A loop around transformers' models without autocast: logits, their copy without the last token and the

@@ -4,6 +4,19 @@ from shoal.plan.kernels import bandwidth, matmul_seconds
 from shoal.plan.run import Adapter, Run
 from shoal.plan.states import adapted, stored_bytes
 
+# Bytes per element of a GPTQ matrix that is dequantized by PyTorch's kernels, as AutoGPTQ does where neither exllama's
+# nor Triton's run: shifted (0.5 read, 4 written), cast to 8 bits (5), masked (2), less its zero (2), times its scale (3).
+GPTQ_TRAFFIC = 16.5
+
+
+def dequantization_seconds(run: Run, adapter: Adapter, elements: float) -> tuple[float, float]:
+    """Seconds to dequantize `elements` of the frozen matrices in the forward and the backward pass."""
+    if adapter.quantize == "gptq":
+        # Autograd saves the dequantized matrix, which no parameter is: the backward pass has it.
+        return elements * GPTQ_TRAFFIC / bandwidth(run), 0.0
+    once = elements * (stored_bytes(run, adapter) + run.compute_bytes) / bandwidth(run)
+    return once, once
+
 
 def adapter_seconds(run: Run, adapter: Adapter) -> tuple[float, float]:
     """Seconds of a block's adapters in the forward and the backward pass."""

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from shoal.catalogue.efficiency import relative_rate
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import selected_matmuls
-from shoal.plan.adapters import adapter_seconds
+from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import linears
 from shoal.plan.head import is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
 from shoal.plan.kernels import STREAMED, Seconds, bandwidth, matmul_seconds, reached_by
 from shoal.plan.packed import packed_linears, summed_gradients
 from shoal.plan.run import Run
-from shoal.plan.states import stored_bytes
 
 # How much longer the three matmuls of a head take if its vocabulary is not aligned: odd as GPT-2's, or even. Measured
 # on an H200: benchmarks/gpu/head_h200. Single elements are loaded at the same rate by every multiprocessor, so this is
@@ -137,8 +136,8 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         forward, backward = forward + ahead, backward + back
         if run.adapter.quantize is not None:
             elements = sum(one.parameters for one in matrices) / run.mesh.tp
-            unpacking = elements * (stored_bytes(run, run.adapter) + run.compute_bytes) / bandwidth(run)
-            forward, backward = forward + unpacking, backward + unpacking
+            ahead, back = dequantization_seconds(run, run.adapter, elements)
+            forward, backward = forward + ahead, backward + back
     return Seconds(forward, backward), again
 
 
@@ -146,10 +145,11 @@ def _elementwise(run: Run) -> Seconds:
     """Norms, activation functions, rotary embeddings, residual adds: memory-bound, so time is bytes / bandwidth."""
     shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
     # The residual stream may be wider than the compute dtype.
-    hidden, inner = shape.hidden * run.residual_bytes / itemsize, shape.ffn / tp
+    wide = run.layer_bytes / itemsize
+    hidden, inner = shape.hidden * run.residual_bytes / itemsize, wide * shape.ffn / tp
     # Without sequence parallelism every tensor-parallel rank computes the norms and residual adds of all tokens.
     shared = run.stream_tokens / run.tokens
-    rotated = (shape.query_width + shape.kv_width) / tp if shape.traits.rotary else 0.0
+    rotated = wide * (shape.query_width + shape.kv_width) / tp if shape.traits.rotary else 0.0
     gated = shape.traits.gated
     if run.compiled:
         # A residual add fused with the following norm reads both summands, and writes the stream and its norm. Kernels
@@ -160,8 +160,9 @@ def _elementwise(run: Run) -> Seconds:
             # The sums of the residual stream are read once more by the norms, and queries copied.
             per_token += 2 * hidden * shared + 2 * shape.query_width / tp
     else:
-        written_out = run.traits.unfused_norms and shape.traits.rms_norm
-        norm = (15 if written_out else 2) * hidden * shared
+        # Written out, it squares, averages, multiplies twice; and casts to fp32 and back, unless its input is in fp32.
+        written_out = 7 if run.residual_bytes == 4 else 15
+        norm = (written_out if run.traits.unfused_norms and shape.traits.rms_norm else 2) * hidden * shared
         per_token = 2 * (norm + 3 * hidden * shared) + (8 * rotated) + (5 if gated else 2) * inner
         # Biases are added in the matmul's epilogue; heads are transposed for attention and back.
         per_token += 4 * shape.query_width / tp
@@ -176,6 +177,14 @@ def _elementwise(run: Run) -> Seconds:
     casting = 0.0
     if run.traits.casts_per_use and run.mixed and run.adapter is None:  # under an adapter, weights are in 16 bits
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / bandwidth(run)
+        if run.residual_bytes > itemsize and (run.traits.liger_kernels or not run.compiled):
+            # And every layer the normalized input, which has the dtype of the residual stream.
+            read = sum(one.local_sizes(tp)[0] for one in linears(shape) if one.reads in ("norm", "second norm"))
+            casting += run.tokens * read * (itemsize + run.residual_bytes) / bandwidth(run)
+    if wide > 1:
+        # A layer casts its input to the compute dtype, and its output back; attention's output is in that dtype.
+        cast = sum(sum(one.local_sizes(tp)) for one in linears(shape) if one.reads != "attention")
+        casting += run.tokens * cast * (itemsize + run.layer_bytes) / bandwidth(run)
     summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / bandwidth(run) * run.trained.blocks
     spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / bandwidth(run)
     return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed - spared)

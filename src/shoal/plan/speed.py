@@ -24,7 +24,15 @@ COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/
 # length of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an
 # A100: 0.36 s with LoRA, and 0.68 s with QLoRA and activation checkpointing (Vertex Model Garden's benchmark report).
 EAGER_ADAPTER_HOST = 0.75e-3
+# Without the casts of an adapter in another dtype, 14 kernels are left of 25.
+NARROW_ADAPTER_HOST = 0.42e-3
 QUANTIZED_HOST = 0.45e-3
+# Host time of ZeRO-3 for each module with parameters, in each pass: hooks before and after it, in Python, fetch its
+# parameters, prefetch others and release them (deepspeed/runtime/zero/partitioned_param_coordinator.py). From steps
+# that hardly depend on the length of their sequences: Qwen-1.8B on one A100 with activation checkpointing, 2.1 to 2.2 s
+# for 8 micro-batches of 256 to 1,024 tokens; with other ranks, whose shards are all-gathered, 0.59 ms with Qwen-7B on
+# two and 0.45 ms with adapters on Qwen-72B on four (QwenLM/Qwen, README.md).
+ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5
 # Share of the forward pass, which is launched once more if it is recomputed.
@@ -115,11 +123,25 @@ def _host_seconds(run: Run, blocks: int) -> float:
         return COMPILED_BLOCK_HOST * blocks
     block = EAGER_BLOCK_HOST
     if run.adapter is not None:
-        block += EAGER_ADAPTER_HOST * len(adapted(run))
-        block += QUANTIZED_HOST * len(linears(run.shape)) if run.adapter.quantize is not None else 0.0
+        each = NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
+        block += each * len(adapted(run))
+        if run.adapter.quantize is not None:
+            block += QUANTIZED_HOST * len(linears(run.shape, joined=run.traits.fused_qkv))
     if run.traits.casts_per_use and run.mixed:
         block *= AUTOCAST_HOST
-    return block * blocks * (1 + FORWARD_HOST * (run.repeats_forward + run.reference_pass))
+    launched = block * blocks * (1 + FORWARD_HOST * (run.repeats_forward + run.reference_pass))
+    return launched + _module_hooks(run) * blocks
+
+
+def _module_hooks(run: Run) -> float:
+    """Host time of DeepSpeed's hooks around the modules of a block, which fetch and release parameters."""
+    if not (run.traits.hooks_modules and run.data_parallelism.shards_weights):
+        return 0.0
+    modules = len(linears(run.shape, joined=run.traits.fused_qkv)) + 2
+    if run.adapter is not None:
+        modules += 2 * len(adapted(run))
+    each = ZERO3_HOST if run.world_size == 1 else ZERO3_GATHERING_HOST
+    return each * modules * (2 + run.repeats_forward + run.reference_pass)
 
 
 def _micro_batch(run: Run, rank: Rank) -> Term:

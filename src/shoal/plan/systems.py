@@ -127,6 +127,8 @@ class SystemTraits:
     overlaps_tensor: bool = False
     # With several stages per pipeline rank, transfers between stages overlap with the compute of another stage.
     overlaps_pipeline: bool = False
+    # ZeRO-3 fetches and releases the parameters of each module in hooks around it, in Python.
+    hooks_modules: bool = False
     # FSDP reduces gradients in the compute dtype, and accumulates unsharded ones in it; else in `reduce_dtype`.
     narrow_reduction: bool = False
     # Matmuls add to the gradients of earlier micro-batches; else these are added up by kernels of their own.
@@ -202,6 +204,7 @@ DEEPSPEED = SystemTraits(
     replicates_scales=True,
     quantizes_experts=True,
     even_stages=True,
+    hooks_modules=True,  # _register_deepspeed_module in deepspeed/runtime/zero/parameter_offload.py
 )
 # Megatron-LM. Files are in NVIDIA/Megatron-LM.
 MEGATRON = SystemTraits(
