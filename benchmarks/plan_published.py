@@ -71,6 +71,10 @@ NEAREST: dict[str, SystemTraits] = {
     "qwen-2023": replace(
         TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True, fused_qkv=True
     ),
+    # `_allgather_param` in deepspeed/runtime/zero/partition_parameters.py, with a torch.cuda.synchronize() before each.
+    "deepspeed-2021": replace(
+        MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False
+    ),
     "deepspeed-qwen": replace(TRAITS["deepspeed"], fused_qkv=True),
     # The fast kernels of fms-acceleration, which for GPTBigCode are the loss alone: no log-softmax is kept.
     "huggingface-foak": replace(TRAITS["huggingface-bf16"], logit_bytes=10.0),

@@ -33,6 +33,8 @@ QUANTIZED_HOST = 0.45e-3
 # for 8 micro-batches of 256 to 1,024 tokens; with other ranks, whose shards are all-gathered, 0.59 ms with Qwen-7B on
 # two and 0.45 ms with adapters on Qwen-72B on four (QwenLM/Qwen, README.md).
 ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
+# Time of a shard in a list: a view, made in Python, and a kernel that copies it.
+LISTED_SHARD = 8e-6
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5
 # Share of the forward pass, which is launched once more if it is recomputed.
@@ -226,10 +228,19 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
         gathers += gathered(counts.head)
         scatters += scattered(head)
         embedding_and_head = gathered(counts.embedding) + scattered(embedding)
+    if run.traits.lists_shards:
+        exposed = gathers + again + scatters + embedding_and_head + _listed_shards(run) * rank.blocks
+        return leaf("exposed FSDP collectives", exposed), 0.0
     exposed = max(0.0, gathers - ahead) + max(0.0, again + scatters - back) + embedding_and_head + gather + scatter
     return leaf("exposed FSDP collectives", exposed), max(
         0.0, gathers + again + scatters + embedding_and_head - exposed
     )
+
+
+def _listed_shards(run: Run) -> float:
+    """Seconds of a block to make the lists of shards that collectives gather or reduce, and to copy their items."""
+    collectives = 2 + run.repeats_forward + 1
+    return collectives * len(linears(run.shape, joined=run.traits.fused_qkv)) * run.shards * LISTED_SHARD
 
 
 def _per_step(run: Run, rank: Rank) -> list[Term]:

@@ -129,6 +129,8 @@ class SystemTraits:
     overlaps_pipeline: bool = False
     # ZeRO-3 fetches and releases the parameters of each module in hooks around it, in Python.
     hooks_modules: bool = False
+    # ZeRO-3 gathers and reduces each matrix as a list of shards, one for every rank, while nothing else runs.
+    lists_shards: bool = False
     # FSDP reduces gradients in the compute dtype, and accumulates unsharded ones in it; else in `reduce_dtype`.
     narrow_reduction: bool = False
     # Matmuls add to the gradients of earlier micro-batches; else these are added up by kernels of their own.
