@@ -63,9 +63,15 @@ NEAREST: dict[str, SystemTraits] = {
         quantized_keep_inputs=True,
         dequantizes_in_half=True,
     ),
-    # Of early 2024, and its scripts cast the adapters to the dtype of the frozen weights.
+    # Of early 2024, with own loops; their scripts cast the adapters to the dtype of the frozen weights, and checkpoint
+    # blocks within FSDP's units.
     "huggingface-narrow": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True, quantized_keep_inputs=True
+        TRAITS["huggingface-bf16"],
+        logit_bytes=16.0,
+        flash2=True,
+        narrow_adapters=True,
+        quantized_keep_inputs=True,
+        checkpoints_units=False,
     ),
     # The same with PEFT before 0.12, and one matmul for queries, keys and values.
     "qwen-2023": replace(

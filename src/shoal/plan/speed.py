@@ -219,6 +219,8 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
     passes = 2 if run.reference_pass else 1
     gathers = gather * rank.blocks * (1 / run.grad_accum_steps if run.keeps_weights else passes)
     again = 0.0 if run.keeps_weights else gather * rank.blocks
+    if run.traits.checkpoints_units and run.repeats_forward:
+        again *= 2
     scatters = scatter * rank.blocks
     if run.gathers_after_step:
         gathers, gather, embedding_and_head = 0.0, 0.0, scattered(embedding + head)
