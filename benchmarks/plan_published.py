@@ -52,6 +52,10 @@ NEAREST: dict[str, SystemTraits] = {
     ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
     "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True),
+    # A loop of its own around them, which checkpoints blocks within FSDP's units.
+    "huggingface-2024-loop": replace(
+        TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, checkpoints_units=False
+    ),
     # The same with bitsandbytes 0.43.0 or 0.43.1 (March to July 2024), and with an earlier one.
     "huggingface-2024-03": replace(
         TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, quantized_keep_inputs=True
@@ -111,6 +115,8 @@ NEAREST: dict[str, SystemTraits] = {
 # PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
 # builds with those of their day.
 NEW_WHEELS = (2024, 10)
+# From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
+FP32_ADAPTERS = (2024, 8)
 CONTAINERS = {"nemo", "megatron", "megatron-0.6", "flagscale", "pax", "maxtext", "llama3"}
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
@@ -221,6 +227,9 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     traits = TRAITS.get(line["system"]) or NEAREST[line["system"]]
     traits = replace(traits, software=_year(line))
     adapter = None
+    plain = line["precision"] == "bf16-true" and not (line.get("adapter") or {}).get("quantize")
+    if traits.peft and plain and _date(line) < FP32_ADAPTERS:
+        traits = replace(traits, narrow_adapters=True)
     if line.get("adapter") is not None:
         given = dict(line["adapter"])
         adapter = Adapter(given.pop("rank"), tuple(given.pop("targets")), **given)
@@ -247,10 +256,15 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
 
 def _year(line: dict[str, Any]) -> int:
     """The year of a row's libraries, by its own date, such as 24.09, or that of its source."""
-    date = f"20{line['date']}" if "date" in line else sources()[line["source"]]["date"]
-    year, month = int(date[:4]), int(date[5:7] or 1)
+    year, month = _date(line)
     outdated = line["system"] not in CONTAINERS and (year, month) < NEW_WHEELS
     return 2023 if outdated and year == 2024 else year
+
+
+def _date(line: dict[str, Any]) -> tuple[int, int]:
+    """Year and month of a row, by its own date or that of its source."""
+    date = f"20{line['date']}" if "date" in line else sources()[line["source"]]["date"]
+    return int(date[:4]), int(date[5:7] or 1)
 
 
 def compare(rows: list[Published], *, all_counted: bool = False) -> list[Figure]:
