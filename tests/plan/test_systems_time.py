@@ -24,7 +24,7 @@ def test_an_adapter_in_the_dtype_of_its_layer_launches_fewer_kernels_and_casts_n
 def test_one_adapter_on_joined_queries_keys_and_values_replaces_three():
     joined = Adapter(16, ("attn", *LINEARS[3:]))
     run = adapted(length=128)
-    assert seconds(run.with_(adapter=joined)) < seconds(run)
+    assert seconds(run.with_(adapter=Adapter(16, LINEARS[3:]))) < seconds(run.with_(adapter=joined)) < seconds(run)
 
 
 def test_gptq_is_dequantized_by_many_kernels_once_for_each_forward_pass():
@@ -96,7 +96,8 @@ def test_lists_of_shards_cost_more_the_more_ranks_there_are():
         return term(forecast_speed(run), "exposed FSDP collectives")
 
     assert exposed(8, lists=True) > exposed(8, lists=False)
-    assert exposed(1024, lists=True) - exposed(512, lists=True) > 5 * exposed(512, lists=False)
+    # In each of 80 blocks two all-gathers and a reduce-scatter of five matrices, with 8 microseconds for every rank.
+    assert exposed(1024, lists=True) - exposed(512, lists=True) > 80 * 3 * 5 * 512 * 8e-6
 
 
 def test_the_protocol_of_a_collective_is_the_fastest_for_its_size():
