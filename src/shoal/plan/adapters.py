@@ -4,8 +4,8 @@ from shoal.plan.kernels import bandwidth, matmul_seconds
 from shoal.plan.run import Adapter, Run
 from shoal.plan.states import adapted, stored_bytes
 
-# Bytes per element of a GPTQ matrix that is dequantized by PyTorch's kernels, as AutoGPTQ does where neither exllama's
-# nor Triton's run: shifted (0.5 read, 4 written), cast to 8 bits (5), masked (2), less its zero (2), times its scale (3).
+# Bytes per element of a GPTQ matrix that PyTorch's kernels dequantize, as in AutoGPTQ where neither exllama's nor
+# Triton's run: shifted (0.5 read, 4 written), cast to 8 bits (5), masked (2), less its zero (2), times its scale (3).
 GPTQ_TRAFFIC = 16.5
 
 

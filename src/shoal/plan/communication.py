@@ -17,9 +17,9 @@ LINK_SHARE = 0.80
 # (mli/transformers-benchmarks).
 PCIE_SHARE = 0.45
 
-# NCCL's protocols: the share of the bandwidth that each reaches, its latency whatever the ranks, and that of a hop within
-# a node over NVLink, over PCI Express, and between nodes, in seconds (src/graph/tuning.cc in NVIDIA/nccl 2.8). It takes
-# the one that it expects to be the fastest.
+# NCCL's protocols: the share of the bandwidth that each reaches, its latency whatever the ranks, and that of a hop
+# within a node over NVLink, over PCI Express, and between nodes, in seconds (src/graph/tuning.cc in NVIDIA/nccl 2.8).
+# It takes the one that it expects to be the fastest.
 PROTOCOLS = (
     (0.25, 3.6e-6, 0.85e-6, 1.8e-6, 2.7e-6),  # LL
     (0.92, 10.0e-6, 1.9e-6, 2.5e-6, 4.0e-6),  # LL128

@@ -33,7 +33,7 @@ QUANTIZED_HOST = 0.45e-3
 # for 8 micro-batches of 256 to 1,024 tokens; with other ranks, whose shards are all-gathered, 0.59 ms with Qwen-7B on
 # two and 0.45 ms with adapters on Qwen-72B on four (QwenLM/Qwen, README.md).
 ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
-# Time of a shard in a list: a view, made in Python, and a kernel that copies it.
+# Time of a shard in a list: a view, made in Python, and the launch of a kernel that copies it. An assumption.
 LISTED_SHARD = 8e-6
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5

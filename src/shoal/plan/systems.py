@@ -194,7 +194,7 @@ HUGGING_FACE = SystemTraits(
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
-    checkpoints_units=True,  # gradient_checkpointing_enable in transformers/modeling_utils.py; transformers' issue 30404
+    checkpoints_units=True,  # gradient_checkpointing_enable in transformers/modeling_utils.py; its issue 30404
     narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
