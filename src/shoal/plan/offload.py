@@ -25,6 +25,8 @@ SHARED_HOST_ADAM = 0.07
 # Bytes that a step in fp32 moves per parameter: weight, gradient and two moments are read, all but the gradient
 # written.
 STEP_BYTES = 28
+# Of a step of torch's FSDP: the norm reads the gradient before, and the clipped gradient is written.
+CLIPPED_STEP_BYTES = STEP_BYTES + 8
 
 
 def host_link(run: Run) -> float:
@@ -78,6 +80,6 @@ def offloaded_state(run: Run, rank: Rank) -> Term:
         # Gradients during the backward pass, and updated weights in 16 bits after the step.
         updated = trained * run.updated_bytes / run.optimizer_shards / host_link(run)
         moved = max(0.0, gradients - block.backward * rank.blocks) * run.grad_accum_steps + updated
-    stepped = STEP_BYTES if run.traits.masters_with_optimizer else STEP_BYTES * run.trained_bytes / 4
+    stepped = STEP_BYTES if run.traits.masters_with_optimizer else CLIPPED_STEP_BYTES * run.trained_bytes / 4
     stepping = trained / run.optimizer_shards * stepped * run.devices / host_adam(run)
     return group("offload", leaf("exposed weight transfer", moved), leaf("CPU optimizer step", stepping))
