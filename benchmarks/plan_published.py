@@ -33,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "plan" / "published"
 # Share of a device's peak that no training reaches.
 POSSIBLE = 0.9
+# The Trainer with bf16 weights before transformers 5.
+EARLIER = replace(TRAITS["huggingface-bf16"], flash2=True, reentrant=True)
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
 NEAREST: dict[str, SystemTraits] = {
@@ -49,22 +51,26 @@ NEAREST: dict[str, SystemTraits] = {
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
     ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
-    "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True),
+    "huggingface-2024": replace(EARLIER, logit_bytes=16.0),
+    # The same with `use_reentrant` false.
+    "huggingface-2024-not-reentrant": replace(EARLIER, logit_bytes=16.0, reentrant=False),
     # The same with bitsandbytes 0.43.0 or 0.43.1 (March to July 2024), and with an earlier one.
-    "huggingface-2024-03": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, quantized_keep_inputs=True
-    ),
-    "huggingface-2023": replace(
-        TRAITS["huggingface-bf16"],
-        logit_bytes=16.0,
-        flash2=True,
-        quantized_keep_inputs=True,
-        dequantizes_in_half=True,
-    ),
+    "huggingface-2024-03": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True),
+    "huggingface-2023": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True, dequantizes_in_half=True),
     # Of early 2024, and its scripts cast the adapters to the dtype of the frozen weights.
     "huggingface-narrow": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True, quantized_keep_inputs=True
+        EARLIER, logit_bytes=16.0, narrow_adapters=True, quantized_keep_inputs=True, reentrant=False
     ),
+    # What is allocated, not reserved, of the loss: transformers 4.45 replaced the logits by their fp32 copy, so that
+    # three fp32 tensors exist at a time; 4.48 held the logits too.
+    "huggingface-4.45": replace(EARLIER, logit_bytes=12.0),
+    "huggingface-4.48": EARLIER,
+    # The same with the kernels of fms-acceleration, whose loss overwrites the fp32 logits without the last token.
+    "fms-kernels-4.45": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=8.0),
+    "fms-kernels-4.48": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=10.0),
+    # GPT-BigCode's logits were not upcast: without autocast, all of that is in 16 bits.
+    "gpt-bigcode-4.48": replace(EARLIER, logit_bytes=6.0),
+    "fms-kernels-gpt-bigcode": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=4.0),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     # A loop around transformers' models without autocast: logits, their copy without the last token and the

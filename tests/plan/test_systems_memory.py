@@ -157,3 +157,24 @@ def test_accelerate_casts_the_logits_that_a_model_returns() -> None:
     held, fused = (tuned("unsloth", loss=loss, compiled=True) for loss in ("plain", "fused"))
     assert at(held, "loss", "logits and loss") == pytest.approx(2048 * 32_000 * (2 + 4) / GIB)
     assert at(fused, "loss", "logits and loss") == 0
+
+
+def test_reentrant_checkpoints_of_frozen_fsdp_units_keep_inputs_and_their_gradients() -> None:
+    late = "backward of the first block"
+    run = tuned("axolotl", None, strategy="fsdp", mesh=Mesh(dp_shard=2), recompute="full")
+    reentrant = run.with_(traits=replace(run.traits, reentrant=True))
+    each = 2048 * 4096 * 2 / GIB
+    assert at(reentrant, late, "inputs of frozen blocks and their gradients") == pytest.approx(31 * 2 * each)
+    others = (
+        run,  # transformers 5
+        reentrant.with_(strategy="ddp"),
+        reentrant.with_(recompute="none"),
+        reentrant.with_(adapter=None),  # trained units have hooks of their own
+    )
+    assert [at(one, late, "inputs of frozen blocks and their gradients") for one in others] == [0, 0, 0, 0]
+
+
+def test_a_loss_kernel_may_follow_an_upcast() -> None:
+    run = tuned("unsloth", loss="plain")
+    wide = run.with_(traits=replace(run.traits, kernel_logit_bytes=8.0))
+    assert at(wide, "loss", "logits and loss") == pytest.approx(2048 * 32_000 * 8 / GIB)

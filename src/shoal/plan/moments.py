@@ -126,6 +126,7 @@ class _Step:
             self.unreduced_at_end,
             group("activations", *block_kept(run).parts),  # of one block: saved or recomputed
             self.transient,
+            leaf("inputs of frozen blocks and their gradients", _held_inputs(run, self.rank)),
         )
 
     def embedding_gradient(self) -> Moment:
@@ -250,6 +251,14 @@ def _transient_gradients(run: Run) -> Term:
         leaf("weight gradients before accumulation", _block_gradients(run)),
         leaf("DoRA matrices", _dora_matrices(run)),
     )
+
+
+def _held_inputs(run: Run, rank: Rank) -> float:
+    """The inputs of the blocks behind the first, and their gradients, which frozen FSDP units keep to the end."""
+    frozen = run.sharded and run.adapter is not None
+    if not frozen or not run.traits.reentrant or run.recompute != "full":
+        return 0.0
+    return 2 * (rank.blocks - 1) * block_input(run)
 
 
 def _dora_matrices(run: Run) -> float:

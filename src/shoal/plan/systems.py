@@ -37,8 +37,9 @@ class SystemTraits:
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
     loss_kernel: Literal["never", "compiled", "always"] = "never"
-    # The logits of such a kernel are returned too, and cast to fp32 meanwhile.
-    returns_wide_logits: bool = False
+    # Peak bytes per logit of such a kernel, if it holds more than that: a system that upcasts logits before, or returns
+    # them cast to fp32.
+    kernel_logit_bytes: float = 0.0
     # With any activation checkpointing, compiled blocks recompute elementwise results (parallel/compile.py).
     recomputes_cheap: bool = False
     # Steps that wait for the host may be replayed as CUDA graphs (`train.cuda_graphs`).
@@ -107,6 +108,11 @@ class SystemTraits:
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
+    # Activation checkpointing is the reentrant one, as in transformers before version 5 unless `use_reentrant` is false.
+    # If FSDP's units are frozen, hooks on their recomputed inputs keep these inputs, and the gradients that have come to
+    # them, until the end of the backward pass: _register_post_backward_reshard_only_hook in
+    # torch/distributed/fsdp/_runtime_utils.py.
+    reentrant: bool = False
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
@@ -243,7 +249,8 @@ UNSLOTH = replace(
     AXOLOTL,
     unfused_norms=False,
     loss_kernel="always",
-    returns_wide_logits=True,  # convert_outputs_to_fp32 around the model's forward in accelerate/accelerator.py
+    # convert_outputs_to_fp32 around the model's forward in accelerate/accelerator.py: an fp32 copy beside the logits
+    kernel_logit_bytes=6.0,
     peft=False,
     mlp_in_place=True,
     fused_activation=True,
