@@ -71,6 +71,9 @@ NEAREST: dict[str, SystemTraits] = {
     # GPT-BigCode's logits were not upcast: without autocast, all of that is in 16 bits.
     "gpt-bigcode-4.48": replace(EARLIER, logit_bytes=6.0),
     "fms-kernels-gpt-bigcode": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=4.0),
+    # Qwen's own model code does not upcast its logits, and with DeepSpeed there is no autocast: logits, their copy
+    # without the last token and the log-softmax are in 16 bits. Its 4-bit models are GPTQ's.
+    "deepspeed-qwen": replace(TRAITS["deepspeed"], logit_bytes=6.0),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     # A loop around transformers' models without autocast: logits, their copy without the last token and the

@@ -178,3 +178,30 @@ def test_a_loss_kernel_may_follow_an_upcast() -> None:
     run = tuned("unsloth", loss="plain")
     wide = run.with_(traits=replace(run.traits, kernel_logit_bytes=8.0))
     assert at(wide, "loss", "logits and loss") == pytest.approx(2048 * 32_000 * 8 / GIB)
+
+
+def test_deepspeeds_step_flattens_gradients_and_casts_them_to_fp32() -> None:
+    run = make_run("llama2-7b", strategy="zero2", mesh=Mesh(dp_shard=8), loss="plain", traits=SYSTEMS["deepspeed"])
+    own = parameters(run.shape) / 8
+    assert at(run, "optimizer step", "optimizer temporaries") * GIB == pytest.approx(own * (2 + 4))
+    # ZeRO-3 does so with a billion elements at a time.
+    zero3 = run.with_(strategy="zero3", mesh=Mesh(dp_shard=2))
+    assert at(zero3, "optimizer step", "optimizer temporaries") * GIB == pytest.approx(1e9 * (2 + 4))
+    assert at(run.with_(offload="optimizer"), "optimizer step", "optimizer temporaries") == 0
+
+
+def test_deepspeed_allocates_whole_buckets_and_few_gaps() -> None:
+    run = tuned("deepspeed", strategy="zero2", mesh=Mesh(dp_shard=2), precision="bf16-mixed")
+    assert at(run, "loss", "gradient bucket") == pytest.approx(5e8 * 2 / GIB)
+    # Its ZeRO-2 gathers no weights, so that there are none of FSDP's gaps.
+    memory = forecast_memory(run)
+    assert memory.reserved / memory.allocated == pytest.approx(1.02, abs=0.005)
+
+
+def test_matmuls_of_gptq_save_the_dequantized_matrices_of_a_block() -> None:
+    nf4, gptq = (tuned("huggingface", quantize, recompute="full") for quantize in ("nf4", "gptq"))
+    stored = [at(run, "loss", "frozen") * GIB - 2 * 2 * HEAD for run in (nf4, gptq)]
+    assert stored == [pytest.approx(BLOCKS * each, rel=0.01) for each in (0.5625, 0.5195)]
+    block, largest = BLOCKS / 32, 4096 * 11_008
+    needed = [at(run, "start of the backward pass", "gathered weights") * GIB for run in (nf4, gptq)]
+    assert needed == [2 * largest, 2 * block]

@@ -196,6 +196,11 @@ class Run:
         return self.data_parallelism.fully_shard
 
     @property
+    def gathers_weights(self) -> bool:
+        """Whether weights are all-gathered to be used. DeepSpeed's ZeRO-2 and Megatron's keep all of them."""
+        return self.sharded and (self.data_parallelism.shards_weights or not self.traits.masters_with_optimizer)
+
+    @property
     def accumulates_unsharded(self) -> bool:
         """Whether FSDP holds unsharded gradients from micro-batch to micro-batch."""
         return self.sharded and self.traits.unsharded_accumulation and self.grad_accum_steps > 1

@@ -55,6 +55,10 @@ class SystemTraits:
     gathers_in_fp8: bool = False
     # Weights and gradients are in 16 bits, and fp32 master weights are part of the optimizer state (ZeRO).
     masters_with_optimizer: bool = False
+    # With sharded optimizer state, the step copies a rank's gradients into one tensor, and casts that to fp32 (step in
+    # deepspeed/runtime/zero/stage_1_and_2.py, _prepare_fp32_grad_for_sub_group in stage3.py). Weights and state are
+    # such tensors too, between which there are no gaps.
+    flattens_gradients: bool = False
     # Embedding and head, unless tied, are separate FSDP units; else one unit that stays unsharded between them.
     # `trained`: separate unless they are frozen under adapters.
     separate_head_unit: bool | Literal["trained"] = False
@@ -108,9 +112,9 @@ class SystemTraits:
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
-    # Activation checkpointing is the reentrant one, as in transformers before version 5 unless `use_reentrant` is false.
-    # If FSDP's units are frozen, hooks on their recomputed inputs keep these inputs, and the gradients that have come to
-    # them, until the end of the backward pass: _register_post_backward_reshard_only_hook in
+    # Activation checkpointing is the reentrant one, as in transformers before version 5 unless `use_reentrant` is
+    # false. If FSDP's units are frozen, hooks on their recomputed inputs keep these inputs, and the gradients that have
+    # come to them, until the end of the backward pass: _register_post_backward_reshard_only_hook in
     # torch/distributed/fsdp/_runtime_utils.py.
     reentrant: bool = False
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
@@ -201,8 +205,10 @@ BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=Tru
 DEEPSPEED = SystemTraits(
     logit_bytes=14.0,
     masters_with_optimizer=True,
+    flattens_gradients=True,
     flash2=True,
     peft=True,
+    autocasts=False,  # _prepare_deepspeed in accelerate/accelerator.py
     narrow_adapters=True,  # _configure_distributed_model in deepspeed/runtime/engine.py casts all parameters
     torch_pipeline=False,
     replicates_scales=True,
