@@ -141,6 +141,7 @@ def _llama(file: str, line: dict[str, str]) -> Row:
         compiled=line["compile"] == "yes",
         schedule="interleaved" if "interleaved" in line["parallel"] else "1f1b",
         loss=loss,
+        varied_lengths="longest sequence" in line["source"],
         adapter=adapter,
         trained=FROZEN if adapter is not None else Trained(),
         traits=replace(traits, chunks="recomputed") if "faked" in line["source"] else traits,

@@ -205,3 +205,15 @@ def test_matmuls_of_gptq_save_the_dequantized_matrices_of_a_block() -> None:
     block, largest = BLOCKS / 32, 4096 * 11_008
     needed = [at(run, "start of the backward pass", "gathered weights") * GIB for run in (nf4, gptq)]
     assert needed == [2 * largest, 2 * block]
+
+
+def test_a_loop_that_holds_the_logits_holds_what_bitsandbytes_kept() -> None:
+    term = "inputs and logits of the last micro-batch"
+    run = tuned("litgpt", length=512)
+    # The inputs of all quantized layers; old and new logits; and the head, dequantized to fp16 and cast.
+    inputs, logits = 32 * 512 * (3 * 4096 + 11_008) * 2, 512 * 32_000 * 2
+    assert at(run, "forward pass", term) * GIB == pytest.approx(inputs + 2 * logits + 4 * HEAD)
+    lora = tuned("litgpt", None, length=512)
+    assert at(lora, "forward pass", term) * GIB == pytest.approx(2 * logits)
+    assert at(run.with_(varied_lengths=True), "forward pass", term) == 0
+    assert at(tuned("huggingface", length=512), "forward pass", term) == 0

@@ -70,6 +70,9 @@ class SystemTraits:
     # A 4-bit matmul saves its input for the backward pass: bitsandbytes before 0.43.2 (MatMul4Bit in
     # bitsandbytes/autograd/_functions.py).
     quantized_keep_inputs: bool = False
+    # The loop holds the logits until it has the next ones, and with their graph what bitsandbytes keeps in its autograd
+    # functions (`ctx.tensors`); the backward pass frees only what is saved as PyTorch wants it.
+    holds_last_logits: bool = False
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
@@ -179,6 +182,7 @@ KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
 LITGPT = SystemTraits(
     fused_qkv=True,
     quantized_keep_inputs=True,
+    holds_last_logits=True,  # fit in litgpt/finetune/lora.py
     quantizes_head=True,
     quantizes_experts=True,
     dequantizes_in_half=True,
