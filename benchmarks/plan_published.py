@@ -34,7 +34,7 @@ FOLDER = ROOT / "benchmarks" / "plan" / "published"
 # Share of a device's peak that no training reaches.
 POSSIBLE = 0.9
 # The Trainer with bf16 weights before transformers 5.
-EARLIER = replace(TRAITS["huggingface-bf16"], flash2=True, reentrant=True)
+EARLIER = replace(TRAITS["huggingface-bf16"], flash2=True, reentrant=True, upcasts_shards=False)
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
 NEAREST: dict[str, SystemTraits] = {
@@ -51,9 +51,9 @@ NEAREST: dict[str, SystemTraits] = {
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
     ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
-    "huggingface-2024": replace(EARLIER, logit_bytes=16.0),
+    "huggingface-2024": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True),
     # The same with `use_reentrant` false.
-    "huggingface-2024-not-reentrant": replace(EARLIER, logit_bytes=16.0, reentrant=False),
+    "huggingface-2024-not-reentrant": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, reentrant=False),
     # The same with bitsandbytes 0.43.0 or 0.43.1 (March to July 2024), and with an earlier one.
     "huggingface-2024-03": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True),
     "huggingface-2023": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True, dequantizes_in_half=True),
@@ -61,7 +61,7 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-narrow": replace(
         EARLIER, logit_bytes=16.0, narrow_adapters=True, quantized_keep_inputs=True, reentrant=False
     ),
-    # What is allocated, not reserved, of the loss: transformers 4.45 replaced the logits by their fp32 copy, so that
+    # Without mixed precision; and what is allocated, not reserved, of the loss: transformers 4.45 replaced the logits by their fp32 copy, so that
     # three fp32 tensors exist at a time; 4.48 held the logits too.
     "huggingface-4.45": replace(EARLIER, logit_bytes=12.0),
     "huggingface-4.48": EARLIER,
@@ -80,10 +80,14 @@ NEAREST: dict[str, SystemTraits] = {
     # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.
     # Its gradient accumulation has no `no_sync`.
     "transformers-loop": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=6.0, autocasts=False, unsharded_accumulation=False
+        TRAITS["huggingface-bf16"], logit_bytes=6.0, autocasts=False, unsharded_accumulation=False, upcasts_shards=False
     ),
     "transformers-loop-wide": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=12.0, autocasts=False, unsharded_accumulation=False
+        TRAITS["huggingface-bf16"],
+        logit_bytes=12.0,
+        autocasts=False,
+        unsharded_accumulation=False,
+        upcasts_shards=False,
     ),
     "fms": TRAITS["torchtitan"],
     # The model, with its loss, is compiled as a whole.

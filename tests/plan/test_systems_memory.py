@@ -217,3 +217,16 @@ def test_a_loop_that_holds_the_logits_holds_what_bitsandbytes_kept() -> None:
     assert at(lora, "forward pass", term) * GIB == pytest.approx(2 * logits)
     assert at(run.with_(varied_lengths=True), "forward pass", term) == 0
     assert at(tuned("huggingface", length=512), "forward pass", term) == 0
+
+
+def test_accelerate_upcasts_the_shards_of_trained_weights() -> None:
+    run = make_run("llama3-8b", strategy="fsdp", mesh=Mesh(dp_shard=2), precision="bf16-true", recompute="full")
+    axolotl = run.with_(traits=SYSTEMS["axolotl"], compiled=False, loss="plain", reduce_bytes=2)
+    own = parameters(run.shape) / 2
+    assert at(axolotl, "optimizer step", "weights") * GIB == pytest.approx(4 * own)
+    assert at(axolotl, "optimizer step", "optimizer state") * GIB == pytest.approx(8 * own)
+    # Not those of one device, nor frozen ones.
+    single = axolotl.with_(strategy="single", mesh=Mesh())
+    assert at(single, "optimizer step", "weights") * GIB == pytest.approx(2 * 2 * own)
+    frozen = tuned("axolotl", None, strategy="fsdp", mesh=Mesh(dp_shard=2))
+    assert at(frozen, "loss", "frozen") * GIB == pytest.approx(parameters(frozen.shape), rel=0.001)

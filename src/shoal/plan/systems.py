@@ -140,6 +140,9 @@ class SystemTraits:
     overlaps_tensor: bool = False
     # With several stages per pipeline rank, transfers between stages overlap with the compute of another stage.
     overlaps_pipeline: bool = False
+    # Trained weights in 16 bits become fp32 shards under FSDP, because mixed precision is on: prepare_model in
+    # accelerate/accelerator.py and fsdp2_prepare_model in accelerate/utils/fsdp_utils.py, since version 0.28.
+    upcasts_shards: bool = False
     # FSDP reduces gradients in the compute dtype, and accumulates unsharded ones in it; else in `reduce_dtype`.
     narrow_reduction: bool = False
     # Matmuls add to the gradients of earlier micro-batches; else these are added up by kernels of their own.
@@ -251,7 +254,7 @@ NEMO = replace(
 TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
-AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True)
+AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, upcasts_shards=True)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
 # with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
 # compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
