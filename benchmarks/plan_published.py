@@ -35,6 +35,10 @@ FOLDER = ROOT / "benchmarks" / "plan" / "published"
 POSSIBLE = 0.9
 # The Trainer with bf16 weights before transformers 5.
 EARLIER = replace(TRAITS["huggingface-bf16"], flash2=True, reentrant=True, upcasts_shards=False)
+# A loop of its own around transformers' models before version 5, without autocast and `no_sync`.
+LOOP = replace(
+    TRAITS["huggingface-bf16"], autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False
+)
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
 NEAREST: dict[str, SystemTraits] = {
@@ -78,17 +82,8 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     # A loop around transformers' models without autocast: logits, their copy without the last token and the
     # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.
-    # Its gradient accumulation has no `no_sync`.
-    "transformers-loop": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=6.0, autocasts=False, unsharded_accumulation=False, upcasts_shards=False
-    ),
-    "transformers-loop-wide": replace(
-        TRAITS["huggingface-bf16"],
-        logit_bytes=12.0,
-        autocasts=False,
-        unsharded_accumulation=False,
-        upcasts_shards=False,
-    ),
+    "transformers-loop": replace(LOOP, logit_bytes=6.0),
+    "transformers-loop-wide": replace(LOOP, logit_bytes=12.0),
     "fms": TRAITS["torchtitan"],
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
