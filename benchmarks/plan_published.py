@@ -65,8 +65,12 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-narrow": replace(
         EARLIER, logit_bytes=16.0, narrow_adapters=True, quantized_keep_inputs=True, reentrant=False
     ),
-    # Without mixed precision; and what is allocated, not reserved, of the loss: transformers 4.45 replaced the logits by their fp32 copy, so that
-    # three fp32 tensors exist at a time; 4.48 held the logits too.
+    # The same with cached keys: `use_cache` was switched off in September 2023.
+    "llama-recipes-2023": replace(
+        EARLIER, logit_bytes=16.0, narrow_adapters=True, quantized_keep_inputs=True, reentrant=False, caches_keys=True
+    ),
+    # Without mixed precision; and what is allocated, not reserved, of the loss: transformers 4.45 replaced the logits
+    # by their fp32 copy, so that three fp32 tensors exist at a time; 4.48 held the logits too.
     "huggingface-4.45": replace(EARLIER, logit_bytes=12.0),
     "huggingface-4.48": EARLIER,
     # The same with the kernels of fms-acceleration, whose loss overwrites the fp32 logits without the last token.

@@ -230,3 +230,11 @@ def test_accelerate_upcasts_the_shards_of_trained_weights() -> None:
     assert at(single, "optimizer step", "weights") * GIB == pytest.approx(2 * 2 * own)
     frozen = tuned("axolotl", None, strategy="fsdp", mesh=Mesh(dp_shard=2))
     assert at(frozen, "loss", "frozen") * GIB == pytest.approx(parameters(frozen.shape), rel=0.001)
+
+
+def test_checkpoints_around_a_model_that_caches_keys_hold_them() -> None:
+    run = tuned("huggingface", None, recompute="full")
+    cached = run.with_(traits=replace(run.traits, caches_keys=True))
+    assert at(cached, "loss", "cached keys and values") == pytest.approx(32 * 2048 * 2 * 4096 * 2 / GIB)
+    assert at(run, "loss", "cached keys and values") == 0
+    assert at(cached.with_(recompute="none"), "loss", "cached keys and values") == 0

@@ -10,11 +10,11 @@ from shoal.plan.activations import (
     block_selected,
     block_without_parts,
     has_mlp_in_place,
-    quantized_input_bytes,
 )
 from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
+from shoal.plan.retained import cached_keys, held_inputs, last_micro_batch
 from shoal.plan.run import Run
 from shoal.plan.states import (
     BUCKET_BYTES,
@@ -23,7 +23,6 @@ from shoal.plan.states import (
     adapted,
     block_bytes,
     dequantized_bytes,
-    has_quantized_head,
     states,
     trained_parameters,
 )
@@ -91,13 +90,15 @@ class _Step:
 
     def forward_pass(self) -> Moment:
         gathered, temporaries = _gathered_in_forward(self.run, self.counts), _forward_temporaries(self.run)
-        last = leaf("inputs and logits of the last micro-batch", _last_micro_batch(self.run, self.rank))
+        last = leaf("inputs and logits of the last micro-batch", last_micro_batch(self.run, self.rank))
         others = self.held.unreduced, self.kept, temporaries, last
         return self._moment("forward pass", gathered, 0.0, self.before, *others)
 
     def loss(self) -> Moment:
-        gathered = _gathered_for_loss(self.run, self.counts, self.matrix) + self.forward_blocks
-        return self._moment("loss", gathered, 0.0, self.before, self.held.unreduced, self.kept, head(self.run).peak)
+        run = self.run
+        gathered = _gathered_for_loss(run, self.counts, self.matrix) + self.forward_blocks
+        cache = leaf("cached keys and values", cached_keys(run, self.rank))
+        return self._moment("loss", gathered, 0.0, self.before, self.held.unreduced, self.kept, cache, head(run).peak)
 
     def start_of_backward(self) -> Moment:
         run, counts = self.run, self.counts
@@ -132,7 +133,7 @@ class _Step:
             self.unreduced_at_end,
             group("activations", *block_kept(run).parts),  # of one block: saved or recomputed
             self.transient,
-            leaf("inputs of frozen blocks and their gradients", _held_inputs(run, self.rank)),
+            leaf("inputs of frozen blocks and their gradients", held_inputs(run, self.rank)),
         )
 
     def embedding_gradient(self) -> Moment:
@@ -257,28 +258,6 @@ def _transient_gradients(run: Run) -> Term:
         leaf("weight gradients before accumulation", _block_gradients(run)),
         leaf("DoRA matrices", _dora_matrices(run)),
     )
-
-
-def _last_micro_batch(run: Run, rank: Rank) -> float:
-    """What a loop that holds the last logits has of them at the end of the next forward pass: the inputs of quantized
-    layers, and the logits, beside the new ones and the dequantized head. The longest of varied sequences hardly comes
-    twice in a row."""
-    if not run.traits.holds_last_logits or run.varied_lengths or not rank.last:
-        return 0.0
-    inputs = {one.reads: one.local_sizes(run.mesh.tp)[0] for one in linears(run.shape)}
-    kept = run.tokens * sum(inputs.values()) * quantized_input_bytes(run) * rank.blocks
-    vocabulary = run.shape.vocab / run.mesh.tp
-    logits = 2 * run.head_tokens * vocabulary * run.compute_bytes
-    matrix = vocabulary * run.shape.hidden * dequantized_bytes(run) if has_quantized_head(run) else 0.0
-    return (kept if run.recompute == "none" else 0.0) + logits + matrix
-
-
-def _held_inputs(run: Run, rank: Rank) -> float:
-    """The inputs of the blocks behind the first, and their gradients, which frozen FSDP units keep to the end."""
-    frozen = run.sharded and run.adapter is not None
-    if not frozen or not run.traits.reentrant or run.recompute != "full":
-        return 0.0
-    return 2 * (rank.blocks - 1) * block_input(run)
 
 
 def _dora_matrices(run: Run) -> float:

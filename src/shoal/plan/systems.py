@@ -120,6 +120,9 @@ class SystemTraits:
     # come to them, until the end of the backward pass: _register_post_backward_reshard_only_hook in
     # torch/distributed/fsdp/_runtime_utils.py.
     reentrant: bool = False
+    # The model returns keys and values of all blocks for generation (`use_cache`), which activation checkpointing from
+    # outside the model does not switch off: they are held to the end of the forward pass.
+    caches_keys: bool = False
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
