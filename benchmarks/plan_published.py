@@ -88,11 +88,24 @@ NEAREST: dict[str, SystemTraits] = {
     "lit-gpt-fused": replace(TRAITS["litgpt"], unfused_norms=False, fused_activation=True, loss_kernel="always"),
     # "grad_accum_dtype": "bf16" in its ds_config.json.
     "megatron-deepspeed": replace(MEGATRON, wide_gradients=False, accumulates_in_matmuls=False),
+    # NeMo with ub_tp_comm_overlap: False.
+    "nemo-plain": replace(TRAITS["nemo"], overlaps_tensor=False),
+    # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
+    # gradients that FP32GradientAccumulator adds up, and stages that are balanced by get_block_compute_costs.
+    "nanotron": replace(
+        MEGATRON,
+        fused_activation=False,
+        loss_kernel="never",
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        even_stages=False,
+        flash2=True,
+    ),
 }
 # PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
 # builds with those of their day.
 NEW_WHEELS = (2024, 10)
-CONTAINERS = {"nemo", "megatron", "megatron-0.6", "flagscale", "pax", "maxtext", "llama3"}
+CONTAINERS = {"nemo", "nemo-plain", "megatron", "megatron-0.6", "flagscale", "pax", "maxtext", "llama3"}
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
 # Keys that say where a figure comes from, or that `_run` reads.
