@@ -105,7 +105,7 @@ NEAREST: dict[str, SystemTraits] = {
 # PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
 # builds with those of their day.
 NEW_WHEELS = (2024, 10)
-CONTAINERS = {"nemo", "nemo-plain", "megatron", "megatron-0.6", "flagscale", "pax", "maxtext", "llama3"}
+CONTAINERS = {"bert-apex", "nemo", "nemo-plain", "megatron", "megatron-0.6", "flagscale", "pax", "maxtext", "llama3"}
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
 # Keys that say where a figure comes from, or that `_run` reads.
