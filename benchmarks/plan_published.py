@@ -61,6 +61,12 @@ NEAREST: dict[str, SystemTraits] = {
         quantized_keep_inputs=True,
         dequantizes_in_half=True,
     ),
+    # Of 2023 with fp16 weights, which were dequantized to fp16, and no autocast; PEFT then kept the adapters of weights
+    # that are not quantized in their dtype.
+    "optimum": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True),
+    "optimum-narrow": replace(
+        TRAITS["huggingface-bf16"], logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, narrow_adapters=True
+    ),
     # Of early 2024, and its scripts cast the adapters to the dtype of the frozen weights.
     "huggingface-narrow": replace(
         TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True, quantized_keep_inputs=True
