@@ -270,7 +270,7 @@ def test_an_existing_run_is_continued_or_replaced_as_by_train(
         raise RunFailed
     assert (trained / "job.sbatch").is_file()
     assert [sentence.partition(":")[0] for sentence in said] == [
-        f"the run that --overwrite replaced is still in {aside}"
+        f"the run that this one replaced is still in {aside}"
     ]
     nothing = shoal("submit", "run.yaml", "name=other", "--resume", commands=there)
     assert (nothing.returncode, nothing.stdout) == (2, "")

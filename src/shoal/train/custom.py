@@ -39,6 +39,7 @@ from shoal.train.resolve import machine_of_all
 from shoal.train.rollback import set_aside
 from shoal.train.save import make_saver
 from shoal.train.save_interval import SaveInterval
+from shoal.train.schedule import describe_lr_scale, lr_scale
 from shoal.train.setup import Start, emulated_on_any, make_guard, make_scaler, seed_everything, starting_point
 from shoal.train.step import TrainStep
 
@@ -122,7 +123,7 @@ def set_up_custom(
     check_per(schedule_per)
     optimizers = named_optimizers(optimizer)
     made = Made(named_networks(model), optimizers, loader, named_schedules(schedule, optimizers), schedule_per)
-    made.check(config)
+    made.check(config, ranks.device)
     resolved = resolve_custom(config, made.networks.values(), loader, ranks.world_size, nodes, device)
     job = _assemble(made, resolved, run, ranks, device)
     # After the model was initialized, and before the checkpoint's state is restored: dropout differs between ranks.
@@ -153,9 +154,9 @@ class Made:
         """Whether some backward passes are of a part of the parameters."""
         return len(self.networks) > 1 or len(self.optimizers) > 1
 
-    def check(self, config: Config) -> None:
+    def check(self, config: Config, device: torch.device) -> None:
         """A UserMistake if one of them cannot be trained."""
-        check_custom(self.networks, config)
+        check_custom(self.networks, config, device)
         check_optimizers(self.optimizers, self.names)
         check_loader(self.loader)
         for name, schedule in self.schedules.items():
@@ -262,7 +263,7 @@ def _take_turn(
         made.names,
         partition=Partition(parameters, trained.parallel_dims.replicas) if partitions else None,
         store=find_store(config.parallel.offload),
-        lr_scale=_lr_scale(config),
+        lr_scale=lr_scale(config.train),
     )
     # `run.step` clears the gradients. In a loop that accumulates, a zero_grad that was left would discard some.
     optimizer.zero_grad = lambda set_to_none=True: None
@@ -306,14 +307,6 @@ def _write_and_announce(job: CustomJob, made: Made, device: Device) -> None:
     _announce(job, device, sum(one.numel() for one in made.names))
     for note in (*job.model.notes, *_without_effect(job.resolved.requested)):
         job.reporter.warn(note)
-
-
-def _lr_scale(config: Config) -> float:
-    train = config.train
-    if train.lr_scaling == "none":
-        return 1.0
-    assert train.base_batch is not None, "the schema demands it"
-    return train.global_batch / train.base_batch
 
 
 def _check_resumed(job: CustomJob) -> None:
@@ -373,10 +366,10 @@ def _announce(job: CustomJob, device: Device, parameters: int) -> None:
     )
     if config.train.clip is not None:
         job.reporter.say(f"Gradients are clipped to a norm of {config.train.clip:g}; train.clip null does not.")
-    if config.train.lr_scaling == "linear":
+    if config.train.lr_scaling != "none":
         job.reporter.say(
-            f"The optimizer's learning rate is multiplied by global batch {resolved.global_batch} / base_batch "
-            f"{config.train.base_batch} = {job.optimizer.first.optimizer.lr_scale:g}."
+            f"The optimizer's learning rate is multiplied by {describe_lr_scale(config.train, 'global batch')} = "
+            f"{job.optimizer.first.optimizer.lr_scale:g}."
         )
 
 
