@@ -46,12 +46,13 @@ class Preview:
     def text(self) -> str:
         """Human-readable form."""
         frozen = self.parameters - self.trained_parameters
+        devices = f"{self.devices} device{'s' if self.devices > 1 else ''}"
         return "\n".join(
             [
                 f"model      {self.parameters:,} parameters, {self.matmul_parameters:,} of them in matmuls"
                 + (f", {frozen:,} frozen" if frozen else ""),
                 f"precision  {self.precision}",
-                f"strategy   {self.strategy}{describe_degrees(self.mesh)} ({self.reason}) on {self.devices} device{'s' if self.devices > 1 else ''}",
+                f"strategy   {self.strategy}{describe_degrees(self.mesh)} ({self.reason}) on {devices}",
                 f"batch      {self.global_batch} sequences per step: micro-batch {self.micro_batch}, "
                 f"{describe_accumulation(self.grad_accum_steps)}",
                 f"length     {self.steps:,} steps, about {self.tokens:,} loss tokens; "
