@@ -39,7 +39,9 @@ NEAREST: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
     # Overlaps data parallelism, and one block less in the first and the last stage.
     "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
-    "internevo": MEGATRON,
+    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, and updated
+    # weights sent after the step (`overlap_sync_param` is off).
+    "internevo": replace(MEGATRON, overlaps_gradients=True, wide_gradients=False, accumulates_in_matmuls=False),
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
@@ -50,6 +52,10 @@ NEAREST: dict[str, SystemTraits] = {
     ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
     "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True),
+    # A loop of its own around them, which checkpoints blocks within FSDP's units.
+    "huggingface-2024-loop": replace(
+        TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, checkpoints_units=False
+    ),
     # The same with bitsandbytes 0.43.0 or 0.43.1 (March to July 2024), and with an earlier one.
     "huggingface-2024-03": replace(
         TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, quantized_keep_inputs=True
@@ -61,10 +67,27 @@ NEAREST: dict[str, SystemTraits] = {
         quantized_keep_inputs=True,
         dequantizes_in_half=True,
     ),
-    # Of early 2024, and its scripts cast the adapters to the dtype of the frozen weights.
+    # Of early 2024, with own loops; their scripts cast the adapters to the dtype of the frozen weights, and checkpoint
+    # blocks within FSDP's units.
     "huggingface-narrow": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True, quantized_keep_inputs=True
+        TRAITS["huggingface-bf16"],
+        logit_bytes=16.0,
+        flash2=True,
+        narrow_adapters=True,
+        quantized_keep_inputs=True,
+        checkpoints_units=False,
     ),
+    # The same with PEFT before 0.12, and one matmul for queries, keys and values.
+    "qwen-2023": replace(
+        TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True, fused_qkv=True
+    ),
+    # `_allgather_param` in deepspeed/runtime/zero/partition_parameters.py, with a torch.cuda.synchronize() before each.
+    "deepspeed-2021": replace(
+        MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False
+    ),
+    "deepspeed-qwen": replace(TRAITS["deepspeed"], fused_qkv=True),
+    # The fast kernels of fms-acceleration, which for GPTBigCode are the loss alone: no log-softmax is kept.
+    "huggingface-foak": replace(TRAITS["huggingface-bf16"], logit_bytes=10.0),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     # A loop around transformers' models without autocast: logits, their copy without the last token and the
@@ -92,6 +115,8 @@ NEAREST: dict[str, SystemTraits] = {
 # PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
 # builds with those of their day.
 NEW_WHEELS = (2024, 10)
+# From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
+FP32_ADAPTERS = (2024, 8)
 CONTAINERS = {"nemo", "megatron", "megatron-0.6", "flagscale", "pax", "maxtext", "llama3"}
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
@@ -202,6 +227,9 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     traits = TRAITS.get(line["system"]) or NEAREST[line["system"]]
     traits = replace(traits, software=_year(line))
     adapter = None
+    plain = line["precision"] == "bf16-true" and not (line.get("adapter") or {}).get("quantize")
+    if traits.peft and plain and _date(line) < FP32_ADAPTERS:
+        traits = replace(traits, narrow_adapters=True)
     if line.get("adapter") is not None:
         given = dict(line["adapter"])
         adapter = Adapter(given.pop("rank"), tuple(given.pop("targets")), **given)
@@ -228,10 +256,15 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
 
 def _year(line: dict[str, Any]) -> int:
     """The year of a row's libraries, by its own date, such as 24.09, or that of its source."""
-    date = f"20{line['date']}" if "date" in line else sources()[line["source"]]["date"]
-    year, month = int(date[:4]), int(date[5:7] or 1)
+    year, month = _date(line)
     outdated = line["system"] not in CONTAINERS and (year, month) < NEW_WHEELS
     return 2023 if outdated and year == 2024 else year
+
+
+def _date(line: dict[str, Any]) -> tuple[int, int]:
+    """Year and month of a row, by its own date or that of its source."""
+    date = f"20{line['date']}" if "date" in line else sources()[line["source"]]["date"]
+    return int(date[:4]), int(date[5:7] or 1)
 
 
 def compare(rows: list[Published], *, all_counted: bool = False) -> list[Figure]:

@@ -107,6 +107,9 @@ class SystemTraits:
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
+    # Checkpointed blocks are FSDP units, rather than FSDP units having checkpointed blocks: the recomputed forward pass
+    # gathers and frees a block's weights on its own, so that the backward pass gathers them once more.
+    checkpoints_units: bool = False
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
@@ -127,6 +130,10 @@ class SystemTraits:
     overlaps_tensor: bool = False
     # With several stages per pipeline rank, transfers between stages overlap with the compute of another stage.
     overlaps_pipeline: bool = False
+    # ZeRO-3 fetches and releases the parameters of each module in hooks around it, in Python.
+    hooks_modules: bool = False
+    # ZeRO-3 gathers and reduces each matrix as a list of shards, one for every rank, while nothing else runs.
+    lists_shards: bool = False
     # FSDP reduces gradients in the compute dtype, and accumulates unsharded ones in it; else in `reduce_dtype`.
     narrow_reduction: bool = False
     # Matmuls add to the gradients of earlier micro-batches; else these are added up by kernels of their own.
@@ -187,6 +194,7 @@ HUGGING_FACE = SystemTraits(
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
+    checkpoints_units=True,  # gradient_checkpointing_enable in transformers/modeling_utils.py; its issue 30404
     narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
@@ -202,6 +210,7 @@ DEEPSPEED = SystemTraits(
     replicates_scales=True,
     quantizes_experts=True,
     even_stages=True,
+    hooks_modules=True,  # _register_deepspeed_module in deepspeed/runtime/zero/parameter_offload.py
 )
 # Megatron-LM. Files are in NVIDIA/Megatron-LM.
 MEGATRON = SystemTraits(
