@@ -103,11 +103,17 @@ class Run:
     @property
     def mixed(self) -> bool:
         """Whether fp32 master weights are trained with low-precision compute copies."""
-        return self.precision in ("bf16-mixed", "16-mixed", "fp8")
+        return self.precision in ("bf16-mixed", "16-mixed", "fp8") or self.upcasts_shards
+
+    @property
+    def upcasts_shards(self) -> bool:
+        """Whether 16-bit weights become fp32 master weights when FSDP shards them."""
+        trained = self.sharded and self.adapter is None
+        return self.traits.upcasts_shards and trained and self.precision == "bf16-true"
 
     @property
     def weight_bytes(self) -> int:
-        return 2 if self.precision == "bf16-true" else 4
+        return 2 if self.precision == "bf16-true" and not self.upcasts_shards else 4
 
     @property
     def trained_bytes(self) -> int:
@@ -201,6 +207,11 @@ class Run:
     def sharded(self) -> bool:
         """Whether FSDP shards the weights."""
         return self.data_parallelism.fully_shard
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether weights are all-gathered to be used. DeepSpeed's ZeRO-2 and Megatron's keep all of them."""
+        return self.sharded and (self.data_parallelism.shards_weights or not self.traits.masters_with_optimizer)
 
     @property
     def accumulates_unsharded(self) -> bool:
