@@ -2,7 +2,7 @@
 
     import shoal
 
-    shoal.train("run.yaml")                  # what `shoal train` does; shoal.plan and shoal.export likewise
+    shoal.train("run.yaml")                  # what `shoal train` does; shoal.plan, shoal.dry_run, shoal.export likewise
     run = shoal.init("run.yaml")             # a training loop of your own: see docs/python.md
 
 Importing this is cheap: torch is imported by what needs it.
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 _API = {
     "Config": ("shoal.config", "Config"),
     "Hook": ("shoal.train.hooks", "Hook"),
+    "dry_run": ("shoal.api", "dry_run"),
     "export": ("shoal.api", "export"),
     "init": ("shoal.api", "init_run"),
     "load_config": ("shoal.config", "load_config"),

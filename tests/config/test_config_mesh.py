@@ -38,7 +38,7 @@ def test_a_strategy_is_a_mesh_over_all_processes(
 def test_data_parallel_counts_replicas_and_shards() -> None:
     mesh = Mesh(pp=2, dp_replicate=3, dp_shard=5, cp=7, tp=11)
     assert mesh.data_parallel == 15
-    assert mesh.gradient_ranks == 105
+    assert mesh.gradient_ranks == mesh.shards * mesh.sharded_replicas == 105
     assert mesh.world_size == 2310
 
 

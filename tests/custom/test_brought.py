@@ -207,6 +207,11 @@ def batch_norm(run: Any) -> list[float]:
     return sums(model)
 
 
+def synchronized_norm(run: Any) -> list[float]:
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return fit(run, nn.SyncBatchNorm.convert_sync_batchnorm(model), error)
+
+
 def zero_grad(run: Any) -> list[float]:
     model = mlp()
     model, optimizer, loader = run.prepare(model, adam(model), data())
@@ -267,6 +272,13 @@ def test_what_cannot_be_sharded_is_refused_in_one_sentence(
     said = str(explain(refused.value))
     assert sentence in said
     assert "\n" not in said
+
+
+def test_synchronized_batch_normalization_is_for_gpus(tmp_path: Path) -> None:
+    """As torch has it; one process without a group computes as plain batch normalization does."""
+    with pytest.raises(UserMistake, match=r"^torch's SyncBatchNorm trains on GPUs only, and this run is on CPUs; "):
+        train(synchronized_norm, 2, tmp_path)
+    assert train(synchronized_norm, 1, tmp_path / "one")
 
 
 def test_gradients_that_are_not_complete_are_not_clipped_by_the_loop(tmp_path: Path) -> None:

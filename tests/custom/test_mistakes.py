@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 from torch.utils.data.distributed import DistributedSampler
 
 import shoal
+from shoal import api
 from shoal.mistakes import UserMistake
 from tests.custom.loops import BATCH, SAMPLES, Network, Noisy, make, settings
 from tests.harness import lines, run_ranks
@@ -230,7 +231,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         answers = {change.__name__: sentence(lambda change=change: before(change)) for change in BEFORE}
         answers |= {body.__name__: sentence(lambda body=body: inside(body)) for body in INSIDE}
         answers |= {said: sentence(lambda changes=changes: configured(changes)) for said, changes in CONFIGS.items()}
-        return {**answers, "outside": sentence(outside), "again": sentence(again)}
+        answers |= {"outside": sentence(outside), "again": sentence(again)}
+        answers["trained"] = sentence(lambda: shoal.train(runs / "again" / "config.yaml"))
+        answers["generated"] = sentence(lambda: api.generate(runs / "again", "a"))
+        return answers
 
     return run_ranks(1, look)[0]
 
@@ -253,6 +257,11 @@ def test_a_prepared_loader_is_read_by_steps_only(found: dict[str, str]) -> None:
 
 def test_an_existing_run_is_not_overwritten(found: dict[str, str]) -> None:
     assert "already holds a run; add resume=True to continue it, overwrite=True to delete it" in found["again"]
+
+
+def test_a_run_of_a_custom_loop_is_not_one_of_a_language_model(found: dict[str, str]) -> None:
+    for used in ("trained", "generated"):
+        assert "/again is a run of a training loop of your own, whose model is in the script: run that" in found[used]
 
 
 def test_a_zero_grad_left_in_the_loop_discards_nothing_and_a_copy_of_the_model_is_a_plain_one(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_a_run_without_a_checkpoint_says_where_the_one_it_replaced_is(folder: Pa
     ended = forked_shoal(folder, "train", "run.yaml", *never, "--overwrite")
     assert ended.status == 0, ended.err
     assert ended.err.splitlines()[-1] == (
-        "warning: the run that --overwrite replaced is still in runs/run~replaced: this one has no complete checkpoint."
+        "warning: the run that this one replaced is still in runs/run~replaced: this one has no complete checkpoint."
     )
     assert files(folder / "runs" / "run~replaced") == before
 

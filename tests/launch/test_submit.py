@@ -269,9 +269,7 @@ def test_an_existing_run_is_continued_or_replaced_as_by_train(
     with pytest.raises(RunFailed), run.replacing(restores=True, say=said.append, warn=said.append):
         raise RunFailed
     assert (trained / "job.sbatch").is_file()
-    assert [sentence.partition(":")[0] for sentence in said] == [
-        f"the run that --overwrite replaced is still in {aside}"
-    ]
+    assert [sentence.partition(":")[0] for sentence in said] == [f"the run that this one replaced is still in {aside}"]
     nothing = shoal("submit", "run.yaml", "name=other", "--resume", commands=there)
     assert (nothing.returncode, nothing.stdout) == (2, "")
     assert nothing.stderr == "shoal: --resume: there is no run in runs/other; start it without --resume.\n"

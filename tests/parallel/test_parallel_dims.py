@@ -48,9 +48,14 @@ def test_flattened_dimensions_are_consecutive_axes(parallel_dims: ParallelDims) 
     for axes in FLATTENED.values():
         first = AXES.index(axes[0])
         assert AXES[first : first + len(axes)] == axes
-    assert parallel_dims.sharding.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
+    assert parallel_dims.sharding.mesh_dim_names == ("dp_replicas", "dp_shard_cp")
     assert tuple(parallel_dims.sharding.shape) == (2, 6)
     assert parallel_dims.replicas.size() == MESH.gradient_ranks == prod((2, 3, 2))
+
+
+def test_fsdp_and_ddp_average_over_all_ranks_with_other_tokens(parallel_dims: ParallelDims) -> None:
+    assert min(MESH.degrees.values()) > 1, "a new axis is tested too"
+    assert parallel_dims.sharding.size() == parallel_dims.replicas.size() == MESH.gradient_ranks
 
 
 def test_an_axis_of_one_rank_needs_no_group() -> None:

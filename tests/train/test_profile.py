@@ -65,7 +65,7 @@ def test_the_command_prints_the_table_and_says_so_if_there_are_too_few_steps(tex
     short = forked_shoal(tmp_path, "train", "run.yaml", "--overwrite", "--profile", "train.steps=3", "--json")
     assert short.status == 0, short.err
     assert json.loads(short.out)["profile"] is None
-    assert "--profile has no effect: 3 steps are left, and it needs 4 or more." in short.err
+    assert "no step is profiled: 3 steps are left, and a profile needs 4 or more." in short.err
 
 
 def planned(**changes: Any) -> ResolvedRun:

@@ -48,8 +48,9 @@ def test_a_warmup_longer_than_the_run_ends_with_it():
     assert curve(10, name="cosine", warmup=100)[-1] == 1.0
 
 
-def test_linear_scaling_multiplies_the_learning_rate_by_the_growth_of_the_batch():
+def test_scaling_multiplies_the_learning_rate_by_the_growth_of_the_batch_or_its_root():
     assert peak_lr(TrainConfig(lr=1e-4, global_batch=512, lr_scaling="linear", base_batch=128)) == pytest.approx(4e-4)
+    assert peak_lr(TrainConfig(lr=1e-4, global_batch=512, lr_scaling="sqrt", base_batch=128)) == pytest.approx(2e-4)
     assert peak_lr(TrainConfig(lr=1e-4, global_batch=512)) == 1e-4
 
 

@@ -42,11 +42,14 @@ plan` counts the memory, and both `plan` and `train` say why and what to do inst
 """
 
 
+BERT = "A bert is an encoder: `train.objective` `masked_lm` or `classify` ([encoders](encoders.md))."
+
+
 def document() -> str:
     """The page as Markdown."""
     families = [f"`{name}` (`{family.model_type}`)" for name, family in FAMILIES.items() if family.buildable]
     lines = [INTRODUCTION]
-    lines += [f"Families for `model.shape`: {', '.join(families)}. A bert is forecast, but not trained yet.", ""]
+    lines += [f"Families for `model.shape`: {', '.join(families)}. {BERT}", ""]
     lines += ["## Shapes by name", "", SHAPES, f"**Trained and forecast**: {_shapes(True)}.", ""]
     lines += [f"**Forecast**: {_shapes(False)}.", ""]
     lines += [f"Forecast from a config.json too: {_listed({*BY_MODEL_TYPE, *ARCHITECTURES})}.", ""]
@@ -57,7 +60,7 @@ def document() -> str:
         lines += [f"**Not packed**, because {reason}: {_listed(types)}.", ""]
     lines += [ATTENTION, f"**A sliding window without a mask**: {_listed(WINDOWED)}.", ""]
     lines += [f"**Eager only** in transformers, with scores in every block: {_listed(EAGER)}.", ""]
-    lines += ["## Models that are not causal", "", "Refused:", ""]
+    lines += ["## Models that are not causal", "", "Refused for `train.objective: causal_lm`:", ""]
     lines += [f"- `{name}`: {reason}." for name, reason in NEVER_CAUSAL.items()]
     for setting in dict.fromkeys(CAUSAL_IF.values()):
         encoders = [name for name, wanted in CAUSAL_IF.items() if wanted == setting]

@@ -12,6 +12,7 @@ from shoal.config.combinations import refuse_combinations
 from shoal.config.explain import closest, validate
 from shoal.config.interpolate import escape, refuse_unsafe, resolve
 from shoal.config.locate import Document, KeyPath, Origins, Override, parse_document, read_document, write_yaml
+from shoal.config.replaced import is_run
 from shoal.config.schema import Config
 from shoal.config.shorthand import SHORTHANDS, expand, show_shorthands
 from shoal.config.unbuilt import refuse_unbuilt
@@ -43,7 +44,20 @@ def load_config(
             refuse_unsafe(document.value, origins)
             tree = _merge(tree, document.value)
     tree = _override(tree, overrides, origins)
+    if needs_model and path is not None:
+        _refuse_custom_loop(user_path(path, "The file"), tree)
     return _finish(tree, origins, planned=planned, needs_model=needs_model)
+
+
+def _refuse_custom_loop(path: Path, tree: dict[str, Any]) -> None:
+    """A UserMistake if `path` is the config of a run whose model a script made."""
+    model = tree.get("model") or {}
+    has_model = not isinstance(model, dict) or any(model.get(key) is not None for key in ("from", "shape"))
+    if not has_model and path.name == "config.yaml" and is_run(path.parent):
+        raise UserMistake(
+            f"{path.parent} is a run of a training loop of your own, whose model is in the script: run that again to "
+            f"train; shoal export {path.parent} writes its weights."
+        )
 
 
 def _override(tree: dict[str, Any], overrides: Sequence[str], origins: Origins) -> dict[str, Any]:

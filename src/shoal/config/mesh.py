@@ -55,6 +55,16 @@ class Mesh:
         """The number of ranks that compute gradients of the same weights from different tokens."""
         return self.size(TOKEN_AXES)
 
+    @property
+    def shards(self) -> int:
+        """The number of ranks that FSDP shards a model over."""
+        return self.size(SHARD_AXES)
+
+    @property
+    def sharded_replicas(self) -> int:
+        """The number of replicas of a model that FSDP has sharded."""
+        return self.size(REPLICA_AXES)
+
     def size(self, axes: Iterable[str]) -> int:
         """The number of ranks that differ only along `axes`."""
         return prod(getattr(self, axis) for axis in axes)
@@ -75,6 +85,9 @@ AXES = tuple(axis.name for axis in fields(Mesh))
 BATCH_AXES = _axes("batch")
 TOKEN_AXES = _axes("batch", "sequences")
 SAME_LOSS_AXES = _axes("matrices")
+# FSDP shards over these. Over the other ranks with different tokens the sharded model is replicated.
+SHARD_AXES = ("dp_shard", "cp")
+REPLICA_AXES = tuple(axis for axis in TOKEN_AXES if axis not in SHARD_AXES)
 # Axes whose degree is a key of `parallel`, in the order in which they are shown; the others share what these leave.
 CONFIGURED_AXES = tuple(key for key in ParallelConfig.model_fields if key in AXES)
 
@@ -89,7 +102,7 @@ def mesh_for(parallel: ParallelConfig, strategy: str, world_size: int, nodes: in
     data_parallel = divide_processes(parallel, world_size)
     replicate = _replicas(parallel, strategy, data_parallel, nodes)
     mesh = Mesh(dp_replicate=replicate, dp_shard=data_parallel // replicate, **configured_degrees(parallel))
-    shards = mesh.dp_shard * mesh.cp
+    shards = mesh.shards
     reshards = (found := find_strategy(strategy)).fully_shard and not found.keeps_weights
     if reshards and not isinstance(parallel.reshard, bool | str) and shards % parallel.reshard:
         raise UserMistake(

@@ -181,7 +181,7 @@ class RunDirectory:
         finally:
             if self.replaced.exists:
                 warn(
-                    f"the run that --overwrite replaced is still in {self.replaced.path}: this one has no complete "
+                    f"the run that this one replaced is still in {self.replaced.path}: this one has no complete "
                     "checkpoint."
                 )
 

@@ -224,10 +224,12 @@ class TrainConfig(Block):
         description="Sequences per device in one forward pass; auto: the fastest that fits, according to shoal plan.",
     )
     lr: Positive = Field(1e-4, description="Peak learning rate.")
-    lr_scaling: Literal["none", "linear"] = Field(
-        "none", description="linear: multiply the learning rate by global_batch / base_batch."
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none",
+        description="linear: multiply the learning rate by global_batch / base_batch; sqrt: by its square root, which "
+        "suits Adam.",
     )
-    base_batch: Size | None = Field(None, description="The global batch that lr refers to, for lr_scaling linear.")
+    base_batch: Size | None = Field(None, description="The global batch that lr refers to, for lr_scaling.")
     lr_groups: dict[str, PositiveOrZero] = Field(
         {}, description="Learning rate multipliers, by pattern of parameter names."
     )
@@ -328,9 +330,10 @@ class TrainConfig(Block):
             raise contradiction(
                 f"{named} contradict each other: give one length and set the others to null.", *reversed(lengths)
             )
-        if self.lr_scaling == "linear" and self.base_batch is None:
+        if self.lr_scaling != "none" and self.base_batch is None:
             raise contradiction(
-                "train.lr_scaling linear needs train.base_batch, the global batch that lr refers to.", "lr_scaling"
+                f"train.lr_scaling {self.lr_scaling} needs train.base_batch, the global batch that lr refers to.",
+                "lr_scaling",
             )
         # With grad_accum the global batch follows from the micro-batch.
         if self.micro_batch != "auto" and self.grad_accum is None and self.micro_batch > self.global_batch:

@@ -74,8 +74,8 @@ def of_all(
     return {f"{key}.{name}" if key else name: one for key, network in networks.items() for name, one in get(network)}
 
 
-def check_custom(networks: Mapping[str, nn.Module], config: Config) -> None:
-    """A UserMistake unless the `networks` can be parallelized as the config says."""
+def check_custom(networks: Mapping[str, nn.Module], config: Config, device: torch.device) -> None:
+    """A UserMistake unless the `networks` can be parallelized as the config says, and trained on `device`."""
     wrappers = (DistributedDataParallel, DataParallel, FSDPModule, ComputeCopies)
     for model in networks.values():
         wrapped = next((one for one in model.modules() if isinstance(one, wrappers)), None)
@@ -84,6 +84,12 @@ def check_custom(networks: Mapping[str, nn.Module], config: Config) -> None:
             raise UserMistake(f"The model is already wrapped by {by}; give run.prepare the plain model, once.")
         if any(one.is_meta for one in model.parameters()):
             raise UserMistake("The model is on the meta device, without values; build it on the CPU.")
+        synchronized = any(isinstance(one, nn.SyncBatchNorm) for one in model.modules())
+        if synchronized and device.type == "cpu" and dist.is_initialized():
+            raise UserMistake(
+                "torch's SyncBatchNorm trains on GPUs only, and this run is on CPUs; convert the model only if "
+                "torch.cuda.is_available()."
+            )
     if not any(one.requires_grad for model in networks.values() for one in model.parameters()):
         raise UserMistake("The model has no parameter that is trained (requires_grad).")
     if config.train.recompute != "none" and not any(_blocks(networks, config).values()):

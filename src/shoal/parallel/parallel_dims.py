@@ -5,11 +5,11 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal.config.mesh import AXES, BATCH_AXES, SAME_LOSS_AXES, TOKEN_AXES, Mesh
+from shoal.config.mesh import AXES, BATCH_AXES, REPLICA_AXES, SAME_LOSS_AXES, SHARD_AXES, TOKEN_AXES, Mesh
 from shoal.parallel.ranks import Ranks
 
 # Consecutive axes that are one dimension of a DeviceMesh.
-FLATTENED = {"dp_shard_cp": ("dp_shard", "cp"), "replicas": TOKEN_AXES}
+FLATTENED = {"dp_shard_cp": SHARD_AXES, "dp_replicas": REPLICA_AXES, "replicas": TOKEN_AXES}
 
 
 class ParallelDims:
@@ -46,8 +46,8 @@ class ParallelDims:
     @cached_property
     def sharding(self) -> DeviceMesh:
         """The mesh that FSDP shards over, including context-parallel ranks. HSDP replicas are its outer dimension."""
-        mesh = self._make_device_mesh("dp_shard_cp")
-        return mesh["dp_replicate", "dp_shard_cp"] if self.mesh.dp_replicate > 1 else mesh["dp_shard_cp"]
+        mesh = self._make_device_mesh("dp_replicas", "dp_shard_cp")
+        return mesh["dp_replicas", "dp_shard_cp"] if self.mesh.sharded_replicas > 1 else mesh["dp_shard_cp"]
 
     @cached_property
     def replicas(self) -> DeviceMesh:
@@ -59,11 +59,11 @@ class ParallelDims:
         """All axes, each a dimension of its own."""
         return self._make_device_mesh()
 
-    def _make_device_mesh(self, flattened: str | None = None) -> DeviceMesh:
-        """The axes in their order, with those that `flattened` stands for as one dimension."""
+    def _make_device_mesh(self, *flattened: str) -> DeviceMesh:
+        """The axes in their order, with those that each of `flattened` stands for as one dimension."""
+        names = {axis: next((name for name in flattened if axis in FLATTENED[name]), axis) for axis in AXES}
         sizes: dict[str, int] = {}
-        for axis in AXES:
-            name = flattened if flattened is not None and axis in FLATTENED[flattened] else axis
+        for axis, name in names.items():
             sizes[name] = sizes.get(name, 1) * self.mesh.degrees[axis]
         return init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 

@@ -1,5 +1,6 @@
 """The one description of a run that is about to start or was planned: no `auto` is left, and its forecast is known."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -82,15 +83,11 @@ class ResolvedRun:
     def name(self) -> str:
         """The strategy with its parallel degrees, for display."""
         hybrid = self.strategy == "fsdp" and self.mesh.dp_replicate > 1
-        return ("hybrid" if hybrid else self.strategy) + self._degrees()
+        return ("hybrid" if hybrid else self.strategy) + describe_degrees(asdict(self.mesh))
 
     def describe(self) -> str:
         """The strategy with its parallel degrees, and why it was chosen."""
-        return f"{self.strategy}{self._degrees()} ({self.reason})"
-
-    def _degrees(self) -> str:
-        degrees = asdict(self.mesh)
-        return "".join(f" × {axis} {degrees[axis]}" for axis in CONFIGURED_AXES if degrees[axis] > 1)
+        return f"{self.strategy}{describe_degrees(asdict(self.mesh))} ({self.reason})"
 
     def as_dict(self) -> dict[str, Any]:
         """The `chosen` entry of `plan.json`."""
@@ -124,6 +121,11 @@ def shown_recompute(run: Run) -> str:
     if run.recomputed_blocks:
         return f"first {run.recomputed_blocks}"
     return f"every {run.recompute}" if isinstance(run.recompute, int) else run.recompute
+
+
+def describe_degrees(mesh: Mapping[str, int]) -> str:
+    """` × tp 2 × pp 4`, to append to the strategy; empty where these are 1."""
+    return "".join(f" × {axis} {mesh[axis]}" for axis in CONFIGURED_AXES if mesh[axis] > 1)
 
 
 def describe_accumulation(grad_accum_steps: int) -> str:

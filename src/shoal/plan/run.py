@@ -221,12 +221,12 @@ class Run:
     @property
     def shards(self) -> int:
         """Number of FSDP shards."""
-        return self.mesh.dp_shard * self.mesh.cp if self.sharded else 1
+        return self.mesh.shards if self.sharded else 1
 
     @property
     def replicas(self) -> int:
         """Ranks that all-reduce the gradients of the same weights or shards."""
-        return self.mesh.dp_replicate if self.sharded else self.mesh.gradient_ranks
+        return self.mesh.sharded_replicas if self.sharded else self.mesh.gradient_ranks
 
     @property
     def optimizer_shards(self) -> int:

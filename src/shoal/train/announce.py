@@ -12,7 +12,7 @@ from shoal.parallel.stages import stages_per_rank
 from shoal.plan.resolved import describe_accumulation
 from shoal.plan.stages import bubble_share
 from shoal.train.job import Job
-from shoal.train.schedule import peak_lr
+from shoal.train.schedule import describe_lr_scale, peak_lr
 
 
 def announce(job: Job, device: str, prepared: PreparedModel, emulated: frozenset[torch.dtype]) -> None:
@@ -20,10 +20,10 @@ def announce(job: Job, device: str, prepared: PreparedModel, emulated: frozenset
     _say_what_is_trained(job, device, prepared)
     _warn_of_parallelism(job)
     config = job.config
-    if config.train.lr_scaling == "linear":
+    if config.train.lr_scaling != "none":
         job.reporter.say(
-            f"train.lr {config.train.lr:g} × global_batch {job.resolved.global_batch} / base_batch "
-            f"{config.train.base_batch} = {peak_lr(config.train):g} is the peak learning rate."
+            f"train.lr {config.train.lr:g} × {describe_lr_scale(config.train, 'global_batch')} = "
+            f"{peak_lr(config.train):g} is the peak learning rate."
         )
     if job.model.precision.compute in emulated:
         job.reporter.warn(

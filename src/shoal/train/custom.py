@@ -39,6 +39,7 @@ from shoal.train.resolve import machine_of_all
 from shoal.train.rollback import set_aside
 from shoal.train.save import make_saver
 from shoal.train.save_interval import SaveInterval
+from shoal.train.schedule import lr_scale
 from shoal.train.setup import Start, emulated_on_any, make_guard, make_scaler, seed_everything, starting_point
 from shoal.train.step import TrainStep
 
@@ -62,7 +63,7 @@ def set_up_custom(
     check_per(schedule_per)
     optimizers = named_optimizers(optimizer)
     made = Made(named_networks(model), optimizers, loader, named_schedules(schedule, optimizers), schedule_per)
-    made.check(config)
+    made.check(config, ranks.device)
     resolved = resolve_custom(config, made.networks.values(), loader, ranks.world_size, nodes, device)
     job = _assemble(made, resolved, run, ranks, device)
     # After the model was initialized, and before the checkpoint's state is restored: dropout differs between ranks.
@@ -97,9 +98,9 @@ class Made:
         """Whether some backward passes are of a part of the parameters."""
         return len(self.networks) > 1 or len(self.optimizers) > 1
 
-    def check(self, config: Config) -> None:
+    def check(self, config: Config, device: torch.device) -> None:
         """A UserMistake if one of them cannot be trained."""
-        check_custom(self.networks, config)
+        check_custom(self.networks, config, device)
         check_optimizers(self.optimizers, self.names)
         check_loader(self.loader)
         for name, schedule in self.schedules.items():
@@ -207,7 +208,7 @@ def _take_turn(
         made.names,
         partition=Partition(parameters, trained.parallel_dims.replicas) if partitions else None,
         store=find_store(config.parallel.offload),
-        lr_scale=_lr_scale(config),
+        lr_scale=lr_scale(config.train),
     )
     # `run.step` clears the gradients. In a loop that accumulates, a zero_grad that was left would discard some.
     optimizer.zero_grad = lambda set_to_none=True: None
@@ -241,14 +242,6 @@ def _begin(job: CustomJob, start: Start) -> None:
     set_aside(job)
     job.progress.optimizer, job.progress.data = job.optimizer.names, job.fingerprint()
     job.log.skipped = job.progress.skipped
-
-
-def _lr_scale(config: Config) -> float:
-    train = config.train
-    if train.lr_scaling == "none":
-        return 1.0
-    assert train.base_batch is not None, "the schema demands it"
-    return train.global_batch / train.base_batch
 
 
 def _check_resumed(job: CustomJob) -> None:

@@ -14,6 +14,7 @@ from shoal.plan.resolved import describe_accumulation
 from shoal.train.custom_job import CustomJob
 from shoal.train.custom_run import CustomRun
 from shoal.train.describe import write_plan
+from shoal.train.schedule import describe_lr_scale
 
 
 def custom_plan(shapes: Mapping[str, tuple[int, ...]], resolved: CustomRun, steps: int, ranks: Ranks) -> dict[str, Any]:
@@ -60,10 +61,10 @@ def _announce(job: CustomJob, device: Device, parameters: int) -> None:
     )
     if config.train.clip is not None:
         job.reporter.say(f"Gradients are clipped to a norm of {config.train.clip:g}; train.clip null does not.")
-    if config.train.lr_scaling == "linear":
+    if config.train.lr_scaling != "none":
         job.reporter.say(
-            f"The optimizer's learning rate is multiplied by global batch {resolved.global_batch} / base_batch "
-            f"{config.train.base_batch} = {job.optimizer.first.optimizer.lr_scale:g}."
+            f"The optimizer's learning rate is multiplied by {describe_lr_scale(config.train, 'global batch')} = "
+            f"{job.optimizer.first.optimizer.lr_scale:g}."
         )
 
 

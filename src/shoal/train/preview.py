@@ -9,7 +9,7 @@ import numpy as np
 from shoal.data.inspect.spans import CLOSE, OPEN, decode_spans, mark, shorten
 from shoal.data.loader import IGNORED
 from shoal.objectives import Objective, find_objective
-from shoal.plan.resolved import describe_accumulation
+from shoal.plan.resolved import describe_accumulation, describe_degrees
 from shoal.train.inputs import Inputs
 from shoal.train.preflight import Preflight
 from shoal.train.schedule import make_schedule, peak_lr
@@ -29,6 +29,7 @@ class Preview:
     strategy: str
     reason: str
     devices: int
+    mesh: dict[str, int]
     micro_batch: int
     grad_accum_steps: int
     global_batch: int
@@ -45,17 +46,17 @@ class Preview:
     def text(self) -> str:
         """Human-readable form."""
         frozen = self.parameters - self.trained_parameters
+        devices = f"{self.devices} device{'s' if self.devices > 1 else ''}"
         return "\n".join(
             [
                 f"model      {self.parameters:,} parameters, {self.matmul_parameters:,} of them in matmuls"
                 + (f", {frozen:,} frozen" if frozen else ""),
                 f"precision  {self.precision}",
-                f"strategy   {self.strategy} ({self.reason}) on {self.devices} device{'s' if self.devices > 1 else ''}",
+                f"strategy   {self.strategy}{describe_degrees(self.mesh)} ({self.reason}) on {devices}",
                 f"batch      {self.global_batch} sequences per step: micro-batch {self.micro_batch}, "
                 f"{describe_accumulation(self.grad_accum_steps)}",
                 f"length     {self.steps:,} steps, about {self.tokens:,} loss tokens; "
-                f"{_counted(self.training_sequences)} training sequences, "
-                f"{self.validation_sequences:,} validation sequences",
+                f"{_counted(self.training_sequences)} training and {self.validation_sequences:,} validation sequences",
                 "",
                 "learning rate",
                 *draw(self.learning_rates, self.steps),
@@ -84,6 +85,7 @@ def preview(checked: Preflight) -> Preview:
         strategy=resolved.strategy,
         reason=resolved.reason,
         devices=resolved.world_size,
+        mesh=asdict(resolved.mesh),
         micro_batch=resolved.micro_batch,
         grad_accum_steps=resolved.grad_accum_steps,
         global_batch=resolved.global_batch,
@@ -126,4 +128,5 @@ def draw(values: Sequence[float], steps: int) -> list[str]:
         filled = (max(0.0, min(1.0, value / highest * LINES - line)) for value in values)
         label = f"{highest:.2e} " if line == LINES - 1 else " " * 9
         lines.append(label + "".join(eighths[round(8 * share)] for share in filled).rstrip())
-    return [*lines, f"{'':9}step 1{f'step {steps}':>{max(1, len(values) - 6)}}"]
+    last = f"step {steps}"
+    return [*lines, f"{'':9}step 1{last:>{max(len(last) + 2, len(values) - 6)}}"]

@@ -62,11 +62,11 @@ class Profiler(Hook):
         steps = min(self.steps, left - 1 - EDGES - after)
         if steps < 1:
             self.reporter.warn(
-                f"--profile has no effect: {left} steps are left, and it needs {2 + EDGES + after} or more."
+                f"no step is profiled: {left} steps are left, and a profile needs {2 + EDGES + after} or more."
             )
             return
         if steps < self.steps:
-            self.reporter.warn(f"--profile records {steps} of {self.steps} steps: only {left} are left.")
+            self.reporter.warn(f"{steps} steps are profiled, not {self.steps}: only {left} are left.")
             self.steps = steps
         self._begin = start.step + min(WARM_UP, left - EDGES - steps - after)
         self._end = self._begin + EDGES + steps

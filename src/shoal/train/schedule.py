@@ -64,6 +64,19 @@ def doubts(config: Config, steps: int, sequences: int | None) -> list[str]:
 
 def peak_lr(train: TrainConfig) -> float:
     """`train.lr`, scaled with the global batch if `train.lr_scaling` says so."""
-    if train.lr_scaling == "linear" and train.base_batch is not None:
-        return train.lr * train.global_batch / train.base_batch
-    return train.lr
+    return train.lr * lr_scale(train)
+
+
+def lr_scale(train: TrainConfig) -> float:
+    """What `train.lr_scaling` multiplies the learning rate by."""
+    if train.lr_scaling == "none":
+        return 1.0
+    assert train.base_batch is not None, "the schema demands it"
+    ratio = train.global_batch / train.base_batch
+    return math.sqrt(ratio) if train.lr_scaling == "sqrt" else ratio
+
+
+def describe_lr_scale(train: TrainConfig, batch: str) -> str:
+    """`global_batch 16 / base_batch 8`, in words of `batch`."""
+    ratio = f"{batch} {train.global_batch} / base_batch {train.base_batch}"
+    return f"√({ratio})" if train.lr_scaling == "sqrt" else ratio
