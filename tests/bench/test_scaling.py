@@ -193,10 +193,17 @@ def test_a_measured_batch_sweep_has_both_curves(folder: Path) -> None:
         (["scaling", "run.yaml", "--strategies", "fdsp"], "Did you mean fsdp"),
         (["scaling", "run.yaml", "--devices", "1,3"], "train.global_batch 8 is not a multiple of 3 devices"),
         (["batch", "run.yaml", "hardware.devices=512"], "hardware.devices is 512, but this machine has"),
+        (["batch", "run.yaml", "data.path=nowhere.txt", "--output", "found"], "nowhere.txt does not exist"),
+        (["scaling", "run.yaml", "data.path=nowhere.txt"], "nowhere.txt does not exist"),
+        (["train", "run.yaml", "data.path=nowhere.txt"], "nowhere.txt does not exist"),
     ],
 )
-def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, folder: Path) -> None:
+def test_a_mistake_is_one_sentence_before_anything_is_measured(
+    arguments: list[str], sentence: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "_run", lambda *_: pytest.fail("a process was started"))
     done = forked_shoal(folder, "bench", *arguments)
     assert (done.status, done.out) == (2, "")
     assert sentence in done.err
     assert done.err.count("\n") == 1
+    assert not (folder / "found").exists()

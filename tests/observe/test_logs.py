@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 from shoal import api
 from shoal.cli.app import app
 from shoal.mistakes import UserMistake
+from shoal.observe.logs import RunLog
+from shoal.observe.metrics import read_lines
 from shoal.train.hooks import Hook, RunStart
 from tests.harness import run_ranks, settings
 
@@ -110,6 +113,25 @@ def test_an_error_is_logged_with_its_traceback_and_handlers_are_gone(text: Path,
     error = records(tmp_path / "run", "rank-0.jsonl")[-1]
     assert (error["level"], error["message"].splitlines()[0]) == ("error", "no step ends")
     assert "ZeroDivisionError: no step ends" in error["message"].splitlines()[-1]
+
+
+def test_a_line_that_a_full_disk_has_cut_costs_no_other_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def say(*texts: str) -> None:
+        log = RunLog()
+        log.open(tmp_path, 0, None)
+        for text in texts:
+            log.emit(logging.LogRecord("shoal.test", logging.INFO, "", 0, text, None, None))
+        log.close()
+
+    with monkeypatch.context() as patch:
+        write, full = os.write, [False, True, False]
+        patch.setattr(os, "write", lambda file, line: write(file, line[:20] if full.pop(0) else line))
+        say("before", "cut", "after")
+    file = tmp_path / "rank-0.jsonl"
+    assert [one["message"] for one in read_lines(file)] == ["before", "after"]
+    file.write_bytes(file.read_bytes()[:-5])  # as a power failure does
+    say("of the next process")
+    assert [one["message"] for one in read_lines(file)] == ["before", "of the next process"]
 
 
 def test_flags_that_contradict_each_other_are_a_mistake(tmp_path: Path) -> None:

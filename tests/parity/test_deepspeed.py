@@ -52,8 +52,9 @@ CASES: dict[str, dict[str, Any]] = {
 # Other objectives, each with data of its own.
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "dpo": {"parallel__strategy": "zero3", "data__max_length": 128, "data__pack": True, "train__micro_batch": 2},
-    "masked_lm": {"parallel__strategy": "zero2", "train__micro_batch": 2},
-    "classify": {"parallel__strategy": "zero3", "data__validation": 0.2, "eval__every": STEPS},
+    "masked_lm": {"parallel__strategy": "zero3", "train__micro_batch": 2},
+    # Three classes: an odd number of parameters.
+    "classify": {"parallel__strategy": "zero2", "data__validation": 0.2, "eval__every": STEPS},
 }
 IN_16_BITS: dict[str, dict[str, Any]] = {
     "ddp_bf16": {"parallel__strategy": "ddp", "train__precision": "bf16-mixed"},

@@ -82,8 +82,11 @@ def bench_scaling(
     """Train the same global batch on each number of `devices` and compare time and memory with the forecast."""
     from shoal.bench.output import make_folder, write_report
     from shoal.bench.scaling import measure_scaling
+    from shoal.bench.steps import check_measurable
     from shoal.models.peft_config import follow_adapter
 
+    if measures:
+        check_measurable(config)
     if output is not None:
         make_folder(Path(output))
     found = measure_scaling(
@@ -110,8 +113,11 @@ def bench_batch(
     """Double the micro-batch until it no longer fits, with and without activation checkpointing."""
     from shoal.bench.batch import measure_batches
     from shoal.bench.output import make_folder, write_report
+    from shoal.bench.steps import check_measurable
     from shoal.models.peft_config import follow_adapter
 
+    if measures:
+        check_measurable(config)
     if output is not None:
         make_folder(Path(output))
     found = measure_batches(

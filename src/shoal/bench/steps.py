@@ -15,6 +15,7 @@ from shoal.bench.output import envelope
 from shoal.config.load import config_from_mapping, config_to_yaml, config_values
 from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
+from shoal.launch.first_look import check_inputs
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.metrics import read_lines
 from shoal.temporary import temporary_folder
@@ -115,6 +116,11 @@ def measure(
         plan = json.loads(run.plan.read_text())
     values = config_values(config)
     return _summarize(lines, plan, values, warmup=warmup, share=share, first_step_seconds=first_step_seconds)
+
+
+def check_measurable(config: Config) -> None:
+    """Find a wrong path in a moment, which otherwise the first process that measures would find."""
+    check_inputs(only_measuring(config, 1))
 
 
 def only_measuring(config: Config, steps: int) -> Config:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 from shoal.bench.rank import RankReport, report_steps, trace_rank
-from shoal.bench.steps import Steps, measure
+from shoal.bench.steps import Steps, check_measurable, measure
 from shoal.config.schema import Config
 from shoal.temporary import temporary_folder
 
@@ -15,6 +15,7 @@ def measure_training(
     config: Config, *, steps: int, warmup: int, report: Callable[[str], None] = lambda _: None
 ) -> Steps:
     """Train `warmup` + `steps` steps of `config` without saving, and measure the latter."""
+    check_measurable(config)
     return measure(config, steps=steps, warmup=warmup, worker_options=[], share=1, report=report)
 
 
@@ -36,6 +37,7 @@ def measure_rank(
         real = torch.cuda.is_available()
     if not real:
         return trace_rank(config, world_size, report)
+    check_measurable(config)
     with temporary_folder("shoal-bench-") as folder:
         forecast = folder / "forecast.json"
         options = ["--world", str(world_size), "--forecast", str(forecast)]

@@ -17,6 +17,7 @@ from typing import Any
 
 from shoal.mistakes import RunFailed, UserMistake
 from shoal.observe.events import WARNING, EventLog
+from shoal.observe.metrics import ends_within_a_line
 
 LOGGER = logging.getLogger("shoal")
 # What is not asked for is not logged, and what nobody handles is not printed a second time by Python.
@@ -41,6 +42,7 @@ class RunLog(logging.Handler):
         self._host = socket.gethostname()
         self._kept: list[logging.LogRecord] = []
         self._file: int | None = None
+        self._begin = ""  # a line break after a line that a full disk has cut
 
     def open(self, logs: Path, rank: int | None, events: EventLog | None) -> None:
         """Write what was kept, and all that follows. A disk that cannot be written is ignored."""
@@ -48,6 +50,7 @@ class RunLog(logging.Handler):
         name = "launcher.jsonl" if rank is None else f"rank-{rank}.jsonl"
         with suppress(OSError):
             self._file = os.open(logs / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._begin = "\n" if ends_within_a_line(logs / name) else ""
         kept, self._kept = self._kept, []
         for record in kept:
             self.emit(record)
@@ -61,8 +64,9 @@ class RunLog(logging.Handler):
             if len(self._kept) < KEPT:
                 self._kept.append(record)
             return
+        line = f"{self._begin}{json.dumps(self.as_dict(record))}\n".encode()
         with suppress(OSError):
-            os.write(self._file, (json.dumps(self.as_dict(record)) + "\n").encode())
+            self._begin = "\n" if os.write(self._file, line) < len(line) else ""
         ours = record.name == LOGGER.name or record.name.startswith(f"{LOGGER.name}.")
         if self.events is not None and ours and record.levelno >= logging.WARNING and getattr(record, EVENT, True):
             self.events.write(WARNING, when=record.created, text=record.getMessage())

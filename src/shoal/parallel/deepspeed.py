@@ -54,7 +54,7 @@ def engine_settings(
     config: Config, stage: int, *, parameters: int, micro_batch: int, grad_accum_steps: int
 ) -> dict[str, Any]:
     """DeepSpeed's own config of a run that is resolved, for a model of this many parameters."""
-    train, bucket = config.train, min(BUCKET, parameters)
+    train, bucket = config.train, min(BUCKET, parameters + parameters % 2)  # it refuses an odd one
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": grad_accum_steps,
