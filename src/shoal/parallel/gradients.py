@@ -20,6 +20,8 @@ from shoal.parallel.placement import Placement
 
 # Elements per bucket when gradients are summed over a group.
 BUCKET = 1 << 25
+# Elements of a gradient on the host that are squared at a time, and from which size on.
+HOST_CHUNK, LARGE = 1 << 20, 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +141,8 @@ class Gradients:
 
 def _make_sum_of_squares(gradient: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:
     """The function for gradients on the device of `gradient`."""
+    if gradient.device.type == "cpu":
+        return _HostSumOfSquares()
     if not has_kernel(gradient):
         return _sum_of_squares
     from shoal.parallel.norm_kernel import SumOfSquares
@@ -149,6 +153,26 @@ def _make_sum_of_squares(gradient: Tensor) -> Callable[[Sequence[Tensor]], Tenso
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     norms = [norm for some in _grouped(tensors) for norm in torch._foreach_norm(some, 2, torch.float64)]
     return torch.stack(norms).square().sum()
+
+
+class _HostSumOfSquares:
+    """The same on a CPU, where torch's norm with another dtype is not vectorized: large gradients are converted a chunk
+    at a time, into a buffer that stays in the caches."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        small = [one for one in tensors if one.numel() < LARGE]
+        squares = [_sum_of_squares(small)] if small else []
+        if len(small) < len(tensors) and self._buffer is None:
+            self._buffer = torch.empty(HOST_CHUNK, dtype=torch.float64)
+        for tensor in tensors:
+            for chunk in tensor.reshape(-1).split(HOST_CHUNK) if tensor.numel() >= LARGE else ():
+                assert self._buffer is not None
+                wide = self._buffer[: chunk.numel()].copy_(chunk)
+                squares.append(torch.dot(wide, wide))
+        return torch.stack(squares).sum()
 
 
 def _grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -24,6 +24,8 @@ HOST_ADAM = 0.155
 SHARED_HOST_ADAM = 0.07
 # Bytes that a step moves per parameter: weight, gradient and two moments are read, all but the gradient written.
 STEP_BYTES = 28
+# Of a step of torch's FSDP: the norm reads the gradient before, and the clipped gradient is written.
+CLIPPED_STEP_BYTES = STEP_BYTES + 8
 
 
 def host_link(run: Run) -> float:
@@ -77,5 +79,6 @@ def offloaded_state(run: Run, rank: Rank) -> Term:
         # Gradients during the backward pass, and updated weights in 16 bits after the step.
         updated = trained * run.updated_bytes / run.optimizer_shards / host_link(run)
         moved = max(0.0, gradients - block.backward * rank.blocks) * run.grad_accum_steps + updated
-    stepping = trained / run.optimizer_shards * STEP_BYTES * run.devices / host_adam(run)
+    moved_per_parameter = STEP_BYTES if run.traits.masters_with_optimizer else CLIPPED_STEP_BYTES
+    stepping = trained / run.optimizer_shards * moved_per_parameter * run.devices / host_adam(run)
     return group("offload", leaf("exposed weight transfer", moved), leaf("CPU optimizer step", stepping))
