@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "qlora-dq": {**LORA, "kind": "qlora", "quantize": "nf4-dq"},
     "qdora": {**LORA, "kind": "qlora", "quantize": "nf4-dq", "dora": True},
 }
-# Layers with one input share a matmul in compiled blocks, unless those are recomputed. On one rank: every rank compiles.
+# Layers with one input share a matmul in compiled blocks, unless those are recomputed. One rank, since each compiles.
 SHARED = Strategy("compile_shared", {"strategy": "single"}, (1,), train={"compile": "aot_eager"})
 BY_NAME = {strategy.name: strategy for strategy in [*ALONE, *TOGETHER, SHARED]}
 QUICK = ("full_shard", "tp", "pp", "cp_gather")
