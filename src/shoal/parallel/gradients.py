@@ -89,12 +89,14 @@ class Gradients:
                 continue
             kinds.setdefault(self._kind(name, gradient), []).append(gradient)
         # The ranks of a stage have the same kinds of parameters, so they issue the same all-reduces.
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total: Tensor | None = None
         for kind, gradients in kinds.items():
             square = kind.sum_of_squares(local_tensors(gradients)).to(self._device)
             for group in kind.groups:
                 dist.all_reduce(square, group=group)
-            total = total + square
+            total = square if total is None else total + square
+        if total is None:
+            total = torch.zeros((), dtype=torch.float64, device=self._device)
         if pipeline is not None:
             dist.all_reduce(total, group=pipeline)
         return total.sqrt().float()
@@ -151,8 +153,8 @@ def _make_sum_of_squares(gradient: Tensor) -> Callable[[Sequence[Tensor]], Tenso
 
 
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    norms = [norm for some in _grouped(tensors) for norm in torch._foreach_norm(some, 2, torch.float64)]
-    return torch.stack(norms).square().sum()
+    norms = torch.stack([norm for some in _grouped(tensors) for norm in torch._foreach_norm(some, 2, torch.float64)])
+    return torch.dot(norms, norms)
 
 
 class _HostSumOfSquares:
@@ -164,12 +166,13 @@ class _HostSumOfSquares:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         small = [one for one in tensors if one.numel() < LARGE]
+        if len(small) == len(tensors):
+            return _sum_of_squares(small)
         squares = [_sum_of_squares(small)] if small else []
-        if len(small) < len(tensors) and self._buffer is None:
+        if self._buffer is None:
             self._buffer = torch.empty(HOST_CHUNK, dtype=torch.float64)
         for tensor in tensors:
-            for chunk in tensor.reshape(-1).split(HOST_CHUNK) if tensor.numel() >= LARGE else ():
-                assert self._buffer is not None
+            for chunk in torch.split(tensor.reshape(-1), HOST_CHUNK) if tensor.numel() >= LARGE else ():
                 wide = self._buffer[: chunk.numel()].copy_(chunk)
                 squares.append(torch.dot(wide, wide))
         return torch.stack(squares).sum()
