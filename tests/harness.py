@@ -11,11 +11,13 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -36,9 +38,15 @@ from transformers import (
 import shoal.launch.run
 from shoal import api
 from shoal.checkpoint.layout import SliceReader
+from shoal.config import Config, Mesh
 from shoal.config.schema_base import Block
 from shoal.launch.environment import LAUNCH_FOLDER
 from shoal.models.emulate import slow_dtypes
+from shoal.models.prepare import PreparedModel
+from shoal.objectives.causal_lm import CausalLM
+from shoal.parallel import apply
+from shoal.parallel.model import ParallelModel
+from shoal.parallel.ranks import Ranks
 
 # Imported above so that forked ranks have them already: transformers imports a model's code when it is first used.
 IMPORTED = (
@@ -65,6 +73,9 @@ for _block in Block.__subclasses__():
 with torch.device("meta"):
     LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=32))
 
+NEEDS_TRITON = pytest.mark.skipif(
+    find_spec("triton") is None, reason="needs Triton, whose interpreter runs kernels on a CPU"
+)
 PATIENCE = 180
 POOLED = "pooled rank"  # the name of the processes that stay
 # Gloo keeps threads of every process group, which wake up all the time: ranks that have had this many are replaced.
@@ -328,3 +339,20 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     newest = (run / "checkpoints" / "latest").read_text().strip()
     reader = SliceReader(run / "checkpoints" / newest)
     return {name: reader.read_whole("model." + name) for name in reader.shapes("model.")}
+
+
+def parallelized(
+    prepared: PreparedModel, config: Config, *, ranks: Ranks | None = None, **options: Any
+) -> ParallelModel:
+    """The model as a run of this config trains it: on one CPU device, if the options do not say otherwise."""
+    alone = {"strategy": "single", "mesh": Mesh(), "micro_batch": 1, "grad_accum_steps": 1}
+    ranks = ranks or Ranks(0, 1, 0, torch.device("cpu"))
+    return apply.parallelize(prepared, config, objective=CausalLM(), ranks=ranks, **{**alone, **options})
+
+
+def compared_in_interpreter(script: Path) -> int:
+    """How many comparisons a script of Triton's interpreter made, all of them equal."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.count("the same:")

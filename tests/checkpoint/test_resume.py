@@ -86,20 +86,21 @@ def test_resume_continues_with_the_same_dropout(mesh, few, with_dropout, tmp_pat
 @pytest.mark.parametrize(
     "changes",
     [
-        {"train__optimizer": {"name": "adamw8bit"}},
-        {"train__optimizer": {"name": "sgd"}},
-        {"train__optimizer": {"name": "lion"}, "train__lr": 3e-4},
-        {"train__optimizer": {"name": "muon"}},
-        {"train__precision": "bf16-mixed"},
+        {"train__optimizer": {"name": "adamw8bit"}, "train__precision": "bf16-mixed"},
+        {"train__optimizer": {"name": "sgd"}, "model__freeze": ["*layers.0.*"], "train__lr_groups": {"*mlp*": 0.5}},
+        {"train__optimizer": {"name": "lion"}, "train__lr": 3e-4, "data__pack": True, "data__max_length": 256},
         {"train__precision": "16-mixed"},
-        {"data__pack": True, "data__max_length": 256},
-        {"model__freeze": ["*layers.0.*"], "train__lr_groups": {"*mlp*": 0.5}},
     ],
     ids=lambda changes: " ".join(str(value) for value in changes.values()),
 )
 def test_resume_is_exact_for_every_optimizer_and_precision(changes, few, tmp_path):
+    """Muon is below, on two ranks."""
     config = config_of(few, **changes)
     run = train_again_on(1, config, tmp_path / "whole")
+    if changes.get("train__precision") == "16-mixed":
+        held = everything(run)
+        assert float(held["control.scaler.scale"]) > 1
+        assert 0 < float(held["control.scaler.streak"]) <= STEPS
     hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=1), run)
 
 
@@ -108,13 +109,6 @@ def test_resume_is_exact_where_two_optimizers_share_sharded_weights(few, tmp_pat
     config["train"]["steps"], config["checkpoint"]["every"] = 2, 1
     run = train_again_on(2, config, tmp_path / "whole")
     hold_bitwise(resumed(run, config, tmp_path / "cut", world_size=2, at=1), run)
-
-
-def test_the_loss_scale_of_16_mixed_is_part_of_the_checkpoint(few, tmp_path):
-    config = config_of(few, train__precision="16-mixed")
-    held = everything(train_again_on(1, config, tmp_path))
-    assert float(held["control.scaler.scale"]) > 1
-    assert 0 < float(held["control.scaler.streak"]) <= STEPS
 
 
 # On other meshes, sums are taken in another order, so the comparison has tolerances.
@@ -157,8 +151,9 @@ def test_resume_under_another_strategy_continues_the_run(few, tmp_path):
 @pytest.mark.slow
 def test_a_run_can_be_resumed_on_a_sequence_of_meshes(few, tmp_path):
     shape = {"family": "gpt2", "hidden": 32, "layers": 4, "heads": 4, "vocab": 260, "positions": 64}
-    long = {"train__steps": 8, "train__micro_batch": 2, "checkpoint__every": 1}
+    long = {"train__steps": 7, "train__micro_batch": 2, "checkpoint__every": 1}
     config = config_of(few, model__shape=shape, parallel={"strategy": "fsdp"}, **long)
+    config["train"]["schedule"] = {"warmup": 0, "name": "constant"}  # which does not depend on the number of steps
     run = before = train_again_on(2, config, tmp_path / "whole")
     journey = [
         (4, {"strategy": "fsdp", "tp": 2}),
@@ -169,10 +164,10 @@ def test_a_run_can_be_resumed_on_a_sequence_of_meshes(few, tmp_path):
         (1, {"strategy": "single"}),
     ]
     for at, (world_size, parallel) in enumerate(journey, start=1):
-        config["parallel"] = parallel
+        config["parallel"], config["train"]["steps"] = parallel, at + 1
         before = resumed(before, config, tmp_path / str(at), world_size=world_size, at=at)
-        hold_near(before, run)
-    assert attempts(before) == [0, 1, 2, 3, 4, 5, 6, 6]
+        hold_near(before, cut(run, at + 1, tmp_path / f"expected {at}"))
+    assert attempts(before) == [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from shoal.config.schema import every_key
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md")]
 LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 BLOCKS = [block for page in [*PAGES, *OTHERS] for block in blocks(page)]
+SHOAL: Any = typer.main.get_command(app)
 TOP_KEYS = {key.partition(".")[0] for key, _ in every_key()}
 
 
@@ -116,7 +117,7 @@ def shoal_calls(text: str) -> Iterator[list[str]]:
 
 def parse(words: list[str]) -> None:
     """The options exist and have values of the right kind; overrides are keys of ours."""
-    command: Any = typer.main.get_command(app)
+    command = SHOAL
     while getattr(command, "commands", None):
         if not words or words[0] in ("--help", "-h", "--version"):
             return

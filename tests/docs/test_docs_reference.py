@@ -14,7 +14,7 @@ from shoal.cli.app import app
 from shoal.cli.document import _commands
 from shoal.cli.json_document import PRINTED, keys
 from shoal.observe.metric_names import EVALUATION, GPU, PREFERENCE, TRAINING
-from tests.harness import settings, train_on
+from tests.harness import settings, train_again_on
 
 PAGES = {
     "commands.md": "shoal.cli.document",
@@ -50,7 +50,7 @@ def test_the_keys_on_the_page_of_json_are_those_of_a_plan() -> None:
 
 
 def test_every_metric_of_a_run_is_on_the_page_of_metrics(text: Path, tmp_path: Path) -> None:
-    run = train_on(1, settings(text, train__steps=2, eval__every=2, data__validation=0.2), tmp_path)
+    run = train_again_on(1, settings(text, train__steps=2, eval__every=2, data__validation=0.2), tmp_path)
     found = {name for line in (run / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
     assert found <= {*TRAINING, *GPU, *PREFERENCE, *EVALUATION}
     always = {*TRAINING} - {"samples", "samples_per_second", "profiled"}

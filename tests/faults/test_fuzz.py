@@ -26,7 +26,7 @@ from shoal.parallel.ranks import Ranks
 from tests.faults.damage import ANY_JSON, MANIFEST_ONLY, TENSORS_ONLY, hashed_anew, written
 from tests.faults.fuzzing import PARTS, hold_sentence, problems_of
 from tests.faults.odd_configs import ODD_CONFIGS
-from tests.harness import LLAMA, settings, train_on
+from tests.harness import LLAMA, settings, train_again_on
 
 STEPS = 2
 MANIFESTS = {**ANY_JSON, **MANIFEST_ONLY}
@@ -82,7 +82,7 @@ def victim(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Vict
     short = {"train__steps": STEPS, "data__max_length": 48, "data__train_on": "all", "checkpoint__every": 1}
     small = {"model__shape": {**LLAMA, "layers": 1}}  # its tensors are read several times for each of a thousand cases
     config = settings(instructions, **short, **small, checkpoint__keep=9, parallel__strategy="fsdp")
-    return Victim(train_on(2, config, tmp_path_factory.mktemp("victim")))
+    return Victim(train_again_on(2, config, tmp_path_factory.mktemp("victim")))
 
 
 def hold(victim: Victim, *, export: bool) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shoal.launch.join import heartbeat_file, joined_within
 from shoal.resilience.watchdog import Watchdog
-from tests.harness import PATIENCE, run_ranks, settings, train_on
+from tests.harness import PATIENCE, reference_run, run_ranks, settings, train_on
 from tests.launch.command import ForkedCommand, losses, rank_process, training_lines, write_config
 
 HANG_TIMEOUT = 4.0
@@ -159,7 +159,7 @@ def config_of(data: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_hung_run_is_restarted_and_ends_as_if_undisturbed(instructions: Path, tmp_path: Path) -> None:
-    undisturbed = train_on(2, config_of(instructions), tmp_path / "undisturbed")
+    undisturbed = reference_run(config_of(instructions), 2)
     write_config(tmp_path, config_of(instructions))
     run = tmp_path / "runs" / "run"
     with ForkedCommand(tmp_path, ["train", "run.yaml", "--max-restarts", "1", "--json"]) as command:

@@ -13,7 +13,7 @@ import torch
 
 from shoal.checkpoint.store import damaged_file, list_complete
 from shoal.observe.events import read_events
-from tests.harness import reference_run, settings, train_on, weights
+from tests.harness import reference_run, settings, weights
 from tests.launch.command import (
     PATIENCE,
     SHOAL,
@@ -92,8 +92,8 @@ def test_a_rank_killed_in_the_middle_of_a_save_costs_a_restart_and_nothing_else(
 def test_a_run_begun_from_another_checkpoint_and_killed_before_its_first_save_restarts_there(
     instructions: Path, tmp_path: Path
 ) -> None:
-    first = train_on(2, config(instructions, 20), tmp_path / "first")
-    settled = config(instructions, 60)
+    first = reference_run(config(instructions, 20), 2)
+    settled = config(instructions, 40)
     settled["checkpoint"]["every"] = 1000
     write_config(tmp_path, settled)
     run = tmp_path / "runs" / "run"
@@ -103,13 +103,13 @@ def test_a_run_begun_from_another_checkpoint_and_killed_before_its_first_save_re
         os.kill(rank_process(command.process.pid, 1), signal.SIGKILL)
         ended = command.wait()
     assert ended.status == 0, ended.err
-    assert sorted(training_lines(run)) == list(range(21, 61))
+    assert sorted(training_lines(run)) == list(range(21, 41))
 
 
 def test_one_process_can_be_restarted_too(instructions: Path, tmp_path: Path) -> None:
-    settled = config(instructions, 60)
+    settled = config(instructions, 30)
     settled["hardware"]["devices"], settled["parallel"]["strategy"] = 1, "single"
-    undisturbed = train_on(1, settled, tmp_path / "undisturbed")
+    undisturbed = reference_run(settled)
     write_config(tmp_path, settled)
     run = tmp_path / "runs" / "run"
     # The real command: the other runs here are forks.

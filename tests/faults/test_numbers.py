@@ -16,7 +16,7 @@ from shoal.checkpoint.state import read_progress
 from shoal.data.order import ShuffledOrder
 from shoal.resilience.health import Diverged
 from tests.checkpoint.cut import hold_bitwise
-from tests.harness import lines, reference_run, settings, slow, train_on, weights
+from tests.harness import lines, reference_run, settings, slow, train_again_on, train_on, weights
 
 EXAMPLES, BATCH, POISON = 96, 8, "\x07"
 
@@ -74,7 +74,7 @@ def poisoned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_examples(path, set(sequences_of_steps([4, 5, 6])))
 
 
-@pytest.mark.parametrize(("world_size", "parallel"), [(1, "single"), slow(2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(("world_size", "parallel"), [slow(2, "ddp"), (2, "fsdp")])
 def test_a_non_finite_step_updates_no_weights_on_any_rank_and_is_counted(
     world_size, parallel, model, poisoned, tmp_path, capfd
 ):
@@ -118,7 +118,7 @@ def test_a_rollback_right_after_an_evaluation_does_not_use_stale_gathered_weight
     config["log"]["every"], config["eval"] = 10, {"every": 6, "batches": 1}
     config["data"]["validation"] = str(poisoned)
     alone = reference_run({**config, "parallel": {"strategy": "single"}})
-    sharded = train_on(2, {**config, "parallel": {"strategy": "fsdp", "reshard": reshard}}, tmp_path)
+    sharded = train_again_on(2, {**config, "parallel": {"strategy": "fsdp", "reshard": reshard}}, tmp_path)
     assert lines(sharded)[-1]["loss"] == pytest.approx(lines(alone)[-1]["loss"], rel=2e-6)
 
 
@@ -132,8 +132,8 @@ def plain_loss(run: Path, step: int, examples: list[int]) -> float:
 
 def test_a_run_that_rolled_back_resumes_bitwise_without_those_sequences(model, poisoned, tmp_path):
     config = config_of(model, poisoned, on_nan="rollback")
-    whole = train_on(1, config, tmp_path / "whole")
-    first = train_on(1, {**config, "train": {**config["train"], "steps": 6}}, tmp_path / "cut")
+    whole = train_again_on(1, config, tmp_path / "whole")
+    first = train_again_on(1, {**config, "train": {**config["train"], "steps": 6}}, tmp_path / "cut")
     train_on(1, config, tmp_path / "cut", resume=True)
     assert [line["loss"] for line in lines(first)] == [line["loss"] for line in lines(whole)]
     found, expected = weights(first), weights(whole)

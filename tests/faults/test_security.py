@@ -23,7 +23,7 @@ from shoal.checkpoint.store import MANIFEST, read_manifest
 from shoal.data.tokenizer import load_tokenizer
 from shoal.mistakes import UserMistake
 from tests.faults.damage import as_json, hashed_anew
-from tests.harness import settings, train_on, weights
+from tests.harness import settings, train_again_on, weights
 from tests.launch.command import ForkedCommand, descendants, environment, forked_shoal, training_lines, write_config
 
 SECRET = "xyzzy-4711-plugh"
@@ -201,7 +201,7 @@ def test_an_example_of_a_dataset_is_only_text(trap: Trap, tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def trained(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = {"train__steps": 2, "data__max_length": 48, "data__train_on": "all", "checkpoint__every": 2}
-    return train_on(1, settings(instructions, **short), tmp_path_factory.mktemp("trained"))
+    return train_again_on(1, settings(instructions, **short), tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from shoal import api
 from shoal.checkpoint.store import list_complete
 from shoal.train.step import TrainStep
-from tests.harness import run_ranks, settings, train_on
+from tests.harness import reference_run, run_ranks, settings
 from tests.launch.command import (
     PATIENCE,
     SHOAL,
@@ -27,7 +27,7 @@ from tests.launch.command import (
     write_config,
 )
 
-STEPS = 40
+STEPS = 30
 HANG_TIMEOUT = 60.0  # after which a rank that waits for another fails by itself
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ def config(data: Path, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_signal_to_any_rank_stops_all_of_them_with_everything_saved(instructions: Path, tmp_path: Path) -> None:
-    undisturbed = train_on(2, config(instructions), tmp_path / "undisturbed")
+    undisturbed = reference_run(config(instructions), 2)
     write_config(tmp_path, config(instructions))
     run, saved = tmp_path / "runs" / "run", 0
     # The test below sends the other signals.

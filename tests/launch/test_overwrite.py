@@ -14,7 +14,7 @@ from shoal import api
 from shoal.launch import rank as launch_rank
 from shoal.mistakes import UserMistake
 from shoal.train.hooks import Hook, RunStart, StepEnd
-from tests.harness import PATIENCE, lines, run_ranks, settings, train_on
+from tests.harness import PATIENCE, lines, run_ranks, settings, train_again_on, train_on
 from tests.launch.command import forked_shoal, write_config
 
 STEPS = 4
@@ -24,8 +24,8 @@ STEPS = 4
 def trained(instructions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two finished runs: `run`, and `wide`, whose shapes are others."""
     folder = tmp_path_factory.mktemp("trained")
-    train_on(1, config_of(instructions), folder / "runs")
-    train_on(1, config_of(instructions, name="wide", model__shape__hidden=64), folder / "runs")
+    train_again_on(1, config_of(instructions), folder / "runs")
+    train_again_on(1, config_of(instructions, name="wide", model__shape__hidden=64), folder / "runs")
     return folder
 
 

@@ -12,7 +12,7 @@ import pytest
 from shoal import api
 from shoal.mistakes import UserMistake
 from shoal.train.hooks import Hook
-from tests.harness import run_ranks, settings, train_on
+from tests.harness import run_ranks, settings, train_again_on, train_on
 from tests.launch.command import ForkedCommand, training_lines, write_config
 
 
@@ -23,7 +23,7 @@ class Breaks(Hook):
 
 
 def test_runs_that_have_ended_say_how(text: Path, tmp_path: Path) -> None:
-    train_on(1, settings(text, name="whole", train__steps=2), tmp_path)
+    train_again_on(1, settings(text, name="whole", train__steps=2), tmp_path)
     broken = api.config_from_mapping(settings(text, name="broken", train__steps=4))
     with pytest.raises(RuntimeError, match="too much"):
         run_ranks(1, lambda: api.train(broken, runs=tmp_path, hooks=[Breaks()]))
@@ -47,7 +47,7 @@ def test_runs_that_have_ended_say_how(text: Path, tmp_path: Path) -> None:
 
 def test_a_mistaken_second_start_does_not_change_what_is_said_of_the_first(text: Path, tmp_path: Path) -> None:
     config = settings(text, train__steps=1)
-    run = train_on(1, config, tmp_path)
+    run = train_again_on(1, config, tmp_path)
     before = (run / "outcome.json").read_bytes()
     with pytest.raises(UserMistake, match="already holds a run"):
         train_on(1, config, tmp_path)

@@ -1,9 +1,5 @@
 """NF4 weights have bitsandbytes' codes, statistics and values, and can be sharded, checkpointed and compiled."""
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import NormalDist
 
@@ -22,7 +18,7 @@ from shoal.mistakes import UserMistake
 from shoal.models import nf4
 from shoal.models.nf4 import QUANTIZED, dequantize, is_double, quantize, quantized_shapes
 from shoal.models.nf4_linear import nf4_linear, nf4_lora_linear
-from tests.harness import run_ranks, slow
+from tests.harness import NEEDS_TRITON, compared_in_interpreter, run_ranks, slow
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
@@ -325,13 +321,9 @@ def test_mistakes_are_explained(monkeypatch):
         quantize(torch.zeros(8, 64), "bnb.nf4-dq")
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, whose interpreter runs kernels on a CPU")
+@NEEDS_TRITON
 def test_the_kernel_in_tritons_interpreter_matches_the_cpu():
-    script = Path(__file__).with_name("nf4_interpreted.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("the same:") == 12
+    assert compared_in_interpreter(Path(__file__).with_name("nf4_interpreted.py")) == 12
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -1,9 +1,5 @@
 """Packed projections compute what separate linear layers do, and a model that uses them trains the same parameters."""
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,14 +7,13 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from shoal.config import Mesh, config_from_mapping
+from shoal.config import config_from_mapping
 from shoal.data.loader import MicroBatch
 from shoal.models.packed import gated_linear, rotated_projections
 from shoal.models.prepare import blueprint, prepare_model
-from shoal.objectives.causal_lm import CausalLM
 from shoal.parallel import apply
 from shoal.parallel.precision import ComputeCopies
-from shoal.parallel.ranks import Ranks
+from tests.harness import NEEDS_TRITON, compared_in_interpreter, parallelized
 
 COMPILED = pytest.mark.parametrize("compiled", [False, True])
 
@@ -73,16 +68,8 @@ def gradients(family, accumulates, packs, monkeypatch):
             "train": {"precision": "bf16-mixed"},
         }
     )
-    model = apply.parallelize(
-        prepare_model(blueprint(config.model), longest=16),
-        config,
-        objective=CausalLM(),
-        strategy="single",
-        mesh=Mesh(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1),
-        ranks=Ranks(0, 1, 0, torch.device("cpu")),
-        micro_batch=2,
-        grad_accum_steps=2 if accumulates else 1,
-    )
+    prepared = prepare_model(blueprint(config.model), longest=16)
+    model = parallelized(prepared, config, micro_batch=2, grad_accum_steps=2 if accumulates else 1)
     (copies,) = (one for one in model.modules[0].modules() if isinstance(one, ComputeCopies))
     if not accumulates:
         copies.keep_low_precision_gradients()
@@ -110,10 +97,6 @@ def test_a_model_with_packed_weights_has_the_gradients_of_one_without(family, ex
         torch.testing.assert_close(packed[name], expected_gradient, rtol=0.0, atol=0.02 * scale, msg=name)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, whose interpreter runs kernels on a CPU")
+@NEEDS_TRITON
 def test_the_kernels_in_tritons_interpreter_match_the_cpu():
-    script = Path(__file__).with_name("packed_interpreted.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("the same:") == 8
+    assert compared_in_interpreter(Path(__file__).with_name("packed_interpreted.py")) == 8

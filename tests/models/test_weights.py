@@ -21,9 +21,7 @@ from shoal.models.anatomy import read_anatomy
 from shoal.models.prepare import blueprint, prepare_model
 from shoal.models.tensor_slices import local_tensor
 from shoal.models.weights import Weights, materialize
-from shoal.objectives.causal_lm import CausalLM
-from shoal.parallel.apply import parallelize
-from tests.harness import run_ranks, slow
+from tests.harness import parallelized, run_ranks, slow
 from tests.models.small import CPU, FAMILIES, HIDDEN, drawn, loaded, on_meta, plain, small_config, tokens
 
 
@@ -168,16 +166,8 @@ def shards(model: dict[str, Any]) -> list[dict[str, tuple[Any, Any]]]:
     config = run_config(model)
     with joined(config) as ranks:
         prepared = prepare_model(blueprint(config.model), longest=32)
-        parallel = parallelize(
-            prepared,
-            config,
-            objective=CausalLM(),
-            strategy="fsdp",
-            mesh=Mesh(dp_shard=ranks.world_size),
-            ranks=ranks,
-            micro_batch=1,
-            grad_accum_steps=1,
-        )
+        mesh = Mesh(dp_shard=ranks.world_size)
+        parallel = parallelized(prepared, config, strategy="fsdp", mesh=mesh, ranks=ranks)
         assert all(isinstance(parameter, DTensor) for parameter in parallel.parameters.values())
         assert not any(buffer.is_meta for buffer in prepared.model.buffers())
         # As numpy: a pipe sends tensors by file descriptors, which are closed when the rank exits.
@@ -232,17 +222,9 @@ def test_a_rank_has_memory_for_its_own_shard_and_no_more():
     def held_and_whole() -> tuple[int, int]:
         config = run_config(explicit("llama", True))
         with joined(config) as ranks:
-            parallel = parallelize(
-                prepare_model(blueprint(config.model), longest=32),
-                config,
-                objective=CausalLM(),
-                strategy="fsdp",
-                mesh=Mesh(dp_shard=ranks.world_size),
-                ranks=ranks,
-                micro_batch=1,
-                grad_accum_steps=1,
-                values=False,
-            )
+            prepared = prepare_model(blueprint(config.model), longest=32)
+            mesh = Mesh(dp_shard=ranks.world_size)
+            parallel = parallelized(prepared, config, strategy="fsdp", mesh=mesh, ranks=ranks, values=False)
         parameters = parallel.parameters.values()
         # The storage, not the shape: a shard that is a view would keep the full tensor alive.
         held = sum(local_tensor(parameter).untyped_storage().nbytes() for parameter in parameters)

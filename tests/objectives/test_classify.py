@@ -97,8 +97,8 @@ def test_lora_trains_the_head_in_full_and_peft_loads_it(pretrained, rows, tmp_pa
     from transformers import AutoModelForSequenceClassification
 
     config = classifying(rows, model__from=str(pretrained), adapter={"kind": "lora", "rank": 4}, train__steps=2)
-    run = train_on(2, {**config, "parallel": {"strategy": "fsdp"}}, tmp_path)
-    expected = train_on(1, {**config, "name": "alone"}, tmp_path)
+    run = train_again_on(2, {**config, "parallel": {"strategy": "fsdp"}}, tmp_path)
+    expected = train_again_on(1, {**config, "name": "alone"}, tmp_path)
     assert [line["loss"] for line in lines(run)] == pytest.approx([line["loss"] for line in lines(expected)], rel=2e-6)
     trained = weights(run)
     assert {"classifier.weight", "classifier.bias", "bert.pooler.dense.weight"} < set(trained)
@@ -116,10 +116,10 @@ def test_lora_trains_the_head_in_full_and_peft_loads_it(pretrained, rows, tmp_pa
 @pytest.mark.slow
 def test_a_classifier_of_the_same_classes_goes_on_with_its_head_and_of_others_with_a_fresh_one(rows, tmp_path):
     first = train_again_on(1, classifying(rows, train__steps=2), tmp_path)
-    same = train_on(1, classifying(rows, model__from=str(first), name="same", train__lr=1e-12), tmp_path)
+    same = train_again_on(1, classifying(rows, model__from=str(first), name="same", train__lr=1e-12), tmp_path)
     assert torch.allclose(weights(first)["classifier.weight"], weights(same)["classifier.weight"], atol=1e-6)
     renamed = write_labelled(tmp_path / "renamed.jsonl", animal="beast")
-    other = train_on(1, classifying(renamed, model__from=str(first), name="other", train__lr=1e-12), tmp_path)
+    other = train_again_on(1, classifying(renamed, model__from=str(first), name="other", train__lr=1e-12), tmp_path)
     assert not torch.allclose(weights(first)["classifier.weight"], weights(other)["classifier.weight"], atol=1e-3)
     assert torch.allclose(
         weights(first)["bert.pooler.dense.weight"], weights(other)["bert.pooler.dense.weight"], atol=1e-6

@@ -8,7 +8,7 @@ import pytest
 from shoal import api
 from tests.data.cell_files import draw_counts
 from tests.encoders import classifying
-from tests.harness import train_on
+from tests.harness import train_again_on
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_embeddings_of_cells_are_written_beside_their_matrix(tokens: str, tmp_pa
         data__max_length=24, model={"shape": {"family": "bert", "hidden": 32, "layers": 2, "heads": 4, "vocab": 64,
         "positions": 32}},
     )  # fmt: skip
-    run = train_on(1, config, tmp_path)
+    run = train_again_on(1, config, tmp_path)
     found = api.embed(run, output=tmp_path / "embedded.h5ad")
     written = anndata.read_h5ad(tmp_path / "embedded.h5ad")
     assert written.n_obs == 39

@@ -13,7 +13,7 @@ from shoal.data.inspect.spans import MaskedSpan
 from shoal.data.masks import eligible_tokens, total_masked
 from shoal.mistakes import UserMistake
 from tests.encoders import masked, write_labelled
-from tests.harness import lines, train_on
+from tests.harness import lines, train_again_on
 from tests.launch.command import forked_shoal
 
 BYTES = load_tokenizer("bytes", add_tokens=["<mask>"])
@@ -103,7 +103,7 @@ def test_masked_lm_trains_on_token_files(stream: Path, tmp_path: Path) -> None:
         stream, data__source="tokens", data__pack="auto", data__max_length=32, data__validation=0.1, train__steps=2
     )
     one, two = (
-        lines(train_on(ranks, {**config, "train": {**config["train"], "micro_batch": 4}}, tmp_path / str(ranks)))
+        lines(train_again_on(ranks, {**config, "train": {**config["train"], "micro_batch": 4}}, tmp_path / str(ranks)))
         for ranks in (1, 2)
     )
     assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in two], rel=2e-6)

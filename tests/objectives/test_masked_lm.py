@@ -99,7 +99,7 @@ def test_micro_batches_do_not_change_what_is_learnt(rows, tmp_path):
 def test_a_resumed_run_has_the_masks_and_weights_of_one_that_was_not_stopped(rows, tmp_path):
     config = masked(rows, train__steps=4, train__schedule={"warmup": 2, "total_steps": 4})
     expected = reference_run(config)
-    train_on(1, {**config, "train": {**config["train"], "steps": 2}}, tmp_path)
+    train_again_on(1, {**config, "train": {**config["train"], "steps": 2}}, tmp_path)
     run = train_on(2, {**config, "train": {**config["train"], "micro_batch": 4}}, tmp_path, resume=True)
     assert [line["loss"] for line in lines(run)] == pytest.approx([line["loss"] for line in lines(expected)], rel=2e-6)
     one, other = weights(run), weights(expected)

@@ -21,7 +21,7 @@ from shoal.observe.charts import charts_of, thinned
 from shoal.observe.report_compare import MISSING, config_differences, effective_config
 from shoal.observe.results import results_of
 from shoal.observe.run_reader import RunReader, column, number
-from tests.harness import settings, train_on
+from tests.harness import settings, train_again_on, train_on
 from tests.observe.written_runs import append, event, training_line, write_run
 
 
@@ -68,7 +68,7 @@ def charts_in(page: Page) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, instructions: Path) -> Path:
     changes = {"data__validation": 0.1, "eval__every": 2, "eval__batches": 1, "checkpoint__every": 2}
-    return train_on(2, settings(instructions, **changes), tmp_path_factory.mktemp("trained"))
+    return train_again_on(2, settings(instructions, **changes), tmp_path_factory.mktemp("trained"))
 
 
 def test_every_run_leaves_a_page_that_says_what_was_trained_and_how_it_went(trained: Path) -> None:

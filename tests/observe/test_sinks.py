@@ -18,7 +18,7 @@ from shoal.observe import sinks as module
 from shoal.observe.background import LINES, Background, SinkFailed
 from shoal.observe.metrics import About
 from shoal.observe.sinks import Sinks, TensorBoard, check_packages
-from tests.harness import lines, settings, train_on
+from tests.harness import lines, settings, train_again_on, train_on
 
 
 def about(run: Path, step: int = 0) -> About:
@@ -160,7 +160,7 @@ def resumed_run(text: Path, runs: Path, name: str, **log: Any) -> Path:
     """A run that is resumed from the checkpoint before its last step: step 3 is computed twice."""
     config = settings(text, train__steps=3, checkpoint__every=2, checkpoint__at_end=False, log__to=[name])
     config["log"].update(log)
-    train_on(1, config, runs)
+    train_again_on(1, config, runs)
     config["train"]["steps"] = 5
     run = train_on(1, config, runs, resume=True)
     attempts = [json.loads(one)["step"] for one in (run / "metrics.jsonl").read_text().splitlines()]

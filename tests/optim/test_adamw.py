@@ -1,10 +1,6 @@
 """Our AdamW matches torch.optim.AdamW, and each can load the other's state."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +11,7 @@ from shoal.config.schema import TrainConfig
 from shoal.optim.adamw import AdamW
 from shoal.optim.lion import Lion
 from shoal.optim.optimizer import make_optimizer
+from tests.harness import NEEDS_TRITON, compared_in_interpreter
 
 USABLE = torch.tensor(True)
 
@@ -101,10 +98,6 @@ def test_a_non_finite_step_changes_neither_weights_nor_state(name):
     assert torch.equal(copies[weight], written)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, whose interpreter runs kernels on a CPU")
+@NEEDS_TRITON
 def test_the_kernels_in_tritons_interpreter_match_the_eager_implementations():
-    script = Path(__file__).with_name("kernels_interpreted.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("the same:") == 32
+    assert compared_in_interpreter(Path(__file__).with_name("kernels_interpreted.py")) == 32

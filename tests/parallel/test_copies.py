@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.config import Mesh, config_from_mapping
+from shoal.config import config_from_mapping
 from shoal.data.loader import MicroBatch
 from shoal.models.prepare import blueprint, prepare_model
-from shoal.objectives.causal_lm import CausalLM
-from shoal.parallel.apply import parallelize
 from shoal.parallel.precision import ComputeCopies, read_precision
-from shoal.parallel.ranks import Ranks
+from tests.harness import parallelized
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -26,16 +24,7 @@ def test_gradients_do_not_wait_for_the_backward_pass_of_earlier_blocks(family, r
             "train": {"precision": "bf16-mixed", "recompute": recompute, "loss_impl": "chunked"},
         }
     )
-    model = parallelize(
-        prepare_model(blueprint(config.model), longest=16),
-        config,
-        objective=CausalLM(),
-        strategy="single",
-        mesh=Mesh(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1),
-        ranks=Ranks(0, 1, 0, torch.device("cpu")),
-        micro_batch=2,
-        grad_accum_steps=1,
-    )
+    model = parallelized(prepare_model(blueprint(config.model), longest=16), config, micro_batch=2)
     parts = [model.anatomy.head, *reversed(model.anatomy.blocks)]
     weights = {part: [name for name in model.parameters if name.startswith(f"{part}.")] for part in parts}
     events: list[str] = []

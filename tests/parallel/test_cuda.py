@@ -1,6 +1,6 @@
 """On a CUDA device: DDP and FSDP with a world size of one train the same as plain training.
 
-The config never selects ddp or fsdp for one process, so these tests call `parallelize`. They run only on a GPU.
+The config never selects ddp or fsdp for one process, so these tests parallelize the model. They run only on a GPU.
 """
 
 import os
@@ -12,19 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.config import Mesh, config_from_mapping
+from shoal.config import config_from_mapping
 from shoal.data.loader import MicroBatch, StepBatch
 from shoal.models.attention import attend
 from shoal.models.prepare import blueprint, prepare_model
-from shoal.objectives.causal_lm import CausalLM
 from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.optimizer import make_optimizer
-from shoal.parallel.apply import parallelize
 from shoal.parallel.compile import compile_blocks as compile_together
 from shoal.parallel.context import attend_before
 from shoal.parallel.ranks import Ranks
 from shoal.parallel.recompute import recompute_blocks
 from shoal.train.step import TrainStep
+from tests.harness import parallelized
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -70,16 +69,8 @@ def _losses(
     drawn = blueprint(config.model)
     if window is not None:
         drawn.settings.sliding_window = window
-    model = parallelize(
-        prepare_model(drawn, longest=256),
-        config,
-        objective=CausalLM(),
-        strategy=strategy,
-        mesh=Mesh(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1),
-        ranks=Ranks(0, 1, 0, device),
-        micro_batch=4,
-        grad_accum_steps=1,
-    )
+    prepared = prepare_model(drawn, longest=256)
+    model = parallelized(prepared, config, strategy=strategy, ranks=Ranks(0, 1, 0, device), micro_batch=4)
     step = TrainStep(
         model,
         make_optimizer(

@@ -27,8 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "qlora-dq": {**LORA, "kind": "qlora", "quantize": "nf4-dq"},
     "qdora": {**LORA, "kind": "qlora", "quantize": "nf4-dq", "dora": True},
 }
-# Layers with one input share a matmul in compiled blocks, unless those are recomputed.
-SHARED = Strategy("compile_shared", {"strategy": "ddp"}, train={"compile": "aot_eager"})
+# Layers with one input share a matmul in compiled blocks, unless those are recomputed. One rank, since each compiles.
+SHARED = Strategy("compile_shared", {"strategy": "single"}, (1,), train={"compile": "aot_eager"})
 BY_NAME = {strategy.name: strategy for strategy in [*ALONE, *TOGETHER, SHARED]}
 QUICK = ("full_shard", "tp", "pp", "cp_gather")
 # Without zero3, shard_grad_op and no_shard: other names of full_shard, zero2 and ddp (test_parity.py).

@@ -43,7 +43,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train
 
 
-@pytest.mark.parametrize("name", ["ddp", "full_shard", slow("bf16")])
+@pytest.mark.parametrize("name", [slow("ddp"), "full_shard", slow("bf16")])
 def test_an_evaluation_is_the_mean_over_all_samples_on_any_number_of_ranks(name: str, tmp_path: Path) -> None:
     """Batches of 4, 4 and 3 samples on two ranks: one of them has one batch less, and all must call the model alike."""
     torch.manual_seed(7)

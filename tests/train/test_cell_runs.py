@@ -9,7 +9,7 @@ import pytest
 
 from shoal import api
 from tests.data.cell_files import draw_counts, write_cells
-from tests.harness import lines, settings, train_on
+from tests.harness import lines, settings, train_again_on, train_on
 from tests.launch.command import environment, forked_shoal, write_config
 
 BERT = {"family": "bert", "hidden": 32, "layers": 1, "heads": 2, "ffn": 32, "vocab": 32, "positions": 32}
@@ -48,27 +48,27 @@ def losses(run: Path) -> list[float]:
 @pytest.mark.slow
 def test_streamed_cells_resume_on_another_number_of_ranks(cells: Path, tmp_path: Path) -> None:
     streamed = {"data__streaming": {"chunk": 10, "shuffle_buffer": 20}}
-    whole = losses(train_on(1, config(cells, **streamed), tmp_path / "whole"))
-    train_on(2, config(cells, steps=2, **streamed), tmp_path / "parts")
+    whole = losses(train_again_on(1, config(cells, **streamed), tmp_path / "whole"))
+    train_again_on(2, config(cells, steps=2, **streamed), tmp_path / "parts")
     run = train_on(1, config(cells, **streamed), tmp_path / "parts", resume=True)
     assert losses(run) == pytest.approx(whole, rel=2e-6)
 
 
 def test_binned_cells_have_an_embedding_for_each_bin(cells: Path, tmp_path: Path) -> None:
     binned = {"data__cells": {"tokens": "binned", "bins": 9}}
-    one, two = (losses(train_on(ranks, config(cells, **binned), tmp_path / str(ranks))) for ranks in (1, 2))
+    one, two = (losses(train_again_on(ranks, config(cells, **binned), tmp_path / str(ranks))) for ranks in (1, 2))
     assert one == pytest.approx(two, rel=2e-6)
     saved = json.loads((tmp_path / "1/run/model/config.json").read_text())
     assert saved["type_vocab_size"] == 9
 
 
 def test_a_pretrained_encoder_is_fine_tuned_with_its_own_genes(cells: Path, tmp_path: Path) -> None:
-    pretrained = train_on(1, config(cells, data__cells={"medians": "data"}), tmp_path / "before")
+    pretrained = train_again_on(1, config(cells, data__cells={"medians": "data"}), tmp_path / "before")
     folder = api.export(pretrained, tmp_path / "hf")
     changes = {"train__objective": "classify", "data__label": "kind", "data__validation": 0.25}
     made = config(cells, steps=20, **changes)
     made["model"] = {"from": str(folder)}
-    run = train_on(1, made, tmp_path / "after")
+    run = train_again_on(1, made, tmp_path / "after")
     saved = json.loads((run / "model/config.json").read_text())
     assert saved["id2label"] == {"0": "B", "1": "T"}
     genes = [json.loads((path / "genes.json").read_text())["medians"] for path in (folder, run / "model")]

@@ -8,7 +8,7 @@ import pytest
 
 from shoal import api
 from shoal.mistakes import UserMistake
-from tests.harness import lines, run_ranks, settings, slow, train_on
+from tests.harness import lines, run_ranks, settings, slow, train_again_on
 
 PROMPTS = ["345", "01234567"]
 CHANGES: dict[str, Any] = {
@@ -39,7 +39,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     config = settings(digits, eval__prompts=PROMPTS, **CHANGES)
-    return train_on(1, config, tmp_path_factory.mktemp("samples"))
+    return train_again_on(1, config, tmp_path_factory.mktemp("samples"))
 
 
 def test_samples_are_what_the_checkpoint_generates(trained: Path) -> None:
@@ -59,11 +59,11 @@ def test_samples_are_what_the_checkpoint_generates(trained: Path) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", slow("ddp"), slow("zero1")])
 def test_ranks_write_what_one_process_writes(strategy: str, trained: Path, tmp_path: Path, digits: Path) -> None:
     config = settings(digits, eval__prompts=PROMPTS, parallel__strategy=strategy, **CHANGES)
-    assert samples(train_on(2, config, tmp_path)) == samples(trained)
+    assert samples(train_again_on(2, config, tmp_path)) == samples(trained)
 
 
 def test_samples_change_nothing_in_training(trained: Path, tmp_path: Path, digits: Path) -> None:
-    without = train_on(1, settings(digits, **CHANGES), tmp_path)
+    without = train_again_on(1, settings(digits, **CHANGES), tmp_path)
     assert samples(without) == []
     assert [line["loss"] for line in lines(trained)] == [line["loss"] for line in lines(without)]
 

@@ -8,7 +8,7 @@ import pytest
 
 from shoal import api
 from shoal.data.stream.stream import Stream
-from tests.harness import lines, settings, train_on
+from tests.harness import lines, settings, train_again_on, train_on
 
 STEPS = 4
 
@@ -38,9 +38,9 @@ def losses(run: Path) -> list[float]:
 
 def test_a_streamed_run_resumes_on_another_number_of_ranks(files: Path, tmp_path: Path) -> None:
     data = {"path": str(files / "*.jsonl"), "streaming": {"chunk": 6, "shuffle_buffer": 12}, "pack": False}
-    whole = losses(train_on(1, config(data), tmp_path / "whole"))
+    whole = losses(train_again_on(1, config(data), tmp_path / "whole"))
     assert len(set(whole)) == STEPS
-    train_on(2, config(data, steps=2), tmp_path / "parts")
+    train_again_on(2, config(data, steps=2), tmp_path / "parts")
     saved = json.loads(next((tmp_path / "parts/run/checkpoints").glob("step-*/progress.json")).read_text())
     assert saved["stream"][0]["chunk"] > 0
     run = train_on(1, config(data), tmp_path / "parts", resume=True)
@@ -50,7 +50,7 @@ def test_a_streamed_run_resumes_on_another_number_of_ranks(files: Path, tmp_path
 def test_a_mixture_has_the_same_losses_on_two_ranks(files: Path, tmp_path: Path) -> None:
     blocks = [{"path": str(files / "a.jsonl"), "weight": 2}, {"path": str(files / "text.txt")}]
     data = {"source": blocks, "validation": 0.1}
-    one, two = (train_on(ranks, config(data), tmp_path / str(ranks)) for ranks in (1, 2))
+    one, two = (train_again_on(ranks, config(data), tmp_path / str(ranks)) for ranks in (1, 2))
     assert losses(one) == pytest.approx(losses(two), rel=2e-6)
 
 

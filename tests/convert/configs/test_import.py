@@ -11,7 +11,7 @@ from shoal.cli.app import app
 from shoal.config.load import load_config
 from shoal.mistakes import UserMistake
 from tests.convert.configs.translated import holds, translated
-from tests.harness import lines, settings, train_on
+from tests.harness import lines, settings, train_again_on
 
 ZERO_1 = {
     "zero_optimization": {"stage": 1, "overlap_comm": True, "bogus": 1},
@@ -167,7 +167,7 @@ def test_the_translated_file_trains_with_the_same_numbers_as_one_written_by_hand
         train__schedule={"name": "linear", "warmup": 2, "total_steps": 6, "min_ratio": 0.0},
         parallel__strategy="zero1",
     )
-    theirs, ours = (lines(train_on(2, config, tmp_path)) for config in (translation, by_hand))
+    theirs, ours = (lines(train_again_on(2, config, tmp_path)) for config in (translation, by_hand))
     keys = ("step", "loss", "grad_norm", "lr", "tokens")
     assert [[line[key] for key in keys] for line in theirs] == [[line[key] for key in keys] for line in ours]
     assert len(theirs) == 3
