@@ -106,7 +106,7 @@ class DataStats:
             lines += [*([""] if several else []), *source_lines(source, self.max_length, titled=several)]
         lines += [""] if several else []
         lines.append(
-            f"epoch        {self.training_sequences:,} training sequences, {self.tokens_per_epoch:,} tokens, "
+            f"epoch        {counted(self.training_sequences, 'training sequence')}, {self.tokens_per_epoch:,} tokens, "
             f"{self.loss_tokens_per_epoch:,} {self._counted()}; "
             f"{counted(self.validation_sequences, 'validation sequence')}"
         )

@@ -106,7 +106,8 @@ def _class_lines(classes: Sequence[tuple[str, int, float]]) -> Iterator[str]:
 
 
 def _filling(filling: Filling) -> str:
-    return f"{filling.sequences:,} sequences, {filling.filled:.1%} of their slots filled"
+    what = "sequence" if filling.sequences == 1 else "sequences"
+    return f"{filling.sequences:,} {what}, {filling.filled:.1%} of their slots filled"
 
 
 def _too_long(stats: SourceStats, max_length: int) -> str:
