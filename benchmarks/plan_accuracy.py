@@ -28,7 +28,7 @@ FILES = ("llama.csv", "mpt.csv", "llama_held_out.csv", "mpt_held_out.csv")
 # The same code in another precision: autocast has nothing to cast with bf16 weights, but does with LitGPT's fp32 ones.
 TRAITS: dict[str, SystemTraits] = {
     **SYSTEMS,
-    "huggingface-bf16": replace(HUGGING_FACE, wide_residual_stream=False, casts_per_use=False),
+    "huggingface-bf16": replace(HUGGING_FACE, wide_residual_stream=False, casts_per_use=False, upcasts_shards=True),
     # Measured before the residual stream was in fp32; and earlier, before the optimizer step was one fused kernel.
     "shoal-narrow": replace(OURS, wide_residual_stream=False, separate_head_unit=False),
     "shoal-first": replace(OURS, wide_residual_stream=False, separate_head_unit=False, fused_step=False),
@@ -141,6 +141,7 @@ def _llama(file: str, line: dict[str, str]) -> Row:
         compiled=line["compile"] == "yes",
         schedule="interleaved" if "interleaved" in line["parallel"] else "1f1b",
         loss=loss,
+        varied_lengths="longest sequence" in line["source"],
         adapter=adapter,
         trained=FROZEN if adapter is not None else Trained(),
         traits=replace(traits, chunks="recomputed") if "faked" in line["source"] else traits,

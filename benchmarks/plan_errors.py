@@ -28,7 +28,7 @@ from sweeps.report import read_records
 
 from shoal.catalogue import efficiency
 from shoal.catalogue.efficiency import FAMILIES, Efficiency
-from shoal.plan.compute import FLASH_2
+from shoal.plan.attention import FLASH_2
 
 # The table in a document is between these.
 BEGIN, END = "<!-- begin: benchmarks/plan_errors.py -->", "<!-- end -->"

@@ -33,13 +33,21 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "plan" / "published"
 # Share of a device's peak that no training reaches.
 POSSIBLE = 0.9
+# The Trainer with bf16 weights before transformers 5.
+EARLIER = replace(TRAITS["huggingface-bf16"], flash2=True, reentrant=True, upcasts_shards=False)
+# A loop of its own around transformers' models before version 5, without autocast and `no_sync`.
+LOOP = replace(
+    TRAITS["huggingface-bf16"], autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False
+)
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 # Systems without traits of their own are forecast as the nearest one that has some.
 NEAREST: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
     # Overlaps data parallelism, and one block less in the first and the last stage.
     "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
-    "internevo": MEGATRON,
+    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, and updated
+    # weights sent after the step (`overlap_sync_param` is off).
+    "internevo": replace(MEGATRON, overlaps_gradients=True, wide_gradients=False, accumulates_in_matmuls=False),
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
@@ -49,33 +57,59 @@ NEAREST: dict[str, SystemTraits] = {
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
     ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
-    "huggingface-2024": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True),
+    "huggingface-2024": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True),
+    # The same with `use_reentrant` false.
+    "huggingface-2024-not-reentrant": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, reentrant=False),
     # The same with bitsandbytes 0.43.0 or 0.43.1 (March to July 2024), and with an earlier one.
-    "huggingface-2024-03": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, quantized_keep_inputs=True
-    ),
-    "huggingface-2023": replace(
-        TRAITS["huggingface-bf16"],
-        logit_bytes=16.0,
-        flash2=True,
-        quantized_keep_inputs=True,
-        dequantizes_in_half=True,
-    ),
-    # Of early 2024, and its scripts cast the adapters to the dtype of the frozen weights.
+    "huggingface-2024-03": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True),
+    "huggingface-2023": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True, dequantizes_in_half=True),
+    # A loop of its own around them, which checkpoints blocks within FSDP's units.
+    "huggingface-2024-loop": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, checkpoints_units=False),
+    # Of early 2024, with own loops; their scripts cast the adapters to the dtype of the frozen weights, and checkpoint
+    # blocks within FSDP's units.
     "huggingface-narrow": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=16.0, flash2=True, narrow_adapters=True, quantized_keep_inputs=True
+        EARLIER,
+        logit_bytes=16.0,
+        narrow_adapters=True,
+        quantized_keep_inputs=True,
+        reentrant=False,
+        checkpoints_units=False,
+    ),
+    # The same with cached keys: `use_cache` was switched off in September 2023.
+    "llama-recipes-2023": replace(
+        EARLIER,
+        logit_bytes=16.0,
+        narrow_adapters=True,
+        quantized_keep_inputs=True,
+        reentrant=False,
+        caches_keys=True,
+        checkpoints_units=False,
+    ),
+    # Without mixed precision; and what is allocated, not reserved, of the loss: transformers 4.45 replaced the logits
+    # by their fp32 copy, so that three fp32 tensors exist at a time; 4.48 held the logits too.
+    "huggingface-4.45": replace(EARLIER, logit_bytes=12.0),
+    "huggingface-4.48": EARLIER,
+    # The same with the kernels of fms-acceleration, whose loss overwrites the fp32 logits without the last token.
+    "fms-kernels-4.45": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=8.0),
+    "fms-kernels-4.48": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=10.0),
+    # GPT-BigCode's logits were not upcast: without autocast, all of that is in 16 bits.
+    "gpt-bigcode-4.48": replace(EARLIER, logit_bytes=6.0),
+    "fms-kernels-gpt-bigcode": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=4.0),
+    # Qwen's own model code does not upcast its logits, and with DeepSpeed there is no autocast: logits, their copy
+    # without the last token and the log-softmax are in 16 bits. Its 4-bit models are GPTQ's.
+    "deepspeed-qwen": replace(TRAITS["deepspeed"], logit_bytes=6.0, fused_qkv=True),
+    # Its LoRA without DeepSpeed: PEFT before 0.12, and one matmul for queries, keys and values.
+    "qwen-2023": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, narrow_adapters=True, fused_qkv=True),
+    # `_allgather_param` in deepspeed/runtime/zero/partition_parameters.py, with a torch.cuda.synchronize() before each.
+    "deepspeed-2021": replace(
+        MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False
     ),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     # A loop around transformers' models without autocast: logits, their copy without the last token and the
     # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.
-    # Its gradient accumulation has no `no_sync`.
-    "transformers-loop": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=6.0, autocasts=False, unsharded_accumulation=False
-    ),
-    "transformers-loop-wide": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=12.0, autocasts=False, unsharded_accumulation=False
-    ),
+    "transformers-loop": replace(LOOP, logit_bytes=6.0),
+    "transformers-loop-wide": replace(LOOP, logit_bytes=12.0),
     "fms": TRAITS["torchtitan"],
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
@@ -92,6 +126,8 @@ NEAREST: dict[str, SystemTraits] = {
 # PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
 # builds with those of their day.
 NEW_WHEELS = (2024, 10)
+# From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
+FP32_ADAPTERS = (2024, 8)
 CONTAINERS = {"nemo", "megatron", "megatron-0.6", "flagscale", "pax", "maxtext", "llama3"}
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
@@ -202,6 +238,9 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     traits = TRAITS.get(line["system"]) or NEAREST[line["system"]]
     traits = replace(traits, software=_year(line))
     adapter = None
+    plain = line["precision"] == "bf16-true" and not (line.get("adapter") or {}).get("quantize")
+    if traits.peft and plain and _date(line) < FP32_ADAPTERS:
+        traits = replace(traits, narrow_adapters=True)
     if line.get("adapter") is not None:
         given = dict(line["adapter"])
         adapter = Adapter(given.pop("rank"), tuple(given.pop("targets")), **given)
@@ -228,10 +267,15 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
 
 def _year(line: dict[str, Any]) -> int:
     """The year of a row's libraries, by its own date, such as 24.09, or that of its source."""
-    date = f"20{line['date']}" if "date" in line else sources()[line["source"]]["date"]
-    year, month = int(date[:4]), int(date[5:7] or 1)
+    year, month = _date(line)
     outdated = line["system"] not in CONTAINERS and (year, month) < NEW_WHEELS
     return 2023 if outdated and year == 2024 else year
+
+
+def _date(line: dict[str, Any]) -> tuple[int, int]:
+    """Year and month of a row, by its own date or that of its source."""
+    date = f"20{line['date']}" if "date" in line else sources()[line["source"]]["date"]
+    return int(date[:4]), int(date[5:7] or 1)
 
 
 def compare(rows: list[Published], *, all_counted: bool = False) -> list[Figure]:

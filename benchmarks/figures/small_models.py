@@ -59,12 +59,14 @@ def small_models() -> list[Line]:
 
 
 def packed() -> list[Line]:
-    small, again, large = (one for one in result(f"{FOLDER}/packed.json").values() if isinstance(one, dict))
+    small, _, large, final = (one for one in result(f"{FOLDER}/packed.json").values() if isinstance(one, dict))
+    gate, heads = json_lines(f"{FOLDER}/packed_operators.jsonl")[:2]
     return [
         ("{} → {} tokens/s in one call for SmolLM2-135M", [count(small["separate"]), count(small["packed"])]),
-        ("; {} in another, where the plain", [count(again["smollm2-135m-ours"])]),
-        ("loop had {}; Llama-1.24B, 8 × 4096", [count(again["smollm2-135m-plain"])]),
         ("8 × 4096, {} → {}", [count(large["separate"]), count(large["packed"])]),
+        ("which came after these calls, gives {} tokens/s", [count(final["smollm2-135m-ours"])]),
+        ("forward and backward {} → {} µs", [f"{heads['separate_us']:.0f}", f"{heads['packed_us']:.0f}"]),
+        ("gate and up {} → {}", [f"{gate['separate_us']:.0f}", f"{gate['packed_us']:.0f}"]),
     ]
 
 

@@ -1,6 +1,7 @@
 """Offloaded optimizer state is in its store, and its files are removed."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,25 @@ def test_every_moment_of_every_optimizer_is_in_the_store(name, fields, tmp_path)
     assert held == {tensor.data_ptr() for tensor in store.given}
     assert len(held) == 3 * fields
     assert list(tmp_path.iterdir()) == [], "the files are unlinked, so that none is left behind"
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_weights_that_a_gpu_keeps_on_the_host_are_clipped_and_updated_in_one_pass(name):
+    on_gpu = SimpleNamespace(shapes={}, parallel_dims=SimpleNamespace(device=torch.device("cuda")))
+    train = TrainConfig.model_validate({"optimizer": {"name": name}})
+    start, found = torch.randn(33, 65), []
+    for placement in (on_gpu, None):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = make_optimizer({"weight": weight}, train, None, placement=placement)  # type: ignore[arg-type]
+        assert optimizer.takes_factor is (placement is on_gpu)
+        assert not optimizer.own_kernels, "torch's kernels take no gradients of another dtype"
+        for index, usable in enumerate((True, False, True)):
+            gradient = torch.sin(torch.arange(33 * 65) + index).view(33, 65)
+            weight.grad = gradient if optimizer.takes_factor else gradient * 0.25
+            optimizer.step(0.1, torch.tensor(usable), torch.tensor(0.25) if optimizer.takes_factor else None)
+        found.append(optimizer.state() | {"weight": weight.detach()})
+    for key, value in found[1].items():
+        torch.testing.assert_close(found[0][key], value, rtol=1e-5, atol=1e-6)
 
 
 def test_parameters_are_grouped_into_buckets_of_bounded_size():

@@ -8,7 +8,7 @@ from shoal.catalogue.efficiency import relative_rate
 from shoal.catalogue.gpus import GPUS
 from shoal.config.mesh import Mesh
 from shoal.plan.communication import Group, ring_speed
-from shoal.plan.compute import bandwidth, matmul_seconds
+from shoal.plan.kernels import bandwidth, matmul_seconds
 from shoal.plan.layout import different_ranks, ranks_of
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import Run

@@ -157,3 +157,84 @@ def test_accelerate_casts_the_logits_that_a_model_returns() -> None:
     held, fused = (tuned("unsloth", loss=loss, compiled=True) for loss in ("plain", "fused"))
     assert at(held, "loss", "logits and loss") == pytest.approx(2048 * 32_000 * (2 + 4) / GIB)
     assert at(fused, "loss", "logits and loss") == 0
+
+
+def test_reentrant_checkpoints_of_frozen_fsdp_units_keep_inputs_and_their_gradients() -> None:
+    late = "backward of the first block"
+    run = tuned("axolotl", None, strategy="fsdp", mesh=Mesh(dp_shard=2), recompute="full")
+    reentrant = run.with_(traits=replace(run.traits, reentrant=True))
+    each = 2048 * 4096 * 2 / GIB
+    assert at(reentrant, late, "inputs of frozen blocks and their gradients") == pytest.approx(31 * 2 * each)
+    others = (
+        run,  # transformers 5
+        reentrant.with_(strategy="ddp"),
+        reentrant.with_(recompute="none"),
+        reentrant.with_(adapter=None),  # trained units have hooks of their own
+    )
+    assert [at(one, late, "inputs of frozen blocks and their gradients") for one in others] == [0, 0, 0, 0]
+
+
+def test_a_loss_kernel_may_follow_an_upcast() -> None:
+    run = tuned("unsloth", loss="plain")
+    wide = run.with_(traits=replace(run.traits, kernel_logit_bytes=8.0))
+    assert at(wide, "loss", "logits and loss") == pytest.approx(2048 * 32_000 * 8 / GIB)
+
+
+def test_deepspeeds_step_flattens_gradients_and_casts_them_to_fp32() -> None:
+    run = make_run("llama2-7b", strategy="zero2", mesh=Mesh(dp_shard=8), loss="plain", traits=SYSTEMS["deepspeed"])
+    own = parameters(run.shape) / 8
+    assert at(run, "optimizer step", "optimizer temporaries") * GIB == pytest.approx(own * (2 + 4))
+    # ZeRO-3 does so with a billion elements at a time.
+    zero3 = run.with_(strategy="zero3", mesh=Mesh(dp_shard=2))
+    assert at(zero3, "optimizer step", "optimizer temporaries") * GIB == pytest.approx(1e9 * (2 + 4))
+    assert at(run.with_(offload="optimizer"), "optimizer step", "optimizer temporaries") == 0
+
+
+def test_deepspeed_allocates_whole_buckets_and_few_gaps() -> None:
+    run = tuned("deepspeed", strategy="zero2", mesh=Mesh(dp_shard=2), precision="bf16-mixed")
+    assert at(run, "loss", "gradient bucket") == pytest.approx(5e8 * 2 / GIB)
+    # Its ZeRO-2 gathers no weights, so that there are none of FSDP's gaps.
+    memory = forecast_memory(run)
+    assert memory.reserved / memory.allocated == pytest.approx(1.02, abs=0.005)
+
+
+def test_matmuls_of_gptq_save_the_dequantized_matrices_of_a_block() -> None:
+    nf4, gptq = (tuned("huggingface", quantize, recompute="full") for quantize in ("nf4", "gptq"))
+    stored = [at(run, "loss", "frozen") * GIB - 2 * 2 * HEAD for run in (nf4, gptq)]
+    assert stored == [pytest.approx(BLOCKS * each, rel=0.01) for each in (0.5625, 0.5195)]
+    block, largest = BLOCKS / 32, 4096 * 11_008
+    needed = [at(run, "start of the backward pass", "gathered weights") * GIB for run in (nf4, gptq)]
+    assert needed == [2 * largest, 2 * block]
+
+
+def test_a_loop_that_holds_the_logits_holds_what_bitsandbytes_kept() -> None:
+    term = "inputs and logits of the last micro-batch"
+    run = tuned("litgpt", length=512)
+    # The inputs of all quantized layers; old and new logits; and the head, dequantized to fp16 and cast.
+    inputs, logits = 32 * 512 * (3 * 4096 + 11_008) * 2, 512 * 32_000 * 2
+    assert at(run, "forward pass", term) * GIB == pytest.approx(inputs + 2 * logits + 4 * HEAD)
+    lora = tuned("litgpt", None, length=512)
+    assert at(lora, "forward pass", term) * GIB == pytest.approx(2 * logits)
+    assert at(run.with_(varied_lengths=True), "forward pass", term) == 0
+    assert at(tuned("huggingface", length=512), "forward pass", term) == 0
+
+
+def test_accelerate_upcasts_the_shards_of_trained_weights() -> None:
+    run = make_run("llama3-8b", strategy="fsdp", mesh=Mesh(dp_shard=2), precision="bf16-true", recompute="full")
+    axolotl = run.with_(traits=SYSTEMS["axolotl"], compiled=False, loss="plain", reduce_bytes=2)
+    own = parameters(run.shape) / 2
+    assert at(axolotl, "optimizer step", "weights") * GIB == pytest.approx(4 * own)
+    assert at(axolotl, "optimizer step", "optimizer state") * GIB == pytest.approx(8 * own)
+    # Not those of one device, nor frozen ones.
+    single = axolotl.with_(strategy="single", mesh=Mesh())
+    assert at(single, "optimizer step", "weights") * GIB == pytest.approx(2 * 2 * own)
+    frozen = tuned("axolotl", None, strategy="fsdp", mesh=Mesh(dp_shard=2))
+    assert at(frozen, "loss", "frozen") * GIB == pytest.approx(parameters(frozen.shape), rel=0.001)
+
+
+def test_checkpoints_around_a_model_that_caches_keys_hold_them() -> None:
+    run = tuned("huggingface", None, recompute="full")
+    cached = run.with_(traits=replace(run.traits, caches_keys=True))
+    assert at(cached, "loss", "cached keys and values") == pytest.approx(32 * 2048 * 2 * 4096 * 2 / GIB)
+    assert at(run, "loss", "cached keys and values") == 0
+    assert at(cached.with_(recompute="none"), "loss", "cached keys and values") == 0

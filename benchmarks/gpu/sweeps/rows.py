@@ -109,6 +109,7 @@ OTHER_SHAPES: dict[str, dict[str, Any]] = {
 LORA = {"adapter.kind": "lora", "adapter.rank": 16, "adapter.alpha": 16}
 QLORA = {**LORA, "adapter.kind": "qlora", "adapter.quantize": "nf4-dq"}
 NARROW = {"adapter.rank": 8, "adapter.targets": ["q_proj", "v_proj"]}
+HOST = {"parallel.strategy": "fsdp", "parallel.offload": "cpu"}
 TRUE, FULL32, HALF, FP8 = "bf16-true", "32-true", "16-mixed", "fp8"
 SMALL_STATE = "adamw8bit"
 
@@ -175,6 +176,10 @@ ROWS = [
     Row("llama3-8b", 2048, 4, config=LORA, note="lora"),
     Row("llama3-8b", 2048, 4, recompute="offload", config=QLORA, note="qlora"),
     Row("mistral-7b", 8192, 1, recompute="full", config={**LORA, **NARROW}, note="lora-q-v"),
+    # Optimizer state, or everything, in host memory.
+    Row("llama3.2-1b", 4096, 4, config={"parallel.offload": "optimizer"}, note="offload-optimizer"),
+    Row("llama3.2-1b", 4096, 4, config=HOST, note="offload-cpu"),
+    Row("llama3.2-3b", 2048, 8, recompute="full", config=HOST, note="offload-cpu"),
     # Held out: chosen and measured after the last constant of the forecast was set with the rows above.
     Row("gpt2", 512, 32, recompute="full", held_out=True),
     Row("gpt2-medium", 1024, 8, FULL32, held_out=True),

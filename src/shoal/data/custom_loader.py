@@ -165,13 +165,14 @@ class _Positioned(Dataset[Any]):
         return found
 
     def _read(self, places: list[tuple[int, int]]) -> list[Any]:
+        drawn = [one for one, draws in zip(GENERATORS, self.drawn, strict=True) if draws]
+        if not drawn:
+            return [self.dataset[sample] for _, sample in places]
         found = []
         for position, sample in places:
-            if any(self.drawn):
-                key = key_of("shoal", "sample", self.seed, position)
-                for one, drawn in zip(GENERATORS, self.drawn, strict=True):
-                    if drawn:
-                        one.seed(key)
+            key = key_of("shoal", "sample", self.seed, position)
+            for one in drawn:
+                one.seed(key)
             found.append(self.dataset[sample])
         return found
 

@@ -61,8 +61,7 @@ class CustomLoop:
         self._joined = joined
         self._job: CustomJob | None = None
         self._micro: _MicroBatch | None = None
-        self._samples = torch.zeros(())  # in a micro-batch
-        self._sums: Tensor | None = None  # of this step, or turn: loss times weight, and weight
+        self._sums: Tensor | None = None  # of this step, or turn: loss times weight; and weight, if it is given
         self._weighted: bool | None = None  # whether the script gives weights
         self._updates: list[StepResult] = []  # of this step
         self._turns: list[Turn] | None = None  # of the earlier micro-batches of this step
@@ -136,7 +135,6 @@ class CustomLoop:
             schedule_per=schedule_per,
             nodes=joined.nodes,
         )
-        self._samples = torch.tensor(float(job.resolved.micro_batch), dtype=torch.float64, device=self.device)
         self._sharded = [one for part in job.model.modules for one in part.modules() if isinstance(one, FSDPModule)]
         return (model, optimizer, job.loader) if schedule is None else (model, optimizer, job.loader, schedule)
 
@@ -175,18 +173,19 @@ class CustomLoop:
             self._sums, micro.since_backward = None, []
         micro.backward = True
         if weight is None:
-            factor, counted = job.step.loss_factor(job.resolved.global_batch / job.resolved.micro_batch), self._samples
+            factor = job.step.loss_factor(job.resolved.global_batch / job.resolved.micro_batch)
         else:
             factor = job.step.loss_factor(job.resolved.global_batch) * weight
-            counted = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
+        unscaled = isinstance(factor, float) and factor == 1.0
         try:
-            torch.autograd.backward(loss * factor)
+            torch.autograd.backward(loss if unscaled else loss * factor)
         except RuntimeError as error:
             raise explain_backward(error, sharded=bool(self._sharded)) from error
         self._versions = gradient_versions(job.model.gradients) if self._refuses_changes(micro) else None
-        with torch.no_grad():
-            sums = torch.stack([loss.reshape(()).double() * counted, counted])
-            self._sums = sums if self._sums is None else self._sums + sums
+        sums = loss.detach().reshape(1).double() * (job.resolved.micro_batch if weight is None else weight)
+        if weight is not None:
+            sums = torch.cat([sums, torch.as_tensor(weight, dtype=torch.float64, device=loss.device).reshape(1)])
+        self._sums = sums if self._sums is None else self._sums + sums
 
     def step(self, optimizer: Any, schedule: Any = None) -> bool:
         """Clip the gradients, update the weights and advance the schedule, after the last micro-batch of a step; before

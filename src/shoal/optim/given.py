@@ -1,7 +1,7 @@
 """An optimizer that the user made from a model's parameters, as training and checkpoints use it."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,9 +97,11 @@ class GivenOptimizer(NamedOptimizer):
         given = set(_parameters(optimizer))
         new: dict[Tensor, str] = {one: name for name, one in held.items() if one in given}
         super().__init__([optimizer], new, partition, None if store is None else OffloadedState(store))
+        self.takes_factor = False  # not every optimizer with a `fused` option reads it
         self.optimizer = optimizer
         self.lr_scale = lr_scale
         self._checked = False
+        self._sharded = any(isinstance(one, DTensor) for one in new)
         _choose_fused(optimizer)
 
     @property
@@ -113,7 +115,7 @@ class GivenOptimizer(NamedOptimizer):
         if self.lr_scale != 1.0:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] * self.lr_scale
-        with _shards_apart(self.optimizer):
+        with _shards_apart(self.optimizer) if self._sharded else nullcontext():
             super().step(None, usable, factor)
         for group, before in zip(self.optimizer.param_groups, kept, strict=True):
             group["lr"] = before

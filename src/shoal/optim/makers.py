@@ -39,8 +39,10 @@ class Request:
 
     @property
     def fused(self) -> bool:
-        """The fused CPU kernel rounds the tail of a tensor differently, so shards would differ in the last bit."""
-        return all(parameter.is_cuda for parameter in self.parameters.values())
+        """The fused CPU kernel rounds the tail of a tensor differently, so shards would differ in the last bit. Weights
+        that a GPU keeps in host memory take it nevertheless: it is four times as fast as one pass per operation."""
+        trains_on_gpu = self.placement is not None and self.placement.parallel_dims.device.type == "cuda"
+        return trains_on_gpu or all(parameter.is_cuda for parameter in self.parameters.values())
 
     @property
     def rounding(self) -> Mapping[Tensor, StochasticRounding]:

@@ -39,9 +39,10 @@ class NamedOptimizer:
         self.offloaded = offloaded
         self.emulated = emulated
         # If the step takes the clipping factor, gradients need not be multiplied with it before.
-        self.takes_factor = all(isinstance(part, FusedOptimizer) for part in parts)
+        self.takes_factor = all(_skips_on_device(part) for part in parts)
         # With ZeRO-1 a replica has only its shard of the new weights before the all-gather.
-        self.writes_copies = self.takes_factor and partition is None and bool(copies)
+        self.own_kernels = all(isinstance(part, FusedOptimizer) for part in parts)
+        self.writes_copies = self.own_kernels and partition is None and bool(copies)
         self.copies = copies if self.writes_copies else NO_COPIES
 
     def step(self, lr: float | None, usable: Tensor, factor: Tensor | None = None) -> None:
@@ -69,6 +70,7 @@ class NamedOptimizer:
             return
         if _skips_on_device(part):
             part.found_inf = (~usable).float()  # type: ignore[attr-defined]
+            part.grad_scale = None if factor is None else factor.reciprocal()  # type: ignore[attr-defined]
         with emulated_matmuls(self.emulated):
             part.step()
 
@@ -110,7 +112,7 @@ class NamedOptimizer:
 
 
 def _skips_on_device(part: torch.optim.Optimizer) -> bool:
-    """Whether the kernel reads the usable flag on the device, so that the host does not wait for it."""
+    """Whether the kernel reads the usable flag on the device, so that the host does not wait for it, and the factor."""
     return isinstance(part, FusedOptimizer) or all(group.get("fused") for group in part.param_groups)
 
 

@@ -20,6 +20,8 @@ from shoal.parallel.placement import Placement
 
 # Elements per bucket when gradients are summed over a group.
 BUCKET = 1 << 25
+# Elements of a gradient on the host that are squared at a time, and from which size on.
+HOST_CHUNK, LARGE = 1 << 20, 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,12 +89,14 @@ class Gradients:
                 continue
             kinds.setdefault(self._kind(name, gradient), []).append(gradient)
         # The ranks of a stage have the same kinds of parameters, so they issue the same all-reduces.
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        total: Tensor | None = None
         for kind, gradients in kinds.items():
             square = kind.sum_of_squares(local_tensors(gradients)).to(self._device)
             for group in kind.groups:
                 dist.all_reduce(square, group=group)
-            total = total + square
+            total = square if total is None else total + square
+        if total is None:
+            total = torch.zeros((), dtype=torch.float64, device=self._device)
         if pipeline is not None:
             dist.all_reduce(total, group=pipeline)
         return total.sqrt().float()
@@ -139,6 +143,8 @@ class Gradients:
 
 def _make_sum_of_squares(gradient: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:
     """The function for gradients on the device of `gradient`."""
+    if gradient.device.type == "cpu":
+        return _HostSumOfSquares()
     if not has_kernel(gradient):
         return _sum_of_squares
     from shoal.parallel.norm_kernel import SumOfSquares
@@ -147,8 +153,29 @@ def _make_sum_of_squares(gradient: Tensor) -> Callable[[Sequence[Tensor]], Tenso
 
 
 def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    norms = [norm for some in _grouped(tensors) for norm in torch._foreach_norm(some, 2, torch.float64)]
-    return torch.stack(norms).square().sum()
+    norms = torch.stack([norm for some in _grouped(tensors) for norm in torch._foreach_norm(some, 2, torch.float64)])
+    return torch.dot(norms, norms)
+
+
+class _HostSumOfSquares:
+    """The same on a CPU, where torch's norm with another dtype is not vectorized: large gradients are converted a chunk
+    at a time, into a buffer that stays in the caches."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        small = [one for one in tensors if one.numel() < LARGE]
+        if len(small) == len(tensors):
+            return _sum_of_squares(small)
+        squares = [_sum_of_squares(small)] if small else []
+        if self._buffer is None:
+            self._buffer = torch.empty(HOST_CHUNK, dtype=torch.float64)
+        for tensor in tensors:
+            for chunk in torch.split(tensor.reshape(-1), HOST_CHUNK) if tensor.numel() >= LARGE else ():
+                wide = self._buffer[: chunk.numel()].copy_(chunk)
+                squares.append(torch.dot(wide, wide))
+        return torch.stack(squares).sum()
 
 
 def _grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -283,7 +283,7 @@ def quantized_input_bytes(run: Run) -> int:
     quantize = None if run.adapter is None else run.adapter.quantize
     if quantize == "int8" and (run.traits.peft or run.traits.quantized_keep_inputs):
         return run.compute_bytes + run.traits.quantized_keep_inputs
-    return run.compute_bytes if quantize is not None and run.traits.quantized_keep_inputs else 0
+    return run.compute_bytes if quantize in ("nf4", "fp4") and run.traits.quantized_keep_inputs else 0
 
 
 def dropped_inputs(run: Run) -> bool:

@@ -17,8 +17,19 @@ LINK_SHARE = 0.80
 # (mli/transformers-benchmarks).
 PCIE_SHARE = 0.45
 
-# Share of a link's latency that one hop of a ring adds: the messages of a ring are pipelined.
+# NCCL's protocols: the share of the bandwidth that each reaches, its latency whatever the ranks, and that of a hop
+# within a node over NVLink, over PCI Express, and between nodes, in seconds (src/graph/tuning.cc in NVIDIA/nccl 2.8).
+# It takes the one that it expects to be the fastest.
+PROTOCOLS = (
+    (0.25, 3.6e-6, 0.85e-6, 1.8e-6, 2.7e-6),  # LL
+    (0.92, 10.0e-6, 1.9e-6, 2.5e-6, 4.0e-6),  # LL128
+    (1.0, 8.4e-6, 3.4e-6, 5.7e-6, 9.6e-6),  # Simple
+)
+# Share of a link's latency that one hop of a ring adds where NCCL is not used, or the network is TCP's.
 HOP_SHARE = 0.25
+NCCL_LATENCY = 20e-6
+# The latencies of the catalogue's links, for which the protocols' are.
+USUAL_NVLINK, USUAL_PCIE, USUAL_NETWORK = 5e-6, 10e-6, 10e-6
 # What a collective takes from the kernels that it overlaps with. NCCL occupies about 12 of 108 to 132 multiprocessors,
 # whatever the speed; and of each byte that arrives, memory is accessed 2.5 times (an all-gather writes it and reads it
 # to send it on; a reduce-scatter also reads what it adds to).
@@ -67,15 +78,17 @@ def collective_seconds(run: Links, operation: Operation, group: Group, size: flo
     if group.ranks == 1:
         return 0.0
     phases = 2 if operation == "all-reduce" else 1
-    latency = (
-        phases
-        * (
-            (group.ranks - group.nodes) * run.link.latency
-            + (group.nodes * run.network.latency if group.nodes > 1 else 0.0)
-        )
-        * HOP_SHARE
+    within, between = group.ranks - group.nodes, group.nodes if group.nodes > 1 else 0
+    moved = ring_factor(operation, group.ranks) * size / ring_speed(run, group)
+    if max(run.link.latency, run.network.latency if between else 0.0) > NCCL_LATENCY:
+        return moved + phases * (within * run.link.latency + between * run.network.latency) * HOP_SHARE
+    pcie = run.link.name.startswith("pcie")
+    near = run.link.latency / (USUAL_PCIE if pcie else USUAL_NVLINK)
+    far = run.network.latency / USUAL_NETWORK
+    return min(
+        moved / share + base + phases * (within * near * (over_pcie if pcie else over_nvlink) + between * far * network)
+        for share, base, over_nvlink, over_pcie, network in PROTOCOLS
     )
-    return latency + ring_factor(operation, group.ranks) * size / ring_speed(run, group)
 
 
 def ring_speed(run: Links, group: Group) -> float:

@@ -115,7 +115,7 @@ def overwrites_logits(run: Run) -> bool:
 
 def _plain_bytes(run: Run) -> float:
     if is_fused_loss(run):
-        return run.compute_bytes + (4.0 if run.traits.returns_wide_logits else run.compute_bytes)
+        return run.traits.kernel_logit_bytes or 2.0 * run.compute_bytes
     return run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes
 
 

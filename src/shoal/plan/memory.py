@@ -104,20 +104,25 @@ def _rank_memory(run: Run, rank: Rank) -> RankMemory:
     highest = max(moment.tree.amount for moment in found)
     if run.traits.planned_memory:
         return RankMemory(rank.pipeline_rank, found, 0.0)
-    slack = SHARDED_SLACK if run.sharded else ALLOCATOR_SLACK
+    slack = SHARDED_SLACK if run.gathers_weights else ALLOCATOR_SLACK
     gaps = 0.0
-    if run.traits.expandable_segments or not run.sharded:
+    if run.traits.expandable_segments or not run.gathers_weights:
         # Offloaded block inputs do not lie between them.
         gaps = RECOMPUTED_SLACK * recomputation(run, rank) * (0.5 if run.offloads_inputs else 1.0)
     if run.traits.expandable_segments:
         slack = EXPANDABLE_SLACK
     elif run.varied_lengths:
         gaps += _left_by_shorter_sequences(run, rank, found, highest * (1 + slack) + gaps)
-    if not run.sharded:
-        return RankMemory(rank.pipeline_rank, found, highest * slack + gaps)
+    solid = 0.0  # trained weights and their state, if they are one tensor each
+    if run.traits.flattens_gradients:
+        held = states(run, rank)
+        solid = held.optimizer.amount + (held.weights.amount if run.adapter is None else 0.0)
+    if not run.gathers_weights:
+        return RankMemory(rank.pipeline_rank, found, (highest - solid) * slack + gaps)
     main = max(moment.tree.amount - moment.side for moment in found)
     side = max(moment.side for moment in found)
-    return RankMemory(rank.pipeline_rank, found, max(0.0, main * (1 + slack) + side - highest) + gaps)
+    reserve = max(0.0, main + (main - solid) * slack + side - highest)
+    return RankMemory(rank.pipeline_rank, found, reserve + gaps)
 
 
 def _left_by_shorter_sequences(run: Run, rank: Rank, found: tuple[Moment, ...], needed: float) -> float:

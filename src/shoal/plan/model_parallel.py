@@ -2,7 +2,8 @@
 
 from shoal.plan.activations import block_input
 from shoal.plan.communication import collective_seconds, contention, rank_group, ring_speed
-from shoal.plan.compute import bandwidth, block_compute
+from shoal.plan.compute import block_compute
+from shoal.plan.kernels import bandwidth
 from shoal.plan.layout import Rank
 from shoal.plan.run import Run
 from shoal.plan.terms import Term, group, leaf

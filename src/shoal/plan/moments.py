@@ -14,6 +14,7 @@ from shoal.plan.activations import (
 from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
+from shoal.plan.retained import cached_keys, held_inputs, last_micro_batch
 from shoal.plan.run import Run
 from shoal.plan.states import (
     BUCKET_BYTES,
@@ -29,6 +30,8 @@ from shoal.plan.terms import Term, group, leaf, scaled
 
 # Elements of DeepSpeed's contiguous gradient bucket (reduce_bucket_size), by default.
 ZERO_BUCKET = 5e8
+# Elements of a rank that ZeRO-3 updates at a time (sub_group_size), by default.
+ZERO_SUB_GROUP = 1e9
 # Tensors of the residual stream's size, in the compute dtype, that a compiled backward pass holds while it recomputes
 # the block, beside its activations and their gradients, except where attention and MLP read the same input:
 # benchmarks/gpu/sweep_h200.
@@ -87,11 +90,15 @@ class _Step:
 
     def forward_pass(self) -> Moment:
         gathered, temporaries = _gathered_in_forward(self.run, self.counts), _forward_temporaries(self.run)
-        return self._moment("forward pass", gathered, 0.0, self.before, self.held.unreduced, self.kept, temporaries)
+        last = leaf("inputs and logits of the last micro-batch", last_micro_batch(self.run, self.rank))
+        others = self.held.unreduced, self.kept, temporaries, last
+        return self._moment("forward pass", gathered, 0.0, self.before, *others)
 
     def loss(self) -> Moment:
-        gathered = _gathered_for_loss(self.run, self.counts, self.matrix) + self.forward_blocks
-        return self._moment("loss", gathered, 0.0, self.before, self.held.unreduced, self.kept, head(self.run).peak)
+        run = self.run
+        gathered = _gathered_for_loss(run, self.counts, self.matrix) + self.forward_blocks
+        cache = leaf("cached keys and values", cached_keys(run, self.rank))
+        return self._moment("loss", gathered, 0.0, self.before, self.held.unreduced, self.kept, cache, head(run).peak)
 
     def start_of_backward(self) -> Moment:
         run, counts = self.run, self.counts
@@ -126,6 +133,7 @@ class _Step:
             self.unreduced_at_end,
             group("activations", *block_kept(run).parts),  # of one block: saved or recomputed
             self.transient,
+            leaf("inputs of frozen blocks and their gradients", held_inputs(run, self.rank)),
         )
 
     def embedding_gradient(self) -> Moment:
@@ -278,7 +286,7 @@ def _embedding_gradient(run: Run, counts: Counts) -> float:
 
 
 def _gathered_embedding_and_head(run: Run, counts: Counts) -> float:
-    if not run.sharded or (run.traits.masters_with_optimizer and not run.data_parallelism.shards_weights):
+    if not run.gathers_weights:
         return 0.0
     return counts.embedding_and_head * run.compute_bytes
 
@@ -311,14 +319,15 @@ def _gathered_for_loss(run: Run, counts: Counts, matrix: float) -> float:
 
 def _gathered_blocks(run: Run, counts: Counts) -> float:
     """Weights of blocks that are unsharded at a time: the current and the prefetched ones, or all of them."""
-    # A quantized matrix is dequantized while it is used.
+    # A quantized matrix is dequantized while it is used. Of GPTQ's layers the matmul is PyTorch's, which saves the
+    # matrix for the backward pass of the block.
     dequantized = 0.0
     if run.adapter is not None and run.adapter.quantize is not None:
-        dequantized = max(one.parameters for one in linears(run.shape)) / run.mesh.tp * dequantized_bytes(run)
-    if not run.sharded:
+        matrices = [one.parameters for one in linears(run.shape)]
+        used = sum(matrices) if run.adapter.quantize == "gptq" else max(matrices)
+        dequantized = used / run.mesh.tp * dequantized_bytes(run)
+    if not run.gathers_weights:
         return dequantized
-    if run.traits.masters_with_optimizer and not run.data_parallelism.shards_weights:
-        return 0.0
     itemsize = block_bytes(run)
     if run.keeps_weights:
         return counts.blocks * itemsize + dequantized
@@ -375,8 +384,9 @@ def _communication_buffers(run: Run, rank: Rank) -> Term:
         outputs = in_flight * len(rank.stages) if run.traits.torch_pipeline else 0.0
         found.append(leaf("pipeline stage outputs", outputs * block_input(run)))
     if run.traits.masters_with_optimizer and run.data_parallelism.shards_optimizer:
-        bucket = min(ZERO_BUCKET, trained_parameters(run, rank)) * run.reduced_bytes
-        found.append(leaf("gradient bucket", bucket))
+        # DeepSpeed allocates the whole bucket, however little is trained.
+        elements = ZERO_BUCKET if run.traits.flattens_gradients else min(ZERO_BUCKET, trained_parameters(run, rank))
+        found.append(leaf("gradient bucket", elements * run.reduced_bytes))
     return group("communication buffers", *found)
 
 
@@ -388,6 +398,12 @@ def _optimizer_temporaries(run: Run, rank: Rank) -> Term:
     if run.traits.foreach_step and run.optimizer == "adamw" and not run.optimizer_in_backward:
         # The square roots of the second moments.
         amount += trained_parameters(run, rank) / run.optimizer_shards * run.weight_bytes
+    if run.traits.flattens_gradients and run.data_parallelism.shards_optimizer and run.offload == "none":
+        # A rank's gradients in one tensor, and in fp32; with sharded weights one sub-group after the other.
+        own = trained_parameters(run, rank) / (run.shards * run.replicas)
+        if run.data_parallelism.shards_weights:
+            own = min(own, ZERO_SUB_GROUP)
+        amount += own * (run.reduced_bytes + 4)
     if find_optimizer(run.optimizer).needs_whole_matrices:
         # Newton-Schulz needs a few copies of one matrix in bf16.
         amount += 4 * 2 * max(one.parameters for one in linears(run.shape))

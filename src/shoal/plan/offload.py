@@ -22,8 +22,11 @@ HOST_ADAM = 0.155
 # at most with two ranks (3.1 s for a step of Qwen2.5-3B, DeepSpeed's pull request 7474), 1.9 s with four (128 ms for 67
 # million, README of ZenFlow's benchmark in DeepSpeedExamples), 2.7 s with eight (chenyaofo's table).
 SHARED_HOST_ADAM = 0.07
-# Bytes that a step moves per parameter: weight, gradient and two moments are read, all but the gradient written.
+# Bytes that a step in fp32 moves per parameter: weight, gradient and two moments are read, all but the gradient
+# written.
 STEP_BYTES = 28
+# Of a step of torch's FSDP: the norm reads the gradient before, and the clipped gradient is written.
+CLIPPED_STEP_BYTES = STEP_BYTES + 8
 
 
 def host_link(run: Run) -> float:
@@ -77,5 +80,6 @@ def offloaded_state(run: Run, rank: Rank) -> Term:
         # Gradients during the backward pass, and updated weights in 16 bits after the step.
         updated = trained * run.updated_bytes / run.optimizer_shards / host_link(run)
         moved = max(0.0, gradients - block.backward * rank.blocks) * run.grad_accum_steps + updated
-    stepping = trained / run.optimizer_shards * STEP_BYTES * run.devices / host_adam(run)
+    stepped = STEP_BYTES if run.traits.masters_with_optimizer else CLIPPED_STEP_BYTES * run.trained_bytes / 4
+    stepping = trained / run.optimizer_shards * stepped * run.devices / host_adam(run)
     return group("offload", leaf("exposed weight transfer", moved), leaf("CPU optimizer step", stepping))

@@ -18,7 +18,7 @@ class Adapter:
 
     rank: int
     targets: tuple[str, ...]  # names of linear layers of a block, as `blocks.linears` calls them
-    quantize: str | None = None  # nf4, fp4, int8: how the frozen matrices are stored
+    quantize: str | None = None  # nf4, fp4, int8, gptq: how the frozen matrices are stored
     double_quantized: bool = False  # the scales of the 4-bit blocks are quantized to 8 bits
     dora: bool = False
     dropout: bool = False  # on the adapters' inputs
@@ -103,11 +103,17 @@ class Run:
     @property
     def mixed(self) -> bool:
         """Whether fp32 master weights are trained with low-precision compute copies."""
-        return self.precision in ("bf16-mixed", "16-mixed", "fp8")
+        return self.precision in ("bf16-mixed", "16-mixed", "fp8") or self.upcasts_shards
+
+    @property
+    def upcasts_shards(self) -> bool:
+        """Whether 16-bit weights become fp32 master weights when FSDP shards them."""
+        trained = self.sharded and self.adapter is None
+        return self.traits.upcasts_shards and trained and self.precision == "bf16-true"
 
     @property
     def weight_bytes(self) -> int:
-        return 2 if self.precision == "bf16-true" else 4
+        return 2 if self.precision == "bf16-true" and not self.upcasts_shards else 4
 
     @property
     def trained_bytes(self) -> int:
@@ -123,7 +129,14 @@ class Run:
         """Bytes per element of what a block's linear layers return. A quantized layer computes in 16 bits and returns
         the dtype of its input, which is fp32 if all else is upcast (Linear4bit in bitsandbytes/nn/modules.py)."""
         wide = self.adapter is not None and self.adapter.upcasts and self.adapter.quantize is not None
-        return 4 if wide else self.compute_bytes
+        return 4 if wide or self.widens_norms else self.compute_bytes
+
+    @property
+    def widens_norms(self) -> bool:
+        """Whether blocks compute in fp32 because of autocast: it computes layer_norm, unlike an RMSNorm that is written
+        out, in fp32, and a quantized layer returns the dtype of its input."""
+        quantized = self.adapter is not None and self.adapter.quantize in ("nf4", "fp4")
+        return quantized and self.traits.peft and self.traits.autocasts and not self.shape.traits.rms_norm
 
     @property
     def adapter_input_bytes(self) -> int:
@@ -154,7 +167,7 @@ class Run:
     @property
     def residual_bytes(self) -> int:
         """Bytes per element of the residual stream."""
-        if self.adapter is not None and self.adapter.upcasts:
+        if self.adapter is not None and (self.adapter.upcasts or self.widens_norms):
             return 4
         wide = self.traits.wide_residual_stream and self.adapter is None  # parallel/precision.py
         return self.weight_bytes if wide else self.compute_bytes
@@ -194,6 +207,11 @@ class Run:
     def sharded(self) -> bool:
         """Whether FSDP shards the weights."""
         return self.data_parallelism.fully_shard
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether weights are all-gathered to be used. DeepSpeed's ZeRO-2 and Megatron's keep all of them."""
+        return self.sharded and (self.data_parallelism.shards_weights or not self.traits.masters_with_optimizer)
 
     @property
     def accumulates_unsharded(self) -> bool:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
-from shoal.plan.compute import bandwidth, block_compute, head_seconds, optimizer_seconds
+from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
+from shoal.plan.kernels import bandwidth
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
 from shoal.plan.offload import activation_transfer, offloaded_state, steps_on_host
@@ -23,7 +24,17 @@ COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/
 # length of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an
 # A100: 0.36 s with LoRA, and 0.68 s with QLoRA and activation checkpointing (Vertex Model Garden's benchmark report).
 EAGER_ADAPTER_HOST = 0.75e-3
+# Without the casts of an adapter in another dtype, 14 kernels are left of 25.
+NARROW_ADAPTER_HOST = 0.42e-3
 QUANTIZED_HOST = 0.45e-3
+# Host time of ZeRO-3 for each module with parameters, in each pass: hooks before and after it, in Python, fetch its
+# parameters, prefetch others and release them (deepspeed/runtime/zero/partitioned_param_coordinator.py). From steps
+# that hardly depend on the length of their sequences: Qwen-1.8B on one A100 with activation checkpointing, 2.1 to 2.2 s
+# for 8 micro-batches of 256 to 1,024 tokens; with other ranks, whose shards are all-gathered, 0.59 ms with Qwen-7B on
+# two and 0.45 ms with adapters on Qwen-72B on four (QwenLM/Qwen, README.md).
+ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
+# Time of a shard in a list: a view, made in Python, and the launch of a kernel that copies it. An assumption.
+LISTED_SHARD = 8e-6
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5
 # Share of the forward pass, which is launched once more if it is recomputed.
@@ -114,11 +125,25 @@ def _host_seconds(run: Run, blocks: int) -> float:
         return COMPILED_BLOCK_HOST * blocks
     block = EAGER_BLOCK_HOST
     if run.adapter is not None:
-        block += EAGER_ADAPTER_HOST * len(adapted(run))
-        block += QUANTIZED_HOST * len(linears(run.shape)) if run.adapter.quantize is not None else 0.0
+        each = NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
+        block += each * len(adapted(run))
+        if run.adapter.quantize is not None:
+            block += QUANTIZED_HOST * len(linears(run.shape, joined=run.traits.fused_qkv))
     if run.traits.casts_per_use and run.mixed:
         block *= AUTOCAST_HOST
-    return block * blocks * (1 + FORWARD_HOST * (run.repeats_forward + run.reference_pass))
+    launched = block * blocks * (1 + FORWARD_HOST * (run.repeats_forward + run.reference_pass))
+    return launched + _module_hooks(run) * blocks
+
+
+def _module_hooks(run: Run) -> float:
+    """Host time of DeepSpeed's hooks around the modules of a block, which fetch and release parameters."""
+    if not (run.traits.hooks_modules and run.data_parallelism.shards_weights):
+        return 0.0
+    modules = len(linears(run.shape, joined=run.traits.fused_qkv)) + 2
+    if run.adapter is not None:
+        modules += 2 * len(adapted(run))
+    each = ZERO3_HOST if run.world_size == 1 else ZERO3_GATHERING_HOST
+    return each * modules * (2 + run.repeats_forward + run.reference_pass)
 
 
 def _micro_batch(run: Run, rank: Rank) -> Term:
@@ -194,6 +219,8 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
     passes = 2 if run.reference_pass else 1
     gathers = gather * rank.blocks * (1 / run.grad_accum_steps if run.keeps_weights else passes)
     again = 0.0 if run.keeps_weights else gather * rank.blocks
+    if run.traits.checkpoints_units and run.repeats_forward:
+        again *= 2
     scatters = scatter * rank.blocks
     if run.gathers_after_step:
         gathers, gather, embedding_and_head = 0.0, 0.0, scattered(embedding + head)
@@ -203,10 +230,19 @@ def _sharding(run: Run, rank: Rank, ahead: float, back: float) -> tuple[Term, fl
         gathers += gathered(counts.head)
         scatters += scattered(head)
         embedding_and_head = gathered(counts.embedding) + scattered(embedding)
+    if run.traits.lists_shards:
+        exposed = gathers + again + scatters + embedding_and_head + _listed_shards(run) * rank.blocks
+        return leaf("exposed FSDP collectives", exposed), 0.0
     exposed = max(0.0, gathers - ahead) + max(0.0, again + scatters - back) + embedding_and_head + gather + scatter
     return leaf("exposed FSDP collectives", exposed), max(
         0.0, gathers + again + scatters + embedding_and_head - exposed
     )
+
+
+def _listed_shards(run: Run) -> float:
+    """Seconds of a block to make the lists of shards that collectives gather or reduce, and to copy their items."""
+    collectives = 2 + run.repeats_forward + 1
+    return collectives * len(linears(run.shape, joined=run.traits.fused_qkv)) * run.shards * LISTED_SHARD
 
 
 def _per_step(run: Run, rank: Rank) -> list[Term]:

@@ -10,8 +10,9 @@ from shoal.plan.run import Adapter, Run
 from shoal.plan.terms import Term, group, leaf
 
 # Bytes per element: 4 bits and an fp32 scale per block of 64; the same with 8-bit scales and one fp32 scale per 256 of
-# them (double quantization, the QLoRA paper); 8 bits with a negligible scale per row.
-QUANTIZED_BYTES = {"nf4": 0.5 + 4 / 64, "fp4": 0.5 + 4 / 64, "int8": 1.0}
+# them (double quantization, the QLoRA paper); 8 bits with a negligible scale per row. GPTQ: a 16-bit scale and a 4-bit
+# zero per 128.
+QUANTIZED_BYTES = {"nf4": 0.5 + 4 / 64, "fp4": 0.5 + 4 / 64, "int8": 1.0, "gptq": 0.5 + 2.5 / 128}
 DOUBLE_QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 # Elements whose offloaded state is on the device at a time (optim/offload.py).
 OFFLOAD_BUCKET = 1 << 26
@@ -51,7 +52,8 @@ def adapted(run: Run) -> list[Linear]:
     """The linear layers of a block that have an adapter."""
     assert run.adapter is not None
     targets = run.adapter.targets
-    return [one for one in linears(run.shape) if one.name in targets]
+    # `attn`: query, key and value are one layer, with one adapter.
+    return [one for one in linears(run.shape, joined="attn" in targets) if one.name in targets]
 
 
 def trained_parameters(run: Run, rank: Rank) -> float:

@@ -37,8 +37,9 @@ class SystemTraits:
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
     loss_kernel: Literal["never", "compiled", "always"] = "never"
-    # The logits of such a kernel are returned too, and cast to fp32 meanwhile.
-    returns_wide_logits: bool = False
+    # Peak bytes per logit of such a kernel, if it holds more than that: a system that upcasts logits before, or returns
+    # them cast to fp32.
+    kernel_logit_bytes: float = 0.0
     # With any activation checkpointing, compiled blocks recompute elementwise results (parallel/compile.py).
     recomputes_cheap: bool = False
     # Steps that wait for the host may be replayed as CUDA graphs (`train.cuda_graphs`).
@@ -54,6 +55,10 @@ class SystemTraits:
     gathers_in_fp8: bool = False
     # Weights and gradients are in 16 bits, and fp32 master weights are part of the optimizer state (ZeRO).
     masters_with_optimizer: bool = False
+    # With sharded optimizer state, the step copies a rank's gradients into one tensor, and casts that to fp32 (step in
+    # deepspeed/runtime/zero/stage_1_and_2.py, _prepare_fp32_grad_for_sub_group in stage3.py). Weights and state are
+    # such tensors too, between which there are no gaps.
+    flattens_gradients: bool = False
     # Embedding and head, unless tied, are separate FSDP units; else one unit that stays unsharded between them.
     # `trained`: separate unless they are frozen under adapters.
     separate_head_unit: bool | Literal["trained"] = False
@@ -65,6 +70,9 @@ class SystemTraits:
     # A 4-bit matmul saves its input for the backward pass: bitsandbytes before 0.43.2 (MatMul4Bit in
     # bitsandbytes/autograd/_functions.py).
     quantized_keep_inputs: bool = False
+    # The loop holds the logits until it has the next ones, and with their graph what bitsandbytes keeps in its autograd
+    # functions (`ctx.tensors`); the backward pass frees only what is saved as PyTorch wants it.
+    holds_last_logits: bool = False
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
@@ -107,6 +115,17 @@ class SystemTraits:
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
+    # Checkpointed blocks are FSDP units, rather than FSDP units having checkpointed blocks: the recomputed forward pass
+    # gathers and frees a block's weights on its own, so that the backward pass gathers them once more.
+    checkpoints_units: bool = False
+    # Activation checkpointing is the reentrant one, as in transformers before version 5 unless `use_reentrant` is
+    # false. If FSDP's units are frozen, hooks on their recomputed inputs keep these inputs, and the gradients that have
+    # come to them, until the end of the backward pass: _register_post_backward_reshard_only_hook in
+    # torch/distributed/fsdp/_runtime_utils.py.
+    reentrant: bool = False
+    # The model returns keys and values of all blocks for generation (`use_cache`), which activation checkpointing from
+    # outside the model does not switch off: they are held to the end of the forward pass.
+    caches_keys: bool = False
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
@@ -127,6 +146,13 @@ class SystemTraits:
     overlaps_tensor: bool = False
     # With several stages per pipeline rank, transfers between stages overlap with the compute of another stage.
     overlaps_pipeline: bool = False
+    # ZeRO-3 fetches and releases the parameters of each module in hooks around it, in Python.
+    hooks_modules: bool = False
+    # ZeRO-3 gathers and reduces each matrix as a list of shards, one for every rank, while nothing else runs.
+    lists_shards: bool = False
+    # Trained weights in 16 bits become fp32 shards under FSDP, because mixed precision is on: prepare_model in
+    # accelerate/accelerator.py and fsdp2_prepare_model in accelerate/utils/fsdp_utils.py, since version 0.28.
+    upcasts_shards: bool = False
     # FSDP reduces gradients in the compute dtype, and accumulates unsharded ones in it; else in `reduce_dtype`.
     narrow_reduction: bool = False
     # Matmuls add to the gradients of earlier micro-batches; else these are added up by kernels of their own.
@@ -169,6 +195,7 @@ KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
 LITGPT = SystemTraits(
     fused_qkv=True,
     quantized_keep_inputs=True,
+    holds_last_logits=True,  # fit in litgpt/finetune/lora.py
     quantizes_head=True,
     quantizes_experts=True,
     dequantizes_in_half=True,
@@ -187,6 +214,7 @@ HUGGING_FACE = SystemTraits(
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
+    checkpoints_units=True,  # gradient_checkpointing_enable in transformers/modeling_utils.py; its issue 30404
     narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
@@ -195,13 +223,16 @@ BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=Tru
 DEEPSPEED = SystemTraits(
     logit_bytes=14.0,
     masters_with_optimizer=True,
+    flattens_gradients=True,
     flash2=True,
     peft=True,
+    autocasts=False,  # _prepare_deepspeed in accelerate/accelerator.py
     narrow_adapters=True,  # _configure_distributed_model in deepspeed/runtime/engine.py casts all parameters
     torch_pipeline=False,
     replicates_scales=True,
     quantizes_experts=True,
     even_stages=True,
+    hooks_modules=True,  # _register_deepspeed_module in deepspeed/runtime/zero/parameter_offload.py
 )
 # Megatron-LM. Files are in NVIDIA/Megatron-LM.
 MEGATRON = SystemTraits(
@@ -235,7 +266,7 @@ NEMO = replace(
 TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
-AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True)
+AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, upcasts_shards=True)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
 # with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
 # compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
@@ -243,7 +274,8 @@ UNSLOTH = replace(
     AXOLOTL,
     unfused_norms=False,
     loss_kernel="always",
-    returns_wide_logits=True,  # convert_outputs_to_fp32 around the model's forward in accelerate/accelerator.py
+    # convert_outputs_to_fp32 around the model's forward in accelerate/accelerator.py: an fp32 copy beside the logits
+    kernel_logit_bytes=6.0,
     peft=False,
     mlp_in_place=True,
     fused_activation=True,

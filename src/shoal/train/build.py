@@ -98,6 +98,6 @@ def make_step(
 
 def keep_low_precision_gradients(model: ParallelModel, optimizer: NamedOptimizer, resolved: ResolvedRun) -> None:
     """Keep gradients in low precision where nothing accumulates into them: one rank, one micro-batch per step."""
-    if optimizer.takes_factor and resolved.world_size == 1 and resolved.grad_accum_steps == 1:
+    if optimizer.own_kernels and resolved.world_size == 1 and resolved.grad_accum_steps == 1:
         for copies in model.copies:
             copies.keep_low_precision_gradients()

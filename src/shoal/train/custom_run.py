@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -43,7 +44,7 @@ class CustomRun:
     def data_parallel(self) -> int:
         return self.mesh.data_parallel
 
-    @property
+    @cached_property  # every step reads it
     def grad_accum_steps(self) -> int:
         return self.global_batch // (self.micro_batch * self.data_parallel)
 

@@ -45,9 +45,10 @@ class Turn:
 
     def record(self, result: StepResult, lr: float, ranks: Ranks) -> None:
         """Remember an update, for the lines of the log after it."""
-        sums = result.sums[:2]
-        alike = torch.stack([result.norm.to(sums), sums.new_tensor(lr)])  # the same on all ranks: counted once
-        self.latest, self.norm, self.lr = torch.cat([sums, alike * float(ranks.first)]), result.norm, lr
+        loss, once = result.sums[:1], float(ranks.first)  # what is the same on all ranks is counted once
+        weight = result.sums[1:2] if result.weight is None else loss.new_tensor([result.weight * once])
+        alike = torch.stack([result.norm.to(loss), loss.new_tensor(lr)]) * once
+        self.latest, self.norm, self.lr = torch.cat([loss, weight, alike]), result.norm, lr
 
     def numbers(self, ranks: Ranks) -> dict[str, Any]:
         """What a checkpoint has of this turn, besides tensors. Collective."""

@@ -115,10 +115,15 @@ class Hooks(Hook):
         self.hooks: list[Hook] = []
         self.warn = warn
         self._started: list[Hook] = []
+        # Those that do something at every step, of which most do not.
+        self._at_steps: list[Hook] = []
+        self._sharing: list[Hook] = []
         self._lengths: list[int] = []  # of what each hook shares
 
     def add(self, *hooks: Hook) -> None:
         self.hooks += hooks
+        self._at_steps += [one for one in hooks if _has_own(one, "on_step_end")]
+        self._sharing += [one for one in hooks if _has_own(one, "share") or _has_own(one, "on_shared")]
 
     def on_run_start(self, start: RunStart) -> None:
         for hook in self.hooks:
@@ -126,7 +131,7 @@ class Hooks(Hook):
             self._started.append(hook)
 
     def on_step_end(self, end: StepEnd) -> None:
-        for hook in self.hooks:
+        for hook in self._at_steps:
             hook.on_step_end(end)
 
     def on_metrics(self, line: Line, interval: LogInterval) -> None:
@@ -167,13 +172,18 @@ class Hooks(Hook):
             self.warn(f"a hook failed, too: {error!r}.")
 
     def share(self) -> Values:
-        shared = [hook.share() for hook in self.hooks]
+        shared = [hook.share() for hook in self._sharing]
         self._lengths = [len(values) for values in shared]
         return [value for values in shared for value in values]
 
     def on_shared(self, values: Sequence[Values]) -> None:
         """Give each hook its own part of what was shared."""
         begin = 0
-        for hook, length in zip(self.hooks, self._lengths, strict=True):
+        for hook, length in zip(self._sharing, self._lengths, strict=True):
             hook.on_shared([one[begin : begin + length] for one in values])
             begin += length
+
+
+def _has_own(hook: Hook, event: str) -> bool:
+    """Whether it does something at this event."""
+    return getattr(getattr(hook, event), "__func__", None) is not getattr(Hook, event)

@@ -58,29 +58,33 @@ class TrainStep:
         with annotated(OPTIMIZER):
             return self.update(sums, batch.weight, lr)
 
-    def loss_factor(self, weight: float) -> Tensor:
+    def loss_factor(self, weight: float) -> Tensor | float:
         """What the summed loss of each micro-batch is multiplied with before its backward pass, so that the step's loss
         is the mean over `weight`, which is that of all ranks and micro-batches."""
-        return self.scaler.scale * (self._before / weight)
+        factor = self._before / weight
+        return self.scaler.scale * factor if self.scaler.enabled else factor
 
     def update(
         self, sums: Tensor, weight: int | None, lr: float | None, correction: Tensor | None = None
     ) -> StepResult:
         """Clip the gradients that the backward passes have left, and update the weights. `correction`: a factor of the
         gradients that was not known before the backward passes."""
-        gradients, scale = self.model.gradients, self.scaler.scale
-        after: Tensor | int = self._after
+        gradients = self.model.gradients
+        after: Tensor | None = None  # what gradients are still to be multiplied with
+        if self.scaler.enabled:
+            after = self._after / self.scaler.scale
         if correction is not None:
-            after = correction * after
-        norm = gradients.norm() * after / scale
+            after = correction if after is None else correction * after
+        norm = gradients.norm() if after is None else gradients.norm() * after
         finite = usable = norm.isfinite()
         if self.guard is not None:
             total = self.total(sums.clone())
             mean = total[0] / (total[1] if weight is None else weight)
             usable = usable & self.guard.accepts(mean).to(usable.device)
         factor = None
-        if self.clip is not None or self.scaler.enabled or correction is not None:
-            factor = clip_factor(norm, self.clip) * after / scale
+        if self.clip is not None or after is not None:
+            factor = clip_factor(norm, self.clip)
+            factor = factor if after is None else factor * after
         if factor is not None and not self.optimizer.takes_factor:
             gradients.multiply(factor)
             factor = None

@@ -1,0 +1,67 @@
+"""Seconds of single kernels: a matmul by its shape, and bytes over the memory bandwidth."""
+
+from dataclasses import dataclass
+
+from shoal.catalogue.efficiency import MULTIPROCESSORS, Efficiency, efficiency
+from shoal.plan.run import Run
+
+# Matmuls in fp32, which do not use tensor cores, reach more of their lower peak.
+FP32_MATMULS = 1.1
+# Elements of the output that a multiprocessor computes at a time, 128 × 256, and inner dimensions from which on several
+# multiprocessors share a tile. When the last tiles are computed, some multiprocessors wait: as if there were a third of
+# a wave of tiles more. The shares of the peak are those of twenty waves and more.
+TILE, SHARED_INNER, TAIL, WAVES = 128 * 256, 2048, 0.3, 20
+# Smaller tiles, by how many of them are in a large one, and their speed.
+TILES = ((1, 1.0), (2, 0.92), (8, 0.75))
+# Share of the memory bandwidth that a streaming kernel over long tensors reaches: our AdamW of fp32 weights on an H200
+# moves 34.6 GB in 8.6 ms (benchmarks/gpu/ideas_h200/kernels_wide_stream_4.txt); its norm is a little slower.
+STREAMED = 0.8
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of one kind of work in the forward and the backward pass."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def reached_by(run: Run) -> Efficiency:
+    """The shares of the device's peaks that this run's software reaches."""
+    return efficiency(run.gpu, software=run.traits.software)
+
+
+def matmul_seconds(run: Run, rows: float, inner: float, columns: float, *, fp8: bool = False) -> float:
+    """Seconds of one matmul, [rows, inner] × [inner, columns]."""
+    reached = reached_by(run)
+    work = 2 * rows * inner * columns
+    # Prologue and epilogue of a tile cost the same whatever the inner dimension.
+    half = 256.0 if run.compute_bytes == 4 else reached.inner_half
+    short = inner / (inner + half)
+    share = reached.matmuls
+    if run.compute_bytes == 4 and not run.gpu.is_cpu:
+        share = reached.fp32 or FP32_MATMULS * reached.matmuls
+    flops = run.peak * share
+    if fp8 and run.gpu.fp8:
+        flops = run.gpu.fp8 * reached.fp8
+    itemsize = 1 if fp8 else run.compute_bytes
+    moved = (rows * inner + inner * columns + rows * columns) * itemsize
+    return max(work / (flops * short) * _tail(run, rows, inner, columns), moved / bandwidth(run, reached))
+
+
+def _tail(run: Run, rows: float, inner: float, columns: float) -> float:
+    """How much longer a matmul takes because its tiles are not a multiple of the multiprocessors."""
+    units = MULTIPROCESSORS.get(run.gpu.name)
+    if units is None or run.compute_bytes == 4:
+        return 1.0
+    waves = rows * columns / TILE / units * max(1.0, inner / SHARED_INNER)
+    return max(1.0, min((1 + TAIL / (waves * parts)) / speed for parts, speed in TILES) / (1 + TAIL / WAVES))
+
+
+def bandwidth(run: Run, reached: Efficiency | None = None) -> float:
+    """Bytes per second that elementwise kernels reach."""
+    return run.gpu.memory_bandwidth * (reached or reached_by(run)).bandwidth

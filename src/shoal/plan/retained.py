@@ -1,0 +1,37 @@
+"""What other systems hold longer than a step needs it, through references that they keep: see `SystemTraits`."""
+
+from shoal.plan.activations import block_input, quantized_input_bytes
+from shoal.plan.blocks import linears
+from shoal.plan.layout import Rank
+from shoal.plan.run import Run
+from shoal.plan.states import dequantized_bytes, has_quantized_head
+
+
+def last_micro_batch(run: Run, rank: Rank) -> float:
+    """What a loop that holds the last logits has of them at the end of the next forward pass: the inputs of quantized
+    layers, and the logits, beside the new ones and the dequantized head. The longest of varied sequences hardly comes
+    twice in a row."""
+    if not run.traits.holds_last_logits or run.varied_lengths or not rank.last:
+        return 0.0
+    inputs = {one.reads: one.local_sizes(run.mesh.tp)[0] for one in linears(run.shape)}
+    kept = run.tokens * sum(inputs.values()) * quantized_input_bytes(run) * rank.blocks
+    vocabulary = run.shape.vocab / run.mesh.tp
+    logits = 2 * run.head_tokens * vocabulary * run.compute_bytes
+    matrix = vocabulary * run.shape.hidden * dequantized_bytes(run) if has_quantized_head(run) else 0.0
+    return (kept if run.recompute == "none" else 0.0) + logits + matrix
+
+
+def held_inputs(run: Run, rank: Rank) -> float:
+    """The inputs of the blocks behind the first, and their gradients, which frozen FSDP units keep to the end."""
+    frozen = run.sharded and run.adapter is not None
+    if not frozen or not run.traits.reentrant or run.recompute != "full":
+        return 0.0
+    return 2 * (rank.blocks - 1) * block_input(run)
+
+
+def cached_keys(run: Run, rank: Rank) -> float:
+    """Keys and values of all blocks that the model returns. Without activation checkpointing, attention has saved them
+    anyway."""
+    if not run.traits.caches_keys or not run.repeats_forward:
+        return 0.0
+    return 2 * run.tokens * run.shape.kv_width / run.mesh.tp * run.compute_bytes * rank.blocks

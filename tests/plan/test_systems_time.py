@@ -1,0 +1,118 @@
+"""What takes time in other systems' code: adapters, dequantization, casts, hooks, and their collectives."""
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.catalogue.gpus import LINKS
+from shoal.config.mesh import Mesh
+from shoal.plan.blocks import linears
+from shoal.plan.communication import Group, collective_seconds, ring_speed
+from shoal.plan.run import FROZEN, Adapter
+from shoal.plan.speed import forecast_speed
+from shoal.plan.systems import SYSTEMS
+from tests.plan.planning import make_run
+from tests.plan.test_other_systems import DEEPSPEED, HUGGING_FACE, LINEARS, MEGATRON, adapted, seconds, term
+
+
+def test_an_adapter_in_the_dtype_of_its_layer_launches_fewer_kernels_and_casts_nothing():
+    wide, narrow = adapted(micro_batch=1), adapted(micro_batch=1, traits=replace(HUGGING_FACE, narrow_adapters=True))
+    for length, share in ((128, 0.7), (4096, 0.95)):  # bound by the host, and by the device
+        assert seconds(narrow.with_(length=length)) < share * seconds(wide.with_(length=length))
+
+
+def test_one_adapter_on_joined_queries_keys_and_values_replaces_three():
+    joined = Adapter(16, ("attn", *LINEARS[3:]))
+    run = adapted(length=128)
+    assert seconds(run.with_(adapter=Adapter(16, LINEARS[3:]))) < seconds(run.with_(adapter=joined)) < seconds(run)
+
+
+def test_gptq_is_dequantized_by_many_kernels_once_for_each_forward_pass():
+    traits = replace(HUGGING_FACE, narrow_adapters=True)
+    gptq, nf4 = (adapted(quantize=kind, traits=traits, length=1024) for kind in ("gptq", "nf4"))
+    # 16.5 bytes per weight, where NF4 moves 2.6 in either pass.
+    weights = 32 * sum(one.parameters for one in linears(gptq.shape))
+    assert seconds(gptq) - seconds(nf4) == pytest.approx(weights * (16.5 - 2 * 2.5625) / (0.6 * 2039e9), rel=0.03)
+    again = [seconds(run.with_(recompute="full")) - seconds(run) for run in (gptq, nf4)]
+    assert again[0] > again[1] + 0.9 * weights * (16.5 - 2.5625) / (0.6 * 2039e9)
+
+
+def test_zero3_of_deepspeed_waits_for_its_hooks_if_sequences_are_short():
+    def step(length: int, strategy: str) -> float:
+        return seconds(
+            make_run(
+                "llama2-7b",
+                "a100-80gb",
+                strategy=strategy,
+                mesh=Mesh(dp_shard=2),
+                devices=2,
+                micro_batch=1,
+                recompute="full",
+                length=length,
+                traits=DEEPSPEED,
+                compiled=False,
+                loss="plain",
+            )
+        )
+
+    assert step(256, "zero3") > 2.5 * step(256, "zero2")
+    assert step(256, "zero3") == pytest.approx(step(512, "zero3"), rel=0.02)
+    assert step(8192, "zero3") < 1.1 * step(8192, "zero2")
+
+
+def test_layers_that_return_fp32_move_more_bytes():
+    plain = adapted(quantize="nf4", micro_batch=4, length=4096)
+    assert plain.adapter is not None
+    upcast = plain.with_(adapter=replace(plain.adapter, upcasts=True))
+    assert 1.15 < seconds(upcast) / seconds(plain) < 1.5
+
+
+def test_autocast_computes_layer_norm_in_fp32_and_quantized_layers_with_it():
+    gpt2 = make_run("gpt2", "a100-80gb", traits=HUGGING_FACE, compiled=False, loss="plain", trained=FROZEN)
+    names = tuple(one.name for one in linears(gpt2.shape))
+    run = gpt2.with_(adapter=Adapter(16, names, "nf4"))
+    assert run.layer_bytes == run.residual_bytes == 4
+    assert run.with_(traits=replace(HUGGING_FACE, autocasts=False)).layer_bytes == 2
+    # An RMSNorm that is written out returns the dtype of its input.
+    assert adapted(quantize="nf4").layer_bytes == 2
+
+
+def test_blocks_that_are_checkpointed_around_fsdp_units_are_gathered_once_more():
+    slow = {"strategy": "fsdp", "mesh": Mesh(dp_shard=2), "devices": 1}
+    around = make_run("llama2-7b", "a100-80gb", recompute="full", traits=HUGGING_FACE, **slow)
+    around = around.with_(network=LINKS["ethernet-10"])
+    within = around.with_(traits=replace(HUGGING_FACE, checkpoints_units=False))
+    name = "exposed FSDP collectives"
+    more = term(forecast_speed(around), name) - term(forecast_speed(within), name)
+    assert more > 0.2 * term(forecast_speed(within), name)
+    saved = (run.with_(recompute="none") for run in (around, within))
+    assert len({seconds(run) for run in saved}) == 1
+
+
+def test_lists_of_shards_cost_more_the_more_ranks_there_are():
+    def exposed(ranks: int, *, lists: bool) -> float:
+        traits = replace(MEGATRON, lists_shards=lists)
+        run = make_run("llama2-70b", "a100-80gb", strategy="zero3", mesh=Mesh(dp_shard=ranks), traits=traits)
+        return term(forecast_speed(run), "exposed FSDP collectives")
+
+    assert exposed(8, lists=True) > exposed(8, lists=False)
+    # In each of 80 blocks two all-gathers and a reduce-scatter of five matrices, with 8 microseconds for every rank.
+    assert exposed(1024, lists=True) - exposed(512, lists=True) > 80 * 3 * 5 * 512 * 8e-6
+
+
+def test_the_protocol_of_a_collective_is_the_fastest_for_its_size():
+    run, within, all_ranks = make_run(), Group(8, 1), Group(1024, 128)
+    # LL: 3.6 microseconds, and 0.85 for each hop.
+    assert collective_seconds(run, "all-gather", within, 8) == pytest.approx(3.6e-6 + 7 * 0.85e-6, rel=0.01)
+    # Simple: 3.4 for each hop within a node, and 9.6 between nodes.
+    size = 1e10
+    large = collective_seconds(run, "all-gather", all_ranks, size)
+    hops = 8.4e-6 + 896 * 3.4e-6 + 128 * 9.6e-6
+    assert large == pytest.approx(hops + 1023 / 1024 * size / ring_speed(run, all_ranks), rel=0.001)
+
+
+def test_a_host_steps_weights_in_16_bits_in_half_the_time():
+    settings = {"strategy": "fsdp", "mesh": Mesh(dp_shard=8), "offload": "cpu", "traits": SYSTEMS["torchtune"]}
+    wide, narrow = (make_run("llama2-7b", precision=one, **settings) for one in ("bf16-mixed", "bf16-true"))
+    name = "CPU optimizer step"
+    assert term(forecast_speed(narrow), name) == pytest.approx(term(forecast_speed(wide), name) / 2, rel=0.01)
