@@ -63,6 +63,12 @@ NEAREST: dict[str, SystemTraits] = {
     # The same with bitsandbytes 0.43.0 or 0.43.1 (March to July 2024), and with an earlier one.
     "huggingface-2024-03": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True),
     "huggingface-2023": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True, dequantizes_in_half=True),
+    # Of 2023 with fp16 weights, which were dequantized to fp16, and no autocast; PEFT then kept the adapters of weights
+    # that are not quantized in their dtype.
+    "optimum": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True),
+    "optimum-narrow": replace(
+        TRAITS["huggingface-bf16"], logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, narrow_adapters=True
+    ),
     # A loop of its own around them, which checkpoints blocks within FSDP's units.
     "huggingface-2024-loop": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, checkpoints_units=False),
     # Of early 2024, with own loops; their scripts cast the adapters to the dtype of the frozen weights, and checkpoint
@@ -122,13 +128,26 @@ NEAREST: dict[str, SystemTraits] = {
     "lit-gpt-fused": replace(TRAITS["litgpt"], unfused_norms=False, fused_activation=True, loss_kernel="always"),
     # "grad_accum_dtype": "bf16" in its ds_config.json.
     "megatron-deepspeed": replace(MEGATRON, wide_gradients=False, accumulates_in_matmuls=False),
+    # NeMo with ub_tp_comm_overlap: False.
+    "nemo-plain": replace(TRAITS["nemo"], overlaps_tensor=False),
+    # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
+    # gradients that FP32GradientAccumulator adds up, and stages that are balanced by get_block_compute_costs.
+    "nanotron": replace(
+        MEGATRON,
+        fused_activation=False,
+        loss_kernel="never",
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        even_stages=False,
+        flash2=True,
+    ),
 }
 # PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
 # builds with those of their day.
 NEW_WHEELS = (2024, 10)
 # From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
 FP32_ADAPTERS = (2024, 8)
-CONTAINERS = {"nemo", "megatron", "megatron-0.6", "flagscale", "pax", "maxtext", "llama3"}
+CONTAINERS = {"bert-apex", "flagscale", "llama3", "maxtext", "megatron", "megatron-0.6", "nemo", "nemo-plain", "pax"}
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
 # Keys that say where a figure comes from, or that `_run` reads.

@@ -1,12 +1,14 @@
 """The mistakes that people make in loops of their own are impossible, or named in one sentence."""
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
@@ -150,7 +152,12 @@ def prepared_twice(run: Any, loss: Any, model: Any, optimizer: Any, schedule: An
     run.prepare(*make())
 
 
+def many_weights(run: Any, loss: Any, model: Any, optimizer: Any, schedule: Any) -> None:
+    run.backward(loss, weight=torch.ones(2))
+
+
 INSIDE: dict[Body, str] = {
+    many_weights: "The weight has shape (2,); run.backward takes what the loss is the mean over, a single number.",
     forgotten_step: "run.step(optimizer) was not called for a batch of run.steps; call it once for each: gradients are",
     own_backward: "run.step was called before run.backward(loss), which replaces loss.backward().",
     nothing: "run.backward(loss) was not called for a batch of run.steps",
@@ -167,6 +174,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "parallel.tp 2 needs a language model": {"parallel__tp": 2, "parallel__strategy": "ddp"},
     "train.global_batch is 16, but the loader's batch_size is 8": {"train__global_batch": 16},
     "train.micro_batch 3 does not divide the 8 samples": {"train__micro_batch": 3},
+    "train.micro_batch 2 × train.grad_accum 3 is not the 8 samples": {"train__micro_batch": 2, "train__grad_accum": 3},
     "train.tokens counts the tokens of language models": {"train__steps": None, "train__tokens": 9},
     "no module of Network is a Blok. Did you mean Block?": {
         "parallel__wrap": {"classes": ["Blok"]},
@@ -265,6 +273,58 @@ def test_a_zero_grad_left_in_the_loop_discards_nothing_and_a_copy_of_the_model_i
         assert train("with", extra=True) == train("without", extra=False)
 
     run_ranks(1, both)
+
+
+class Tied(nn.Module):
+    """Two names for one weight, and a buffer of a dtype that gloo does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.register_buffer("counted", torch.zeros(2, dtype=torch.int16))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(image)).sum(1)[:, :3]
+
+
+def test_a_loop_that_is_left_says_so_and_its_weights_load_into_a_plain_model(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def leave() -> None:
+        with shoal.init(run_dir=str(tmp_path), **settings(train__steps=6, checkpoint__every=100)) as run:
+            model = Tied()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer, loader = run.prepare(model, optimizer, make()[2])
+            model.counted += run.rank + 1
+            for images, labels in run.steps(loader):
+                loss = nn.functional.cross_entropy(model(images), labels)
+                run.backward(loss, weight=torch.tensor([float(len(images))]))
+                run.step(optimizer)
+                if run.step_number == 2:
+                    break
+            run.evaluate(lambda batch: nn.functional.cross_entropy(model(batch[0]), batch[1]), make()[2])
+            run.save_weights(tmp_path / "weights.safetensors")
+            assert model.counted.tolist() == [1, 1]
+
+    run_ranks(2, leave)
+    assert "the loop was left after step 2 of 6" in capfd.readouterr().err
+    assert json.loads((tmp_path / "run" / "outcome.json").read_text())["state"] == "stopped"
+    plain = Tied()
+    plain.load_state_dict(load_file(tmp_path / "weights.safetensors"))
+    assert plain.counted.tolist() == [1, 1]
+    assert not list(tmp_path.glob(".weights*"))
+
+
+def test_weights_that_cannot_be_written_are_one_sentence_on_every_rank(tmp_path: Path) -> None:
+    def save() -> str:
+        with shoal.init(run_dir=str(tmp_path), **settings()) as run:
+            run.prepare(*make())
+            return sentence(lambda: run.save_weights(tmp_path / "none" / "weights.safetensors"))
+
+    first, second = run_ranks(2, save)
+    assert first.startswith("The weights could not be written to")
+    assert second.startswith("Rank 0 could not write")
 
 
 def test_a_cell_of_a_notebook_may_run_again_without_closing_the_run(tmp_path: Path) -> None:

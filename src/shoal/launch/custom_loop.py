@@ -18,40 +18,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from shoal.config.schema import Config
-from shoal.launch.custom import STATUS_STOPPED, JoinedRun, explain_backward, hold
+from shoal.launch.custom import STATUS_STOPPED, JoinedRun, hold
+from shoal.launch.custom_body import LoopBody
 from shoal.launch.outcome import record_end
 from shoal.mistakes import UserMistake
 from shoal.observe.metrics import JsonLines
-from shoal.parallel.gradients import gradient_versions
 from shoal.parallel.micro_batches import accumulating
 from shoal.parallel.shard import reshards_after_forward
 from shoal.resilience.agreement import Agreement
 from shoal.resilience.health import Action, Decision
 from shoal.train.conclude import Watch, conclude_step, make_health
-from shoal.train.custom import CustomJob, set_up_custom
+from shoal.train.custom import set_up_custom
 from shoal.train.custom_evaluation import Compute, evaluate_batches, to_device
+from shoal.train.custom_job import CustomJob
 from shoal.train.custom_schedule import Per
-from shoal.train.custom_turns import Turn
+from shoal.train.custom_weights import save_whole_weights
 from shoal.train.default_hooks import default_hooks
 from shoal.train.hooks import Fault, RunStart, StepEnd
 from shoal.train.rollback import give_up, roll_back
 from shoal.train.save import finish_save
-from shoal.train.step import StepResult
 
-
-class _MicroBatch:
-    """What the loop's body has done with a micro-batch."""
-
-    def __init__(self, *, last: bool, alone: bool) -> None:
-        self.last = last  # of the step
-        self.alone = alone  # the step has no other
-        self.backward = False
-        self.turns: list[Turn] = []  # whose optimizers were stepped
-        self.since_backward: list[Turn] = []  # those that were since the last backward pass
+NOT_PREPARED = "Call run.prepare(model, optimizer, loader) first."
 
 
 class CustomLoop:
@@ -60,14 +49,7 @@ class CustomLoop:
     def __init__(self, joined: JoinedRun) -> None:
         self._joined = joined
         self._job: CustomJob | None = None
-        self._micro: _MicroBatch | None = None
-        self._sums: Tensor | None = None  # of this step, or turn: loss times weight; and weight, if it is given
-        self._weighted: bool | None = None  # whether the script gives weights
-        self._updates: list[StepResult] = []  # of this step
-        self._turns: list[Turn] | None = None  # of the earlier micro-batches of this step
-        self._epoch_ends = False  # with this step
-        self._sharded: list[FSDPModule] = []
-        self._versions: list[int] | None = None  # of the gradients after the last backward pass
+        self._body: LoopBody | None = None
         self._started = self._ended = self._closed = False
         hold(self)
 
@@ -135,7 +117,7 @@ class CustomLoop:
             schedule_per=schedule_per,
             nodes=joined.nodes,
         )
-        self._sharded = [one for part in job.model.modules for one in part.modules() if isinstance(one, FSDPModule)]
+        self._body = LoopBody(job)
         return (model, optimizer, job.loader) if schedule is None else (model, optimizer, job.loader, schedule)
 
     def steps(self, loader: Any) -> Iterator[Any]:
@@ -151,101 +133,13 @@ class CustomLoop:
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
         """The backward pass of a micro-batch. `loss` is its mean; `weight` is what it is the mean over, by default the
         number of samples. The loss of the step is the mean over all micro-batches and ranks, by weight."""
-        job, micro = self._prepared, self._inside("run.backward")
-        if micro.backward and not (job.optimizer.several and micro.since_backward):
-            raise UserMistake("run.backward was called twice for one micro-batch; add the losses, and call it once.")
-        if micro.since_backward and not micro.alone:
-            raise UserMistake(
-                "With gradient accumulation a step has one turn: the second would see the weights before the first. "
-                "Let run.step_number choose whose it is, or set train.micro_batch so that a step has one micro-batch."
-            )
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
-            raise UserMistake(f"The loss {found}; run.backward takes the mean over the micro-batch, a single number.")
-        if not loss.requires_grad:
-            raise UserMistake("The loss has no gradient; was it detached, or computed under torch.no_grad()?")
-        if self._weighted is None:
-            self._weighted = weight is not None
-        if self._weighted != (weight is not None):
-            raise UserMistake("run.backward needs a weight in every call or in none: losses are averaged by it.")
-        if micro.since_backward:  # another turn; what the last one left in others' gradients is not theirs
-            job.model.gradients.clear()
-            self._sums, micro.since_backward = None, []
-        micro.backward = True
-        if weight is None:
-            factor = job.step.loss_factor(job.resolved.global_batch / job.resolved.micro_batch)
-        else:
-            factor = job.step.loss_factor(job.resolved.global_batch) * weight
-        unscaled = isinstance(factor, float) and factor == 1.0
-        try:
-            torch.autograd.backward(loss if unscaled else loss * factor)
-        except RuntimeError as error:
-            raise explain_backward(error, sharded=bool(self._sharded)) from error
-        self._versions = gradient_versions(job.model.gradients) if self._refuses_changes(micro) else None
-        sums = loss.detach().reshape(1).double() * (job.resolved.micro_batch if weight is None else weight)
-        if weight is not None:
-            sums = torch.cat([sums, torch.as_tensor(weight, dtype=torch.float64, device=loss.device).reshape(1)])
-        self._sums = sums if self._sums is None else self._sums + sums
+        self._open.backward(loss, weight)
 
     def step(self, optimizer: Any, schedule: Any = None) -> bool:
         """Clip the gradients, update the weights and advance the schedule, after the last micro-batch of a step; before
         that it does nothing. Returns whether it did. Of several optimizers this is the turn of one: its parameters
         alone are updated, by the gradients of the last `backward`."""
-        job, micro = self._prepared, self._inside("run.step")
-        turn = job.optimizer.of(optimizer)
-        self._check_turn(turn, schedule, micro)
-        micro.turns.append(turn)
-        micro.since_backward.append(turn)
-        if not micro.last:
-            return False
-        assert self._sums is not None
-        correction, whole = None, job.resolved.global_batch
-        turn.step.model.gradients.finish()
-        if self._weighted:
-            correction = (whole / job.ranks.sum(self._sums.clone())[1]).float()
-        for unit in self._sharded:
-            unit.reshard()  # a forward pass after the backward pass has gathered weights that are old now
-        turn.lr = turn.optimizer.lr
-        result = turn.step.update(self._sums, None if self._weighted else whole, None, correction)
-        for copies in job.model.copies:
-            copies.uninstall()  # so that model.parameters() are the master weights until the next forward pass
-        if job.optimizer.several:
-            turn.record(result, turn.lr, job.ranks)
-        if not self._updates:
-            self._epoch_ends = job.count()
-        self._updates.append(result)
-        # Turns that follow in the last step of an epoch are of that epoch too.
-        if job.schedule_per == "step" or (self._epoch_ends and not job.optimizer.several):
-            turn.advance_schedule()
-        return True
-
-    def _check_turn(self, turn: Turn, schedule: Any, micro: _MicroBatch) -> None:
-        """A UserMistake unless the optimizer of `turn` can be stepped now."""
-        job = self._prepared
-        if schedule is not (None if turn.by_metric else turn.schedule):
-            raise UserMistake(
-                "ReduceLROnPlateau needs a metric: call schedule.step(metric) yourself, and run.step(optimizer)."
-                if turn.by_metric
-                else "run.step takes the schedule that was given to run.prepare: run.step(optimizer, schedule)."
-            )
-        if not micro.backward:
-            raise UserMistake("run.step was called before run.backward(loss), which replaces loss.backward().")
-        if turn in micro.since_backward:
-            after = "one backward pass" if job.optimizer.several else "one micro-batch"
-            raise UserMistake(f"run.step was called twice for {after}.")
-        if micro.since_backward and job.scaler.enabled:
-            raise UserMistake(
-                "With train.precision 16-mixed each optimizer needs a run.backward of its own: its step changes the "
-                "loss scale; use bf16-mixed."
-            )
-        if self._versions is not None and self._versions != gradient_versions(job.model.gradients):
-            raise UserMistake(
-                "Gradients were changed between run.backward and run.step, before they were complete (those of all "
-                "micro-batches and ranks, without a loss scale); to clip them, set train.clip."
-            )
-        self._versions = None
-        if self._turns is not None and turn not in self._turns[len(micro.turns) : len(micro.turns) + 1]:
-            raise _other_turns()
+        return self._open.step(optimizer, schedule)
 
     def stop(self) -> None:
         """Save and stop after this step, on all ranks, as on a signal."""
@@ -286,21 +180,9 @@ class CustomLoop:
 
     def save_weights(self, path: Path | str) -> None:
         """Write the unsharded weights to one safetensors file. All ranks call it; rank 0 writes."""
-        from safetensors.torch import save_file
-
         from shoal.paths import user_path
 
-        job, file = self._prepared, user_path(path, "The file")
-        found: dict[str, Tensor] = {}
-        for name, tensor in job.model.saved.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self.first:
-                found[name] = whole.detach().cpu().contiguous()
-        if self.first:
-            partial = file.with_name(f".{file.name}.tmp")
-            save_file(found, partial)
-            partial.replace(file)
-        job.ranks.barrier()
+        save_whole_weights(self._prepared, user_path(path, "The file"))
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run: log, watchdog, process group and lock. Called when the program ends."""
@@ -312,8 +194,20 @@ class CustomLoop:
             self._ended = True
             if error is not None:
                 job.hooks.on_fault(Fault(job.progress.step, error, str(error)))
+            else:
+                self._say_left(job)
             job.hooks.on_run_end(error)
         self._joined.leave(error)
+
+    def _say_left(self, job: CustomJob) -> None:
+        """The body has left the loop with `break`, or the program ends within it. Nothing is saved here: another rank
+        may be at another step."""
+        if self.first:
+            job.reporter.warn(
+                f"the loop was left after step {job.progress.step} of {job.steps}, and what it learnt since the last "
+                "checkpoint is not saved; run.stop() ends it after the step with one."
+            )
+            record_end(job.run.path, "left")
 
     def __enter__(self) -> "CustomLoop":
         return self
@@ -324,13 +218,15 @@ class CustomLoop:
     @property
     def _prepared(self) -> CustomJob:
         if self._job is None:
-            raise UserMistake("Call run.prepare(model, optimizer, loader) first.")
+            raise UserMistake(NOT_PREPARED)
         return self._job
 
-    def _inside(self, call: str) -> _MicroBatch:
-        if self._micro is None:
-            raise UserMistake(f"{call} belongs into the body of: for batch in run.steps(loader).")
-        return self._micro
+    @property
+    def _open(self) -> LoopBody:
+        """The step that the loop is in."""
+        if self._body is None:
+            raise UserMistake(NOT_PREPARED)
+        return self._body
 
     def _steps(self, job: CustomJob) -> Generator[Any, None, None]:
         self._started = True
@@ -364,7 +260,7 @@ class CustomLoop:
         while progress.step < job.steps and stopped is None:
             with job.communication.step():
                 data_seconds = yield from self._step_batches(job, stream)
-            result, lr = self._end_step(job)
+            result, lr = self._open.end_step()
             arrived = job.log.after_step(
                 progress.step,
                 result,
@@ -385,7 +281,7 @@ class CustomLoop:
 
     def _step_batches(self, job: CustomJob, stream: Iterator[Any]) -> Generator[Any, None, float]:
         """The micro-batches of one step. Returns the seconds in which the loop waited for them."""
-        resolved = job.resolved
+        resolved, body = job.resolved, self._open
         keeps_weights = reshards_after_forward(job.config.parallel, resolved.strategy) is False
         data_seconds = 0.0
         for index in range(resolved.grad_accum_steps):
@@ -393,41 +289,10 @@ class CustomLoop:
             batch = to_device(next(stream), job.ranks.device)
             data_seconds += time.perf_counter() - began
             last = index == resolved.grad_accum_steps - 1
-            self._micro = micro = _MicroBatch(last=last, alone=resolved.grad_accum_steps == 1)
+            body.begin_micro_batch(last=last)
             with ExitStack() as stack:
                 for module in job.model.modules:
                     stack.enter_context(accumulating(module, last=last, keeps_weights=keeps_weights))
                 yield batch
-            self._micro = None
-            if not micro.since_backward:
-                missing = "run.backward(loss)" if not micro.backward else "run.step(optimizer)"
-                raise UserMistake(
-                    f"{missing} was not called for a batch of run.steps; call it once for each: gradients are "
-                    "accumulated by train.micro_batch or train.grad_accum, not by the loop."
-                )
-            if self._turns is not None and len(micro.turns) != len(self._turns):
-                raise _other_turns()
-            self._turns = micro.turns
+            body.end_micro_batch()
         return data_seconds
-
-    def _refuses_changes(self, micro: _MicroBatch) -> bool:
-        """Whether gradients are not yet those of the step between `backward` and `step`."""
-        job = self._prepared
-        return not micro.alone or job.scaler.enabled or bool(self._weighted) or bool(job.model.gradients.averages)
-
-    def _end_step(self, job: CustomJob) -> tuple[StepResult, float]:
-        """After the last turn of a step: its result, and its learning rate."""
-        if job.optimizer.several:
-            job.model.gradients.clear()  # those of parameters that had no turn
-            if self._epoch_ends and job.schedule_per == "epoch":
-                for turn in job.optimizer.turns:
-                    turn.advance_schedule()
-        updates, self._updates, self._sums, self._turns = self._updates, [], None, None
-        return job.optimizer.result(updates)
-
-
-def _other_turns() -> UserMistake:
-    return UserMistake(
-        "The micro-batches of a step had turns of different optimizers; let run.step_number choose, which is the same "
-        "for all of them."
-    )

@@ -17,7 +17,7 @@ OUTCOME = "outcome.json"
 class Outcome:
     """How a run ended."""
 
-    state: str  # finished, stopped (with a checkpoint, before the last step), failed
+    state: str  # finished, stopped (before the last step), failed
     why: str
     ended: float  # seconds since 1970
 
@@ -38,7 +38,7 @@ def failure_recorded(run: Path, *, fresh: bool) -> Iterator[None]:
 
 def record_end(run: Path, stopped: str | None) -> None:
     """Write that the run ended well; `stopped`: why it ended before its last step, if it did."""
-    _write(run, "stopped" if stopped == "signal" else "finished", stopped or "")
+    _write(run, "stopped" if stopped in ("signal", "left") else "finished", stopped or "")
 
 
 def read_outcome(run: Path) -> Outcome | None:

@@ -37,6 +37,13 @@ def in_buckets(items: Iterable[Item], size: Callable[[Item], int], most: int) ->
         yield bucket
 
 
+def broadcast_first(tensor: Tensor) -> None:
+    """Rank 0's values, in place on every rank. As bytes: gloo does not know every dtype."""
+    held = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    dist.broadcast(held, 0)
+    tensor.data.copy_(held.view(tensor.dtype).view(tensor.shape))
+
+
 def all_gather(tensor: Tensor, dimension: int, group: Group) -> Tensor:
     """Concatenate the tensors of all ranks along `dimension`; the backward is a reduce-scatter."""
     result: Tensor = _AllGather.apply(tensor, dimension, group)  # type: ignore[no-untyped-call]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -23,6 +22,7 @@ from shoal.mistakes import UserMistake
 from shoal.models.anatomy import find_blocks
 from shoal.models.buffers import kept_buffers
 from shoal.models.emulate import EmulatedForward
+from shoal.parallel.collectives import broadcast_first
 from shoal.parallel.compile import compile_backend, compile_blocks
 from shoal.parallel.gradients import Gradients
 from shoal.parallel.model import TrainedModel
@@ -235,9 +235,7 @@ def _broadcast(model: nn.Module, ranks: Ranks) -> None:
     """Rank 0's parameters and buffers, on every rank: a script may have initialized them differently."""
     if ranks.world_size > 1:
         for tensor in (*model.parameters(), *model.buffers()):
-            held = tensor.detach().contiguous()
-            dist.broadcast(held, 0)
-            tensor.data.copy_(held)
+            broadcast_first(tensor)
 
 
 def _notes(networks: Mapping[str, nn.Module], config: Config, ranks: Ranks) -> list[str]:

@@ -1,16 +1,16 @@
-"""The run of a custom loop: a model, optimizer, loader and schedule that the user made."""
+"""Sets up the run of a custom loop: a model, optimizer, loader and schedule that the user made."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shoal.catalogue.strategies import find_strategy
 from shoal.checkpoint.state import Progress
-from shoal.config.run import BLOCKS_OF_SCRIPT, MADE_BY_SCRIPT, RunDirectory
+from shoal.config.run import RunDirectory
 from shoal.config.schema import Config
 from shoal.data.custom_loader import CustomLoader, Share, check_loader, order_of
 from shoal.data.order import Order
@@ -21,19 +21,19 @@ from shoal.optim.loss_scaler import LossScaler
 from shoal.optim.offload import find_store
 from shoal.optim.zero1 import Partition
 from shoal.parallel.custom import check_custom, named_networks, of_all, parallelize_custom
-from shoal.parallel.device import Device, describe_machine
+from shoal.parallel.device import Device
 from shoal.parallel.exposed import ExposedCommunication
 from shoal.parallel.model import TrainedModel
 from shoal.parallel.ranks import Ranks
 from shoal.plan.batches import count_steps
 from shoal.plan.goodput import Conditions, conditions
-from shoal.plan.resolved import describe_accumulation
+from shoal.train.custom_announce import custom_plan, write_and_announce
+from shoal.train.custom_job import CustomJob
 from shoal.train.custom_run import CHECKPOINT_BYTES, CustomRun, resolve_custom
 from shoal.train.custom_schedule import Per, check_per, check_schedule, named_schedules
 from shoal.train.custom_turns import Turn, Turns
 from shoal.train.describe import record_interval, write_plan
 from shoal.train.hooks import Hooks
-from shoal.train.job import AnyJob
 from shoal.train.log import StepLog, next_attempt
 from shoal.train.resolve import machine_of_all
 from shoal.train.rollback import set_aside
@@ -41,66 +41,6 @@ from shoal.train.save import make_saver
 from shoal.train.save_interval import SaveInterval
 from shoal.train.setup import Start, emulated_on_any, make_guard, make_scaler, seed_everything, starting_point
 from shoal.train.step import TrainStep
-
-
-@dataclass(kw_only=True)
-class CustomJob(AnyJob):
-    """The run of a custom loop."""
-
-    resolved: CustomRun
-    optimizer: Turns
-    loader: CustomLoader
-    schedule_per: Per
-    last_step: int
-
-    @property
-    def order(self) -> Order:
-        return self.loader.share.order
-
-    @property
-    def steps(self) -> int:
-        return self.last_step
-
-    @property
-    def items(self) -> str:
-        return "samples"
-
-    @property
-    def epoch(self) -> int:
-        """Complete epochs so far."""
-        return self.progress.tokens // max(1, self.order.training_count or 0)
-
-    def count(self) -> bool:
-        """A step is done. Returns whether it was the last one of an epoch."""
-        before = self.epoch
-        self.progress.step += 1
-        self.progress.tokens += self.resolved.global_batch
-        return self.epoch > before
-
-    def fingerprint(self) -> dict[str, dict[str, int | str]]:
-        return {
-            "training": {
-                "samples": self.order.training_count or 0,
-                "order": type(self.order).__name__,
-                "global_batch": self.resolved.global_batch,
-            }
-        }
-
-    def synchronize_buffers(self) -> None:
-        """Buffers such as the statistics of batch normalization become those of rank 0."""
-        if self.ranks.world_size > 1:
-            for buffer in self.model.buffers.values():
-                dist.broadcast(buffer, 0)
-
-    def before_save(self) -> None:
-        self.synchronize_buffers()
-        self.progress.schedule = self.optimizer.numbers()
-
-    def load(self, checkpoint: Any) -> None:
-        super().load(checkpoint)
-        if not self.progress.schedule:
-            raise UserMistake(f"{checkpoint} was not saved by a custom loop; start a new run under another name=…")
-        self.optimizer.load(self.progress.schedule)
 
 
 def set_up_custom(
@@ -129,7 +69,7 @@ def set_up_custom(
     seed_everything(resolved.config.seed, ranks.rank, resolved.config.train.deterministic)
     _begin(job, start)
     if ranks.first:
-        _write_and_announce(job, made, device)
+        write_and_announce(job, sum(one.numel() for one in made.names), device)
     return job
 
 
@@ -143,10 +83,14 @@ class Made:
     schedules: Mapping[str, Any]
     schedule_per: Per
     names: Mapping[nn.Parameter, str] = field(init=False)  # before the model is parallelized
+    tied: Mapping[str, str] = field(init=False)  # other names of weights that modules share
 
     def __post_init__(self) -> None:
         names = {one: name for name, one in of_all(self.networks, nn.Module.named_parameters).items()}
         object.__setattr__(self, "names", names)
+        every = of_all(self.networks, partial(nn.Module.named_parameters, remove_duplicate=False))
+        tied = {name: names[one] for name, one in every.items() if names[one] != name}
+        object.__setattr__(self, "tied", tied)
 
     @property
     def in_turns(self) -> bool:
@@ -185,7 +129,7 @@ def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, 
     turns = Turns([_take_turn(made, name, trained, resolved, scaler, ranks) for name in made.optimizers], ranks)
     guards = {f"spikes{turn.name}": turn.step.guard for turn in turns.turns if turn.step.guard is not None}
     hooks = Hooks(reporter.warn)
-    plan = _plan(trained.placement.shapes, resolved, steps, ranks)
+    plan = custom_plan(trained.placement.shapes, resolved, steps, ranks)
     job = CustomJob(
         resolved=resolved,
         run=run,
@@ -228,6 +172,7 @@ def _assemble(made: Made, resolved: CustomRun, run: RunDirectory, ranks: Ranks, 
         loader=CustomLoader(made.loader, _share(order, resolved, trained)),
         schedule_per=made.schedule_per,
         last_step=steps,
+        tied=made.tied,
     )
     job.log.communication = job.communication.take
     return job
@@ -298,16 +243,6 @@ def _begin(job: CustomJob, start: Start) -> None:
     job.log.skipped = job.progress.skipped
 
 
-def _write_and_announce(job: CustomJob, made: Made, device: Device) -> None:
-    try:
-        write_plan(job.run, job.plan)
-    except OSError as error:
-        raise job.run.unwritable(error) from None
-    _announce(job, device, sum(one.numel() for one in made.names))
-    for note in (*job.model.notes, *_without_effect(job.resolved.requested)):
-        job.reporter.warn(note)
-
-
 def _lr_scale(config: Config) -> float:
     train = config.train
     if train.lr_scaling == "none":
@@ -330,29 +265,6 @@ def _check_resumed(job: CustomJob) -> None:
         )
 
 
-def _plan(shapes: Mapping[str, tuple[int, ...]], resolved: CustomRun, steps: int, ranks: Ranks) -> dict[str, Any]:
-    return {
-        "custom_loop": True,
-        "parameters": sum(torch.Size(shape).numel() for shape in shapes.values()),
-        "steps": steps,
-        "chosen": {
-            "strategy": resolved.strategy,
-            "world_size": resolved.world_size,
-            "data_parallel": resolved.data_parallel,
-            "micro_batch": resolved.micro_batch,
-            "grad_accum_steps": resolved.grad_accum_steps,
-            "global_batch": resolved.global_batch,
-            "mesh": asdict(resolved.mesh),
-            "sharding": resolved.config.parallel.sharding,
-            "checkpoint_every": resolved.config.checkpoint.every,
-        },
-        "forecast": None,
-        "measured": None,
-        "off": None,
-        "machine": describe_machine(ranks.device),
-    }
-
-
 def _conditions(
     resolved: CustomRun, shapes: Mapping[str, tuple[int, ...]], device: Device, ranks: Ranks
 ) -> Conditions | None:
@@ -362,27 +274,3 @@ def _conditions(
         return None
     size = CHECKPOINT_BYTES * sum(torch.Size(shape).numel() for shape in shapes.values())
     return conditions(config.hardware, config.checkpoint, machine_of_all(config, device, ranks), size)
-
-
-def _announce(job: CustomJob, device: Device, parameters: int) -> None:
-    resolved, config = job.resolved, job.config
-    job.reporter.say(
-        f"{parameters:,} parameters, {resolved.strategy} on {resolved.world_size} × "
-        f"{device.gpu.name if device.gpu else job.ranks.device.type}; {job.steps} steps of {resolved.global_batch} "
-        f"samples, micro-batch {resolved.micro_batch}, {describe_accumulation(resolved.grad_accum_steps)}."
-    )
-    if config.train.clip is not None:
-        job.reporter.say(f"Gradients are clipped to a norm of {config.train.clip:g}; train.clip null does not.")
-    if config.train.lr_scaling == "linear":
-        job.reporter.say(
-            f"The optimizer's learning rate is multiplied by global batch {resolved.global_batch} / base_batch "
-            f"{config.train.base_batch} = {job.optimizer.first.optimizer.lr_scale:g}."
-        )
-
-
-def _without_effect(config: Config) -> list[str]:
-    """Options for what the script makes itself."""
-    default = Config.model_construct()
-    blocks = [name for name in BLOCKS_OF_SCRIPT if getattr(config, name) != getattr(default, name)]
-    keys = [f"train.{key}" for key in MADE_BY_SCRIPT if getattr(config.train, key) != getattr(default.train, key)]
-    return [f"{key} has no effect in a custom loop: the script makes it." for key in (*blocks, *keys)]

@@ -78,8 +78,12 @@ def resolve_custom(
         )
     per_rank = global_batch // mesh.data_parallel
     micro_batch = per_rank if train.micro_batch == "auto" else min(train.micro_batch, per_rank)
-    if train.grad_accum is not None:
-        micro_batch = max(1, per_rank // train.grad_accum)
+    if train.grad_accum is not None and train.micro_batch * train.grad_accum != per_rank:
+        raise UserMistake(
+            f"train.micro_batch {train.micro_batch} × train.grad_accum {train.grad_accum} is not the {per_rank} "
+            f"samples that each of {mesh.data_parallel} ranks has of the loader's batch_size {global_batch}; leave "
+            "train.grad_accum out."
+        )
     if per_rank % micro_batch:
         raise UserMistake(
             f"train.micro_batch {micro_batch} does not divide the {per_rank} samples that each of {mesh.data_parallel} "
