@@ -1,5 +1,7 @@
 """docs/finetune.md."""
 
+from decimal import Decimal
+
 from benchmarks.figures.recipes import control, finetuned
 from benchmarks.figures.results import ADAPTERS, EARLIER, Line, both, case, count, forecast, result, speed, unsloth
 from benchmarks.pictures.forecast import gib as in_gib
@@ -13,7 +15,28 @@ DOUBLE = "adapter.kind=qlora adapter.quantize=nf4-dq"
 
 
 def finetune() -> list[Line]:
-    return [*adapters(), *several_gpus(), *learnt()]
+    return [*merges(), *adapters(), *several_gpus(), *learnt()]
+
+
+def merges() -> list[Line]:
+    """What merging costs, and the smallest difference of a wrong merge."""
+    rows = {
+        "| LoRA r16 on all linear layers": "lora",
+        "| the same, learning rate 3e-3": "strong",
+        "| LoRA r8 on q and v, learning rate 2e-4": "qv",
+        "| DoRA r8": "dora",
+        "| QLoRA `nf4` r16": "qlora",
+    }
+
+    def figures(name: str) -> list[str]:
+        found = result("benchmarks/finetune/merge.json")["adapters"][name]
+        right = {dtype: found[dtype]["right"] for dtype in ("bf16", "fp16", "fp32")}
+        effect = right["fp32"][0]["adapter_effect"]
+        cost = [max(one["relative_difference"] for one in right[dtype]) for dtype in right]
+        wrong = min(rows[0]["relative_difference"] for kind, rows in found["fp32"].items() if kind != "right")
+        return [format(Decimal(f"{100 * value:.2g}"), "f") for value in (effect, *cost, wrong)]
+
+    return [(words + " | {}% | {}% | {}% | {}% | {}% |", figures(name)) for words, name in rows.items()]
 
 
 def adapters() -> list[Line]:

@@ -62,11 +62,14 @@ def test_verify_reads_every_file_and_answers_with_its_status(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["nowhere"], "nowhere holds no checkpoints; give the folder of a run, such as runs/NAME."),
-        (["verify", "nowhere"], "nowhere holds no checkpoints; give the folder of a run, such as runs/NAME."),
+        (["nowhere"], "There is no run nowhere. Give the folder of one, such as runs/NAME."),
+        (["verify", "runs/frist"], "There is no run runs/frist. Did you mean runs/first?"),
+        (["verify", "runs/first"], "runs/first holds no checkpoints; give the folder of a run, such as runs/NAME."),
     ],
 )
 def test_a_folder_without_checkpoints_is_a_mistake(arguments: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "config.yaml").touch()
     forked_shoal(tmp_path, "checkpoints", *arguments).hold_mistake(says)
 
 

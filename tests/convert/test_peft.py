@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from shoal import api
 from shoal.cli import main
 from shoal.mistakes import UserMistake
 from shoal.models.base import fingerprint
-from shoal.use.merge import Merged, merge_run
+from shoal.use.merge import EXACT, ROUNDING, Merged, Merger, merge_run
 from tests.convert.adapted import BASES, LORA, config_of, make_base
 from tests.harness import LLAMA, settings, slow, train_again_on, weights
 
@@ -256,9 +257,11 @@ def test_the_commands_print_what_they_wrote(run, tmp_path, monkeypatch, capsys):
     assert 0 < said["largest_logit_difference"] < 1e-5
     text = shoal("merge", str(run), "--device", "cpu")
     assert text.startswith(f"{run / 'merged'}\nThe logits of 64 random tokens differ from the run's by ")
-    assert text.endswith("% (root mean square). That is the rounding of float32.\n")
+    assert "% (root mean square); the adapter changes them by " in text
+    assert text.endswith("%. That is the rounding of float32.\n")
     text = shoal("merge", str(run), "-o", str(tmp_path / "half"), "--dtype", "bf16", "--device", "cpu")
-    assert text.endswith("% (root mean square). That is the rounding of bfloat16.\n")
+    assert ". Before the weights are rounded to bfloat16 they differ by " in text
+    assert "%. That is the rounding of bfloat16." in text
     summary = json.loads((run / "adapter" / "adapter_config.json").read_text())
     assert summary["target_modules"] == ["q_proj", "v_proj"]
     assert summary["lora_dropout"] == 0.1
@@ -267,10 +270,38 @@ def test_the_commands_print_what_they_wrote(run, tmp_path, monkeypatch, capsys):
     assert "config.json" not in files
 
 
-def test_a_difference_that_is_no_rounding_is_said_with_what_to_do() -> None:
-    assert "--dtype fp32" in Merged("out", "bfloat16", 1, 9.0, 9.0, 0.5).text()
-    assert "Please report it" in Merged("out", "float32", 1, 9.0, 9.0, 0.5).text()
-    assert Merged("out", "float32", 1, None, None).text() == "out"
+@pytest.mark.parametrize(
+    "factor",
+    [lambda layer: 1.05, lambda layer: 0.0 if layer == "model.layers.1.self_attn.v_proj" else 1.0],
+    ids=["scaled", "one layer missed"],
+)
+def test_a_merge_that_is_slightly_wrong_is_found_in_every_dtype(factor, run_of, tmp_path, monkeypatch):
+    right = Merger._merge
+    monkeypatch.setattr(
+        Merger, "_merge", lambda self, layer, weight: torch.lerp(weight, right(self, layer, weight), factor(layer))
+    )
+    for dtype in ("fp32", "bf16"):
+        merged = api.merge(run_of("lora"), tmp_path / dtype, dtype=dtype, device="cpu")
+        assert merged.is_right is False
+        assert "the merged model is not that of the run. Please report it." in merged.text()
+
+
+def test_what_a_merge_costs_is_said_with_what_to_do() -> None:
+    merged = Merged("out", "bfloat16", 1, 9.0, 9.0, 0.013, adapter_effect=0.0145, exact_difference=1e-6, is_right=True)
+    assert "It hides much of what this adapter does: --dtype fp32 rounds less." in merged.text()
+    assert "to compare in fp32" in replace(merged, adapter_effect=0.1, exact_difference=None).text()
+    assert replace(merged, adapter_effect=0.1).text().endswith("That is the rounding of bfloat16.")
+    assert Merged("out", "float32", 1).text() == "out"
+
+
+def test_the_committed_measurement_separates_right_merges_from_wrong_ones() -> None:
+    found = json.loads(Path(__file__).parents[2].joinpath("benchmarks/finetune/merge.json").read_text())["adapters"]
+    assert len(found) == 5
+    for name, row in ((name, row) for one in found.values() for name, rows in one["fp32"].items() for row in rows):
+        apart = EXACT / row["relative_difference"] if name == "right" else row["relative_difference"] / EXACT
+        assert apart > 5, (name, row)
+    for dtype, allowed in (("fp16", ROUNDING["float16"]), ("bf16", ROUNDING["bfloat16"])):
+        assert all(row["relative_difference"] < allowed / 2 for one in found.values() for row in one[dtype]["right"])
 
 
 @pytest.mark.parametrize("kind", ["nf4", slow("nf4-dq")])

@@ -384,8 +384,8 @@ def test_a_model_that_is_not_on_this_machine_is_not_fetched_from_the_network(
         with pytest.raises(BlockingIOError):  # no connection was attempted
             hub.accept()
     ended.hold_mistake(
-        "nobody/nothing is neither a folder nor in the local Hugging Face cache; "
-        "on a machine with a network run: shoal download nobody/nothing"
+        f"nobody/nothing is neither a folder in {tmp_path}, where the command runs, nor in the local Hugging Face "
+        "cache; on a machine with a network run: shoal download nobody/nothing"
     )
     assert not (tmp_path / "runs").exists()
 
@@ -393,8 +393,8 @@ def test_a_model_that_is_not_on_this_machine_is_not_fetched_from_the_network(
 def test_the_model_of_a_recipe_that_is_not_there_yet_is_named_as_download_takes_it(tmp_path: Path) -> None:
     assert forked_shoal(tmp_path, "init", "smollm2-lora").status == 0
     forked_shoal(tmp_path, "train", "smollm2-lora.yaml").hold_mistake(
-        "models/smollm2-135m is neither a folder nor in the local Hugging Face cache; "
-        "on a machine with a network run: shoal download smollm2-135m"
+        f"models/smollm2-135m is neither a folder in {tmp_path}, where the command runs, nor in the local Hugging Face "
+        "cache; on a machine with a network run: shoal download smollm2-135m"
     )
 
 

@@ -96,6 +96,7 @@ def test_download_says_in_a_sentence_that_it_could_not(tmp_path: Path) -> None:
 def test_a_text_plot_is_as_high_as_its_values() -> None:
     drawn = draw([0.0, 0.5, 1.0], 3)
     assert [line[9:] for line in drawn[:-1]] == ["  █"] * 4 + [" ██"] * 4
+    assert drawn[-1].split() == ["step", "1", "step", "3"]
 
 
 def test_durations_and_metrics_are_short_and_name_non_finite_values() -> None:

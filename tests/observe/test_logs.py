@@ -78,6 +78,7 @@ def test_every_rank_has_its_records_and_warnings_reach_the_terminal(
     warnings = shoal("logs", str(run), "--level", "warning").splitlines()
     assert not any("step 1/2" in line for line in warnings)
     assert sum("is slow" in line for line in warnings) == 2
+    assert shoal("logs", str(run), "--level", "error") == f"{run} has no log record of level error or above.\n"
     alone = json.loads(shoal("logs", str(run), "--level", "info", "--rank", "1", "--json"))
     assert alone["records"] == second
     # As a person reads the rank's own output.

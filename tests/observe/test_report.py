@@ -307,8 +307,11 @@ def test_mistakes_are_sentences(tmp_path: Path, run: Path) -> None:
         api.report([tmp_path / "nothing"])
     with pytest.raises(UserMistake, match="is a folder; give the name of a file"):
         api.report([run], tmp_path)
-    with pytest.raises(UserMistake, match="cannot be written: No such file or directory"):
-        api.report([run], tmp_path / "missing" / "x.html")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserMistake, match="cannot be written: Not a directory"):
+        api.report([run], tmp_path / "file" / "sub" / "x.html")
+    api.report([run], tmp_path / "new" / "x.html")  # its folder is made
+    assert (tmp_path / "new" / "x.html").is_file()
 
 
 def test_only_finite_numbers_are_drawn() -> None:

@@ -165,3 +165,12 @@ def test_another_systems_code_can_be_forecast(monkeypatch, capsys):
     _, theirs = plan_json(monkeypatch, capsys, *arguments, "--like", "torchtitan")
     assert ours["memory"]["allocated_gib"] != theirs["memory"]["allocated_gib"]
     assert any("torchtitan" in note for note in theirs["notes"])
+
+
+def test_the_memory_of_a_tiny_model_is_not_all_zeros(monkeypatch, capsys):
+    tiny = "model.shape={family: llama, hidden: 64, layers: 2, heads: 2, vocab: 260}"
+    _, said, _ = run_plan(monkeypatch, capsys, tiny, "hardware.gpu=cpu", "train.steps=10", "data.max_length=64")
+    memory = said[said.index("memory per device") : said.index("speed:")]
+    assert " MiB allocated, " in memory
+    weights = next(line for line in memory.splitlines() if line.endswith("  weights"))
+    assert float(weights.split()[1]) > 0.1

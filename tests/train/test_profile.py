@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def planned(**changes: Any) -> ResolvedRun:
         {
             "name": "plan",
             "model": {"shape": "llama3-8b"},
-            "data": {"path": "data.json", "max_length": 4096},
+            "data": {"path": "data.json", "max_length": 4096, **changes.pop("data", {})},
             "train": {"global_batch": 64, "micro_batch": 1, "recompute": "full", **changes.pop("train", {})},
             "hardware": {"gpu": "h100-80gb", "devices": 8},
             "parallel": {"strategy": "fsdp", **changes.pop("parallel", {})},
@@ -104,7 +105,7 @@ def test_every_term_of_the_forecast_has_its_place_in_the_table(train: Any, paral
 @pytest.mark.parametrize(
     ("takes", "key"),
     [
-        ({"data": 0.1}, "data.workers"),
+        ({"data": 0.1}, "data.workers"),  # of one worker
         ({"communication": 0.3, "matmul": 0.6}, "train.micro_batch"),
         ({"idle": 0.4, "matmul": 0.6}, "train.micro_batch"),
         ({"matmul": 0.8}, "train.recompute"),
@@ -112,11 +113,18 @@ def test_every_term_of_the_forecast_has_its_place_in_the_table(train: Any, paral
 )
 def test_the_bottleneck_comes_with_a_key_to_try(takes: dict[str, float], key: str) -> None:
     terms = dict.fromkeys(TERMS, 0.0) | {"matmul": 0.7} | takes
-    found = find_bottleneck(terms, planned())
+    found = find_bottleneck(terms, planned(data={"workers": 1}))
     assert found.term == next(iter(takes))
     assert found.settings is not None
     assert list(found.settings) == [key]
     assert f"try {key}={found.settings[key]}" in found.sentence
+
+
+def test_a_setting_that_the_run_has_is_not_what_to_try() -> None:
+    terms = dict.fromkeys(TERMS, 0.0) | {"matmul": 0.7, "data": 0.1}
+    found = find_bottleneck(terms, planned(data={"workers": os.cpu_count() or 2}))
+    assert found.settings is None
+    assert found.sentence.endswith("is waiting for data; put the prepared data on a faster disk (SHOAL_CACHE=FOLDER).")
 
 
 def test_ranks_that_wait_for_a_slow_one_are_told_which() -> None:

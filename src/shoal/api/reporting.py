@@ -41,6 +41,7 @@ def report(runs: Sequence[Path | str], output: Path | str | None = None) -> Writ
     if path.is_dir():
         raise UserMistake(f"--output {path} is a folder; give the name of a file, such as {path / REPORT}.")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, run_report(records[0]) if len(records) == 1 else comparison(records))
     except OSError as error:
         raise UserMistake(f"{path} cannot be written: {error.strerror}.") from None

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from shoal.checkpoint.store import Checkpoint, damaged_file, list_complete
+from shoal.config.given_run import no_checkpoints
 from shoal.mistakes import UserMistake
 
 
@@ -13,7 +14,7 @@ def choose_checkpoint(run: Path, step: int | None) -> Checkpoint:
     than the user asked for, so a damaged checkpoint is an error.
     """
     if not (run / "checkpoints").is_dir():
-        raise UserMistake(f"{run} holds no checkpoints; give the folder of a run, such as runs/NAME.")
+        raise no_checkpoints(run)
     complete = list_complete(run / "checkpoints")
     matching = [one for one in complete if step is None or one.step == step]
     if not matching:

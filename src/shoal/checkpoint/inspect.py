@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.store import Checkpoint, damaged_file, examine, folder_for, step_of
-from shoal.mistakes import UserMistake
+from shoal.config.given_run import no_checkpoints
 
 WHOLE, UNFINISHED, DAMAGED = "whole", "not whole", "damaged"
 
@@ -38,7 +38,7 @@ def list_checkpoints(
     """List all checkpoints of a run, oldest first; with `verify`, compare every file with its hash."""
     checkpoints = run / "checkpoints"
     if not checkpoints.is_dir():
-        raise UserMistake(f"{run} holds no checkpoints; give the folder of a run, such as runs/NAME.")
+        raise no_checkpoints(run)
     try:
         latest = (checkpoints / "latest").read_text().strip()
     except (OSError, ValueError):

@@ -66,7 +66,9 @@ def logs(
         if as_json:
             print_json({"run": run, "records": list(records)})
             return
-        _print_all(record_text(one) for one in records)
+        if not _print_all(record_text(one) for one in records):
+            whose = f"{run} has" if rank is None else f"Rank {rank} of {run} has"
+            typer.echo(f"{whose} no log record of level {level.value} or above.", err=True)
         return
     lines = api.logs(run, rank=rank, follow=follow and not as_json, runs=runs)
     if as_json:
@@ -75,12 +77,16 @@ def logs(
     _print_all(lines)
 
 
-def _print_all(lines: Iterable[str]) -> None:
+def _print_all(lines: Iterable[str]) -> int:
+    """Print the lines; return how many."""
+    printed = 0
     try:
         for line in lines:
             typer.echo(line)
+            printed += 1
     except KeyboardInterrupt:
         raise typer.Exit from None
+    return printed
 
 
 def cancel(run: Name, runs: Runs = Path("runs"), as_json: AsJson = False) -> None:

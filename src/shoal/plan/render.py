@@ -58,16 +58,18 @@ def _memory_lines(choice: ResolvedRun) -> list[str]:
     worst, memory = choice.memory.worst, choice.memory
     device = choice.machine.gpu.memory_gib
     rank = f" on pipeline rank {worst.pipeline_rank}" if memory.run.mesh.pp > 1 else ""
+    # The parts of a tiny model would all be 0.00 GiB.
+    unit, size = ("GiB", GIB) if worst.reserved >= GIB / 10 or memory.context else ("MiB", GIB / 1024)
     lines = [
-        f"memory per device{rank}: {worst.allocated / GIB:.1f} GiB allocated, {worst.reserved / GIB:.1f} GiB reserved, "
-        f"of {device:.1f} GiB; peak at: {worst.peak.name}",
+        f"memory per device{rank}: {worst.allocated / size:.1f} {unit} allocated, {worst.reserved / size:.1f} {unit} "
+        f"reserved, of {device:.1f} GiB; peak at: {worst.peak.name}",
         f"  |{bar(choice)}|",
     ]
     for term in worst.peak.tree.parts:
-        lines.append(f"  {_letter(term.name)} {term.amount / GIB:8.2f}  {term.name}")
+        lines.append(f"  {_letter(term.name)} {term.amount / size:8.2f}  {term.name}")
         if term.amount / worst.allocated > 0.1:
-            lines += [f"    {part.amount / GIB:10.2f}  {part.name}" for part in _largest(term)]
-    lines.append(f"    {worst.reserve / GIB:8.2f}  allocator overhead (reserved, not allocated)")
+            lines += [f"    {part.amount / size:10.2f}  {part.name}" for part in _largest(term)]
+    lines.append(f"    {worst.reserve / size:8.2f}  allocator overhead (reserved, not allocated)")
     if memory.context:
         lines.append(f"    {memory.context / GIB:8.2f}  CUDA context and NCCL, outside PyTorch (typical)")
     if choice.run.offload != "none" or choice.run.offloads_inputs:

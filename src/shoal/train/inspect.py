@@ -28,6 +28,7 @@ from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 from shoal.models.hub import local_folder
 from shoal.models.read_config import read_settings
+from shoal.observe.figures import counted
 from shoal.paths import user_path
 from shoal.plan.batches import count_steps
 from shoal.train.tokenizer import load_model_tokenizer
@@ -105,8 +106,9 @@ class DataStats:
             lines += [*([""] if several else []), *source_lines(source, self.max_length, titled=several)]
         lines += [""] if several else []
         lines.append(
-            f"epoch        {self.training_sequences:,} training sequences, {self.tokens_per_epoch:,} tokens, "
-            f"{self.loss_tokens_per_epoch:,} {self._counted()}; {self.validation_sequences:,} validation sequences"
+            f"epoch        {counted(self.training_sequences, 'training sequence')}, {self.tokens_per_epoch:,} tokens, "
+            f"{self.loss_tokens_per_epoch:,} {self._counted()}; "
+            f"{counted(self.validation_sequences, 'validation sequence')}"
         )
         lines.append(f"steps        {self.steps_per_epoch:,g} per epoch with train.global_batch {self.global_batch:,}")
         if self.steps is not None:

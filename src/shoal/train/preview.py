@@ -9,6 +9,7 @@ import numpy as np
 from shoal.data.inspect.spans import CLOSE, OPEN, decode_spans, mark, shorten
 from shoal.data.loader import IGNORED
 from shoal.objectives import Objective, find_objective
+from shoal.observe.figures import counted
 from shoal.plan.resolved import describe_accumulation, describe_degrees
 from shoal.train.inputs import Inputs
 from shoal.train.preflight import Preflight
@@ -56,7 +57,8 @@ class Preview:
                 f"batch      {self.global_batch} sequences per step: micro-batch {self.micro_batch}, "
                 f"{describe_accumulation(self.grad_accum_steps)}",
                 f"length     {self.steps:,} steps, about {self.tokens:,} loss tokens; "
-                f"{_counted(self.training_sequences)} training and {self.validation_sequences:,} validation sequences",
+                f"{_counted(self.training_sequences)} training sequences, "
+                f"{counted(self.validation_sequences, 'validation sequence')}",
                 "",
                 "learning rate",
                 *draw(self.learning_rates, self.steps),
@@ -128,5 +130,5 @@ def draw(values: Sequence[float], steps: int) -> list[str]:
         filled = (max(0.0, min(1.0, value / highest * LINES - line)) for value in values)
         label = f"{highest:.2e} " if line == LINES - 1 else " " * 9
         lines.append(label + "".join(eighths[round(8 * share)] for share in filled).rstrip())
-    last = f"step {steps}"
-    return [*lines, f"{'':9}step 1{last:>{max(len(last) + 2, len(values) - 6)}}"]
+    last = f"  step {steps}" if steps > 1 else ""
+    return [*lines, f"{'':9}step 1{last:>{max(1, len(values) - 6)}}".rstrip()]

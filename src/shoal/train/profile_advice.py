@@ -131,6 +131,8 @@ def find_bottleneck(
     said = f"{share:.0%} of the step is {words}"
     if uneven is not None:
         said, settings, gain = f"{said}; look at that rank's machine with shoal doctor", None, None
+    elif settings is None and term == DATA:
+        said += "; put the prepared data on a faster disk (SHOAL_CACHE=FOLDER)"
     elif settings is None:
         said += "; no change of the config is known to help"
     else:
@@ -158,7 +160,9 @@ def _candidates(term: str, resolved: ResolvedRun) -> Iterator[dict[str, Any]]:
     larger = {"train.micro_batch": run.micro_batch * 2}
     may_grow = run.grad_accum_steps % 2 == 0
     if term == DATA:
-        yield {"data.workers": max(2, min(2 * config.data.workers, os.cpu_count() or 1))}
+        more = max(2, min(2 * config.data.workers, os.cpu_count() or 1))
+        if more > config.data.workers:
+            yield {"data.workers": more}
     elif term == COMMUNICATION:
         if may_grow:
             yield larger

@@ -51,6 +51,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     (run / "plan.json").write_text('{"fits": true, "chosen": {"strategy": "ddp"}, "memory": {"long": 1}}')
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": n, "loss": 2.0}) + "\n" for n in range(1, 21)))
     (run / "logs" / "rank-1.log").write_text("early\n" * 50 + "".join(f"{line}\n" for line, _ in PLANTED))
+    (run / "logs" / "tensorboard").mkdir()
+    (run / "logs" / "tensorboard" / "events.out.tfevents.1.host.2.0").write_bytes(b"\x18\x00\x00\nbrain.Event:2\xff")
     (run / "logs" / "crash-20260101-000000-a.txt").write_text("shoal 0\n\nTraceback …\nValueError: 3 rows in ```x```\n")
     user = {"HOME": "/home/alice", "LOGNAME": "alice", "NCCL_DEBUG": "WARN", "UNRELATED": "private-matter"}
     return forked_shoal(folder, "doctor", "--report", "runs/tiny", env=environment(folder, **SECRETS, **user))
@@ -75,6 +77,7 @@ def test_a_report_has_what_an_issue_needs(report: Ended) -> None:
     ):
         assert needed in report.out, needed
     assert '{"step": 12,' not in report.out  # a tail, not all of it
+    assert "brain.Event" not in report.out  # no text
     assert "````\nshoal 0" in report.out  # a fence that its text does not end
 
 

@@ -106,14 +106,16 @@ def _class_lines(classes: Sequence[tuple[str, int, float]]) -> Iterator[str]:
 
 
 def _filling(filling: Filling) -> str:
-    return f"{filling.sequences:,} sequences, {filling.filled:.1%} of their slots filled"
+    what = "sequence" if filling.sequences == 1 else "sequences"
+    return f"{filling.sequences:,} {what}, {filling.filled:.1%} of their slots filled"
 
 
 def _too_long(stats: SourceStats, max_length: int) -> str:
     if not stats.longer:
         return f"none is longer than max_length {max_length:,}"
     share = stats.longer / stats.documents
-    what = f"{stats.longer:,} documents ({share:.1%}) are longer than max_length {max_length:,}"
+    are = "document ({:.1%}) is" if stats.longer == 1 else "documents ({:.1%}) are"
+    what = f"{stats.longer:,} {are.format(share)} longer than max_length {max_length:,}"
     done = {"truncate": "truncated", "drop": "left out", "split": "split, no token is lost"}[stats.long_documents]
     if stats.long_documents == "split":
         return f"{what}; {done}"

@@ -20,6 +20,8 @@ LOG_LINES, TRACE_LINES, METRIC_LINES = 30, 120, 8
 LONGEST_LINE = 400
 # Logs that are shown: those that were written last. A job has one per rank.
 MOST_LOGS = 4
+# Texts. The event files of TensorBoard and wandb, which are in the same folder, are not.
+READABLE = {".log", ".jsonl", ".txt", ".out"}
 # The environment that training depends on. Everything else stays on the machine.
 VARIABLES = re.compile(
     r"NCCL_|GLOO_|TORCH|PYTORCH_|CUDA|NVIDIA_|ROCR_|HIP_|OMP_|MKL_|SHOAL_|HF_|TRANSFORMERS_|TOKENIZERS_|UCX_|FI_"
@@ -52,7 +54,8 @@ def _sections(run: RunDirectory, redact: Redactor, environment: Mapping[str, str
     if steps:
         whole = [name for name in steps if (run.checkpoints / name / "MANIFEST.json").is_file()]
         yield _section("Checkpoints", "\n".join(name + ("" if name in whole else " (not complete)") for name in steps))
-    logs = [path for path in run.logs.rglob("*") if path.is_file() and not path.name.startswith("crash-")]
+    texts = (path for path in run.logs.rglob("*") if path.is_file() and path.suffix in READABLE)
+    logs = [path for path in texts if not path.name.startswith("crash-")]
     for file in sorted(logs, key=_written)[-MOST_LOGS:]:
         if text := _tail(file, LOG_LINES):
             yield _section(f"Last lines of {redact(str(file.relative_to(run.path)))}", redact(text))
