@@ -4,16 +4,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 
-class _Told(Exception):
-    """An error whose message is for the user. It names options as they are typed in a terminal; for callers of the
-    Python API `str` of it names arguments (`shoal.api.words`), and `as_typed` is still what the command prints."""
-
-    def __init__(self, *said: object) -> None:
-        super().__init__(*said)
-        self.as_typed = str(self)
-
-
-class UserMistake(_Told):
+class UserMistake(Exception):
     """An error the user can fix. The message says what was found, where, and what to do; the exit status is 2."""
 
 
@@ -29,7 +20,7 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(matches)}?" if matches else ""
 
 
-class RunFailed(_Told):
+class RunFailed(Exception):
     """The run failed for another reason than a user mistake. The message says why; the exit status is 1."""
 
 

@@ -8,7 +8,7 @@ import torch
 from shoal.parallel.gradients import HOST_CHUNK, LARGE, Gradients
 
 
-def test_the_norm_on_a_cpu_counts_small_and_large_gradients_in_fp64() -> None:
+def test_the_norm_of_offloaded_gradients_counts_small_and_large_ones_in_fp64() -> None:
     torch.manual_seed(0)
     sizes = [(7,), (LARGE - 1,), (HOST_CHUNK // 512 + 3, 512), (2 * HOST_CHUNK,)]
     gradients = [torch.randn(size) * 10.0**index for index, size in enumerate(sizes)]
@@ -18,7 +18,7 @@ def test_the_norm_on_a_cpu_counts_small_and_large_gradients_in_fp64() -> None:
     for index, gradient in enumerate(gradients):
         parameters[str(index)] = torch.nn.Parameter(torch.empty_like(gradient))
         parameters[str(index)].grad = gradient
-    dims = SimpleNamespace(pp=None, tp=None, device=torch.device("cpu"))
+    dims = SimpleNamespace(pp=None, tp=None, device=torch.device("cuda"))
     placement: Any = SimpleNamespace(parallel_dims=dims, owned_by_another_stage=(), splits={})
     found = Gradients(parameters, placement, averages=(), in_place=False).norm()
     expected = sum(float(one.double().square().sum()) for one in gradients) ** 0.5

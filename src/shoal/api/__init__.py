@@ -9,8 +9,6 @@
 Importing this module is cheap; torch is imported by the functions that need it.
 """
 
-from inspect import isfunction
-
 from shoal.api.checking import doctor, doctor_report
 from shoal.api.custom import init_run
 from shoal.api.data import data_preview, data_stats
@@ -32,7 +30,6 @@ from shoal.api.reporting import report
 from shoal.api.sources import download, download_packaged, init, recipes
 from shoal.api.sweeping import sweep
 from shoal.api.training import dry_run, plan, read_profile, train
-from shoal.api.words import naming_arguments
 from shoal.config import Config, config_from_mapping, config_to_yaml, config_values, json_schema, load_config
 
 __all__ = [
@@ -85,5 +82,3 @@ __all__ = [
     "train",
     "view",
 ]
-
-globals().update({name: naming_arguments(globals()[name]) for name in __all__ if isfunction(globals()[name])})

@@ -103,11 +103,11 @@ def main() -> None:
             sys.exit(MISTAKEN)
         app()
     except UserMistake as mistake:
-        if is_new(mistake.as_typed, os.environ) and not another_says_it():
-            typer.echo(f"shoal: {mistake.as_typed}", err=True)
+        if is_new(str(mistake), os.environ) and not another_says_it():
+            typer.echo(f"shoal: {mistake}", err=True)
         sys.exit(MISTAKEN)
     except RunFailed as failure:
-        typer.echo(f"shoal: {failure.as_typed}", err=True)
+        typer.echo(f"shoal: {failure}", err=True)
         sys.exit(FAILED)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # nothing to report

@@ -160,9 +160,15 @@ def own_custom_folder(
 def _check(
     run: RunDirectory, config: Config, *, resume: bool, overwrite: bool, start_from: Path | None, reporter: Reporter
 ) -> None:
-    run.check_not_held()
-    for note in run.check(config, resume=resume, overwrite=overwrite, start_from=start_from):
-        reporter.say(f"Changed since the run started: {note}.")
+    try:
+        run.check_not_held()
+        for note in run.check(config, resume=resume, overwrite=overwrite, start_from=start_from):
+            reporter.say(f"Changed since the run started: {note}.")
+    except UserMistake as mistake:  # worded for the command
+        said = str(mistake)
+        for option in ("resume", "overwrite"):
+            said = said.replace(f"--{option}", f"{option}=True")
+        raise UserMistake(said.replace("name=…", "name")) from None
 
 
 def _relaunched() -> bool:

@@ -117,7 +117,10 @@ class Gradients:
             groups = [mesh.get_group(dimension) for dimension in dimensions] if mesh is not None else []
             if is_split and self.placement.parallel_dims.tp is not None:
                 groups.append(self.placement.parallel_dims.tp)
-            self._kinds_by_sharding[sharding] = _Kind(groups, _make_sum_of_squares(gradient))
+            offloaded = gradient.device.type == "cpu" and self.placement.parallel_dims.device.type != "cpu"
+            self._kinds_by_sharding[sharding] = _Kind(
+                groups, _HostSumOfSquares() if offloaded else _make_sum_of_squares(gradient)
+            )
         self._kinds[name] = spec, self._kinds_by_sharding[sharding]
         return self._kinds[name][1]
 
@@ -143,8 +146,6 @@ class Gradients:
 
 def _make_sum_of_squares(gradient: Tensor) -> Callable[[Sequence[Tensor]], Tensor]:
     """The function for gradients on the device of `gradient`."""
-    if gradient.device.type == "cpu":
-        return _HostSumOfSquares()
     if not has_kernel(gradient):
         return _sum_of_squares
     from shoal.parallel.norm_kernel import SumOfSquares
@@ -158,8 +159,8 @@ def _sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _HostSumOfSquares:
-    """The same on a CPU, where torch's norm with another dtype is not vectorized: large gradients are converted a chunk
-    at a time, into a buffer that stays in the caches."""
+    """The same of gradients that a GPU's run has in host memory, where torch's norm with another dtype is not
+    vectorized: large ones are converted a chunk at a time, into a buffer that stays in the caches."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
