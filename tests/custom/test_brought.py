@@ -222,7 +222,7 @@ def zero_grad(run: Any) -> list[float]:
     return sums(model)
 
 
-QUICK = [("ddp", hugging_face), ("ddp", batch_norm), ("fsdp", average_of_weights), ("fsdp", forward_between)]
+QUICK = [("ddp", hugging_face), ("ddp", batch_norm), ("fsdp", average_of_weights), ("zero2", forward_between)]
 SLOW = [
     ("fsdp", hugging_face),
     ("fsdp", batch_norm),
