@@ -204,8 +204,8 @@ class CustomLoop:
         may be at another step."""
         if self.first:
             job.reporter.warn(
-                f"the loop was left after step {job.progress.step} of {job.steps}, and what it learnt since the last "
-                "checkpoint is not saved; run.stop() ends it after the step with one."
+                f"the loop was left after step {job.progress.step} of {job.steps}, and nothing since the last "
+                "checkpoint is saved; call run.stop() instead of break, which saves one and stops."
             )
             record_end(job.run.path, "left")
 

@@ -77,6 +77,6 @@ def lr_scale(train: TrainConfig) -> float:
 
 
 def describe_lr_scale(train: TrainConfig, batch: str) -> str:
-    """`global_batch 16 / base_batch 8`, in words of `batch`."""
+    """`global_batch 16 / base_batch 8`, with `batch` for the first name."""
     ratio = f"{batch} {train.global_batch} / base_batch {train.base_batch}"
     return f"√({ratio})" if train.lr_scaling == "sqrt" else ratio
