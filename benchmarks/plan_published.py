@@ -118,7 +118,7 @@ NEAREST: dict[str, SystemTraits] = {
     "transformers-loop-wide": replace(LOOP, logit_bytes=12.0),
     "fms": TRAITS["torchtitan"],
     # The model, with its loss, is compiled as a whole.
-    "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
+    "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, fused_activation=True),
     "plain-torch": replace(TRAITS["by-hand"], loss_kernel="compiled"),
     "compiled-torch": replace(TRAITS["by-hand"], loss_kernel="compiled", pads_vocabulary=True),
     # Of 2023 and 2024, with flash attention 2 on Hopper.

@@ -8,6 +8,7 @@ reads in the backward pass.
 
 import math
 
+from shoal.catalogue.architectures import architecture_of
 from shoal.plan.blocks import Linear, linears
 from shoal.plan.run import Run
 from shoal.plan.states import adapted
@@ -21,6 +22,7 @@ def block_kept(run: Run) -> Term:
     """Bytes that a block saves per micro-batch without activation checkpointing."""
     full, local = run.tokens, run.tokens / run.mesh.tp
     parts = *_norms(run, run.stream_tokens), *_inputs(run, full), *_attention(run, full), *_mlp(run, local), *_dora(run)
+    parts = *parts, *_routed(run, full)
     return group("block", *parts)
 
 
@@ -110,6 +112,7 @@ def selected_matmuls(run: Run, matrices: tuple[Linear, ...]) -> list[int]:
 def _norms(run: Run, tokens: float) -> list[Term]:
     """The inputs of the two norms: the residual stream."""
     shape, stream, itemsize = run.shape, run.residual_bytes, run.compute_bytes
+    architecture = architecture_of(shape.model_type)
     each = float(stream)
     if run.compiled:
         # Instead of the second norm's input, the compiler saves what attention added to the first one's, which is in
@@ -123,13 +126,23 @@ def _norms(run: Run, tokens: float) -> list[Term]:
         both = _post_norms(run)
     elif run.recomputes_cheap and stream > itemsize and shape.traits.parallel_residual and shape.parallel_residual:
         both = stream  # attention and MLP read norms of the same input, from which both are recomputed
+    elif architecture.output_norms and run.compiled:
+        both = 2 * itemsize  # what attention and MLP return; the stream itself is read by linear layers alone
+    if architecture.norms > 2:
+        # Norms before and after attention and MLP. The compiler saves what attention returns already.
+        both += itemsize if run.compiled else 2 * each
     found = [leaf("norm inputs", tokens * shape.hidden * both)]
-    if shape.traits.head_norms:
+    if has_head_norms(run):
         width = shape.query_width + shape.kv_width
         found.append(leaf("query and key norm inputs", tokens * width * (each if not run.compiled else itemsize)))
     if run.dropout:
         found.append(leaf("dropout masks", tokens * 2 * shape.hidden))
     return found
+
+
+def has_head_norms(run: Run) -> bool:
+    """Whether queries and keys are normalized, by head or all heads together."""
+    return run.shape.traits.head_norms or architecture_of(run.shape.model_type).head_norms != "none"
 
 
 def _post_norms(run: Run) -> float:
@@ -195,7 +208,8 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     # Context parallelism by all-gather holds the keys and values of all ranks.
     across = run.mesh.cp if run.cp_method == "gather" else 1
     width = float(query + 2 * held * across)
-    if (shape.traits.fused_qkv or run.traits.fused_qkv) and shape.traits.rotary:
+    joined = shape.traits.fused_qkv or run.traits.fused_qkv or architecture_of(shape.model_type).joined
+    if joined and shape.traits.rotary:
         # Values are a view of the fused QKV output, which stays allocated beside the rotated queries and keys.
         width += query + keys
     found = [
@@ -205,8 +219,9 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     if _input_bytes(run) < itemsize and "attention" in needed(run):
         found.append(leaf("attention output in fp8", tokens / tp * query))
     if run.attention == "scores":
-        # The softmax in fp32, and its copy in the compute dtype; or the latter alone.
-        wide = 0.0 if run.traits.fused_softmax == "always" else 4.0
+        # The softmax in fp32, and its copy in the compute dtype; or the latter alone. The compiler saves what the two
+        # matmuls compute and read, and the sums of each row.
+        wide = 0.0 if run.traits.fused_softmax == "always" else float(itemsize) if run.compiled else 4.0
         scores = wide + (itemsize if itemsize < 4 or not wide else 0) + (1 + itemsize if run.attention_dropout else 0)
         found.append(leaf("attention scores", tokens / tp * shape.heads * run.length * scores))
     return found
@@ -231,9 +246,31 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
     fused = run.compiled or run.traits.fused_activation
     factors = (2 if fused else 3) if shape.traits.gated else 1
-    if shape.traits.unfused_gelu and not fused:
-        factors += 3
-    return [leaf("MLP intermediates", tokens * shape.ffn * (factors * run.layer_bytes + inner))]
+    saved = factors * run.layer_bytes + inner
+    if has_unfused_gelu(run):
+        # Half of the input, and three tensors around the tanh, of which autocast computes the power in fp32.
+        saved = run.layer_bytes + 3 * (4 if widens_powers(run) else run.layer_bytes) + inner
+    return [leaf("MLP intermediates", tokens * shape.ffn * saved)]
+
+
+def has_unfused_gelu(run: Run) -> bool:
+    """Whether the activation function is single kernels, as GPT-2's in transformers; not in models that are only like
+    it."""
+    fused = run.compiled or run.traits.fused_activation
+    return run.shape.traits.unfused_gelu and run.shape.is_family and not fused
+
+
+def widens_powers(run: Run) -> bool:
+    """Whether powers, as in the tanh approximation of GELU, are computed in fp32: autocast does so on GPUs. Our own
+    blocks run under it in mixed precision, unless their base is frozen."""
+    under_autocast = run.mixed and run.traits.autocasts and (run.adapter is None or run.traits.peft)
+    return under_autocast and not run.gpu.is_cpu
+
+
+def _routed(run: Run, tokens: float) -> list[Term]:
+    """What each expert reads, if it is trained, and returns, before its results are weighted and summed."""
+    copies = run.shape.routed * (2 if run.trained.blocks else 1)
+    return [leaf("expert inputs and outputs", tokens * copies * run.shape.hidden * run.compute_bytes)]
 
 
 def has_mlp_in_place(run: Run) -> bool:

@@ -34,6 +34,13 @@ class Trained:
     embedding: float = 1.0
     blocks: float = 1.0
     head: float = 1.0
+    # Share of the blocks below the first trained parameter: no gradient is computed in them, and nothing saved.
+    below: float = 0.0
+
+    @property
+    def passed(self) -> float:
+        """Share of the blocks that the backward pass goes through."""
+        return 1.0 - self.below
 
 
 FROZEN = Trained(0.0, 0.0, 0.0)
