@@ -263,7 +263,11 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     if line.get("adapter") is not None:
         given = dict(line["adapter"])
         adapter = Adapter(given.pop("rank"), tuple(given.pop("targets")), **given)
-    settings = {key: value for key, value in line.items() if key in SETTINGS and key not in OTHERS}
+    settings = {
+        key: tuple(value) if isinstance(value, list) else value  # a run is a key of a cache
+        for key, value in line.items()
+        if key in SETTINGS and key not in OTHERS
+    }
     precision = line["precision"]
     return Run(
         **{
