@@ -126,8 +126,12 @@ NEAREST: dict[str, SystemTraits] = {
     "megatron-0.6": replace(MEGATRON, flash2=True),
     # Lit-GPT with the flash-attention package's norms, rotary embeddings, SwiGLU and loss.
     "lit-gpt-fused": replace(TRAITS["litgpt"], unfused_norms=False, fused_activation=True, loss_kernel="always"),
-    # "grad_accum_dtype": "bf16" in its ds_config.json.
-    "megatron-deepspeed": replace(MEGATRON, wide_gradients=False, accumulates_in_matmuls=False),
+    # Without fp32 gradients: "grad_accum_dtype": "bf16" in its ds_config.json, or before it had the BF16_Optimizer.
+    "megatron-deepspeed-narrow": replace(
+        TRAITS["megatron-deepspeed"], wide_gradients=False, keeps_added_gradients=False
+    ),
+    # With pp-partition-method 'type:transformer|embedding'.
+    "megatron-deepspeed-balanced": replace(TRAITS["megatron-deepspeed"], even_stages=False),
     # NeMo with ub_tp_comm_overlap: False.
     "nemo-plain": replace(TRAITS["nemo"], overlaps_tensor=False),
     # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32

@@ -47,7 +47,11 @@ def optimizer_temporaries(run: Run, rank: Rank) -> Term:
     if run.traits.foreach_step and run.optimizer == "adamw" and not run.optimizer_in_backward:
         # The square roots of the second moments.
         amount += trained_parameters(run, rank) / run.optimizer_shards * run.weight_bytes
-    if run.traits.flattens_gradients and run.data_parallelism.shards_optimizer and run.offload == "none":
+    flattens = run.traits.flattens_gradients and run.mixed and run.reduced_bytes < 4
+    if flattens and not run.data_parallelism.shards_optimizer:
+        # All gradients in fp32, one by one and in one tensor (FP16_Optimizer in deepspeed/runtime/fp16).
+        amount += trained_parameters(run, rank) * (4 + 4)
+    elif flattens and run.offload == "none":
         # A rank's gradients in one tensor, and in fp32; with sharded weights one sub-group after the other.
         own = trained_parameters(run, rank) / (run.shards * run.replicas)
         if run.data_parallelism.shards_weights:

@@ -21,7 +21,7 @@ from shoal.plan.gathered import (
 )
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
-from shoal.plan.retained import cached_keys, held_inputs, last_micro_batch
+from shoal.plan.retained import added_gradients, cached_keys, held_inputs, last_micro_batch
 from shoal.plan.run import Run
 from shoal.plan.states import States, adapted, states
 from shoal.plan.terms import Term, group, leaf, scaled
@@ -81,18 +81,21 @@ class _Step:
         # is held unsharded.
         one_unit = run.sharded and run.trained.head and not run.separate_head_unit
         self.waiting = self.matrix * run.compute_bytes if one_unit else 0.0
+        # Until the next backward pass.
+        self.added = leaf("gradients that have been added", added_gradients(run, rank))
 
     def forward_pass(self) -> Moment:
         gathered, temporaries = gathered_in_forward(self.run, self.counts), _forward_temporaries(self.run)
         last = leaf("inputs and logits of the last micro-batch", last_micro_batch(self.run, self.rank))
-        others = self.held.unreduced, self.kept, temporaries, last
+        others = self.held.unreduced, self.kept, temporaries, last, self.added
         return self._moment("forward pass", gathered, 0.0, self.before, *others)
 
     def loss(self) -> Moment:
         run = self.run
         gathered = gathered_for_loss(run, self.counts, self.matrix) + self.forward_blocks
         cache = leaf("cached keys and values", cached_keys(run, self.rank))
-        return self._moment("loss", gathered, 0.0, self.before, self.held.unreduced, self.kept, cache, head(run).peak)
+        others = self.held.unreduced, self.kept, cache, head(run).peak, self.added
+        return self._moment("loss", gathered, 0.0, self.before, *others)
 
     def start_of_backward(self) -> Moment:
         run, counts = self.run, self.counts
@@ -128,6 +131,7 @@ class _Step:
             group("activations", *block_kept(run).parts),  # of one block: saved or recomputed
             self.transient,
             leaf("inputs of frozen blocks and their gradients", held_inputs(run, self.rank)),
+            self.added,
         )
 
     def embedding_gradient(self) -> Moment:
@@ -139,12 +143,13 @@ class _Step:
             self.gradients,
             self.unreduced_at_end,
             leaf("embedding gradient before accumulation", _embedding_gradient(self.run, self.counts)),
+            self.added,
             freed=gathered_embedding_and_head(self.run, self.counts),
         )
 
     def optimizer_step(self) -> Moment:
         temporaries = optimizer_temporaries(self.run, self.rank)
-        return self._moment("optimizer step", 0.0, 0.0, self.held.gradients, temporaries)
+        return self._moment("optimizer step", 0.0, 0.0, self.held.gradients, temporaries, self.added)
 
     def _blocks_between_passes(self) -> float:
         """Between forward and backward pass: all blocks unsharded, none, or all sharded over fewer ranks."""

@@ -59,6 +59,9 @@ class SystemTraits:
     # deepspeed/runtime/zero/stage_1_and_2.py, _prepare_fp32_grad_for_sub_group in stage3.py). Weights and state are
     # such tensors too, between which there are no gaps.
     flattens_gradients: bool = False
+    # bf16 gradients of a micro-batch stay beside the fp32 ones that they were added to until the next backward pass
+    # (update_hp_grads and clear_lp_grads in deepspeed/runtime/bf16_optimizer.py).
+    keeps_added_gradients: bool = False
     # Embedding and head, unless tied, are separate FSDP units; else one unit that stays unsharded between them.
     # `trained`: separate unless they are frozen under adapters.
     separate_head_unit: bool | Literal["trained"] = False
@@ -261,6 +264,11 @@ MEGATRON = SystemTraits(
 NEMO = replace(
     MEGATRON, wide_gradients=False, overlaps_tensor=True, overlaps_gradients=True, overlaps_weight_gather=True
 )
+# Megatron-DeepSpeed: Megatron's model with DeepSpeed's ZeRO-1, which flattens fp16 gradients in its step; bf16 ones are
+# added up in fp32 by its BF16_Optimizer.
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON, accumulates_in_matmuls=False, flattens_gradients=True, keeps_added_gradients=True
+)
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
 # trl/trainer/utils.py), the fused AdamW of TrainingArguments.optim, and packing by position ids.
 TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
@@ -298,6 +306,7 @@ SYSTEMS: dict[str, SystemTraits] = {
     "composer": COMPOSER,
     "deepspeed": DEEPSPEED,
     "megatron": MEGATRON,
+    "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "nemo": NEMO,
     "unsloth": UNSLOTH,
     "trl": TRL,
@@ -313,6 +322,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepspeed": {"train.compile": False, "train.loss_impl": "plain"},
     # --use-distributed-optimizer as in its examples; no --recompute-granularity; one kernel over all logits.
     "megatron": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
+    "megatron-deepspeed": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
     "nemo": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
     # get_peft_model's use_gradient_checkpointing="unsloth" offloads the inputs of blocks to host memory; its notebooks
     # have optim="adamw_8bit"; weights are in bf16.
