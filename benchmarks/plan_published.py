@@ -91,6 +91,16 @@ NEAREST: dict[str, SystemTraits] = {
         caches_keys=True,
         checkpoints_units=False,
     ),
+    # ATorch: an fp32 model under autocast alone, so that FSDP reduces in fp32, and blocks that are checkpointed from
+    # outside of the model, within FSDP's units (opt_lib/amp_optimization.py and checkpoint_optimization.py).
+    "atorch": replace(
+        TRAITS["huggingface"],
+        logit_bytes=16.0,
+        caches_keys=True,
+        reentrant=True,
+        checkpoints_units=False,
+        narrow_reduction=False,
+    ),
     # Without mixed precision; and what is allocated, not reserved, of the loss: transformers 4.45 replaced the logits
     # by their fp32 copy, so that three fp32 tensors exist at a time; 4.48 held the logits too.
     "huggingface-4.45": replace(EARLIER, logit_bytes=12.0),
@@ -106,6 +116,10 @@ NEAREST: dict[str, SystemTraits] = {
     "deepspeed-qwen": replace(TRAITS["deepspeed"], logit_bytes=6.0, fused_qkv=True),
     # Its LoRA without DeepSpeed: PEFT before 0.12, and one matmul for queries, keys and values.
     "qwen-2023": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, narrow_adapters=True, fused_qkv=True),
+    # A loss of its own over 16-bit logits (benchmark/gpt/model.py); Lightning's plugin has no autocast with DeepSpeed.
+    "deepspeed-lightning": replace(TRAITS["deepspeed"], logit_bytes=6.0),
+    # ColossalAI's LowLevelZero: gradients stay on the device, and are cast one by one (zero/low_level).
+    "colossalai": replace(TRAITS["deepspeed"], offloads_gradients=False),
     # `_allgather_param` in deepspeed/runtime/zero/partition_parameters.py, with a torch.cuda.synchronize() before each.
     "deepspeed-2021": replace(
         MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False

@@ -6,6 +6,18 @@ from shoal.plan.run import Run
 from shoal.plan.states import block_bytes, dequantized_bytes
 
 
+# Elements that DeepSpeed's ZeRO-3 may hold unsharded, and within which it keeps what is used again
+# (stage3_max_live_parameters and stage3_max_reuse_distance), by default: at the end of the forward pass, the last ones.
+ZERO_LIVE = 1e9
+
+
+def live_parameters(run: Run, counts: Counts) -> float:
+    """Unsharded weights that ZeRO-3 holds between forward and backward pass."""
+    if not (run.traits.hooks_modules and run.data_parallelism.shards_weights):
+        return 0.0
+    return min(counts.all * run.compute_bytes, ZERO_LIVE * run.compute_bytes)
+
+
 def gathered_embedding_and_head(run: Run, counts: Counts) -> float:
     """Unsharded weights of both, where weights are gathered."""
     if not run.gathers_weights:
@@ -36,7 +48,8 @@ def gathered_for_loss(run: Run, counts: Counts, matrix: float) -> float:
     if run.separate_head_unit:
         head = matrix * run.compute_bytes
         return head + (gathered_embedding_and_head(run, counts) if run.keeps_weights else head)
-    return gathered_embedding_and_head(run, counts) + (0.0 if run.keeps_weights else counts.block * run.compute_bytes)
+    last = 0.0 if run.keeps_weights else counts.block * run.compute_bytes
+    return max(live_parameters(run, counts), gathered_embedding_and_head(run, counts) + last)
 
 
 def gathered_blocks(run: Run, counts: Counts) -> float:

@@ -18,6 +18,7 @@ from shoal.plan.gathered import (
     gathered_embedding_and_head,
     gathered_for_loss,
     gathered_in_forward,
+    live_parameters,
 )
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
@@ -106,7 +107,7 @@ class _Step:
         early = self.before if self.before.amount else leaf("gradients", _first(run, self.held, self.matrix))
         return self._moment(
             "start of the backward pass",
-            self.around + max(self.blocks, self.forward_blocks),
+            max(self.around + max(self.blocks, self.forward_blocks), live_parameters(run, counts)),
             reducing + self.waiting,
             early,
             self.held.unreduced,

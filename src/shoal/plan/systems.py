@@ -59,6 +59,9 @@ class SystemTraits:
     # deepspeed/runtime/zero/stage_1_and_2.py, _prepare_fp32_grad_for_sub_group in stage3.py). Weights and state are
     # such tensors too, between which there are no gaps.
     flattens_gradients: bool = False
+    # With sharded gradients and offloaded optimizer state, gradients go to the host as they are reduced, and none are kept
+    # on the device (partition_grads in deepspeed/runtime/zero/stage3.py).
+    offloads_gradients: bool = False
     # bf16 gradients of a micro-batch stay beside the fp32 ones that they were added to until the next backward pass
     # (update_hp_grads and clear_lp_grads in deepspeed/runtime/bf16_optimizer.py).
     keeps_added_gradients: bool = False
@@ -227,6 +230,7 @@ DEEPSPEED = SystemTraits(
     logit_bytes=14.0,
     masters_with_optimizer=True,
     flattens_gradients=True,
+    offloads_gradients=True,
     flash2=True,
     peft=True,
     autocasts=False,  # _prepare_deepspeed in accelerate/accelerator.py
