@@ -22,7 +22,7 @@ from shoal.plan.gathered import (
 )
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
-from shoal.plan.retained import added_gradients, cached_keys, held_inputs, last_micro_batch
+from shoal.plan.retained import added_gradients, cached_keys, gradient_buckets, held_inputs, last_micro_batch
 from shoal.plan.run import Run
 from shoal.plan.states import States, adapted, states
 from shoal.plan.terms import Term, group, leaf, scaled
@@ -31,6 +31,8 @@ from shoal.plan.terms import Term, group, leaf, scaled
 # the block, beside its activations and their gradients, except where attention and MLP read the same input:
 # benchmarks/gpu/sweep_h200.
 RECOMPUTED_TEMPORARIES = 5
+# From PyTorch 2.0 on, gradients are freed after a step rather than filled with zeros.
+SET_TO_NONE = 2023
 NONE = leaf("", 0.0)
 
 
@@ -82,20 +84,24 @@ class _Step:
         # is held unsharded.
         one_unit = run.sharded and run.trained.head and not run.separate_head_unit
         self.waiting = self.matrix * run.compute_bytes if one_unit else 0.0
-        # Until the next backward pass.
-        self.added = leaf("gradients that have been added", added_gradients(run, rank))
+        # Until the next backward pass; buckets, which stay, are counted as gradients before.
+        added = leaf("gradients that have been added", added_gradients(run, rank))
+        buckets = leaf("gradient buckets", gradient_buckets(run, self.held.gradients.amount))
+        self.added = group("retained", added, buckets)
+        zeroed = 0 < run.traits.software < SET_TO_NONE
+        self.added_before = self.added if run.grad_accum_steps > 1 or zeroed else group("retained", added)
 
     def forward_pass(self) -> Moment:
         gathered, temporaries = gathered_in_forward(self.run, self.counts), _forward_temporaries(self.run)
         last = leaf("inputs and logits of the last micro-batch", last_micro_batch(self.run, self.rank))
-        others = self.held.unreduced, self.kept, temporaries, last, self.added
+        others = self.held.unreduced, self.kept, temporaries, last, self.added_before
         return self._moment("forward pass", gathered, 0.0, self.before, *others)
 
     def loss(self) -> Moment:
         run = self.run
         gathered = gathered_for_loss(run, self.counts, self.matrix) + self.forward_blocks
         cache = leaf("cached keys and values", cached_keys(run, self.rank))
-        others = self.held.unreduced, self.kept, cache, head(run).peak, self.added
+        others = self.held.unreduced, self.kept, cache, head(run).peak, self.added_before
         return self._moment("loss", gathered, 0.0, self.before, *others)
 
     def start_of_backward(self) -> Moment:

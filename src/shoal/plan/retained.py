@@ -37,6 +37,12 @@ def cached_keys(run: Run, rank: Rank) -> float:
     return 2 * run.tokens * run.shape.kv_width / run.mesh.tp * run.compute_bytes * rank.blocks
 
 
+def gradient_buckets(run: Run, gradients: float) -> float:
+    """DDP's buckets beside the gradients that were copied from them."""
+    copied = run.traits.copies_to_buckets and run.data_parallelism.ddp and run.world_size > 1
+    return gradients if copied else 0.0
+
+
 def added_gradients(run: Run, rank: Rank) -> float:
     """bf16 gradients of the last micro-batch that have been added to the fp32 ones."""
     keeps = run.traits.keeps_added_gradients and run.reduced_bytes > run.compute_bytes

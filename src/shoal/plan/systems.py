@@ -59,6 +59,9 @@ class SystemTraits:
     # deepspeed/runtime/zero/stage_1_and_2.py, _prepare_fp32_grad_for_sub_group in stage3.py). Weights and state are
     # such tensors too, between which there are no gaps.
     flattens_gradients: bool = False
+    # DDP's buckets are not its gradients, which are copied there and back (`gradient_as_bucket_view` false, PyTorch's
+    # default).
+    copies_to_buckets: bool = False
     # With sharded gradients and offloaded optimizer state, gradients go to the host as they are reduced, and none are kept
     # on the device (partition_grads in deepspeed/runtime/zero/stage3.py).
     offloads_gradients: bool = False
@@ -221,6 +224,7 @@ HUGGING_FACE = SystemTraits(
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
     checkpoints_units=True,  # gradient_checkpointing_enable in transformers/modeling_utils.py; its issue 30404
+    copies_to_buckets=True,  # DistributedDataParallelKwargs in accelerate/utils/dataclasses.py
     narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
