@@ -45,9 +45,16 @@ NEAREST: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
     # Overlaps data parallelism, and one block less in the first and the last stage.
     "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
-    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, and updated
-    # weights sent after the step (`overlap_sync_param` is off).
-    "internevo": replace(MEGATRON, overlaps_gradients=True, wide_gradients=False, accumulates_in_matmuls=False),
+    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, flattened and cast
+    # (internlm/solver/optimizer), and updated weights sent after the step (`overlap_sync_param` is off).
+    "internevo": replace(
+        MEGATRON,
+        overlaps_gradients=True,
+        wide_gradients=False,
+        accumulates_in_matmuls=False,
+        flattens_gradients=True,
+        step_copies=2,
+    ),
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),

@@ -41,23 +41,26 @@ def communication_buffers(run: Run, rank: Rank) -> Term:
 
 def optimizer_temporaries(run: Run, rank: Rank) -> Term:
     """Temporary memory of the optimizer step."""
-    amount = 0.0
+    trained, amount = trained_parameters(run, rank), 0.0
     if run.data_parallelism.partitions_update:
         amount += 2 * ZERO1_BUCKET * run.weight_bytes
-    if run.traits.foreach_step and run.optimizer == "adamw" and not run.optimizer_in_backward:
-        # The square roots of the second moments.
-        amount += trained_parameters(run, rank) / run.optimizer_shards * run.weight_bytes
-    flattens = run.traits.flattens_gradients and run.mixed and run.reduced_bytes < 4
-    if flattens and not run.data_parallelism.shards_optimizer:
-        # All gradients in fp32, one by one and in one tensor (FP16_Optimizer in deepspeed/runtime/fp16).
-        amount += trained_parameters(run, rank) * (4 + 4)
-    elif flattens and run.offload == "none":
-        # A rank's gradients in one tensor, and in fp32; with sharded weights one sub-group after the other.
-        own = trained_parameters(run, rank) / (run.shards * run.replicas)
-        if run.data_parallelism.shards_weights:
-            own = min(own, ZERO_SUB_GROUP)
-        amount += own * (run.reduced_bytes + 4)
     if find_optimizer(run.optimizer).needs_whole_matrices:
         # Newton-Schulz needs a few copies of one matrix in bf16.
         amount += 4 * 2 * max(one.parameters for one in linears(run.shape))
-    return leaf("optimizer temporaries", min(amount, 8 * trained_parameters(run, rank)))
+    amount = min(amount, 8 * trained)
+    copies = run.traits.step_copies
+    if run.traits.foreach_step and not run.optimizer_in_backward:
+        copies = 1  # the square roots of the second moments
+    if run.optimizer == "adamw":
+        amount += copies * trained / run.optimizer_shards * run.weight_bytes
+    flattens = run.traits.flattens_gradients and run.mixed and run.reduced_bytes < 4
+    if flattens and not run.data_parallelism.shards_optimizer:
+        # All gradients in fp32, one by one and in one tensor (FP16_Optimizer in deepspeed/runtime/fp16).
+        amount += trained * (4 + 4)
+    elif flattens and run.offload == "none":
+        # A rank's gradients in one tensor, and in fp32; with sharded weights one sub-group after the other.
+        own = trained / (run.shards * run.replicas)
+        if run.data_parallelism.shards_weights:
+            own = min(own, ZERO_SUB_GROUP)
+        amount += own * (run.reduced_bytes + 4)
+    return leaf("optimizer temporaries", amount)

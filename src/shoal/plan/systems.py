@@ -124,6 +124,9 @@ class SystemTraits:
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
+    # Tensors of the size of all that is updated, in fp32, which another AdamW holds at a time: two of PyTorch's before
+    # version 2.1 if that is one tensor (the root of the second moments, and its quotient or sum: torch/optim/adamw.py).
+    step_copies: int = 0
     # Checkpointed blocks are FSDP units, rather than FSDP units having checkpointed blocks: the recomputed forward pass
     # gathers and frees a block's weights on its own, so that the backward pass gathers them once more.
     checkpoints_units: bool = False
