@@ -32,10 +32,9 @@ def communication_buffers(run: Run, rank: Rank) -> Term:
         # It also keeps its outputs until the backward pass.
         outputs = in_flight * len(rank.stages) if run.traits.torch_pipeline else 0.0
         found.append(leaf("pipeline stage outputs", outputs * block_input(run)))
-    if run.traits.masters_with_optimizer and run.data_parallelism.shards_optimizer:
-        # DeepSpeed allocates the whole bucket, however little is trained.
-        elements = ZERO_BUCKET if run.traits.flattens_gradients else min(ZERO_BUCKET, trained_parameters(run, rank))
-        found.append(leaf("gradient bucket", elements * run.reduced_bytes))
+    if run.traits.flattens_gradients and run.mixed and run.data_parallelism.shards_optimizer:
+        # The whole bucket, however little is trained. Megatron's gradients are reduced in the buffer that holds them.
+        found.append(leaf("gradient bucket", ZERO_BUCKET * run.reduced_bytes))
     return group("communication buffers", *found)
 
 
