@@ -153,6 +153,10 @@ NEAREST: dict[str, SystemTraits] = {
     ),
     # With pp-partition-method 'type:transformer|embedding'.
     "megatron-deepspeed-balanced": replace(TRAITS["megatron-deepspeed"], even_stages=False),
+    # --overlap-grad-reduce, --overlap-param-gather and --main-grads-dtype bf16.
+    "megatron-overlapped": replace(
+        MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, wide_gradients=False
+    ),
     # NeMo with ub_tp_comm_overlap: False.
     "nemo-plain": replace(TRAITS["nemo"], overlaps_tensor=False),
     # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
@@ -172,7 +176,10 @@ NEAREST: dict[str, SystemTraits] = {
 NEW_WHEELS = (2024, 10)
 # From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
 FP32_ADAPTERS = (2024, 8)
-CONTAINERS = {"bert-apex", "flagscale", "llama3", "maxtext", "megatron", "megatron-0.6", "nemo", "nemo-plain", "pax"}
+CONTAINERS = {
+    *("bert-apex", "flagscale", "llama3", "maxtext", "megatron", "megatron-0.6", "megatron-overlapped", "nemo"),
+    *("nemo-plain", "pax"),
+}
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
 # Keys that say where a figure comes from, or that `_run` reads.
