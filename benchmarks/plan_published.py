@@ -45,8 +45,9 @@ NEAREST: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
     # Overlaps data parallelism, and one block less in the first and the last stage.
     "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
-    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, flattened and cast
-    # (internlm/solver/optimizer), and updated weights sent after the step (`overlap_sync_param` is off).
+    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, flattened and
+    # cast, and updated weights sent after the step, rank by rank (internlm/solver/optimizer; `overlap_sync_param` is
+    # off).
     "internevo": replace(
         MEGATRON,
         overlaps_gradients=True,
@@ -54,6 +55,7 @@ NEAREST: dict[str, SystemTraits] = {
         accumulates_in_matmuls=False,
         flattens_gradients=True,
         step_copies=2,
+        broadcasts_weights=True,
     ),
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
@@ -138,6 +140,8 @@ NEAREST: dict[str, SystemTraits] = {
     "transformers-loop": replace(LOOP, logit_bytes=6.0),
     "transformers-loop-wide": replace(LOOP, logit_bytes=12.0),
     "fms": TRAITS["torchtitan"],
+    # torch.optim.AdamW as it is, in examples/pytorch/tensor_parallel/train.py.
+    "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
     "plain-torch": replace(TRAITS["by-hand"], loss_kernel="compiled"),
