@@ -186,6 +186,8 @@ CONTAINERS = {
 }
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
+# What `Run.recompute` may be besides a number; single parts are `recomputed_parts`.
+RECOMPUTE = {"none", "cheap", "selective", "full", "offload", "offload-all", "parts"}
 # Keys that say where a figure comes from, or that `_run` reads.
 OTHERS = {
     *("source", "system", "model", "gpu", "gpus", "per_node", "mesh", "sequence", "accum", "adapter", "network"),
@@ -305,6 +307,7 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         if key in SETTINGS and key not in OTHERS
     }
     precision = line["precision"]
+    assert line["recompute"] in RECOMPUTE or isinstance(line["recompute"], int), line
     return Run(
         **{
             **settings,
