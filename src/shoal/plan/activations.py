@@ -205,9 +205,10 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     if _input_bytes(run) < itemsize and "attention" in needed(run):
         found.append(leaf("attention output in fp8", tokens / tp * query))
     if run.attention == "scores":
-        # The softmax in fp32, and its copy in the compute dtype; or the latter alone.
-        wide = 0.0 if run.traits.fused_softmax == "always" else 4.0
-        scores = wide + (itemsize if itemsize < 4 or not wide else 0) + (1 + itemsize if run.attention_dropout else 0)
+        # The softmax, and what the next matmul reads, unless it is the same: a copy in another dtype, or what dropout
+        # leaves, with the mask.
+        wide = itemsize < 4 and (run.upcasts_softmax or run.autocasts_softmax)
+        scores = (4 if wide else itemsize) + (itemsize if wide or run.attention_dropout else 0) + run.attention_dropout
         found.append(leaf("attention scores", tokens / tp * shape.heads * run.length * scores))
     return found
 

@@ -184,6 +184,19 @@ class Run:
         return fused == "always" or (fused == "compiled" and self.compiled)
 
     @property
+    def upcasts_softmax(self) -> bool:
+        """Whether the model code computes the softmax of materialized scores in fp32 and casts it back, as transformers
+        does in families with rotary embeddings; GPT-2's and BERT's leave it to autocast."""
+        return self.shape.traits.rotary and self.traits.fused_softmax != "always" and self.compute_bytes < 4
+
+    @property
+    def autocasts_softmax(self) -> bool:
+        """Whether autocast casts materialized scores to fp32 for the softmax, and leaves them in it until the next
+        matmul. Without autocast, and in layouts with 16-bit weights, the softmax is in the compute dtype."""
+        autocast = self.mixed and not self.traits.masters_with_optimizer and self.traits.fused_softmax != "always"
+        return autocast and not self.upcasts_softmax
+
+    @property
     def repeats_forward(self) -> bool:
         """Whether blocks run their forward pass again in the backward pass."""
         return self.recompute in ("full", "offload") or isinstance(self.recompute, int)
