@@ -115,7 +115,9 @@ NEAREST: dict[str, SystemTraits] = {
     # A loop around transformers' models without autocast: logits, their copy without the last token and the
     # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.
     "transformers-loop": replace(LOOP, logit_bytes=6.0),
-    "transformers-loop-wide": replace(LOOP, logit_bytes=12.0),
+    "transformers-loop-wide": replace(LOOP, logit_bytes=10.0),
+    # The same around the loss of transformers 5's own models.
+    "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False),
     "fms": TRAITS["torchtitan"],
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),

@@ -43,6 +43,16 @@ def test_bitsandbytes_scales_are_on_every_rank_and_not_offloaded() -> None:
     assert at(zero3, "loss", "quantization scales") == pytest.approx(scales)
 
 
+def test_a_head_that_is_upcast_returns_logits_in_fp32_unless_autocast_is_on() -> None:
+    # The loss of transformers 5: the logits, their log-softmax, and two gradients.
+    logits = 2048 * 32_000 / GIB
+    run = tuned("huggingface")
+    upcast = run.with_(adapter=Adapter(8, EVERY, "nf4", upcasts=True))
+    loop = upcast.with_(traits=replace(upcast.traits, autocasts=False))
+    assert at(run, "loss", "logits and loss") == at(upcast, "loss", "logits and loss") == pytest.approx(14 * logits)
+    assert at(loop, "loss", "logits and loss") == pytest.approx(16 * logits)
+
+
 def test_litgpt_quantizes_the_head_and_dequantizes_it_from_fp16() -> None:
     litgpt, other = tuned("litgpt", length=128), tuned("axolotl", length=128)
     saved = HEAD * (2 - 0.5625) / GIB

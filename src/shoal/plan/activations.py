@@ -186,8 +186,7 @@ def _dropped(run: Run, tokens: float) -> list[Term]:
 
 def _attention(run: Run, tokens: float) -> list[Term]:
     shape, tp = run.shape, run.mesh.tp
-    # Autocast has attention compute in 16 bits, whatever the layers return.
-    itemsize = run.compute_bytes if run.traits.autocasts else run.layer_bytes
+    itemsize = run.attention_bytes
     query, keys = shape.query_width, shape.kv_width
     # The memory-efficient kernel, which fp32 needs, has no grouped keys.
     repeated = run.traits.repeats_keys or (run.precision == "32-true" and not run.gpu.is_cpu)

@@ -1,7 +1,7 @@
 """Seconds of attention, by the kernel that computes it."""
 
 from shoal.catalogue.attention import Path, attention_speed
-from shoal.plan.kernels import STREAMED, Seconds, matmul_seconds, reached_by
+from shoal.plan.kernels import STREAMED, Seconds, matmul_flops, matmul_seconds, reached_by
 from shoal.plan.run import Run
 
 # Attention kernels reach more of the peak with larger head dimensions; this one reaches half.
@@ -12,6 +12,9 @@ ATTENTION_BACKWARD = 2.5
 BIASED_ATTENTION = 0.52
 # Flash attention 2 on Hopper, relative to cuDNN's kernels: benchmarks/gpu/attention_h200.
 FLASH_2 = 0.6
+# Attention in fp32, which has neither flash attention nor tensor cores, relative to matmuls in fp32: on an H200, where
+# it reaches 0.59 of the peak (benchmarks/gpu/attention_h200).
+FP32_ATTENTION = 0.72
 
 
 def attention_seconds(run: Run) -> Seconds:
@@ -31,7 +34,7 @@ def attention_seconds(run: Run) -> Seconds:
 
 def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     """Seconds of attention to `seen` keys per query."""
-    shape, reached = run.shape, reached_by(run)
+    shape, reached, itemsize = run.shape, reached_by(run), run.attention_bytes
     work = 4 * run.tokens * (seen + reached.half_keys) * shape.query_width / run.mesh.tp
     if path == "scores":
         return _materialized(run)
@@ -39,14 +42,14 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     biased = BIASED_ATTENTION if shape.traits.biased_attention else 1.0
     kernel = attention_speed(
         path,
-        itemsize=run.compute_bytes,
         dropout=run.attention_dropout,
         capability=run.gpu.compute_capability,
     )
     # In 2023 there was no other, so that its speed is that of attention.
     if run.traits.flash2 and run.traits.software != 2023 and (run.gpu.compute_capability or (0, 0)) >= (9, 0):
         kernel *= FLASH_2
-    ahead = work / (run.peak * reached.attention * min(1.0, long_heads) * biased * kernel)
+    flops = run.peak * reached.attention if itemsize < 4 else matmul_flops(run, itemsize) * FP32_ATTENTION
+    ahead = work / (flops * min(1.0, long_heads) * biased * kernel)
     return Seconds(ahead, ATTENTION_BACKWARD * ahead)
 
 
@@ -55,8 +58,8 @@ def _materialized(run: Run) -> Seconds:
     queries, keys, width = run.tokens * run.shape.heads / run.mesh.tp, run.length, run.shape.head_size
     # Forward: scores from queries and keys, output from probabilities and values. Backward: the gradients of
     # probabilities, values, queries and keys.
-    made = matmul_seconds(run, queries, width, keys)
-    read = matmul_seconds(run, queries, keys, width)
+    made = matmul_seconds(run, queries, width, keys, itemsize=run.attention_bytes)
+    read = matmul_seconds(run, queries, keys, width, itemsize=run.attention_bytes)
     each = queries * keys / (run.gpu.memory_bandwidth * STREAMED)
     ahead, back = score_traffic(run)
     return Seconds(made + read + each * ahead, made + 3 * read + each * back)
@@ -64,7 +67,7 @@ def _materialized(run: Run) -> Seconds:
 
 def score_traffic(run: Run) -> tuple[float, float]:
     """Bytes that the kernels between the two matmuls move per score, forward and backward."""
-    itemsize = run.compute_bytes
+    itemsize = run.attention_bytes
     dropped = 4 if run.autocasts_softmax and not run.fuses_softmax else itemsize
     dropout = 2 * dropped + 1 if run.attention_dropout else 0
     if run.fuses_softmax:

@@ -198,8 +198,9 @@ def head_seconds(run: Run) -> Seconds:
     if not (run.gpu.is_cpu or is_aligned(run) or is_padded(run)):
         slower = max(1.0, (ODD if shape.vocab % (2 * tp) else EVEN) * relative_rate(run.gpu))
     fp8 = run.fp8_head and run.loss == "chunked"
-    ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns, fp8=fp8)
-    back = slower * matmul_seconds(run, tokens, columns, shape.hidden, fp8=fp8)
+    itemsize = run.head_bytes
+    ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns, fp8=fp8, itemsize=itemsize)
+    back = slower * matmul_seconds(run, tokens, columns, shape.hidden, fp8=fp8, itemsize=itemsize)
     if fp8:
         ahead += columns * shape.hidden * TWO_LAYOUT_CAST_TRAFFIC / bandwidth(run)
         back += tokens * columns * CAST_TRAFFIC / bandwidth(run)

@@ -116,7 +116,9 @@ def overwrites_logits(run: Run) -> bool:
 def _plain_bytes(run: Run) -> float:
     if is_fused_loss(run):
         return run.traits.kernel_logit_bytes or 2.0 * run.compute_bytes
-    return run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes
+    # A head in fp32 returns logits in it.
+    wide = run.head_bytes - run.compute_bytes
+    return wide + (run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes)
 
 
 def _chunk_bytes(run: Run, logits: float) -> float:

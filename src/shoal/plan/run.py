@@ -145,6 +145,25 @@ class Run:
         return 4 if wide else self.compute_bytes
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes per element in which the head computes: without autocast, one that is upcast to fp32 returns that."""
+        upcast = self.adapter is not None and self.adapter.upcasts and not self.traits.autocasts
+        return 4 if upcast else self.compute_bytes
+
+    @property
+    def attention_bytes(self) -> int:
+        """Bytes per element of queries, keys and values. Autocast has attention compute in 16 bits, whatever the layers
+        return."""
+        return self.compute_bytes if self.traits.autocasts else self.layer_bytes
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes per element in which adapters compute: PEFT's in fp32, unless autocast casts what they read."""
+        if self.adapter is None or not self.traits.peft:
+            return self.compute_bytes
+        return self.adapter_input_bytes
+
+    @property
     def reduced_bytes(self) -> int:
         """Bytes per element of a gradient that is reduced: ZeRO and Accelerate communicate in 16 bits."""
         if self.mixed and self.traits.masters_with_optimizer:
@@ -187,7 +206,7 @@ class Run:
     def upcasts_softmax(self) -> bool:
         """Whether the model code computes the softmax of materialized scores in fp32 and casts it back, as transformers
         does in families with rotary embeddings; GPT-2's and BERT's leave it to autocast."""
-        return self.shape.traits.rotary and self.traits.fused_softmax != "always" and self.compute_bytes < 4
+        return self.shape.traits.rotary and self.traits.fused_softmax != "always" and self.attention_bytes < 4
 
     @property
     def autocasts_softmax(self) -> bool:
