@@ -232,8 +232,8 @@ def efficiency(gpu: Gpu, *, software: int = 0) -> Efficiency:
     else:
         newer = "h200" if gpu.compute_capability >= (9, 0) else "a100-80gb"
         found = FAMILIES[_BY_CAPABILITY.get(gpu.compute_capability, newer)]
-    # The H100 with 96 GB was measured with software of 2024. The H20's multiprocessors are no faster than an A100's, and
-    # do not need Hopper's instructions to be busy.
+    # The H100 with 96 GB was measured with software of 2024. The H20's multiprocessors are no faster than an A100's:
+    # they do not need Hopper's instructions to be busy.
     if software in _OLD_HOPPER and gpu.compute_capability == (9, 0) and gpu.name not in ("h100-96gb", "h20"):
         old = _OLD_HOPPER[software]
         return replace(

@@ -95,7 +95,7 @@ GPUS: dict[str, Gpu] = {
         Gpu("t4", 14.56, 320e9, None, 65e12, 8.1e12, None, (7, 5), "pcie3"),
         Gpu("v100-16gb", 15.77, 900e9, None, 125e12, 15.7e12, None, (7, 0), "nvlink2"),
         Gpu("v100-32gb", 31.73, 900e9, None, 125e12, 15.7e12, None, (7, 0), "nvlink2"),
-        # GeForce parts run half-precision matmuls with fp32 accumulation at half rate, the others of Turing at full rate.
+        # GeForce parts run half-precision matmuls with fp32 accumulation at half rate, Titan and Quadro at full rate.
         Gpu("rtx2080ti", 10.76, 616e9, None, 53.8e12, 13.45e12, None, (7, 5), "pcie3"),
         Gpu("titan-rtx", 23.65, 672e9, None, 130.5e12, 16.3e12, None, (7, 5), "pcie3"),
         Gpu("rtx8000", 47.46, 672e9, None, 130.5e12, 16.3e12, None, (7, 5), "pcie3"),
