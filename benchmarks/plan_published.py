@@ -45,9 +45,16 @@ NEAREST: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
     # Overlaps data parallelism, and one block less in the first and the last stage.
     "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
-    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, and updated
-    # weights sent after the step (`overlap_sync_param` is off).
-    "internevo": replace(MEGATRON, overlaps_gradients=True, wide_gradients=False, accumulates_in_matmuls=False),
+    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, flattened and cast
+    # (internlm/solver/optimizer), and updated weights sent after the step (`overlap_sync_param` is off).
+    "internevo": replace(
+        MEGATRON,
+        overlaps_gradients=True,
+        wide_gradients=False,
+        accumulates_in_matmuls=False,
+        flattens_gradients=True,
+        step_copies=2,
+    ),
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
@@ -91,6 +98,16 @@ NEAREST: dict[str, SystemTraits] = {
         caches_keys=True,
         checkpoints_units=False,
     ),
+    # ATorch: an fp32 model under autocast alone, so that FSDP reduces in fp32, and blocks that are checkpointed from
+    # outside of the model, within FSDP's units (opt_lib/amp_optimization.py and checkpoint_optimization.py).
+    "atorch": replace(
+        TRAITS["huggingface"],
+        logit_bytes=16.0,
+        caches_keys=True,
+        reentrant=True,
+        checkpoints_units=False,
+        narrow_reduction=False,
+    ),
     # Without mixed precision; and what is allocated, not reserved, of the loss: transformers 4.45 replaced the logits
     # by their fp32 copy, so that three fp32 tensors exist at a time; 4.48 held the logits too.
     "huggingface-4.45": replace(EARLIER, logit_bytes=12.0),
@@ -106,6 +123,10 @@ NEAREST: dict[str, SystemTraits] = {
     "deepspeed-qwen": replace(TRAITS["deepspeed"], logit_bytes=6.0, fused_qkv=True),
     # Its LoRA without DeepSpeed: PEFT before 0.12, and one matmul for queries, keys and values.
     "qwen-2023": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, narrow_adapters=True, fused_qkv=True),
+    # A loss of its own over 16-bit logits (benchmark/gpt/model.py); Lightning's plugin has no autocast with DeepSpeed.
+    "deepspeed-lightning": replace(TRAITS["deepspeed"], logit_bytes=6.0),
+    # ColossalAI's LowLevelZero: gradients stay on the device, and are cast one by one (zero/low_level).
+    "colossalai": replace(TRAITS["deepspeed"], offloads_gradients=False),
     # `_allgather_param` in deepspeed/runtime/zero/partition_parameters.py, with a torch.cuda.synchronize() before each.
     "deepspeed-2021": replace(
         MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False
@@ -128,8 +149,16 @@ NEAREST: dict[str, SystemTraits] = {
     "megatron-0.6": replace(MEGATRON, flash2=True),
     # Lit-GPT with the flash-attention package's norms, rotary embeddings, SwiGLU and loss.
     "lit-gpt-fused": replace(TRAITS["litgpt"], unfused_norms=False, fused_activation=True, loss_kernel="always"),
-    # "grad_accum_dtype": "bf16" in its ds_config.json.
-    "megatron-deepspeed": replace(MEGATRON, wide_gradients=False, accumulates_in_matmuls=False),
+    # Without fp32 gradients: "grad_accum_dtype": "bf16" in its ds_config.json, or before it had the BF16_Optimizer.
+    "megatron-deepspeed-narrow": replace(
+        TRAITS["megatron-deepspeed"], wide_gradients=False, keeps_added_gradients=False
+    ),
+    # With pp-partition-method 'type:transformer|embedding'.
+    "megatron-deepspeed-balanced": replace(TRAITS["megatron-deepspeed"], even_stages=False),
+    # --overlap-grad-reduce, --overlap-param-gather and --main-grads-dtype bf16.
+    "megatron-overlapped": replace(
+        MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, wide_gradients=False
+    ),
     # NeMo with ub_tp_comm_overlap: False.
     "nemo-plain": replace(TRAITS["nemo"], overlaps_tensor=False),
     # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
@@ -149,7 +178,10 @@ NEAREST: dict[str, SystemTraits] = {
 NEW_WHEELS = (2024, 10)
 # From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
 FP32_ADAPTERS = (2024, 8)
-CONTAINERS = {"bert-apex", "flagscale", "llama3", "maxtext", "megatron", "megatron-0.6", "nemo", "nemo-plain", "pax"}
+CONTAINERS = {
+    *("bert-apex", "flagscale", "llama3", "maxtext", "megatron", "megatron-0.6", "megatron-overlapped", "nemo"),
+    *("nemo-plain", "pax"),
+}
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
 # Keys that say where a figure comes from, or that `_run` reads.
@@ -265,7 +297,11 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     if line.get("adapter") is not None:
         given = dict(line["adapter"])
         adapter = Adapter(given.pop("rank"), tuple(given.pop("targets")), **given)
-    settings = {key: value for key, value in line.items() if key in SETTINGS and key not in OTHERS}
+    settings = {
+        key: tuple(value) if isinstance(value, list) else value  # a run is a key of a cache
+        for key, value in line.items()
+        if key in SETTINGS and key not in OTHERS
+    }
     precision = line["precision"]
     return Run(
         **{

@@ -53,6 +53,17 @@ def test_the_error_on_sources_never_seen_is_bounded():
         assert published.errors(some)[1] < ninety
 
 
+def test_a_rows_recomputed_parts_give_a_memory_forecast_and_no_row_is_there_twice():
+    published, _ = script()
+    lines = (FOLDER / "rows.jsonl").read_text().splitlines()
+    ours = [line for line in lines if json.loads(line)["source"] == "litgpt-config-hub"]
+    assert len(ours) == len(set(ours))
+    line = next(json.loads(line) for line in lines if "recomputed_parts" in line)
+    models = json.loads((FOLDER / "models.json").read_text())
+    row = published._read({**line, "memory": [1, "GiB", "allocated"]}, models)
+    assert {one.what for one in published.compare([row], all_counted=True)} == {"memory", "speed"}
+
+
 @pytest.mark.slow
 def test_the_written_errors_are_those_of_this_code():
     published, report = script()

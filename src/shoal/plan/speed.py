@@ -178,7 +178,7 @@ def _accumulation(run: Run, rank: Rank) -> float:
         return 0.0
     made, kept = run.compute_bytes, run.gradient_bytes or run.weight_bytes
     if run.mixed and run.traits.masters_with_optimizer:
-        kept = 4 if run.traits.wide_gradients else made
+        kept = run.reduced_bytes
     # Read both, write the sum; a matmul that adds to its output writes nothing else.
     moved = 2 * kept - made if run.traits.accumulates_in_matmuls else 3 * kept
     held = trained_parameters(run, rank)

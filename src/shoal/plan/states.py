@@ -143,13 +143,16 @@ def _zero(run: Run, rank: Rank) -> States:
     sharded = run.data_parallelism
     sharing = run.optimizer_shards if sharded.partitions_update else over
     state = (optimizer_bytes(run, rank) + 4 * trained) / (sharing if sharded.shards_optimizer else 1)
+    gradients = trained * run.reduced_bytes / (over if sharded.shards_gradients else 1)
+    if run.offload != "none" and run.traits.offloads_gradients and sharded.shards_gradients:
+        gradients = 0.0
     return States(
         weights=group(
             "weights",
             leaf("parameters", 0.0 if run.offload == "cpu" else held_weights(run, rank)),
             leaf("quantization scales", replicated_scales(run, rank)),
         ),
-        gradients=leaf("gradients", trained * run.reduced_bytes / (over if sharded.shards_gradients else 1)),
+        gradients=leaf("gradients", gradients),
         optimizer=leaf("optimizer state", 0.0 if run.offload != "none" else state),
         unreduced=leaf("unreduced gradients", 0.0),
         host=(state if run.offload != "none" else 0.0) + (held_weights(run, rank) if run.offload == "cpu" else 0.0),
