@@ -67,7 +67,7 @@ def test_gradients_of_materialized_scores_are_in_fp32_and_their_product_with_the
     first, name = "start of the backward pass", "attention score gradients"
     saved = at(run, first, "recomputed block") - at(run.with_(attention="fused"), first, "recomputed block")
     assert saved == pytest.approx(6 * scores / GIB)
-    # Three fp32 tensors in bf16, and not the copy of the softmax in 16 bits any more; a result in fp16 is half as large.
+    # Three fp32 tensors in bf16, and no copy of the softmax in 16 bits any more; a result in fp16 is half as large.
     assert at(run, first, name) == pytest.approx(10 * scores / GIB - 7 * mlp)
     assert at(run.with_(precision="16-mixed"), first, name) == pytest.approx(8 * scores / GIB - 7 * mlp)
     fused = run.with_(traits=replace(run.traits, fused_softmax="always"), length=16_384)
