@@ -138,12 +138,14 @@ NEAREST: dict[str, SystemTraits] = {
     "transformers-loop": replace(LOOP, logit_bytes=6.0),
     "transformers-loop-wide": replace(LOOP, logit_bytes=10.0),
     # The same around the loss of transformers 5's own models.
-    "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False),
+    "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs=True),
     "fms": TRAITS["torchtitan"],
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
     "plain-torch": replace(TRAITS["by-hand"], loss_kernel="compiled"),
     "compiled-torch": replace(TRAITS["by-hand"], loss_kernel="compiled", pads_vocabulary=True),
+    # F.multi_head_attention_forward in its modules/multihead_attention.py has its softmax in the compute dtype.
+    "fairseq": replace(TRAITS["by-hand"], fused_softmax="always"),
     # Of 2023 and 2024, with flash attention 2 on Hopper.
     "flagscale": replace(MEGATRON, flash2=True),
     "megatron-0.6": replace(MEGATRON, flash2=True),

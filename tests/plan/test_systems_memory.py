@@ -53,6 +53,27 @@ def test_a_head_that_is_upcast_returns_logits_in_fp32_unless_autocast_is_on() ->
     assert at(loop, "loss", "logits and loss") == pytest.approx(16 * logits)
 
 
+def test_a_loop_that_holds_the_outputs_has_the_logits_in_the_backward_pass() -> None:
+    run = tuned("huggingface", recompute="full")
+    loop = run.with_(traits=replace(run.traits, holds_outputs=True))
+    first = "start of the backward pass"
+    assert (at(run, first, "logits"), at(loop, first, "logits")) == (0, pytest.approx(2 * 2048 * 32_000 / GIB))
+
+
+def test_gradients_of_materialized_scores_are_in_fp32_and_their_product_with_the_softmax_too() -> None:
+    run = tuned("huggingface", length=4096, attention="scores", recompute="full")
+    scores = 32 * 4096**2
+    mlp = 4096 * 11_008 * 2 / GIB  # its three factors and a product are saved, and three gradients
+    first, name = "start of the backward pass", "attention score gradients"
+    saved = at(run, first, "recomputed block") - at(run.with_(attention="fused"), first, "recomputed block")
+    assert saved == pytest.approx(6 * scores / GIB)
+    # Three fp32 tensors in bf16, and no copy of the softmax in 16 bits any more; a result in fp16 is half as large.
+    assert at(run, first, name) == pytest.approx(10 * scores / GIB - 7 * mlp)
+    assert at(run.with_(precision="16-mixed"), first, name) == pytest.approx(8 * scores / GIB - 7 * mlp)
+    fused = run.with_(traits=replace(run.traits, fused_softmax="always"), length=16_384)
+    assert at(fused, first, name) == pytest.approx(2 * 16 * scores / GIB - 4 * 7 * mlp)
+
+
 def test_litgpt_quantizes_the_head_and_dequantizes_it_from_fp16() -> None:
     litgpt, other = tuned("litgpt", length=128), tuned("axolotl", length=128)
     saved = HEAD * (2 - 0.5625) / GIB

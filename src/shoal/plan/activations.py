@@ -208,8 +208,15 @@ def _attention(run: Run, tokens: float) -> list[Term]:
         # leaves, with the mask.
         wide = itemsize < 4 and (run.upcasts_softmax or run.autocasts_softmax)
         scores = (4 if wide else itemsize) + (itemsize if wide or run.attention_dropout else 0) + run.attention_dropout
-        found.append(leaf("attention scores", tokens / tp * shape.heads * run.length * scores))
+        found.append(leaf("attention scores", score_elements(run) * scores))
     return found
+
+
+def score_elements(run: Run) -> float:
+    """Attention scores of a block, where they are materialized."""
+    if run.attention != "scores":
+        return 0.0
+    return run.tokens / run.mesh.tp * run.shape.heads * run.length
 
 
 def attention_masks(run: Run) -> float:
@@ -218,6 +225,11 @@ def attention_masks(run: Run) -> float:
         # As booleans, and as the bias that attention adds.
         return run.micro_batch * run.length * (run.length / run.mesh.cp) * (1 + run.compute_bytes)
     return 0.0
+
+
+def mlp_kept(run: Run) -> float:
+    """Bytes that the MLP of a block saves."""
+    return sum(part.amount for part in _mlp(run, run.tokens / run.mesh.tp))
 
 
 def _mlp(run: Run, tokens: float) -> list[Term]:
