@@ -142,6 +142,9 @@ NEAREST: dict[str, SystemTraits] = {
     "fms": TRAITS["torchtitan"],
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
+    # The course's own modules (stanford-cs336/assignment2-systems, cs336_basics/model.py).
+    "cs336": replace(TRAITS["by-hand"], written_out=True),
+    "cs336-autocast": replace(TRAITS["autocast"], written_out=True),
     "plain-torch": replace(TRAITS["by-hand"], loss_kernel="compiled"),
     "compiled-torch": replace(TRAITS["by-hand"], loss_kernel="compiled", pads_vocabulary=True),
     # F.multi_head_attention_forward in its modules/multihead_attention.py has its softmax in the compute dtype.

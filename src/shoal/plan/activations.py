@@ -207,7 +207,8 @@ def _attention(run: Run, tokens: float) -> list[Term]:
         # The softmax, and what the next matmul reads, unless it is the same: a copy in another dtype, or what dropout
         # leaves, with the mask.
         wide = itemsize < 4 and (run.upcasts_softmax or run.autocasts_softmax)
-        scores = (4 if wide else itemsize) + (itemsize if wide or run.attention_dropout else 0) + run.attention_dropout
+        again = wide or run.attention_dropout or run.traits.written_out
+        scores = (4 if wide else itemsize) + (itemsize if again else 0) + run.attention_dropout
         found.append(leaf("attention scores", score_elements(run) * scores))
     return found
 
@@ -245,6 +246,8 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     factors = (2 if fused else 3) if shape.traits.gated else 1
     if shape.traits.unfused_gelu and not fused:
         factors += 3
+    if shape.traits.gated and run.traits.written_out and not fused:
+        factors += 1
     return [leaf("MLP intermediates", tokens * shape.ffn * (factors * run.layer_bytes + inner))]
 
 

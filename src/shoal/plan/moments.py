@@ -115,6 +115,8 @@ class _Step:
             self.kept,
             group("block backward", self.again, *self.transient.parts),
             head(run).remaining if self.rank.last else group("head"),
+            # Autocast forgets its copies with its context; a block that is recomputed makes them once more.
+            cast=1 / self.rank.blocks if run.repeats_forward else 1.0,
         )
 
     def backward_of_first_block(self) -> Moment:
@@ -134,6 +136,7 @@ class _Step:
             self.transient,
             leaf("inputs of frozen blocks and their gradients", held_inputs(run, self.rank)),
             self.added,
+            cast=1 / self.rank.blocks,
         )
 
     def embedding_gradient(self) -> Moment:
@@ -147,11 +150,12 @@ class _Step:
             leaf("embedding gradient before accumulation", embedding_gradient(self.run, self.counts)),
             self.added,
             freed=gathered_embedding_and_head(self.run, self.counts),
+            cast=0.0,
         )
 
     def optimizer_step(self) -> Moment:
         temporaries = optimizer_temporaries(self.run, self.rank)
-        return self._moment("optimizer step", 0.0, 0.0, self.held.gradients, temporaries, self.added)
+        return self._moment("optimizer step", 0.0, 0.0, self.held.gradients, temporaries, self.added, cast=0.0)
 
     def _blocks_between_passes(self) -> float:
         """Between forward and backward pass: all blocks unsharded, none, or all sharded over fewer ranks."""
@@ -162,14 +166,30 @@ class _Step:
             return self.blocks
         return 0.0 if isinstance(run.reshard, bool) else self.counts.blocks * run.compute_bytes / run.reshard
 
+    def _weights(self, cast: float) -> Term:
+        """Weights with compute copies, or with the share `cast` of those that autocast makes in the forward pass, and
+        that the backward pass frees block by block."""
+        held = self.held.weights
+        if not self.run.traits.casts_per_use:
+            return held
+        parts = [leaf(part.name, part.amount * cast) if part.name == "compute copies" else part for part in held.parts]
+        return group(held.name, *parts)
+
     def _moment(
-        self, name: str, gathered: float, reducing: float, gradients: Term, *others: Term, freed: float = 0.0
+        self,
+        name: str,
+        gathered: float,
+        reducing: float,
+        gradients: Term,
+        *others: Term,
+        freed: float = 0.0,
+        cast: float = 1.0,
     ) -> Moment:
         # `freed` is no longer in use, but only the stream that allocated it can reuse it.
         side = gathered + reducing + freed + (gradients.amount if self.run.sharded else 0.0)
         tree = group(
             "memory",
-            self.held.weights,
+            self._weights(cast),
             self.held.optimizer,
             gradients,
             leaf("gathered weights", gathered),

@@ -125,6 +125,9 @@ class SystemTraits:
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
+    # Softmax and SiLU are written out in elementwise operations, each of which saves what its own gradient needs: the
+    # exponentials beside their quotient, and the sigmoid.
+    written_out: bool = False
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
     # Tensors of the size of all that is updated, in fp32, which another AdamW holds at a time: two of PyTorch's before
