@@ -105,6 +105,11 @@ class _Step:
         if run.sharded and run.trained.head and run.separate_head_unit:
             # The head's gradient is reduced while the backward pass enters the last block.
             reducing = _reducing(run, counts, behind=max(counts.block * run.trained.blocks, self.matrix))
+        elif run.sharded and run.mesh.pp == 1:
+            # Nothing has been reduced before the last block; behind the one before it, that block's activations are
+            # gone, unless they were on the host.
+            freed = 0.0 if run.offloads_inputs or run.offloads_activations else self.kept.amount / self.rank.blocks
+            reducing = max(_reducing(run, counts, behind=0.0), reducing - freed)
         early = self.before if self.before.amount else leaf("gradients", _first(run, self.held, self.matrix))
         return self._moment(
             "start of the backward pass",
