@@ -6,8 +6,10 @@ from shoal.plan.run import Run
 
 # Attention kernels reach more of the peak with larger head dimensions; this one reaches half.
 HEAD_HALF = 16
-# The backward pass of flash attention recomputes the scores: five matmuls where the forward pass has two.
-ATTENTION_BACKWARD = 2.5
+# The backward pass of flash attention recomputes the scores: five matmuls where the forward pass has two. It reaches
+# less of the peak than the forward pass, and takes 2.75 times as long: cuDNN's and flash attention 2 on an H200, 2.7 to
+# 2.9 (benchmarks/gpu/attention_h200). The shares of the peak are of both passes.
+BACKWARD_MATMULS, BACKWARD_SECONDS = 2.5, 2.75
 # Attention kernels with ALiBi reach about half of flash attention's speed.
 BIASED_ATTENTION = 0.52
 # Flash attention 2 on Hopper, relative to cuDNN's kernels: benchmarks/gpu/attention_h200.
@@ -49,8 +51,9 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     if run.traits.flash2 and run.traits.software != 2023 and (run.gpu.compute_capability or (0, 0)) >= (9, 0):
         kernel *= FLASH_2
     flops = run.peak * reached.attention if itemsize < 4 else matmul_flops(run, itemsize) * FP32_ATTENTION
-    ahead = work / (flops * min(1.0, long_heads) * biased * kernel)
-    return Seconds(ahead, ATTENTION_BACKWARD * ahead)
+    both = (1 + BACKWARD_MATMULS) * work / (flops * min(1.0, long_heads) * biased * kernel)
+    ahead = both / (1 + BACKWARD_SECONDS)
+    return Seconds(ahead, both - ahead)
 
 
 def _materialized(run: Run) -> Seconds:

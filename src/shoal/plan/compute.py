@@ -76,10 +76,13 @@ def block_compute(run: Run) -> BlockCompute:
         written = 2 * run.shape.hidden + run.shape.ffn / run.mesh.tp
         recomputed = run.tokens * written * run.compute_bytes / bandwidth(run)
     elif run.repeats_forward:
-        # All but the last matmul: recomputation stops early once every saved tensor exists, and the backward pass does
-        # not need that one's output.
+        # All but the last matmul, and its sum with the residual stream: recomputation stops early once every saved
+        # tensor exists, and the backward pass needs neither output.
         last = linears(run.shape)[-1]
         skipped = matmul_seconds(run, run.tokens, *last.local_sizes(run.mesh.tp), fp8=run.precision == "fp8")
+        if not run.shape.traits.post_norm:
+            summed = run.shape.hidden * (2 * run.residual_bytes + run.compute_bytes)
+            skipped += run.stream_tokens * summed / bandwidth(run)
         recomputed = share * (matmuls.forward - skipped + attention.forward + elementwise.forward)
     return BlockCompute(matmuls, attention, elementwise, recomputed)
 
