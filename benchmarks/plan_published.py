@@ -138,14 +138,21 @@ NEAREST: dict[str, SystemTraits] = {
     # A loop around transformers' models without autocast: logits, their copy without the last token and the
     # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.
     "transformers-loop": replace(LOOP, logit_bytes=6.0),
-    "transformers-loop-wide": replace(LOOP, logit_bytes=12.0),
+    "transformers-loop-wide": replace(LOOP, logit_bytes=10.0),
+    # The same around the loss of transformers 5's own models.
+    "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs=True),
     "fms": TRAITS["torchtitan"],
     # torch.optim.AdamW as it is, in examples/pytorch/tensor_parallel/train.py.
     "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
+    # The course's own modules (stanford-cs336/assignment2-systems, cs336_basics/model.py).
+    "cs336": replace(TRAITS["by-hand"], written_out=True),
+    "cs336-autocast": replace(TRAITS["autocast"], written_out=True),
     "plain-torch": replace(TRAITS["by-hand"], loss_kernel="compiled"),
     "compiled-torch": replace(TRAITS["by-hand"], loss_kernel="compiled", pads_vocabulary=True),
+    # F.multi_head_attention_forward in its modules/multihead_attention.py has its softmax in the compute dtype.
+    "fairseq": replace(TRAITS["by-hand"], fused_softmax="always"),
     # Of 2023 and 2024, with flash attention 2 on Hopper.
     "flagscale": replace(MEGATRON, flash2=True),
     "megatron-0.6": replace(MEGATRON, flash2=True),

@@ -93,6 +93,5 @@ def test_the_sweep_on_an_h200_is_forecast_within_five_percent_of_memory_and_ten_
     known = {
         ("gpt2-xl 8x1024 bf16-mixed selective adamw8bit", "reserved_gib"),
         ("mistral-0.7b 2x8192 fp8 full", "tokens_per_second"),
-        ("llama3.2-3b 8x2048 bf16-mixed full offload-cpu", "allocated_gib"),
     }
     assert {(one.row, one.figure) for one in outside(compare(measured))} == known

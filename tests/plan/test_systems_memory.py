@@ -43,6 +43,37 @@ def test_bitsandbytes_scales_are_on_every_rank_and_not_offloaded() -> None:
     assert at(zero3, "loss", "quantization scales") == pytest.approx(scales)
 
 
+def test_a_head_that_is_upcast_returns_logits_in_fp32_unless_autocast_is_on() -> None:
+    # The loss of transformers 5: the logits, their log-softmax, and two gradients.
+    logits = 2048 * 32_000 / GIB
+    run = tuned("huggingface")
+    upcast = run.with_(adapter=Adapter(8, EVERY, "nf4", upcasts=True))
+    loop = upcast.with_(traits=replace(upcast.traits, autocasts=False))
+    assert at(run, "loss", "logits and loss") == at(upcast, "loss", "logits and loss") == pytest.approx(14 * logits)
+    assert at(loop, "loss", "logits and loss") == pytest.approx(16 * logits)
+
+
+def test_a_loop_that_holds_the_outputs_has_the_logits_in_the_backward_pass() -> None:
+    run = tuned("huggingface", recompute="full")
+    loop = run.with_(traits=replace(run.traits, holds_outputs=True))
+    first = "start of the backward pass"
+    assert (at(run, first, "logits"), at(loop, first, "logits")) == (0, pytest.approx(2 * 2048 * 32_000 / GIB))
+
+
+def test_gradients_of_materialized_scores_are_in_fp32_and_their_product_with_the_softmax_too() -> None:
+    run = tuned("huggingface", length=4096, attention="scores", recompute="full")
+    scores = 32 * 4096**2
+    mlp = 4096 * 11_008 * 2 / GIB  # its three factors and a product are saved, and three gradients
+    first, name = "start of the backward pass", "attention score gradients"
+    saved = at(run, first, "recomputed block") - at(run.with_(attention="fused"), first, "recomputed block")
+    assert saved == pytest.approx(6 * scores / GIB)
+    # Three fp32 tensors in bf16, and no copy of the softmax in 16 bits any more; a result in fp16 is half as large.
+    assert at(run, first, name) == pytest.approx(10 * scores / GIB - 7 * mlp)
+    assert at(run.with_(precision="16-mixed"), first, name) == pytest.approx(8 * scores / GIB - 7 * mlp)
+    fused = run.with_(traits=replace(run.traits, fused_softmax="always"), length=16_384)
+    assert at(fused, first, name) == pytest.approx(2 * 16 * scores / GIB - 4 * 7 * mlp)
+
+
 def test_litgpt_quantizes_the_head_and_dequantizes_it_from_fp16() -> None:
     litgpt, other = tuned("litgpt", length=128), tuned("axolotl", length=128)
     saved = HEAD * (2 - 0.5625) / GIB
@@ -238,3 +269,31 @@ def test_checkpoints_around_a_model_that_caches_keys_hold_them() -> None:
     assert at(cached, "loss", "cached keys and values") == pytest.approx(32 * 2048 * 2 * 4096 * 2 / GIB)
     assert at(run, "loss", "cached keys and values") == 0
     assert at(cached.with_(recompute="none"), "loss", "cached keys and values") == 0
+
+
+def test_copies_that_autocast_makes_are_gone_when_the_optimizer_steps() -> None:
+    traits = SYSTEMS["huggingface"]
+    run = make_run("llama3.2-1b", precision="bf16-mixed", traits=traits, compiled=False, loss="plain")
+    weights = parameters(run.shape) * 2 / GIB
+    assert at(run, "loss", "compute copies") == pytest.approx(weights, rel=0.01)
+    assert at(run, "start of the backward pass", "compute copies") == at(run, "loss", "compute copies")
+    one = at(run, "loss", "compute copies") / run.shape.layers
+    assert at(run, "backward of the first block", "compute copies") == pytest.approx(one)
+    assert not at(run, "optimizer step", "compute copies")
+    # A recomputed block makes its own again, after the context of autocast has ended.
+    assert at(run.with_(recompute="full"), "start of the backward pass", "compute copies") == pytest.approx(one)
+    # Ours are made once per step, and stay.
+    ours = run.with_(traits=SYSTEMS["shoal"])
+    assert at(ours, "optimizer step", "compute copies") == pytest.approx(weights, rel=0.01)
+
+
+def test_a_softmax_that_is_written_out_saves_its_exponentials_too() -> None:
+    traits = SYSTEMS["by-hand"]
+    run = make_run("llama3.2-1b", attention="scores", compiled=False, traits=traits, precision="32-true")
+    written = run.with_(traits=replace(traits, written_out=True))
+    inner = run.tokens * run.shape.ffn * 4 * run.shape.layers / GIB
+    assert at(written, "loss", "attention scores") == 2 * at(run, "loss", "attention scores")
+    assert at(written, "loss", "MLP intermediates") == pytest.approx(at(run, "loss", "MLP intermediates") + inner)
+    # Under autocast the exponentials are in fp32, and their quotient is cast, as a softmax is.
+    mixed, both = (one.with_(precision="bf16-mixed") for one in (run, written))
+    assert at(both, "loss", "attention scores") == at(mixed, "loss", "attention scores")

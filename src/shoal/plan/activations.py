@@ -186,8 +186,7 @@ def _dropped(run: Run, tokens: float) -> list[Term]:
 
 def _attention(run: Run, tokens: float) -> list[Term]:
     shape, tp = run.shape, run.mesh.tp
-    # Autocast has attention compute in 16 bits, whatever the layers return.
-    itemsize = run.compute_bytes if run.traits.autocasts else run.layer_bytes
+    itemsize = run.attention_bytes
     query, keys = shape.query_width, shape.kv_width
     # The memory-efficient kernel, which fp32 needs, has no grouped keys.
     repeated = run.traits.repeats_keys or (run.precision == "32-true" and not run.gpu.is_cpu)
@@ -205,11 +204,20 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     if _input_bytes(run) < itemsize and "attention" in needed(run):
         found.append(leaf("attention output in fp8", tokens / tp * query))
     if run.attention == "scores":
-        # The softmax in fp32, and its copy in the compute dtype; or the latter alone.
-        wide = 0.0 if run.traits.fused_softmax == "always" else 4.0
-        scores = wide + (itemsize if itemsize < 4 or not wide else 0) + (1 + itemsize if run.attention_dropout else 0)
-        found.append(leaf("attention scores", tokens / tp * shape.heads * run.length * scores))
+        # The softmax, and what the next matmul reads, unless it is the same: a copy in another dtype, or what dropout
+        # leaves, with the mask.
+        wide = itemsize < 4 and (run.upcasts_softmax or run.autocasts_softmax)
+        again = wide or run.attention_dropout or run.traits.written_out
+        scores = (4 if wide else itemsize) + (itemsize if again else 0) + run.attention_dropout
+        found.append(leaf("attention scores", score_elements(run) * scores))
     return found
+
+
+def score_elements(run: Run) -> float:
+    """Attention scores of a block, where they are materialized."""
+    if run.attention != "scores":
+        return 0.0
+    return run.tokens / run.mesh.tp * run.shape.heads * run.length
 
 
 def attention_masks(run: Run) -> float:
@@ -218,6 +226,11 @@ def attention_masks(run: Run) -> float:
         # As booleans, and as the bias that attention adds.
         return run.micro_batch * run.length * (run.length / run.mesh.cp) * (1 + run.compute_bytes)
     return 0.0
+
+
+def mlp_kept(run: Run) -> float:
+    """Bytes that the MLP of a block saves."""
+    return sum(part.amount for part in _mlp(run, run.tokens / run.mesh.tp))
 
 
 def _mlp(run: Run, tokens: float) -> list[Term]:
@@ -233,6 +246,8 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     factors = (2 if fused else 3) if shape.traits.gated else 1
     if shape.traits.unfused_gelu and not fused:
         factors += 3
+    if shape.traits.gated and run.traits.written_out and not fused:
+        factors += 1
     return [leaf("MLP intermediates", tokens * shape.ffn * (factors * run.layer_bytes + inner))]
 
 

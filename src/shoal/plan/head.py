@@ -57,7 +57,9 @@ def head(run: Run) -> Head:
         # Autocast casts a head that is in fp32, and the backward pass needs the copy.
         upcast = run.adapter is not None and run.adapter.upcasts and run.traits.autocasts
         copy = leaf("head weight in compute dtype", matrix * itemsize if upcast else 0.0)
-        return Head(group("head", norm, before, padded, chosen, whole, dequantized, copy), group("head", gradient))
+        returned = leaf("logits", logits * run.head_bytes if run.traits.holds_outputs else 0.0)
+        remaining = group("head", gradient, returned)
+        return Head(group("head", norm, before, padded, chosen, whole, dequantized, copy), remaining)
     trained = run.trained.embedding if shape.tied else run.trained.head
     head_gradient = matrix * 4 if trained else 0.0
     if run.loss == "fused" and run.traits.fused_rows:
@@ -116,7 +118,9 @@ def overwrites_logits(run: Run) -> bool:
 def _plain_bytes(run: Run) -> float:
     if is_fused_loss(run):
         return run.traits.kernel_logit_bytes or 2.0 * run.compute_bytes
-    return run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes
+    # A head in fp32 returns logits in it.
+    wide = run.head_bytes - run.compute_bytes
+    return wide + (run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes)
 
 
 def _chunk_bytes(run: Run, logits: float) -> float:

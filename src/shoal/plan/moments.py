@@ -8,9 +8,7 @@ from shoal.plan.activations import (
     block_kept,
     block_selected,
     block_without_parts,
-    has_mlp_in_place,
 )
-from shoal.plan.blocks import linears
 from shoal.plan.buffers import communication_buffers, optimizer_temporaries
 from shoal.plan.gathered import (
     gathered_around,
@@ -24,13 +22,10 @@ from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
 from shoal.plan.retained import added_gradients, cached_keys, gradient_buckets, held_inputs, last_micro_batch
 from shoal.plan.run import Run
-from shoal.plan.states import States, adapted, states
+from shoal.plan.states import States, states
 from shoal.plan.terms import Term, group, leaf, scaled
+from shoal.plan.transient import embedding_gradient, forward_temporaries, transient_gradients
 
-# Tensors of the residual stream's size, in the compute dtype, that a compiled backward pass holds while it recomputes
-# the block, beside its activations and their gradients, except where attention and MLP read the same input:
-# benchmarks/gpu/sweep_h200.
-RECOMPUTED_TEMPORARIES = 5
 # From PyTorch 2.0 on, gradients are freed after a step rather than filled with zeros.
 SET_TO_NONE = 2023
 NONE = leaf("", 0.0)
@@ -65,7 +60,7 @@ class _Step:
         self.run, self.rank = run, rank
         self.held, self.counts = states(run, rank), count(run, rank)
         self.kept, self.again = _activations(run, rank)
-        self.transient = _transient_gradients(run)
+        self.transient = transient_gradients(run)
         self.buffers = communication_buffers(run, rank)
         # Gradients accumulated so far. They are freed after a step, so the first micro-batch starts without any; but
         # DDP keeps its buckets.
@@ -92,7 +87,7 @@ class _Step:
         self.added_before = self.added if run.grad_accum_steps > 1 or zeroed else group("retained", added)
 
     def forward_pass(self) -> Moment:
-        gathered, temporaries = gathered_in_forward(self.run, self.counts), _forward_temporaries(self.run)
+        gathered, temporaries = gathered_in_forward(self.run, self.counts), forward_temporaries(self.run)
         last = leaf("inputs and logits of the last micro-batch", last_micro_batch(self.run, self.rank))
         others = self.held.unreduced, self.kept, temporaries, last, self.added_before
         return self._moment("forward pass", gathered, 0.0, self.before, *others)
@@ -110,6 +105,11 @@ class _Step:
         if run.sharded and run.trained.head and run.separate_head_unit:
             # The head's gradient is reduced while the backward pass enters the last block.
             reducing = _reducing(run, counts, behind=max(counts.block * run.trained.blocks, self.matrix))
+        elif run.sharded and run.mesh.pp == 1:
+            # Nothing has been reduced before the last block; behind the one before it, that block's activations are
+            # gone, unless they were on the host.
+            freed = 0.0 if run.offloads_inputs or run.offloads_activations else self.kept.amount / self.rank.blocks
+            reducing = max(_reducing(run, counts, behind=0.0), reducing - freed)
         early = self.before if self.before.amount else leaf("gradients", _first(run, self.held, self.matrix))
         return self._moment(
             "start of the backward pass",
@@ -120,6 +120,8 @@ class _Step:
             self.kept,
             group("block backward", self.again, *self.transient.parts),
             head(run).remaining if self.rank.last else group("head"),
+            # Autocast forgets its copies with its context; a block that is recomputed makes them once more.
+            cast=1 / self.rank.blocks if run.repeats_forward else 1.0,
         )
 
     def backward_of_first_block(self) -> Moment:
@@ -139,6 +141,7 @@ class _Step:
             self.transient,
             leaf("inputs of frozen blocks and their gradients", held_inputs(run, self.rank)),
             self.added,
+            cast=1 / self.rank.blocks,
         )
 
     def embedding_gradient(self) -> Moment:
@@ -149,14 +152,15 @@ class _Step:
             _reducing_embedding_and_head(self.run, self.counts),
             self.gradients,
             self.unreduced_at_end,
-            leaf("embedding gradient before accumulation", _embedding_gradient(self.run, self.counts)),
+            leaf("embedding gradient before accumulation", embedding_gradient(self.run, self.counts)),
             self.added,
             freed=gathered_embedding_and_head(self.run, self.counts),
+            cast=0.0,
         )
 
     def optimizer_step(self) -> Moment:
         temporaries = optimizer_temporaries(self.run, self.rank)
-        return self._moment("optimizer step", 0.0, 0.0, self.held.gradients, temporaries, self.added)
+        return self._moment("optimizer step", 0.0, 0.0, self.held.gradients, temporaries, self.added, cast=0.0)
 
     def _blocks_between_passes(self) -> float:
         """Between forward and backward pass: all blocks unsharded, none, or all sharded over fewer ranks."""
@@ -167,14 +171,30 @@ class _Step:
             return self.blocks
         return 0.0 if isinstance(run.reshard, bool) else self.counts.blocks * run.compute_bytes / run.reshard
 
+    def _weights(self, cast: float) -> Term:
+        """Weights with compute copies, or with the share `cast` of those that autocast makes in the forward pass, and
+        that the backward pass frees block by block."""
+        held = self.held.weights
+        if not self.run.traits.casts_per_use:
+            return held
+        parts = [leaf(part.name, part.amount * cast) if part.name == "compute copies" else part for part in held.parts]
+        return group(held.name, *parts)
+
     def _moment(
-        self, name: str, gathered: float, reducing: float, gradients: Term, *others: Term, freed: float = 0.0
+        self,
+        name: str,
+        gathered: float,
+        reducing: float,
+        gradients: Term,
+        *others: Term,
+        freed: float = 0.0,
+        cast: float = 1.0,
     ) -> Moment:
         # `freed` is no longer in use, but only the stream that allocated it can reuse it.
         side = gathered + reducing + freed + (gradients.amount if self.run.sharded else 0.0)
         tree = group(
             "memory",
-            self.held.weights,
+            self._weights(cast),
             self.held.optimizer,
             gradients,
             leaf("gathered weights", gathered),
@@ -229,66 +249,7 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
 def recomputation(run: Run, rank: Rank) -> float:
     """Bytes that the backward pass of a recomputed block needs for a time."""
     _, again = _activations(run, rank)
-    return again.amount + _transient_gradients(run).amount if again.amount else 0.0
-
-
-def _forward_temporaries(run: Run) -> Term:
-    """What the MLP of a block computes and does not save: its factors and their product."""
-    tensors = 0 if run.recompute in ("none", "cheap", "parts", "offload-all") else 3 if run.shape.traits.gated else 2
-    size = run.tokens / run.mesh.tp * run.shape.ffn * run.compute_bytes
-    return group("block forward", leaf("MLP intermediates", tensors * size), leaf("DoRA matrices", _dora_matrices(run)))
-
-
-def _transient_gradients(run: Run) -> Term:
-    """Transient gradients in the backward pass of a block: of its input, in its MLP, and of its weights before
-    accumulation."""
-    between = leaf("residual stream gradient", block_input(run))
-    shape = run.shape
-    parallel_mlp = shape.traits.parallel_residual and shape.parallel_residual
-    recomputes = run.compiled and (run.recompute == "selective" or run.repeats_forward) and not parallel_mlp
-    width = run.stream_tokens * shape.hidden * run.compute_bytes
-    # Of the MLP's inner activation and of what it was computed from: one kernel reads the first and writes the others.
-    # A parallel MLP that was recomputed has freed one of the two by then: benchmarks/gpu/sweep_h200.
-    widths = 3 if shape.traits.gated else 1 if parallel_mlp and run.repeats_forward else 2
-    if has_mlp_in_place(run):
-        widths = 1
-    each = widths * run.layer_bytes
-    if run.layer_bytes > run.compute_bytes:
-        each -= run.compute_bytes  # the last layer's input, which has been freed by then
-    inner = each * run.tokens / run.mesh.tp * shape.ffn
-    return group(
-        "block backward",
-        between,
-        leaf("MLP gradients", inner),
-        leaf("recomputation temporaries", RECOMPUTED_TEMPORARIES * width if recomputes else 0.0),
-        leaf("weight gradients before accumulation", _block_gradients(run)),
-        leaf("DoRA matrices", _dora_matrices(run)),
-    )
-
-
-def _dora_matrices(run: Run) -> float:
-    """What PEFT computes for the norms of the largest adapted layer: the identity, `B A`, scaled, and its sum with
-    the dequantized matrix."""
-    if run.adapter is None or not run.adapter.dora or not run.traits.peft:
-        return 0.0
-    sizes = [one.local_sizes(run.mesh.tp) for one in adapted(run)]
-    return max(inputs * inputs + 4 * inputs * outputs for inputs, outputs in sizes) * run.compute_bytes
-
-
-def _block_gradients(run: Run) -> float:
-    """A block's weight gradients in the compute dtype, before they are accumulated."""
-    if run.adapter is not None or not run.trained.blocks or run.sharded or not run.mixed:
-        return 0.0
-    if run.gradient_bytes == run.compute_bytes:
-        return 0.0
-    parameters = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp
-    return parameters * run.compute_bytes
-
-
-def _embedding_gradient(run: Run, counts: Counts) -> float:
-    if run.sharded or not run.mixed or run.gradient_bytes == run.compute_bytes:
-        return 0.0
-    return counts.embedding * run.trained.embedding * run.compute_bytes
+    return again.amount + transient_gradients(run).amount if again.amount else 0.0
 
 
 def _reducing(run: Run, counts: Counts, behind: float | None = None) -> float:

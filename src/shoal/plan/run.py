@@ -145,6 +145,25 @@ class Run:
         return 4 if wide else self.compute_bytes
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes per element in which the head computes: without autocast, one that is upcast to fp32 returns that."""
+        upcast = self.adapter is not None and self.adapter.upcasts and not self.traits.autocasts
+        return 4 if upcast else self.compute_bytes
+
+    @property
+    def attention_bytes(self) -> int:
+        """Bytes per element of queries, keys and values. Autocast has attention compute in 16 bits, whatever the layers
+        return."""
+        return self.compute_bytes if self.traits.autocasts else self.layer_bytes
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes per element in which adapters compute: PEFT's in fp32, unless autocast casts what they read."""
+        if self.adapter is None or not self.traits.peft:
+            return self.compute_bytes
+        return self.adapter_input_bytes
+
+    @property
     def reduced_bytes(self) -> int:
         """Bytes per element of a gradient that is reduced: ZeRO and Accelerate communicate in 16 bits."""
         if self.mixed and self.traits.masters_with_optimizer:
@@ -182,6 +201,19 @@ class Run:
         """Whether materialized scores are scaled, masked and normalized in one kernel."""
         fused = self.traits.fused_softmax
         return fused == "always" or (fused == "compiled" and self.compiled)
+
+    @property
+    def upcasts_softmax(self) -> bool:
+        """Whether the model code computes the softmax of materialized scores in fp32 and casts it back, as transformers
+        does in families with rotary embeddings; GPT-2's and BERT's leave it to autocast."""
+        return self.shape.traits.rotary and self.traits.fused_softmax != "always" and self.attention_bytes < 4
+
+    @property
+    def autocasts_softmax(self) -> bool:
+        """Whether autocast casts materialized scores to fp32 for the softmax, and leaves them in it until the next
+        matmul. Without autocast, and in layouts with 16-bit weights, the softmax is in the compute dtype."""
+        autocast = self.mixed and not self.traits.masters_with_optimizer and self.traits.fused_softmax != "always"
+        return autocast and not self.upcasts_softmax
 
     @property
     def repeats_forward(self) -> bool:

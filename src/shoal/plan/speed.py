@@ -27,6 +27,10 @@ EAGER_ADAPTER_HOST = 0.75e-3
 # Without the casts of an adapter in another dtype, 14 kernels are left of 25.
 NARROW_ADAPTER_HOST = 0.42e-3
 QUANTIZED_HOST = 0.45e-3
+# That is of a layer that also casts, because PEFT has upcast what is around it. Without casts: a step of one sequence
+# of 256 tokens with adapters on queries and values of Llama 2 7B, without autocast, takes 4.7 ms per block
+# (huggingface/optimum-benchmark, examples/training-llamas).
+DEQUANTIZED_HOST = 0.15e-3
 # Host time of ZeRO-3 for each module with parameters, in each pass: hooks before and after it, in Python, fetch its
 # parameters, prefetch others and release them (deepspeed/runtime/zero/partitioned_param_coordinator.py). From steps
 # that hardly depend on the length of their sequences: Qwen-1.8B on one A100 with activation checkpointing, 2.1 to 2.2 s
@@ -128,7 +132,9 @@ def _host_seconds(run: Run, blocks: int) -> float:
         each = NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
         block += each * len(adapted(run))
         if run.adapter.quantize is not None:
-            block += QUANTIZED_HOST * len(linears(run.shape, joined=run.traits.fused_qkv))
+            bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
+            each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
+            block += each * len(linears(run.shape, joined=run.traits.fused_qkv))
     if run.traits.casts_per_use and run.mixed:
         block *= AUTOCAST_HOST
     launched = block * blocks * (1 + FORWARD_HOST * (run.repeats_forward + run.reference_pass))

@@ -82,6 +82,9 @@ class SystemTraits:
     # The loop holds the logits until it has the next ones, and with their graph what bitsandbytes keeps in its autograd
     # functions (`ctx.tensors`); the backward pass frees only what is saved as PyTorch wants it.
     holds_last_logits: bool = False
+    # The loop holds what the model returns, and so the logits, while the backward pass runs. In Hugging Face's Trainer
+    # they are local to `compute_loss`.
+    holds_outputs: bool = False
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
@@ -122,6 +125,9 @@ class SystemTraits:
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
+    # Softmax and SiLU are written out in elementwise operations, each of which saves what its own gradient needs: the
+    # exponentials beside their quotient, and the sigmoid.
+    written_out: bool = False
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
     # Tensors of the size of all that is updated, in fp32, which another AdamW holds at a time: two of PyTorch's before
