@@ -110,6 +110,11 @@ NEAREST: dict[str, SystemTraits] = {
     "deepspeed-2021": replace(
         MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False
     ),
+    # FSDP's own mixed precision (atorch/auto/model_context.py), blocks that are checkpointed within its units from outside
+    # of the model, and a loop that holds the outputs: fsdp_llama2.py.
+    "atorch": replace(
+        EARLIER, logit_bytes=16.0, caches_keys=True, holds_outputs="next", checkpoints_units=False, reentrant=False
+    ),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     # A loop around transformers' models without autocast: logits, their copy without the last token and the
@@ -117,7 +122,7 @@ NEAREST: dict[str, SystemTraits] = {
     "transformers-loop": replace(LOOP, logit_bytes=6.0),
     "transformers-loop-wide": replace(LOOP, logit_bytes=10.0),
     # The same around the loss of transformers 5's own models.
-    "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs=True),
+    "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs="step"),
     "fms": TRAITS["torchtitan"],
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),

@@ -55,9 +55,15 @@ def test_a_head_that_is_upcast_returns_logits_in_fp32_unless_autocast_is_on() ->
 
 def test_a_loop_that_holds_the_outputs_has_the_logits_in_the_backward_pass() -> None:
     run = tuned("huggingface", recompute="full")
-    loop = run.with_(traits=replace(run.traits, holds_outputs=True))
-    first = "start of the backward pass"
-    assert (at(run, first, "logits"), at(loop, first, "logits")) == (0, pytest.approx(2 * 2048 * 32_000 / GIB))
+    loop = run.with_(traits=replace(run.traits, holds_outputs="step"))
+    first, logits = "start of the backward pass", 2 * 2048 * 32_000 / GIB
+    assert (at(run, first, "outputs"), at(loop, first, "outputs")) == (0, pytest.approx(logits))
+    # With keys and values of all blocks; and until the next forward pass returns, in which there are no gradients yet.
+    keys = 2 * 32 * 2048 * 4096 * 2 / GIB
+    cached = run.with_(traits=replace(loop.traits, holds_outputs="next", caches_keys=True))
+    assert at(cached, first, "outputs") == pytest.approx(logits + keys)
+    assert at(cached, "loss", "outputs of the last micro-batch") == pytest.approx(keys)
+    assert at(loop, "loss", "outputs of the last micro-batch") == 0
 
 
 def test_gradients_of_materialized_scores_are_in_fp32_and_their_product_with_the_softmax_too() -> None:

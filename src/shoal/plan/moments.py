@@ -13,7 +13,7 @@ from shoal.plan.activations import (
 from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
-from shoal.plan.retained import cached_keys, held_inputs, last_micro_batch
+from shoal.plan.retained import cached_keys, held_inputs, held_outputs, last_micro_batch, last_outputs
 from shoal.plan.run import Run
 from shoal.plan.states import (
     BUCKET_BYTES,
@@ -93,7 +93,9 @@ class _Step:
         run = self.run
         gathered = _gathered_for_loss(run, self.counts, self.matrix) + self.forward_blocks
         cache = leaf("cached keys and values", cached_keys(run, self.rank))
-        return self._moment("loss", gathered, 0.0, self.before, self.held.unreduced, self.kept, cache, head(run).peak)
+        last = leaf("outputs of the last micro-batch", last_outputs(run, self.rank))
+        others = self.held.unreduced, self.kept, cache, last, head(run).peak
+        return self._moment("loss", gathered, 0.0, self.before, *others)
 
     def start_of_backward(self) -> Moment:
         run, counts = self.run, self.counts
@@ -111,6 +113,7 @@ class _Step:
             self.kept,
             group("block backward", self.again, *self.transient.parts),
             head(run).remaining if self.rank.last else group("head"),
+            leaf("outputs", held_outputs(run, self.rank)),
         )
 
     def backward_of_first_block(self) -> Moment:
@@ -129,6 +132,7 @@ class _Step:
             group("activations", *block_kept(run).parts),  # of one block: saved or recomputed
             self.transient,
             leaf("inputs of frozen blocks and their gradients", held_inputs(run, self.rank)),
+            leaf("outputs", held_outputs(run, self.rank)),
         )
 
     def embedding_gradient(self) -> Moment:

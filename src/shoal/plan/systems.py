@@ -73,9 +73,9 @@ class SystemTraits:
     # The loop holds the logits until it has the next ones, and with their graph what bitsandbytes keeps in its autograd
     # functions (`ctx.tensors`); the backward pass frees only what is saved as PyTorch wants it.
     holds_last_logits: bool = False
-    # The loop holds what the model returns, and so the logits, while the backward pass runs. In Hugging Face's Trainer
-    # they are local to `compute_loss`.
-    holds_outputs: bool = False
+    # The loop holds what the model returns, and so the logits: while the backward pass runs (`step`), or until the next
+    # forward pass, with its loss, has returned (`next`). In Hugging Face's Trainer they are local to `compute_loss`.
+    holds_outputs: Literal["", "step", "next"] = ""
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
