@@ -110,10 +110,16 @@ NEAREST: dict[str, SystemTraits] = {
     "deepspeed-2021": replace(
         MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False
     ),
-    # FSDP's own mixed precision (atorch/auto/model_context.py), blocks that are checkpointed within its units from outside
-    # of the model, and a loop that holds the outputs: fsdp_llama2.py.
+    # FSDP's own mixed precision of fp32 weights (atorch/auto/model_context.py), blocks that are checkpointed within its
+    # units from outside of the model, and a loop that holds the outputs: fsdp_llama2.py.
     "atorch": replace(
-        EARLIER, logit_bytes=16.0, caches_keys=True, holds_outputs="next", checkpoints_units=False, reentrant=False
+        EARLIER,
+        logit_bytes=16.0,
+        caches_keys=True,
+        holds_outputs="next",
+        checkpoints_units=False,
+        reentrant=False,
+        wide_base=True,
     ),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),

@@ -80,6 +80,20 @@ def test_gradients_of_materialized_scores_are_in_fp32_and_their_product_with_the
     assert at(fused, first, name) == pytest.approx(2 * 16 * scores / GIB - 4 * 7 * mlp)
 
 
+def test_trl_keeps_the_weights_under_adapters_in_fp32_and_autocast_copies_them() -> None:
+    # A model of 6.74e9 parameters in 4 bytes; each layer saves the copy that it has computed with.
+    trl, other = (tuned(name, None, precision="bf16-mixed", recompute="none") for name in ("trl", "huggingface"))
+    assert at(trl, "loss", "frozen") == pytest.approx(2 * at(other, "loss", "frozen"))
+    copies = "frozen weights in compute dtype"
+    assert (at(trl, "loss", copies), at(other, "loss", copies)) == (pytest.approx(2 * BLOCKS / GIB), 0)
+    assert (trl.residual_bytes, other.residual_bytes, tuned("trl", None).residual_bytes) == (4, 2, 2)
+    checkpointed = trl.with_(recompute="full")
+    assert at(checkpointed, "start of the backward pass", "recomputed block") > 2 * BLOCKS / 32 / GIB
+    assert at(checkpointed, "loss", copies) == 0
+    quantized = tuned("trl", precision="bf16-mixed")
+    assert (quantized.frozen_bytes, quantized.casts_weights) == (2, False)
+
+
 def test_litgpt_quantizes_the_head_and_dequantizes_it_from_fp16() -> None:
     litgpt, other = tuned("litgpt", length=128), tuned("axolotl", length=128)
     saved = HEAD * (2 - 0.5625) / GIB
