@@ -130,6 +130,8 @@ NEAREST: dict[str, SystemTraits] = {
     # The same around the loss of transformers 5's own models.
     "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs="step"),
     "fms": TRAITS["torchtitan"],
+    # Its command's loss is computed with its gradient, 1,024 tokens at a time (xtuner/v1/train/arguments/arguments.py).
+    "xtuner": replace(TRAITS["torchtitan"], fused_rows=1024),
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
     "plain-torch": replace(TRAITS["by-hand"], loss_kernel="compiled"),
