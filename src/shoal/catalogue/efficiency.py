@@ -147,8 +147,8 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "mi355x": (1502.0, None),
 }
 # The same of fp8 matmuls, as shares of the peak: 0.93 × 0.96 of the best size [1]. Elsewhere 0.89 of what 16-bit ones
-# reach, as on an H100 (what limits those, power or software, limits them too), but at most as much as on an H200, unless
-# the chip is the same, as the H20's.
+# reach, as on an H100 (what limits those, power or software, limits them too), but at most as much as on an H200; the
+# H20's at that ratio.
 FP8: dict[str, float] = {"h20": 0.76, "gh200": 0.69, "b200": 0.68, "b300": 0.67, "gb200": 0.65}
 FP8_RATIO, FP8_MOST = 0.89, 0.62
 # TFLOP/s of flash attention, forward and backward pass together, of long causal sequences with head dimension 128, and

@@ -21,7 +21,12 @@ def block_kept(run: Run) -> Term:
     """Bytes that a block saves per micro-batch without activation checkpointing."""
     full, local = run.tokens, run.tokens / run.mesh.tp
     parts = *_norms(run, run.stream_tokens), *_inputs(run, full), *_attention(run, full), *_mlp(run, local), *_dora(run)
-    return group("block", *parts)
+    # Autocast keeps its copies of weights that are trained, and the backward pass frees them with the others. Of frozen
+    # ones every layer saves a copy of its own.
+    copies = 0.0
+    if run.casts_weights and run.adapter is not None:
+        copies = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
+    return group("block", *parts, leaf("frozen weights in compute dtype", copies))
 
 
 def block_input(run: Run) -> float:

@@ -178,7 +178,7 @@ def _elementwise(run: Run) -> Seconds:
         per_token += 6 * hidden * shared
     ahead = run.tokens * per_token * itemsize / bandwidth(run)
     casting = 0.0
-    if run.traits.casts_per_use and run.mixed and run.adapter is None:  # under an adapter, weights are in 16 bits
+    if run.casts_weights:
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / bandwidth(run)
         if run.residual_bytes > itemsize and (run.traits.liger_kernels or not run.compiled):
             # And every layer the normalized input, which has the dtype of the residual stream.

@@ -164,7 +164,8 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
     if adapter is not None:
         matrices = _frozen_matrices(run, rank)
         others = counts.all - matrices
-        frozen = matrices * stored_bytes(run, adapter) + others * (4 if adapter.upcasts else run.compute_bytes)
+        stored = run.frozen_bytes if adapter.quantize is None else stored_bytes(run, adapter)
+        frozen = matrices * stored + others * (4 if adapter.upcasts else run.frozen_bytes)
         if has_quantized_head(run) and rank.last:
             head = run.shape.vocab * run.shape.hidden / run.mesh.tp
             frozen -= head * (run.compute_bytes - stored_bytes(run, adapter))
@@ -187,7 +188,7 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
 
 
 def stored_bytes(run: Run, adapter: Adapter) -> float:
-    """Bytes per element of a frozen matrix."""
+    """Bytes per element of a frozen matrix, as it is gathered or dequantized from."""
     if adapter.quantize is None:
         return float(run.compute_bytes)
     if adapter.double_quantized and adapter.quantize in ("nf4", "fp4"):
