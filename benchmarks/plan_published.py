@@ -45,8 +45,9 @@ NEAREST: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
     # Overlaps data parallelism, and one block less in the first and the last stage.
     "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
-    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, flattened and cast
-    # (internlm/solver/optimizer), and updated weights sent after the step (`overlap_sync_param` is off).
+    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, flattened and
+    # cast, and updated weights sent after the step, rank by rank (internlm/solver/optimizer; `overlap_sync_param` is
+    # off).
     "internevo": replace(
         MEGATRON,
         overlaps_gradients=True,
@@ -54,6 +55,7 @@ NEAREST: dict[str, SystemTraits] = {
         accumulates_in_matmuls=False,
         flattens_gradients=True,
         step_copies=2,
+        broadcasts_weights=True,
     ),
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
@@ -140,6 +142,8 @@ NEAREST: dict[str, SystemTraits] = {
     # The same around the loss of transformers 5's own models.
     "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs=True),
     "fms": TRAITS["torchtitan"],
+    # torch.optim.AdamW as it is, in examples/pytorch/tensor_parallel/train.py.
+    "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
     # The course's own modules (stanford-cs336/assignment2-systems, cs336_basics/model.py).
@@ -193,6 +197,8 @@ CONTAINERS = {
 }
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
+# What `Run.recompute` may be besides a number; single parts are `recomputed_parts`.
+RECOMPUTE = {"none", "cheap", "selective", "full", "offload", "offload-all", "parts"}
 # Keys that say where a figure comes from, or that `_run` reads.
 OTHERS = {
     *("source", "system", "model", "gpu", "gpus", "per_node", "mesh", "sequence", "accum", "adapter", "network"),
@@ -315,6 +321,7 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         if key in SETTINGS and key not in OTHERS
     }
     precision = line["precision"]
+    assert line["recompute"] in RECOMPUTE or isinstance(line["recompute"], int), line
     return Run(
         **{
             **settings,

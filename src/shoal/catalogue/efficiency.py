@@ -146,9 +146,11 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "mi325x": (754.0, None),
     "mi355x": (1502.0, None),
 }
-# The same of fp8 matmuls, as shares of the peak: 0.93 × 0.96 of the best size [1]. The H20's at the H100's ratio to
-# 16-bit ones.
+# The same of fp8 matmuls, as shares of the peak: 0.93 × 0.96 of the best size [1]. Elsewhere 0.89 of what 16-bit ones
+# reach, as on an H100, but at most as much as on an H200, unless multiprocessors are as slow as the H20's: what limits
+# those, power or software, limits them too.
 FP8: dict[str, float] = {"h20": 0.76, "gh200": 0.69, "b200": 0.68, "b300": 0.67, "gb200": 0.65}
+FP8_RATIO, FP8_MOST = 0.89, 0.62
 # TFLOP/s of flash attention, forward and backward pass together, of long causal sequences with head dimension 128, and
 # the number of keys per query at which it reaches half of that.
 ATTENTION: dict[str, tuple[float, int]] = {
@@ -194,7 +196,7 @@ def _published(name: str) -> Efficiency:
         matmuls=IN_TRAINING * matmuls / peak,
         attention=attention / peak,
         bandwidth=0.64,
-        fp8=FP8.get(name, 0.62),
+        fp8=FP8.get(name, min(FP8_MOST, FP8_RATIO * IN_TRAINING * matmuls / peak)),
         half_keys=half_keys,
         fp32=IN_TRAINING * fp32 * 1e12 / gpu.fp32 if fp32 else None,
         inner_half=256.0 * relative_rate(gpu),

@@ -5,7 +5,6 @@ from shoal.plan.layout import Counts
 from shoal.plan.run import Run
 from shoal.plan.states import block_bytes, dequantized_bytes
 
-
 # Elements that DeepSpeed's ZeRO-3 may hold unsharded, and within which it keeps what is used again
 # (stage3_max_live_parameters and stage3_max_reuse_distance), by default: at the end of the forward pass, the last ones.
 ZERO_LIVE = 1e9

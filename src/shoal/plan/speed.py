@@ -295,7 +295,10 @@ def _weight_gather(run: Run, rank: Rank, trained: float) -> list[Term]:
     if not run.gathers_after_step or run.replicas * run.shards == 1:
         return []
     over = _shard_group(run) if run.sharded else rank_group(run, run.optimizer_shards, run.mesh.tp)
-    seconds = collective_seconds(run, "all-gather", over, trained * run.updated_bytes)
+    # A broadcast passes the same ring as an all-gather of as many bytes.
+    matrices = rank.blocks * len(linears(run.shape, joined=run.traits.fused_qkv)) + 2
+    parts = min(over.ranks, matrices) if run.traits.broadcasts_weights else 1
+    seconds = parts * collective_seconds(run, "all-gather", over, trained * run.updated_bytes / parts)
     if not run.traits.overlaps_weight_gather:
         return [leaf("all-gather of updated weights", seconds)]
     overlap = block_compute(run).forward * rank.blocks

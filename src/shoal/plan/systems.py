@@ -62,8 +62,8 @@ class SystemTraits:
     # DDP's buckets are not its gradients, which are copied there and back (`gradient_as_bucket_view` false, PyTorch's
     # default).
     copies_to_buckets: bool = False
-    # With sharded gradients and offloaded optimizer state, gradients go to the host as they are reduced, and none are kept
-    # on the device (partition_grads in deepspeed/runtime/zero/stage3.py).
+    # With sharded gradients and offloaded optimizer state, gradients go to the host as they are reduced, and the device
+    # keeps none (partition_grads in deepspeed/runtime/zero/stage3.py).
     offloads_gradients: bool = False
     # bf16 gradients of a micro-batch stay beside the fp32 ones that they were added to until the next backward pass
     # (update_hp_grads and clear_lp_grads in deepspeed/runtime/bf16_optimizer.py).
@@ -148,6 +148,8 @@ class SystemTraits:
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
+    # Whole matrices are assigned to ranks, each of which broadcasts those that it has updated; else all are gathered.
+    broadcasts_weights: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
     # Gradients are reduced during the backward pass; else after it.
