@@ -89,9 +89,6 @@ def test_the_sweep_on_an_h200_is_forecast_within_five_percent_of_memory_and_ten_
     records = read_records(ROOT / "benchmarks" / "gpu" / "sweep_h200" / "sweep.json")
     measured = [one for one in records.values() if one["status"] == "measured"]
     assert len(measured) >= 45
-    # Not explained yet: GPT-2 XL reserves 5.5% more memory than forecast, and a run of fp8 is 10.8% faster.
-    known = {
-        ("gpt2-xl 8x1024 bf16-mixed selective adamw8bit", "reserved_gib"),
-        ("mistral-0.7b 2x8192 fp8 full", "tokens_per_second"),
-    }
+    # Not explained yet: GPT-2 XL reserves 5.5% more memory than forecast.
+    known = {("gpt2-xl 8x1024 bf16-mixed selective adamw8bit", "reserved_gib")}
     assert {(one.row, one.figure) for one in outside(compare(measured))} == known

@@ -9,6 +9,7 @@ from shoal.config.mesh import Mesh
 from shoal.plan.attention import attention_seconds, score_traffic
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, ring_speed
+from shoal.plan.compute import block_compute
 from shoal.plan.run import FROZEN, Adapter
 from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import SYSTEMS
@@ -163,3 +164,22 @@ def test_materialized_scores_are_moved_by_every_kernel_in_the_dtype_that_it_comp
     short = attention_seconds(replace(bert, precision="bf16-true"))
     flops = 4 * bert.tokens * bert.length * bert.shape.query_width / (bert.peak * 0.75)
     assert short.forward > 2.5 * flops
+
+
+def test_reentrant_checkpointing_recomputes_the_last_matmul_too():
+    run = make_run("llama3-8b", recompute="full", compiled=False, traits=replace(HUGGING_FACE, reentrant=True))
+    early = run.with_(traits=HUGGING_FACE)
+    again = [block_compute(one).recomputed for one in (run, early)]
+    forward = block_compute(run).forward
+    assert again[0] == pytest.approx(forward)
+    # The others stop before it, and before its sum with the residual stream.
+    down = linears(run.shape)[-1]
+    least = 2 * run.tokens * down.inputs * down.outputs / run.peak
+    assert again[0] - again[1] > least
+    assert SYSTEMS["megatron"].reentrant
+    assert not SYSTEMS["shoal"].reentrant
+
+
+def test_the_backward_pass_of_attention_takes_longer_than_its_matmuls_say():
+    found = attention_seconds(make_run("llama3-8b", "h200", length=8192))
+    assert found.backward == pytest.approx(2.75 * found.forward)

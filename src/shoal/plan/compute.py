@@ -83,6 +83,8 @@ def block_compute(run: Run) -> BlockCompute:
         if not run.shape.traits.post_norm:
             summed = run.shape.hidden * (2 * run.residual_bytes + run.compute_bytes)
             skipped += run.stream_tokens * summed / bandwidth(run)
+        if run.traits.reentrant:
+            skipped = 0.0
         recomputed = share * (matmuls.forward - skipped + attention.forward + elementwise.forward)
     return BlockCompute(matmuls, attention, elementwise, recomputed)
 

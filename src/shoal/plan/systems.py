@@ -137,7 +137,8 @@ class SystemTraits:
     # gathers and frees a block's weights on its own, so that the backward pass gathers them once more.
     checkpoints_units: bool = False
     # Activation checkpointing is the reentrant one, as in transformers before version 5 unless `use_reentrant` is
-    # false. If FSDP's units are frozen, hooks on their recomputed inputs keep these inputs, and the gradients that have
+    # false: the whole forward pass runs again, where the other stops once all saved tensors exist. If FSDP's units are
+    # frozen, hooks on their recomputed inputs keep these inputs, and the gradients that have
     # come to them, until the end of the backward pass: _register_post_backward_reshard_only_hook in
     # torch/distributed/fsdp/_runtime_utils.py.
     reentrant: bool = False
@@ -279,6 +280,7 @@ MEGATRON = SystemTraits(
     overlaps_pipeline=True,  # overlap_p2p_comm in megatron/training/arguments.py, on with virtual stages
     torch_pipeline=False,  # megatron/core/pipeline_parallel/schedules.py deallocates stage outputs
     variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
+    reentrant=True,  # CheckpointFunction in megatron/core/tensor_parallel/random.py
 )
 # Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, and both overlaps
 # of data parallelism.
