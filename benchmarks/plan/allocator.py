@@ -222,7 +222,7 @@ def main() -> None:
         "",
         "# Reserved memory with recomputed blocks",
         "",
-        "The same with sequences of one length, in MiB: what is reserved beyond the peak, which is in the loss, and what",
+        "The same with sequences of one length, in MiB: what is reserved beyond the peak, in the loss, and what",
         "the forward pass of a block holds for a time. The loss's tensors do not fit the blocks that it leaves.",
         "",
         "| model | tokens | beyond the peak | held in the forward pass |",
