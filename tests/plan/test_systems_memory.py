@@ -11,6 +11,7 @@ from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter, Run
 from shoal.plan.systems import SYSTEMS, SystemTraits
 from shoal.plan.terms import GIB, Term
+from shoal.plan.transient import left_by_forward
 from tests.plan.planning import make_run, plan
 
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -94,6 +95,21 @@ def test_trl_keeps_the_weights_under_adapters_in_fp32_and_autocast_copies_them()
     assert (quantized.frozen_bytes, quantized.casts_weights) == (2, False)
 
 
+def test_what_a_recomputed_blocks_forward_pass_has_left_stays_reserved_beside_the_loss() -> None:
+    run = tuned("huggingface", recompute="full", micro_batch=2)
+    memory = forecast_memory(run)
+    assert memory.worst.peak.name == "loss"
+    # Three tensors of the MLP, and five of the residual stream's size.
+    left = 4096 * 2 * (3 * 11_008 + 5 * 4096)
+    assert memory.reserved - 1.02 * memory.allocated == pytest.approx(left)
+    # Scores too, if they are materialized: the softmax, and a tensor in 16 bits.
+    eager = forecast_memory(run.with_(attention="scores", length=512, micro_batch=8))
+    assert eager.worst.peak.name == "loss"
+    assert eager.reserved - 1.02 * eager.allocated == pytest.approx(left + 4096 * 512 * 32 * 6)
+    # Not if the loss's tensors fit these blocks: 32,000 logits in fp32 are less than a row of scores.
+    assert left_by_forward(run.with_(attention="scores", length=2048)) == 0
+
+
 def test_litgpt_quantizes_the_head_and_dequantizes_it_from_fp16() -> None:
     litgpt, other = tuned("litgpt", length=128), tuned("axolotl", length=128)
     saved = HEAD * (2 - 0.5625) / GIB
@@ -137,7 +153,7 @@ def test_shorter_sequences_leave_blocks_that_stay_reserved_until_the_device_is_f
         return float(found["reserved_gib"])
 
     packed, padded = reserved("data.pack=true"), reserved("data.pack=false")
-    assert padded - packed > 0.7 * 14 * 8192 * 128_256 / GIB
+    assert padded - packed > 0.65 * 14 * 8192 * 128_256 / GIB
     assert reserved("data.pack=false", gpu="a100-40gb") < 39.5
     # Expandable segments grow instead.
     assert reserved("data.pack=false", system="shoal") == reserved("data.pack=true", system="shoal")
