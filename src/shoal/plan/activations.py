@@ -22,8 +22,12 @@ def block_kept(run: Run) -> Term:
     """Bytes that a block saves per micro-batch without activation checkpointing."""
     full, local = run.tokens, run.tokens / run.mesh.tp
     parts = *_norms(run, run.stream_tokens), *_inputs(run, full), *_attention(run, full), *_mlp(run, local), *_dora(run)
-    parts = *parts, *_routed(run, full)
-    return group("block", *parts)
+    # Autocast keeps its copies of weights that are trained, and the backward pass frees them with the others. Of frozen
+    # ones every layer saves a copy of its own.
+    copies = 0.0
+    if run.casts_weights and run.adapter is not None:
+        copies = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
+    return group("block", *parts, *_routed(run, full), leaf("frozen weights in compute dtype", copies))
 
 
 def block_input(run: Run) -> float:
@@ -199,8 +203,7 @@ def _dropped(run: Run, tokens: float) -> list[Term]:
 
 def _attention(run: Run, tokens: float) -> list[Term]:
     shape, tp = run.shape, run.mesh.tp
-    # Autocast has attention compute in 16 bits, whatever the layers return.
-    itemsize = run.compute_bytes if run.traits.autocasts else run.layer_bytes
+    itemsize = run.attention_bytes
     query, keys = shape.query_width, shape.kv_width
     # The memory-efficient kernel, which fp32 needs, has no grouped keys.
     repeated = run.traits.repeats_keys or (run.precision == "32-true" and not run.gpu.is_cpu)
@@ -219,12 +222,20 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     if _input_bytes(run) < itemsize and "attention" in needed(run):
         found.append(leaf("attention output in fp8", tokens / tp * query))
     if run.attention == "scores":
-        # The softmax in fp32, and its copy in the compute dtype; or the latter alone. The compiler saves what the two
-        # matmuls compute and read, and the sums of each row.
-        wide = 0.0 if run.traits.fused_softmax == "always" else float(itemsize) if run.compiled else 4.0
-        scores = wide + (itemsize if itemsize < 4 or not wide else 0) + (1 + itemsize if run.attention_dropout else 0)
-        found.append(leaf("attention scores", tokens / tp * shape.heads * run.length * scores))
+        # The softmax, and what the next matmul reads, unless it is the same: a copy in another dtype, or what dropout
+        # leaves, with the mask.
+        wide = itemsize < 4 and (run.upcasts_softmax or run.autocasts_softmax)
+        again = wide or run.attention_dropout or run.traits.written_out
+        scores = (4 if wide else itemsize) + (itemsize if again else 0) + run.attention_dropout
+        found.append(leaf("attention scores", score_elements(run) * scores))
     return found
+
+
+def score_elements(run: Run) -> float:
+    """Attention scores of a block, where they are materialized."""
+    if run.attention != "scores":
+        return 0.0
+    return run.tokens / run.mesh.tp * run.shape.heads * run.length
 
 
 def attention_masks(run: Run) -> float:
@@ -233,6 +244,11 @@ def attention_masks(run: Run) -> float:
         # As booleans, and as the bias that attention adds.
         return run.micro_batch * run.length * (run.length / run.mesh.cp) * (1 + run.compute_bytes)
     return 0.0
+
+
+def mlp_kept(run: Run) -> float:
+    """Bytes that the MLP of a block saves."""
+    return sum(part.amount for part in _mlp(run, run.tokens / run.mesh.tp))
 
 
 def _mlp(run: Run, tokens: float) -> list[Term]:
@@ -246,25 +262,11 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
     fused = run.compiled or run.traits.fused_activation
     factors = (2 if fused else 3) if shape.traits.gated else 1
-    saved = factors * run.layer_bytes + inner
-    if has_unfused_gelu(run):
-        # Half of the input, and three tensors around the tanh, of which autocast computes the power in fp32.
-        saved = run.layer_bytes + 3 * (4 if widens_powers(run) else run.layer_bytes) + inner
-    return [leaf("MLP intermediates", tokens * shape.ffn * saved)]
-
-
-def has_unfused_gelu(run: Run) -> bool:
-    """Whether the activation function is single kernels, as GPT-2's in transformers; not in models that are only like
-    it."""
-    fused = run.compiled or run.traits.fused_activation
-    return run.shape.traits.unfused_gelu and run.shape.is_family and not fused
-
-
-def widens_powers(run: Run) -> bool:
-    """Whether powers, as in the tanh approximation of GELU, are computed in fp32: autocast does so on GPUs. Our own
-    blocks run under it in mixed precision, unless their base is frozen."""
-    under_autocast = run.mixed and run.traits.autocasts and (run.adapter is None or run.traits.peft)
-    return under_autocast and not run.gpu.is_cpu
+    if shape.traits.unfused_gelu and not fused:
+        factors += 3
+    if shape.traits.gated and run.traits.written_out and not fused:
+        factors += 1
+    return [leaf("MLP intermediates", tokens * shape.ffn * (factors * run.layer_bytes + inner))]
 
 
 def _routed(run: Run, tokens: float) -> list[Term]:

@@ -85,10 +85,15 @@ def block_compute(run: Run) -> BlockCompute:
         written = 2 * run.shape.hidden + run.shape.ffn / run.mesh.tp
         recomputed = run.tokens * written * run.compute_bytes / bandwidth(run)
     elif run.repeats_forward:
-        # All but the last matmul: recomputation stops early once every saved tensor exists, and the backward pass does
-        # not need that one's output.
+        # All but the last matmul, and its sum with the residual stream: recomputation stops early once every saved
+        # tensor exists, and the backward pass needs neither output.
         last = linears(run.shape)[-1]
         skipped = matmul_seconds(run, run.tokens, *last.local_sizes(run.mesh.tp), fp8=run.precision == "fp8")
+        if not run.shape.traits.post_norm:
+            summed = run.shape.hidden * (2 * run.residual_bytes + run.compute_bytes)
+            skipped += run.stream_tokens * summed / bandwidth(run)
+        if run.traits.reentrant:
+            skipped = 0.0
         recomputed = share * (matmuls.forward - skipped + attention.forward + elementwise.forward)
     return BlockCompute(matmuls, attention, elementwise, recomputed)
 
@@ -192,7 +197,7 @@ def _elementwise(run: Run) -> Seconds:
     ahead = run.tokens * per_token * itemsize / bandwidth(run)
     unfused = _unfused_gelu(run)
     casting = 0.0
-    if run.traits.casts_per_use and run.mixed and run.adapter is None:  # under an adapter, weights are in 16 bits
+    if run.casts_weights:
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / bandwidth(run)
         if run.residual_bytes > itemsize and (run.traits.liger_kernels or not run.compiled):
             # And every layer the normalized input, which has the dtype of the residual stream.
@@ -228,8 +233,9 @@ def head_seconds(run: Run) -> Seconds:
     if not (run.gpu.is_cpu or is_aligned(run) or is_padded(run)):
         slower = max(1.0, (ODD if shape.vocab % (2 * tp) else EVEN) * relative_rate(run.gpu))
     fp8 = run.fp8_head and run.loss == "chunked"
-    ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns, fp8=fp8)
-    back = slower * matmul_seconds(run, tokens, columns, shape.hidden, fp8=fp8)
+    itemsize = run.head_bytes
+    ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns, fp8=fp8, itemsize=itemsize)
+    back = slower * matmul_seconds(run, tokens, columns, shape.hidden, fp8=fp8, itemsize=itemsize)
     if fp8:
         ahead += columns * shape.hidden * TWO_LAYOUT_CAST_TRAFFIC / bandwidth(run)
         back += tokens * columns * CAST_TRAFFIC / bandwidth(run)
