@@ -31,6 +31,9 @@ FACTORED_PASSES = 14
 # The same of torch's foreach AdamW, one kernel for each operation: decay 2, the first moment 3, the second 2 + 3, its
 # root 2, divided 2, with epsilon 2, and the update 4 (_multi_tensor_adam in torch/optim/adam.py).
 FOREACH_PASSES = 20
+# Bytes per element that the kernels of a GELU that is written out move, forward and backward, in 16 bits: a power, three
+# products with a number, two sums, a tanh, and a product. Under autocast, which computes the power in fp32, also casts.
+GELU_TRAFFIC, AUTOCAST_GELU_TRAFFIC = (36, 56), (76, 118)
 # Bytes per element of a cast to fp8: reads 16 bits, writes 8; the preceding kernel computes the absolute maximum.
 CAST_TRAFFIC = 3
 # The same into two layouts, plain and transposed, at once.
@@ -190,9 +193,14 @@ def _elementwise(run: Run) -> Seconds:
         # A layer casts its input to the compute dtype, and its output back; attention's output is in that dtype.
         cast = sum(sum(one.local_sizes(tp)) for one in linears(shape) if one.reads != "attention")
         casting += run.tokens * cast * (itemsize + run.layer_bytes) / bandwidth(run)
+    gelu = (0.0, 0.0)
+    if run.writes_out_gelu:
+        moved = AUTOCAST_GELU_TRAFFIC if run.in_autocast else GELU_TRAFFIC
+        rate = run.gpu.memory_bandwidth * STREAMED * 2 / itemsize
+        gelu = (run.tokens * shape.ffn / tp * moved[0] / rate, run.tokens * shape.ffn / tp * moved[1] / rate)
     summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / bandwidth(run) * run.trained.blocks
     spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / bandwidth(run)
-    return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed - spared)
+    return Seconds(ahead + casting + gelu[0], TRAFFIC_BACKWARD * ahead + casting + gelu[1] + summed - spared)
 
 
 def head_seconds(run: Run) -> Seconds:
