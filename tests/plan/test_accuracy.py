@@ -89,23 +89,6 @@ def test_the_sweep_on_an_h200_is_forecast_within_five_percent_of_memory_and_ten_
     records = read_records(ROOT / "benchmarks" / "gpu" / "sweep_h200" / "sweep.json")
     measured = [one for one in records.values() if one["status"] == "measured"]
     assert len(measured) >= 45
-    # Not explained yet: GPT-2 XL reserves 5.5% more memory than forecast; and runs of kinds that were added last.
-    known = {
-        ("gemma3-1b 4x2048 bf16-mixed", "reserved_gib"),
-        ("gemma3-270m 8x2048 bf16-mixed", "allocated_gib"),
-        ("gemma3-270m 8x2048 bf16-mixed", "reserved_gib"),
-        ("gpt2-xl 8x1024 bf16-mixed selective adamw8bit", "reserved_gib"),
-        ("llama3.2-3b 2x2048 bf16-true cheap accumulate-4", "allocated_gib"),
-        ("phi3-mini 2x2048 bf16-mixed lora", "allocated_gib"),
-        ("phi3-mini 2x2048 bf16-mixed lora", "reserved_gib"),
-        ("qwen2.5-0.5b 4x2048 bf16-mixed plain-loss", "reserved_gib"),
-        ("qwen2.5-0.5b 4x4096 bf16-mixed muon", "tokens_per_second"),
-        ("qwen2.5-3b 2x2048 bf16-mixed lora-embeddings", "allocated_gib"),
-        ("qwen2.5-3b 2x2048 bf16-mixed lora-embeddings", "reserved_gib"),
-        ("qwen3-1.7b 1x4096 bf16-true full uncompiled", "tokens_per_second"),
-        ("qwen3-moe-1.5b 4x2048 bf16-mixed", "allocated_gib"),
-        ("qwen3-moe-1.5b 4x2048 bf16-mixed", "reserved_gib"),
-        ("qwen3-moe-1.5b 4x2048 bf16-mixed", "tokens_per_second"),
-        ("starcoder2-3b 2x2048 bf16-mixed lora", "reserved_gib"),
-    }
+    # Not explained yet: GPT-2 XL reserves 5.5% more memory than forecast.
+    known = {("gpt2-xl 8x1024 bf16-mixed selective adamw8bit", "reserved_gib")}
     assert {(one.row, one.figure) for one in outside(compare(measured))} == known

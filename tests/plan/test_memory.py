@@ -9,8 +9,6 @@ from shoal.catalogue.gpus import GPUS
 from shoal.catalogue.shapes import NAMED, ModelShape, parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.blocks import linears
-from shoal.plan.compute import block_compute
-from shoal.plan.frozen import trained_shares
 from shoal.plan.head import head
 from shoal.plan.layout import count, ranks
 from shoal.plan.memory import forecast_memory
@@ -281,20 +279,3 @@ def test_nothing_is_reduced_before_the_last_block_if_the_head_is_reduced_with_th
     # Block inputs alone are less than the reduce-scatter input of a block, so that the block before it is the peak.
     inputs = tied.tokens * tied.shape.hidden * tied.residual_bytes
     assert reducing(replace(tied, recompute="full")) == pytest.approx(2 * tied_head + 6 * block - inputs, rel=0.01)
-
-
-def test_blocks_that_no_gradient_reaches_save_nothing_and_have_no_backward_pass():
-    every, some = (
-        make_run("llama3.2-1b", trained=trained_shares(NAMED["llama3.2-1b"], patterns))
-        for patterns in (["model.layers.?.*"], ["*embed_tokens*", "model.layers.?.*"])
-    )
-    assert (every.trained.unreached, some.trained.unreached) == (0, 10)  # with the embedding, gradients reach all
-    kept = [forecast_memory(run).worst.moments[0].tree.find("activations") for run in (every, some)]
-    assert kept[0] is not None
-    assert kept[1] is not None
-    assert kept[1].amount == pytest.approx(6 / 16 * kept[0].amount)
-    reached, unreached = (block_compute(run) for run in (every, some))
-    assert unreached.forward == reached.forward
-    assert unreached.attention.backward == pytest.approx(6 / 16 * reached.attention.backward)
-    head_alone = trained_shares(NAMED["llama3-8b"], ["*embed_tokens*", "model.layers.*"])
-    assert forecast_memory(make_run("llama3-8b", trained=head_alone)).worst.peak.name

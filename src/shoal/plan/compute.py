@@ -31,8 +31,8 @@ FACTORED_PASSES = 14
 # The same of torch's foreach AdamW, one kernel for each operation: decay 2, the first moment 3, the second 2 + 3, its
 # root 2, divided 2, with epsilon 2, and the update 4 (_multi_tensor_adam in torch/optim/adam.py).
 FOREACH_PASSES = 20
-# Bytes per element that the kernels of a GELU that is written out move, forward and backward, in 16 bits: a power,
-# three products with a number, two sums, a tanh, and a product. Autocast computes the power in fp32, and casts.
+# Bytes per element that the kernels of a GELU that is written out move, forward and backward, in 16 bits: a power, three
+# products with a number, two sums, a tanh, and a product. Under autocast, which computes the power in fp32, also casts.
 GELU_TRAFFIC, AUTOCAST_GELU_TRAFFIC = (36, 56), (76, 118)
 # Bytes per element of a cast to fp8: reads 16 bits, writes 8; the preceding kernel computes the absolute maximum.
 CAST_TRAFFIC = 3
@@ -89,10 +89,7 @@ def block_compute(run: Run) -> BlockCompute:
         if run.traits.reentrant:
             skipped = 0.0
         recomputed = share * (matmuls.forward - skipped + attention.forward + elementwise.forward)
-    # Averaged over blocks that a gradient reaches and blocks that none does, if the first ones are frozen.
-    attention = Seconds(attention.forward, run.reached * attention.backward)
-    elementwise = Seconds(elementwise.forward, run.reached * elementwise.backward)
-    return BlockCompute(matmuls, attention, elementwise, run.reached * recomputed)
+    return BlockCompute(matmuls, attention, elementwise, recomputed)
 
 
 def _recomputed_parts(run: Run, attention: float) -> float:
@@ -122,7 +119,7 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         inputs, outputs = one.local_sizes(run.mesh.tp)
         ahead = matmul_seconds(run, run.tokens, inputs, outputs, fp8=fp8)
         forward += ahead
-        backward += run.reached * matmul_seconds(run, run.tokens, outputs, inputs, fp8=fp8)
+        backward += matmul_seconds(run, run.tokens, outputs, inputs, fp8=fp8)
         if run.trained.blocks:
             backward += run.trained.blocks * matmul_seconds(run, inputs, run.tokens, outputs, fp8=fp8)
         again += 0.0 if index in kept else ahead

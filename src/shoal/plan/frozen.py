@@ -14,23 +14,21 @@ def trained_shares(shape: ModelShape, patterns: Sequence[str]) -> Trained:
         return Trained()
     free: dict[str, float] = {"embedding": 0.0, "blocks": 0.0, "head": 0.0}
     whole = dict(free)
-    first = shape.layers  # the first block with a trained parameter
-    for part, name, size, block in _parameters(shape):
+    for part, name, size in _parameters(shape):
         whole[part] += size
         if not any(fnmatch(name, pattern) for pattern in patterns):
             free[part] += size
-            first = min(first, block)
     shares = {part: free[part] / whole[part] if whole[part] else 1.0 for part in whole}
-    return Trained(**shares, unreached=0 if free["embedding"] else first)
+    return Trained(**shares)
 
 
-def _parameters(shape: ModelShape) -> Iterator[tuple[str, str, float, int]]:
-    """(part of the model, name, size, index of its block) of every matrix, and of the rest of each block together."""
+def _parameters(shape: ModelShape) -> Iterator[tuple[str, str, float]]:
+    """(part of the model, name, size) of every matrix, and of the rest of each block together."""
     names = shape.traits.names
-    yield "embedding", names.embedding, embedding_parameters(shape), 0
+    yield "embedding", names.embedding, embedding_parameters(shape)
     for index in range(shape.layers):
         for one in linears(shape):
-            yield "blocks", names.weight(one.name, index), one.parameters, index
-        yield "blocks", f"{names.block.format(index)}norm.weight", block_vectors(shape), index
+            yield "blocks", names.weight(one.name, index), one.parameters
+        yield "blocks", f"{names.block.format(index)}norm.weight", block_vectors(shape)
     if head_parameters(shape):
-        yield "head", names.head, head_parameters(shape), shape.layers
+        yield "head", names.head, head_parameters(shape)

@@ -218,8 +218,6 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
     whole = block_kept(run)
     entry, selected = leaf("block inputs", block_input(run)), block_selected(run)
     in_flight, blocks = micro_batches_in_flight(run, rank), rank.blocks
-    if run.mesh.pp == 1:
-        blocks -= run.trained.unreached
     again = leaf("recomputed block", 0.0)
     if run.recompute in ("none", "cheap"):
         kept = scaled(whole, blocks)

@@ -34,8 +34,6 @@ class Trained:
     embedding: float = 1.0
     blocks: float = 1.0
     head: float = 1.0
-    # Blocks before the first trained parameter: no gradient reaches them, and they save nothing.
-    unreached: int = 0
 
 
 FROZEN = Trained(0.0, 0.0, 0.0)
@@ -203,11 +201,6 @@ class Run:
         """Whether materialized scores are scaled, masked and normalized in one kernel."""
         fused = self.traits.fused_softmax
         return fused == "always" or (fused == "compiled" and self.compiled)
-
-    @property
-    def reached(self) -> float:
-        """The share of the blocks that a gradient reaches."""
-        return 1.0 - self.trained.unreached / self.shape.layers
 
     @property
     def in_autocast(self) -> bool:
