@@ -100,16 +100,6 @@ NEAREST: dict[str, SystemTraits] = {
         caches_keys=True,
         checkpoints_units=False,
     ),
-    # ATorch: an fp32 model under autocast alone, so that FSDP reduces in fp32, and blocks that are checkpointed from
-    # outside of the model, within FSDP's units (opt_lib/amp_optimization.py and checkpoint_optimization.py).
-    "atorch": replace(
-        TRAITS["huggingface"],
-        logit_bytes=16.0,
-        caches_keys=True,
-        reentrant=True,
-        checkpoints_units=False,
-        narrow_reduction=False,
-    ),
     # Without mixed precision; and what is allocated, not reserved, of the loss: transformers 4.45 replaced the logits
     # by their fp32 copy, so that three fp32 tensors exist at a time; 4.48 held the logits too.
     "huggingface-4.45": replace(EARLIER, logit_bytes=12.0),
@@ -133,6 +123,17 @@ NEAREST: dict[str, SystemTraits] = {
     "deepspeed-2021": replace(
         MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False
     ),
+    # FSDP's own mixed precision of fp32 weights (atorch/auto/model_context.py), blocks that are checkpointed within its
+    # units from outside of the model, and a loop that holds the outputs: fsdp_llama2.py.
+    "atorch": replace(
+        EARLIER,
+        logit_bytes=16.0,
+        caches_keys=True,
+        holds_outputs="next",
+        checkpoints_units=False,
+        reentrant=False,
+        wide_base=True,
+    ),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     # A loop around transformers' models without autocast: logits, their copy without the last token and the
@@ -140,12 +141,14 @@ NEAREST: dict[str, SystemTraits] = {
     "transformers-loop": replace(LOOP, logit_bytes=6.0),
     "transformers-loop-wide": replace(LOOP, logit_bytes=10.0),
     # The same around the loss of transformers 5's own models.
-    "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs=True),
+    "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs="step"),
     "fms": TRAITS["torchtitan"],
     # torch.optim.AdamW as it is, in examples/pytorch/tensor_parallel/train.py.
     "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
+    # Its command's loss is computed with its gradient, 1,024 tokens at a time (xtuner/v1/train/arguments/arguments.py).
+    "xtuner": replace(TRAITS["torchtitan"], fused_rows=1024),
     # The model, with its loss, is compiled as a whole.
-    "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
+    "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, fused_activation=True),
     # The course's own modules (stanford-cs336/assignment2-systems, cs336_basics/model.py).
     "cs336": replace(TRAITS["by-hand"], written_out=True),
     "cs336-autocast": replace(TRAITS["autocast"], written_out=True),

@@ -18,6 +18,8 @@ SHARDED_CHUNK_FP32 = 4
 # The bytes of a row of logits that tensor cores can read, and the multiple to which other vocabularies are padded.
 ALIGNED_BYTES = 16
 VOCABULARY_MULTIPLE = 128
+# The log-softmax in fp32, and two gradients.
+LOSS_BYTES = 12
 # Tensors as wide as the hidden states in the head of a masked language model: its input, which is gathered, and the
 # outputs of its linear layer, activation and norm.
 HEAD_TRANSFORM = 4
@@ -57,9 +59,7 @@ def head(run: Run) -> Head:
         # Autocast casts a head that is in fp32, and the backward pass needs the copy.
         upcast = run.adapter is not None and run.adapter.upcasts and run.traits.autocasts
         copy = leaf("head weight in compute dtype", matrix * itemsize if upcast else 0.0)
-        returned = leaf("logits", logits * run.head_bytes if run.traits.holds_outputs else 0.0)
-        remaining = group("head", gradient, returned)
-        return Head(group("head", norm, before, padded, chosen, whole, dequantized, copy), remaining)
+        return Head(group("head", norm, before, padded, chosen, whole, dequantized, copy), group("head", gradient))
     trained = run.trained.embedding if shape.tied else run.trained.head
     head_gradient = matrix * 4 if trained else 0.0
     if run.loss == "fused" and run.traits.fused_rows:
@@ -84,6 +84,12 @@ def head(run: Run) -> Head:
     )
     late = group("head", norm, before, gradient, weight_gradient, returned)
     return Head(peak if peak.amount >= late.amount else late, group("head", gradient))
+
+
+def returned_bytes(run: Run) -> float:
+    """Bytes per logit of those that the model returns, where the loss is plain: what its peak has beside three fp32
+    tensors. transformers returned them in fp32 until version 4.45."""
+    return run.traits.logit_bytes + run.head_bytes - run.compute_bytes - LOSS_BYTES
 
 
 def logit_columns(run: Run) -> float:

@@ -12,6 +12,7 @@ from shoal.plan.moments import Moment, moments, recomputation
 from shoal.plan.run import Run
 from shoal.plan.states import states, trained_parameters
 from shoal.plan.terms import GIB, Term, group, leaf
+from shoal.plan.transient import left_by_forward
 
 # Fragmentation of the caching allocator: it reserves full pages, with gaps between blocks of different sizes.
 ALLOCATOR_SLACK = 0.02
@@ -114,6 +115,8 @@ def _rank_memory(run: Run, rank: Rank) -> RankMemory:
     if run.traits.expandable_segments or not run.gathers_weights:
         # Offloaded block inputs do not lie between them.
         gaps = RECOMPUTED_SLACK * recomputation(run, rank) * (0.5 if run.offloads_inputs else 1.0)
+        if max(found, key=lambda moment: moment.tree.amount).name == "loss" and not run.traits.expandable_segments:
+            gaps = max(gaps, left_by_forward(run))
     if run.traits.expandable_segments:
         slack = EXPANDABLE_SLACK
     elif run.varied_lengths:

@@ -20,7 +20,15 @@ from shoal.plan.gathered import (
 )
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
-from shoal.plan.retained import added_gradients, cached_keys, gradient_buckets, held_inputs, last_micro_batch
+from shoal.plan.retained import (
+    added_gradients,
+    cached_keys,
+    gradient_buckets,
+    held_inputs,
+    held_outputs,
+    last_micro_batch,
+    last_outputs,
+)
 from shoal.plan.run import Run
 from shoal.plan.states import States, states
 from shoal.plan.terms import Term, group, leaf, scaled
@@ -96,7 +104,8 @@ class _Step:
         run = self.run
         gathered = gathered_for_loss(run, self.counts, self.matrix) + self.forward_blocks
         cache = leaf("cached keys and values", cached_keys(run, self.rank))
-        others = self.held.unreduced, self.kept, cache, head(run).peak, self.added_before
+        last = leaf("outputs of the last micro-batch", last_outputs(run, self.rank))
+        others = self.held.unreduced, self.kept, cache, last, head(run).peak, self.added_before
         return self._moment("loss", gathered, 0.0, self.before, *others)
 
     def start_of_backward(self) -> Moment:
@@ -120,6 +129,7 @@ class _Step:
             self.kept,
             group("block backward", self.again, *self.transient.parts),
             head(run).remaining if self.rank.last else group("head"),
+            leaf("outputs", held_outputs(run, self.rank)),
             # Autocast forgets its copies with its context; a block that is recomputed makes them once more.
             cast=1 / self.rank.blocks if run.repeats_forward else 1.0,
         )
@@ -140,6 +150,7 @@ class _Step:
             group("activations", *block_kept(run).parts),  # of one block: saved or recomputed
             self.transient,
             leaf("inputs of frozen blocks and their gradients", held_inputs(run, self.rank)),
+            leaf("outputs", held_outputs(run, self.rank)),
             self.added,
             cast=1 / self.rank.blocks,
         )
@@ -218,6 +229,8 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
     whole = block_kept(run)
     entry, selected = leaf("block inputs", block_input(run)), block_selected(run)
     in_flight, blocks = micro_batches_in_flight(run, rank), rank.blocks
+    if run.mesh.pp == 1:
+        blocks = round(blocks * run.trained.passed)
     again = leaf("recomputed block", 0.0)
     if run.recompute in ("none", "cheap"):
         kept = scaled(whole, blocks)

@@ -2,6 +2,7 @@
 
 from shoal.plan.activations import block_input, quantized_input_bytes
 from shoal.plan.blocks import linears
+from shoal.plan.head import returned_bytes
 from shoal.plan.layout import Rank
 from shoal.plan.run import Run
 from shoal.plan.states import dequantized_bytes, has_quantized_head, trained_parameters
@@ -27,6 +28,24 @@ def held_inputs(run: Run, rank: Rank) -> float:
     if not frozen or not run.traits.reentrant or run.recompute != "full":
         return 0.0
     return 2 * (rank.blocks - 1) * block_input(run)
+
+
+def held_outputs(run: Run, rank: Rank) -> float:
+    """What the model has returned and a loop holds in the backward pass: logits, and cached keys and values."""
+    if not run.traits.holds_outputs or not rank.last or run.loss != "plain":
+        return 0.0
+    logits = run.head_tokens * run.shape.vocab / run.mesh.tp * returned_bytes(run)
+    return logits + cached_keys(run, rank)
+
+
+def last_outputs(run: Run, rank: Rank) -> float:
+    """The same of the micro-batch before, beyond what the peak of the loss has room for: it comes in the backward pass,
+    when they are gone. In the forward pass, logits, their copy without the last token and the log-softmax are as large
+    as what it is without the logits."""
+    if run.traits.holds_outputs != "next":
+        return 0.0
+    logits = run.head_tokens * run.shape.vocab / run.mesh.tp * returned_bytes(run)
+    return max(0.0, held_outputs(run, rank) - logits)
 
 
 def cached_keys(run: Run, rank: Rank) -> float:

@@ -34,6 +34,13 @@ class Trained:
     embedding: float = 1.0
     blocks: float = 1.0
     head: float = 1.0
+    # Share of the blocks below the first trained parameter: no gradient is computed in them, and nothing saved.
+    below: float = 0.0
+
+    @property
+    def passed(self) -> float:
+        """Share of the blocks that the backward pass goes through."""
+        return 1.0 - self.below
 
 
 FROZEN = Trained(0.0, 0.0, 0.0)
@@ -125,6 +132,19 @@ class Run:
         return 4 if self.precision == "32-true" else 2
 
     @property
+    def frozen_bytes(self) -> int:
+        """Bytes per element of the weights under an adapter that are not quantized."""
+        wide = self.traits.wide_base and self.mixed and self.adapter is not None and self.adapter.quantize is None
+        return 4 if wide else self.compute_bytes
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether autocast casts the weights of blocks whenever they are used; those under an adapter are usually in 16
+        bits."""
+        wide = self.adapter is None or self.frozen_bytes > self.compute_bytes
+        return self.traits.casts_per_use and self.mixed and wide
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes per element of what a block's linear layers return. A quantized layer computes in 16 bits and returns
         the dtype of its input, which is fp32 if all else is upcast (Linear4bit in bitsandbytes/nn/modules.py)."""
@@ -188,7 +208,8 @@ class Run:
         """Bytes per element of the residual stream."""
         if self.adapter is not None and (self.adapter.upcasts or self.widens_norms):
             return 4
-        wide = self.traits.wide_residual_stream and self.adapter is None  # parallel/precision.py
+        # Of ours with an adapter: parallel/precision.py.
+        wide = self.traits.wide_residual_stream and (self.adapter is None or self.frozen_bytes > self.compute_bytes)
         return self.weight_bytes if wide else self.compute_bytes
 
     @property
@@ -221,8 +242,10 @@ class Run:
 
     @property
     def writes_out_gelu(self) -> bool:
-        """Whether GELU is several elementwise kernels. Autocast computes its power, and what follows, in fp32."""
-        return self.shape.traits.unfused_gelu and not self.compiled and not self.traits.fused_activation
+        """Whether GELU is several elementwise kernels, as in transformers' GPT-2, not in models that are only like it.
+        Autocast computes its power, and what follows, in fp32."""
+        written_out = self.shape.traits.unfused_gelu and self.shape.is_family
+        return written_out and not self.compiled and not self.traits.fused_activation
 
     @property
     def repeats_forward(self) -> bool:

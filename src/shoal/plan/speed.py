@@ -155,12 +155,13 @@ def _module_hooks(run: Run) -> float:
 def _micro_batch(run: Run, rank: Rank) -> Term:
     """Forward and backward pass of one micro-batch on one pipeline rank."""
     block, blocks = block_compute(run), rank.blocks
+    passed = run.trained.passed  # of the blocks, by the backward pass
     loss = head_seconds(run) if rank.last else None
     compute = [
-        leaf("matmuls", block.matmuls.both * blocks),
-        leaf("attention", block.attention.both * blocks),
-        leaf("elementwise kernels", block.elementwise.both * blocks),
-        leaf("activation recomputation", block.recomputed * blocks),
+        leaf("matmuls", block.matmuls.over(blocks, passed)),
+        leaf("attention", block.attention.over(blocks, passed)),
+        leaf("elementwise kernels", block.elementwise.over(blocks, passed)),
+        leaf("activation recomputation", block.recomputed * blocks * passed),
         leaf("head and loss", loss.both if loss else 0.0),
         leaf("gradient accumulation", _accumulation(run, rank)),
     ]
@@ -168,7 +169,7 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     if run.reference_pass:
         compute.append(leaf("reference forward pass", ahead))
         ahead *= 2
-    back = block.backward * blocks + (loss.backward if loss else 0.0)
+    back = block.backward * blocks * passed + (loss.backward if loss else 0.0)
     host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else _host_seconds(run, blocks)
     waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back))
     copied = leaf("exposed activation transfer", activation_transfer(run, block) * blocks)

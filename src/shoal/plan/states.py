@@ -163,19 +163,22 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
     shards, adapter = run.shards, run.adapter
     if adapter is not None:
         matrices = _frozen_matrices(run, rank)
-        others = counts.all - matrices
-        frozen = matrices * stored_bytes(run, adapter) + others * (4 if adapter.upcasts else run.compute_bytes)
+        also = trained_parameters(run, rank) - adapter_parameters(run, rank.blocks)
+        others = counts.all - matrices - also
+        stored = run.frozen_bytes if adapter.quantize is None else stored_bytes(run, adapter)
+        frozen = matrices * stored + others * (4 if adapter.upcasts else run.frozen_bytes)
         if has_quantized_head(run) and rank.last:
             head = run.shape.vocab * run.shape.hidden / run.mesh.tp
             frozen -= head * (run.compute_bytes - stored_bytes(run, adapter))
         scales = replicated_scales(run, rank)
-        extra = adapter_parameters(run, rank.blocks)
+        extra = trained_parameters(run, rank)
         copies = extra * run.compute_bytes if run.mixed and not run.sharded else 0.0
         return group(
             "weights",
             leaf("frozen", (frozen - scales) / shards),
             leaf("quantization scales", scales),
-            leaf("adapters", extra * run.trained_bytes / shards),
+            leaf("adapters", (extra - also) * run.trained_bytes / shards),
+            leaf("trained base weights", also * run.trained_bytes / shards),
             leaf("compute copies", copies),
         )
     copies = counts.all * run.compute_bytes if run.mixed and not run.sharded else 0.0
@@ -187,7 +190,7 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
 
 
 def stored_bytes(run: Run, adapter: Adapter) -> float:
-    """Bytes per element of a frozen matrix."""
+    """Bytes per element of a frozen matrix, as it is gathered or dequantized from."""
     if adapter.quantize is None:
         return float(run.compute_bytes)
     if adapter.double_quantized and adapter.quantize in ("nf4", "fp4"):

@@ -82,9 +82,9 @@ class SystemTraits:
     # The loop holds the logits until it has the next ones, and with their graph what bitsandbytes keeps in its autograd
     # functions (`ctx.tensors`); the backward pass frees only what is saved as PyTorch wants it.
     holds_last_logits: bool = False
-    # The loop holds what the model returns, and so the logits, while the backward pass runs. In Hugging Face's Trainer
-    # they are local to `compute_loss`.
-    holds_outputs: bool = False
+    # The loop holds what the model returns, and so the logits: while the backward pass runs (`step`), or until the next
+    # forward pass, with its loss, has returned (`next`). In Hugging Face's Trainer they are local to `compute_loss`.
+    holds_outputs: Literal["", "step", "next"] = ""
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
@@ -171,6 +171,8 @@ class SystemTraits:
     hooks_modules: bool = False
     # ZeRO-3 gathers and reduces each matrix as a list of shards, one for every rank, while nothing else runs.
     lists_shards: bool = False
+    # In mixed precision, the weights under adapters stay in fp32, unless they are quantized; else they are in 16 bits.
+    wide_base: bool = False
     # Trained weights in 16 bits become fp32 shards under FSDP, because mixed precision is on: prepare_model in
     # accelerate/accelerator.py and fsdp2_prepare_model in accelerate/utils/fsdp_utils.py, since version 0.28.
     upcasts_shards: bool = False
@@ -292,10 +294,12 @@ MEGATRON_DEEPSPEED = replace(
 )
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
 # trl/trainer/utils.py), the fused AdamW of TrainingArguments.optim, and packing by position ids.
-TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
+TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True, wide_base=True)
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
-AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, upcasts_shards=True)
+AXOLOTL = replace(
+    TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, upcasts_shards=True, wide_base=False
+)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
 # with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
 # compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).

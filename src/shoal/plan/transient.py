@@ -11,13 +11,30 @@ from shoal.plan.terms import Term, group, leaf
 # the block, beside its activations and their gradients, except where attention and MLP read the same input:
 # benchmarks/gpu/sweep_h200.
 RECOMPUTED_TEMPORARIES = 5
+# Tensors of the residual stream's size that an eager block needs for a time in its forward pass: those of its norms,
+# and the outputs of attention and MLP.
+FORWARD_STREAM = 5
 
 
 def forward_temporaries(run: Run) -> Term:
     """What the MLP of a block computes and does not save: its factors and their product."""
     tensors = 0 if run.recompute in ("none", "cheap", "parts", "offload-all") else 3 if run.shape.traits.gated else 2
-    size = run.tokens / run.mesh.tp * run.shape.ffn * run.compute_bytes
+    size = run.tokens / run.mesh.tp * run.shape.ffn * run.layer_bytes
     return group("block forward", leaf("MLP intermediates", tensors * size), leaf("DoRA matrices", _dora_matrices(run)))
+
+
+def left_by_forward(run: Run) -> float:
+    """Bytes of the blocks that the forward pass of a recomputed block leaves to the allocator, and that the tensors of
+    the loss do not fit: the MLP's, two of the scores if they are materialized, and a few of the residual stream's size.
+    """
+    if not run.repeats_forward or run.loss != "plain":
+        return 0.0
+    scores = score_elements(run) * (4 + run.attention_bytes if not run.fuses_softmax else 2 * run.attention_bytes)
+    logits = 4 * run.head_tokens * run.shape.vocab / run.mesh.tp
+    largest = max(score_elements(run) * 4, run.tokens / run.mesh.tp * run.shape.ffn * run.layer_bytes)
+    if logits < largest:
+        return 0.0
+    return forward_temporaries(run).amount + scores + FORWARD_STREAM * block_input(run)
 
 
 def transient_gradients(run: Run) -> Term:
