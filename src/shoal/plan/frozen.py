@@ -1,4 +1,5 @@
-"""The share of a model's parameters that `model.freeze` leaves trainable, by their transformers names."""
+"""The share of a model's parameters that `model.freeze` leaves trainable, or that `adapter.train_also` trains beside
+the adapters, by their transformers names."""
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
@@ -10,16 +11,24 @@ from shoal.plan.run import Trained
 
 def trained_shares(shape: ModelShape, patterns: Sequence[str]) -> Trained:
     """The trainable shares after freezing every parameter that matches a pattern."""
-    if not patterns:
-        return Trained()
-    free: dict[str, float] = {"embedding": 0.0, "blocks": 0.0, "head": 0.0}
-    whole = dict(free)
+    matched = _matched(shape, patterns)
+    return Trained(**{part: 1.0 - share for part, share in matched.items()})
+
+
+def trained_beside_adapters(shape: ModelShape, patterns: Sequence[str]) -> Trained:
+    """The shares of parameters that match a pattern."""
+    return Trained(**_matched(shape, patterns))
+
+
+def _matched(shape: ModelShape, patterns: Sequence[str]) -> dict[str, float]:
+    """The share of each part of the model whose parameters match a pattern."""
+    found: dict[str, float] = {"embedding": 0.0, "blocks": 0.0, "head": 0.0}
+    whole = dict(found)
     for part, name, size in _parameters(shape):
         whole[part] += size
-        if not any(fnmatch(name, pattern) for pattern in patterns):
-            free[part] += size
-    shares = {part: free[part] / whole[part] if whole[part] else 1.0 for part in whole}
-    return Trained(**shares)
+        if any(fnmatch(name, pattern) for pattern in patterns):
+            found[part] += size
+    return {part: found[part] / whole[part] if whole[part] else 0.0 for part in whole}
 
 
 def _parameters(shape: ModelShape) -> Iterator[tuple[str, str, float]]:

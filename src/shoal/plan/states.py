@@ -168,12 +168,15 @@ def _weights(run: Run, counts: Counts, rank: Rank) -> Term:
             frozen -= head * (run.compute_bytes - stored_bytes(run, adapter))
         scales = replicated_scales(run, rank)
         extra = adapter_parameters(run, rank.blocks)
-        copies = extra * run.compute_bytes if run.mixed and not run.sharded else 0.0
+        beside = trained_parameters(run, rank) - extra  # of the model's own
+        frozen -= beside * run.frozen_bytes
+        copies = (extra + beside) * run.compute_bytes if run.mixed and not run.sharded else 0.0
         return group(
             "weights",
             leaf("frozen", (frozen - scales) / shards),
             leaf("quantization scales", scales),
             leaf("adapters", extra * run.trained_bytes / shards),
+            leaf("trained beside adapters", beside * run.trained_bytes / shards),
             leaf("compute copies", copies),
         )
     copies = counts.all * run.compute_bytes if run.mixed and not run.sharded else 0.0
