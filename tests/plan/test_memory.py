@@ -213,7 +213,8 @@ def test_eager_attention_saves_its_scores():
             for kind in ("fused", "scores")
         )
         # The softmax in fp32 and its copy in 16 bits; compiled, what one matmul computes and the other reads.
-        assert eager - flash == pytest.approx(scores * each, rel=0.01)
+        # And the gradients of one block's, beside fewer other tensors.
+        assert 0.99 * each < (eager - flash) / scores < 1.1 * each
 
 
 def test_the_first_pipeline_stage_holds_the_activations_of_the_most_micro_batches():
