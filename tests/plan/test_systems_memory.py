@@ -305,3 +305,42 @@ def test_checkpoints_around_a_model_that_caches_keys_hold_them() -> None:
     assert at(cached, "loss", "cached keys and values") == pytest.approx(32 * 2048 * 2 * 4096 * 2 / GIB)
     assert at(run, "loss", "cached keys and values") == 0
     assert at(cached.with_(recompute="none"), "loss", "cached keys and values") == 0
+
+
+def test_copies_that_autocast_makes_are_gone_when_the_optimizer_steps() -> None:
+    traits = SYSTEMS["huggingface"]
+    run = make_run("llama3.2-1b", precision="bf16-mixed", traits=traits, compiled=False, loss="plain")
+    weights = parameters(run.shape) * 2 / GIB
+    assert at(run, "loss", "compute copies") == pytest.approx(weights, rel=0.01)
+    assert at(run, "start of the backward pass", "compute copies") == at(run, "loss", "compute copies")
+    one = at(run, "loss", "compute copies") / run.shape.layers
+    assert at(run, "backward of the first block", "compute copies") == pytest.approx(one)
+    assert not at(run, "optimizer step", "compute copies")
+    # A recomputed block makes its own again, after the context of autocast has ended.
+    assert at(run.with_(recompute="full"), "start of the backward pass", "compute copies") == pytest.approx(one)
+    # Ours are made once per step, and stay.
+    ours = run.with_(traits=SYSTEMS["shoal"])
+    assert at(ours, "optimizer step", "compute copies") == pytest.approx(weights, rel=0.01)
+
+
+def test_a_softmax_that_is_written_out_saves_its_exponentials_too() -> None:
+    traits = SYSTEMS["by-hand"]
+    run = make_run("llama3.2-1b", attention="scores", compiled=False, traits=traits, precision="32-true")
+    written = run.with_(traits=replace(traits, written_out=True))
+    inner = run.tokens * run.shape.ffn * 4 * run.shape.layers / GIB
+    assert at(written, "loss", "attention scores") == 2 * at(run, "loss", "attention scores")
+    assert at(written, "loss", "MLP intermediates") == pytest.approx(at(run, "loss", "MLP intermediates") + inner)
+    # Under autocast the exponentials are in fp32, and their quotient is cast, as a softmax is.
+    mixed, both = (one.with_(precision="bf16-mixed") for one in (run, written))
+    assert at(both, "loss", "attention scores") == at(mixed, "loss", "attention scores")
+
+
+def test_a_gelu_that_is_written_out_saves_fp32_tensors_under_autocast() -> None:
+    run = make_run("gpt2", compiled=False, precision="bf16-mixed", traits=SYSTEMS["huggingface"])
+    each = run.tokens * run.shape.ffn * run.shape.layers / GIB
+    # Its input and tanh and one more than that in fp32, half of its input and its result in bf16.
+    assert at(run, "loss", "MLP intermediates") == pytest.approx((3 * 4 + 2 * 2) * each)
+    assert at(run.with_(precision="bf16-true"), "loss", "MLP intermediates") == pytest.approx(5 * 2 * each)
+    # DeepSpeed has no autocast.
+    assert at(run.with_(traits=SYSTEMS["deepspeed"]), "loss", "MLP intermediates") == pytest.approx(5 * 2 * each)
+    assert at(run.with_(compiled=True, traits=SYSTEMS["shoal"]), "loss", "MLP intermediates") == pytest.approx(4 * each)

@@ -266,6 +266,16 @@ ROWS = [
         Row("smollm3-3b", 2048, 2, TRUE, "cheap"),
         Row("starcoder2-3b", 2048, 2, config=LORA, note="lora"),
         Row("qwen3-moe-1.5b", 2048, 4),
+        # Measured after the forecast was corrected with the rows since the optimizers.
+        Row("gpt2-medium", 1024, 8, config={"train.compile": False}, note="uncompiled"),
+        Row("pythia-160m", 1024, 8, config={"model.attention": "eager", "train.compile": False}, note="eager"),
+        Row("smollm2-360m", 2048, 8, optimizer="muon"),
+        Row("llama3.2-1b", 2048, 8, config={"model.freeze": ["*embed_tokens*", "model.layers.?.*"]}, note="freeze"),
+        Row("tinyllama-1.1b", 2048, 8, config={**LORA, "adapter.train_also": ["lm_head"]}, note="lora-head"),
+        Row("gemma3-1b", 4096, 2, config=LORA, note="lora"),
+        Row("olmo2-1b", 2048, 4, TRUE, "full"),
+        Row("phi3-mini", 4096, 1, TRUE, "cheap", SMALL_STATE),
+        Row("qwen3-moe-1.5b", 4096, 2, TRUE, "full"),
     ),
 ]  # fmt: skip
 

@@ -16,7 +16,7 @@ from shoal.config.schema import AdapterConfig, Config, OffloadConfig, RecomputeC
 from shoal.mistakes import UserMistake
 from shoal.plan.batches import nearest_multiples
 from shoal.plan.blocks import linears
-from shoal.plan.frozen import trained_beside_adapters, trained_shares
+from shoal.plan.frozen import also_trained_shares, unfrozen_shares
 from shoal.plan.head import CHUNK_LOGITS
 from shoal.plan.machine import Machine
 from shoal.plan.models import drops_attention, has_dropout
@@ -250,10 +250,9 @@ def effective_strategy(config: Config, machine: Machine, strategy: str) -> str:
 
 
 def _trained(config: Config, shape: ModelShape) -> Trained:
-    """The shares of the model's own parameters that are trained."""
     if config.adapter.kind != "none":
-        return trained_beside_adapters(shape, config.adapter.train_also)
-    return trained_shares(shape, config.model.freeze)
+        return also_trained_shares(shape, config.adapter.train_also)
+    return unfrozen_shares(shape, config.model.freeze)
 
 
 def has_documents(config: Config) -> bool:

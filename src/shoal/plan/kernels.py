@@ -29,6 +29,10 @@ class Seconds:
     def both(self) -> float:
         return self.forward + self.backward
 
+    def over(self, blocks: float, passed: float) -> float:
+        """Seconds of `blocks`, of which the backward pass goes through the share `passed`."""
+        return blocks * (self.forward + passed * self.backward)
+
 
 def reached_by(run: Run) -> Efficiency:
     """The shares of the device's peaks that this run's software reaches."""

@@ -5,7 +5,7 @@ from shoal.plan.blocks import linears
 from shoal.plan.head import returned_bytes
 from shoal.plan.layout import Rank
 from shoal.plan.run import Run
-from shoal.plan.states import dequantized_bytes, has_quantized_head
+from shoal.plan.states import dequantized_bytes, has_quantized_head, trained_parameters
 
 
 def last_micro_batch(run: Run, rank: Rank) -> float:
@@ -54,3 +54,15 @@ def cached_keys(run: Run, rank: Rank) -> float:
     if not run.traits.caches_keys or not run.repeats_forward:
         return 0.0
     return 2 * run.tokens * run.shape.kv_width / run.mesh.tp * run.compute_bytes * rank.blocks
+
+
+def gradient_buckets(run: Run, gradients: float) -> float:
+    """DDP's buckets beside the gradients that were copied from them."""
+    copied = run.traits.copies_to_buckets and run.data_parallelism.ddp and run.world_size > 1
+    return gradients if copied else 0.0
+
+
+def added_gradients(run: Run, rank: Rank) -> float:
+    """bf16 gradients of the last micro-batch that have been added to the fp32 ones."""
+    keeps = run.traits.keeps_added_gradients and run.reduced_bytes > run.compute_bytes
+    return trained_parameters(run, rank) * run.compute_bytes if keeps else 0.0

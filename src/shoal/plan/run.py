@@ -34,6 +34,13 @@ class Trained:
     embedding: float = 1.0
     blocks: float = 1.0
     head: float = 1.0
+    # Share of the blocks below the first trained parameter: no gradient is computed in them, and nothing saved.
+    below: float = 0.0
+
+    @property
+    def passed(self) -> float:
+        """Share of the blocks that the backward pass goes through."""
+        return 1.0 - self.below
 
 
 FROZEN = Trained(0.0, 0.0, 0.0)
@@ -215,6 +222,30 @@ class Run:
         """Whether materialized scores are scaled, masked and normalized in one kernel."""
         fused = self.traits.fused_softmax
         return fused == "always" or (fused == "compiled" and self.compiled)
+
+    @property
+    def in_autocast(self) -> bool:
+        """Whether blocks run under autocast, or as under it; layouts with 16-bit weights do without."""
+        return self.mixed and not self.traits.masters_with_optimizer
+
+    @property
+    def upcasts_softmax(self) -> bool:
+        """Whether the model code computes the softmax of materialized scores in fp32 and casts it back, as transformers
+        does in families with rotary embeddings; GPT-2's and BERT's leave it to autocast."""
+        return self.shape.traits.rotary and self.traits.fused_softmax != "always" and self.attention_bytes < 4
+
+    @property
+    def autocasts_softmax(self) -> bool:
+        """Whether autocast casts materialized scores to fp32 for the softmax, and leaves them in it until the next
+        matmul. Without autocast, and in layouts with 16-bit weights, the softmax is in the compute dtype."""
+        return self.in_autocast and self.traits.fused_softmax != "always" and not self.upcasts_softmax
+
+    @property
+    def writes_out_gelu(self) -> bool:
+        """Whether GELU is several elementwise kernels, as in transformers' GPT-2, not in models that are only like it.
+        Autocast computes its power, and what follows, in fp32."""
+        written_out = self.shape.traits.unfused_gelu and self.shape.is_family
+        return written_out and not self.compiled and not self.traits.fused_activation
 
     @property
     def repeats_forward(self) -> bool:

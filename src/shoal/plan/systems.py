@@ -59,6 +59,15 @@ class SystemTraits:
     # deepspeed/runtime/zero/stage_1_and_2.py, _prepare_fp32_grad_for_sub_group in stage3.py). Weights and state are
     # such tensors too, between which there are no gaps.
     flattens_gradients: bool = False
+    # DDP's buckets are not its gradients, which are copied there and back (`gradient_as_bucket_view` false, PyTorch's
+    # default).
+    copies_to_buckets: bool = False
+    # With sharded gradients and offloaded optimizer state, gradients go to the host as they are reduced, and the device
+    # keeps none (partition_grads in deepspeed/runtime/zero/stage3.py).
+    offloads_gradients: bool = False
+    # bf16 gradients of a micro-batch stay beside the fp32 ones that they were added to until the next backward pass
+    # (update_hp_grads and clear_lp_grads in deepspeed/runtime/bf16_optimizer.py).
+    keeps_added_gradients: bool = False
     # Embedding and head, unless tied, are separate FSDP units; else one unit that stays unsharded between them.
     # `trained`: separate unless they are frozen under adapters.
     separate_head_unit: bool | Literal["trained"] = False
@@ -116,13 +125,20 @@ class SystemTraits:
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
+    # Softmax and SiLU are written out in elementwise operations, each of which saves what its own gradient needs: the
+    # exponentials beside their quotient, and the sigmoid.
+    written_out: bool = False
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
+    # Tensors of the size of all that is updated, in fp32, which another AdamW holds at a time: two of PyTorch's before
+    # version 2.1 if that is one tensor (the root of the second moments, and its quotient or sum: torch/optim/adamw.py).
+    step_copies: int = 0
     # Checkpointed blocks are FSDP units, rather than FSDP units having checkpointed blocks: the recomputed forward pass
     # gathers and frees a block's weights on its own, so that the backward pass gathers them once more.
     checkpoints_units: bool = False
     # Activation checkpointing is the reentrant one, as in transformers before version 5 unless `use_reentrant` is
-    # false. If FSDP's units are frozen, hooks on their recomputed inputs keep these inputs, and the gradients that have
+    # false: the whole forward pass runs again, where the other stops once all saved tensors exist. If FSDP's units are
+    # frozen, hooks on their recomputed inputs keep these inputs, and the gradients that have
     # come to them, until the end of the backward pass: _register_post_backward_reshard_only_hook in
     # torch/distributed/fsdp/_runtime_utils.py.
     reentrant: bool = False
@@ -132,6 +148,8 @@ class SystemTraits:
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
+    # Whole matrices are assigned to ranks, each of which broadcasts those that it has updated; else all are gathered.
+    broadcasts_weights: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
     # Gradients are reduced during the backward pass; else after it.
@@ -220,6 +238,7 @@ HUGGING_FACE = SystemTraits(
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
     checkpoints_units=True,  # gradient_checkpointing_enable in transformers/modeling_utils.py; its issue 30404
+    copies_to_buckets=True,  # DistributedDataParallelKwargs in accelerate/utils/dataclasses.py
     narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
@@ -229,6 +248,7 @@ DEEPSPEED = SystemTraits(
     logit_bytes=14.0,
     masters_with_optimizer=True,
     flattens_gradients=True,
+    offloads_gradients=True,
     flash2=True,
     peft=True,
     autocasts=False,  # _prepare_deepspeed in accelerate/accelerator.py
@@ -260,11 +280,17 @@ MEGATRON = SystemTraits(
     overlaps_pipeline=True,  # overlap_p2p_comm in megatron/training/arguments.py, on with virtual stages
     torch_pipeline=False,  # megatron/core/pipeline_parallel/schedules.py deallocates stage outputs
     variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
+    reentrant=True,  # CheckpointFunction in megatron/core/tensor_parallel/random.py
 )
 # Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, and both overlaps
 # of data parallelism.
 NEMO = replace(
     MEGATRON, wide_gradients=False, overlaps_tensor=True, overlaps_gradients=True, overlaps_weight_gather=True
+)
+# Megatron-DeepSpeed: Megatron's model with DeepSpeed's ZeRO-1, which flattens fp16 gradients in its step; bf16 ones are
+# added up in fp32 by its BF16_Optimizer.
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON, accumulates_in_matmuls=False, flattens_gradients=True, keeps_added_gradients=True
 )
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
 # trl/trainer/utils.py), the fused AdamW of TrainingArguments.optim, and packing by position ids.
@@ -305,6 +331,7 @@ SYSTEMS: dict[str, SystemTraits] = {
     "composer": COMPOSER,
     "deepspeed": DEEPSPEED,
     "megatron": MEGATRON,
+    "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "nemo": NEMO,
     "unsloth": UNSLOTH,
     "trl": TRL,
@@ -320,6 +347,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepspeed": {"train.compile": False, "train.loss_impl": "plain"},
     # --use-distributed-optimizer as in its examples; no --recompute-granularity; one kernel over all logits.
     "megatron": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
+    "megatron-deepspeed": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
     "nemo": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
     # get_peft_model's use_gradient_checkpointing="unsloth" offloads the inputs of blocks to host memory; its notebooks
     # have optim="adamw_8bit"; weights are in bf16.
