@@ -212,7 +212,7 @@ def test_eager_attention_saves_its_scores():
             forecast_memory(make_run(length=8192, attention=kind, compiled=compiled)).worst.moments[0].tree.amount
             for kind in ("fused", "scores")
         )
-        # At the end of the forward pass, the softmax in fp32 and its copy in 16 bits; compiled, what one matmul computes
+        # At the end of the forward pass the softmax in fp32 and its copy in 16 bits; compiled, what one matmul computes
         # and the other reads.
         assert eager - flash == pytest.approx(scores * each, rel=0.01)
 
