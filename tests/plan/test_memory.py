@@ -209,7 +209,7 @@ def test_eager_attention_saves_its_scores():
     scores = 32 * 32 * 8192 * 8192  # layers × heads × pairs of tokens
     for compiled, each in ((False, 4 + 2), (True, 2 + 2)):
         flash, eager = (
-            forecast_memory(make_run(length=8192, attention=kind, compiled=compiled)).allocated
+            forecast_memory(make_run(length=8192, attention=kind, compiled=compiled)).worst.moments[0].tree.amount
             for kind in ("fused", "scores")
         )
         # The softmax in fp32 and its copy in 16 bits; compiled, what one matmul computes and the other reads.
