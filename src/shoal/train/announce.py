@@ -74,8 +74,8 @@ def _warn_of_parallelism(job: Job) -> None:
         several = "" if resolved.grad_accum_steps == 1 else "es"
         share = bubble_share(stages, resolved.grad_accum_steps, stages_per_rank(parallel.pp_schedule))
         job.reporter.warn(
-            f"parallel.pp {stages} with {resolved.grad_accum_steps} micro-batch{several} per step leaves each device idle "
-            f"for {share:.0%} of the step; lower train.micro_batch or raise train.global_batch for more."
+            f"parallel.pp {stages} with {resolved.grad_accum_steps} micro-batch{several} per step leaves each device "
+            f"idle for {share:.0%} of the step; lower train.micro_batch or raise train.global_batch for more."
         )
 
 
