@@ -333,3 +333,14 @@ def test_a_softmax_that_is_written_out_saves_its_exponentials_too() -> None:
     # Under autocast the exponentials are in fp32, and their quotient is cast, as a softmax is.
     mixed, both = (one.with_(precision="bf16-mixed") for one in (run, written))
     assert at(both, "loss", "attention scores") == at(mixed, "loss", "attention scores")
+
+
+def test_a_gelu_that_is_written_out_saves_fp32_tensors_under_autocast() -> None:
+    run = make_run("gpt2", compiled=False, precision="bf16-mixed", traits=SYSTEMS["huggingface"])
+    each = run.tokens * run.shape.ffn * run.shape.layers / GIB
+    # Its input and tanh and one more than that in fp32, half of its input and its result in bf16.
+    assert at(run, "loss", "MLP intermediates") == pytest.approx((3 * 4 + 2 * 2) * each)
+    assert at(run.with_(precision="bf16-true"), "loss", "MLP intermediates") == pytest.approx(5 * 2 * each)
+    # DeepSpeed has no autocast.
+    assert at(run.with_(traits=SYSTEMS["deepspeed"]), "loss", "MLP intermediates") == pytest.approx(5 * 2 * each)
+    assert at(run.with_(compiled=True, traits=SYSTEMS["shoal"]), "loss", "MLP intermediates") == pytest.approx(4 * each)

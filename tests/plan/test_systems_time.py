@@ -183,3 +183,13 @@ def test_reentrant_checkpointing_recomputes_the_last_matmul_too():
 def test_the_backward_pass_of_attention_takes_longer_than_its_matmuls_say():
     found = attention_seconds(make_run("llama3-8b", "h200", length=8192))
     assert found.backward == pytest.approx(2.75 * found.forward)
+
+
+def test_a_gelu_that_is_written_out_is_several_kernels():
+    run = make_run("gpt2", "h200", length=1024, micro_batch=16, compiled=False, precision="bf16-true")
+    mixed, fused = (run.with_(precision="bf16-mixed"), run.with_(traits=replace(run.traits, fused_activation=True)))
+    inner = run.tokens * run.shape.ffn / run.gpu.memory_bandwidth
+    written = block_compute(run).elementwise.forward - block_compute(fused).elementwise.forward
+    assert inner * 36 < written < 1.5 * inner * 36
+    # Autocast computes the power in fp32, and what follows.
+    assert block_compute(mixed).elementwise.forward > 1.6 * block_compute(run).elementwise.forward

@@ -224,8 +224,12 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     if run.attention == "scores":
         # The softmax, and what the next matmul reads, unless it is the same: a copy in another dtype, or what dropout
         # leaves, with the mask.
+        again = False
         wide = itemsize < 4 and (run.upcasts_softmax or run.autocasts_softmax)
-        again = wide or run.attention_dropout or run.traits.written_out
+        if wide and run.compiled and run.traits.fused_softmax == "compiled":
+            # Of a compiled one the scores, from which it is computed again, and what the matmul reads.
+            wide, again = False, True
+        again = again or wide or run.attention_dropout or run.traits.written_out
         scores = (4 if wide else itemsize) + (itemsize if again else 0) + run.attention_dropout
         found.append(leaf("attention scores", score_elements(run) * scores))
     return found
@@ -262,11 +266,15 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
     fused = run.compiled or run.traits.fused_activation
     factors = (2 if fused else 3) if shape.traits.gated else 1
-    if shape.traits.unfused_gelu and not fused:
+    wide = 0
+    if run.writes_out_gelu:
+        # Beside its input: half of that, its tanh, and one more than that; of these all but the second in fp32 under
+        # autocast, on a GPU.
         factors += 3
+        wide = 6 if run.in_autocast and run.layer_bytes == 2 and not run.gpu.is_cpu else 0
     if shape.traits.gated and run.traits.written_out and not fused:
         factors += 1
-    return [leaf("MLP intermediates", tokens * shape.ffn * (factors * run.layer_bytes + inner))]
+    return [leaf("MLP intermediates", tokens * shape.ffn * (factors * run.layer_bytes + wide + inner))]
 
 
 def _routed(run: Run, tokens: float) -> list[Term]:

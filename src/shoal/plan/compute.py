@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from shoal.catalogue.efficiency import relative_rate
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import parameters as count_parameters
-from shoal.plan.activations import has_head_norms, has_unfused_gelu, selected_matmuls, widens_powers
+from shoal.plan.activations import has_head_norms, selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import linears
@@ -32,9 +32,10 @@ FACTORED_PASSES = 14
 # The same of torch's foreach AdamW, one kernel for each operation: decay 2, the first moment 3, the second 2 + 3, its
 # root 2, divided 2, with epsilon 2, and the update 4 (_multi_tensor_adam in torch/optim/adam.py).
 FOREACH_PASSES = 20
-# Bytes per element that GPT-2's GELU moves as single kernels, forward and backward, in 16 bits: a power, three products
-# with constants, a sum, a tanh, one more, and the product; and the same with fp32 from the power on.
-GELU_TRAFFIC, WIDE_GELU_TRAFFIC = (36, 56), (76, 108)
+# Bytes per element that the kernels of a GELU that is written out move, forward and backward, in 16 bits: a power,
+# three products with a number, two sums, a tanh, and a product. Under autocast, which computes the power in fp32, also
+# casts.
+GELU_TRAFFIC, AUTOCAST_GELU_TRAFFIC = (36, 56), (76, 118)
 # Muon (optim/muon.py), and the host time of a matrix: 15 matmuls and a dozen other kernels at 15 microseconds. Measured
 # on the host of an H200: qwen2.5-0.5b in benchmarks/gpu/sweep_h200.
 ITERATIONS, ORTHOGONALIZED_HOST = 5, 0.4e-3
@@ -195,7 +196,6 @@ def _elementwise(run: Run) -> Seconds:
     # Each expert's inputs are gathered, its outputs weighted, and summed.
     per_token += ROUTED_PASSES * shape.routed * shape.hidden
     ahead = run.tokens * per_token * itemsize / bandwidth(run)
-    unfused = _unfused_gelu(run)
     casting = 0.0
     if run.casts_weights:
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / bandwidth(run)
@@ -207,22 +207,20 @@ def _elementwise(run: Run) -> Seconds:
         # A layer casts its input to the compute dtype, and its output back; attention's output is in that dtype.
         cast = sum(sum(one.local_sizes(tp)) for one in linears(shape) if one.reads != "attention")
         casting += run.tokens * cast * (itemsize + run.layer_bytes) / bandwidth(run)
+    gelu = _written_out_gelu(run)
     summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / bandwidth(run) * run.trained.blocks
     spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / bandwidth(run)
-    return Seconds(
-        ahead + casting + unfused.forward, TRAFFIC_BACKWARD * ahead + casting + summed - spared + unfused.backward
-    )
+    return Seconds(ahead + casting + gelu.forward, TRAFFIC_BACKWARD * ahead + casting + summed - spared + gelu.backward)
 
 
-def _unfused_gelu(run: Run) -> Seconds:
-    """The tanh approximation of GELU as kernels of its own, beyond one that reads and writes: `NewGELUActivation` in
-    transformers/activations.py has eight, and autocast adds casts to fp32 and back."""
-    if not has_unfused_gelu(run):
+def _written_out_gelu(run: Run) -> Seconds:
+    """The kernels of a GELU that is not one."""
+    if not run.writes_out_gelu:
         return Seconds(0.0, 0.0)
-    ahead, back = WIDE_GELU_TRAFFIC if widens_powers(run) else GELU_TRAFFIC
-    inner = run.tokens / run.mesh.tp * run.shape.ffn / bandwidth(run)
-    one = 2 * run.compute_bytes
-    return Seconds((ahead - one) * inner, (back - TRAFFIC_BACKWARD * one) * inner)
+    ahead, back = AUTOCAST_GELU_TRAFFIC if run.in_autocast else GELU_TRAFFIC
+    rate = run.gpu.memory_bandwidth * STREAMED * 2 / run.compute_bytes
+    elements = run.tokens * run.shape.ffn / run.mesh.tp
+    return Seconds(elements * ahead / rate, elements * back / rate)
 
 
 def head_seconds(run: Run) -> Seconds:

@@ -224,6 +224,11 @@ class Run:
         return fused == "always" or (fused == "compiled" and self.compiled)
 
     @property
+    def in_autocast(self) -> bool:
+        """Whether blocks run under autocast, or as under it; layouts with 16-bit weights do without."""
+        return self.mixed and not self.traits.masters_with_optimizer
+
+    @property
     def upcasts_softmax(self) -> bool:
         """Whether the model code computes the softmax of materialized scores in fp32 and casts it back, as transformers
         does in families with rotary embeddings; GPT-2's and BERT's leave it to autocast."""
@@ -233,8 +238,14 @@ class Run:
     def autocasts_softmax(self) -> bool:
         """Whether autocast casts materialized scores to fp32 for the softmax, and leaves them in it until the next
         matmul. Without autocast, and in layouts with 16-bit weights, the softmax is in the compute dtype."""
-        autocast = self.mixed and not self.traits.masters_with_optimizer and self.traits.fused_softmax != "always"
-        return autocast and not self.upcasts_softmax
+        return self.in_autocast and self.traits.fused_softmax != "always" and not self.upcasts_softmax
+
+    @property
+    def writes_out_gelu(self) -> bool:
+        """Whether GELU is several elementwise kernels, as in transformers' GPT-2, not in models that are only like it.
+        Autocast computes its power, and what follows, in fp32."""
+        written_out = self.shape.traits.unfused_gelu and self.shape.is_family
+        return written_out and not self.compiled and not self.traits.fused_activation
 
     @property
     def repeats_forward(self) -> bool:
