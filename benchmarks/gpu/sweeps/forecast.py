@@ -10,7 +10,8 @@ from shoal.plan.machine import machine_at_hand
 from shoal.plan.models import read_shape
 from shoal.plan.resolved import ResolvedRun
 from shoal.plan.terms import GIB
-from sweeps.folders import FOLDERS, described
+
+from .folders import FOLDERS, described
 
 # As the driver and PyTorch report it.
 H200 = {"gpu": "NVIDIA H200", "memory_gib": 139.8}
