@@ -112,6 +112,7 @@ def test_a_wrong_value_names_its_line_and_what_it_must_be(text: str, says: str) 
         ("foo.bar=1", "override foo.bar=1: foo is not a key shoal knows."),
         ("seed.x=1", 'override seed.x=1: seed is {"x": 1}, but must be an integer.'),
         ("train={lr: 0}", "override train={lr: 0}: train.lr is 0, but must be above 0."),
+        ("name=off", "override name=off: must be a string. In a shell: 'name=\"off\"'."),
         (
             "train.schedule={nme: linear}",
             "override train.schedule={nme: linear}: train.schedule.nme is not a key shoal knows. Did you mean name?",

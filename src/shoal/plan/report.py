@@ -10,7 +10,7 @@ from shoal.config.reference import computes_before, switches_adapter_off
 from shoal.config.resolve import with_global_batch
 from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
-from shoal.mistakes import UserMistake
+from shoal.mistakes import UserMistake, suggestion
 from shoal.plan.advise import Change, Limits, Question, alternatives, changed, changes, limits
 from shoal.plan.check import find_refused
 from shoal.plan.decide import choose
@@ -88,7 +88,9 @@ class Plan:
 def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     """The plan of `config`: the forecast of `shoal train` on the hardware it names."""
     if system not in SYSTEMS:
-        raise UserMistake(f"No system is called {system}; the names are {', '.join(SYSTEMS)}.")
+        raise UserMistake(
+            f"No system is called {system}.{suggestion(system, SYSTEMS)} The names are {', '.join(SYSTEMS)}."
+        )
     engine = ENGINES[config.parallel.engine]
     system = engine if system == "shoal" else system
     shape, machine = read_shape(config.model), read_machine(config.hardware)

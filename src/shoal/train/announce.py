@@ -7,6 +7,7 @@ import torch
 from shoal.config.effect import without_effect
 from shoal.models.prepare import PreparedModel
 from shoal.models.read_weights import fresh_parameters
+from shoal.observe.figures import counted
 from shoal.observe.progress import Reporter
 from shoal.parallel.stages import stages_per_rank
 from shoal.plan.resolved import describe_accumulation
@@ -47,13 +48,14 @@ def warn_of_added_tokens(prepared: PreparedModel, reporter: Reporter, start_from
 
 
 def _say_what_is_trained(job: Job, device: str, prepared: PreparedModel) -> None:
-    resolved, counted = job.resolved, f"{prepared.parameters:,} parameters"
+    resolved, model = job.resolved, f"{prepared.parameters:,} parameters"
     if prepared.adapters is not None:
         every = prepared.parameters + prepared.adapters.parameters
-        counted = f"{every:,} parameters, of which {prepared.trained_parameters:,} are trained"
+        model = f"{every:,} parameters, of which {prepared.trained_parameters:,} are trained"
+    steps = f"{job.inputs.steps} step{'' if job.inputs.steps == 1 else 's'}"
     job.reporter.say(
-        f"{counted}, {resolved.describe()} on {resolved.world_size} × {device}; "
-        f"{job.inputs.steps} steps of {resolved.global_batch} sequences, micro-batch {resolved.micro_batch}, "
+        f"{model}, {resolved.describe()} on {resolved.world_size} × {device}; "
+        f"{steps} of {counted(resolved.global_batch, 'sequence')}, micro-batch {resolved.micro_batch}, "
         f"{describe_accumulation(resolved.grad_accum_steps)}."
     )
     if prepared.folder is not None and job.progress.step == 0 and (fresh := _new_heads(prepared)):
@@ -69,10 +71,11 @@ def _warn_of_parallelism(job: Job) -> None:
             "on one machine hybrid_shard equals full_shard; parallel.replicate sets the number of replicas."
         )
     if stages > resolved.grad_accum_steps:
+        several = "" if resolved.grad_accum_steps == 1 else "es"
         share = bubble_share(stages, resolved.grad_accum_steps, stages_per_rank(parallel.pp_schedule))
         job.reporter.warn(
-            f"parallel.pp {stages} with {resolved.grad_accum_steps} micro-batches per step leaves each device idle for "
-            f"{share:.0%} of the step; lower train.micro_batch or raise train.global_batch for more."
+            f"parallel.pp {stages} with {resolved.grad_accum_steps} micro-batch{several} per step leaves each device "
+            f"idle for {share:.0%} of the step; lower train.micro_batch or raise train.global_batch for more."
         )
 
 
