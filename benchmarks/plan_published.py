@@ -45,9 +45,18 @@ NEAREST: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
     # Overlaps data parallelism, and one block less in the first and the last stage.
     "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
-    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, and updated
-    # weights sent after the step (`overlap_sync_param` is off).
-    "internevo": replace(MEGATRON, overlaps_gradients=True, wide_gradients=False, accumulates_in_matmuls=False),
+    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, flattened and
+    # cast, and updated weights sent after the step, rank by rank (internlm/solver/optimizer; `overlap_sync_param` is
+    # off).
+    "internevo": replace(
+        MEGATRON,
+        overlaps_gradients=True,
+        wide_gradients=False,
+        accumulates_in_matmuls=False,
+        flattens_gradients=True,
+        step_copies=2,
+        broadcasts_weights=True,
+    ),
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
     "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
@@ -106,28 +115,62 @@ NEAREST: dict[str, SystemTraits] = {
     "deepspeed-qwen": replace(TRAITS["deepspeed"], logit_bytes=6.0, fused_qkv=True),
     # Its LoRA without DeepSpeed: PEFT before 0.12, and one matmul for queries, keys and values.
     "qwen-2023": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, narrow_adapters=True, fused_qkv=True),
+    # A loss of its own over 16-bit logits (benchmark/gpt/model.py); Lightning's plugin has no autocast with DeepSpeed.
+    "deepspeed-lightning": replace(TRAITS["deepspeed"], logit_bytes=6.0),
+    # ColossalAI's LowLevelZero: gradients stay on the device, and are cast one by one (zero/low_level).
+    "colossalai": replace(TRAITS["deepspeed"], offloads_gradients=False),
     # `_allgather_param` in deepspeed/runtime/zero/partition_parameters.py, with a torch.cuda.synchronize() before each.
     "deepspeed-2021": replace(
         MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False
+    ),
+    # FSDP's own mixed precision of fp32 weights (atorch/auto/model_context.py), blocks that are checkpointed within its
+    # units from outside of the model, and a loop that holds the outputs: fsdp_llama2.py.
+    "atorch": replace(
+        EARLIER,
+        logit_bytes=16.0,
+        caches_keys=True,
+        holds_outputs="next",
+        checkpoints_units=False,
+        reentrant=False,
+        wide_base=True,
     ),
     # Its own AdamW then updated one parameter at a time.
     "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
     # A loop around transformers' models without autocast: logits, their copy without the last token and the
     # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.
     "transformers-loop": replace(LOOP, logit_bytes=6.0),
-    "transformers-loop-wide": replace(LOOP, logit_bytes=12.0),
+    "transformers-loop-wide": replace(LOOP, logit_bytes=10.0),
+    # The same around the loss of transformers 5's own models.
+    "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs="step"),
     "fms": TRAITS["torchtitan"],
+    # torch.optim.AdamW as it is, in examples/pytorch/tensor_parallel/train.py.
+    "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
+    # Its command's loss is computed with its gradient, 1,024 tokens at a time (xtuner/v1/train/arguments/arguments.py).
+    "xtuner": replace(TRAITS["torchtitan"], fused_rows=1024),
     # The model, with its loss, is compiled as a whole.
-    "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
+    "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, fused_activation=True),
+    # The course's own modules (stanford-cs336/assignment2-systems, cs336_basics/model.py).
+    "cs336": replace(TRAITS["by-hand"], written_out=True),
+    "cs336-autocast": replace(TRAITS["autocast"], written_out=True),
     "plain-torch": replace(TRAITS["by-hand"], loss_kernel="compiled"),
     "compiled-torch": replace(TRAITS["by-hand"], loss_kernel="compiled", pads_vocabulary=True),
+    # F.multi_head_attention_forward in its modules/multihead_attention.py has its softmax in the compute dtype.
+    "fairseq": replace(TRAITS["by-hand"], fused_softmax="always"),
     # Of 2023 and 2024, with flash attention 2 on Hopper.
     "flagscale": replace(MEGATRON, flash2=True),
     "megatron-0.6": replace(MEGATRON, flash2=True),
     # Lit-GPT with the flash-attention package's norms, rotary embeddings, SwiGLU and loss.
     "lit-gpt-fused": replace(TRAITS["litgpt"], unfused_norms=False, fused_activation=True, loss_kernel="always"),
-    # "grad_accum_dtype": "bf16" in its ds_config.json.
-    "megatron-deepspeed": replace(MEGATRON, wide_gradients=False, accumulates_in_matmuls=False),
+    # Without fp32 gradients: "grad_accum_dtype": "bf16" in its ds_config.json, or before it had the BF16_Optimizer.
+    "megatron-deepspeed-narrow": replace(
+        TRAITS["megatron-deepspeed"], wide_gradients=False, keeps_added_gradients=False
+    ),
+    # With pp-partition-method 'type:transformer|embedding'.
+    "megatron-deepspeed-balanced": replace(TRAITS["megatron-deepspeed"], even_stages=False),
+    # --overlap-grad-reduce, --overlap-param-gather and --main-grads-dtype bf16.
+    "megatron-overlapped": replace(
+        MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, wide_gradients=False
+    ),
     # NeMo with ub_tp_comm_overlap: False.
     "nemo-plain": replace(TRAITS["nemo"], overlaps_tensor=False),
     # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
@@ -147,9 +190,18 @@ NEAREST: dict[str, SystemTraits] = {
 NEW_WHEELS = (2024, 10)
 # From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
 FP32_ADAPTERS = (2024, 8)
-CONTAINERS = {"bert-apex", "flagscale", "llama3", "maxtext", "megatron", "megatron-0.6", "nemo", "nemo-plain", "pax"}
+# transformers 5 is the first version whose activation checkpointing is not reentrant by default; and systems without
+# traits of that time that use the model's own.
+NOT_REENTRANT = (2025, 12)
+MODEL_CHECKPOINTS = {"deepspeed", "deepspeed-qwen", "huggingface", "huggingface-bf16", "huggingface-2022"}
+CONTAINERS = {
+    *("bert-apex", "flagscale", "llama3", "maxtext", "megatron", "megatron-0.6", "megatron-overlapped", "nemo"),
+    *("nemo-plain", "pax"),
+}
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
+# What `Run.recompute` may be besides a number; single parts are `recomputed_parts`.
+RECOMPUTE = {"none", "cheap", "selective", "full", "offload", "offload-all", "parts"}
 # Keys that say where a figure comes from, or that `_run` reads.
 OTHERS = {
     *("source", "system", "model", "gpu", "gpus", "per_node", "mesh", "sequence", "accum", "adapter", "network"),
@@ -260,11 +312,19 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     plain = line["precision"] == "bf16-true" and not (line.get("adapter") or {}).get("quantize")
     if traits.peft and plain and _date(line) < FP32_ADAPTERS:
         traits = replace(traits, narrow_adapters=True)
+    held = line.get("adapter") is not None and line["strategy"] in ("fsdp", "zero3")
+    if line["system"] in MODEL_CHECKPOINTS and _date(line) < NOT_REENTRANT and not held:
+        traits = replace(traits, reentrant=True)
     if line.get("adapter") is not None:
         given = dict(line["adapter"])
         adapter = Adapter(given.pop("rank"), tuple(given.pop("targets")), **given)
-    settings = {key: value for key, value in line.items() if key in SETTINGS and key not in OTHERS}
+    settings = {
+        key: tuple(value) if isinstance(value, list) else value  # a run is a key of a cache
+        for key, value in line.items()
+        if key in SETTINGS and key not in OTHERS
+    }
     precision = line["precision"]
+    assert line["recompute"] in RECOMPUTE or isinstance(line["recompute"], int), line
     return Run(
         **{
             **settings,

@@ -1,4 +1,5 @@
-"""What PyTorch's caching allocator reserves beyond what is allocated, if sequences have varied lengths.
+"""What PyTorch's caching allocator reserves beyond what is allocated: if sequences have varied lengths, and if blocks
+are recomputed, whose forward pass leaves blocks that the loss's tensors do not fit.
 
     python benchmarks/plan/allocator.py
 
@@ -6,7 +7,8 @@ Replays the allocations of training steps on a model of the allocator (c10/cuda/
 expandable segments): requests of up to 1 MiB from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, larger ones
 from a segment of their own; best fit; blocks are split if more than 1 MiB would remain, and merged within a segment.
 The steps are those of a LoRA run of Hugging Face's models with one sequence per micro-batch, whose lengths are
-log-normal around a share of the limit. Writes `allocator.md`: the constants of `shoal/plan/memory.py`.
+log-normal around a share of the limit, or all the same. Writes `allocator.md`: the constants of `shoal/plan/memory.py`,
+and what `left_by_forward` in `shoal/plan/transient.py` is compared with.
 """
 
 import bisect
@@ -172,6 +174,17 @@ def lengths(share: float, seed: int) -> list[int]:
     return [max(16, min(LIMIT, int(share * LIMIT * math.exp(drawn.gauss(0, SIGMA))))) for _ in range(STEPS)]
 
 
+def same_length(model: tuple[int, int, int, int, int], tokens: int) -> tuple[float, float]:
+    """MiB reserved beyond the peak with recomputed blocks and sequences of one length, and those that the forward pass
+    of a block holds, as `Steps.forward` has it."""
+    steps = Steps(model, recomputes=True)
+    for _ in range(3):
+        steps.step(tokens)
+    _, hidden, ffn, keys, _ = model
+    held = 2 * tokens * (4 * ffn + 9 * hidden + 2 * keys)
+    return (steps.memory.reserved - steps.memory.peak) / MIB, held / MIB
+
+
 def main() -> None:
     rows = []
     for name, model in MODELS.items():
@@ -189,6 +202,12 @@ def main() -> None:
             of_loss, of_all = (sum(one[index] for one in found) / len(found) for index in (0, 1))
             rows.append(f"| {name} | {'full' if recomputes else 'none'} | {of_loss:.1f} | {of_all:.2f} |")
             print(rows[-1], flush=True)
+    fixed = []
+    for name, model in MODELS.items():
+        for tokens in (1024, 2048, 4096):
+            extra, held = same_length(model, tokens)
+            fixed.append(f"| {name} | {tokens:,} | {extra:.0f} | {held:.0f} |")
+            print(fixed[-1], flush=True)
     head = [
         "# Reserved memory with sequences of varied length",
         "",
@@ -199,7 +218,17 @@ def main() -> None:
         "| model | recompute | of the loss's tensors | of all |",
         "| --- | --- | --- | --- |",
     ]
-    Path(__file__).with_name("allocator.md").write_text("\n".join([*head, *rows]) + "\n")
+    same = [
+        "",
+        "# Reserved memory with recomputed blocks",
+        "",
+        "The same with sequences of one length, in MiB: what is reserved beyond the peak, in the loss, and what",
+        "the forward pass of a block holds for a time. The loss's tensors do not fit the blocks that it leaves.",
+        "",
+        "| model | tokens | beyond the peak | held in the forward pass |",
+        "| --- | --- | --- | --- |",
+    ]
+    Path(__file__).with_name("allocator.md").write_text("\n".join([*head, *rows, *same, *fixed]) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,20 @@ PRINTED = {
     "Tesla V100-SXM2-16GB": "v100-16gb",
     "Tesla V100-SXM2-32GB": "v100-32gb",
     "Tesla V100-SXM3-32GB": "v100-32gb",
+    "NVIDIA GeForce RTX 2080 Ti": "rtx2080ti",
+    "Quadro RTX 8000": "rtx8000",
+    "NVIDIA TITAN RTX": "titan-rtx",
+    "NVIDIA A10": "a10",
     "NVIDIA A10G": "a10g",
+    "NVIDIA A40": "a40",
+    "NVIDIA GeForce RTX 3060": "rtx3060",
+    "NVIDIA GeForce RTX 3060 Ti": "rtx3060ti",
+    "NVIDIA GeForce RTX 3080": "rtx3080",
+    "NVIDIA GeForce RTX 3080 Ti": "rtx3080ti",
+    "NVIDIA GeForce RTX 4070": "rtx4070",
+    "NVIDIA GeForce RTX 4070 SUPER": "rtx4070-super",
+    "NVIDIA GeForce RTX 5070 Ti": "rtx5070ti",
+    "NVIDIA H20": "h20",
     "NVIDIA L4": "l4",
     "NVIDIA L40": "l40",
     "NVIDIA L40S": "l40s",
@@ -73,7 +86,8 @@ def test_a_pcie_card_has_no_nvlink(printed: str, name: str, link: str) -> None:
         "NVIDIA GH200 144G HBM3e",
         "NVIDIA RTX PRO 6000 Blackwell Server Edition",
         "NVIDIA RTX A5000 Laptop GPU",
-        "NVIDIA A10",
+        "NVIDIA A10M",
+        "NVIDIA GeForce RTX 5060 Ti",  # with 8 GB or 16
         "Tesla P100-PCIE-16GB",
     ],
 )
@@ -89,7 +103,7 @@ def test_names_are_found_however_they_are_spelled() -> None:
 def test_an_unknown_name_is_answered_with_the_nearest_ones() -> None:
     with pytest.raises(UserMistake, match=r"No GPU is called 'a100'\. Did you mean a100-40gb or a100-80gb\?"):
         find_gpu("a100")
-    for part, meant in (("h100", "h100-80gb or h100-pcie or h100-96gb"), ("4090", "rtx4090")):
+    for part, meant in (("h100", "h100-80gb or h100-pcie or h100-96gb"), ("4090", "rtx4090 or rtx4090d")):
         with pytest.raises(UserMistake, match=rf"No GPU is called '{part}'\. Did you mean {meant}\?"):
             find_gpu(part)
     with pytest.raises(UserMistake, match=r"No link is called 'nvlink'\. Did you mean nvlink"):

@@ -21,8 +21,8 @@ def scores(*overrides: str) -> float:
         ((), 0.0),
         (("train.precision=32-true",), 0.0),
         (("model.dropout=0.1",), 0.0),
-        # 16 layers × 2 sequences × 32 heads × 4096² scores in fp32, and their copies in bf16.
-        (("model.attention=eager",), 16 * 2 * 32 * 4096**2 * 6 / GIB),
+        # 16 layers × 2 sequences × 32 heads × 4096² scores in bf16, and their softmax, if compiled.
+        (("model.attention=eager",), 16 * 2 * 32 * 4096**2 * 4 / GIB),
         # 2 × 4096² elements as booleans and in bf16, once for all layers.
         (("data.document_mask=true", "model.dropout=0.1"), 2 * 4096**2 * 3 / GIB),
         (("data.document_mask=true",), 0.0),

@@ -8,10 +8,11 @@ import pytest
 from shoal.catalogue.gpus import GPUS
 from shoal.catalogue.shapes import NAMED, ModelShape, parameters
 from shoal.config.mesh import Mesh
+from shoal.plan.blocks import linears
 from shoal.plan.head import head
 from shoal.plan.layout import count, ranks
 from shoal.plan.memory import forecast_memory
-from shoal.plan.run import FROZEN, Adapter
+from shoal.plan.run import FROZEN, Adapter, Run
 from shoal.plan.states import states
 from shoal.plan.systems import DEEPSPEED
 from shoal.plan.terms import GIB
@@ -205,8 +206,14 @@ def test_a_vocabulary_that_tensor_cores_cannot_read_needs_a_padded_copy_of_the_h
 
 
 def test_eager_attention_saves_its_scores():
-    flash, eager = (forecast_memory(make_run(length=8192, attention=kind)).allocated for kind in ("fused", "scores"))
-    assert eager - flash > 32 * 32 * 8192 * 8192 * 4  # layers × heads × scores in fp32
+    scores = 32 * 32 * 8192 * 8192  # layers × heads × pairs of tokens
+    for compiled, each in ((False, 4 + 2), (True, 2 + 2)):
+        flash, eager = (
+            forecast_memory(make_run(length=8192, attention=kind, compiled=compiled)).allocated
+            for kind in ("fused", "scores")
+        )
+        # The softmax in fp32 and its copy in 16 bits; compiled, what one matmul computes and the other reads.
+        assert eager - flash == pytest.approx(scores * each, rel=0.01)
 
 
 def test_the_first_pipeline_stage_holds_the_activations_of_the_most_micro_batches():
@@ -260,3 +267,21 @@ def test_frozen_parts_have_no_gradients_and_no_state():
         reserved(*arguments, 'model.freeze=["model.layers.[0-9].*", "model.layers.1?.*"]'),
     )
     assert whole - half > 0.5 * 6.5 * 12 * 0.9  # more than half of the blocks, twelve bytes per parameter
+
+
+def test_nothing_is_reduced_before_the_last_block_if_the_head_is_reduced_with_the_embedding():
+    tied = make_run("llama3.2-1b", strategy="fsdp", mesh=Mesh(dp_shard=8), compiled=False)
+
+    def reducing(run: Run) -> float:
+        tree = next(one.tree for one in forecast_memory(run).worst.moments if one.name == "start of the backward pass")
+        found = tree.find("gradients being reduced")
+        assert found is not None
+        return found.amount
+
+    block = sum(one.parameters for one in linears(tied.shape)) + 2 * tied.shape.hidden
+    tied_head = tied.shape.vocab * tied.shape.hidden
+    # The head's gradient, which waits for the embedding's, and the last block's, in bf16.
+    assert reducing(tied) == pytest.approx(2 * tied_head + 2 * block, rel=0.01)
+    # Block inputs alone are less than the reduce-scatter input of a block, so that the block before it is the peak.
+    inputs = tied.tokens * tied.shape.hidden * tied.residual_bytes
+    assert reducing(replace(tied, recompute="full")) == pytest.approx(2 * tied_head + 6 * block - inputs, rel=0.01)

@@ -120,7 +120,7 @@ def test_devices_have_the_efficiency_of_their_own_measurements():
     shares = {name: efficiency(GPUS[name]).matmuls for name in MATMULS}
     # GeForce parts boost above the clock of their peak; 70 W do not sustain that of an L4.
     assert shares["rtx4090"] > 0.85 > shares["v100-32gb"] > 0.65 > shares["l4"]
-    assert all(0.4 < share < 1 for share in shares.values())
+    assert all(0.4 < share < 1.02 for share in shares.values())
 
 
 def test_flash_attention_2_is_slower_than_cudnn_on_hopper_only():
@@ -151,7 +151,7 @@ def test_large_clusters_wait_for_their_slowest_device():
     assert term(step, "stragglers") / step.step_seconds == pytest.approx(0.021, abs=0.003)
 
 
-def test_older_libraries_are_slower_on_hopper_and_not_on_ampere():
+def test_older_libraries_are_slower_on_hopper_and_a_little_on_ampere():
     def matmuls(gpu: str, software: int) -> float:
         traits = replace(SYSTEMS["torchtitan"], software=software)
         return term(forecast_speed(make_run(gpu=gpu, length=4096, traits=traits)), "matmuls")
@@ -159,7 +159,8 @@ def test_older_libraries_are_slower_on_hopper_and_not_on_ampere():
     for gpu in ("h100-80gb", "h800-80gb", "h200"):
         assert matmuls(gpu, 2023) > 1.05 * matmuls(gpu, 2024) > 1.1 * matmuls(gpu, 0)
     assert matmuls("b200", 2025) == pytest.approx(matmuls("b200", 0) / 0.9, rel=0.02)
-    assert matmuls("a100-80gb", 2023) == matmuls("a100-80gb", 0)
+    assert matmuls("a100-80gb", 2023) == matmuls("a100-80gb", 2024) > 1.03 * matmuls("a100-80gb", 0)
+    assert matmuls("a100-80gb", 2025) == matmuls("a100-80gb", 0)
     # 350 W limit it to less than what libraries of 2023 reached elsewhere.
     assert matmuls("h100-pcie", 2023) == matmuls("h100-pcie", 0)
 

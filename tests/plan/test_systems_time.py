@@ -6,8 +6,10 @@ import pytest
 
 from shoal.catalogue.gpus import LINKS
 from shoal.config.mesh import Mesh
+from shoal.plan.attention import attention_seconds, score_traffic
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, ring_speed
+from shoal.plan.compute import block_compute
 from shoal.plan.run import FROZEN, Adapter
 from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import SYSTEMS
@@ -19,6 +21,14 @@ def test_an_adapter_in_the_dtype_of_its_layer_launches_fewer_kernels_and_casts_n
     wide, narrow = adapted(micro_batch=1), adapted(micro_batch=1, traits=replace(HUGGING_FACE, narrow_adapters=True))
     for length, share in ((128, 0.7), (4096, 0.95)):  # bound by the host, and by the device
         assert seconds(narrow.with_(length=length)) < share * seconds(wide.with_(length=length))
+
+
+def test_a_quantized_layer_that_casts_nothing_takes_the_host_a_third_of_the_time():
+    short = adapted(quantize="nf4", micro_batch=1, length=16, traits=replace(HUGGING_FACE, autocasts=False))
+    assert short.adapter is not None
+    upcast = short.with_(adapter=replace(short.adapter, upcasts=True))
+    more = 32 * 7 * 0.3e-3
+    assert seconds(upcast) - seconds(short) == pytest.approx(more * (1.5 if short.mixed else 1), rel=0.02)
 
 
 def test_one_adapter_on_joined_queries_keys_and_values_replaces_three():
@@ -65,6 +75,24 @@ def test_layers_that_return_fp32_move_more_bytes():
     assert plain.adapter is not None
     upcast = plain.with_(adapter=replace(plain.adapter, upcasts=True))
     assert 1.15 < seconds(upcast) / seconds(plain) < 1.5
+
+
+def test_without_autocast_what_is_upcast_computes_in_fp32():
+    # A T4 sustains 4.2 TFLOP/s of matmuls in fp32 and 34.5 in fp16, of which training reaches 0.93.
+    plain = adapted("t4", quantize="nf4", length=2048, recompute="none")
+    assert plain.adapter is not None
+    run = plain.with_(adapter=replace(plain.adapter, upcasts=True))
+    loop = run.with_(traits=replace(HUGGING_FACE, autocasts=False))
+    assert loop.head_bytes == loop.attention_bytes == loop.adapter_bytes == 4
+    assert run.head_bytes == run.attention_bytes == run.adapter_bytes == 2
+    head = 4 * loop.tokens * 4096 * 32_000 / (0.93 * 4.2e12)
+    assert term(forecast_speed(loop), "head and loss") == pytest.approx(head, rel=0.15)
+    assert term(forecast_speed(loop), "attention") > 2 * term(forecast_speed(run), "attention")
+    scores = [term(forecast_speed(one.with_(attention="scores")), "attention") for one in (loop, run)]
+    assert scores[0] > 1.3 * scores[1]
+    # Adapters in fp32 also without a quantized base.
+    lora = adapted("t4", length=2048)
+    assert seconds(lora.with_(traits=replace(HUGGING_FACE, autocasts=False))) > 1.1 * seconds(lora)
 
 
 def test_autocast_computes_layer_norm_in_fp32_and_quantized_layers_with_it():
@@ -116,3 +144,52 @@ def test_a_host_steps_weights_in_16_bits_in_half_the_time():
     wide, narrow = (make_run("llama2-7b", precision=one, **settings) for one in ("bf16-mixed", "bf16-true"))
     name = "CPU optimizer step"
     assert term(forecast_speed(narrow), name) == pytest.approx(term(forecast_speed(wide), name) / 2, rel=0.01)
+
+
+def test_materialized_scores_are_moved_by_every_kernel_in_the_dtype_that_it_computes_in():
+    eager: dict[str, object] = {"attention": "scores", "compiled": False, "attention_dropout": True}
+    bert = make_run("bert-base", length=384, micro_batch=96, **eager)
+    # Scale, mask, softmax and dropout with its mask; backward the mask has no kernel, and softmax reads two tensors.
+    assert score_traffic(replace(bert, precision="bf16-true")) == (3 * 4 + 5, 4 + 6 + 5)
+    # Autocast casts scores to fp32 before the softmax, and what dropout leaves back to 16 bits.
+    autocast = replace(bert, precision="bf16-mixed", traits=HUGGING_FACE)
+    assert score_traffic(autocast) == (2 * 4 + 8 + 2 * 6 + 9, 4 + 12 + 2 * 6 + 9)
+    # With 16-bit weights there is no autocast, and Megatron's softmax is one kernel with scale and mask.
+    assert score_traffic(replace(bert, precision="16-mixed", traits=DEEPSPEED)) == (17, 15)
+    assert score_traffic(replace(bert, precision="16-mixed", traits=MEGATRON)) == (4 + 5, 6 + 5)
+    # Llama's code asks for a softmax in fp32.
+    llama = make_run("llama3-8b", **{**eager, "attention_dropout": False}, precision="bf16-true", traits=DEEPSPEED)
+    assert score_traffic(llama) == (2 * 4 + 6 + 6, 4 + 10 + 6)
+    # The matmuls of scores have a short inner dimension.
+    short = attention_seconds(replace(bert, precision="bf16-true"))
+    flops = 4 * bert.tokens * bert.length * bert.shape.query_width / (bert.peak * 0.75)
+    assert short.forward > 2.5 * flops
+
+
+def test_reentrant_checkpointing_recomputes_the_last_matmul_too():
+    run = make_run("llama3-8b", recompute="full", compiled=False, traits=replace(HUGGING_FACE, reentrant=True))
+    early = run.with_(traits=HUGGING_FACE)
+    again = [block_compute(one).recomputed for one in (run, early)]
+    forward = block_compute(run).forward
+    assert again[0] == pytest.approx(forward)
+    # The others stop before it, and before its sum with the residual stream.
+    down = linears(run.shape)[-1]
+    least = 2 * run.tokens * down.inputs * down.outputs / run.peak
+    assert again[0] - again[1] > least
+    assert SYSTEMS["megatron"].reentrant
+    assert not SYSTEMS["shoal"].reentrant
+
+
+def test_the_backward_pass_of_attention_takes_longer_than_its_matmuls_say():
+    found = attention_seconds(make_run("llama3-8b", "h200", length=8192))
+    assert found.backward == pytest.approx(2.75 * found.forward)
+
+
+def test_a_gelu_that_is_written_out_is_several_kernels():
+    run = make_run("gpt2", "h200", length=1024, micro_batch=16, compiled=False, precision="bf16-true")
+    mixed, fused = (run.with_(precision="bf16-mixed"), run.with_(traits=replace(run.traits, fused_activation=True)))
+    inner = run.tokens * run.shape.ffn / run.gpu.memory_bandwidth
+    written = block_compute(run).elementwise.forward - block_compute(fused).elementwise.forward
+    assert inner * 36 < written < 1.5 * inner * 36
+    # Autocast computes the power in fp32, and what follows.
+    assert block_compute(mixed).elementwise.forward > 1.6 * block_compute(run).elementwise.forward

@@ -24,6 +24,8 @@ class Architecture:
     # Norms of queries and keys, each head's or of all heads together, that the family does not have.
     head_norms: Literal["none", "each", "all"] = "none"
     tied: bool = False  # the default of its config
+    joined: bool = False  # one linear layer computes queries, keys and values
+    output_norms: bool = False  # norms of what attention and MLP return, not of what they read
 
 
 # By transformers' model_type.
@@ -31,10 +33,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture(tied=True),
     "gemma2": Architecture(norms=4, tied=True),
     "gemma3_text": Architecture(norms=4, head_norms="each", tied=True),
-    "phi3": Architecture(),
+    "phi3": Architecture(joined=True),
     "granite": Architecture(),
-    "olmo2": Architecture(head_norms="all"),
-    "olmo3": Architecture(head_norms="all"),
+    "olmo2": Architecture(head_norms="all", output_norms=True),
+    "olmo3": Architecture(head_norms="all", output_norms=True),
     "smollm3": Architecture(tied=True),
     "mixtral": Architecture(),
     "qwen2_moe": Architecture(family="qwen2"),
@@ -54,6 +56,7 @@ class Parts:
     ffn: int  # of the MLP, or of the experts that a token passes through together
     others: int  # further parameters per block
     latent: LatentAttention | None = None
+    routed: int = 0  # experts that a token is routed to
 
 
 def parts(
@@ -87,8 +90,14 @@ def parts(
             dense_layers=_dense_layers(settings, layers),
             dense_width=ffn,
         )
-        return Parts(active, others + inactive + gate, _latent(settings))
+        routed = int(first_of(settings, ACTIVE) or 1)
+        return Parts(active, others + inactive + gate, _latent(settings), routed)
     return Parts(ffn, others, _latent(settings))
+
+
+def architecture_of(model_type: str) -> Architecture:
+    """How a model of this type differs from its family; one that is not listed does not."""
+    return ARCHITECTURES.get(model_type, Architecture())
 
 
 def first_of(settings: Mapping[str, Any], names: tuple[str, ...]) -> Any:

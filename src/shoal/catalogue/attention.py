@@ -46,8 +46,7 @@ WINDOWED = frozenset({
 # on an H200, where SDPA selects cuDNN. Before Hopper it selects flash attention, which is no faster than with a window.
 SPEED: dict[Path, float] = {"fused": 1.0, "window": 0.54, "tiles": 0.69, "bands": 0.7, "dense mask": 0.31}
 HOPPER = (9, 0)
-# With dropout; and in fp32, relative to the device's peak.
-DROPOUT_SPEED, FP32_SPEED = 0.75, 1.14
+DROPOUT_SPEED = 0.75
 SHORTER = "use train.recompute full, which keeps them for one block at a time, or a shorter data.max_length"
 
 
@@ -57,12 +56,12 @@ def is_maskless(model_type: str, *, windowed: bool) -> bool:
     return model_type in PACKED - MASKED - EAGER - DIRECT and (not windowed or model_type in WINDOWED)
 
 
-def attention_speed(path: Path, *, itemsize: int, dropout: bool, capability: tuple[int, int] | None) -> float:
-    """The speed of a kernel relative to causal attention without a mask in half precision, as a share of the peak."""
+def attention_speed(path: Path, *, dropout: bool, capability: tuple[int, int] | None) -> float:
+    """The speed of a kernel relative to causal attention without a mask and dropout."""
     speed = SPEED[path]
     if path in ("window", "tiles") and (capability is None or capability < HOPPER):
         speed = 1.0
-    return speed * (FP32_SPEED if itemsize == 4 else 1.0) * (DROPOUT_SPEED if dropout else 1.0)
+    return speed * (DROPOUT_SPEED if dropout else 1.0)
 
 
 @dataclass(frozen=True)

@@ -26,18 +26,38 @@ class Efficiency:
 # Streaming multiprocessors, from NVIDIA's datasheets and architecture papers.
 MULTIPROCESSORS: dict[str, int] = {
     "t4": 40,
+    "rtx2080ti": 68,
+    "titan-rtx": 72,
+    "rtx8000": 72,
     "v100-16gb": 80,
     "v100-32gb": 80,
     "a100-40gb": 108,
     "a100-80gb": 108,
     "a800-80gb": 108,
+    "a30": 56,
+    "rtx3060": 28,
+    "rtx3060ti": 38,
+    "rtx3070": 46,
+    "rtx3080": 68,
+    "rtx3080ti": 80,
     "rtx3090": 82,
+    "a4000": 48,
     "a5000": 64,
     "a6000": 84,
+    "a10": 72,
     "a10g": 80,
+    "a40": 84,
     "l4": 58,
+    "l20": 92,
     "l40": 142,
     "l40s": 142,
+    "rtx4060": 24,
+    "rtx4060ti-16gb": 34,
+    "rtx4070": 46,
+    "rtx4070-super": 56,
+    "rtx4070ti-super": 66,
+    "rtx4080": 76,
+    "rtx4090d": 114,
     "rtx4090": 128,
     "rtx6000-ada": 142,
     "h100-80gb": 132,
@@ -45,10 +65,15 @@ MULTIPROCESSORS: dict[str, int] = {
     "h100-96gb": 132,
     "h100-pcie": 114,
     "h200": 132,
+    "h20": 78,
     "gh200": 132,
     "b200": 148,
     "gb200": 148,
     "b300": 148,
+    "rtx5060ti-16gb": 36,
+    "rtx5070": 48,
+    "rtx5070ti": 70,
+    "rtx5080": 84,
     "rtx5090": 170,
     "rtx-pro-6000": 188,
 }
@@ -73,17 +98,45 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "t4": (34.5, 4.2),
     "v100-16gb": (93.4, 14.4),
     "v100-32gb": (93.4, 14.4),
+    "rtx2080ti": (56.2, 12.5),
+    # Not published: at the V100's share of the peak, with fp32 as on an RTX 2080 Ti.
+    "titan-rtx": (97.5, 15.1),
+    "rtx8000": (97.5, 15.1),
+    # Twice the speed of its TF32 matmuls, 35.3: 150 W are too little for the peak.
+    "a10": (70.7, 14.7),
     "a10g": (68.0, 22.8),
+    "a40": (117.0, 22.2),
     "l4": (58.2, 10.9),
     "l40s": (258.0, 45.0),
+    "l20": (109.5, 35.8),
+    # fp32 as on an RTX 3090.
+    "rtx3060": (27.0, 8.6),
+    "rtx3060ti": (35.0, 13.3),
+    "rtx3070": (39.8, 13.1),
+    "rtx3080": (62.1, 20.2),
+    "rtx3080ti": (74.3, 23.7),
     "rtx3090": (75.0, 24.0),
+    "rtx4060": (30.0, 8.0),
+    "rtx4060ti-16gb": (40.9, 11.0),
+    # Not published: at the shares of the 4070 SUPER and, of the 4080, of the 4070 Ti SUPER.
+    "rtx4070": (60.2, 19.3),
+    "rtx4070-super": (73.3, 23.5),
+    "rtx4070ti-super": (89.0, 30.0),
+    "rtx4080": (98.4, 33.1),
+    "rtx4090d": (145.0, 48.0),
     "rtx4090": (159.4, 52.4),
+    "rtx5060ti-16gb": (46.3, 16.7),
+    "rtx5070": (64.5, 23.1),
+    "rtx5070ti": (95.1, 31.8),
+    "rtx5080": (98.8, 32.3),
     "rtx5090": (217.7, 62.1),
+    "a4000": (60.3, 11.4),
     "a6000": (118.0, 23.0),
     "h100-pcie": (482.3, 36.4),
     # Its fp32 matmuls fall from 50 to 35 as it warms up; the others at the L40S's ratio, which has the same chip.
     "rtx6000-ada": (200.0, 35.0),
     "rtx-pro-6000": (402.0, 76.9),
+    "h20": (136.6, 30.7),
     "gh200": (795.0, None),
     "b200": (1640.0, 63.6),
     "b300": (1698.0, None),
@@ -91,9 +144,13 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "mi250": (133.0, None),
     "mi300x": (642.0, None),
     "mi325x": (754.0, None),
+    "mi355x": (1502.0, None),
 }
-# The same of fp8 matmuls, as shares of the peak: 0.93 × 0.96 of the best size [1].
-FP8: dict[str, float] = {"gh200": 0.69, "b200": 0.68, "b300": 0.67, "gb200": 0.65}
+# The same of fp8 matmuls, as shares of the peak: 0.93 × 0.96 of the best size [1]. Elsewhere 0.89 of what 16-bit ones
+# reach, as on an H100, but at most as much as on an H200, unless multiprocessors are as slow as the H20's: what limits
+# those, power or software, limits them too.
+FP8: dict[str, float] = {"h20": 0.76, "gh200": 0.69, "b200": 0.68, "b300": 0.67, "gb200": 0.65}
+FP8_RATIO, FP8_MOST = 0.89, 0.62
 # TFLOP/s of flash attention, forward and backward pass together, of long causal sequences with head dimension 128, and
 # the number of keys per query at which it reaches half of that.
 ATTENTION: dict[str, tuple[float, int]] = {
@@ -110,7 +167,12 @@ ATTENTION: dict[str, tuple[float, int]] = {
 # kernel before Ampere, and AMD at the ratio of flash attention 2 on an H100.
 FLASH, EFFICIENT, AMD = 0.83, 0.32, 0.56
 
-_AMPERE = Efficiency(matmuls=0.735, attention=0.64, bandwidth=0.60, fp8=0.62)
+# With libraries of 2023: llm-foundry's A100 results. With today's by the rule of the others: large matmuls reach 264.5
+# to 271.2 TFLOP/s at best in three tables [1, 2], of which training reaches 0.93 × 0.96.
+_OLD_AMPERE = Efficiency(matmuls=0.735, attention=0.64, bandwidth=0.60, fp8=0.62)
+_AMPERE = replace(_OLD_AMPERE, matmuls=0.765)
+# From this year on PyTorch's wheels have the libraries that those matmuls ran with.
+AMPERE_SINCE = 2025
 # From 35 of the runs in benchmarks/gpu/sweep_h200; 20 others were measured afterwards.
 _HOPPER = Efficiency(matmuls=0.75, attention=0.52, bandwidth=0.64, fp8=0.62, half_keys=200)
 # Hopper with older libraries, by their year. 2023, before cuBLAS and attention kernels had Hopper's instructions:
@@ -134,7 +196,7 @@ def _published(name: str) -> Efficiency:
         matmuls=IN_TRAINING * matmuls / peak,
         attention=attention / peak,
         bandwidth=0.64,
-        fp8=FP8.get(name, 0.62),
+        fp8=FP8.get(name, min(FP8_MOST, FP8_RATIO * IN_TRAINING * matmuls / peak)),
         half_keys=half_keys,
         fp32=IN_TRAINING * fp32 * 1e12 / gpu.fp32 if fp32 else None,
         inner_half=256.0 * relative_rate(gpu),
@@ -177,8 +239,11 @@ def efficiency(gpu: Gpu, *, software: int = 0) -> Efficiency:
     else:
         newer = "h200" if gpu.compute_capability >= (9, 0) else "a100-80gb"
         found = FAMILIES[_BY_CAPABILITY.get(gpu.compute_capability, newer)]
-    # The H100 with 96 GB was measured with software of 2024.
-    if software in _OLD_HOPPER and gpu.compute_capability == (9, 0) and gpu.name != "h100-96gb":
+    if found is _AMPERE and (gpu.is_cpu or 0 < software < AMPERE_SINCE):
+        return _OLD_AMPERE
+    # The H100 with 96 GB was measured with software of 2024. The H20's multiprocessors are no faster than an A100's:
+    # they do not need Hopper's instructions to be busy.
+    if software in _OLD_HOPPER and gpu.compute_capability == (9, 0) and gpu.name not in ("h100-96gb", "h20"):
         old = _OLD_HOPPER[software]
         return replace(
             old,

@@ -88,7 +88,9 @@ class Family:
 
 # What transformers' configs call dropout on the attention weights, on the hidden states, and elsewhere.
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-HIDDEN_DROPOUT = ("resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "resid_dropout", "dropout")
+HIDDEN_DROPOUT = (
+    "resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "resid_dropout", "residual_dropout", "dropout",
+)  # fmt: skip
 OTHER_DROPOUT = ("embd_pdrop", "emb_pdrop", "embedding_dropout", "activation_dropout", "ffn_dropout")
 
 LLAMA_NAMES = Names(

@@ -68,6 +68,7 @@ LINKS: dict[str, Link] = {
         # AMD's links between the GPUs of a node, all links of a GPU together.
         Link("xgmi2", 150e9, 8e-6),
         Link("xgmi3", 448e9, 8e-6),
+        Link("xgmi4", 537e9, 8e-6),
         # Sixteen lanes.
         Link("pcie3", 15.75e9, 10e-6),
         Link("pcie4", 31.5e9, 10e-6),
@@ -85,7 +86,8 @@ LINKS: dict[str, Link] = {
 }
 
 # Peaks and bandwidths: vendors' datasheets; where they give a whole server or sparse peaks, the line says so.
-# Memory: totals that PyTorch prints on these parts; of the B300, what nvidia-smi prints (275,040 MiB) less 0.9 GiB.
+# Memory: totals that PyTorch prints on these parts; of the B300, what nvidia-smi prints (275,040 MiB) less 0.9 GiB; of
+# GeForce parts from the RTX 4060 on but the 4090 and 5090, what nvidia-smi prints less what it is less on those two.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -93,14 +95,40 @@ GPUS: dict[str, Gpu] = {
         Gpu("t4", 14.56, 320e9, None, 65e12, 8.1e12, None, (7, 5), "pcie3"),
         Gpu("v100-16gb", 15.77, 900e9, None, 125e12, 15.7e12, None, (7, 0), "nvlink2"),
         Gpu("v100-32gb", 31.73, 900e9, None, 125e12, 15.7e12, None, (7, 0), "nvlink2"),
+        # GeForce parts run half-precision matmuls with fp32 accumulation at half rate, Titan and Quadro at full rate.
+        Gpu("rtx2080ti", 10.76, 616e9, None, 53.8e12, 13.45e12, None, (7, 5), "pcie3"),
+        Gpu("titan-rtx", 23.65, 672e9, None, 130.5e12, 16.3e12, None, (7, 5), "pcie3"),
+        Gpu("rtx8000", 47.46, 672e9, None, 130.5e12, 16.3e12, None, (7, 5), "pcie3"),
+        Gpu("a10", 22.06, 600e9, 125e12, 125e12, 31.2e12, None, (8, 6), "pcie4"),
         Gpu("a10g", 22.06, 600e9, 70e12, 70e12, 31.5e12, None, (8, 6), "pcie4"),
+        Gpu("a30", 23.50, 933e9, 165e12, 165e12, 10.3e12, None, (8, 0), "pcie4"),
+        Gpu("a40", 44.35, 696e9, 149.7e12, 149.7e12, 37.4e12, None, (8, 6), "pcie4"),
         Gpu("l4", 22.03, 300e9, 121e12, 121e12, 30.3e12, 242e12, (8, 9), "pcie4"),
+        Gpu("l20", 44.39, 864e9, 119.5e12, 119.5e12, 59.8e12, 239e12, (8, 9), "pcie4"),
         Gpu("l40", 44.39, 864e9, 181e12, 181e12, 90.5e12, 362e12, (8, 9), "pcie4"),
         Gpu("l40s", 44.39, 864e9, 362e12, 362e12, 91.6e12, 733e12, (8, 9), "pcie4"),
-        # GeForce parts run half-precision matmuls with fp32 accumulation at half rate.
+        # GeForce again: half-precision matmuls with fp32 accumulation at half rate, twice that of fp32.
+        Gpu("rtx3060", 11.65, 360e9, 25.5e12, 25.5e12, 12.74e12, None, (8, 6), "pcie4"),
+        Gpu("rtx3060ti", 7.79, 448e9, 32.4e12, 32.4e12, 16.2e12, None, (8, 6), "pcie4"),
+        Gpu("rtx3070", 7.79, 448e9, 40.6e12, 40.6e12, 20.3e12, None, (8, 6), "pcie4"),
+        Gpu("rtx3080", 9.78, 760e9, 59.5e12, 59.5e12, 29.8e12, None, (8, 6), "pcie4"),
+        Gpu("rtx3080ti", 11.76, 912e9, 68.2e12, 68.2e12, 34.1e12, None, (8, 6), "pcie4"),
         Gpu("rtx3090", 23.68, 936e9, 71e12, 71e12, 35.6e12, None, (8, 6), "pcie4"),
+        # With eight lanes of PCI Express: the 4060, the 4060 Ti and the 5060 Ti.
+        Gpu("rtx4060", 7.65, 272e9, 30.2e12, 30.2e12, 15.1e12, 60.5e12, (8, 9), "pcie3"),
+        Gpu("rtx4060ti-16gb", 15.65, 288e9, 44.1e12, 44.1e12, 22.1e12, 88.3e12, (8, 9), "pcie3"),
+        Gpu("rtx4070", 11.65, 504e9, 58.3e12, 58.3e12, 29.1e12, 116.6e12, (8, 9), "pcie4"),
+        Gpu("rtx4070-super", 11.65, 504e9, 71e12, 71e12, 35.5e12, 142e12, (8, 9), "pcie4"),
+        Gpu("rtx4070ti-super", 15.65, 672e9, 88.2e12, 88.2e12, 44.1e12, 176.4e12, (8, 9), "pcie4"),
+        Gpu("rtx4080", 15.65, 717e9, 97.5e12, 97.5e12, 48.7e12, 195e12, (8, 9), "pcie4"),
         Gpu("rtx4090", 23.64, 1008e9, 165.2e12, 165.2e12, 82.6e12, 330.3e12, (8, 9), "pcie4"),
+        Gpu("rtx4090d", 23.64, 1008e9, 147.1e12, 147.1e12, 73.5e12, 294.2e12, (8, 9), "pcie4"),
+        Gpu("rtx5060ti-16gb", 15.45, 448e9, 47.4e12, 47.4e12, 23.7e12, 94.8e12, (12, 0), "pcie4"),
+        Gpu("rtx5070", 11.46, 672e9, 61.7e12, 61.7e12, 30.9e12, 123.5e12, (12, 0), "pcie5"),
+        Gpu("rtx5070ti", 15.44, 896e9, 87.9e12, 87.9e12, 43.9e12, 175.8e12, (12, 0), "pcie5"),
+        Gpu("rtx5080", 15.44, 960e9, 112.6e12, 112.6e12, 56.3e12, 225.1e12, (12, 0), "pcie5"),
         Gpu("rtx5090", 31.36, 1792e9, 209.5e12, 209.5e12, 104.8e12, 419e12, (12, 0), "pcie5"),
+        Gpu("a4000", 15.73, 448e9, 76.7e12, 76.7e12, 19.2e12, None, (8, 6), "pcie4"),
         Gpu("a5000", 23.68, 768e9, 111.1e12, 111.1e12, 27.8e12, None, (8, 6), "pcie4"),
         Gpu("a6000", 47.54, 768e9, 154.8e12, 154.8e12, 38.7e12, None, (8, 6), "pcie4"),
         # Unlike GeForce parts at full rate: the tensor peak of the datasheet, 1,457 TFLOP/s, is sparse fp8.
@@ -117,6 +145,8 @@ GPUS: dict[str, Gpu] = {
         # Limited to 500 W: the peak is the SXM part's, but the clocks cannot sustain it, so expect a lower share.
         Gpu("h100-96gb", 95.0, 2.4e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
         Gpu("h200", 139.80, 4.8e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
+        # A Hopper with 78 multiprocessors at a quarter of their matmul rate, and all of its memory and NVLink.
+        Gpu("h20", 95.00, 4.0e12, 148e12, 148e12, 44e12, 296e12, (9, 0), "nvlink4"),
         # With 96 GB of HBM3.
         Gpu("gh200", 94.50, 4.0e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
         Gpu("b200", 178.35, 7.7e12, 2250e12, 2250e12, 75e12, 4500e12, (10, 0), "nvlink5"),
@@ -128,6 +158,7 @@ GPUS: dict[str, Gpu] = {
         Gpu("mi250", 63.98, 1.6e12, 181e12, 181e12, 45.3e12, None, None, "xgmi2"),
         Gpu("mi300x", 191.98, 5.3e12, 1307e12, 1307e12, 163.4e12, 2615e12, None, "xgmi3"),
         Gpu("mi325x", 255.98, 6.0e12, 1307.4e12, 1307.4e12, 163.4e12, 2614.9e12, None, "xgmi3"),
+        Gpu("mi355x", 287.98, 8.0e12, 2516.6e12, 2516.6e12, 157.3e12, 5033e12, None, "xgmi4"),
         # For planning, not measured: about eight cores of a workstation.
         Gpu("cpu", 16.0, 50e9, 0.5e12, 0.25e12, 0.5e12, None, None, "loopback"),
     )
@@ -139,7 +170,22 @@ _PRINTED: tuple[tuple[str, str], ...] = (
     (r"t4", "t4"),
     (r"v100(-sxm2|-sxm3|-pcie)-16gb", "v100-16gb"),
     (r"v100s?(-sxm2|-sxm3|-pcie)-32gb", "v100-32gb"),
+    (r"rtx 2080 ti", "rtx2080ti"),
+    (r"titan rtx", "titan-rtx"),
+    (r"rtx 8000", "rtx8000"),
+    (r"a10", "a10"),
     (r"a10g", "a10g"),
+    (r"a30", "a30"),
+    (r"a40", "a40"),
+    (r"l20", "l20"),
+    (r"rtx (3060|3070|3080|4060|4070|4080|5070|5080)", r"rtx\1"),
+    (r"rtx (3060|3080|5070) ti", r"rtx\1ti"),
+    (r"rtx 4070 super", "rtx4070-super"),
+    (r"rtx 4070 ti super", "rtx4070ti-super"),
+    (r"rtx 4090 d", "rtx4090d"),
+    (r"rtx a4000", "a4000"),
+    (r"h20", "h20"),
+    (r"mi355x( oam)?", "mi355x"),
     (r"l4", "l4"),
     (r"l40", "l40"),
     (r"l40s", "l40s"),
@@ -200,12 +246,12 @@ def recognize(device_name: str) -> Gpu | None:
 
     A PCIe card of a model that is catalogued with NVLink is returned with its PCIe link.
     """
-    printed = re.sub(r"^((nvidia|tesla|geforce|amd|instinct)\s+)*", "", device_name.strip().lower())
+    printed = re.sub(r"^((nvidia|tesla|geforce|quadro|amd|instinct)\s+)*", "", device_name.strip().lower())
     for pattern, name in _PRINTED:
-        if re.fullmatch(pattern, printed):
-            gpu = GPUS[name]
-            if "pcie" in printed and name in _PCIE_CARD:
-                return replace(gpu, link=_PCIE_CARD[name])
+        if (found := re.fullmatch(pattern, printed)) is not None:
+            gpu = GPUS[found.expand(name)]
+            if "pcie" in printed and gpu.name in _PCIE_CARD:
+                return replace(gpu, link=_PCIE_CARD[gpu.name])
             return gpu
     return None
 

@@ -54,6 +54,7 @@ class ModelShape:
     sliding_share: float = 1.0  # of the blocks: the others attend to the whole sequence
     initializer_range: float = 0.02
     others: int = 0  # further parameters per block, such as inactive experts
+    routed: int = 0  # experts that a token is routed to, each of their share of `ffn`
     latent: LatentAttention | None = None  # in place of the matrices that the heads' sizes imply
     # None if no tokenizer is known yet: building the model takes them from the tokenizer.
     bos: int | None = None

@@ -136,6 +136,7 @@ def mixture(
         norm_eps=norm_eps,
         rope_theta=rope_theta,
         others=others,
+        routed=active,
         model_type=model_type,
     )
 
@@ -226,6 +227,7 @@ def deepseek_v3() -> ModelShape:
         head_size=latent.head_size,
         norm_eps=1e-6,
         others=others,
+        routed=8,
         latent=latent,
         bos=0,
         eos=1,

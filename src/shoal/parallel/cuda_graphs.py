@@ -67,10 +67,12 @@ class GraphRunner(MicroBatchRunner):
         self.failed = False
         self._captured: dict[Shape, _Captured] = {}
         self._seen: Counter[Shape] = Counter()
+        self._steps = 0
         self._factor = torch.zeros((), device=device)  # read by the graphs
         self._pool: Any = None
 
     def backward(self, batches: Sequence[MicroBatch], factor: Tensor | float) -> Tensor:
+        self._steps += 1
         if isinstance(factor, Tensor):
             self._factor.copy_(factor)
         else:
@@ -100,7 +102,10 @@ class GraphRunner(MicroBatchRunner):
         self._seen[shape] += 1
         # With accumulation a graph adds to gradients: those of the first micro-batch of this step, which stay there.
         exist = any(parameter.grad is not None for parameter in self.gradients.parameters.values())
-        if self._seen[shape] <= WARMUP or exist != self.accumulates or not self._has_room():
+        # Not before there is optimizer state: a graph keeps the memory of its activations, which the allocator counts
+        # only while it is captured, so that the peak that is reported would be without that state.
+        early = self._seen[shape] <= WARMUP or self._steps == 1
+        if early or exist != self.accumulates or not self._has_room():
             return None
         try:
             self._captured[shape] = self._capture(batch)

@@ -8,6 +8,7 @@ reads in the backward pass.
 
 import math
 
+from shoal.catalogue.architectures import architecture_of
 from shoal.plan.blocks import Linear, linears
 from shoal.plan.run import Run
 from shoal.plan.states import adapted
@@ -21,7 +22,12 @@ def block_kept(run: Run) -> Term:
     """Bytes that a block saves per micro-batch without activation checkpointing."""
     full, local = run.tokens, run.tokens / run.mesh.tp
     parts = *_norms(run, run.stream_tokens), *_inputs(run, full), *_attention(run, full), *_mlp(run, local), *_dora(run)
-    return group("block", *parts)
+    # Autocast keeps its copies of weights that are trained, and the backward pass frees them with the others. Of frozen
+    # ones every layer saves a copy of its own.
+    copies = 0.0
+    if run.casts_weights and run.adapter is not None:
+        copies = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp * run.compute_bytes
+    return group("block", *parts, *_routed(run, full), leaf("frozen weights in compute dtype", copies))
 
 
 def block_input(run: Run) -> float:
@@ -110,6 +116,7 @@ def selected_matmuls(run: Run, matrices: tuple[Linear, ...]) -> list[int]:
 def _norms(run: Run, tokens: float) -> list[Term]:
     """The inputs of the two norms: the residual stream."""
     shape, stream, itemsize = run.shape, run.residual_bytes, run.compute_bytes
+    architecture = architecture_of(shape.model_type)
     each = float(stream)
     if run.compiled:
         # Instead of the second norm's input, the compiler saves what attention added to the first one's, which is in
@@ -123,13 +130,23 @@ def _norms(run: Run, tokens: float) -> list[Term]:
         both = _post_norms(run)
     elif run.recomputes_cheap and stream > itemsize and shape.traits.parallel_residual and shape.parallel_residual:
         both = stream  # attention and MLP read norms of the same input, from which both are recomputed
+    elif architecture.output_norms and run.compiled:
+        both = 2 * itemsize  # what attention and MLP return; the stream itself is read by linear layers alone
+    if architecture.norms > 2:
+        # Norms before and after attention and MLP. The compiler saves what attention returns already.
+        both += itemsize if run.compiled else 2 * each
     found = [leaf("norm inputs", tokens * shape.hidden * both)]
-    if shape.traits.head_norms:
+    if has_head_norms(run):
         width = shape.query_width + shape.kv_width
         found.append(leaf("query and key norm inputs", tokens * width * (each if not run.compiled else itemsize)))
     if run.dropout:
         found.append(leaf("dropout masks", tokens * 2 * shape.hidden))
     return found
+
+
+def has_head_norms(run: Run) -> bool:
+    """Whether queries and keys are normalized, by head or all heads together."""
+    return run.shape.traits.head_norms or architecture_of(run.shape.model_type).head_norms != "none"
 
 
 def _post_norms(run: Run) -> float:
@@ -186,8 +203,7 @@ def _dropped(run: Run, tokens: float) -> list[Term]:
 
 def _attention(run: Run, tokens: float) -> list[Term]:
     shape, tp = run.shape, run.mesh.tp
-    # Autocast has attention compute in 16 bits, whatever the layers return.
-    itemsize = run.compute_bytes if run.traits.autocasts else run.layer_bytes
+    itemsize = run.attention_bytes
     query, keys = shape.query_width, shape.kv_width
     # The memory-efficient kernel, which fp32 needs, has no grouped keys.
     repeated = run.traits.repeats_keys or (run.precision == "32-true" and not run.gpu.is_cpu)
@@ -195,7 +211,8 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     # Context parallelism by all-gather holds the keys and values of all ranks.
     across = run.mesh.cp if run.cp_method == "gather" else 1
     width = float(query + 2 * held * across)
-    if (shape.traits.fused_qkv or run.traits.fused_qkv) and shape.traits.rotary:
+    joined = shape.traits.fused_qkv or run.traits.fused_qkv or architecture_of(shape.model_type).joined
+    if joined and shape.traits.rotary:
         # Values are a view of the fused QKV output, which stays allocated beside the rotated queries and keys.
         width += query + keys
     found = [
@@ -205,11 +222,24 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     if _input_bytes(run) < itemsize and "attention" in needed(run):
         found.append(leaf("attention output in fp8", tokens / tp * query))
     if run.attention == "scores":
-        # The softmax in fp32, and its copy in the compute dtype; or the latter alone.
-        wide = 0.0 if run.traits.fused_softmax == "always" else 4.0
-        scores = wide + (itemsize if itemsize < 4 or not wide else 0) + (1 + itemsize if run.attention_dropout else 0)
-        found.append(leaf("attention scores", tokens / tp * shape.heads * run.length * scores))
+        # The softmax, and what the next matmul reads, unless it is the same: a copy in another dtype, or what dropout
+        # leaves, with the mask.
+        again = False
+        wide = itemsize < 4 and (run.upcasts_softmax or run.autocasts_softmax)
+        if wide and run.compiled and run.traits.fused_softmax == "compiled":
+            # Of a compiled one the scores, from which it is computed again, and what the matmul reads.
+            wide, again = False, True
+        again = again or wide or run.attention_dropout or run.traits.written_out
+        scores = (4 if wide else itemsize) + (itemsize if again else 0) + run.attention_dropout
+        found.append(leaf("attention scores", score_elements(run) * scores))
     return found
+
+
+def score_elements(run: Run) -> float:
+    """Attention scores of a block, where they are materialized."""
+    if run.attention != "scores":
+        return 0.0
+    return run.tokens / run.mesh.tp * run.shape.heads * run.length
 
 
 def attention_masks(run: Run) -> float:
@@ -218,6 +248,11 @@ def attention_masks(run: Run) -> float:
         # As booleans, and as the bias that attention adds.
         return run.micro_batch * run.length * (run.length / run.mesh.cp) * (1 + run.compute_bytes)
     return 0.0
+
+
+def mlp_kept(run: Run) -> float:
+    """Bytes that the MLP of a block saves."""
+    return sum(part.amount for part in _mlp(run, run.tokens / run.mesh.tp))
 
 
 def _mlp(run: Run, tokens: float) -> list[Term]:
@@ -231,9 +266,21 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
     fused = run.compiled or run.traits.fused_activation
     factors = (2 if fused else 3) if shape.traits.gated else 1
-    if shape.traits.unfused_gelu and not fused:
+    wide = 0
+    if run.writes_out_gelu:
+        # Beside its input: half of that, its tanh, and one more than that; of these all but the second in fp32 under
+        # autocast, on a GPU.
         factors += 3
-    return [leaf("MLP intermediates", tokens * shape.ffn * (factors * run.layer_bytes + inner))]
+        wide = 6 if run.in_autocast and run.layer_bytes == 2 and not run.gpu.is_cpu else 0
+    if shape.traits.gated and run.traits.written_out and not fused:
+        factors += 1
+    return [leaf("MLP intermediates", tokens * shape.ffn * (factors * run.layer_bytes + wide + inner))]
+
+
+def _routed(run: Run, tokens: float) -> list[Term]:
+    """What each expert reads, if it is trained, and returns, before its results are weighted and summed."""
+    copies = run.shape.routed * (2 if run.trained.blocks else 1)
+    return [leaf("expert inputs and outputs", tokens * copies * run.shape.hidden * run.compute_bytes)]
 
 
 def has_mlp_in_place(run: Run) -> bool:

@@ -22,12 +22,13 @@ def adapter_seconds(run: Run, adapter: Adapter) -> tuple[float, float]:
     """Seconds of a block's adapters in the forward and the backward pass."""
     forward = backward = 0.0
     itemsize, fuses = run.compute_bytes, run.compiled and not run.traits.liger_kernels
+    computed = run.adapter_bytes
     for one in adapted(run):
         inputs, outputs = one.local_sizes(run.mesh.tp)
         # `A x`: layers that read one tensor are computed together, so that it and its gradient are moved once.
         shared = sum(1 for other in adapted(run) if other.reads == one.reads) if fuses else 1
-        narrow = matmul_seconds(run, run.tokens, inputs, adapter.rank * shared) / shared
-        thin = narrow + matmul_seconds(run, run.tokens, adapter.rank, outputs)
+        narrow = matmul_seconds(run, run.tokens, inputs, adapter.rank * shared, itemsize=computed) / shared
+        thin = narrow + matmul_seconds(run, run.tokens, adapter.rank, outputs, itemsize=computed)
         # Added to the frozen layer's output, which is read and written once more; the compiler adds it in the kernel
         # that reads both.
         added = outputs if fuses else 3 * outputs

@@ -1,20 +1,22 @@
 """Seconds of attention, by the kernel that computes it."""
 
 from shoal.catalogue.attention import Path, attention_speed
-from shoal.plan.kernels import STREAMED, Seconds, reached_by
+from shoal.plan.kernels import STREAMED, Seconds, matmul_flops, matmul_seconds, reached_by
 from shoal.plan.run import Run
 
 # Attention kernels reach more of the peak with larger head dimensions; this one reaches half.
 HEAD_HALF = 16
-# The backward pass of flash attention recomputes the scores: five matmuls where the forward pass has two.
-ATTENTION_BACKWARD = 2.5
+# The backward pass of flash attention recomputes the scores: five matmuls where the forward pass has two. It reaches
+# less of the peak than the forward pass, and takes 2.75 times as long: cuDNN's and flash attention 2 on an H200, 2.7 to
+# 2.9 (benchmarks/gpu/attention_h200). The shares of the peak are of both passes.
+BACKWARD_MATMULS, BACKWARD_SECONDS = 2.5, 2.75
 # Attention kernels with ALiBi reach about half of flash attention's speed.
 BIASED_ATTENTION = 0.52
 # Flash attention 2 on Hopper, relative to cuDNN's kernels: benchmarks/gpu/attention_h200.
 FLASH_2 = 0.6
-# Bytes moved per score that is materialized: by eager kernels, with a softmax in fp32; by a fused or compiled one; and
-# by dropout, with its mask.
-EAGER_SCORES, FUSED_SCORES, DROPPED_SCORES = 26, 8, 5
+# Attention in fp32, which has neither flash attention nor tensor cores, relative to matmuls in fp32: on an H200, where
+# it reaches 0.59 of the peak (benchmarks/gpu/attention_h200).
+FP32_ATTENTION = 0.72
 
 
 def attention_seconds(run: Run) -> Seconds:
@@ -34,27 +36,52 @@ def attention_seconds(run: Run) -> Seconds:
 
 def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     """Seconds of attention to `seen` keys per query."""
-    shape, reached = run.shape, reached_by(run)
+    shape, reached, itemsize = run.shape, reached_by(run), run.attention_bytes
     work = 4 * run.tokens * (seen + reached.half_keys) * shape.query_width / run.mesh.tp
     if path == "scores":
-        # Eager kernels write and read the full scores about ten times, a compiled or fused softmax four times.
-        scores = run.tokens * run.length * shape.heads / run.mesh.tp
-        full = 4 * run.tokens * run.length * shape.query_width / run.mesh.tp
-        each = FUSED_SCORES if run.fuses_softmax else EAGER_SCORES
-        each += DROPPED_SCORES if run.attention_dropout else 0
-        moved = scores * each / (run.gpu.memory_bandwidth * STREAMED)
-        ahead = full / (run.peak * reached.matmuls) + moved
-        return Seconds(ahead, 2 * ahead)
+        return _materialized(run)
     long_heads = (128 + HEAD_HALF) / 128 * shape.head_size / (shape.head_size + HEAD_HALF)
     biased = BIASED_ATTENTION if shape.traits.biased_attention else 1.0
     kernel = attention_speed(
         path,
-        itemsize=run.compute_bytes,
         dropout=run.attention_dropout,
         capability=run.gpu.compute_capability,
     )
     # In 2023 there was no other, so that its speed is that of attention.
     if run.traits.flash2 and run.traits.software != 2023 and (run.gpu.compute_capability or (0, 0)) >= (9, 0):
         kernel *= FLASH_2
-    ahead = work / (run.peak * reached.attention * min(1.0, long_heads) * biased * kernel)
-    return Seconds(ahead, ATTENTION_BACKWARD * ahead)
+    flops = run.peak * reached.attention if itemsize < 4 else matmul_flops(run, itemsize) * FP32_ATTENTION
+    both = (1 + BACKWARD_MATMULS) * work / (flops * min(1.0, long_heads) * biased * kernel)
+    ahead = both / (1 + BACKWARD_SECONDS)
+    return Seconds(ahead, both - ahead)
+
+
+def _materialized(run: Run) -> Seconds:
+    """Seconds of attention that writes and reads the score of every pair of tokens, kernel by kernel."""
+    queries, keys, width = run.tokens * run.shape.heads / run.mesh.tp, run.length, run.shape.head_size
+    # Forward: scores from queries and keys, output from probabilities and values. Backward: the gradients of
+    # probabilities, values, queries and keys.
+    made = matmul_seconds(run, queries, width, keys, itemsize=run.attention_bytes)
+    read = matmul_seconds(run, queries, keys, width, itemsize=run.attention_bytes)
+    each = queries * keys / (run.gpu.memory_bandwidth * STREAMED)
+    ahead, back = score_traffic(run)
+    return Seconds(made + read + each * ahead, made + 3 * read + each * back)
+
+
+def score_traffic(run: Run) -> tuple[float, float]:
+    """Bytes that the kernels between the two matmuls move per score, forward and backward."""
+    itemsize = run.attention_bytes
+    dropped = 4 if run.autocasts_softmax and not run.fuses_softmax else itemsize
+    dropout = 2 * dropped + 1 if run.attention_dropout else 0
+    if run.fuses_softmax:
+        # Scale, mask and softmax are one kernel, whose backward pass reads the probabilities and their gradient.
+        return 2 * itemsize + dropout, 3 * itemsize + dropout
+    scaled, masked = 2 * itemsize, 2 * itemsize
+    if run.upcasts_softmax:
+        # Softmax reads the compute dtype and writes fp32, which is cast back.
+        softmax, backward, casts = itemsize + 4, itemsize + 8, itemsize + 4
+    elif run.autocasts_softmax:
+        softmax, backward, casts = 8, 12, 2 * (itemsize + 4)
+    else:
+        softmax, backward, casts = 2 * itemsize, 3 * itemsize, 0
+    return scaled + masked + softmax + casts + dropout, scaled + backward + casts + dropout

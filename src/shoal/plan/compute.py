@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 from shoal.catalogue.efficiency import relative_rate
 from shoal.catalogue.optimizers import find_optimizer
-from shoal.plan.activations import selected_matmuls
+from shoal.catalogue.shapes import parameters as count_parameters
+from shoal.plan.activations import has_head_norms, selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import linears
 from shoal.plan.head import is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
-from shoal.plan.kernels import STREAMED, Seconds, bandwidth, matmul_seconds, reached_by
+from shoal.plan.kernels import STREAMED, Seconds, bandwidth, matmul_seconds
 from shoal.plan.packed import packed_linears, summed_gradients
 from shoal.plan.run import Run
 
@@ -31,6 +32,15 @@ FACTORED_PASSES = 14
 # The same of torch's foreach AdamW, one kernel for each operation: decay 2, the first moment 3, the second 2 + 3, its
 # root 2, divided 2, with epsilon 2, and the update 4 (_multi_tensor_adam in torch/optim/adam.py).
 FOREACH_PASSES = 20
+# Bytes per element that the kernels of a GELU that is written out move, forward and backward, in 16 bits: a power,
+# three products with a number, two sums, a tanh, and a product. Under autocast, which computes the power in fp32, also
+# casts.
+GELU_TRAFFIC, AUTOCAST_GELU_TRAFFIC = (36, 56), (76, 118)
+# Muon (optim/muon.py), and the host time of a matrix: 15 matmuls and a dozen other kernels at 15 microseconds. Measured
+# on the host of an H200: qwen2.5-0.5b in benchmarks/gpu/sweep_h200.
+ITERATIONS, ORTHOGONALIZED_HOST = 5, 0.4e-3
+# Reads and writes of the hidden states of each token and expert: gathered 2, weighted 2, summed 3.
+ROUTED_PASSES = 7
 # Bytes per element of a cast to fp8: reads 16 bits, writes 8; the preceding kernel computes the absolute maximum.
 CAST_TRAFFIC = 3
 # The same into two layouts, plain and transposed, at once.
@@ -76,10 +86,15 @@ def block_compute(run: Run) -> BlockCompute:
         written = 2 * run.shape.hidden + run.shape.ffn / run.mesh.tp
         recomputed = run.tokens * written * run.compute_bytes / bandwidth(run)
     elif run.repeats_forward:
-        # All but the last matmul: recomputation stops early once every saved tensor exists, and the backward pass does
-        # not need that one's output.
+        # All but the last matmul, and its sum with the residual stream: recomputation stops early once every saved
+        # tensor exists, and the backward pass needs neither output.
         last = linears(run.shape)[-1]
         skipped = matmul_seconds(run, run.tokens, *last.local_sizes(run.mesh.tp), fp8=run.precision == "fp8")
+        if not run.shape.traits.post_norm:
+            summed = run.shape.hidden * (2 * run.residual_bytes + run.compute_bytes)
+            skipped += run.stream_tokens * summed / bandwidth(run)
+        if run.traits.reentrant:
+            skipped = 0.0
         recomputed = share * (matmuls.forward - skipped + attention.forward + elementwise.forward)
     return BlockCompute(matmuls, attention, elementwise, recomputed)
 
@@ -113,7 +128,9 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         forward += ahead
         backward += matmul_seconds(run, run.tokens, outputs, inputs, fp8=fp8)
         if run.trained.blocks:
-            backward += run.trained.blocks * matmul_seconds(run, inputs, run.tokens, outputs, fp8=fp8)
+            # Of the blocks that the backward pass goes through.
+            share = run.trained.blocks / run.trained.passed
+            backward += share * matmul_seconds(run, inputs, run.tokens, outputs, fp8=fp8)
         again += 0.0 if index in kept else ahead
         if fp8 and not run.traits.casts_once:
             cast = run.tokens * (inputs + outputs) + inputs * outputs
@@ -162,8 +179,11 @@ def _elementwise(run: Run) -> Seconds:
     else:
         # Written out, it squares, averages, multiplies twice; and casts to fp32 and back, unless its input is in fp32.
         written_out = 7 if run.residual_bytes == 4 else 15
-        norm = (written_out if run.traits.unfused_norms and shape.traits.rms_norm else 2) * hidden * shared
-        per_token = 2 * (norm + 3 * hidden * shared) + (8 * rotated) + (5 if gated else 2) * inner
+        passes = written_out if run.traits.unfused_norms and shape.traits.rms_norm else 2
+        per_token = 2 * (passes + 3) * hidden * shared + (8 * rotated) + (5 if gated else 2) * inner
+        if has_head_norms(run):
+            # Of queries and keys, which are in the compute dtype.
+            per_token += (15 if passes > 2 else 2) * (shape.query_width + shape.kv_width) / tp
         # Biases are added in the matmul's epilogue; heads are transposed for attention and back.
         per_token += 4 * shape.query_width / tp
     biased = 0.0
@@ -173,9 +193,11 @@ def _elementwise(run: Run) -> Seconds:
         biased = (shape.query_width + 2 * shape.kv_width) / tp
     if run.dropout:
         per_token += 6 * hidden * shared
+    # Each expert's inputs are gathered, its outputs weighted, and summed.
+    per_token += ROUTED_PASSES * shape.routed * shape.hidden
     ahead = run.tokens * per_token * itemsize / bandwidth(run)
     casting = 0.0
-    if run.traits.casts_per_use and run.mixed and run.adapter is None:  # under an adapter, weights are in 16 bits
+    if run.casts_weights:
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / bandwidth(run)
         if run.residual_bytes > itemsize and (run.traits.liger_kernels or not run.compiled):
             # And every layer the normalized input, which has the dtype of the residual stream.
@@ -185,9 +207,20 @@ def _elementwise(run: Run) -> Seconds:
         # A layer casts its input to the compute dtype, and its output back; attention's output is in that dtype.
         cast = sum(sum(one.local_sizes(tp)) for one in linears(shape) if one.reads != "attention")
         casting += run.tokens * cast * (itemsize + run.layer_bytes) / bandwidth(run)
+    gelu = _written_out_gelu(run)
     summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / bandwidth(run) * run.trained.blocks
     spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / bandwidth(run)
-    return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed - spared)
+    return Seconds(ahead + casting + gelu.forward, TRAFFIC_BACKWARD * ahead + casting + summed - spared + gelu.backward)
+
+
+def _written_out_gelu(run: Run) -> Seconds:
+    """The kernels of a GELU that is not one."""
+    if not run.writes_out_gelu:
+        return Seconds(0.0, 0.0)
+    ahead, back = AUTOCAST_GELU_TRAFFIC if run.in_autocast else GELU_TRAFFIC
+    rate = run.gpu.memory_bandwidth * STREAMED * 2 / run.compute_bytes
+    elements = run.tokens * run.shape.ffn / run.mesh.tp
+    return Seconds(elements * ahead / rate, elements * back / rate)
 
 
 def head_seconds(run: Run) -> Seconds:
@@ -198,8 +231,9 @@ def head_seconds(run: Run) -> Seconds:
     if not (run.gpu.is_cpu or is_aligned(run) or is_padded(run)):
         slower = max(1.0, (ODD if shape.vocab % (2 * tp) else EVEN) * relative_rate(run.gpu))
     fp8 = run.fp8_head and run.loss == "chunked"
-    ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns, fp8=fp8)
-    back = slower * matmul_seconds(run, tokens, columns, shape.hidden, fp8=fp8)
+    itemsize = run.head_bytes
+    ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns, fp8=fp8, itemsize=itemsize)
+    back = slower * matmul_seconds(run, tokens, columns, shape.hidden, fp8=fp8, itemsize=itemsize)
     if fp8:
         ahead += columns * shape.hidden * TWO_LAYOUT_CAST_TRAFFIC / bandwidth(run)
         back += tokens * columns * CAST_TRAFFIC / bandwidth(run)
@@ -240,7 +274,16 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     streamed = foreach or (run.traits.fused_step and optimizer.streams)
     seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else bandwidth(run))
     if optimizer.needs_whole_matrices:
-        # Five Newton-Schulz iterations of three matmuls of the matrix's shorter side.
-        short = min(run.shape.hidden, run.shape.ffn)
-        seconds += 5 * 3 * 2 * parameters * short / (run.peak * reached_by(run).matmuls)
+        seconds += _orthogonalization(run) * parameters / count_parameters(run.shape)
     return seconds
+
+
+def _orthogonalization(run: Run) -> float:
+    """Seconds of Muon's Newton-Schulz iterations over all matrices of blocks: in each, three matmuls of the shorter
+    side. Small matrices take as long as the host needs to launch their kernels."""
+    seconds = 0.0
+    for one in linears(run.shape):
+        short, long = sorted((one.inputs, one.outputs))
+        inner = matmul_seconds(run, short, long, short) + matmul_seconds(run, short, short, short)
+        seconds += max(ITERATIONS * (inner + matmul_seconds(run, short, short, long)), ORTHOGONALIZED_HOST)
+    return seconds * run.shape.layers

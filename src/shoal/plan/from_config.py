@@ -16,11 +16,11 @@ from shoal.config.schema import AdapterConfig, Config, OffloadConfig, RecomputeC
 from shoal.mistakes import UserMistake
 from shoal.plan.batches import nearest_multiples
 from shoal.plan.blocks import linears
-from shoal.plan.frozen import trained_shares
+from shoal.plan.frozen import also_trained_shares, unfrozen_shares
 from shoal.plan.head import CHUNK_LOGITS
 from shoal.plan.machine import Machine
 from shoal.plan.models import drops_attention, has_dropout
-from shoal.plan.run import FROZEN, Adapter, Run, Trained
+from shoal.plan.run import Adapter, Run, Trained
 from shoal.plan.systems import OURS, SystemTraits
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -97,7 +97,7 @@ def make_run(
         of_answers=facts.of_answers,
         reference_pass=switches_adapter_off(config),
         adapter=adapter,
-        trained=FROZEN if adapter is not None else _trained(config, shape),
+        trained=_trained(config, shape),
         gradient_bytes=2 if small else 0,
         async_checkpoint=config.checkpoint.async_,
         varied_lengths=traits != OURS and not packs(config),
@@ -250,7 +250,9 @@ def effective_strategy(config: Config, machine: Machine, strategy: str) -> str:
 
 
 def _trained(config: Config, shape: ModelShape) -> Trained:
-    return trained_shares(shape, config.model.freeze)
+    if config.adapter.kind != "none":
+        return also_trained_shares(shape, config.adapter.train_also)
+    return unfrozen_shares(shape, config.model.freeze)
 
 
 def has_documents(config: Config) -> bool:

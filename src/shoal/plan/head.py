@@ -18,6 +18,8 @@ SHARDED_CHUNK_FP32 = 4
 # The bytes of a row of logits that tensor cores can read, and the multiple to which other vocabularies are padded.
 ALIGNED_BYTES = 16
 VOCABULARY_MULTIPLE = 128
+# The log-softmax in fp32, and two gradients.
+LOSS_BYTES = 12
 # Tensors as wide as the hidden states in the head of a masked language model: its input, which is gathered, and the
 # outputs of its linear layer, activation and norm.
 HEAD_TRANSFORM = 4
@@ -84,6 +86,12 @@ def head(run: Run) -> Head:
     return Head(peak if peak.amount >= late.amount else late, group("head", gradient))
 
 
+def returned_bytes(run: Run) -> float:
+    """Bytes per logit of those that the model returns, where the loss is plain: what its peak has beside three fp32
+    tensors. transformers returned them in fp32 until version 4.45."""
+    return run.traits.logit_bytes + run.head_bytes - run.compute_bytes - LOSS_BYTES
+
+
 def logit_columns(run: Run) -> float:
     """The logits of a token on a rank, as they are computed."""
     size = run.shape.vocab / run.mesh.tp
@@ -116,7 +124,9 @@ def overwrites_logits(run: Run) -> bool:
 def _plain_bytes(run: Run) -> float:
     if is_fused_loss(run):
         return run.traits.kernel_logit_bytes or 2.0 * run.compute_bytes
-    return run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes
+    # A head in fp32 returns logits in it.
+    wide = run.head_bytes - run.compute_bytes
+    return wide + (run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes)
 
 
 def _chunk_bytes(run: Run, logits: float) -> float:

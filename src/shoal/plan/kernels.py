@@ -29,34 +29,46 @@ class Seconds:
     def both(self) -> float:
         return self.forward + self.backward
 
+    def over(self, blocks: float, passed: float) -> float:
+        """Seconds of `blocks`, of which the backward pass goes through the share `passed`."""
+        return blocks * (self.forward + passed * self.backward)
+
 
 def reached_by(run: Run) -> Efficiency:
     """The shares of the device's peaks that this run's software reaches."""
     return efficiency(run.gpu, software=run.traits.software)
 
 
-def matmul_seconds(run: Run, rows: float, inner: float, columns: float, *, fp8: bool = False) -> float:
-    """Seconds of one matmul, [rows, inner] × [inner, columns]."""
+def matmul_seconds(
+    run: Run, rows: float, inner: float, columns: float, *, fp8: bool = False, itemsize: int = 0
+) -> float:
+    """Seconds of one matmul, [rows, inner] × [inner, columns]; `itemsize`: 4 if it is in fp32 though others are not."""
     reached = reached_by(run)
     work = 2 * rows * inner * columns
+    itemsize = itemsize or run.compute_bytes
     # Prologue and epilogue of a tile cost the same whatever the inner dimension.
-    half = 256.0 if run.compute_bytes == 4 else reached.inner_half
+    half = 256.0 if itemsize == 4 else reached.inner_half
     short = inner / (inner + half)
-    share = reached.matmuls
-    if run.compute_bytes == 4 and not run.gpu.is_cpu:
-        share = reached.fp32 or FP32_MATMULS * reached.matmuls
-    flops = run.peak * share
+    flops = matmul_flops(run, itemsize)
     if fp8 and run.gpu.fp8:
         flops = run.gpu.fp8 * reached.fp8
-    itemsize = 1 if fp8 else run.compute_bytes
-    moved = (rows * inner + inner * columns + rows * columns) * itemsize
-    return max(work / (flops * short) * _tail(run, rows, inner, columns), moved / bandwidth(run, reached))
+    moved = (rows * inner + inner * columns + rows * columns) * (1 if fp8 else itemsize)
+    tail = _tail(run, rows, inner, columns) if itemsize < 4 else 1.0
+    return max(work / (flops * short) * tail, moved / bandwidth(run, reached))
+
+
+def matmul_flops(run: Run, itemsize: int) -> float:
+    """FLOP/s of large matmuls whose elements have `itemsize` bytes."""
+    reached = reached_by(run)
+    if run.gpu.is_cpu or itemsize < 4:
+        return run.peak * reached.matmuls
+    return run.gpu.fp32 * (reached.fp32 or FP32_MATMULS * reached.matmuls)
 
 
 def _tail(run: Run, rows: float, inner: float, columns: float) -> float:
     """How much longer a matmul takes because its tiles are not a multiple of the multiprocessors."""
     units = MULTIPROCESSORS.get(run.gpu.name)
-    if units is None or run.compute_bytes == 4:
+    if units is None:
         return 1.0
     waves = rows * columns / TILE / units * max(1.0, inner / SHARED_INNER)
     return max(1.0, min((1 + TAIL / (waves * parts)) / speed for parts, speed in TILES) / (1 + TAIL / WAVES))

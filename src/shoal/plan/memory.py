@@ -12,6 +12,7 @@ from shoal.plan.moments import Moment, moments, recomputation
 from shoal.plan.run import Run
 from shoal.plan.states import states, trained_parameters
 from shoal.plan.terms import GIB, Term, group, leaf
+from shoal.plan.transient import left_by_forward
 
 # Fragmentation of the caching allocator: it reserves full pages, with gaps between blocks of different sizes.
 ALLOCATOR_SLACK = 0.02
@@ -26,11 +27,16 @@ RECOMPUTED_SLACK = 0.3
 # That is about this share of the loss's tensors, or of all that a step needs for a time: benchmarks/plan/allocator.py.
 VARIED_LOSS_SLACK = 0.8
 VARIED_SLACK = 0.3
-# CUDA context with loaded kernels, which older devices and their software load all at once; and NCCL's channels, if
-# there are other ranks.
+# CUDA context with loaded kernels. Before version 1.13, of the end of 2022, PyTorch loaded all kernels at once: 1,271
+# MiB on a V100 and 1,573 MiB on an A100 (train/tr11-176B-ml/chronicles-prequel.md in bigscience-workshop/bigscience).
 CONTEXT_GIB = 0.6
 EARLY_CONTEXT_GIB = 1.3
+LOADED_CONTEXT_GIB = 1.5
+LAZY_LOADING = 2023
+# Buffers of a communicator of NCCL: 544 to 688 MB on A100 with NVLink (NVIDIA/nccl, issue 964). They are proportional
+# to its channels (issue 986), of which slower links need fewer: 24 for an A100's 300 GB/s, 12 for a V100's 150.
 COMMUNICATION_GIB = 0.6
+CHANNELS_FOR = 300e9
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,8 @@ def _rank_memory(run: Run, rank: Rank) -> RankMemory:
     if run.traits.expandable_segments or not run.gathers_weights:
         # Offloaded block inputs do not lie between them.
         gaps = RECOMPUTED_SLACK * recomputation(run, rank) * (0.5 if run.offloads_inputs else 1.0)
+        if max(found, key=lambda moment: moment.tree.amount).name == "loss" and not run.traits.expandable_segments:
+            gaps = max(gaps, left_by_forward(run))
     if run.traits.expandable_segments:
         slack = EXPANDABLE_SLACK
     elif run.varied_lengths:
@@ -142,9 +150,21 @@ def _context(run: Run) -> float:
     """Bytes on the device outside PyTorch."""
     if run.gpu.is_cpu:
         return 0.0
-    early = (run.gpu.compute_capability or AMPERE) < AMPERE
-    gib = EARLY_CONTEXT_GIB if early else CONTEXT_GIB
-    return (gib + (COMMUNICATION_GIB if run.world_size > 1 else 0.0)) * GIB
+    gib = CONTEXT_GIB
+    if (run.gpu.compute_capability or AMPERE) < AMPERE:
+        gib = EARLY_CONTEXT_GIB
+    elif 0 < run.traits.software < LAZY_LOADING:
+        gib = LOADED_CONTEXT_GIB
+    channels = min(1.0, run.link.bytes_per_second / CHANNELS_FOR)
+    return (gib + COMMUNICATION_GIB * channels * _communicators(run)) * GIB
+
+
+def _communicators(run: Run) -> int:
+    """Groups of ranks that communicate: one for each axis of the device mesh in use, and, if these are several, one
+    that spans them, for norms and barriers."""
+    mesh = run.mesh
+    used = sum(degree > 1 for degree in (mesh.pp, mesh.dp_replicate, mesh.dp_shard, mesh.cp, mesh.tp))
+    return used + (used > 1)
 
 
 def _host(run: Run, rank: Rank) -> Term:

@@ -125,6 +125,7 @@ def shape_from_settings(settings: Mapping[str, Any], source: str = "config.json"
         kv_heads=heads if found.latent else keys,
         ffn=found.ffn,
         others=found.others,
+        routed=found.routed,
         latent=found.latent,
         vocab=sizes["vocab"],
         positions=int(positions),

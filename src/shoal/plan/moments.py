@@ -2,40 +2,40 @@
 
 from dataclasses import dataclass
 
-from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import (
     attention_masks,
     block_input,
     block_kept,
     block_selected,
     block_without_parts,
-    has_mlp_in_place,
 )
-from shoal.plan.blocks import linears
+from shoal.plan.buffers import communication_buffers, optimizer_temporaries
+from shoal.plan.gathered import (
+    gathered_around,
+    gathered_blocks,
+    gathered_embedding_and_head,
+    gathered_for_loss,
+    gathered_in_forward,
+    live_parameters,
+)
 from shoal.plan.head import head
 from shoal.plan.layout import Counts, Rank, count, micro_batches_in_flight
-from shoal.plan.retained import cached_keys, held_inputs, last_micro_batch
-from shoal.plan.run import Run
-from shoal.plan.states import (
-    BUCKET_BYTES,
-    ZERO1_BUCKET,
-    States,
-    adapted,
-    block_bytes,
-    dequantized_bytes,
-    states,
-    trained_parameters,
+from shoal.plan.retained import (
+    added_gradients,
+    cached_keys,
+    gradient_buckets,
+    held_inputs,
+    held_outputs,
+    last_micro_batch,
+    last_outputs,
 )
+from shoal.plan.run import Run
+from shoal.plan.states import States, states
 from shoal.plan.terms import Term, group, leaf, scaled
+from shoal.plan.transient import embedding_gradient, forward_temporaries, transient_gradients
 
-# Elements of DeepSpeed's contiguous gradient bucket (reduce_bucket_size), by default.
-ZERO_BUCKET = 5e8
-# Elements of a rank that ZeRO-3 updates at a time (sub_group_size), by default.
-ZERO_SUB_GROUP = 1e9
-# Tensors of the residual stream's size, in the compute dtype, that a compiled backward pass holds while it recomputes
-# the block, beside its activations and their gradients, except where attention and MLP read the same input:
-# benchmarks/gpu/sweep_h200.
-RECOMPUTED_TEMPORARIES = 5
+# From PyTorch 2.0 on, gradients are freed after a step rather than filled with zeros.
+SET_TO_NONE = 2023
 NONE = leaf("", 0.0)
 
 
@@ -68,8 +68,8 @@ class _Step:
         self.run, self.rank = run, rank
         self.held, self.counts = states(run, rank), count(run, rank)
         self.kept, self.again = _activations(run, rank)
-        self.transient = _transient_gradients(run)
-        self.buffers = _communication_buffers(run, rank)
+        self.transient = transient_gradients(run)
+        self.buffers = communication_buffers(run, rank)
         # Gradients accumulated so far. They are freed after a step, so the first micro-batch starts without any; but
         # DDP keeps its buckets.
         self.accumulating = run.grad_accum_steps > 1 or run.data_parallelism.ddp
@@ -79,7 +79,7 @@ class _Step:
         # At the end of the step. The last backward pass reduces unsharded ones block by block.
         self.gradients = NONE if run.sharded and run.mesh.pp > 1 else self.held.gradients
         self.unreduced_at_end = NONE if run.accumulates_unsharded else self.held.unreduced
-        self.blocks, self.around = _gathered_blocks(run, self.counts), _gathered_around(run, self.counts)
+        self.blocks, self.around = gathered_blocks(run, self.counts), gathered_around(run, self.counts)
         self.forward_blocks = self._blocks_between_passes()
         # A tied head is counted as embedding; `counts.head` is then the final norm alone.
         self.matrix = (self.counts.embedding if run.shape.tied else self.counts.head) if rank.last else 0.0
@@ -87,18 +87,26 @@ class _Step:
         # is held unsharded.
         one_unit = run.sharded and run.trained.head and not run.separate_head_unit
         self.waiting = self.matrix * run.compute_bytes if one_unit else 0.0
+        # Until the next backward pass; buckets, which stay, are counted as gradients before.
+        added = leaf("gradients that have been added", added_gradients(run, rank))
+        buckets = leaf("gradient buckets", gradient_buckets(run, self.held.gradients.amount))
+        self.added = group("retained", added, buckets)
+        zeroed = 0 < run.traits.software < SET_TO_NONE
+        self.added_before = self.added if run.grad_accum_steps > 1 or zeroed else group("retained", added)
 
     def forward_pass(self) -> Moment:
-        gathered, temporaries = _gathered_in_forward(self.run, self.counts), _forward_temporaries(self.run)
+        gathered, temporaries = gathered_in_forward(self.run, self.counts), forward_temporaries(self.run)
         last = leaf("inputs and logits of the last micro-batch", last_micro_batch(self.run, self.rank))
-        others = self.held.unreduced, self.kept, temporaries, last
+        others = self.held.unreduced, self.kept, temporaries, last, self.added_before
         return self._moment("forward pass", gathered, 0.0, self.before, *others)
 
     def loss(self) -> Moment:
         run = self.run
-        gathered = _gathered_for_loss(run, self.counts, self.matrix) + self.forward_blocks
+        gathered = gathered_for_loss(run, self.counts, self.matrix) + self.forward_blocks
         cache = leaf("cached keys and values", cached_keys(run, self.rank))
-        return self._moment("loss", gathered, 0.0, self.before, self.held.unreduced, self.kept, cache, head(run).peak)
+        last = leaf("outputs of the last micro-batch", last_outputs(run, self.rank))
+        others = self.held.unreduced, self.kept, cache, last, head(run).peak, self.added_before
+        return self._moment("loss", gathered, 0.0, self.before, *others)
 
     def start_of_backward(self) -> Moment:
         run, counts = self.run, self.counts
@@ -106,16 +114,24 @@ class _Step:
         if run.sharded and run.trained.head and run.separate_head_unit:
             # The head's gradient is reduced while the backward pass enters the last block.
             reducing = _reducing(run, counts, behind=max(counts.block * run.trained.blocks, self.matrix))
+        elif run.sharded and run.mesh.pp == 1:
+            # Nothing has been reduced before the last block; behind the one before it, that block's activations are
+            # gone, unless they were on the host.
+            freed = 0.0 if run.offloads_inputs or run.offloads_activations else self.kept.amount / self.rank.blocks
+            reducing = max(_reducing(run, counts, behind=0.0), reducing - freed)
         early = self.before if self.before.amount else leaf("gradients", _first(run, self.held, self.matrix))
         return self._moment(
             "start of the backward pass",
-            self.around + max(self.blocks, self.forward_blocks),
+            max(self.around + max(self.blocks, self.forward_blocks), live_parameters(run, counts)),
             reducing + self.waiting,
             early,
             self.held.unreduced,
             self.kept,
             group("block backward", self.again, *self.transient.parts),
             head(run).remaining if self.rank.last else group("head"),
+            leaf("outputs", held_outputs(run, self.rank)),
+            # Autocast forgets its copies with its context; a block that is recomputed makes them once more.
+            cast=1 / self.rank.blocks if run.repeats_forward else 1.0,
         )
 
     def backward_of_first_block(self) -> Moment:
@@ -134,6 +150,9 @@ class _Step:
             group("activations", *block_kept(run).parts),  # of one block: saved or recomputed
             self.transient,
             leaf("inputs of frozen blocks and their gradients", held_inputs(run, self.rank)),
+            leaf("outputs", held_outputs(run, self.rank)),
+            self.added,
+            cast=1 / self.rank.blocks,
         )
 
     def embedding_gradient(self) -> Moment:
@@ -144,13 +163,15 @@ class _Step:
             _reducing_embedding_and_head(self.run, self.counts),
             self.gradients,
             self.unreduced_at_end,
-            leaf("embedding gradient before accumulation", _embedding_gradient(self.run, self.counts)),
-            freed=_gathered_embedding_and_head(self.run, self.counts),
+            leaf("embedding gradient before accumulation", embedding_gradient(self.run, self.counts)),
+            self.added,
+            freed=gathered_embedding_and_head(self.run, self.counts),
+            cast=0.0,
         )
 
     def optimizer_step(self) -> Moment:
-        temporaries = _optimizer_temporaries(self.run, self.rank)
-        return self._moment("optimizer step", 0.0, 0.0, self.held.gradients, temporaries)
+        temporaries = optimizer_temporaries(self.run, self.rank)
+        return self._moment("optimizer step", 0.0, 0.0, self.held.gradients, temporaries, self.added, cast=0.0)
 
     def _blocks_between_passes(self) -> float:
         """Between forward and backward pass: all blocks unsharded, none, or all sharded over fewer ranks."""
@@ -161,14 +182,30 @@ class _Step:
             return self.blocks
         return 0.0 if isinstance(run.reshard, bool) else self.counts.blocks * run.compute_bytes / run.reshard
 
+    def _weights(self, cast: float) -> Term:
+        """Weights with compute copies, or with the share `cast` of those that autocast makes in the forward pass, and
+        that the backward pass frees block by block."""
+        held = self.held.weights
+        if not self.run.traits.casts_per_use:
+            return held
+        parts = [leaf(part.name, part.amount * cast) if part.name == "compute copies" else part for part in held.parts]
+        return group(held.name, *parts)
+
     def _moment(
-        self, name: str, gathered: float, reducing: float, gradients: Term, *others: Term, freed: float = 0.0
+        self,
+        name: str,
+        gathered: float,
+        reducing: float,
+        gradients: Term,
+        *others: Term,
+        freed: float = 0.0,
+        cast: float = 1.0,
     ) -> Moment:
         # `freed` is no longer in use, but only the stream that allocated it can reuse it.
         side = gathered + reducing + freed + (gradients.amount if self.run.sharded else 0.0)
         tree = group(
             "memory",
-            self.held.weights,
+            self._weights(cast),
             self.held.optimizer,
             gradients,
             leaf("gathered weights", gathered),
@@ -192,6 +229,8 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
     whole = block_kept(run)
     entry, selected = leaf("block inputs", block_input(run)), block_selected(run)
     in_flight, blocks = micro_batches_in_flight(run, rank), rank.blocks
+    if run.mesh.pp == 1:
+        blocks = round(blocks * run.trained.passed)
     again = leaf("recomputed block", 0.0)
     if run.recompute in ("none", "cheap"):
         kept = scaled(whole, blocks)
@@ -223,126 +262,7 @@ def _activations(run: Run, rank: Rank) -> tuple[Term, Term]:
 def recomputation(run: Run, rank: Rank) -> float:
     """Bytes that the backward pass of a recomputed block needs for a time."""
     _, again = _activations(run, rank)
-    return again.amount + _transient_gradients(run).amount if again.amount else 0.0
-
-
-def _forward_temporaries(run: Run) -> Term:
-    """What the MLP of a block computes and does not save: its factors and their product."""
-    tensors = 0 if run.recompute in ("none", "cheap", "parts", "offload-all") else 3 if run.shape.traits.gated else 2
-    size = run.tokens / run.mesh.tp * run.shape.ffn * run.compute_bytes
-    return group("block forward", leaf("MLP intermediates", tensors * size), leaf("DoRA matrices", _dora_matrices(run)))
-
-
-def _transient_gradients(run: Run) -> Term:
-    """Transient gradients in the backward pass of a block: of its input, in its MLP, and of its weights before
-    accumulation."""
-    between = leaf("residual stream gradient", block_input(run))
-    shape = run.shape
-    parallel_mlp = shape.traits.parallel_residual and shape.parallel_residual
-    recomputes = run.compiled and (run.recompute == "selective" or run.repeats_forward) and not parallel_mlp
-    width = run.stream_tokens * shape.hidden * run.compute_bytes
-    # Of the MLP's inner activation and of what it was computed from: one kernel reads the first and writes the others.
-    # A parallel MLP that was recomputed has freed one of the two by then: benchmarks/gpu/sweep_h200.
-    widths = 3 if shape.traits.gated else 1 if parallel_mlp and run.repeats_forward else 2
-    if has_mlp_in_place(run):
-        widths = 1
-    each = widths * run.layer_bytes
-    if run.layer_bytes > run.compute_bytes:
-        each -= run.compute_bytes  # the last layer's input, which has been freed by then
-    inner = each * run.tokens / run.mesh.tp * shape.ffn
-    return group(
-        "block backward",
-        between,
-        leaf("MLP gradients", inner),
-        leaf("recomputation temporaries", RECOMPUTED_TEMPORARIES * width if recomputes else 0.0),
-        leaf("weight gradients before accumulation", _block_gradients(run)),
-        leaf("DoRA matrices", _dora_matrices(run)),
-    )
-
-
-def _dora_matrices(run: Run) -> float:
-    """What PEFT computes for the norms of the largest adapted layer: the identity, `B A`, scaled, and its sum with
-    the dequantized matrix."""
-    if run.adapter is None or not run.adapter.dora or not run.traits.peft:
-        return 0.0
-    sizes = [one.local_sizes(run.mesh.tp) for one in adapted(run)]
-    return max(inputs * inputs + 4 * inputs * outputs for inputs, outputs in sizes) * run.compute_bytes
-
-
-def _block_gradients(run: Run) -> float:
-    """A block's weight gradients in the compute dtype, before they are accumulated."""
-    if run.adapter is not None or not run.trained.blocks or run.sharded or not run.mixed:
-        return 0.0
-    if run.gradient_bytes == run.compute_bytes:
-        return 0.0
-    parameters = sum(one.parameters for one in linears(run.shape)) / run.mesh.tp
-    return parameters * run.compute_bytes
-
-
-def _embedding_gradient(run: Run, counts: Counts) -> float:
-    if run.sharded or not run.mixed or run.gradient_bytes == run.compute_bytes:
-        return 0.0
-    return counts.embedding * run.trained.embedding * run.compute_bytes
-
-
-def _gathered_embedding_and_head(run: Run, counts: Counts) -> float:
-    if not run.gathers_weights:
-        return 0.0
-    return counts.embedding_and_head * run.compute_bytes
-
-
-def _gathered_around(run: Run, counts: Counts) -> float:
-    """Unsharded weights of embedding and head during the backward pass: both, the embedding, or none."""
-    embedding_and_head = _gathered_embedding_and_head(run, counts)
-    if not run.separate_head_unit:
-        return embedding_and_head
-    if not run.keeps_weights:
-        return 0.0
-    # The head is resharded after the backward pass of the last micro-batch; in a pipeline at the end of the step.
-    return (
-        min(embedding_and_head, counts.embedding * run.compute_bytes)
-        if run.grad_accum_steps == 1 and run.mesh.pp == 1
-        else embedding_and_head
-    )
-
-
-def _gathered_for_loss(run: Run, counts: Counts, matrix: float) -> float:
-    """At the end of the forward pass, besides unsharded blocks: embedding and head, or the head (`matrix`) alone; and
-    the all-gather output buffer of the last unit, the head or a block."""
-    if not run.sharded:
-        return 0.0
-    if run.separate_head_unit:
-        head = matrix * run.compute_bytes
-        return head + (_gathered_embedding_and_head(run, counts) if run.keeps_weights else head)
-    return _gathered_embedding_and_head(run, counts) + (0.0 if run.keeps_weights else counts.block * run.compute_bytes)
-
-
-def _gathered_blocks(run: Run, counts: Counts) -> float:
-    """Weights of blocks that are unsharded at a time: the current and the prefetched ones, or all of them."""
-    # A quantized matrix is dequantized while it is used. Of GPTQ's layers the matmul is PyTorch's, which saves the
-    # matrix for the backward pass of the block.
-    dequantized = 0.0
-    if run.adapter is not None and run.adapter.quantize is not None:
-        matrices = [one.parameters for one in linears(run.shape)]
-        used = sum(matrices) if run.adapter.quantize == "gptq" else max(matrices)
-        dequantized = used / run.mesh.tp * dequantized_bytes(run)
-    if not run.gathers_weights:
-        return dequantized
-    itemsize = block_bytes(run)
-    if run.keeps_weights:
-        return counts.blocks * itemsize + dequantized
-    ahead = 1 + max(1, run.prefetch)
-    return min(counts.blocks, ahead * counts.block) * itemsize + dequantized
-
-
-def _gathered_in_forward(run: Run, counts: Counts) -> float:
-    """The same in the forward pass. There FSDP2 also keeps the all-gather output from which it has copied the current
-    block's weights, until it copies those of the next."""
-    gathered = _gathered_blocks(run, counts)
-    if not gathered or not run.sharded:
-        return gathered
-    itemsize = block_bytes(run)
-    return min(gathered + counts.block * itemsize, 2 * counts.blocks * itemsize)
+    return again.amount + transient_gradients(run).amount if again.amount else 0.0
 
 
 def _reducing(run: Run, counts: Counts, behind: float | None = None) -> float:
@@ -363,48 +283,3 @@ def _reducing_embedding_and_head(run: Run, counts: Counts) -> float:
     if run.separate_head_unit:
         trained = max(counts.embedding * run.trained.embedding, counts.head * run.trained.head)
     return trained * (run.compute_bytes + run.reduced_bytes)
-
-
-def _communication_buffers(run: Run, rank: Rank) -> Term:
-    """Buffers that only communication needs."""
-    found = []
-    if run.compress_bytes:
-        found.append(leaf("compressed gradient bucket", BUCKET_BYTES))
-    if run.mesh.tp > 1:
-        # Input and output of an all-gather or reduce-scatter.
-        found.append(leaf("tensor-parallel collectives", 2 * run.tokens * run.shape.hidden * run.compute_bytes))
-    if run.mesh.pp > 1:
-        receives = sum((not stage.first) + (not stage.last) for stage in rank.stages)
-        in_flight = micro_batches_in_flight(run, rank)
-        # PyTorch's PipelineStage preallocates receive buffers for hidden states and gradients of every micro-batch.
-        # Others hold those that are in use.
-        buffers = run.grad_accum_steps if run.traits.torch_pipeline else 1
-        found.append(leaf("pipeline receive buffers", receives * buffers * block_input(run)))
-        # It also keeps its outputs until the backward pass.
-        outputs = in_flight * len(rank.stages) if run.traits.torch_pipeline else 0.0
-        found.append(leaf("pipeline stage outputs", outputs * block_input(run)))
-    if run.traits.masters_with_optimizer and run.data_parallelism.shards_optimizer:
-        # DeepSpeed allocates the whole bucket, however little is trained.
-        elements = ZERO_BUCKET if run.traits.flattens_gradients else min(ZERO_BUCKET, trained_parameters(run, rank))
-        found.append(leaf("gradient bucket", elements * run.reduced_bytes))
-    return group("communication buffers", *found)
-
-
-def _optimizer_temporaries(run: Run, rank: Rank) -> Term:
-    """Temporary memory of the optimizer step."""
-    amount = 0.0
-    if run.data_parallelism.partitions_update:
-        amount += 2 * ZERO1_BUCKET * run.weight_bytes
-    if run.traits.foreach_step and run.optimizer == "adamw" and not run.optimizer_in_backward:
-        # The square roots of the second moments.
-        amount += trained_parameters(run, rank) / run.optimizer_shards * run.weight_bytes
-    if run.traits.flattens_gradients and run.data_parallelism.shards_optimizer and run.offload == "none":
-        # A rank's gradients in one tensor, and in fp32; with sharded weights one sub-group after the other.
-        own = trained_parameters(run, rank) / (run.shards * run.replicas)
-        if run.data_parallelism.shards_weights:
-            own = min(own, ZERO_SUB_GROUP)
-        amount += own * (run.reduced_bytes + 4)
-    if find_optimizer(run.optimizer).needs_whole_matrices:
-        # Newton-Schulz needs a few copies of one matrix in bf16.
-        amount += 4 * 2 * max(one.parameters for one in linears(run.shape))
-    return leaf("optimizer temporaries", min(amount, 8 * trained_parameters(run, rank)))

@@ -18,6 +18,7 @@ COLOURS = {
     "block backward": "#a3b899",
     "head": "#7d5ba6",
     "communication buffers": "#999999",
+    "retained": "#e5b3a6",
     "optimizer temporaries": "#d9b86c",
     "allocator overhead": "#dddddd",
 }

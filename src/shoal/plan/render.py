@@ -21,6 +21,7 @@ KINDS = (
     ("block backward", "a"),
     ("head", "h"),
     ("communication buffers", "c"),
+    ("retained", "g"),
     ("optimizer temporaries", "o"),
 )
 

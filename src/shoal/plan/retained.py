@@ -2,9 +2,10 @@
 
 from shoal.plan.activations import block_input, quantized_input_bytes
 from shoal.plan.blocks import linears
+from shoal.plan.head import returned_bytes
 from shoal.plan.layout import Rank
 from shoal.plan.run import Run
-from shoal.plan.states import dequantized_bytes, has_quantized_head
+from shoal.plan.states import dequantized_bytes, has_quantized_head, trained_parameters
 
 
 def last_micro_batch(run: Run, rank: Rank) -> float:
@@ -29,9 +30,39 @@ def held_inputs(run: Run, rank: Rank) -> float:
     return 2 * (rank.blocks - 1) * block_input(run)
 
 
+def held_outputs(run: Run, rank: Rank) -> float:
+    """What the model has returned and a loop holds in the backward pass: logits, and cached keys and values."""
+    if not run.traits.holds_outputs or not rank.last or run.loss != "plain":
+        return 0.0
+    logits = run.head_tokens * run.shape.vocab / run.mesh.tp * returned_bytes(run)
+    return logits + cached_keys(run, rank)
+
+
+def last_outputs(run: Run, rank: Rank) -> float:
+    """The same of the micro-batch before, beyond what the peak of the loss has room for: it comes in the backward pass,
+    when they are gone. In the forward pass, logits, their copy without the last token and the log-softmax are as large
+    as what it is without the logits."""
+    if run.traits.holds_outputs != "next":
+        return 0.0
+    logits = run.head_tokens * run.shape.vocab / run.mesh.tp * returned_bytes(run)
+    return max(0.0, held_outputs(run, rank) - logits)
+
+
 def cached_keys(run: Run, rank: Rank) -> float:
     """Keys and values of all blocks that the model returns. Without activation checkpointing, attention has saved them
     anyway."""
     if not run.traits.caches_keys or not run.repeats_forward:
         return 0.0
     return 2 * run.tokens * run.shape.kv_width / run.mesh.tp * run.compute_bytes * rank.blocks
+
+
+def gradient_buckets(run: Run, gradients: float) -> float:
+    """DDP's buckets beside the gradients that were copied from them."""
+    copied = run.traits.copies_to_buckets and run.data_parallelism.ddp and run.world_size > 1
+    return gradients if copied else 0.0
+
+
+def added_gradients(run: Run, rank: Rank) -> float:
+    """bf16 gradients of the last micro-batch that have been added to the fp32 ones."""
+    keeps = run.traits.keeps_added_gradients and run.reduced_bytes > run.compute_bytes
+    return trained_parameters(run, rank) * run.compute_bytes if keeps else 0.0

@@ -34,6 +34,13 @@ class Trained:
     embedding: float = 1.0
     blocks: float = 1.0
     head: float = 1.0
+    # Share of the blocks below the first trained parameter: no gradient is computed in them, and nothing saved.
+    below: float = 0.0
+
+    @property
+    def passed(self) -> float:
+        """Share of the blocks that the backward pass goes through."""
+        return 1.0 - self.below
 
 
 FROZEN = Trained(0.0, 0.0, 0.0)
@@ -125,6 +132,19 @@ class Run:
         return 4 if self.precision == "32-true" else 2
 
     @property
+    def frozen_bytes(self) -> int:
+        """Bytes per element of the weights under an adapter that are not quantized."""
+        wide = self.traits.wide_base and self.mixed and self.adapter is not None and self.adapter.quantize is None
+        return 4 if wide else self.compute_bytes
+
+    @property
+    def casts_weights(self) -> bool:
+        """Whether autocast casts the weights of blocks whenever they are used; those under an adapter are usually in 16
+        bits."""
+        wide = self.adapter is None or self.frozen_bytes > self.compute_bytes
+        return self.traits.casts_per_use and self.mixed and wide
+
+    @property
     def layer_bytes(self) -> int:
         """Bytes per element of what a block's linear layers return. A quantized layer computes in 16 bits and returns
         the dtype of its input, which is fp32 if all else is upcast (Linear4bit in bitsandbytes/nn/modules.py)."""
@@ -143,6 +163,25 @@ class Run:
         """Bytes per element of an adapter's input, as saved: PEFT casts it to fp32 and autocast back."""
         wide = self.traits.peft and not self.traits.narrow_adapters and not self.traits.autocasts
         return 4 if wide else self.compute_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes per element in which the head computes: without autocast, one that is upcast to fp32 returns that."""
+        upcast = self.adapter is not None and self.adapter.upcasts and not self.traits.autocasts
+        return 4 if upcast else self.compute_bytes
+
+    @property
+    def attention_bytes(self) -> int:
+        """Bytes per element of queries, keys and values. Autocast has attention compute in 16 bits, whatever the layers
+        return."""
+        return self.compute_bytes if self.traits.autocasts else self.layer_bytes
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes per element in which adapters compute: PEFT's in fp32, unless autocast casts what they read."""
+        if self.adapter is None or not self.traits.peft:
+            return self.compute_bytes
+        return self.adapter_input_bytes
 
     @property
     def reduced_bytes(self) -> int:
@@ -169,7 +208,8 @@ class Run:
         """Bytes per element of the residual stream."""
         if self.adapter is not None and (self.adapter.upcasts or self.widens_norms):
             return 4
-        wide = self.traits.wide_residual_stream and self.adapter is None  # parallel/precision.py
+        # Of ours with an adapter: parallel/precision.py.
+        wide = self.traits.wide_residual_stream and (self.adapter is None or self.frozen_bytes > self.compute_bytes)
         return self.weight_bytes if wide else self.compute_bytes
 
     @property
@@ -182,6 +222,30 @@ class Run:
         """Whether materialized scores are scaled, masked and normalized in one kernel."""
         fused = self.traits.fused_softmax
         return fused == "always" or (fused == "compiled" and self.compiled)
+
+    @property
+    def in_autocast(self) -> bool:
+        """Whether blocks run under autocast, or as under it; layouts with 16-bit weights do without."""
+        return self.mixed and not self.traits.masters_with_optimizer
+
+    @property
+    def upcasts_softmax(self) -> bool:
+        """Whether the model code computes the softmax of materialized scores in fp32 and casts it back, as transformers
+        does in families with rotary embeddings; GPT-2's and BERT's leave it to autocast."""
+        return self.shape.traits.rotary and self.traits.fused_softmax != "always" and self.attention_bytes < 4
+
+    @property
+    def autocasts_softmax(self) -> bool:
+        """Whether autocast casts materialized scores to fp32 for the softmax, and leaves them in it until the next
+        matmul. Without autocast, and in layouts with 16-bit weights, the softmax is in the compute dtype."""
+        return self.in_autocast and self.traits.fused_softmax != "always" and not self.upcasts_softmax
+
+    @property
+    def writes_out_gelu(self) -> bool:
+        """Whether GELU is several elementwise kernels, as in transformers' GPT-2, not in models that are only like it.
+        Autocast computes its power, and what follows, in fp32."""
+        written_out = self.shape.traits.unfused_gelu and self.shape.is_family
+        return written_out and not self.compiled and not self.traits.fused_activation
 
     @property
     def repeats_forward(self) -> bool:

@@ -27,6 +27,10 @@ EAGER_ADAPTER_HOST = 0.75e-3
 # Without the casts of an adapter in another dtype, 14 kernels are left of 25.
 NARROW_ADAPTER_HOST = 0.42e-3
 QUANTIZED_HOST = 0.45e-3
+# That is of a layer that also casts, because PEFT has upcast what is around it. Without casts: a step of one sequence
+# of 256 tokens with adapters on queries and values of Llama 2 7B, without autocast, takes 4.7 ms per block
+# (huggingface/optimum-benchmark, examples/training-llamas).
+DEQUANTIZED_HOST = 0.15e-3
 # Host time of ZeRO-3 for each module with parameters, in each pass: hooks before and after it, in Python, fetch its
 # parameters, prefetch others and release them (deepspeed/runtime/zero/partitioned_param_coordinator.py). From steps
 # that hardly depend on the length of their sequences: Qwen-1.8B on one A100 with activation checkpointing, 2.1 to 2.2 s
@@ -128,7 +132,9 @@ def _host_seconds(run: Run, blocks: int) -> float:
         each = NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
         block += each * len(adapted(run))
         if run.adapter.quantize is not None:
-            block += QUANTIZED_HOST * len(linears(run.shape, joined=run.traits.fused_qkv))
+            bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
+            each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
+            block += each * len(linears(run.shape, joined=run.traits.fused_qkv))
     if run.traits.casts_per_use and run.mixed:
         block *= AUTOCAST_HOST
     launched = block * blocks * (1 + FORWARD_HOST * (run.repeats_forward + run.reference_pass))
@@ -149,12 +155,13 @@ def _module_hooks(run: Run) -> float:
 def _micro_batch(run: Run, rank: Rank) -> Term:
     """Forward and backward pass of one micro-batch on one pipeline rank."""
     block, blocks = block_compute(run), rank.blocks
+    passed = run.trained.passed  # of the blocks, by the backward pass
     loss = head_seconds(run) if rank.last else None
     compute = [
-        leaf("matmuls", block.matmuls.both * blocks),
-        leaf("attention", block.attention.both * blocks),
-        leaf("elementwise kernels", block.elementwise.both * blocks),
-        leaf("activation recomputation", block.recomputed * blocks),
+        leaf("matmuls", block.matmuls.over(blocks, passed)),
+        leaf("attention", block.attention.over(blocks, passed)),
+        leaf("elementwise kernels", block.elementwise.over(blocks, passed)),
+        leaf("activation recomputation", block.recomputed * blocks * passed),
         leaf("head and loss", loss.both if loss else 0.0),
         leaf("gradient accumulation", _accumulation(run, rank)),
     ]
@@ -162,7 +169,7 @@ def _micro_batch(run: Run, rank: Rank) -> Term:
     if run.reference_pass:
         compute.append(leaf("reference forward pass", ahead))
         ahead *= 2
-    back = block.backward * blocks + (loss.backward if loss else 0.0)
+    back = block.backward * blocks * passed + (loss.backward if loss else 0.0)
     host = 0.0 if run.gpu.is_cpu or replays_graphs(run) else _host_seconds(run, blocks)
     waiting = leaf("kernel launch overhead", max(0.0, host - ahead - back))
     copied = leaf("exposed activation transfer", activation_transfer(run, block) * blocks)
@@ -178,7 +185,7 @@ def _accumulation(run: Run, rank: Rank) -> float:
         return 0.0
     made, kept = run.compute_bytes, run.gradient_bytes or run.weight_bytes
     if run.mixed and run.traits.masters_with_optimizer:
-        kept = 4 if run.traits.wide_gradients else made
+        kept = run.reduced_bytes
     # Read both, write the sum; a matmul that adds to its output writes nothing else.
     moved = 2 * kept - made if run.traits.accumulates_in_matmuls else 3 * kept
     held = trained_parameters(run, rank)
@@ -289,7 +296,10 @@ def _weight_gather(run: Run, rank: Rank, trained: float) -> list[Term]:
     if not run.gathers_after_step or run.replicas * run.shards == 1:
         return []
     over = _shard_group(run) if run.sharded else rank_group(run, run.optimizer_shards, run.mesh.tp)
-    seconds = collective_seconds(run, "all-gather", over, trained * run.updated_bytes)
+    # A broadcast passes the same ring as an all-gather of as many bytes.
+    matrices = rank.blocks * len(linears(run.shape, joined=run.traits.fused_qkv)) + 2
+    parts = min(over.ranks, matrices) if run.traits.broadcasts_weights else 1
+    seconds = parts * collective_seconds(run, "all-gather", over, trained * run.updated_bytes / parts)
     if not run.traits.overlaps_weight_gather:
         return [leaf("all-gather of updated weights", seconds)]
     overlap = block_compute(run).forward * rank.blocks

@@ -59,6 +59,15 @@ class SystemTraits:
     # deepspeed/runtime/zero/stage_1_and_2.py, _prepare_fp32_grad_for_sub_group in stage3.py). Weights and state are
     # such tensors too, between which there are no gaps.
     flattens_gradients: bool = False
+    # DDP's buckets are not its gradients, which are copied there and back (`gradient_as_bucket_view` false, PyTorch's
+    # default).
+    copies_to_buckets: bool = False
+    # With sharded gradients and offloaded optimizer state, gradients go to the host as they are reduced, and the device
+    # keeps none (partition_grads in deepspeed/runtime/zero/stage3.py).
+    offloads_gradients: bool = False
+    # bf16 gradients of a micro-batch stay beside the fp32 ones that they were added to until the next backward pass
+    # (update_hp_grads and clear_lp_grads in deepspeed/runtime/bf16_optimizer.py).
+    keeps_added_gradients: bool = False
     # Embedding and head, unless tied, are separate FSDP units; else one unit that stays unsharded between them.
     # `trained`: separate unless they are frozen under adapters.
     separate_head_unit: bool | Literal["trained"] = False
@@ -73,6 +82,9 @@ class SystemTraits:
     # The loop holds the logits until it has the next ones, and with their graph what bitsandbytes keeps in its autograd
     # functions (`ctx.tensors`); the backward pass frees only what is saved as PyTorch wants it.
     holds_last_logits: bool = False
+    # The loop holds what the model returns, and so the logits: while the backward pass runs (`step`), or until the next
+    # forward pass, with its loss, has returned (`next`). In Hugging Face's Trainer they are local to `compute_loss`.
+    holds_outputs: Literal["", "step", "next"] = ""
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
@@ -113,13 +125,20 @@ class SystemTraits:
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
+    # Softmax and SiLU are written out in elementwise operations, each of which saves what its own gradient needs: the
+    # exponentials beside their quotient, and the sigmoid.
+    written_out: bool = False
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
+    # Tensors of the size of all that is updated, in fp32, which another AdamW holds at a time: two of PyTorch's before
+    # version 2.1 if that is one tensor (the root of the second moments, and its quotient or sum: torch/optim/adamw.py).
+    step_copies: int = 0
     # Checkpointed blocks are FSDP units, rather than FSDP units having checkpointed blocks: the recomputed forward pass
     # gathers and frees a block's weights on its own, so that the backward pass gathers them once more.
     checkpoints_units: bool = False
     # Activation checkpointing is the reentrant one, as in transformers before version 5 unless `use_reentrant` is
-    # false. If FSDP's units are frozen, hooks on their recomputed inputs keep these inputs, and the gradients that have
+    # false: the whole forward pass runs again, where the other stops once all saved tensors exist. If FSDP's units are
+    # frozen, hooks on their recomputed inputs keep these inputs, and the gradients that have
     # come to them, until the end of the backward pass: _register_post_backward_reshard_only_hook in
     # torch/distributed/fsdp/_runtime_utils.py.
     reentrant: bool = False
@@ -129,6 +148,8 @@ class SystemTraits:
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
+    # Whole matrices are assigned to ranks, each of which broadcasts those that it has updated; else all are gathered.
+    broadcasts_weights: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
     # Gradients are reduced during the backward pass; else after it.
@@ -150,6 +171,8 @@ class SystemTraits:
     hooks_modules: bool = False
     # ZeRO-3 gathers and reduces each matrix as a list of shards, one for every rank, while nothing else runs.
     lists_shards: bool = False
+    # In mixed precision, the weights under adapters stay in fp32, unless they are quantized; else they are in 16 bits.
+    wide_base: bool = False
     # Trained weights in 16 bits become fp32 shards under FSDP, because mixed precision is on: prepare_model in
     # accelerate/accelerator.py and fsdp2_prepare_model in accelerate/utils/fsdp_utils.py, since version 0.28.
     upcasts_shards: bool = False
@@ -215,6 +238,7 @@ HUGGING_FACE = SystemTraits(
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
     checkpoints_units=True,  # gradient_checkpointing_enable in transformers/modeling_utils.py; its issue 30404
+    copies_to_buckets=True,  # DistributedDataParallelKwargs in accelerate/utils/dataclasses.py
     narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
@@ -224,6 +248,7 @@ DEEPSPEED = SystemTraits(
     logit_bytes=14.0,
     masters_with_optimizer=True,
     flattens_gradients=True,
+    offloads_gradients=True,
     flash2=True,
     peft=True,
     autocasts=False,  # _prepare_deepspeed in accelerate/accelerator.py
@@ -255,18 +280,26 @@ MEGATRON = SystemTraits(
     overlaps_pipeline=True,  # overlap_p2p_comm in megatron/training/arguments.py, on with virtual stages
     torch_pipeline=False,  # megatron/core/pipeline_parallel/schedules.py deallocates stage outputs
     variable_lengths=True,  # PackedSeqParams: Transformer Engine's thd layout
+    reentrant=True,  # CheckpointFunction in megatron/core/tensor_parallel/random.py
 )
 # Its recipes, also as Megatron Bridge: bf16_mixed() with grad_reduce_in_fp32=False, tp_comm_overlap, and both overlaps
 # of data parallelism.
 NEMO = replace(
     MEGATRON, wide_gradients=False, overlaps_tensor=True, overlaps_gradients=True, overlaps_weight_gather=True
 )
+# Megatron-DeepSpeed: Megatron's model with DeepSpeed's ZeRO-1, which flattens fp16 gradients in its step; bf16 ones are
+# added up in fp32 by its BF16_Optimizer.
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON, accumulates_in_matmuls=False, flattens_gradients=True, keeps_added_gradients=True
+)
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
 # trl/trainer/utils.py), the fused AdamW of TrainingArguments.optim, and packing by position ids.
-TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True)
+TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True, wide_base=True)
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
-AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, upcasts_shards=True)
+AXOLOTL = replace(
+    TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, upcasts_shards=True, wide_base=False
+)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
 # with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
 # compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
@@ -298,6 +331,7 @@ SYSTEMS: dict[str, SystemTraits] = {
     "composer": COMPOSER,
     "deepspeed": DEEPSPEED,
     "megatron": MEGATRON,
+    "megatron-deepspeed": MEGATRON_DEEPSPEED,
     "nemo": NEMO,
     "unsloth": UNSLOTH,
     "trl": TRL,
@@ -313,6 +347,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepspeed": {"train.compile": False, "train.loss_impl": "plain"},
     # --use-distributed-optimizer as in its examples; no --recompute-granularity; one kernel over all logits.
     "megatron": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
+    "megatron-deepspeed": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
     "nemo": {"parallel.strategy": "zero1", "train.recompute": "none", "train.loss_impl": "plain"},
     # get_peft_model's use_gradient_checkpointing="unsloth" offloads the inputs of blocks to host memory; its notebooks
     # have optim="adamw_8bit"; weights are in bf16.

@@ -1,0 +1,65 @@
+"""Memory that only communication and the optimizer's step need."""
+
+from shoal.catalogue.optimizers import find_optimizer
+from shoal.plan.activations import block_input
+from shoal.plan.blocks import linears
+from shoal.plan.layout import Rank, micro_batches_in_flight
+from shoal.plan.run import Run
+from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, trained_parameters
+from shoal.plan.terms import Term, group, leaf
+
+# Elements of DeepSpeed's contiguous gradient bucket (reduce_bucket_size), by default.
+ZERO_BUCKET = 5e8
+# Elements of a rank that ZeRO-3 updates at a time (sub_group_size), by default.
+ZERO_SUB_GROUP = 1e9
+
+
+def communication_buffers(run: Run, rank: Rank) -> Term:
+    """Buffers that only communication needs."""
+    found = []
+    if run.compress_bytes:
+        found.append(leaf("compressed gradient bucket", BUCKET_BYTES))
+    if run.mesh.tp > 1:
+        # Input and output of an all-gather or reduce-scatter.
+        found.append(leaf("tensor-parallel collectives", 2 * run.tokens * run.shape.hidden * run.compute_bytes))
+    if run.mesh.pp > 1:
+        receives = sum((not stage.first) + (not stage.last) for stage in rank.stages)
+        in_flight = micro_batches_in_flight(run, rank)
+        # PyTorch's PipelineStage preallocates receive buffers for hidden states and gradients of every micro-batch.
+        # Others hold those that are in use.
+        buffers = run.grad_accum_steps if run.traits.torch_pipeline else 1
+        found.append(leaf("pipeline receive buffers", receives * buffers * block_input(run)))
+        # It also keeps its outputs until the backward pass.
+        outputs = in_flight * len(rank.stages) if run.traits.torch_pipeline else 0.0
+        found.append(leaf("pipeline stage outputs", outputs * block_input(run)))
+    if run.traits.flattens_gradients and run.mixed and run.data_parallelism.shards_optimizer:
+        # The whole bucket, however little is trained. Megatron's gradients are reduced in the buffer that holds them.
+        found.append(leaf("gradient bucket", ZERO_BUCKET * run.reduced_bytes))
+    return group("communication buffers", *found)
+
+
+def optimizer_temporaries(run: Run, rank: Rank) -> Term:
+    """Temporary memory of the optimizer step."""
+    trained, amount = trained_parameters(run, rank), 0.0
+    if run.data_parallelism.partitions_update:
+        amount += 2 * ZERO1_BUCKET * run.weight_bytes
+    if find_optimizer(run.optimizer).needs_whole_matrices:
+        # Newton-Schulz needs a few copies of one matrix in bf16.
+        amount += 4 * 2 * max(one.parameters for one in linears(run.shape))
+    amount = min(amount, 8 * trained)
+    copies = run.traits.step_copies
+    if run.traits.foreach_step and not run.optimizer_in_backward:
+        copies = 1  # the square roots of the second moments
+    if run.optimizer == "adamw":
+        amount += copies * trained / run.optimizer_shards * run.weight_bytes
+    flattens = run.traits.flattens_gradients and run.mixed and run.reduced_bytes < 4
+    if flattens and not run.data_parallelism.shards_optimizer:
+        # All gradients in fp32, one by one and in one tensor (FP16_Optimizer in deepspeed/runtime/fp16).
+        amount += trained * (4 + 4)
+    elif flattens and run.offload == "none":
+        # A rank's gradients in one tensor, and in fp32; with sharded weights one sub-group after the other.
+        own = trained / (run.shards * run.replicas)
+        if run.data_parallelism.shards_weights:
+            own = min(own, ZERO_SUB_GROUP)
+        amount += own * (run.reduced_bytes + 4)
+    return leaf("optimizer temporaries", amount)
