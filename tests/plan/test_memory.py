@@ -285,3 +285,20 @@ def test_nothing_is_reduced_before_the_last_block_if_the_head_is_reduced_with_th
     # Block inputs alone are less than the reduce-scatter input of a block, so that the block before it is the peak.
     inputs = tied.tokens * tied.shape.hidden * tied.residual_bytes
     assert reducing(replace(tied, recompute="full")) == pytest.approx(2 * tied_head + 6 * block - inputs, rel=0.01)
+
+
+def test_what_is_trained_beside_adapters_has_gradients_and_optimizer_state():
+    settings = ("model.shape=qwen2.5-3b", "hardware.gpu=h200", "train.micro_batch=2", "train.global_batch=2")
+    lora = (*settings, "data.max_length=2048", "adapter.kind=lora", "train.recompute=none")
+    tied = 151_936 * 2048 / 2**30
+
+    def terms(*more: str) -> dict[str, float]:
+        found = plan(*lora, *more).as_dict()["memory"]["terms"]
+        return {name: leaves(term) for name, term in found.items()}
+
+    without, also = terms(), terms("adapter.train_also=['*embed_tokens*']")
+    # An fp32 weight beside its copy in 16 bits, and two moments.
+    assert also["weights"] - without["weights"] == pytest.approx(4 * tied, rel=0.01)
+    assert also["optimizer state"] - without["optimizer state"] == pytest.approx(8 * tied, rel=0.01)
+    # Its gradient is the head's, in fp32 and then in 16 bits, when the logits are gone.
+    assert 4 * tied < also["head"] - without["head"] < 6 * tied
