@@ -167,9 +167,10 @@ def test_another_systems_code_can_be_forecast(monkeypatch, capsys):
     assert any("torchtitan" in note for note in theirs["notes"])
 
 
-def test_the_memory_of_a_tiny_model_is_not_all_zeros(monkeypatch, capsys):
+@pytest.mark.parametrize("gpu", ["cpu", "h100-80gb"])
+def test_the_memory_of_a_tiny_model_is_not_all_zeros(gpu, monkeypatch, capsys):
     tiny = "model.shape={family: llama, hidden: 64, layers: 2, heads: 2, vocab: 260}"
-    _, said, _ = run_plan(monkeypatch, capsys, tiny, "hardware.gpu=cpu", "train.steps=10", "data.max_length=64")
+    _, said, _ = run_plan(monkeypatch, capsys, tiny, f"hardware.gpu={gpu}", "train.steps=10", "data.max_length=64")
     memory = said[said.index("memory per device") : said.index("speed:")]
     assert " MiB allocated, " in memory
     weights = next(line for line in memory.splitlines() if line.endswith("  weights"))

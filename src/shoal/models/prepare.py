@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.catalogue.causal_models import POSITIONS_AFTER_PADDING, why_no_encoder, why_not_causal
+from shoal.catalogue.causal_models import why_no_encoder, why_not_causal
 from shoal.catalogue.families import ATTENTION_DROPOUT, HIDDEN_DROPOUT, OTHER_DROPOUT
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.shapes import find_shape, grown_vocabulary
@@ -26,7 +26,7 @@ from shoal.models.attention import choose_attention
 from shoal.models.families import transformers_config
 from shoal.models.hub import local_folder
 from shoal.models.new_rows import NewRows
-from shoal.models.read_config import read_settings, unbuildable
+from shoal.models.read_config import count_positions, read_settings, unbuildable
 
 CAUSAL, MASKED, CLASSES = "causal_lm", "masked_lm", "classify"
 # The ends of the names of transformers' classes, by what the model computes.
@@ -53,11 +53,7 @@ class Blueprint:
     @property
     def positions(self) -> int | None:
         """The longest sequence the model supports, if its config states it."""
-        settings = self.settings.get_text_config()
-        value = getattr(settings, "max_position_embeddings", None)
-        if value and self.model_type in POSITIONS_AFTER_PADDING:
-            value -= (settings.pad_token_id or 0) + 1
-        return int(value) if value else None
+        return count_positions(self.settings)
 
     @property
     def classes(self) -> list[str] | None:
