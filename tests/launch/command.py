@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -193,7 +194,7 @@ class ForkedCommand(Command):
     torch again, which takes longer than these runs."""
 
     def _start(self, folder: Path, arguments: list[str], env: Mapping[str, str]) -> Forked:
-        importlib.import_module("tests.harness")
+        _import_command()
         on_interrupt = signal.getsignal(signal.SIGINT)
         importlib.import_module("shoal.launch.worker")  # changes what the process does on Ctrl-C, as a rank's should
         importlib.import_module("shoal.launch.local")
@@ -246,6 +247,19 @@ def forked_shoal(
     """As `shoal`, in a fork of this process, which has torch and transformers imported already."""
     with ForkedCommand(folder, list(arguments), env) as command:
         return command.wait(seconds)
+
+
+@cache
+def _import_command() -> None:
+    """What every fork would import and build again: the command, and the parsers of its options."""
+    for module in ("tests.harness", "shoal.plan.render"):
+        importlib.import_module(module)
+    app = importlib.import_module("shoal.cli.app").app
+    typer_main = importlib.import_module("typer.main")
+    typer_main.get_command = cache(typer_main.get_command)
+    commands = typer_main.get_command(app).commands
+    for option in (*commands["train"].params, *commands["plan"].params):
+        option.get_runtime_param()
 
 
 def _be_command(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
