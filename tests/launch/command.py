@@ -225,6 +225,15 @@ class ForkedScript(ForkedCommand):
         _be_script(folder, arguments, env, out, err)
 
 
+class ForkedTorchrun(ForkedCommand):
+    """`torchrun` with these arguments, likewise."""
+
+    @staticmethod
+    def _be(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
+        main = importlib.import_module("torch.distributed.run").main
+        _be_starter(main, ["torchrun", *arguments], folder, env, out, err)
+
+
 def shoal(folder: Path, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = PATIENCE) -> Ended:
     with Command(folder, [str(SHOAL), *arguments], env) as command:
         return command.wait(seconds)
@@ -310,7 +319,7 @@ def _be_module(arguments: Sequence[str], env: Mapping[str, str], out: int, err: 
 
 
 def _run_module(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    _, option, module, *others = arguments
+    _, option, module, *others = (word for word in arguments if word != "-u")  # torchrun's ranks are not buffered
     assert option == "-m"
     module = {"shoal": "shoal.cli"}.get(module, module)  # what its __main__ calls
     _be_program(importlib.import_module(module).main, [module, *others], env)
