@@ -10,15 +10,19 @@ from shoal.plan.machine import machine_at_hand
 from shoal.plan.models import read_shape
 from shoal.plan.resolved import ResolvedRun
 from shoal.plan.terms import GIB
+from sweeps.folders import FOLDERS, described
 
 # As the driver and PyTorch report it.
 H200 = {"gpu": "NVIDIA H200", "memory_gib": 139.8}
+PAIRS = ("dpo", "orpo")  # objectives that train on preferences
 FIGURES = ("allocated_gib", "reserved_gib", "tokens_per_second")
 
 
 def make_config(values: dict[str, Any], **more: Any) -> Config:
     """The config with these values by dotted key."""
     mapping: dict[str, Any] = {"name": "sweep", "model": {"tokenizer": "bytes"}, "data": {"validation": 0}}
+    if (named := values.get("model.from")) in FOLDERS:
+        more = {"model.from": str(described(named)), **more}
     for key, value in {**values, **more}.items():
         *blocks, last = key.split(".")
         inner = mapping
@@ -30,7 +34,8 @@ def make_config(values: dict[str, Any], **more: Any) -> Config:
 
 def forecast(values: dict[str, Any], machine: dict[str, Any]) -> ResolvedRun:
     """The run with these values on one device of this kind."""
-    config = make_config(values, **{"data.source": "text", "data.path": "text.txt"})
+    source = ("json", "pairs.jsonl") if values.get("train.objective") in PAIRS else ("text", "text.txt")
+    config = make_config(values, **dict(zip(("data.source", "data.path"), source, strict=True)))
     return choose(config, read_shape(config.model), machine_at_hand(machine["gpu"], machine["memory_gib"], 1))
 
 

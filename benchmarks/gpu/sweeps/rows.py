@@ -1,11 +1,12 @@
 """The runs of the sweep: six families from 100M to 8B parameters, lengths, precisions and activation checkpointing."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any
 
 from shoal.catalogue.shapes import find_shape, shape_from_sizes
+from sweeps.folders import FOLDERS
 
 SEED = 1234
 WARMUP_SECONDS, MEASURED_SECONDS = 1.5, 2.5
@@ -27,6 +28,7 @@ class Row:
     optimizer: str = "adamw"
     config: dict[str, Any] = field(default_factory=dict)  # further keys of the config
     note: str = ""
+    accumulated: int = 1  # micro-batches per step
     held_out: bool = False  # measured after the last constant of the forecast was set
 
     @property
@@ -53,10 +55,11 @@ class Row:
     def values(self, *, tiny: bool = False) -> dict[str, Any]:
         """The keys of the config that the forecast depends on. The data is added where it is measured."""
         length, micro_batch = (TINY_LENGTH, TINY_MICRO_BATCH) if tiny else (self.length, self.micro_batch)
+        folder = self.shape in FOLDERS
         return {
-            "model.shape": self.sizes(tiny=tiny),
+            **({"model.from": self.shape} if folder else {"model.shape": self.sizes(tiny=tiny)}),
             "data.max_length": length,
-            "train.global_batch": micro_batch,
+            "train.global_batch": micro_batch * self.accumulated,
             "train.micro_batch": micro_batch,
             "train.precision": self.precision,
             "train.recompute": self.recompute,
@@ -109,9 +112,17 @@ OTHER_SHAPES: dict[str, dict[str, Any]] = {
 LORA = {"adapter.kind": "lora", "adapter.rank": 16, "adapter.alpha": 16}
 QLORA = {**LORA, "adapter.kind": "qlora", "adapter.quantize": "nf4-dq"}
 NARROW = {"adapter.rank": 8, "adapter.targets": ["q_proj", "v_proj"]}
+WIDE = {"adapter.rank": 64, "adapter.alpha": 64, "adapter.dropout": 0.05}
+MASKED = {"train.objective": "masked_lm", "model.add_tokens": ["<mask>"]}
+EVERY_SECOND = {"train.recompute": {"every": 2}}
 HOST = {"parallel.strategy": "fsdp", "parallel.offload": "cpu"}
 TRUE, FULL32, HALF, FP8 = "bf16-true", "32-true", "16-mixed", "fp8"
 SMALL_STATE = "adamw8bit"
+
+
+def _unseen(*rows: Row) -> list[Row]:
+    return [replace(row, held_out=True) for row in rows]
+
 
 ROWS = [
     # The table of the issue that asked for the sweep.
@@ -212,6 +223,50 @@ ROWS = [
     Row("mistral-0.7b", 1024, 16, HALF, held_out=True),
     Row("mistral-0.7b", 8192, 2, FP8, "full", held_out=True),
     Row("mistral-7b", 16_384, 1, TRUE, "full", SMALL_STATE, held_out=True),
+    # Held out as well: kinds of runs that none of the rows above is. Other optimizers.
+    *_unseen(
+        Row("llama3.2-1b", 2048, 8, optimizer="lion"),
+        Row("llama3.2-1b", 2048, 8, optimizer="muon"),
+        Row("qwen2.5-0.5b", 4096, 4, optimizer="muon"),
+        Row("gpt2-large", 1024, 8, TRUE, optimizer="sgd"),
+        Row("llama3.2-3b", 2048, 4, TRUE, "full", "lion"),
+        # Gradient accumulation.
+        Row("llama3.2-1b", 4096, 2, accumulated=8, note="accumulate-8"),
+        Row("llama3.2-3b", 2048, 2, TRUE, "cheap", accumulated=4, note="accumulate-4"),
+        Row("qwen2.5-7b", 2048, 2, config=LORA, accumulated=4, note="lora accumulate-4"),
+        # Without the fast path.
+        Row("llama3.2-1b", 2048, 4, config={"train.compile": False}, note="uncompiled"),
+        Row("gpt2", 1024, 16, config={"train.compile": False, "model.dropout": 0.1}, note="uncompiled dropout"),
+        Row("qwen3-1.7b", 4096, 1, TRUE, "full", config={"train.compile": False}, note="uncompiled"),
+        Row("qwen2.5-0.5b", 2048, 4, config={"train.loss_impl": "plain"}, note="plain-loss"),
+        Row("pythia-410m", 1024, 8, config={"model.attention": "eager"}, note="eager-attention"),
+        # Adapters and frozen weights.
+        Row("llama3.2-3b", 2048, 4, config={**LORA, "adapter.dora": True}, note="dora"),
+        Row("mistral-7b", 2048, 2, recompute="full", config={**LORA, **WIDE}, note="lora-64-dropout"),
+        Row("qwen3-4b", 2048, 4, config={**QLORA, "adapter.quantize": "bnb.nf4-dq"}, note="qlora-bnb"),
+        Row("llama2-7b", 4096, 1, TRUE, config=LORA, note="lora"),
+        Row("llama3.1-8b", 2048, 4, FP8, config=LORA, note="lora"),
+        Row("qwen2.5-3b", 2048, 2, config={**LORA, "adapter.train_also": ["*embed_tokens*"]}, note="lora-embeddings"),
+        Row("llama3.2-3b", 2048, 4, config={"model.freeze": ["*embed_tokens*", "model.layers.?.*"]}, note="freeze"),
+        # Other activation checkpointing, other sizes.
+        Row("llama3-8b", 4096, 1, TRUE, optimizer=SMALL_STATE, config=EVERY_SECOND, note="every-2"),
+        Row("qwen3-4b", 4096, 1, TRUE, "full"),
+        Row("qwen3-1.7b", 4096, 2),
+        Row("qwen2.5-3b", 8192, 1, recompute="selective"),
+        # Other objectives.
+        Row("llama3.2-1b", 1024, 4, config={"train.objective": "dpo"}, note="dpo"),
+        Row("llama3.2-3b", 1024, 4, config={**LORA, "train.objective": "dpo"}, note="lora dpo"),
+        Row("qwen2.5-0.5b", 2048, 4, config={"train.objective": "orpo"}, note="orpo"),
+        Row("bert-large", 512, 32, config=MASKED, note="masked-lm"),
+        # Model types that are trained from a folder.
+        Row("gemma3-270m", 2048, 8),
+        Row("gemma3-1b", 2048, 4),
+        Row("olmo2-1b", 4096, 2),
+        Row("phi3-mini", 2048, 2, config=LORA, note="lora"),
+        Row("smollm3-3b", 2048, 2, TRUE, "cheap"),
+        Row("starcoder2-3b", 2048, 2, config=LORA, note="lora"),
+        Row("qwen3-moe-1.5b", 2048, 4),
+    ),
 ]  # fmt: skip
 
 

@@ -23,7 +23,8 @@ from shoal.mistakes import UserMistake
 from shoal.observe.metrics import Line
 from shoal.parallel.device import inspect_device
 from shoal.train.hooks import Hook, LogInterval, RunStart
-from sweeps.forecast import H200, forecast, forecast_figures, make_config
+from sweeps.folders import FOLDERS, with_weights
+from sweeps.forecast import H200, PAIRS, forecast, forecast_figures, make_config
 from sweeps.rows import ROWS, SEED, Row, count_steps
 
 # More than this left after a row would be counted in the next one.
@@ -83,11 +84,16 @@ def measure(row: Row, work: Path, machine: dict[str, Any], *, tiny: bool) -> dic
         "steps": steps,
         "left_gib": round(clean(), 4),
     }
-    data = {f"data.{key}": value for key, value in text_data(work, values["data.max_length"]).items()}
+    data = text_data(work, values["data.max_length"])
+    if values.get("train.objective") in PAIRS:
+        data = preference_data(work, values["data.max_length"])
     # A run of its own: one that replaces another would keep its folder.
     runs = tempfile.mkdtemp(prefix="runs-", dir=work)
-    more = {"seed": SEED, "train.schedule.name": "constant", "train.schedule.warmup": 0, **data}
+    more = {"seed": SEED, "train.schedule.name": "constant", "train.schedule.warmup": 0}
+    more |= {f"data.{key}": value for key, value in data.items()}
     try:
+        if row.shape in FOLDERS:
+            more["model.from"] = str(with_weights(row.shape, work / row.shape, tiny=tiny))
         config = only_measuring(make_config(values, **more), warmup + steps)
         start(config, runs=Path(runs), hooks=[recorder])
         record |= {"status": "measured", "measured": figures(recorder.lines[warmup:]), "forecast": recorder.forecast}
@@ -96,6 +102,20 @@ def measure(row: Row, work: Path, machine: dict[str, Any], *, tiny: bool) -> dic
     except Exception as error:
         record["status"] = f"failed: {type(error).__name__}: {error}"[:MESSAGE]
     return {**record, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def preference_data(work: Path, length: int) -> dict[str, Any]:
+    """The `data` block of a config for pairs of answers that are truncated, so that every sequence is full."""
+    path = work / f"pairs-{length}.jsonl"
+    if not path.exists():
+        # An answer of white space alone is refused.
+        text = "".join(Path(text_data(work, length)["path"]).read_text("ascii").split())
+        with path.open("w") as file:
+            for start in range(0, min(len(text) - 3 * length, 2000 * length), length):
+                middle, end = start + length, start + 2 * length
+                pair = {"prompt": text[start : start + 8], "chosen": text[start:middle], "rejected": text[middle:end]}
+                file.write(json.dumps(pair) + "\n")
+    return {"source": "json", "path": str(path), "format": "preference", "max_length": length, "validation": 0}
 
 
 def figures(lines: list[Line]) -> dict[str, Any]:
