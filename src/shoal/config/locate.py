@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -211,7 +211,7 @@ def _compose(text: str) -> yaml.Node | None:
     """With libyaml, which takes a tenth of the time, where both parsers agree; PyYAML's says more of what is wrong."""
     if len(text) < FAST_LENGTH and not _READ_DIFFERENTLY.search(text):
         with suppress(yaml.YAMLError, ValueError):
-            return cast("yaml.Node | None", _FastLoader(text).get_single_node())
+            return _FastLoader(text).get_single_node()
     return _Loader(text).get_single_node()
 
 
