@@ -104,6 +104,10 @@ NEAREST: dict[str, SystemTraits] = {
     # Qwen's own model code does not upcast its logits, and with DeepSpeed there is no autocast: logits, their copy
     # without the last token and the log-softmax are in 16 bits. Its 4-bit models are GPTQ's.
     "deepspeed-qwen": replace(TRAITS["deepspeed"], logit_bytes=6.0, fused_qkv=True),
+    # The same of models with three matmuls: OPT in transformers, and loops with a loss of logits in 16 bits.
+    "deepspeed-narrow": replace(TRAITS["deepspeed"], logit_bytes=6.0),
+    # Of 2023: transformers' Llama replaced the logits by their fp32 copy, and copied them without the last token.
+    "deepspeed-2023": replace(TRAITS["deepspeed"], logit_bytes=16.0),
     # Its LoRA without DeepSpeed: PEFT before 0.12, and one matmul for queries, keys and values.
     "qwen-2023": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, narrow_adapters=True, fused_qkv=True),
     # `_allgather_param` in deepspeed/runtime/zero/partition_parameters.py, with a torch.cuda.synchronize() before each.
