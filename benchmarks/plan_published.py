@@ -120,6 +120,8 @@ NEAREST: dict[str, SystemTraits] = {
     # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.
     "transformers-loop": replace(LOOP, logit_bytes=6.0),
     "transformers-loop-wide": replace(LOOP, logit_bytes=12.0),
+    # transformers' models under FSDP2, adapters of its own in the dtype of the layer (components/_peft/lora.py).
+    "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0),
     "fms": TRAITS["torchtitan"],
     # The model, with its loss, is compiled as a whole.
     "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True),
