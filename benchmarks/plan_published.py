@@ -113,6 +113,10 @@ NEAREST: dict[str, SystemTraits] = {
     # Qwen's own model code does not upcast its logits, and with DeepSpeed there is no autocast: logits, their copy
     # without the last token and the log-softmax are in 16 bits. Its 4-bit models are GPTQ's.
     "deepspeed-qwen": replace(TRAITS["deepspeed"], logit_bytes=6.0, fused_qkv=True),
+    # The same of models with three matmuls: OPT in transformers, and loops with a loss of logits in 16 bits.
+    "deepspeed-narrow": replace(TRAITS["deepspeed"], logit_bytes=6.0),
+    # Of 2023: transformers' Llama replaced the logits by their fp32 copy, and copied them without the last token.
+    "deepspeed-2023": replace(TRAITS["deepspeed"], logit_bytes=16.0),
     # Its LoRA without DeepSpeed: PEFT before 0.12, and one matmul for queries, keys and values.
     "qwen-2023": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, narrow_adapters=True, fused_qkv=True),
     # A loss of its own over 16-bit logits (benchmark/gpt/model.py); Lightning's plugin has no autocast with DeepSpeed.
@@ -142,6 +146,8 @@ NEAREST: dict[str, SystemTraits] = {
     "transformers-loop-wide": replace(LOOP, logit_bytes=10.0),
     # The same around the loss of transformers 5's own models.
     "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs="step"),
+    # transformers' models under FSDP2, adapters of its own in the dtype of the layer (components/_peft/lora.py).
+    "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0),
     "fms": TRAITS["torchtitan"],
     # torch.optim.AdamW as it is, in examples/pytorch/tensor_parallel/train.py.
     "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
