@@ -141,6 +141,53 @@ NEAREST: dict[str, SystemTraits] = {
         even_stages=False,
         flash2=True,
     ),
+    # Aleph Alpha's scaling: gradients are reduced in fp32 after the backward pass (allreduce_no_retain in
+    # core/optimizer), the activation and the loss are PyTorch's, and norms too unless a run names their kernel.
+    "aleph-scaling": replace(
+        MEGATRON, fused_activation=False, loss_kernel="never", accumulates_in_matmuls=False, flash2=True
+    ),
+    "aleph-scaling-plain-norm": replace(
+        MEGATRON,
+        unfused_norms=True,
+        fused_activation=False,
+        loss_kernel="never",
+        accumulates_in_matmuls=False,
+        flash2=True,
+    ),
+    # NeMo of 2022, with Apex's distributed_fused_adam before overlap_param_sync; and overlap_grad_sync: False.
+    "nemo-2022": replace(TRAITS["nemo"], overlaps_tensor=False, overlaps_weight_gather=False),
+    "nemo-2022-bert": replace(
+        TRAITS["nemo"], overlaps_tensor=False, overlaps_weight_gather=False, overlaps_gradients=False
+    ),
+    # --overlapped-distributed-optimizer and --no-gradient-accumulation-fusion: buckets are reduced in the backward
+    # pass, and gathered asynchronously until a parameter is used; and its comparison with Megatron's own.
+    "megatron-llama": replace(
+        MEGATRON, flash2=True, accumulates_in_matmuls=False, overlaps_gradients=True, overlaps_weight_gather=True
+    ),
+    "megatron-llama-plain": replace(MEGATRON, flash2=True, accumulates_in_matmuls=False),
+    # C and CUDA: bf16 weights and gradients, fp32 master weights with the optimizer, kernels fused by hand, gradients
+    # reduced block by block in the backward pass (multi_gpu_async_reduce_gradient), memory allocated once.
+    "llm.c": replace(MEGATRON, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
+    # scaled_upper_triang_masked_softmax_fusion and bias_gelu_fusion: false; ZeRO-1 with overlap_comm.
+    "neox": replace(
+        MEGATRON,
+        fused_softmax="never",
+        fused_activation=False,
+        loss_kernel="never",
+        wide_gradients=False,
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+    ),
+    # DeepSpeedTransformerLayer: a block's kernels are fused by hand, scores and softmax among them.
+    "deepspeed-kernels": replace(MEGATRON, wide_gradients=False, accumulates_in_matmuls=False),
+    # transformers' models under FSDP2, adapters of its own in the dtype of the layer (components/_peft/lora.py).
+    "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0),
+    # Lightning's FSDP with precision 16: parameters, gradients and buffers in fp16.
+    "lightning-fp16": replace(TRAITS["by-hand"], narrow_reduction=True),
+    # GeminiPlugin: chunks of 16-bit weights that are gathered, fp32 masters in shards, Apex's norms.
+    "colossal-gemini": replace(TRAITS["deepspeed"], unfused_norms=False, hooks_modules=False),
+    # nanoGPT's kind of loop without DDP: gradients are reduced in the step of its sharded optimizers.
+    "nanochat": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, overlaps_gradients=False),
 }
 # PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
 # builds with those of their day.
