@@ -168,6 +168,8 @@ NEAREST: dict[str, SystemTraits] = {
     # C and CUDA: bf16 weights and gradients, fp32 master weights with the optimizer, kernels fused by hand, gradients
     # reduced block by block in the backward pass (multi_gpu_async_reduce_gradient), memory allocated once.
     "llm.c": replace(MEGATRON, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
+    # Its successor, with chunks of the head.
+    "llm.q": replace(MEGATRON, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
     # scaled_upper_triang_masked_softmax_fusion and bias_gelu_fusion: false; ZeRO-1 with overlap_comm.
     "neox": replace(
         MEGATRON,
@@ -186,6 +188,14 @@ NEAREST: dict[str, SystemTraits] = {
     "lightning-fp16": replace(TRAITS["by-hand"], narrow_reduction=True),
     # GeminiPlugin: chunks of 16-bit weights that are gathered, fp32 masters in shards, Apex's norms.
     "colossal-gemini": replace(TRAITS["deepspeed"], unfused_norms=False, hooks_modules=False),
+    # --overlap-grad-reduce, --overlap-param-gather, --no-gradient-accumulation-fusion, and a loss that is not fused.
+    "megatron-tests": replace(
+        MEGATRON,
+        loss_kernel="never",
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        overlaps_weight_gather=True,
+    ),
     # nanoGPT's kind of loop without DDP: gradients are reduced in the step of its sharded optimizers.
     "nanochat": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, overlaps_gradients=False),
 }
@@ -194,7 +204,9 @@ NEAREST: dict[str, SystemTraits] = {
 NEW_WHEELS = (2024, 10)
 # From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
 FP32_ADAPTERS = (2024, 8)
-CONTAINERS = {"bert-apex", "flagscale", "llama3", "maxtext", "megatron", "megatron-0.6", "nemo", "nemo-plain", "pax"}
+CONTAINERS = {
+    *("bert-apex", "flagscale", "llama3", "llm.c", "maxtext", "megatron", "megatron-0.6", "nemo", "nemo-plain", "pax"),
+}
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
 # Keys that say where a figure comes from, or that `_run` reads.
