@@ -180,10 +180,6 @@ NEAREST: dict[str, SystemTraits] = {
         accumulates_in_matmuls=False,
         overlaps_gradients=True,
     ),
-    # DeepSpeedTransformerLayer: a block's kernels are fused by hand, scores and softmax among them.
-    "deepspeed-kernels": replace(MEGATRON, wide_gradients=False, accumulates_in_matmuls=False),
-    # transformers' models under FSDP2, adapters of its own in the dtype of the layer (components/_peft/lora.py).
-    "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0),
     # Lightning's FSDP with precision 16: parameters, gradients and buffers in fp16.
     "lightning-fp16": replace(TRAITS["by-hand"], narrow_reduction=True),
     # GeminiPlugin: chunks of 16-bit weights that are gathered, fp32 masters in shards, Apex's norms.
