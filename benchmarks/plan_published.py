@@ -180,6 +180,26 @@ NEAREST: dict[str, SystemTraits] = {
         accumulates_in_matmuls=False,
         overlaps_gradients=True,
     ),
+    # Its 20B.yml has both of them.
+    "neox-fused": replace(
+        MEGATRON,
+        loss_kernel="never",
+        wide_gradients=False,
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        even_stages=False,
+    ),
+    # flash_attn's GPT under autocast: fused_mlp, fused_dropout_add_ln, residual_in_fp32, its in-place loss; AdamW in
+    # PyTorch's ZeroRedundancyOptimizer.
+    "flash-attn-amp": replace(
+        TRAITS["autocast"],
+        unfused_norms=False,
+        fused_activation=True,
+        fused_qkv=True,
+        loss_kernel="always",
+        foreach_step=True,
+        flash2=True,
+    ),
     # Lightning's FSDP with precision 16: parameters, gradients and buffers in fp16.
     "lightning-fp16": replace(TRAITS["by-hand"], narrow_reduction=True),
     # GeminiPlugin: chunks of 16-bit weights that are gathered, fp32 masters in shards, Apex's norms.
