@@ -190,6 +190,79 @@ NEAREST: dict[str, SystemTraits] = {
         even_stages=False,
         flash2=True,
     ),
+    # Aleph Alpha's scaling: gradients are reduced in fp32 after the backward pass (allreduce_no_retain in
+    # core/optimizer), the activation and the loss are PyTorch's, and norms too unless a run names their kernel.
+    "aleph-scaling": replace(
+        MEGATRON, fused_activation=False, loss_kernel="never", accumulates_in_matmuls=False, flash2=True
+    ),
+    "aleph-scaling-plain-norm": replace(
+        MEGATRON,
+        unfused_norms=True,
+        fused_activation=False,
+        loss_kernel="never",
+        accumulates_in_matmuls=False,
+        flash2=True,
+    ),
+    # NeMo of 2022, with Apex's distributed_fused_adam before overlap_param_sync; and overlap_grad_sync: False.
+    "nemo-2022": replace(TRAITS["nemo"], overlaps_tensor=False, overlaps_weight_gather=False),
+    "nemo-2022-bert": replace(
+        TRAITS["nemo"], overlaps_tensor=False, overlaps_weight_gather=False, overlaps_gradients=False
+    ),
+    # --overlapped-distributed-optimizer and --no-gradient-accumulation-fusion: buckets are reduced in the backward
+    # pass, and gathered asynchronously until a parameter is used; and its comparison with Megatron's own.
+    "megatron-llama": replace(
+        MEGATRON, flash2=True, accumulates_in_matmuls=False, overlaps_gradients=True, overlaps_weight_gather=True
+    ),
+    "megatron-llama-plain": replace(MEGATRON, flash2=True, accumulates_in_matmuls=False),
+    # C and CUDA: bf16 weights and gradients, fp32 master weights with the optimizer, kernels fused by hand, gradients
+    # reduced block by block in the backward pass (multi_gpu_async_reduce_gradient), memory allocated once.
+    "llm.c": replace(MEGATRON, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
+    # Its successor, with chunks of the head.
+    "llm.q": replace(MEGATRON, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
+    # scaled_upper_triang_masked_softmax_fusion and bias_gelu_fusion: false; ZeRO-1 with overlap_comm.
+    "neox": replace(
+        MEGATRON,
+        fused_softmax="never",
+        fused_activation=False,
+        loss_kernel="never",
+        wide_gradients=False,
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+    ),
+    # Its 20B.yml has both of them.
+    "neox-fused": replace(
+        MEGATRON,
+        loss_kernel="never",
+        wide_gradients=False,
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        even_stages=False,
+    ),
+    # flash_attn's GPT under autocast: fused_mlp, fused_dropout_add_ln, residual_in_fp32, its in-place loss; AdamW in
+    # PyTorch's ZeroRedundancyOptimizer.
+    "flash-attn-amp": replace(
+        TRAITS["autocast"],
+        unfused_norms=False,
+        fused_activation=True,
+        fused_qkv=True,
+        loss_kernel="always",
+        foreach_step=True,
+        flash2=True,
+    ),
+    # Lightning's FSDP with precision 16: parameters, gradients and buffers in fp16.
+    "lightning-fp16": replace(TRAITS["by-hand"], narrow_reduction=True),
+    # GeminiPlugin: chunks of 16-bit weights that are gathered, fp32 masters in shards, Apex's norms.
+    "colossal-gemini": replace(TRAITS["deepspeed"], unfused_norms=False, hooks_modules=False),
+    # --overlap-grad-reduce, --overlap-param-gather, --no-gradient-accumulation-fusion, and a loss that is not fused.
+    "megatron-tests": replace(
+        MEGATRON,
+        loss_kernel="never",
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        overlaps_weight_gather=True,
+    ),
+    # nanoGPT's kind of loop without DDP: gradients are reduced in the step of its sharded optimizers.
+    "nanochat": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, overlaps_gradients=False),
 }
 # PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
 # builds with those of their day.
@@ -201,7 +274,17 @@ FP32_ADAPTERS = (2024, 8)
 NOT_REENTRANT = (2025, 12)
 MODEL_CHECKPOINTS = {"deepspeed", "deepspeed-qwen", "huggingface", "huggingface-bf16", "huggingface-2022"}
 CONTAINERS = {
-    *("bert-apex", "flagscale", "llama3", "maxtext", "megatron", "megatron-0.6", "megatron-overlapped", "nemo"),
+    *(
+        "bert-apex",
+        "flagscale",
+        "llama3",
+        "llm.c",
+        "maxtext",
+        "megatron",
+        "megatron-0.6",
+        "megatron-overlapped",
+        "nemo",
+    ),
     *("nemo-plain", "pax"),
 }
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
