@@ -34,7 +34,7 @@ def _shares(shape: ModelShape, is_trained: Callable[[str], bool], *, adapted: bo
         if is_trained(name) or as_head:
             free[part] += size
             first = min(first, block)
-    shares = {part: free[part] / whole[part] if whole[part] else 1.0 for part in whole}
+    shares = {part: free[part] / whole[part] if whole[part] else float(not adapted) for part in whole}
     # Adapters are in every block.
     below = 0.0 if adapted or free["embedding"] else first / shape.layers
     return Trained(**shares, below=below)
