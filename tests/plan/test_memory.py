@@ -209,7 +209,7 @@ def test_eager_attention_saves_its_scores():
     scores = 32 * 32 * 8192 * 8192  # layers × heads × pairs of tokens
     for compiled, each in ((False, 4 + 2), (True, 2 + 2)):
         flash, eager = (
-            forecast_memory(make_run(length=8192, attention=kind, compiled=compiled)).allocated
+            forecast_memory(make_run(length=8192, attention=kind, compiled=compiled)).worst.moments[0].tree.amount
             for kind in ("fused", "scores")
         )
         # The softmax in fp32 and its copy in 16 bits; compiled, what one matmul computes and the other reads.
@@ -286,8 +286,6 @@ def test_nothing_is_reduced_before_the_last_block_if_the_head_is_reduced_with_th
     # Block inputs alone are less than the reduce-scatter input of a block, so that the block before it is the peak.
     inputs = tied.tokens * tied.shape.hidden * tied.residual_bytes
     assert reducing(replace(tied, recompute="full")) == pytest.approx(2 * tied_head + 6 * block - inputs, rel=0.01)
-<<<<<<< HEAD
-=======
 
 
 def test_what_is_trained_beside_adapters_has_gradients_and_optimizer_state():
@@ -305,4 +303,3 @@ def test_what_is_trained_beside_adapters_has_gradients_and_optimizer_state():
     assert also["optimizer state"] - without["optimizer state"] == pytest.approx(8 * tied, rel=0.01)
     # Its gradient is the head's, in fp32 and then in 16 bits, when the logits are gone.
     assert 4 * tied < also["head"] - without["head"] < 6 * tied
->>>>>>> f7fa591a28ffd5b63cc70a4bbec908cbca3239db
