@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 MEMORY := $(wildcard /dev/shm)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(if $(MEMORY),--basetemp=$(MEMORY)/shoal-tests-$$PPID)
+# A session leaves more than a gigabyte of them, of memory: they are kept only where a test failed.
+FREE = $(if $(MEMORY),rm -rf $(MEMORY)/shoal-tests-$$PPID,true)
 
 # Else every process that a test starts would compile the package and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,12 +34,12 @@ TYPES := .mypy_cache/report.txt
 test: lint
 	mkdir -p $(dir $(TYPES))
 	$(BIN)/mypy > $(TYPES) 2>&1 & types=$$!; \
-	$(PYTEST) -m 'not slow'; tested=$$?; \
+	$(PYTEST) -m 'not slow' && $(FREE); tested=$$?; \
 	wait $$types; typed=$$?; cat $(TYPES); \
 	exit $$((tested | typed))
 
 test-slow: $(VENV)/.installed
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow && $(FREE)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check src tests examples benchmarks

@@ -99,11 +99,11 @@ TABLES: dict[str, Callable[[], Iterator[str]] | tuple[str, Rows]] = {
         ),
     ),
     "context": (
-        f"model.shape=llama3-8b {H100} parallel.strategy=fsdp train.recompute=full train.global_batch=8 "
+        f"model.shape=llama3.1-8b {H100} parallel.strategy=fsdp train.recompute=full train.global_batch=8 "
         "train.micro_batch=1",
         {
             f"{length:,} tokens, `{setting}`": f"data.max_length={length} {setting}"
-            for length in (32_768, 131_072, 262_144)
+            for length in (32_768, 65_536, 131_072)
             for setting in ("parallel.cp=1", "parallel.cp=2", "parallel.cp=8")
         },
     ),

@@ -23,23 +23,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import accelerate.utils.other
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import (
-    BertConfig,
-    GPT2LMHeadModel,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
 
 import shoal.launch.run
 from shoal import api
 from shoal.checkpoint.layout import SliceReader
 from shoal.config import Config, Mesh
 from shoal.config.schema_base import Block
+from shoal.imports import without_scipy
 from shoal.launch.environment import LAUNCH_FOLDER
 from shoal.models.emulate import slow_dtypes
 from shoal.models.prepare import PreparedModel
@@ -47,6 +41,17 @@ from shoal.objectives.causal_lm import CausalLM
 from shoal.parallel import apply
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
+
+with without_scipy():
+    from transformers import (
+        BertConfig,
+        GPT2LMHeadModel,
+        GPTNeoXForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+    )
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 # Imported above so that forked ranks have them already: transformers imports a model's code when it is first used.
 IMPORTED = (
@@ -61,17 +66,27 @@ IMPORTED = (
 # What every rank would import and build again: modules that are imported when first used, the validators of the
 # config's blocks, and what torch and transformers keep of the first model on the meta device.
 for _module in (
+    "encodings.utf_8_sig",
+    "importlib.readers",
+    "pydantic.dataclasses",
     "pydantic.plugin._loader",
     "rich._emoji_codes",
+    "shoal.checkpoint.inspect",
     "shoal.data.first_look",
+    "shoal.launch.custom",
     "torch.distributed.pipelining",
     "torch.profiler._cupti_monitor",
+    "transformers.models.auto.tokenization_auto",
+    "typer._click.decorators",
 ):
     importlib.import_module(_module)
 for _block in Block.__subclasses__():
     _block.model_rebuild()
 with torch.device("meta"):
     LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=32))
+get_checkpoint_conversion_mapping("llama")
+# Else every save_pretrained imports DeepSpeed, if it is installed, and MLflow with it, in five seconds.
+accelerate.utils.other.is_deepspeed_available = bool
 
 NEEDS_TRITON = pytest.mark.skipif(
     find_spec("triton") is None, reason="needs Triton, whose interpreter runs kernels on a CPU"

@@ -57,6 +57,8 @@ def test_each_strategy_is_compared_with_the_single_device() -> None:
     assert [row["measured"]["efficiency"] for row in rows] == [1.0, 1.0, 0.8]
     assert [row["forecast"] for row in rows] == [None, None, None]
     assert "fsdp           2     5.00 s" in report.text()
+    tiny = ScalingReport([Point("ddp", 2, figures(1.0, memory=0.0012), None)], {}, config_from_mapping(PLANNED), [])
+    assert " 0.0012" in tiny.text()
     assert plot_scaling(report).startswith(b"\x89PNG\r\n")
 
 

@@ -112,6 +112,7 @@ def test_a_wrong_value_names_its_line_and_what_it_must_be(text: str, says: str) 
         ("foo.bar=1", "override foo.bar=1: foo is not a key shoal knows."),
         ("seed.x=1", 'override seed.x=1: seed is {"x": 1}, but must be an integer.'),
         ("train={lr: 0}", "override train={lr: 0}: train.lr is 0, but must be above 0."),
+        ("name=off", "override name=off: must be a string. In a shell: 'name=\"off\"'."),
         (
             "train.schedule={nme: linear}",
             "override train.schedule={nme: linear}: train.schedule.nme is not a key shoal knows. Did you mean name?",
@@ -218,6 +219,12 @@ def test_a_contradiction_with_an_override_quotes_the_override() -> None:
     ("text", "begins", "contains"),
     [
         ("model: {shape: gpt2}\ntrain:\n\tlr: 1", "run.yaml:3: this is not YAML: ", "Indent with spaces, not tabs."),
+        # What libyaml would read, or crash on.
+        ("train: {steps: 3\t}", "run.yaml:1: this is not YAML: ", "Indent with spaces, not tabs."),
+        ("checkpoint: {keep: 2?, every: 1}", "run.yaml:1: this is not YAML: ", "expected ',' or '}', but got '?'"),
+        ("name: |#\n", "run.yaml:1: this is not YAML: ", "expected chomping or indentation indicators"),
+        pytest.param(f"name: {'[' * 3_000}", "run.yaml: this YAML cannot be converted", "recursion", id="nested"),
+        pytest.param(f"name: {'[' * 100_000}", "run.yaml: this YAML cannot be converted", "recursion", id="long"),
         ("train: [1\nseed: 2", "run.yaml:2: this is not YAML: ", "expected ',' or ']'"),
         ("a: b: c", "run.yaml:1: this is not YAML: ", "mapping values are not allowed here"),
         ("seed: 1\n---\nseed: 2", "run.yaml:2: this is not YAML: ", "single document"),

@@ -168,6 +168,7 @@ def rename_to_pickle(folder: Path) -> None:
         (set_key("r", None), {}, "is not the config of a LoRA adapter."),
         (rename_to_pickle, {}, "holds no adapter_model.safetensors (adapter_model.bin is a pickle"),
         (lambda folder: (folder / "adapter_config.json").unlink(), {}, "so it is not a PEFT adapter folder."),
+        (lambda folder: (folder / "base.json").write_text("{}"), {}, "is a run; shoal export"),
         (lambda folder: shutil.rmtree(folder), {}, "The adapter folder"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 99), {}, "is damaged"),
         (None, {"rank": 4}, "adapter.rank is 4, but r in"),

@@ -39,7 +39,7 @@ if run.first:
 """
 CONFIG = """
 name: run
-train: {steps: 60, precision: 32-true}
+train: {steps: 40, precision: 32-true}
 hardware: {devices: 2}
 parallel: {strategy: fsdp}
 checkpoint: {every: 10}
@@ -78,10 +78,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pat
 def test_a_killed_rank_costs_a_restart_and_nothing_else(undisturbed: Callable[[int], Path], tmp_path: Path) -> None:
     run = tmp_path / "runs" / "run"
     with start(tmp_path, restarts=1) as script:
-        script.wait_until(lambda: max(training_lines(run), default=0) >= 25)
+        script.wait_until(lambda: max(training_lines(run), default=0) >= 15)
         os.kill(rank_process(script.process.pid, 1), signal.SIGKILL)
         ended = script.wait()
-    assert (ended.status, ended.out) == (0, "finished 60\n"), ended.err
+    assert (ended.status, ended.out) == (0, "finished 40\n"), ended.err
     assert "All processes were restarted" in ended.err
     hold_same(run, undisturbed(2))
     assert load_config(run / "config.yaml", needs_model=False).name == "run"
@@ -104,7 +104,7 @@ def test_a_signal_saves_and_the_status_says_to_start_again(
     assert json.loads((run / "outcome.json").read_text())["state"] == "stopped"
     with start(tmp_path, f"hardware.devices={devices}") as script:
         ended = script.wait()
-    assert (ended.status, ended.out) == (0, "finished 60\n"), ended.err
+    assert (ended.status, ended.out) == (0, "finished 40\n"), ended.err
     hold_same(run, undisturbed(devices))
 
 

@@ -200,6 +200,27 @@ def test_data_for_less_than_one_step_is_described_too(write: Write) -> None:
     assert "a single sequence, which cannot be both trained on and held out" in str(single.problem)
 
 
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ("vocab: 100, positions: 2048", "The tokenizer has 259 tokens, but the model's vocabulary is 100"),
+        ("vocab: 260, positions: 64", "data.max_length is 2048, but the model supports 64 positions"),
+        ("vocab: 260, positions: 2048", None),
+    ],
+)
+def test_a_model_that_training_would_refuse_these_tokens_for_is_said(
+    shape: str, says: str | None, write: Write
+) -> None:
+    file = write("a.jsonl", [pair("a", "b")] * 100)
+    model = f"model.shape={{family: llama, hidden: 32, layers: 1, heads: 2, {shape}}}"
+    found = api.data_stats(file, [model, "model.tokenizer=bytes", "train.steps=2"])
+    assert (found.problem or "").startswith(says or "")
+    assert (found.problem is None) == (says is None)
+    assert says is None or says in found.text()
+    added = api.data_stats(file, [model, "model.tokenizer=bytes", "train.steps=2", 'model.add_tokens=["<new>"]'])
+    assert "vocabulary" not in str(added.problem)
+
+
 def test_the_fill_of_a_stream_is_compared_with_documents_one_by_one(write: Write) -> None:
     file = write("a.jsonl", [{"text": "x" * 30}] * 10)
     overrides = ["data.max_length=64", "data.validation=0"]

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -193,7 +194,7 @@ class ForkedCommand(Command):
     torch again, which takes longer than these runs."""
 
     def _start(self, folder: Path, arguments: list[str], env: Mapping[str, str]) -> Forked:
-        importlib.import_module("tests.harness")
+        _import_command()
         on_interrupt = signal.getsignal(signal.SIGINT)
         importlib.import_module("shoal.launch.worker")  # changes what the process does on Ctrl-C, as a rank's should
         importlib.import_module("shoal.launch.local")
@@ -224,6 +225,15 @@ class ForkedScript(ForkedCommand):
         _be_script(folder, arguments, env, out, err)
 
 
+class ForkedTorchrun(ForkedCommand):
+    """`torchrun` with these arguments, likewise."""
+
+    @staticmethod
+    def _be(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
+        main = importlib.import_module("torch.distributed.run").main
+        _be_starter(main, ["torchrun", *arguments], folder, env, out, err)
+
+
 def shoal(folder: Path, *arguments: str, env: Mapping[str, str] | None = None, seconds: float = PATIENCE) -> Ended:
     with Command(folder, [str(SHOAL), *arguments], env) as command:
         return command.wait(seconds)
@@ -246,6 +256,19 @@ def forked_shoal(
     """As `shoal`, in a fork of this process, which has torch and transformers imported already."""
     with ForkedCommand(folder, list(arguments), env) as command:
         return command.wait(seconds)
+
+
+@cache
+def _import_command() -> None:
+    """What every fork would import and build again: the command, and the parsers of its options."""
+    for module in ("tests.harness", "shoal.plan.render"):
+        importlib.import_module(module)
+    app = importlib.import_module("shoal.cli.app").app
+    typer_main = importlib.import_module("typer.main")
+    typer_main.get_command = cache(typer_main.get_command)
+    commands = typer_main.get_command(app).commands
+    for option in (*commands["train"].params, *commands["plan"].params):
+        option.get_runtime_param()
 
 
 def _be_command(folder: Path, arguments: Sequence[str], env: Mapping[str, str], out: int, err: int) -> NoReturn:
@@ -296,7 +319,7 @@ def _be_module(arguments: Sequence[str], env: Mapping[str, str], out: int, err: 
 
 
 def _run_module(arguments: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    _, option, module, *others = arguments
+    _, option, module, *others = (word for word in arguments if word != "-u")  # torchrun's ranks are not buffered
     assert option == "-m"
     module = {"shoal": "shoal.cli"}.get(module, module)  # what its __main__ calls
     _be_program(importlib.import_module(module).main, [module, *others], env)

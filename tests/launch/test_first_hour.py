@@ -189,9 +189,11 @@ def test_accumulation_steps_are_another_way_to_set_the_global_batch(instructions
     del settled["train"]["global_batch"]
     write_config(tmp_path, settled)
     batch = "batch      12 sequences per step: micro-batch 2, 3 accumulation steps"
-    shown = forked_shoal(tmp_path, "train", "run.yaml", "hardware.devices=4", "parallel.tp=2", "--dry-run").out
-    assert batch in shown
-    assert "strategy   ddp × tp 2 (" in shown
+    mesh = ("hardware.devices=4", "parallel.tp=2")
+    shown = forked_shoal(tmp_path, "train", "run.yaml", *mesh, "train.recompute=cheap", "--dry-run")
+    assert batch in shown.out
+    assert "strategy   ddp × tp 2 (" in shown.out
+    assert "warning: train.recompute cheap has no effect" in shown.err
     # Both may be given, if they agree; the run keeps its global batch, whatever it is resumed on.
     trained = forked_shoal(tmp_path, "train", "run.yaml", "train.global_batch=6", "--json")
     assert trained.status == 0, trained.err

@@ -342,6 +342,7 @@ def files(folder: Path) -> dict[Path, bytes]:
         (("--overwrite", "model.freeze=[decoder.*]"), r"model\.freeze: 'decoder\.\*' matches no parameter; .+"),
         (("--overwrite", "train.global_batch=10"), r"train\.global_batch 10 is not a multiple of .+"),
         (("--overwrite", "--from", "runs"), r"--from: runs is not a complete checkpoint: .+"),
+        (("--overwrite", "--from", "runz"), r"--from: runz is not a complete checkpoint: there is no such folder\."),
         (("--overwrite", "--resume"), r".*--resume.*--overwrite.*|.*--overwrite.*--resume.*"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

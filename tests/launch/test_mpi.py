@@ -11,7 +11,8 @@ import pytest
 
 PROGRAM = (
     "import dataclasses, json, os; from shoal.launch.environment import read_placement; "
-    "print(json.dumps(dataclasses.asdict(read_placement(os.environ))))"
+    # In one write: lines of two processes at once are mixed.
+    "os.write(1, (json.dumps(dataclasses.asdict(read_placement(os.environ))) + chr(10)).encode())"
 )
 MPIRUN = {
     "Open MPI": ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"],

@@ -11,7 +11,6 @@ import re
 import signal
 import socket
 import struct
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tests.launch.command import (
     Command,
     Ended,
     ForkedCommand,
+    ForkedTorchrun,
     descendants,
     environment,
     forked_shoal,
@@ -293,25 +293,19 @@ def test_a_killed_rank_without_restarts_is_named_with_its_signal(
 
 @pytest.mark.slow
 def test_torchrun_starts_and_restarts_the_same_training(folder: Path, expected: list[tuple[int, float, float]]) -> None:
+    """The real torchrun, in a process of its own, is in test_torchrun.py."""
     run = folder / "runs" / "run"
-    torchrun = Path(sys.executable).parent / "torchrun"
     started = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     arguments = [*started, "-m", "shoal", "train", "run.yaml", "--json"]
-    with Command(folder, [str(torchrun), *arguments]) as command:
+    with ForkedTorchrun(folder, arguments) as command:
         command.wait_until(lambda: max(training_lines(run), default=0) > SAVE_EVERY + 2)
-        ranks = [one for one in descendants(command.process.pid) if _variable(one, "RANK") == "1"]
-        os.kill(ranks[0], signal.SIGKILL)
+        os.kill(rank_process(command.process.pid, 1), signal.SIGKILL)
         ended = command.wait()
     assert ended.status == 0, ended.err
     assert json.loads(ended.out)["step"] == STEPS  # one object, from the first rank alone
     assert losses(run) == expected
     assert hold_whole(run) == STEPS
     assert {line["attempt"] for line in training_lines(run).values()} == {0, 1}
-
-
-def _variable(process: int, name: str) -> str | None:
-    pairs = (one.partition(b"=") for one in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"))
-    return next((value.decode() for key, _, value in pairs if key.decode() == name), None)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from shoal.observe.curve import draw_curve, thinned
 from shoal.observe.events import EventLog
 from shoal.observe.run_view import RunView
 from tests.harness import lines, reference_run, settings
+from tests.observe.written_runs import write_run
 
 
 @pytest.fixture
@@ -54,6 +55,16 @@ def test_captions_are_whole_in_a_narrow_terminal_and_without_unicode(run: Path, 
     assert ended.output.count("step 1 to 4 ") == 4
     assert "\x1b" not in ended.output
     assert ("*" in ended.output) == (encoding == "latin-1")
+
+
+def test_a_stopped_run_has_no_time_left_and_captions_are_whole_or_shorter(tmp_path: Path) -> None:
+    stopped = write_run(tmp_path / "stopped", steps=20_000, done=10_000, state="stopped")
+    ended = CliRunner().invoke(app, ["top", str(stopped), "--once"], env={"COLUMNS": "80"})
+    assert ended.output.splitlines()[0] == "stopped  stopped  step 10000/20000"
+    assert " left" not in ended.output
+    assert "step 10 to 10000 ─╯" in ended.output  # of the norm
+    rates = next(line for line in ended.output.splitlines() if "e-0" in line and "╰" in line)
+    assert "step 10 to" not in rates.split("╯")[1]
 
 
 def test_json_has_the_facts_of_the_files(run: Path) -> None:

@@ -176,5 +176,5 @@ def test_fewer_micro_batches_than_stages_give_a_warning_with_the_bubble(instruct
     run_ranks(2, lambda: api.train(api.config_from_mapping(config), runs=tmp_path).as_dict())
     said = capfd.readouterr()
     assert (
-        "parallel.pp 2 with 1 micro-batches per step leaves each device idle for 50% of the step" in said.out + said.err
+        "parallel.pp 2 with 1 micro-batch per step leaves each device idle for 50% of the step" in said.out + said.err
     )

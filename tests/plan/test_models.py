@@ -169,3 +169,24 @@ def test_an_unknown_device_is_noted(tmp_path: Path):
 )
 def test_devices_have_their_usual_network(gpu, network):
     assert usual_network(find_gpu(gpu)) == network
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("parallel.sharding=hybrid_shard parallel.strategy=fsdp", "on one machine hybrid_shard equals full_shard"),
+        (
+            "parallel.pp=4 train.global_batch=2 train.micro_batch=1",
+            "with 1 micro-batch per step leaves each device idle",
+        ),
+        ("train.recompute=cheap train.compile=false", "train.recompute cheap has no effect"),
+        (
+            "parallel.reshard=false parallel.strategy=ddp",
+            "parallel.reshard false has no effect: parallel.strategy is ddp",
+        ),
+    ],
+)
+def test_a_setting_without_the_effect_that_it_promises_is_said_before_the_run(setting, says):
+    common = ("model.shape=llama3.2-1b", "hardware.gpu=h100-80gb", "hardware.devices=8", "hardware.price=2")
+    assert [note for note in plan(*common, *setting.split()).notes if says in note]
+    assert not plan(*common).notes

@@ -110,7 +110,7 @@ def test_changes_are_ordered_by_what_they_affect_and_then_by_time(monkeypatch, c
         (["model.shape=gpt2", "hardware.gpu=v100-16gb", "train.precision=bf16-mixed"], "use 16-mixed"),
         (["model.shape=gpt2", "hardware.gpu=a100-40gb", "train.precision=fp8"], "use bf16-mixed"),
         (["nowhere.yaml"], "does not exist"),
-        (["model.shape=gpt2", "--like", "nothing"], "the names are shoal, torchtitan"),
+        (["model.shape=gpt2", "--like", "torchtitn"], "Did you mean torchtitan or torchtune"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(monkeypatch, capsys, arguments, sentence):
@@ -131,13 +131,13 @@ def test_without_a_gpu_auto_means_the_cpu_and_says_so(monkeypatch, capsys):
 
 
 def test_the_plan_is_plotted(monkeypatch, capsys, tmp_path: Path):
-    picture = tmp_path / "plan.png"
+    picture = tmp_path / "made" / "plan.png"
     status, _, _ = run_plan(monkeypatch, capsys, *EIGHT, "--plot", str(picture))
     assert status == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    status, _, err = run_plan(monkeypatch, capsys, *EIGHT, "--plot", str(tmp_path / "none" / "plan.png"))
+    status, _, err = run_plan(monkeypatch, capsys, *EIGHT, "--plot", str(picture / "plan.png"))
     assert status == 2
-    assert "cannot be written" in err
+    assert "plan.png cannot be written: File exists." in err or "Not a directory." in err
 
 
 def test_hardware_can_be_described_in_the_config(monkeypatch, capsys):
@@ -167,9 +167,10 @@ def test_another_systems_code_can_be_forecast(monkeypatch, capsys):
     assert any("torchtitan" in note for note in theirs["notes"])
 
 
-def test_the_memory_of_a_tiny_model_is_not_all_zeros(monkeypatch, capsys):
+@pytest.mark.parametrize("gpu", ["cpu", "h100-80gb"])
+def test_the_memory_of_a_tiny_model_is_not_all_zeros(gpu, monkeypatch, capsys):
     tiny = "model.shape={family: llama, hidden: 64, layers: 2, heads: 2, vocab: 260}"
-    _, said, _ = run_plan(monkeypatch, capsys, tiny, "hardware.gpu=cpu", "train.steps=10", "data.max_length=64")
+    _, said, _ = run_plan(monkeypatch, capsys, tiny, f"hardware.gpu={gpu}", "train.steps=10", "data.max_length=64")
     memory = said[said.index("memory per device") : said.index("speed:")]
     assert " MiB allocated, " in memory
     weights = next(line for line in memory.splitlines() if line.endswith("  weights"))

@@ -78,6 +78,7 @@ def planned(**changes: Any) -> ResolvedRun:
             "train": {"global_batch": 64, "micro_batch": 1, "recompute": "full", **changes.pop("train", {})},
             "hardware": {"gpu": "h100-80gb", "devices": 8},
             "parallel": {"strategy": "fsdp", **changes.pop("parallel", {})},
+            "checkpoint": changes.pop("checkpoint", {}),
         }
     )
     assert not changes
@@ -125,6 +126,13 @@ def test_a_setting_that_the_run_has_is_not_what_to_try() -> None:
     found = find_bottleneck(terms, planned(data={"workers": os.cpu_count() or 2}))
     assert found.settings is None
     assert found.sentence.endswith("is waiting for data; put the prepared data on a faster disk (SHOAL_CACHE=FOLDER).")
+
+
+@pytest.mark.parametrize(("saved", "tries"), [(2, "checkpoint.every=4"), (500, "eval.every=400")])
+def test_the_more_frequent_of_saves_and_evaluations_is_made_rarer(saved: int, tries: str) -> None:
+    terms = dict.fromkeys(TERMS, 0.0) | {"matmul": 0.7, "evaluation and checkpoints": 0.2}
+    found = find_bottleneck(terms, planned(checkpoint={"every": saved}))
+    assert found.sentence.endswith(f"is evaluation and checkpoints; try {tries}.")
 
 
 def test_ranks_that_wait_for_a_slow_one_are_told_which() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from shoal import api
 from shoal.data.stream.stream import Stream
+from shoal.mistakes import UserMistake
 from tests.harness import lines, settings, train_again_on, train_on
 
 STEPS = 4
@@ -45,6 +46,9 @@ def test_a_streamed_run_resumes_on_another_number_of_ranks(files: Path, tmp_path
     assert saved["stream"][0]["chunk"] > 0
     run = train_on(1, config(data), tmp_path / "parts", resume=True)
     assert losses(run) == pytest.approx(whole, rel=2e-6)
+    fewer = config({**data, "path": str(files / "a.jsonl")}, steps=STEPS + 1)
+    with pytest.raises(UserMistake, match="set is streamed from files with other names or sizes than before; restore"):
+        train_on(1, fewer, tmp_path / "parts", resume=True)
 
 
 def test_a_mixture_has_the_same_losses_on_two_ranks(files: Path, tmp_path: Path) -> None:

@@ -35,6 +35,23 @@ def test_each_answer_is_to_the_whole_conversation_so_far(chat_run, tmp_path, sho
         assert "/reset" in ended.err
 
 
+def test_a_mistyped_command_is_not_a_message_and_exit_exits(chat_run, shoal):
+    asked = ("chat", chat_run, "--tokens", 12, "--temperature", 0)
+    ended = shoal(*asked, typed="/help\n/rest\nhello\n/exit\nhello\n")
+    assert (ended.status, ended.out) == (0, shoal(*asked, typed="hello\n").out)
+    assert ended.err.splitlines()[-2:] == [
+        "Ctrl-D exits, /reset clears the history, Ctrl-C stops an answer.",
+        "There is no /rest. Ctrl-D exits, /reset clears the history, Ctrl-C stops an answer.",
+    ]
+
+
+def test_an_answer_without_text_is_said_to_have_none(chat_run, monkeypatch):
+    said, chat = [], Chat(load_run(chat_run, device="cpu"), GREEDY)
+    monkeypatch.setattr(chat, "ask", lambda _: iter([""]))
+    converse(chat, ["hello"], lambda _: None, said.append)
+    assert said == ["(no text: the model ended its answer at once)"]
+
+
 def test_the_oldest_turns_are_dropped_when_the_context_is_full(chat_run):
     said: list[str] = []
     chat = Chat(load_run(chat_run, device="cpu"), GREEDY, said.append)

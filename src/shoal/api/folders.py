@@ -104,6 +104,9 @@ UNREAD = {
     ".toml": "TOML, which is not translated; docs/coming-from/torchtitan.md has torchtitan's keys and ours.",
     ".py": "a Python script, which is neither read nor run: give its config, or the command that starts it behind two "
     "dashes (docs/coming-from.md).",
+    **dict.fromkeys(
+        (".jsonl", ".csv", ".parquet", ".arrow", ".h5ad"), "data, which needs no import: set data.path to it."
+    ),
     ".ipynb": "a notebook, which is neither read nor run; docs/coming-from.md has the words of other systems and ours.",
 }
 
@@ -117,6 +120,8 @@ def is_foreign_config(files: Sequence[Path | str], command: str = "") -> bool:
         raise UserMistake(f"{missing} does not exist; give a config, a script or a checkpoint of another system.")
     if (unread := next((path for path in paths if path.suffix in UNREAD and path.is_file()), None)) is not None:
         raise UserMistake(f"{unread} is {UNREAD[unread.suffix]}")
+    if (run := next((path for path in paths if (path / "metrics.jsonl").is_file()), None)) is not None:
+        raise UserMistake(f"{run} is a run of shoal: shoal export {run} --to hf writes its weights.")
     configs = [path for path in paths if is_config(path)]
     if (configs or command or len(paths) > 1) and len(configs) != len(paths):
         odd = next(path for path in paths if path not in configs)

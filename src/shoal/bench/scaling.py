@@ -124,7 +124,8 @@ def _figures(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return f"{'–':>8}{'':39}"
     epoch = "–" if row["epoch_seconds"] is None else show_seconds(row["epoch_seconds"])
-    memory = f"{row['allocated_gib']:.2f}" + ("!" if row["fits"] is False else " ")
+    allocated = row["allocated_gib"]
+    memory = f"{allocated:.{2 if allocated >= 0.1 else 4}f}" + ("!" if row["fits"] is False else " ")
     step = show_seconds(row["step_seconds"])
     return f"{step:>8} {epoch:>8} {row['speedup']:8.2f} {row['efficiency']:10.0%} {memory:>9}"
 

@@ -27,6 +27,7 @@ from shoal.cli.submit import submit_command
 from shoal.cli.sweep import sweep
 from shoal.cli.top import top
 from shoal.cli.train import TrainCommand, download, init, train
+from shoal.cli.usage import OneSentence
 from shoal.cli.use import chat, generate
 from shoal.crash import report_crash
 from shoal.launch.environment import BY_HAND, TORCHRUN, read_placement
@@ -34,6 +35,7 @@ from shoal.launch.torchrun import ends_again, is_new
 from shoal.mistakes import RunFailed, UserMistake
 
 app = typer.Typer(
+    cls=OneSentence,
     help="Train and fine-tune transformers on one device or many, from one YAML file.",
     epilog="Begin with: shoal init chess-tiny, shoal plan chess-tiny.yaml, shoal train chess-tiny.yaml.",
     no_args_is_help=True,

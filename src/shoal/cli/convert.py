@@ -126,7 +126,10 @@ def import_command(
         raise UserMistake("Give a FILE, or a command behind two dashes: shoal import -- litgpt finetune_lora …")
     if not api.is_foreign_config(files, command):
         if output is None:
-            raise UserMistake(f"{files[0]} holds weights: give --output, the Hugging Face folder to write.")
+            raise UserMistake(
+                f"{files[0]} is not a config, so it is taken for a checkpoint: give --output, the Hugging Face folder "
+                "to write."
+            )
         if overwrite:
             raise UserMistake("--overwrite is for YAML files: a folder of weights is never replaced.")
         imported = api.import_checkpoint(files[0], output, model=model, dtype=dtype, report=print_progress)

@@ -63,6 +63,8 @@ def generate(
         print_json(generated.as_dict())
     else:
         typer.echo()
+        if not generated.text:
+            typer.echo("(no text: the model ended it at once; --seed N may give another)", err=True)
         if generated.cut_off:
             typer.echo("(truncated: the model's context length is reached)", err=True)
 

@@ -16,6 +16,7 @@ from shoal.config.unbuilt import is_built
 from shoal.config.words import dotted, shown
 from shoal.mistakes import UserMistake, nearest
 
+QUOTES = " Put it in quotes."
 MOST_SENTENCES = 50  # per error message
 # Attributes of the bounds in annotated_types, also used in the context of pydantic's errors.
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
@@ -115,6 +116,8 @@ def _sentence(path: KeyPath, errors: list[ErrorDetails], given: Mapping[str, Any
     must_be = _must_be(path, errors, value)
     origin = origins.find(path)
     if isinstance(origin, Override) and origin.path == path:
+        key, _, typed = origin.text.partition("=")
+        must_be = must_be.replace(QUOTES, f" In a shell: '{key}=\"{typed}\"'.")
         return f"{origin}: must be {must_be}"
     return f"{origins.prefix(path)}{dotted(path)} is {shown(value)}, but must be {must_be}"
 
@@ -187,7 +190,7 @@ def _must_be(path: KeyPath, errors: list[ErrorDetails], value: Any) -> str:
     if isinstance(value, str) and words:
         hint = closest(value, words)
     elif str in _members(annotation) and float not in _members(annotation) and isinstance(value, int | float):
-        hint = " Put it in quotes."
+        hint = QUOTES
     elif int in _members(annotation) and isinstance(value, float) and value.is_integer():
         hint = f" Write {int(value)}."
     one_of = "one of " if len(choices) > 2 and len(choices) == len(words) else ""

@@ -33,6 +33,7 @@ from shoal.observe.logs import logging_run
 from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
 from shoal.paths import user_path
+from shoal.plan.unintended import unintended
 from shoal.temporary import remove_abandoned
 from shoal.train.hooks import Hook
 from shoal.train.inputs import read_inputs
@@ -130,4 +131,7 @@ def dry_run(config: Config) -> Preview:
     warn_of_settings(config, processes, device, reporter)
     inputs = read_inputs(config, reporter)
     with closing(inputs.sets):
-        return preview(preflight(config, inputs, processes, device))
+        checked = preflight(config, inputs, processes, device)
+        for note in unintended(checked.resolved):
+            reporter.warn(note)
+        return preview(checked)

@@ -53,6 +53,10 @@ def is_of_adapter(stored: str) -> bool:
 
 def adapter_folder(name: str) -> Path:
     """The folder of `adapter.from`, which holds an adapter in PEFT's format."""
+    if (Path(name) / "base.json").is_file():
+        raise UserMistake(
+            f"adapter.from: {name} is a run; shoal export {name} --adapter writes the folder to give: {name}/adapter."
+        )
     folder = local_folder(name, "adapter.from", holds=CONFIG, what="PEFT adapter")
     if not (folder / WEIGHTS).is_file():
         pickled = f" ({PICKLE} is a pickle, which shoal does not read)" if (folder / PICKLE).is_file() else ""

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.catalogue.causal_models import POSITIONS_AFTER_PADDING, why_no_encoder, why_not_causal
+from shoal.catalogue.causal_models import why_no_encoder, why_not_causal
 from shoal.catalogue.families import ATTENTION_DROPOUT, HIDDEN_DROPOUT, OTHER_DROPOUT
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.shapes import find_shape, grown_vocabulary
 from shoal.config.schema import AdapterConfig, ModelConfig
-from shoal.imports import importing
+from shoal.imports import importing, without_scipy
 from shoal.mistakes import UserMistake
 from shoal.models.adapters import AddedAdapters, add_adapters
 from shoal.models.anatomy import Anatomy, head_parameters, matmul_parameters, read_anatomy
@@ -26,7 +26,7 @@ from shoal.models.attention import choose_attention
 from shoal.models.families import transformers_config
 from shoal.models.hub import local_folder
 from shoal.models.new_rows import NewRows
-from shoal.models.read_config import read_settings, unbuildable
+from shoal.models.read_config import count_positions, read_settings, unbuildable
 
 CAUSAL, MASKED, CLASSES = "causal_lm", "masked_lm", "classify"
 # The ends of the names of transformers' classes, by what the model computes.
@@ -53,11 +53,7 @@ class Blueprint:
     @property
     def positions(self) -> int | None:
         """The longest sequence the model supports, if its config states it."""
-        settings = self.settings.get_text_config()
-        value = getattr(settings, "max_position_embeddings", None)
-        if value and self.model_type in POSITIONS_AFTER_PADDING:
-            value -= (settings.pad_token_id or 0) + 1
-        return int(value) if value else None
+        return count_positions(self.settings)
 
     @property
     def classes(self) -> list[str] | None:
@@ -133,7 +129,7 @@ def _is_saved_as(settings: Any, task: str) -> bool:
 
 
 def _import_transformers() -> None:
-    with importing("transformers.modeling_utils"):
+    with importing("transformers.modeling_utils"), without_scipy():
         import transformers.modeling_utils  # noqa: F401  # what the code of every model imports
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.catalogue.causal_models import POSITIONS_AFTER_PADDING
 from shoal.config.schema_base import MOST_IN_SIZE, MOST_LAYERS
 from shoal.mistakes import UserMistake
 
@@ -47,6 +48,15 @@ def read_settings(folder: Path) -> Any:
         if not isinstance(value := getattr(text, name, None), int | None):
             raise UserMistake(f"{file}: {name} is {value!r}, but must be an integer.")
     return settings
+
+
+def count_positions(settings: Any) -> int | None:
+    """The longest sequence that a model with this transformers config supports, if it states one."""
+    text = settings.get_text_config()
+    value = getattr(text, "max_position_embeddings", None)
+    if value and str(text.model_type) in POSITIONS_AFTER_PADDING:
+        value -= (text.pad_token_id or 0) + 1
+    return int(value) if value else None
 
 
 def unbuildable(settings: Any, folder: Path, error: Exception) -> UserMistake:

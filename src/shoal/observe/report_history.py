@@ -43,7 +43,7 @@ def timeline(run: RunRecord) -> Html:
 def _what_happened(event: Values) -> str:
     if event["event"] == "start":
         parts = [
-            f"{event['world_size']} ranks" if number(event.get("world_size")) else None,
+            figures.counted(event["world_size"], "rank") if number(event.get("world_size")) else None,
             f"on {event['host']}" if event.get("host") else None,
             f"from step {event['from_step']}" if number(event.get("from_step")) else None,
         ]

@@ -61,7 +61,7 @@ def _head(view: RunView, name: str, state: str, detail: str) -> Text:
         text.append(f"\n{detail.splitlines()[0]}", style="red")
     if newest:
         try:
-            text.append("\n" + format_metrics(newest, total or 0, view.trend))
+            text.append("\n" + format_metrics(newest, (total or 0) if state == "running" else 0, view.trend))
         except (KeyError, TypeError, ValueError):
             text.append(f"\nloss {newest.get('loss')}")
         silent = time.time() - newest.get("time", time.time())
@@ -75,7 +75,10 @@ def _head(view: RunView, name: str, state: str, detail: str) -> Text:
 def _panel(title: str, points: Sequence[Point], width: int, ascii_only: bool) -> Panel:
     values = [value for _, value in points]
     lines = draw_curve(thinned(points, 2 * max(1, width)), max(1, width), HEIGHT, ascii_only=ascii_only)
-    between = f"{shown(min(values))} to {shown(max(values))}, step {points[0][0]:.0f} to {points[-1][0]:.0f}"
+    between = f"{shown(min(values))} to {shown(max(values))}"
+    steps = f", step {points[0][0]:.0f} to {points[-1][0]:.0f}"
+    if len(between + steps) < width:  # a longer one would be cut, in the middle of a number
+        between += steps
     title = f"{title}  {shown(values[-1])}"
     return Panel(Text("\n".join(lines)), title=title, title_align="left", subtitle=between, subtitle_align="right")
 

@@ -25,6 +25,7 @@ from shoal.parallel.recipe import Recipe, attention_in
 from shoal.parallel.shard import reshards_after_forward
 from shoal.parallel.stages import StageModel
 from shoal.plan.from_config import has_documents, packs
+from shoal.plan.unintended import NOT_COMPILED
 
 
 @dataclass
@@ -114,7 +115,7 @@ def _notes(model: Any, recipe: Recipe, done: Applied, *, cuda_graphs: bool) -> I
             "blocks, and neither weights, optimizer state nor activations in host memory."
         )
     if config.train.recompute == "cheap" and recipe.backend is None:
-        yield "train.recompute cheap has no effect: it is a choice of the compiler, and blocks are not compiled here."
+        yield NOT_COMPILED
     if config.train.recompute == "offload" and recipe.parallel_dims.device.type == "cpu":
         yield "train.recompute offload is the same as full: activations on a CPU are in host memory already."
     if config.model.attention == "flex" and not recipe.tiles:

@@ -57,9 +57,11 @@ def plot_plan(plan: Plan, path: Path) -> None:
     right.invert_yaxis()
     right.set_xlabel("tokens/s per device; grey: does not fit")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise UserMistake(f"--plot {path} cannot be written: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserMistake(f"--plot {path} cannot be written: {why}.") from None
     finally:
         pyplot.close(figure)
 

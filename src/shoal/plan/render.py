@@ -59,8 +59,8 @@ def _memory_lines(choice: ResolvedRun) -> list[str]:
     worst, memory = choice.memory.worst, choice.memory
     device = choice.machine.gpu.memory_gib
     rank = f" on pipeline rank {worst.pipeline_rank}" if memory.run.mesh.pp > 1 else ""
-    # The parts of a tiny model would all be 0.00 GiB.
-    unit, size = ("GiB", GIB) if worst.reserved >= GIB / 10 or memory.context else ("MiB", GIB / 1024)
+    # The parts of a small model would all be 0.00 GiB.
+    unit, size = ("GiB", GIB) if worst.reserved >= GIB else ("MiB", GIB / 1024)
     lines = [
         f"memory per device{rank}: {worst.allocated / size:.1f} {unit} allocated, {worst.reserved / size:.1f} {unit} "
         f"reserved, of {device:.1f} GiB; peak at: {worst.peak.name}",
@@ -72,7 +72,7 @@ def _memory_lines(choice: ResolvedRun) -> list[str]:
             lines += [f"    {part.amount / size:10.2f}  {part.name}" for part in _largest(term)]
     lines.append(f"    {worst.reserve / size:8.2f}  allocator overhead (reserved, not allocated)")
     if memory.context:
-        lines.append(f"    {memory.context / GIB:8.2f}  CUDA context and NCCL, outside PyTorch (typical)")
+        lines.append(f"    {memory.context / size:8.2f}  CUDA context and NCCL, outside PyTorch (typical)")
     if choice.run.offload != "none" or choice.run.offloads_inputs:
         lines.append(f"  host memory: {memory.host.amount / GIB:.1f} GiB per device")
     return lines

@@ -6,11 +6,12 @@ from typing import Any
 
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.shapes import parameters
+from shoal.config.effect import without_effect
 from shoal.config.reference import computes_before, switches_adapter_off
 from shoal.config.resolve import with_global_batch
 from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
-from shoal.mistakes import UserMistake
+from shoal.mistakes import UserMistake, suggestion
 from shoal.plan.advise import Change, Limits, Question, alternatives, changed, changes, limits
 from shoal.plan.check import find_refused
 from shoal.plan.decide import choose
@@ -24,6 +25,7 @@ from shoal.plan.speed import replays_graphs
 from shoal.plan.states import trained_parameters
 from shoal.plan.systems import DEFAULTS, ENGINES, SYSTEMS
 from shoal.plan.terms import GIB
+from shoal.plan.unintended import unintended
 
 HOUR = 3600
 
@@ -88,7 +90,9 @@ class Plan:
 def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     """The plan of `config`: the forecast of `shoal train` on the hardware it names."""
     if system not in SYSTEMS:
-        raise UserMistake(f"No system is called {system}; the names are {', '.join(SYSTEMS)}.")
+        raise UserMistake(
+            f"No system is called {system}.{suggestion(system, SYSTEMS)} The names are {', '.join(SYSTEMS)}."
+        )
     engine = ENGINES[config.parallel.engine]
     system = engine if system == "shoal" else system
     shape, machine = read_shape(config.model), read_machine(config.hardware)
@@ -108,6 +112,9 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     if system == engine:
         notes += [f"shoal train does not accept this yet: {sentence}" for _, sentence in find_unbuilt(config)]
         notes += [f"shoal train does not accept this: {sentence}" for sentence in find_refused(shape, choice.config)]
+        # What is described of the hardware has an effect here, if nowhere else.
+        ignored = [note for note in without_effect(config, machine.world_size) if not note.startswith("hardware.")]
+        notes += [*ignored, *unintended(choice)]
     else:
         notes.append(f"This forecast is for {system}, not for shoal.")
         if defaults:

@@ -7,10 +7,10 @@ import torch
 from shoal.config.effect import without_effect
 from shoal.models.prepare import PreparedModel
 from shoal.models.read_weights import fresh_parameters
+from shoal.observe.figures import counted
 from shoal.observe.progress import Reporter
-from shoal.parallel.stages import stages_per_rank
 from shoal.plan.resolved import describe_accumulation
-from shoal.plan.stages import bubble_share
+from shoal.plan.unintended import unintended
 from shoal.train.job import Job
 from shoal.train.schedule import describe_lr_scale, peak_lr
 
@@ -18,7 +18,6 @@ from shoal.train.schedule import describe_lr_scale, peak_lr
 def announce(job: Job, device: str, prepared: PreparedModel, emulated: frozenset[torch.dtype]) -> None:
     """Print how the run is carried out, and warn of settings without effect and of slow matmuls."""
     _say_what_is_trained(job, device, prepared)
-    _warn_of_parallelism(job)
     config = job.config
     if config.train.lr_scaling != "none":
         job.reporter.say(
@@ -31,7 +30,8 @@ def announce(job: Job, device: str, prepared: PreparedModel, emulated: frozenset
             "matmuls and attention round their inputs and compute in fp32. train.precision 32-true is faster here."
         )
     known = without_effect(job.resolved.requested, job.ranks.world_size)  # reported at the start
-    for note in (*job.model.notes, *without_effect(config, job.ranks.world_size)):
+    notes = (*unintended(job.resolved), *job.model.notes, *without_effect(config, job.ranks.world_size))
+    for note in dict.fromkeys(notes):
         if note not in known:
             job.reporter.warn(note)
 
@@ -47,32 +47,19 @@ def warn_of_added_tokens(prepared: PreparedModel, reporter: Reporter, start_from
 
 
 def _say_what_is_trained(job: Job, device: str, prepared: PreparedModel) -> None:
-    resolved, counted = job.resolved, f"{prepared.parameters:,} parameters"
+    resolved, model = job.resolved, f"{prepared.parameters:,} parameters"
     if prepared.adapters is not None:
         every = prepared.parameters + prepared.adapters.parameters
-        counted = f"{every:,} parameters, of which {prepared.trained_parameters:,} are trained"
+        model = f"{every:,} parameters, of which {prepared.trained_parameters:,} are trained"
+    steps = f"{job.inputs.steps} step{'' if job.inputs.steps == 1 else 's'}"
     job.reporter.say(
-        f"{counted}, {resolved.describe()} on {resolved.world_size} × {device}; "
-        f"{job.inputs.steps} steps of {resolved.global_batch} sequences, micro-batch {resolved.micro_batch}, "
+        f"{model}, {resolved.describe()} on {resolved.world_size} × {device}; "
+        f"{steps} of {counted(resolved.global_batch, 'sequence')}, micro-batch {resolved.micro_batch}, "
         f"{describe_accumulation(resolved.grad_accum_steps)}."
     )
     if prepared.folder is not None and job.progress.step == 0 and (fresh := _new_heads(prepared)):
         job.reporter.say(
             f"{job.config.model.from_} has no head for these classes: {', '.join(fresh)} start from random values."
-        )
-
-
-def _warn_of_parallelism(job: Job) -> None:
-    resolved, parallel, stages = job.resolved, job.config.parallel, job.resolved.mesh.pp
-    if parallel.sharding == "hybrid_shard" and resolved.strategy == "fsdp" and resolved.mesh.dp_replicate == 1:
-        job.reporter.warn(
-            "on one machine hybrid_shard equals full_shard; parallel.replicate sets the number of replicas."
-        )
-    if stages > resolved.grad_accum_steps:
-        share = bubble_share(stages, resolved.grad_accum_steps, stages_per_rank(parallel.pp_schedule))
-        job.reporter.warn(
-            f"parallel.pp {stages} with {resolved.grad_accum_steps} micro-batches per step leaves each device idle for "
-            f"{share:.0%} of the step; lower train.micro_batch or raise train.global_batch for more."
         )
 
 

@@ -9,6 +9,7 @@ from shoal.data.sets import Sets
 from shoal.mistakes import UserMistake
 
 COUNTS = ("documents", "tokens", "sequences", "loss_tokens")
+STREAMED = "the training set is streamed from files with other names or sizes than before"
 
 Fingerprint = Mapping[str, Mapping[str, int | str]]
 
@@ -29,13 +30,18 @@ def check_resumed_data(folders: Sequence[Path], sets: Sets) -> None:
     complete = [one for folder in folders for one in store.list_complete(folder)]
     for one in sorted(complete, key=lambda one: one.step, reverse=True):
         if PROGRESS in one.files and store.damaged_file(one, [PROGRESS]) is None:
-            check_same_data(read_progress(one.path).data, fingerprint(sets))
+            check_same_data(read_progress(one.path).data, sets)
             return
 
 
-def check_same_data(before: Fingerprint, now: Fingerprint) -> None:
-    """A UserMistake if the sets `now` have other sequences than those `before`, wherever their files are."""
-    changes = [_describe(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
+def check_same_data(before: Fingerprint, sets: Sets) -> None:
+    """A UserMistake if the sets have other sequences than those `before`, wherever their files are."""
+    now, streamed = fingerprint(sets), {"training"} if sets.streams else set()
+    changes = [
+        STREAMED if name in streamed else _describe(name, before[name], now[name])
+        for name in now
+        if name in before and before[name] != now[name]
+    ]
     if changes:
         raise UserMistake(
             f"--resume: the data has changed since the run started: {' and '.join(changes)}; restore it, or start "

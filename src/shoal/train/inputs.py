@@ -18,7 +18,7 @@ from shoal.models.prepare import Blueprint, blueprint
 from shoal.observe.progress import Reporter
 from shoal.plan.batches import count_steps
 from shoal.train.schedule import doubts
-from shoal.train.tokenizer import load_model_tokenizer
+from shoal.train.tokenizer import check_sizes, load_model_tokenizer
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,7 @@ def read_inputs(config: Config, reporter: Reporter) -> Inputs:
         plan = _with_tokens(plan, tokenizer, config.model.add_tokens, reporter)
     if config.data.chat_template is not None:
         tokenizer.chat_template = read_template(config.data.chat_template)  # so that it is saved and exported
-    if tokenizer.size > plan.vocabulary:
-        raise UserMistake(
-            f"The tokenizer has {tokenizer.size} tokens, but the model's vocabulary is {plan.vocabulary}; "
-            "give model.shape a vocab at least that large, another model.tokenizer, or the tokens that the model does "
-            "not have as model.add_tokens."
-        )
-    if plan.positions is not None and config.data.max_length > plan.positions:
-        raise UserMistake(
-            f"data.max_length is {config.data.max_length}, but the model supports {plan.positions} positions; "
-            "lower it, or choose a model with a longer context."
-        )
+    check_sizes(plan.vocabulary, plan.positions, tokenizer, config.data)
     if plan.folder is None:
         # A model built from a shape has no special tokens; generation from an export needs the tokenizer's.
         plan.settings.bos_token_id, plan.settings.eos_token_id = tokenizer.begin, tokenizer.end

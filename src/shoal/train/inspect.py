@@ -27,11 +27,11 @@ from shoal.data.tokenizer import load_tokenizer
 from shoal.data.tokenizer_base import Tokenizer
 from shoal.mistakes import UserMistake
 from shoal.models.hub import local_folder
-from shoal.models.read_config import read_settings
+from shoal.models.read_config import count_positions, read_settings
 from shoal.observe.figures import counted
 from shoal.paths import user_path
 from shoal.plan.batches import count_steps
-from shoal.train.tokenizer import load_model_tokenizer
+from shoal.train.tokenizer import check_sizes, load_model_tokenizer
 
 Report = Callable[[str], None]
 
@@ -44,6 +44,20 @@ class Subject:
     config: Config
     tokenizer: Tokenizer
     not_apart: str | None  # why the model cannot keep packed documents apart
+    vocabulary: int | None  # of the model, and the longest sequence that it supports, if they are known
+    positions: int | None
+
+    def refused(self) -> str | None:
+        """Why training would refuse these tokens for this model."""
+        if self.vocabulary is None:
+            return None
+        # The vocabulary of a model grows by the added tokens that it has no rows for.
+        known = max(self.vocabulary, self.tokenizer.size) if self.config.model.add_tokens else self.vocabulary
+        try:
+            check_sizes(known, self.positions, self.tokenizer, self.config.data)
+        except UserMistake as mistake:
+            return str(mistake)
+        return None
 
 
 @dataclass(frozen=True)
@@ -123,6 +137,7 @@ def find_subject(file: Path | str | None, overrides: Sequence[str], report: Repo
     """FILE is a config, a run's folder, or data."""
     config = _read_config(file, overrides)
     model, folder, not_apart = config.model, None, None
+    vocabulary, positions = None, None
     if model.from_ is not None:
         try:
             folder = local_folder(model.from_, "model.from")
@@ -131,10 +146,13 @@ def find_subject(file: Path | str | None, overrides: Sequence[str], report: Repo
                 raise
             report(f"{model.from_} is not on this machine: packing is shown as for a model that keeps documents apart.")
         else:
-            not_apart = why_not_packed(str(read_settings(folder).get_text_config().model_type))
+            settings = read_settings(folder)
+            text, positions = settings.get_text_config(), count_positions(settings)
+            not_apart, vocabulary = why_not_packed(str(text.model_type)), int(text.vocab_size)
     elif model.shape is not None:
         shape = find_shape(model.shape) if isinstance(model.shape, str) else model.shape.named()
         not_apart = why_not_packed(shape.traits.model_type)
+        vocabulary, positions = shape.vocab, shape.positions
     cells = are_cells(config.data)
     if folder is None and model.tokenizer is None and not cells:
         report("No tokenizer is given: one token per byte. Set model.tokenizer=FOLDER for that of your model.")
@@ -142,7 +160,7 @@ def find_subject(file: Path | str | None, overrides: Sequence[str], report: Repo
         tokenizer = load_tokenizer("bytes", add_tokens=["<mask>"] if masked else ())
     else:
         tokenizer = load_model_tokenizer(model, folder, config.data, report)
-    return Subject(None if file is None else str(file), config, tokenizer, not_apart)
+    return Subject(None if file is None else str(file), config, tokenizer, not_apart, vocabulary, positions)
 
 
 def _read_config(file: Path | str | None, overrides: Sequence[str]) -> Config:
@@ -187,6 +205,7 @@ def measure_data(file: Path | str | None, overrides: Sequence[str] = (), *, repo
     tokenizer = subject.tokenizer
     common: dict[str, Any] = {"not_apart": subject.not_apart, "objective": config.train.objective}
     sets, problem = _prepare(data, tokenizer, config.seed, report, common)
+    problem = problem or subject.refused()
     if not config.data.streaming:
         report("The tokenized data is in the cache: training with the same settings and tokenizer starts with it.")
     blocks = data.blocks()

@@ -92,7 +92,8 @@ def check_checkpoint(start_from: Path, config: Config) -> None:
     checkpoint = store.read_manifest(start_from)
     if checkpoint is None:
         raise UserMistake(
-            f"--from: {start_from} is not a complete checkpoint: its MANIFEST.json is missing or invalid."
+            f"--from: {start_from} is not a complete checkpoint: "
+            + ("its MANIFEST.json is missing or invalid." if start_from.is_dir() else "there is no such folder.")
         )
     if (file := store.damaged_file(checkpoint)) is not None:
         raise UserMistake(f"--from: {start_from / file} is damaged: it is not what was saved.")

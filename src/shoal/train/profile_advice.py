@@ -177,11 +177,12 @@ def _candidates(term: str, resolved: ResolvedRun) -> Iterator[dict[str, Any]]:
         if run.mesh.tp > 1:
             yield {"parallel.tp": run.mesh.tp // 2}
     elif term == OTHER:
-        assert config.checkpoint.every != "auto", "it is resolved"
-        yield (
-            {"eval.every": config.eval.every * 2}
-            if config.data.validation
-            else {"checkpoint.every": config.checkpoint.every * 2}
+        saved, evaluated = config.checkpoint.every, config.eval.every
+        assert saved != "auto", "it is resolved"
+        yield (  # the more frequent of the two; an evaluation has more to do
+            {"eval.every": evaluated * 2}
+            if config.data.validation and evaluated <= saved
+            else {"checkpoint.every": saved * 2}
         )
     elif term == COPY:
         if config.parallel.offload != "none":

@@ -71,7 +71,7 @@ def _assemble(checked: Preflight, run: RunDirectory, ranks: Ranks, start: Start,
     checkpoint = starting_point(config, run, ranks, reporter, start)
     same_run = checkpoint is not None and checkpoint != start.checkpoint
     if checkpoint is not None and same_run:
-        check_same_data(read_progress(checkpoint).data, fingerprint(inputs.sets))
+        check_same_data(read_progress(checkpoint).data, inputs.sets)
     warn_of_added_tokens(prepared, reporter, None if same_run else checkpoint)
     # Before the model is sharded.
     flops = count_flops(prepared, resolved.mesh, resolved.run.head_share)

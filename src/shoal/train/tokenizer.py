@@ -33,6 +33,21 @@ def load_model_tokenizer(
     return found
 
 
+def check_sizes(vocabulary: int, positions: int | None, tokenizer: Tokenizer, data: DataConfig) -> None:
+    """A UserMistake if the model has no rows for the tokenizer's tokens, or no positions for the sequences."""
+    if tokenizer.size > vocabulary:
+        raise UserMistake(
+            f"The tokenizer has {tokenizer.size} tokens, but the model's vocabulary is {vocabulary}; "
+            "give model.shape a vocab at least that large, another model.tokenizer, or the tokens that the model does "
+            "not have as model.add_tokens."
+        )
+    if positions is not None and data.max_length > positions:
+        raise UserMistake(
+            f"data.max_length is {data.max_length}, but the model supports {positions} positions; "
+            "lower it, or choose a model with a longer context."
+        )
+
+
 def _load(model: ModelConfig, folder: Path | None) -> Tokenizer:
     name, added = model.tokenizer, model.add_tokens
     if name in BUILT_IN:

@@ -1,5 +1,6 @@
 """Chat with a model, one line per message, in the format it was trained on."""
 
+import re
 from collections.abc import Callable, Generator, Iterable
 
 from shoal.mistakes import UserMistake
@@ -14,7 +15,9 @@ from shoal.use.prompt import (
     trained_on_instructions,
 )
 
-RESET = "/reset"
+RESET, HELP, LEAVE = "/reset", "/help", ("/exit", "/quit", "/bye")
+COMMAND = re.compile(r"/[a-z]+")
+EMPTY = "(no text: the model ended its answer at once)"
 
 Message = dict[str, str]
 
@@ -32,11 +35,12 @@ class Chat:
         # A run answers in the format it was trained on, even if its tokenizer came with a chat template.
         self._template = not instructions and bool(loaded.tokenizer.chat_template)
         if instructions:
-            say("Trained on instructions: each line is an independent instruction, without history. Ctrl-D exits.")
+            alone = "each line is an independent instruction, without history"
+            say(f"Trained on instructions: {alone}. {self.keys()}")
         elif self._template:
             if loaded.config is not None and not chats:
                 say("Not trained on instructions: the chat template is the tokenizer's own, unseen in this training.")
-            say(f"Ctrl-D exits, {RESET} clears the history.")
+            say(self.keys())
         else:
             reason = (
                 "the run was not trained on instructions or conversations"
@@ -47,6 +51,11 @@ class Chat:
                 f"The tokenizer of {loaded.path} has no chat template, and {reason}; "
                 f"use text completion instead: shoal generate {loaded.path} TEXT"
             )
+
+    def keys(self) -> str:
+        """What can be typed besides messages."""
+        reset = f", {RESET} clears the history" if self._template else ""
+        return f"Ctrl-D exits{reset}, Ctrl-C stops an answer."
 
     def ask(self, line: str) -> Generator[str, None, None]:
         """Stream the answer in chunks. What was streamed is added to the history."""
@@ -84,11 +93,18 @@ def converse(chat: Chat, lines: Iterable[str], write: Callable[[str], None], say
         text = line.strip()
         if text == RESET:
             chat.history.clear()
+        elif text in LEAVE:
+            return
+        elif COMMAND.fullmatch(text):  # a word that the model was not meant to read
+            say(chat.keys() if text == HELP else f"There is no {text}. {chat.keys()}")
         elif text:
-            chunks = chat.ask(text)
+            chunks, written = chat.ask(text), False
             try:
                 for chunk in chunks:
                     write(chunk)
+                    written = written or bool(chunk)
+                if not written:
+                    say(EMPTY)
             except KeyboardInterrupt:
                 chunks.close()
             except UserMistake as mistake:  # such as a line that is too long: the conversation continues

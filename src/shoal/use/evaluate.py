@@ -28,6 +28,7 @@ from shoal.objectives import Objective, find_objective
 from shoal.objectives.evaluate import evaluate_held_out
 from shoal.objectives.preference import Preference
 from shoal.objectives.references import References
+from shoal.observe.figures import counted
 from shoal.parallel.device import inspect_device
 from shoal.parallel.micro_batches import MicroBatchRunner
 from shoal.parallel.precision import read_precision
@@ -61,8 +62,8 @@ class Evaluation:
     def text(self) -> str:
         """Human-readable form."""
         metrics = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
-        counted = f"{self.tokens:,} {self.counted} in {self.sequences:,} sequences"
-        return f"{self.run}, step {self.step}: {metrics} ({counted})"
+        scored = f"{self.tokens:,} {self.counted} in {counted(self.sequences, 'sequence')}"
+        return f"{self.run}, step {self.step}: {metrics} ({scored})"
 
 
 def evaluate_run(

@@ -17,6 +17,7 @@ from shoal.data.progress import Progress
 from shoal.files import write_atomically
 from shoal.mistakes import UserMistake
 from shoal.models.emulate import emulated_dtypes, emulated_matmuls
+from shoal.observe.figures import counted
 from shoal.use.evaluate import names_other_data, read_config
 from shoal.use.examples import Example, held_out_examples
 from shoal.use.generate import end_tokens, refuse_unknown_tokens
@@ -47,9 +48,9 @@ class AnswerEvaluation:
     def text(self) -> str:
         """Human-readable form."""
         step = "" if self.step is None else f", step {self.step}"
-        cut_off = f"; {self.cut_off:,} answers were cut off at {self.tokens} tokens" if self.cut_off else ""
+        cut_off = f"; cut off at {self.tokens} tokens: {self.cut_off:,}" if self.cut_off else ""
         score = f"{self.metric} {self.score:.4f} ± {self.stderr:.4f}"
-        return f"{self.run}{step}: {score} ({self.examples:,} examples{cut_off})"
+        return f"{self.run}{step}: {score} ({counted(self.examples, 'example')}{cut_off})"
 
 
 def evaluate_answers(
@@ -78,7 +79,8 @@ def evaluate_answers(
     loaded = able_to_write(load_run(run, step=step, device=device, dtype=dtype))
     asked = held_out_examples(config, loaded, every=every, most=examples, report=report)
     limit = tokens or _limit(loaded, asked)
-    report(f"Generating {len(asked):,} answers of at most {limit} tokens, {min(batch, len(asked))} at a time.")
+    answered = counted(len(asked), "answer")
+    report(f"Generating {answered} of at most {limit} tokens, {min(batch, len(asked))} at a time.")
     answers: list[str] = [""] * len(asked)
     cut_off = 0
     progress, done = Progress(report), 0

@@ -27,6 +27,7 @@ def run(folder: Path, *arguments: str):
 
 def write(folder: Path, name: str = "ds.json", content: object = ZERO_1) -> Path:
     file = folder / name
+    folder.mkdir(exist_ok=True)
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     return file
 
@@ -110,7 +111,9 @@ def test_mistakes_of_the_command_itself(tmp_path):
         ((), "Give a FILE, or a command behind two dashes"),
         ((str(file), str(tmp_path / "gone.json")), "gone.json does not exist"),
         ((str(file), "--dtype", "bf16"), "--model and --dtype are for weights"),
-        ((str(tmp_path),), "holds weights: give --output"),
+        ((str(tmp_path),), "is not a config, so it is taken for a checkpoint: give --output"),
+        ((str(write(tmp_path, "chats.jsonl")), "--output", "out"), "chats.jsonl is data, which needs no import"),
+        ((str(write(tmp_path / "runs", "metrics.jsonl").parent),), "runs is a run of shoal: shoal export"),
         ((str(write(tmp_path, "llama3_8b.toml")),), "llama3_8b.toml is TOML, which is not translated"),
         ((str(write(tmp_path, "train.py")), "--output", "out"), "train.py is a Python script, which is neither read"),
         (("--", "make", "all"), "make, which is not a command that shoal translates"),

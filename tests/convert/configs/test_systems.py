@@ -274,12 +274,23 @@ def test_torchtune(tmp_path, monkeypatch):
     holds(found, adapter__targets=["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     holds(found, train__steps=100, train__clip=None, train__precision="bf16-true", train__optimizer__betas=[0.9, 0.999])
     holds(found, train__schedule__name="cosine", train__schedule__min_ratio=0.0, data__max_length=1024)
+    holds(found, data__train_on="all")  # alpaca's default there, and of no other dataset
     assert keys_of(found, "not carried") == {"epochs"}
     command = "tune run --nproc_per_node 4 lora_finetune_distributed --config given0.yaml batch_size=4 epochs=1"
     (tmp_path / "given0.yaml").write_text(TORCHTUNE)
     monkeypatch.chdir(tmp_path)
     found = translated(tmp_path, command=command)
     holds(found, train__global_batch=128, train__steps=50, parallel__strategy="fsdp", hardware__devices=4)
+
+
+def test_flags_of_an_unknown_script_have_no_defaults_of_a_known_one(tmp_path):
+    swift = "--sft_type lora --quantization_bit 4 --dataset d --output_dir out --num_train_epochs 1 --warmup_ratio 0.03"
+    found = translated(tmp_path, command=f"python llm_sft.py {swift}")  # ms-swift: its words are LLaMA-Factory's too
+    assert not [line for line in found.lines if line.default]
+    found = translated(tmp_path, command="python train_qlora.py --lora_r=4 --lora_alpha=16 --model_name_or_path m")
+    holds(found, adapter__kind="lora", adapter__rank=4, adapter__alpha=16.0)
+    found = translated(tmp_path, command="python train.py --lora_r 4 --use_peft false --model_name_or_path m")
+    assert "lora_r" in keys_of(found, "not carried")
 
 
 LITGPT = """

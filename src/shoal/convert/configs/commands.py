@@ -69,6 +69,8 @@ KNOWN = (
     "litgpt, trl, axolotl, tune, llamafactory-cli, scmodelforge, torchrun, accelerate launch, deepspeed, srun, "
     "python SCRIPT.py"
 )
+# ms-swift's flags: many have the names of the Trainer's or of LLaMA-Factory's, and none the defaults.
+OF_SWIFT = frozenset({"sft_type", "train_type", "tuner_type", "tuner_backend", "template_type", "model_id_or_path"})
 _DEEPSPEED_FLAGS = (
     "zero_stage",
     "offload_optimizer_device",
@@ -284,7 +286,7 @@ def _script(words: list[str], name: str, folder: Path) -> list[Source]:
         found.append(Source(name, HYDRA, overrides, str(folder)))
     for file in [one for one in positional if one.endswith((".json", ".yaml", ".yml"))]:
         flags = _from_file(file, folder) | flags
-    trains = len(TRAINER.marks & flags.keys()) >= 2 and "output_dir" in flags
+    trains = len(TRAINER.marks & flags.keys()) >= 2 and "output_dir" in flags and not OF_SWIFT & flags.keys()
     if flags:
         factory = trains and len(OF_LLAMAFACTORY.keys() & flags.keys()) >= 2
         system = LLAMAFACTORY if factory else TRAINER if trains else SCRIPT

@@ -134,8 +134,14 @@ def _lowest_rate(draft: Draft) -> None:
 def _adapter(draft: Draft) -> None:
     """Options of an adapter without one would be refused or without effect."""
     if draft.get("adapter.kind", "none") == "none":
+        told = "adapter.kind" in draft.values
+        why = (
+            "no adapter is trained"
+            if told
+            else "nothing says that an adapter is trained; if one is, set adapter.kind too"
+        )
         for key in [key for key in draft.values if key.startswith("adapter.") and key != "adapter.kind"]:
-            draft.drop(key, "no adapter is trained")
+            draft.drop(key, why)
     elif draft.get("adapter.kind") == "lora" and "adapter.quantize" in draft.values:
         draft.drop("adapter.quantize", "adapter.kind is lora, on weights that are not quantized")
 

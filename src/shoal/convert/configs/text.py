@@ -32,9 +32,10 @@ def _lines(translation: Translation) -> Iterator[str]:
     if translation.remarks:
         yield from ("", "note", *(f"  {one}" for one in translation.remarks))
     if translation.missing:
+        them = "it" if len(translation.missing) == 1 else "them"
         yield from (
             "",
-            f"missing: {', '.join(translation.missing)}; set them in the file, or behind it: "
+            f"missing: {', '.join(translation.missing)}; set {them} in the file, or behind it: "
             + " ".join(f"{key}=…" for key in translation.missing),
         )
 

@@ -300,6 +300,9 @@ def _defaults(tree: Tree) -> dict[str, Any]:
         found["lr_scheduler._component_"] = "constant"
     if not tree.get("dataset_val"):
         found["dataset_val.split"] = "none"
+    dataset = tree.get("dataset")
+    if isinstance(dataset, dict) and "alpaca" in str(dataset.get("_component_")):  # other builders mask the prompt
+        found["dataset.train_on_input"] = True
     return found
 
 

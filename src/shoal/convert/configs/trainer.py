@@ -34,6 +34,7 @@ from shoal.convert.configs.trainer_rules import (
     no_dropout_rule,
     offload_activations_rule,
     percentage_rule,
+    rank_of_a_script,
     run_name_rule,
     save_strategy,
     schedule,
@@ -319,6 +320,8 @@ SCRIPT = System(
         "deepspeed_config": deepspeed_file,
         "epochs": to("train.epochs", count),
         "lr": to("train.lr", number),
+        "lora_r": rank_of_a_script,
+        "lora_rank": rank_of_a_script,
     },
     marks=frozenset(),
 )

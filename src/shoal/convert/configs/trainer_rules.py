@@ -208,6 +208,14 @@ def four_bit(key: Key) -> None:
         key.become("adapter.quantize", "nf4-dq" if double else "nf4")
 
 
+@rule("adapter.rank", "adapter.kind")
+def rank_of_a_script(key: Key) -> None:
+    """TRL has `use_peft` beside it; a script that takes a rank alone trains LoRA."""
+    key.become("adapter.rank", count(key.value))
+    if key.get("use_peft") is None and not on(key.get("load_in_4bit", False)):
+        key.become("adapter.kind", "lora", "a rank is given")
+
+
 @rule("adapter.targets", says="all-linear is auto")
 def targets(key: Key) -> None:
     """The layers that get an adapter."""

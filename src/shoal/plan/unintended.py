@@ -1,0 +1,24 @@
+"""Settings of a resolved run that are probably unintended: the plan, the dry run and the run itself say them."""
+
+from collections.abc import Iterator
+
+from shoal.plan.resolved import ResolvedRun
+from shoal.plan.stages import bubble_share
+
+NOT_COMPILED = "train.recompute cheap has no effect: it is a choice of the compiler, and blocks are not compiled here."
+
+
+def unintended(resolved: ResolvedRun) -> Iterator[str]:
+    """A sentence for each."""
+    parallel, stages, micro_batches = resolved.config.parallel, resolved.mesh.pp, resolved.grad_accum_steps
+    if parallel.sharding == "hybrid_shard" and resolved.strategy == "fsdp" and resolved.mesh.dp_replicate == 1:
+        yield "on one machine hybrid_shard equals full_shard; parallel.replicate sets the number of replicas."
+    if stages > micro_batches:
+        share = bubble_share(stages, micro_batches, 1 if parallel.pp_schedule == "1f1b" else 2)
+        counted = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+        yield (
+            f"parallel.pp {stages} with {counted} per step leaves each device idle for {share:.0%} of the step; lower "
+            "train.micro_batch or raise train.global_batch for more."
+        )
+    if resolved.config.train.recompute == "cheap" and not resolved.run.compiled:
+        yield NOT_COMPILED
