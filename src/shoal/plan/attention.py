@@ -84,4 +84,7 @@ def score_traffic(run: Run) -> tuple[float, float]:
         softmax, backward, casts = 8, 12, 2 * (itemsize + 4)
     else:
         softmax, backward, casts = 2 * itemsize, 3 * itemsize, 0
+    # PyTorch multiplies gradient and output before the kernel of the backward pass (softmax_backward_cuda_out in
+    # aten/src/ATen/native/cuda/SoftMax.cu).
+    backward += 3 * (4 if run.upcasts_softmax or run.autocasts_softmax else itemsize)
     return scaled + masked + softmax + casts + dropout, scaled + backward + casts + dropout
