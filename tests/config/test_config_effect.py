@@ -6,6 +6,7 @@ import pytest
 
 from shoal.config import Config, without_effect
 from shoal.config.effect import _RULES
+from shoal.config.load import config_from_mapping, config_values
 from shoal.config.schema import every_key
 
 
@@ -216,6 +217,16 @@ def test_an_option_without_effect_says_so_and_one_with_effect_does_not(
 ) -> None:
     assert without_effect(config(**useless), world_size) == [says]
     assert without_effect(config(**useful), world_size) == []
+
+
+def test_a_default_that_was_given_and_has_no_effect_is_said_once() -> None:
+    said = "adapter.quantize nf4 has no effect: adapter.kind is not qlora."
+    chosen = config(adapter={"kind": "lora", "quantize": "nf4"})
+    assert without_effect(chosen, 1) == [said]
+    assert without_effect(config(adapter={"kind": "qlora", "quantize": "nf4"}), 1) == []
+    # A run's config.yaml has all defaults, which nobody gave; and those that ask for nothing are not missed.
+    assert without_effect(config_from_mapping(config_values(chosen)), 1) == []
+    assert without_effect(config(parallel={"compress": "none", "strategy": "fsdp"}, adapter={"dora": False}), 1) == []
 
 
 def test_auto_on_one_device_counts_as_single_and_elsewhere_as_unknown() -> None:

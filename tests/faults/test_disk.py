@@ -17,7 +17,7 @@ from shoal.checkpoint import store
 from shoal.checkpoint.store import list_complete
 from shoal.train.save import CannotSave
 from tests.checkpoint.cut import hold_bitwise
-from tests.harness import LLAMA, PATIENCE, lines, settings, train_on
+from tests.harness import LLAMA, PATIENCE, lines, run_ranks, settings, train_on
 from tests.launch.command import forked_shoal, write_config
 
 STEPS, SAVE_EVERY = 60, 5
@@ -126,13 +126,20 @@ def test_a_full_disk_makes_the_run_save_in_the_fallback(instructions, small_disk
     steps = 4 * SAVE_EVERY
     config = config_of(instructions, train__steps=steps, checkpoint__fallback=str(tmp_path / "elsewhere"))
 
+    def train() -> str:
+        return api.train(api.config_from_mapping(config), runs=small_disk).text()
+
     with at_save((2 * SAVE_EVERY, lambda: fill(small_disk))):
-        run = train_on(1, config, small_disk)
+        (summary,) = run_ranks(1, train)
+    run = small_disk / "run"
     assert "was saved in" in capfd.readouterr().err
     assert steps_in(run / "checkpoints")[-1] < steps
     spare = tmp_path / "elsewhere" / "run"
     assert steps_in(spare / "checkpoints")[-1] == steps
-    # The fallback can be used like any run.
+    # The fallback can be used like any run; the run's own folder would export an older checkpoint.
+    assert f"shoal export {spare} --to hf" in summary
+    train_on(1, config | {"name": "again"}, tmp_path / "others", start_from=spare)
+    assert f"Resuming after step {steps} from {spare}" in " ".join(capfd.readouterr().err.split())
     assert (api.export(spare, tmp_path / "exported") / "model.safetensors").is_file()
     (small_disk / FILLER).unlink()
     config["train"]["steps"] = steps + 2

@@ -420,11 +420,13 @@ def test_a_mistake_that_only_the_ranks_can_find_is_reported_as_one_sentence(inst
 def test_an_option_without_effect_is_a_warning_and_the_run_continues(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, settings(instructions, train__steps=1))
     useless = ("parallel.prefetch=3", "train.schedule={warmup: 0, decay: 0.5}", "hardware.gpu=a100-80gb")
+    useless += ("adapter.quantize=nf4",)  # its default, but it was asked for
     ended = forked_shoal(tmp_path, "train", "run.yaml", *useless)
     assert ended.status == 0, ended.err
     said = [line for line in ended.err.splitlines() if line.startswith("warning: ")]
     assert said == [
         "warning: hardware.gpu a100-80gb is for shoal plan: this run trains on a CPU, which this machine has.",
+        "warning: adapter.quantize nf4 has no effect: adapter.kind is not qlora.",
         "warning: train.schedule.decay 0.5 has no effect: only wsd has it.",
         "warning: parallel.prefetch 3 has no effect: parallel.strategy is single, which shards nothing.",
     ]

@@ -35,12 +35,13 @@ def init_run(
     if there is one.
     """
     with importing("torch"):
+        from shoal.checkpoint.choose import checkpoint_in
         from shoal.launch.custom import JoinedRun, launch_script, must_launch, report_mistakes
         from shoal.launch.custom_loop import CustomLoop
 
     report_mistakes()
     found = read(config, overrides, values, needs_model=False)
-    checkpoint = None if start_from is None else user_path(start_from, "start_from")
+    checkpoint = None if start_from is None else checkpoint_in(user_path(start_from, "start_from"))
     if processes := must_launch(found, max_restarts):
         launch_script(
             found,

@@ -75,13 +75,14 @@ def train(
         check_folder(config, runs, resume=resume, overwrite=overwrite)
     check_inputs(config, resume=bool(resume))
     with importing("torch"):
+        from shoal.checkpoint.choose import checkpoint_in
         from shoal.launch.run import start
 
     return start(
         config,
         runs=runs,
         resume=resume,
-        start_from=None if start_from is None else user_path(start_from, "--from"),
+        start_from=None if start_from is None else checkpoint_in(user_path(start_from, "--from")),
         overwrite=overwrite,
         max_restarts=max_restarts,
         hooks=hooks,

@@ -1,4 +1,4 @@
-"""Selects the checkpoint of a run to load weights from, for export, generation and evaluation."""
+"""Selects the checkpoint of a run to load: for export, generation and evaluation, and for `--from`."""
 
 from pathlib import Path
 
@@ -25,3 +25,9 @@ def choose_checkpoint(run: Path, step: int | None) -> Checkpoint:
     if (file := damaged_file(chosen)) is not None:
         raise UserMistake(f"{chosen.path / file} is damaged: its contents do not match the hash in the manifest.")
     return chosen
+
+
+def checkpoint_in(folder: Path) -> Path:
+    """The checkpoint that `--from` names: `folder` itself, or the newest complete one if it is a run's folder."""
+    complete = list_complete(folder / "checkpoints") if (folder / "checkpoints").is_dir() else []
+    return complete[-1].path if complete else folder

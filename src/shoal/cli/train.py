@@ -57,7 +57,10 @@ def train(
         Path | None, typer.Option("--runs", metavar="DIR", help="The folder for runs, in place of run_dir.")
     ] = None,
     start_from: Annotated[
-        Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Start from this checkpoint's folder.")
+        Path | None,
+        typer.Option(
+            "--from", metavar="CHECKPOINT", help="Start from this checkpoint's folder, or from the newest of a run's."
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the existing run of this name.")] = False,
     max_restarts: Annotated[

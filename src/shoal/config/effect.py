@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.optimizers import find_optimizer
@@ -68,6 +69,8 @@ def _no_float8_head(run: _Run) -> str | None:
 
 
 def _no_reduction(run: _Run) -> str | None:
+    if run.config.train.reduce_dtype == "fp32" and run.config.train.precision != "bf16-true":
+        return None  # which is what happens
     if run.config.train.precision == "32-true":
         return "train.precision 32-true reduces gradients in fp32 anyway"
     if run.config.train.precision == "bf16-true":
@@ -277,16 +280,38 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
 )
 
 
-def without_effect(config: Config, world_size: int | None) -> list[str]:
-    """A sentence for each option that differs from its default and changes nothing here; `world_size` if known."""
+# Values that ask for nothing: a default among them is not worth a warning, also where it was given.
+_ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "auto", "none", "nearest", [], {})
+
+
+def without_effect(config: Config, world_size: int | None, given: Config | None = None) -> list[str]:
+    """A sentence for each option that changes nothing here, if it differs from its default or the user gave it.
+
+    `world_size` if known. `given` is what the user wrote, where `config` has more filled in.
+    """
     run = _Run(config, world_size)
     values = config.model_dump(mode="json")
     defaults = Config.model_construct().model_dump(mode="json")
+    written = _written(config if given is None else given)
     sentences = []
     for key, rule in _RULES:
-        value, default = values, defaults
-        for part in key.split("."):
-            value, default = value[part], default[part]
-        if value != default and (reason := rule(run)) is not None:
+        value, default, was_given = (_at(tree, key) for tree in (values, defaults, written))
+        asked = value != default or (was_given == value and value not in _ASKS_FOR_NOTHING)
+        if asked and (reason := rule(run)) is not None:
             sentences.append(f"{key} {value if isinstance(value, str) else shown(value)} has no effect: {reason}.")
     return sentences
+
+
+def _written(config: Config) -> dict[str, Any]:
+    """What the user wrote. A config with every block was written by shoal, in a run's folder, with all defaults."""
+    if config.model_fields_set >= Config.model_fields.keys() - {"include"}:
+        return {}
+    return config.model_dump(mode="json", exclude_unset=True)
+
+
+def _at(tree: dict[str, Any], key: str) -> Any:
+    """The value at the dotted key, or None."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

@@ -261,7 +261,10 @@ def _explain(failure: ChildFailedError, shared: Path, crashes: Path | None) -> N
     _raise_reported(shared)
     rank, first = cause_of(failure.failures)
     if first.exitcode < 0:
-        raise RunFailed(f"Rank {rank} was killed by {signal.Signals(-first.exitcode).name}.") from None
+        killed = f"Rank {rank} was killed by {signal.Signals(-first.exitcode).name}"
+        memory = " (by the system, if the memory was full)" if first.exitcode == -signal.SIGKILL else ""
+        resume = "" if crashes is None else "; resume to continue from the newest checkpoint"  # a measurement has none
+        raise RunFailed(f"{killed}{memory}{resume}.") from None
     message = first.message
     trace = str(message.get("extraInfo", {}).get("py_callstack", "")) if isinstance(message, dict) else ""
     if not trace:  # it ended before it could record an error

@@ -29,8 +29,10 @@ def announce(job: Job, device: str, prepared: PreparedModel, emulated: frozenset
             f"train.precision {config.train.precision} is emulated: this CPU has no fast matmuls for it, so "
             "matmuls and attention round their inputs and compute in fp32. train.precision 32-true is faster here."
         )
-    known = without_effect(job.resolved.requested, job.ranks.world_size)  # reported at the start
-    notes = (*unintended(job.resolved), *job.model.notes, *without_effect(config, job.ranks.world_size))
+    requested = job.resolved.requested
+    known = without_effect(requested, job.ranks.world_size)  # reported at the start
+    ignored = without_effect(config, job.ranks.world_size, given=requested)
+    notes = (*unintended(job.resolved), *job.model.notes, *ignored)
     for note in dict.fromkeys(notes):
         if note not in known:
             job.reporter.warn(note)

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -57,9 +58,11 @@ class Summary:
 
     @property
     def _next(self) -> str:
+        # The last checkpoint may be in checkpoint.fallback, and the run's own folder would export an older one.
+        run = self.run if self.checkpoint is None else Path(self.checkpoint).parent.parent
         if self.adapter == "none":
-            return f"shoal export {self.run} --to hf"
-        return f"shoal merge {self.run}, or for PEFT: shoal export {self.run} --adapter"
+            return f"shoal export {run} --to hf"
+        return f"shoal merge {run}, or for PEFT: shoal export {run} --adapter"
 
     def text(self) -> str:
         """Human-readable summary with the next command to run."""
