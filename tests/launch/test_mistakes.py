@@ -342,6 +342,10 @@ def files(folder: Path) -> dict[Path, bytes]:
         (("--overwrite", "model.freeze=[decoder.*]"), r"model\.freeze: 'decoder\.\*' matches no parameter; .+"),
         (("--overwrite", "train.global_batch=10"), r"train\.global_batch 10 is not a multiple of .+"),
         (("--overwrite", "--from", "runs"), r"--from: runs is not a complete checkpoint: .+"),
+        (
+            ("name=other", "--from", "runs/run"),
+            r"--from: runs/run is a run; give a checkpoint of it, such as runs/run/checkpoints/step-00000002\.",
+        ),
         (("--overwrite", "--from", "runz"), r"--from: runz is not a complete checkpoint: there is no such folder\."),
         (("--overwrite", "--resume"), r".*--resume.*--overwrite.*|.*--overwrite.*--resume.*"),
     ],

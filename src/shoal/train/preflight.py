@@ -91,6 +91,8 @@ def check_checkpoint(start_from: Path, config: Config) -> None:
     """A UserMistake if `--from` names a checkpoint that is incomplete, damaged or of another optimizer."""
     checkpoint = store.read_manifest(start_from)
     if checkpoint is None:
+        if found := store.list_complete(RunDirectory(start_from).checkpoints):
+            raise UserMistake(f"--from: {start_from} is a run; give a checkpoint of it, such as {found[-1].path}.")
         raise UserMistake(
             f"--from: {start_from} is not a complete checkpoint: "
             + ("its MANIFEST.json is missing or invalid." if start_from.is_dir() else "there is no such folder.")
