@@ -24,6 +24,10 @@ class RunFailed(Exception):
     """The run failed for another reason than a user mistake. The message says why; the exit status is 1."""
 
 
+class RanksLost(RunFailed):
+    """Ranks hung or were killed. The run can be resumed from its newest checkpoint."""
+
+
 LONGEST_SHOWN = 200
 
 

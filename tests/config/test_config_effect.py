@@ -35,6 +35,24 @@ def test_defaults_are_never_reported() -> None:
             "log.mlflow.experiment alpaca has no effect: log.to does not name mlflow.",
         ),
         (
+            {"data": {"path": "a.h5ad", "source": "cells", "cells": {"bins": 11}}},
+            {"data": {"path": "a.h5ad", "source": "cells", "cells": {"bins": 11, "tokens": "binned"}}},
+            None,
+            "data.cells.bins 11 has no effect: data.cells.tokens is rank_value.",
+        ),
+        (
+            {"data": {"path": "a.h5ad", "source": "cells", "cells": {"medians": "data", "tokens": "binned"}}},
+            {"data": {"path": "a.h5ad", "source": "cells", "cells": {"medians": "data"}}},
+            None,
+            "data.cells.medians data has no effect: data.cells.tokens is binned.",
+        ),
+        (
+            {"data": {"path": "a.h5ad", "source": "cells", "cells": {"target_sum": 5.0, "normalized": True}}},
+            {"data": {"path": "a.h5ad", "source": "cells", "cells": {"target_sum": 5.0}}},
+            None,
+            "data.cells.target_sum 5.0 has no effect: data.cells.normalized is true: the matrix is used as it is.",
+        ),
+        (
             {"data": {"path": "a.jsonl", "split": "test"}},
             {"data": {"path": "owner/name", "split": "test"}},
             None,

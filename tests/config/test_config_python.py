@@ -56,3 +56,15 @@ def test_a_loop_of_ones_own_takes_a_mapping_without_a_model() -> None:
 def test_what_is_no_config_is_one_sentence() -> None:
     with pytest.raises(UserMistake, match=r"A config is a YAML file, a mapping or a Config, not a int\."):
         api.plan(3)  # type: ignore[arg-type]
+
+
+def test_one_string_is_one_override(config: Any) -> None:
+    assert read(config, "train.steps=7").train.steps == 7
+    assert api.config_from_mapping(VALUES, "train.steps=7").train.steps == 7
+
+
+def test_a_file_and_a_mapping_are_read_by_functions_of_their_own() -> None:
+    with pytest.raises(UserMistake, match=r"use config_from_mapping\.$"):
+        api.load_config(VALUES)  # type: ignore[arg-type]
+    with pytest.raises(UserMistake, match=r"not a list: load_config reads files\.$"):
+        api.config_from_mapping([VALUES])  # type: ignore[arg-type]

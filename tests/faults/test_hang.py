@@ -185,7 +185,7 @@ def test_a_hung_run_without_restarts_fails_with_that_message(instructions: Path,
         os.kill(rank_process(command.process.pid, 0), signal.SIGSTOP)
         ended = command.wait()
     assert (ended.status, ended.out) == (1, "")
-    assert ended.err.splitlines()[-1].startswith(
-        f"shoal: The run made no progress for {HANG_TIMEOUT:g} s: rank 0 is stopped"
-    )
+    said = ended.err.splitlines()[-1]
+    assert said.startswith(f"shoal: The run made no progress for {HANG_TIMEOUT:g} s: rank 0 is stopped")
+    assert said.endswith("Resume with: shoal train run.yaml --json --resume")
     assert "Traceback" not in ended.err

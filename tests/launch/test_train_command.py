@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.store import damaged_file, read_manifest
+from shoal.launch.run import how_to_resume
 from shoal.train.step import TrainStep
 from tests.harness import reference_run, settings, weights
 from tests.launch.command import (
@@ -284,8 +285,8 @@ def test_a_killed_rank_without_restarts_is_named_with_its_signal(
         ended = command.wait(60)
     assert (ended.status, ended.out) == (1, "")
     assert ended.err.splitlines()[-1] == (
-        "shoal: Rank 1 was killed by SIGKILL (by the system, if the memory was full); "
-        "resume to continue from the newest checkpoint."
+        "shoal: Rank 1 was killed by SIGKILL (by the system, if the memory was full). "
+        "Resume with: shoal train run.yaml hardware.devices=2 --json --resume"
     )
     assert "Traceback" not in ended.err
     assert hold_whole(run) >= SAVE_EVERY
@@ -347,3 +348,20 @@ def test_evaluations_are_in_the_metrics_and_the_last_is_in_the_summary(instructi
     assert [line["step"] for line in evaluations] == [2, 4]
     assert all("loss" not in line for line in evaluations)
     assert json.loads(ended.out)["eval_loss"] == evaluations[-1]["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("shoal train run.yaml", " Resume with: shoal train run.yaml --resume"),
+        ("shoal train run.yaml --overwrite name=b", " Resume with: shoal train run.yaml name=b --resume"),
+        (
+            "shoal train run.yaml --from runs/a/checkpoints/step-00000002 --runs x",
+            " Resume with: shoal train run.yaml --runs x --resume",
+        ),
+        ("shoal train run.yaml --from=x --resume=auto", " Resume with: shoal train run.yaml --resume=auto"),
+        ("python mine.py", ""),
+    ],
+)
+def test_a_run_whose_ranks_are_lost_says_how_to_resume_it(typed: str, said: str) -> None:
+    assert how_to_resume(typed.split()) == said

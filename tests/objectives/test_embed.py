@@ -92,5 +92,7 @@ def test_mistakes_are_one_sentence_before_anything_is_computed(classifier, rows,
             api.embed(run, output=tmp_path / output)
     with pytest.raises(UserMistake, match=r"has no classes: it was not trained with train.objective classify"):
         api.predict(pretrained, output=tmp_path / "found.jsonl")
+    with pytest.raises(UserMistake, match=r"\.h5ad is for cells, and this run has text; use \.jsonl\."):
+        api.predict(classifier, output=tmp_path / "found.h5ad")
     with pytest.raises(UserMistake, match="is an encoder, which writes no text; use shoal embed or shoal predict"):
         api.generate(pretrained, "a cat", write=lambda _: None)

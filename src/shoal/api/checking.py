@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.config import Config
+from shoal.api.arguments import as_list
+from shoal.api.training import AnyConfig, read
 from shoal.mistakes import UserMistake
 from shoal.paths import user_path
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    config: Config | None = None,
+    config: AnyConfig | None = None,
     *,
     runs: Path | str | None = None,
     devices: int | None = None,
@@ -31,6 +32,8 @@ def doctor(
     from shoal.bench.doctor_launch import examine
     from shoal.launch.doctor.setting import Setting
 
+    config = None if config is None else read(config)
+    reach = as_list(reach)
     for address in reach:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:

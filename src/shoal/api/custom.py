@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shoal.api.training import AnyConfig, read
+from shoal.api.training import AnyConfig, check_start, read
 from shoal.imports import importing
 from shoal.paths import user_path
 
@@ -40,6 +40,7 @@ def init_run(
         from shoal.launch.custom_loop import CustomLoop
 
     report_mistakes()
+    check_start(resume, max_restarts, hooks)
     found = read(config, overrides, values, needs_model=False)
     checkpoint = None if start_from is None else checkpoint_in(user_path(start_from, "start_from"))
     if processes := must_launch(found, max_restarts):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.api.arguments import as_list, check_at_least
+
 if TYPE_CHECKING:
     from shoal.train.inspect import DataPreview, DataStats
 
@@ -29,8 +31,10 @@ def data_preview(
     from shoal.data.inspect.packed import Choice
     from shoal.train.inspect import preview_data
 
+    check_at_least("examples", examples, 1)
+    check_at_least("first", first, 0)
     choice = Choice(count=examples, first=first, seed=seed, sequences=sequences)
-    return preview_data(file, overrides, choice=choice, drawn=seed is not None, report=report)
+    return preview_data(file, as_list(overrides), choice=choice, drawn=seed is not None, report=report)
 
 
 def data_stats(
@@ -42,4 +46,4 @@ def data_stats(
     """
     from shoal.train.inspect import measure_data
 
-    return measure_data(file, overrides, report=report)
+    return measure_data(file, as_list(overrides), report=report)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.api.arguments import as_list, check_at_least
 from shoal.config.given_run import run_folder
 from shoal.imports import importing
 from shoal.paths import user_path
@@ -57,6 +58,7 @@ def _encode(
     classify: bool,
     report: Callable[[str], None],
 ) -> Encoded:
+    check_at_least("batch", batch, 1)
     run = run_folder(run)
     with importing("torch"):
         from shoal.use.embed import encode_data
@@ -67,7 +69,7 @@ def _encode(
         check_output(file, suffixes)
     encoded = encode_data(
         run,
-        changes,
+        as_list(changes),
         pool=pool,
         step=step,
         device=device,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.api.arguments import as_list, check_at_least
 from shoal.config.given_run import run_folder
 from shoal.imports import importing
 from shoal.paths import user_path
@@ -27,11 +28,12 @@ def evaluate(
     report: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
     """Compute loss and perplexity on the run's held-out sequences, or on other data: `["data.path=FILE"]`."""
+    check_at_least("batches", batches, 1)
     run = run_folder(run)
     with importing("torch"):
         from shoal.use.evaluate import evaluate_run
 
-    return evaluate_run(run, overrides, step=step, batches=batches, device=device, report=report)
+    return evaluate_run(run, as_list(overrides), step=step, batches=batches, device=device, report=report)
 
 
 def evaluate_answers(
@@ -54,6 +56,9 @@ def evaluate_answers(
     `score(answer, expected, record)` returns a number; it may be named as "module:function" with `allow_code`. Without
     it, an answer counts if it is exactly the expected one. `run` may be a Hugging Face folder, with a data.path.
     """
+    check_at_least("batch", batch, 1)
+    check_at_least("examples", examples, 1)
+    check_at_least("tokens", tokens, 1)
     from shoal.use.score import exact_match, load_score
 
     named = score if isinstance(score, str) else getattr(score, "__name__", "score")
@@ -64,7 +69,7 @@ def evaluate_answers(
 
     return evaluate_answers(
         run,
-        overrides,
+        as_list(overrides),
         score=chosen or exact_match,
         metric="exact_match" if chosen is None else named,
         examples=examples,
@@ -94,13 +99,16 @@ def evaluate_tasks(
     report: Callable[[str], None] = lambda _: None,
 ) -> TaskEvaluation:
     """Evaluate a run or a Hugging Face folder on tasks of lm-evaluation-harness, its own or those in `folder`."""
+    check_at_least("batch", batch, 1)
+    check_at_least("examples", examples, 1)
+    check_at_least("fewshot", fewshot, 0)
     run = run_folder(run)
     with importing("torch"):
         from shoal.use.tasks import evaluate_tasks
 
     return evaluate_tasks(
         run,
-        tasks,
+        as_list(tasks),
         folder=None if folder is None else user_path(folder, "--task-path"),
         allow_code=allow_code,
         examples=examples,

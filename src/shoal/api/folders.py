@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.api.arguments import as_list
 from shoal.config.given_run import run_folder
 from shoal.imports import importing
 from shoal.mistakes import UserMistake
@@ -115,7 +116,7 @@ def is_foreign_config(files: Sequence[Path | str], command: str = "") -> bool:
     """Whether `shoal import` is given configs or commands of another system, and not a checkpoint."""
     from shoal.convert.configs.recognise import is_config
 
-    paths = [user_path(file, "FILE") for file in files]
+    paths = [user_path(file, "FILE") for file in as_list(files)]
     if (missing := next((path for path in paths if not path.exists()), None)) is not None:
         raise UserMistake(f"{missing} does not exist; give a config, a script or a checkpoint of another system.")
     if (unread := next((path for path in paths if path.suffix in UNREAD and path.is_file()), None)) is not None:
@@ -144,7 +145,7 @@ def import_config(
 
     from shoal.convert.configs.translation import default_output, translate_configs, write_translation
 
-    paths = [user_path(file, "FILE") for file in files]
+    paths = [user_path(file, "FILE") for file in as_list(files)]
     translated = translate_configs(paths, command)
     written = default_output(paths, translated) if output is None else user_path(output, "--output")
     write_translation(translated, written, overwrite=overwrite)

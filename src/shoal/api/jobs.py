@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.config import Config
+from shoal.api.arguments import check_choice
+from shoal.api.training import AnyConfig, read
 from shoal.paths import user_path
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def submit(
-    config: Config,
+    config: AnyConfig,
     *,
     to: str = "slurm",
     resume: bool = False,
@@ -24,11 +25,12 @@ def submit(
     dry_run: bool = False,
     anyway: bool = False,
 ) -> Submitted:
-    """Submit a run to a scheduler. `overwrite` replaces the existing run of this name. With `dry_run`, or if it does
-    not fit by the forecast and `anyway` is not set, the job is only rendered, and the result has no job ID."""
+    """Submit a run to a scheduler. `config` is as in `train`; `overwrite` replaces the existing run of this name. With
+    `dry_run`, or if it does not fit by the forecast and `anyway` is not set, the job is only rendered, and the result
+    has no job ID."""
     from shoal.launch.cluster.schedulers import submit
 
-    return submit(config, to=to, resume=resume, overwrite=overwrite, dry_run=dry_run, anyway=anyway)
+    return submit(read(config), to=to, resume=resume, overwrite=overwrite, dry_run=dry_run, anyway=anyway)
 
 
 def status(run: Path | str, *, runs: Path | str = "runs") -> RunStatus:
@@ -68,7 +70,9 @@ def log_records(
     """The log records of a run (`time, level, rank, host, logger, message`), of all its processes or of one rank."""
     from shoal.launch.logs import read_log_records
     from shoal.launch.status import find_run, status_of
+    from shoal.observe.logs import LEVELS
 
+    check_choice("level", level, LEVELS)
     folder = find_run(str(run), user_path(runs, "--runs"))
     return read_log_records(folder, rank=rank, level=level, follow=follow, active=lambda: status_of(folder).active)
 

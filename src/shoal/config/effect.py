@@ -130,6 +130,20 @@ def _only_for(source: str) -> Callable[[_Run], str | None]:
     return reason
 
 
+def _cells_without(key: str) -> Callable[[_Run], str | None]:
+    def reason(run: _Run) -> str | None:
+        cells = run.config.data.cells
+        if (elsewhere := _only_for("cells")(run)) is not None:
+            return elsewhere
+        if (key in ("bins", "binning") and cells.tokens != "binned") or (key == "medians" and cells.tokens == "binned"):
+            return f"data.cells.tokens is {cells.tokens}"
+        if key in ("target_sum", "log1p") and cells.normalized:
+            return "data.cells.normalized is true: the matrix is used as it is"
+        return None
+
+    return reason
+
+
 def _no_columns(run: _Run) -> str | None:
     kind = next((kind for kind in ("tokens", "cells") if run.config.data.kinds == {kind}), None)
     return None if kind is None else f"{kind} have no columns"
@@ -220,7 +234,7 @@ _RULES: tuple[tuple[str, Callable[[_Run], str | None]], ...] = (
     ("data.train_on", _compares_answers),
     *((f"data.{key}", _only_for("hf")) for key in ("split", "subset")),
     ("data.token_dtype", _only_for("tokens")),
-    *((f"data.cells.{key}", _only_for("cells")) for key in CellsConfig.model_fields),
+    *((f"data.cells.{key}", _cells_without(key)) for key in CellsConfig.model_fields),
     ("data.columns", _no_columns),
     *((f"data.mixing.{key}", _one_source) for key in ("by", "when_exhausted")),
     ("data.chat_template", _no_chats),

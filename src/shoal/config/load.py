@@ -35,6 +35,8 @@ def load_config(
     `planned` the config may use what is not built yet but can be forecast. Without `needs_model` it may leave the model
     out, to look at its data.
     """
+    if isinstance(path, Mapping):
+        raise UserMistake("load_config reads a YAML file, not a mapping: use config_from_mapping.")
     origins = Origins(whole=str(path) if path is not None else "")
     tree: dict[str, Any] = {}
     if path is not None:
@@ -62,7 +64,7 @@ def _refuse_custom_loop(path: Path, tree: dict[str, Any]) -> None:
 
 def _override(tree: dict[str, Any], overrides: Sequence[str], origins: Origins) -> dict[str, Any]:
     """`tree` with the `key=value` overrides."""
-    for text in overrides:
+    for text in [overrides] if isinstance(overrides, str) else overrides:
         override, document = _read_override(text)
         if override.path in SHORTHANDS and isinstance(document.value, str):
             override = Override(text, (*override.path, SHORTHANDS[override.path]))
@@ -89,6 +91,10 @@ def config_from_mapping(
 ) -> Config:
     """The config that a mapping describes: the content of a YAML file, without `include`. The options are those of
     `load_config`."""
+    if not isinstance(mapping, Mapping):
+        raise UserMistake(
+            f"config_from_mapping reads a mapping, not a {type(mapping).__name__}: load_config reads files."
+        )
     if mapping.get("include"):
         raise UserMistake("include works in a file only: read that file with load_config.")
     origins = Origins()

@@ -82,16 +82,17 @@ class CustomLoop:
 
     @property
     def step_number(self) -> int:
-        """The number of optimizer steps so far."""
+        """The number of optimizer steps so far; after `prepare`."""
         return self._prepared.progress.step
 
     @property
     def total_steps(self) -> int:
+        """The steps that the run will have; after `prepare`."""
         return self._prepared.steps
 
     @property
     def epoch(self) -> int:
-        """The number of complete epochs so far."""
+        """The number of complete epochs so far; after `prepare`."""
         return self._prepared.epoch
 
     def prepare(
@@ -152,9 +153,10 @@ class CustomLoop:
         return float(total[0] / total[1])
 
     def evaluate(self, compute: Compute, loader: Iterable[Any]) -> float:
-        """The mean loss of a held-out set. `compute` gets a batch of `loader` and returns its mean loss, or a pair of
-        it and what it is the mean over, by default the number of samples. Each rank computes its share of the batches,
-        without dropout and gradients; all ranks call it and get the mean over all of them."""
+        """The mean loss of a held-out set. `compute` gets a batch of `loader`, which is not the prepared one, and
+        returns its mean loss, or a pair of it and what it is the mean over, by default the number of samples. Each rank
+        computes its share of the batches, without dropout and gradients; all ranks call it and get the mean over all of
+        them."""
         job = self._prepared
         job.synchronize_buffers()  # one model is evaluated, the one that a checkpoint would have
         with job.log.paused(), job.communication.paused():

@@ -27,7 +27,7 @@ from shoal.files import write_atomically
 from shoal.launch.environment import LAUNCH_FOLDER
 from shoal.launch.interfaces import GLOO, check_interfaces
 from shoal.launch.join import attempt
-from shoal.mistakes import RunFailed, UserMistake
+from shoal.mistakes import RanksLost, RunFailed, UserMistake
 from shoal.resilience.signals import LAUNCHER, die_with_parent, second_signal_ends
 from shoal.temporary import temporary_folder
 
@@ -190,7 +190,7 @@ def _attempts(shared: Path) -> int:
 def _raise_reported(shared: Path) -> None:
     for said in _reports(shared, OUT_OF_MEMORY):
         raise RanOut(json.loads(said.read_text()), restarts=_attempts(shared) - 1) from None
-    for kind, error in ((MISTAKE, UserMistake), (FAILED, RunFailed), (HUNG, RunFailed)):
+    for kind, error in ((MISTAKE, UserMistake), (FAILED, RunFailed), (HUNG, RanksLost)):
         for said in _reports(shared, kind):
             raise error(said.read_text()) from None
 
@@ -263,8 +263,7 @@ def _explain(failure: ChildFailedError, shared: Path, crashes: Path | None) -> N
     if first.exitcode < 0:
         killed = f"Rank {rank} was killed by {signal.Signals(-first.exitcode).name}"
         memory = " (by the system, if the memory was full)" if first.exitcode == -signal.SIGKILL else ""
-        resume = "" if crashes is None else "; resume to continue from the newest checkpoint"  # a measurement has none
-        raise RunFailed(f"{killed}{memory}{resume}.") from None
+        raise RanksLost(f"{killed}{memory}.") from None
     message = first.message
     trace = str(message.get("extraInfo", {}).get("py_callstack", "")) if isinstance(message, dict) else ""
     if not trace:  # it ended before it could record an error

@@ -1,6 +1,7 @@
 """Start a training run: choose the launcher for it."""
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -27,6 +28,7 @@ from shoal.launch.local import LocalProcesses
 from shoal.launch.nodes import JoinedTasks
 from shoal.launch.outcome import record_end
 from shoal.launch.rank import Request, run_rank, warn_of_settings
+from shoal.mistakes import RanksLost
 from shoal.models.peft_config import follow_adapter
 from shoal.objectives import Objective
 from shoal.observe.logs import logging_run
@@ -34,6 +36,7 @@ from shoal.observe.progress import Reporter
 from shoal.parallel.device import inspect_device
 from shoal.paths import user_path
 from shoal.plan.unintended import unintended
+from shoal.resilience.watchdog import print_sentence
 from shoal.temporary import remove_abandoned
 from shoal.train.hooks import Hook
 from shoal.train.inputs import read_inputs
@@ -53,7 +56,9 @@ class ThisProcess:
     """This process is a rank: the only one, or one that torchrun or srun started."""
 
     def launch(self, request: Request) -> Summary:
-        return run_rank(request)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # whoever started the ranks says how to start them again
+            return run_rank(request)
+        return run_rank(request, tell=lambda sentence: print_sentence(f"{sentence}{how_to_resume(request.command)}"))
 
 
 def start(
@@ -82,7 +87,10 @@ def start(
     begin, command = Start(resume, start_from), own_command(sys.argv)
     request = Request(config, run, begin, overwrite, max_restarts, hooks, command, profile, objective)
     with crashes_in(run.logs), logging_run(config.log.level):
-        summary = choose_launcher(request).launch(request)
+        try:
+            summary = choose_launcher(request).launch(request)
+        except RanksLost as failure:
+            raise RanksLost(f"{failure}{how_to_resume(command)}") from None
     if is_first():
         record_end(run.path, summary.stopped)
     return summary
@@ -93,6 +101,20 @@ def own_command(arguments: Sequence[str]) -> list[str]:
     program, *rest = arguments or [""]
     name = Path(program).name
     return ["shoal", *rest] if name in ("shoal", "__main__.py") else ["python", program, *rest]
+
+
+def how_to_resume(command: Sequence[str]) -> str:
+    """What to append to the message of a run that can be resumed; nothing if a program of the user's started it."""
+    if command[:2] != ["shoal", "train"]:
+        return ""
+    again, skipped = list[str](), False
+    for argument in command:
+        if not skipped and argument != "--overwrite" and not argument.startswith("--from"):
+            again.append(argument)
+        skipped = argument == "--from"  # its value follows
+    if not any(argument.startswith("--resume") for argument in again):
+        again.append("--resume")
+    return f" Resume with: {shlex.join(again)}"
 
 
 def choose_launcher(request: Request) -> Launcher:

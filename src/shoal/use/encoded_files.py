@@ -63,7 +63,8 @@ def predictions(encoded: Encoded) -> list[dict[str, Any]]:
 
 def _write_cells(encoded: Encoded, output: Path, report: Callable[[str], None]) -> None:
     if not encoded.cells:
-        raise UserMistake(f"--output {output}: .h5ad is for cells, and this run has text; use .npy or .safetensors.")
+        instead = ".npy or .safetensors" if encoded.classes is None else ".jsonl"
+        raise UserMistake(f"--output {output}: .h5ad is for cells, and this run has text; use {instead}.")
     import anndata
 
     parts = []
