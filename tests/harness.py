@@ -27,13 +27,21 @@ import accelerate.utils.other
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import (
+    BertConfig,
+    GPT2LMHeadModel,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import shoal.launch.run
 from shoal import api
 from shoal.checkpoint.layout import SliceReader
 from shoal.config import Config, Mesh
 from shoal.config.schema_base import Block
-from shoal.imports import without_scipy
 from shoal.launch.environment import LAUNCH_FOLDER
 from shoal.models.emulate import slow_dtypes
 from shoal.models.prepare import PreparedModel
@@ -41,17 +49,6 @@ from shoal.objectives.causal_lm import CausalLM
 from shoal.parallel import apply
 from shoal.parallel.model import ParallelModel
 from shoal.parallel.ranks import Ranks
-
-with without_scipy():
-    from transformers import (
-        BertConfig,
-        GPT2LMHeadModel,
-        GPTNeoXForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-        PreTrainedTokenizerFast,
-    )
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 # Imported above so that forked ranks have them already: transformers imports a model's code when it is first used.
 IMPORTED = (

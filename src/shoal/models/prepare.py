@@ -18,7 +18,7 @@ from shoal.catalogue.families import ATTENTION_DROPOUT, HIDDEN_DROPOUT, OTHER_DR
 from shoal.catalogue.objectives import objective_facts
 from shoal.catalogue.shapes import find_shape, grown_vocabulary
 from shoal.config.schema import AdapterConfig, ModelConfig
-from shoal.imports import importing, without_scipy
+from shoal.imports import importing
 from shoal.mistakes import UserMistake
 from shoal.models.adapters import AddedAdapters, add_adapters
 from shoal.models.anatomy import Anatomy, head_parameters, matmul_parameters, read_anatomy
@@ -129,7 +129,7 @@ def _is_saved_as(settings: Any, task: str) -> bool:
 
 
 def _import_transformers() -> None:
-    with importing("transformers.modeling_utils"), without_scipy():
+    with importing("transformers.modeling_utils"):
         import transformers.modeling_utils  # noqa: F401  # what the code of every model imports
 
 
