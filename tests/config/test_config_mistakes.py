@@ -219,7 +219,7 @@ def test_a_contradiction_with_an_override_quotes_the_override() -> None:
     ("text", "begins", "contains"),
     [
         ("model: {shape: gpt2}\ntrain:\n\tlr: 1", "run.yaml:3: this is not YAML: ", "Indent with spaces, not tabs."),
-        # What libyaml would read, or crash on.
+        # What other parsers read, or crash on.
         ("train: {steps: 3\t}", "run.yaml:1: this is not YAML: ", "Indent with spaces, not tabs."),
         ("checkpoint: {keep: 2?, every: 1}", "run.yaml:1: this is not YAML: ", "expected ',' or '}', but got '?'"),
         ("name: |#\n", "run.yaml:1: this is not YAML: ", "expected chomping or indentation indicators"),

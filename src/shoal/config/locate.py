@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -14,16 +13,12 @@ from shoal.mistakes import UserMistake
 
 try:  # libyaml's, if PyYAML was built with it: a quarter of the time, which every run spends at its start
     from yaml import CSafeDumper as _FasterDumper
-    from yaml import CSafeLoader as _FasterLoader
 except ImportError:
     from yaml import SafeDumper as _FasterDumper  # type: ignore[assignment]
-    from yaml import SafeLoader as _FasterLoader  # type: ignore[assignment]
 
 KeyPath = tuple[str | int, ...]
 
 MOST_VALUES = 100_000  # in one file
-FAST_LENGTH = 10_000  # characters: libyaml's composer crashes on tens of thousands of nested lists
-_READ_DIFFERENTLY = re.compile("[\t?!|>\ufeff]")  # by libyaml and PyYAML
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -137,12 +132,6 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 
 
-class _FastLoader(_FasterLoader):
-    """The same nodes from libyaml's parser."""
-
-    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-
-
 class _Dumper(yaml.SafeDumper):
     """The inverse of the loader: quotes exactly the strings that it would read as another type."""
 
@@ -185,11 +174,13 @@ def parse_document(text: str, source: str, with_lines: bool = True) -> Document:
         return f"{source}:{line + 1}" if with_lines else source
 
     try:
-        node = _compose(text)
+        # PyYAML's reader refuses control characters in the constructor, before parsing.
+        loader = _Loader(text)
+        node = loader.get_single_node()
         if node is None:
             return Document(None, {}, set())
         _refuse_odd_keys(node, locate, (), count())
-        document = Document(_construct(node), {}, set())
+        document = Document(_construct(loader, node), {}, set())
         # After construction, because that is when PyYAML puts merged keys (<<) into their mapping.
         for path, line, is_mapping in _positions(node, ()):
             document.lines[path] = line + 1
@@ -207,17 +198,9 @@ def parse_document(text: str, source: str, with_lines: bool = True) -> Document:
         raise UserMistake(f"{source}: this YAML cannot be converted to values: {error}.") from error
 
 
-def _compose(text: str) -> yaml.Node | None:
-    """With libyaml, which takes a tenth of the time, where both parsers agree; PyYAML's says more of what is wrong."""
-    if len(text) < FAST_LENGTH and not _READ_DIFFERENTLY.search(text):
-        with suppress(yaml.YAMLError, ValueError):
-            return _FastLoader(text).get_single_node()
-    return _Loader(text).get_single_node()
-
-
-def _construct(node: yaml.Node) -> Any:
+def _construct(loader: _Loader, node: yaml.Node) -> Any:
     try:
-        return _Loader("").construct_document(node)
+        return loader.construct_document(node)
     except (KeyError, IndexError, AttributeError) as error:
         # PyYAML raises these for a tag that does not match its value, such as `!!bool maybe`.
         raise ValueError("a value is not what its tag (!!) says") from error
