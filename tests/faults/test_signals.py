@@ -1,9 +1,11 @@
 """TERM, INT, USR1 and USR2 to the launcher or any rank: the step is finished and saved, with status 75."""
 
+import fcntl
 import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 from shoal import api
 from shoal.checkpoint.store import list_complete
+from shoal.temporary import OWNER
 from shoal.train.step import TrainStep
 from tests.harness import reference_run, run_ranks, settings
 from tests.launch.command import (
@@ -154,6 +157,13 @@ def is_dead(process: int) -> bool:
         return True
 
 
+def is_unlocked(folder: Path) -> bool:
+    with (folder / OWNER).open("r+") as file, suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(instructions: Path, tmp_path: Path) -> None:
     write_config(tmp_path, config(instructions, train__steps=100_000))
     run = tmp_path / "runs" / "run"
@@ -169,7 +179,12 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(instructions: Path, tmp_
         while not all(is_dead(rank) for rank in ranks):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    assert list((tmp_path / "tmp").iterdir())
+    folders = list((tmp_path / "tmp").iterdir())
+    assert folders
+    # A process that was forked since the ranks were listed may hold the lock of its launcher a moment longer.
+    while not all(is_unlocked(folder) for folder in folders):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     alone = ("name=alone", "hardware.devices=1", "parallel.strategy=single", "train.steps=1", "train.micro_batch=8")
     assert forked_shoal(tmp_path, "train", "run.yaml", *alone, env=with_tmp).status == 0
     assert list((tmp_path / "tmp").iterdir()) == []
