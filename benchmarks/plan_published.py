@@ -3,8 +3,8 @@
 python benchmarks/plan_published.py [--held-out] [--source NAME]
 
 The rows are `plan/published/rows.jsonl`, their sources `sources.json`, and models that the catalogue does not have
-`models.json`. A third of the sources is held out: no constant and no trait may be chosen with them in view, and their
-error is computed only with `--held-out`.
+`models.json`. Some sources are held out: no constant and no trait may be chosen with them in view, and their error is
+computed only with `--held-out`. The systems' traits are in `plan_systems.py`.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from plan_accuracy import TRAITS
+from plan_systems import NEAREST
 
 from shoal.catalogue.gpus import GPUS, LINKS, Link
 from shoal.catalogue.optimizers import OPTIMIZERS
@@ -26,244 +27,13 @@ from shoal.plan.machine import usual_network
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter, Run, Trained
 from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import MEGATRON, SystemTraits
 from shoal.plan.terms import GIB
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "benchmarks" / "plan" / "published"
 # Share of a device's peak that no training reaches.
 POSSIBLE = 0.9
-# The Trainer with bf16 weights before transformers 5.
-EARLIER = replace(TRAITS["huggingface-bf16"], flash2=True, reentrant=True, upcasts_shards=False)
-# A loop of its own around transformers' models before version 5, without autocast and `no_sync`.
-LOOP = replace(
-    TRAITS["huggingface-bf16"], autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False
-)
 UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
-# Systems without traits of their own are forecast as the nearest one that has some.
-NEAREST: dict[str, SystemTraits] = {
-    "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
-    # Overlaps data parallelism, and one block less in the first and the last stage.
-    "llama3": replace(MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, even_stages=False),
-    # `overlap_sync_grad` in its configs/7B_sft.py; gradients are reduced in the dtype of the weights, flattened and
-    # cast, and updated weights sent after the step, rank by rank (internlm/solver/optimizer; `overlap_sync_param` is
-    # off).
-    "internevo": replace(
-        MEGATRON,
-        overlaps_gradients=True,
-        wide_gradients=False,
-        accumulates_in_matmuls=False,
-        flattens_gradients=True,
-        step_copies=2,
-        broadcasts_weights=True,
-    ),
-    "flash-attention": MEGATRON,
-    "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
-    "pax": replace(MEGATRON, fused_softmax="never", planned_memory=True),
-    "maxtext": replace(MEGATRON, fused_softmax="never", planned_memory=True),
-    # NVIDIA's BERT: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax; later NVFuser.
-    "bert-apex": replace(
-        MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
-    ),
-    # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
-    "huggingface-2024": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True),
-    # The same with `use_reentrant` false.
-    "huggingface-2024-not-reentrant": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, reentrant=False),
-    # The same with bitsandbytes 0.43.0 or 0.43.1 (March to July 2024), and with an earlier one.
-    "huggingface-2024-03": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True),
-    "huggingface-2023": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True, dequantizes_in_half=True),
-    # Of 2023 with fp16 weights, which were dequantized to fp16, and no autocast; PEFT then kept the adapters of weights
-    # that are not quantized in their dtype.
-    "optimum": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True),
-    "optimum-narrow": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, narrow_adapters=True
-    ),
-    # A loop of its own around them, which checkpoints blocks within FSDP's units.
-    "huggingface-2024-loop": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, checkpoints_units=False),
-    # Of early 2024, with own loops; their scripts cast the adapters to the dtype of the frozen weights, and checkpoint
-    # blocks within FSDP's units.
-    "huggingface-narrow": replace(
-        EARLIER,
-        logit_bytes=16.0,
-        narrow_adapters=True,
-        quantized_keep_inputs=True,
-        reentrant=False,
-        checkpoints_units=False,
-    ),
-    # The same with cached keys: `use_cache` was switched off in September 2023.
-    "llama-recipes-2023": replace(
-        EARLIER,
-        logit_bytes=16.0,
-        narrow_adapters=True,
-        quantized_keep_inputs=True,
-        reentrant=False,
-        caches_keys=True,
-        checkpoints_units=False,
-    ),
-    # Without mixed precision; and what is allocated, not reserved, of the loss: transformers 4.45 replaced the logits
-    # by their fp32 copy, so that three fp32 tensors exist at a time; 4.48 held the logits too.
-    "huggingface-4.45": replace(EARLIER, logit_bytes=12.0),
-    "huggingface-4.48": EARLIER,
-    # The same with the kernels of fms-acceleration, whose loss overwrites the fp32 logits without the last token.
-    "fms-kernels-4.45": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=8.0),
-    "fms-kernels-4.48": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=10.0),
-    # GPT-BigCode's logits were not upcast: without autocast, all of that is in 16 bits.
-    "gpt-bigcode-4.48": replace(EARLIER, logit_bytes=6.0),
-    "fms-kernels-gpt-bigcode": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=4.0),
-    # Qwen's own model code does not upcast its logits, and with DeepSpeed there is no autocast: logits, their copy
-    # without the last token and the log-softmax are in 16 bits. Its 4-bit models are GPTQ's.
-    "deepspeed-qwen": replace(TRAITS["deepspeed"], logit_bytes=6.0, fused_qkv=True),
-    # The same of models with three matmuls: OPT in transformers, and loops with a loss of logits in 16 bits.
-    "deepspeed-narrow": replace(TRAITS["deepspeed"], logit_bytes=6.0),
-    # Of 2023: transformers' Llama replaced the logits by their fp32 copy, and copied them without the last token.
-    "deepspeed-2023": replace(TRAITS["deepspeed"], logit_bytes=16.0),
-    # Its LoRA without DeepSpeed: PEFT before 0.12, and one matmul for queries, keys and values.
-    "qwen-2023": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, narrow_adapters=True, fused_qkv=True),
-    # A loss of its own over 16-bit logits (benchmark/gpt/model.py); Lightning's plugin has no autocast with DeepSpeed.
-    "deepspeed-lightning": replace(TRAITS["deepspeed"], logit_bytes=6.0),
-    # ColossalAI's LowLevelZero: gradients stay on the device, and are cast one by one (zero/low_level).
-    "colossalai": replace(TRAITS["deepspeed"], offloads_gradients=False),
-    # `_allgather_param` in deepspeed/runtime/zero/partition_parameters.py, with a torch.cuda.synchronize() before each.
-    "deepspeed-2021": replace(
-        MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False
-    ),
-    # FSDP's own mixed precision of fp32 weights (atorch/auto/model_context.py), blocks that are checkpointed within its
-    # units from outside of the model, and a loop that holds the outputs: fsdp_llama2.py.
-    "atorch": replace(
-        EARLIER,
-        logit_bytes=16.0,
-        caches_keys=True,
-        holds_outputs="next",
-        checkpoints_units=False,
-        reentrant=False,
-        wide_base=True,
-    ),
-    # Its own AdamW then updated one parameter at a time.
-    "huggingface-2022": replace(TRAITS["huggingface"], foreach_step=False, wide_embedding_state=False),
-    # A loop around transformers' models without autocast: logits, their copy without the last token and the
-    # log-softmax are in the dtype of the head, which PEFT upcasts with quantized blocks.
-    "transformers-loop": replace(LOOP, logit_bytes=6.0),
-    "transformers-loop-wide": replace(LOOP, logit_bytes=10.0),
-    # The same around the loss of transformers 5's own models.
-    "transformers-5-loop": replace(LOOP, logit_bytes=14.0, reentrant=False, holds_outputs="step"),
-    # transformers' models under FSDP2, adapters of its own in the dtype of the layer (components/_peft/lora.py).
-    "automodel": replace(LOOP, narrow_adapters=True, logit_bytes=12.0),
-    "fms": TRAITS["torchtitan"],
-    # torch.optim.AdamW as it is, in examples/pytorch/tensor_parallel/train.py.
-    "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
-    # Its command's loss is computed with its gradient, 1,024 tokens at a time (xtuner/v1/train/arguments/arguments.py).
-    "xtuner": replace(TRAITS["torchtitan"], fused_rows=1024),
-    # The model, with its loss, is compiled as a whole.
-    "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, fused_activation=True),
-    # The course's own modules (stanford-cs336/assignment2-systems, cs336_basics/model.py).
-    "cs336": replace(TRAITS["by-hand"], written_out=True),
-    "cs336-autocast": replace(TRAITS["autocast"], written_out=True),
-    "plain-torch": replace(TRAITS["by-hand"], loss_kernel="compiled"),
-    "compiled-torch": replace(TRAITS["by-hand"], loss_kernel="compiled", pads_vocabulary=True),
-    # F.multi_head_attention_forward in its modules/multihead_attention.py has its softmax in the compute dtype.
-    "fairseq": replace(TRAITS["by-hand"], fused_softmax="always"),
-    # Of 2023 and 2024, with flash attention 2 on Hopper.
-    "flagscale": replace(MEGATRON, flash2=True),
-    "megatron-0.6": replace(MEGATRON, flash2=True),
-    # Lit-GPT with the flash-attention package's norms, rotary embeddings, SwiGLU and loss.
-    "lit-gpt-fused": replace(TRAITS["litgpt"], unfused_norms=False, fused_activation=True, loss_kernel="always"),
-    # Without fp32 gradients: "grad_accum_dtype": "bf16" in its ds_config.json, or before it had the BF16_Optimizer.
-    "megatron-deepspeed-narrow": replace(
-        TRAITS["megatron-deepspeed"], wide_gradients=False, keeps_added_gradients=False
-    ),
-    # With pp-partition-method 'type:transformer|embedding'.
-    "megatron-deepspeed-balanced": replace(TRAITS["megatron-deepspeed"], even_stages=False),
-    # --overlap-grad-reduce, --overlap-param-gather and --main-grads-dtype bf16.
-    "megatron-overlapped": replace(
-        MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, wide_gradients=False
-    ),
-    # NeMo with ub_tp_comm_overlap: False.
-    "nemo-plain": replace(TRAITS["nemo"], overlaps_tensor=False),
-    # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
-    # gradients that FP32GradientAccumulator adds up, and stages that are balanced by get_block_compute_costs.
-    "nanotron": replace(
-        MEGATRON,
-        fused_activation=False,
-        loss_kernel="never",
-        accumulates_in_matmuls=False,
-        overlaps_gradients=True,
-        even_stages=False,
-        flash2=True,
-    ),
-    # Aleph Alpha's scaling: gradients are reduced in fp32 after the backward pass (allreduce_no_retain in
-    # core/optimizer), the activation and the loss are PyTorch's, and norms too unless a run names their kernel.
-    "aleph-scaling": replace(
-        MEGATRON, fused_activation=False, loss_kernel="never", accumulates_in_matmuls=False, flash2=True
-    ),
-    "aleph-scaling-plain-norm": replace(
-        MEGATRON,
-        unfused_norms=True,
-        fused_activation=False,
-        loss_kernel="never",
-        accumulates_in_matmuls=False,
-        flash2=True,
-    ),
-    # NeMo of 2022, with Apex's distributed_fused_adam before overlap_param_sync; and overlap_grad_sync: False.
-    "nemo-2022": replace(TRAITS["nemo"], overlaps_tensor=False, overlaps_weight_gather=False),
-    "nemo-2022-bert": replace(
-        TRAITS["nemo"], overlaps_tensor=False, overlaps_weight_gather=False, overlaps_gradients=False
-    ),
-    # --overlapped-distributed-optimizer and --no-gradient-accumulation-fusion: buckets are reduced in the backward
-    # pass, and gathered asynchronously until a parameter is used; and its comparison with Megatron's own.
-    "megatron-llama": replace(
-        MEGATRON, flash2=True, accumulates_in_matmuls=False, overlaps_gradients=True, overlaps_weight_gather=True
-    ),
-    "megatron-llama-plain": replace(MEGATRON, flash2=True, accumulates_in_matmuls=False),
-    # C and CUDA: bf16 weights and gradients, fp32 master weights with the optimizer, kernels fused by hand, gradients
-    # reduced block by block in the backward pass (multi_gpu_async_reduce_gradient), memory allocated once.
-    "llm.c": replace(MEGATRON, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
-    # Its successor, with chunks of the head.
-    "llm.q": replace(MEGATRON, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
-    # scaled_upper_triang_masked_softmax_fusion and bias_gelu_fusion: false; ZeRO-1 with overlap_comm.
-    "neox": replace(
-        MEGATRON,
-        fused_softmax="never",
-        fused_activation=False,
-        loss_kernel="never",
-        wide_gradients=False,
-        accumulates_in_matmuls=False,
-        overlaps_gradients=True,
-    ),
-    # Its 20B.yml has both of them.
-    "neox-fused": replace(
-        MEGATRON,
-        loss_kernel="never",
-        wide_gradients=False,
-        accumulates_in_matmuls=False,
-        overlaps_gradients=True,
-        even_stages=False,
-    ),
-    # flash_attn's GPT under autocast: fused_mlp, fused_dropout_add_ln, residual_in_fp32, its in-place loss; AdamW in
-    # PyTorch's ZeroRedundancyOptimizer.
-    "flash-attn-amp": replace(
-        TRAITS["autocast"],
-        unfused_norms=False,
-        fused_activation=True,
-        fused_qkv=True,
-        loss_kernel="always",
-        foreach_step=True,
-        flash2=True,
-    ),
-    # Lightning's FSDP with precision 16: parameters, gradients and buffers in fp16.
-    "lightning-fp16": replace(TRAITS["by-hand"], narrow_reduction=True),
-    # GeminiPlugin: chunks of 16-bit weights that are gathered, fp32 masters in shards, Apex's norms.
-    "colossal-gemini": replace(TRAITS["deepspeed"], unfused_norms=False, hooks_modules=False),
-    # --overlap-grad-reduce, --overlap-param-gather, --no-gradient-accumulation-fusion, and a loss that is not fused.
-    "megatron-tests": replace(
-        MEGATRON,
-        loss_kernel="never",
-        accumulates_in_matmuls=False,
-        overlaps_gradients=True,
-        overlaps_weight_gather=True,
-    ),
-    # nanoGPT's kind of loop without DDP: gradients are reduced in the step of its sharded optimizers.
-    "nanochat": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, overlaps_gradients=False),
-}
 # PyTorch's wheels had the CUDA libraries of 2023 (12.1) until version 2.5; these systems' results are of containers or
 # builds with those of their day.
 NEW_WHEELS = (2024, 10)
