@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from plan_accuracy import TRAITS
 
-from shoal.plan.systems import MEGATRON, SystemTraits
+from shoal.plan.systems import MEGATRON, SYSTEMS, SystemTraits
 
 # The Trainer with bf16 weights before transformers 5.
 EARLIER = replace(TRAITS["huggingface-bf16"], flash2=True, reentrant=True, upcasts_shards=False)
@@ -37,6 +37,12 @@ NEAREST: dict[str, SystemTraits] = {
     "bert-apex": replace(
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
     ),
+    # PyTorch before 2.11, whose SDPA took flash attention 2, and Liger 0.7.
+    "huggingface-5.1": replace(TRAITS["huggingface-bf16"], flash2=True, sums_head_gradient=True),
+    # The Trainer's fp32 model under adapters, which it is before transformers 5 unless its dtype is given; and with the
+    # flash-attn package.
+    "huggingface-wide-base": replace(SYSTEMS["trl"], variable_lengths=False),
+    "huggingface-wide-base-flash": replace(SYSTEMS["trl"], variable_lengths=False, flash2=True),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
     "huggingface-2024": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True),
     # The same with `use_reentrant` false.

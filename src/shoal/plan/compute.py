@@ -9,8 +9,8 @@ from shoal.plan.activations import has_head_norms, selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import linears
-from shoal.plan.head import is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
-from shoal.plan.kernels import STREAMED, Seconds, bandwidth, matmul_seconds
+from shoal.plan.head import fused_rows, is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
+from shoal.plan.kernels import STREAMED, Seconds, bandwidth, eager_bandwidth, matmul_seconds
 from shoal.plan.packed import packed_linears, summed_gradients
 from shoal.plan.run import Run
 
@@ -161,6 +161,7 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
 def _elementwise(run: Run) -> Seconds:
     """Norms, activation functions, rotary embeddings, residual adds: memory-bound, so time is bytes / bandwidth."""
     shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
+    rate = bandwidth(run) if run.compiled else eager_bandwidth(run)
     # The residual stream may be wider than the compute dtype.
     wide = run.layer_bytes / itemsize
     hidden, inner = shape.hidden * run.residual_bytes / itemsize, wide * shape.ffn / tp
@@ -195,21 +196,21 @@ def _elementwise(run: Run) -> Seconds:
         per_token += 6 * hidden * shared
     # Each expert's inputs are gathered, its outputs weighted, and summed.
     per_token += ROUTED_PASSES * shape.routed * shape.hidden
-    ahead = run.tokens * per_token * itemsize / bandwidth(run)
+    ahead = run.tokens * per_token * itemsize / rate
     casting = 0.0
     if run.casts_weights:
-        casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / bandwidth(run)
+        casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / rate
         if run.residual_bytes > itemsize and (run.traits.liger_kernels or not run.compiled):
             # And every layer the normalized input, which has the dtype of the residual stream.
             read = sum(one.local_sizes(tp)[0] for one in linears(shape) if one.reads in ("norm", "second norm"))
-            casting += run.tokens * read * (itemsize + run.residual_bytes) / bandwidth(run)
+            casting += run.tokens * read * (itemsize + run.residual_bytes) / rate
     if wide > 1:
         # A layer casts its input to the compute dtype, and its output back; attention's output is in that dtype.
         cast = sum(sum(one.local_sizes(tp)) for one in linears(shape) if one.reads != "attention")
-        casting += run.tokens * cast * (itemsize + run.layer_bytes) / bandwidth(run)
+        casting += run.tokens * cast * (itemsize + run.layer_bytes) / rate
     gelu = _written_out_gelu(run)
-    summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / bandwidth(run) * run.trained.blocks
-    spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / bandwidth(run)
+    summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / rate * run.trained.blocks
+    spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / rate
     return Seconds(ahead + casting + gelu.forward, TRAFFIC_BACKWARD * ahead + casting + summed - spared + gelu.backward)
 
 
@@ -218,7 +219,7 @@ def _written_out_gelu(run: Run) -> Seconds:
     if not run.writes_out_gelu:
         return Seconds(0.0, 0.0)
     ahead, back = AUTOCAST_GELU_TRAFFIC if run.in_autocast else GELU_TRAFFIC
-    rate = run.gpu.memory_bandwidth * STREAMED * 2 / run.compute_bytes
+    rate = eager_bandwidth(run, STREAMED) * 2 / run.compute_bytes
     elements = run.tokens * run.shape.ffn / run.mesh.tp
     return Seconds(elements * ahead / rate, elements * back / rate)
 
@@ -227,26 +228,40 @@ def head_seconds(run: Run) -> Seconds:
     """Seconds of logits and loss in the last stage."""
     shape, tp = run.shape, run.mesh.tp
     tokens, columns = run.head_tokens, logit_columns(run)
+    # A fused loss reads the weight for every part of the tokens, and adds to its gradient.
+    rows = fused_rows(run) if run.loss == "fused" else tokens
+    parts = tokens / rows
     slower = 1.0
     if not (run.gpu.is_cpu or is_aligned(run) or is_padded(run)):
         slower = max(1.0, (ODD if shape.vocab % (2 * tp) else EVEN) * relative_rate(run.gpu))
     fp8 = run.fp8_head and run.loss == "chunked"
     itemsize = run.head_bytes
-    ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns, fp8=fp8, itemsize=itemsize)
-    back = slower * matmul_seconds(run, tokens, columns, shape.hidden, fp8=fp8, itemsize=itemsize)
+    ahead = parts * slower * matmul_seconds(run, rows, shape.hidden, columns, fp8=fp8, itemsize=itemsize)
+    back = parts * slower * matmul_seconds(run, rows, columns, shape.hidden, fp8=fp8, itemsize=itemsize)
     if fp8:
         ahead += columns * shape.hidden * TWO_LAYOUT_CAST_TRAFFIC / bandwidth(run)
         back += tokens * columns * CAST_TRAFFIC / bandwidth(run)
     trained = run.trained.embedding if shape.tied else run.trained.head
     if trained:
-        back += slower * matmul_seconds(run, shape.hidden, tokens, columns)
+        # Added to part by part, in fp32 if weights are: read and written while the next tile is computed.
+        summed = parts * shape.hidden * columns if parts > 1 else 0.0
+        moved = summed * 2 * run.weight_bytes / (run.gpu.memory_bandwidth * STREAMED)
+        back += max(slower * matmul_seconds(run, shape.hidden, tokens, columns), moved)
+        if run.traits.sums_head_gradient:  # written, cast, and read once more
+            back += summed * (2 * run.compute_bytes + 8) / eager_bandwidth(run)
+    if parts > 1 and run.casts_weights and run.traits.liger_kernels:
+        # Autocast does not keep its copy of a view, nor of a frozen weight, so that every part makes its own.
+        copied = parts * shape.hidden * columns * (4 + run.compute_bytes) / (run.gpu.memory_bandwidth * STREAMED)
+        ahead += copied
+        back += 0.0 if trained else copied
     if is_padded(run):
         ahead += 2 * columns * shape.hidden * run.compute_bytes / bandwidth(run)  # a padded copy of the weight
     fused = is_fused_loss(run) if run.loss == "plain" else run.loss == "fused" or (run.compiled and tp == 1)
     traffic = FUSED_LOGIT_TRAFFIC if fused else PLAIN_LOGIT_TRAFFIC
     if overwrites_logits(run):
         traffic = KERNEL_LOGIT_TRAFFIC
-    moved = tokens * columns * traffic / bandwidth(run)
+    eager = traffic == PLAIN_LOGIT_TRAFFIC
+    moved = tokens * columns * traffic / (eager_bandwidth(run) if eager else bandwidth(run))
     if run.loss != "plain" and run.of_answers:
         back += ahead + moved / 2  # the logits and their softmax once more
     elif run.loss == "chunked" and run.traits.chunks == "recomputed":
@@ -271,8 +286,12 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
         moved += gradient if run.traits.fused_step else 3 * gradient
     if run.mixed and not run.sharded:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
-    streamed = foreach or (run.traits.fused_step and optimizer.streams)
-    seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else bandwidth(run))
+    rate = bandwidth(run)
+    if foreach:
+        rate = eager_bandwidth(run, STREAMED)
+    elif run.traits.fused_step and optimizer.streams:
+        rate = run.gpu.memory_bandwidth * STREAMED
+    seconds = parameters * moved / rate
     if optimizer.needs_whole_matrices:
         seconds += _orthogonalization(run) * parameters / count_parameters(run.shape)
     return seconds

@@ -44,8 +44,12 @@ class SystemTraits:
     recomputes_cheap: bool = False
     # Steps that wait for the host may be replayed as CUDA graphs (`train.cuda_graphs`).
     cuda_graphs: bool = False
-    # Tokens whose logits a fused loss holds at a time (Liger's kernels); 0: it is a chunked loss.
-    fused_rows: int = 0
+    # Tokens whose logits a fused loss holds at a time; 0: it is a chunked loss. `liger`: as many as make logits as
+    # large as the hidden states, rounded up to a power of two.
+    fused_rows: int | Literal["liger"] = 0
+    # The gradient of the head's weight is computed for each of these parts, cast to fp32 and then added to that of the
+    # others: Liger from 0.6.3 to 0.7 (fused_linear_cross_entropy.py); else the matmul adds to it.
+    sums_head_gradient: bool = False
     # Matmul outputs that selective checkpointing saves besides attention: every second; or all but every second of
     # those that are wider than their input.
     keeps: Literal["every second", "all but widening"] = "every second"
@@ -230,7 +234,7 @@ HUGGING_FACE = SystemTraits(
     liger_kernels=True,
     logit_bytes=14.0,
     casts_per_use=True,
-    fused_rows=512,
+    fused_rows="liger",  # fused_linear_cross_entropy_forward in liger_kernel/ops
     peft=True,
     foreach_step=True,
     unsharded_accumulation=True,
@@ -242,7 +246,7 @@ HUGGING_FACE = SystemTraits(
     narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
-BY_HAND = SystemTraits(fused_rows=512)
+BY_HAND = SystemTraits(fused_rows="liger")
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
 DEEPSPEED = SystemTraits(
     logit_bytes=14.0,
@@ -309,6 +313,7 @@ UNSLOTH = replace(
     loss_kernel="always",
     # convert_outputs_to_fp32 around the model's forward in accelerate/accelerator.py: an fp32 copy beside the logits
     kernel_logit_bytes=6.0,
+    fused_rows=512,
     peft=False,
     mlp_in_place=True,
     fused_activation=True,
