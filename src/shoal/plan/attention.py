@@ -88,7 +88,7 @@ def score_traffic(run: Run) -> tuple[float, float]:
     if run.fuses_softmax:
         # Scale, mask and softmax are one kernel, whose backward pass reads the probabilities and their gradient.
         return 2 * itemsize + dropout, 3 * itemsize + dropout
-    scaled, masked = 2 * itemsize, 2 * itemsize
+    scaled, masked = 2 * itemsize, 2 * itemsize * (2 if run.clamps_scores else 1)
     if run.upcasts_softmax:
         # Softmax reads the compute dtype and writes fp32, which is cast back.
         softmax, backward, casts = itemsize + 4, itemsize + 8, itemsize + 4

@@ -231,8 +231,15 @@ class Run:
     @property
     def upcasts_softmax(self) -> bool:
         """Whether the model code computes the softmax of materialized scores in fp32 and casts it back, as transformers
-        does in families with rotary embeddings; GPT-2's and BERT's leave it to autocast."""
-        return self.shape.traits.rotary and self.traits.fused_softmax != "always" and self.attention_bytes < 4
+        does in families with rotary embeddings, and OPT's in fp16; GPT-2's and BERT's leave it to autocast."""
+        upcasts = self.shape.traits.rotary or self.clamps_scores
+        return upcasts and self.traits.fused_softmax != "always" and self.attention_bytes < 4
+
+    @property
+    def clamps_scores(self) -> bool:
+        """Whether masked scores are clamped by one more kernel, which saves them: OPTAttention in transformers, in fp16,
+        where it also upcasts the softmax."""
+        return self.shape.model_type == "opt" and self.precision == "16-mixed"
 
     @property
     def autocasts_softmax(self) -> bool:
