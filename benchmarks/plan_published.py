@@ -39,10 +39,15 @@ UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 NEW_WHEELS = (2024, 10)
 # From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
 FP32_ADAPTERS = (2024, 8)
+# From PyTorch 2.8 on, the Trainer's AdamW is fused.
+FUSED_ADAMW = (2025, 8)
 # transformers 5 is the first version whose activation checkpointing is not reentrant by default; and systems without
 # traits of that time that use the model's own.
 NOT_REENTRANT = (2025, 12)
-MODEL_CHECKPOINTS = {"deepspeed", "deepspeed-qwen", "huggingface", "huggingface-bf16", "huggingface-2022"}
+MODEL_CHECKPOINTS = {
+    *("deepspeed", "deepspeed-qwen"),
+    *("huggingface", "huggingface-bf16", "huggingface-foreach", "huggingface-2022"),
+}
 CONTAINERS = {
     *(
         "bert-apex",
@@ -171,6 +176,8 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     plain = line["precision"] == "bf16-true" and not (line.get("adapter") or {}).get("quantize")
     if traits.peft and plain and _date(line) < FP32_ADAPTERS:
         traits = replace(traits, narrow_adapters=True)
+    if line["system"] in ("huggingface", "huggingface-bf16") and _date(line) < FUSED_ADAMW:
+        traits = replace(traits, foreach_step=True)
     held = line.get("adapter") is not None and line["strategy"] in ("fsdp", "zero3")
     if line["system"] in MODEL_CHECKPOINTS and _date(line) < NOT_REENTRANT and not held:
         traits = replace(traits, reentrant=True)

@@ -229,6 +229,7 @@ LITGPT = SystemTraits(
     pads_vocabulary=True,
     unsharded_accumulation=True,
 )
+# TrainingArguments.optim is adamw_torch_fused from PyTorch 2.8 on; before, it was a foreach AdamW.
 HUGGING_FACE = SystemTraits(
     wide_residual_stream=True,
     liger_kernels=True,
@@ -236,7 +237,6 @@ HUGGING_FACE = SystemTraits(
     casts_per_use=True,
     fused_rows="liger",  # fused_linear_cross_entropy_forward in liger_kernel/ops
     peft=True,
-    foreach_step=True,
     unsharded_accumulation=True,
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
@@ -297,8 +297,8 @@ MEGATRON_DEEPSPEED = replace(
     MEGATRON, accumulates_in_matmuls=False, flattens_gradients=True, keeps_added_gradients=True
 )
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
-# trl/trainer/utils.py), the fused AdamW of TrainingArguments.optim, and packing by position ids.
-TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True, wide_base=True)
+# trl/trainer/utils.py), and packing by position ids.
+TRL = replace(HUGGING_FACE, variable_lengths=True, wide_base=True)
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
 AXOLOTL = replace(
