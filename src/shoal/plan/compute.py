@@ -168,7 +168,7 @@ def _elementwise(run: Run) -> Seconds:
     # Without sequence parallelism every tensor-parallel rank computes the norms and residual adds of all tokens.
     shared = run.stream_tokens / run.tokens
     rotated = wide * (shape.query_width + shape.kv_width) / tp if shape.traits.rotary else 0.0
-    gated = shape.traits.gated
+    gated, behind = shape.traits.gated, 0.0
     if run.compiled:
         # A residual add fused with the following norm reads both summands, and writes the stream and its norm. Kernels
         # between two matmuls touch each tensor once.
@@ -178,13 +178,14 @@ def _elementwise(run: Run) -> Seconds:
             # The sums of the residual stream are read once more by the norms, and queries copied.
             per_token += 2 * hidden * shared + 2 * shape.query_width / tp
     else:
-        # Written out, it squares, averages, multiplies twice; and casts to fp32 and back, unless its input is in fp32.
-        written_out = 7 if run.residual_bytes == 4 else 15
-        passes = written_out if run.traits.unfused_norms and shape.traits.rms_norm else 2
-        per_token = 2 * (passes + 3) * hidden * shared + (8 * rotated) + (5 if gated else 2) * inner
+        norm, again = _norm_passes(run, run.residual_bytes)
+        per_token = 2 * (norm + 3) * hidden * shared + (8 * rotated) + (5 if gated else 2) * inner
+        behind += 2 * (again - 2 * norm) * hidden * shared
         if has_head_norms(run):
             # Of queries and keys, which are in the compute dtype.
-            per_token += (15 if passes > 2 else 2) * (shape.query_width + shape.kv_width) / tp
+            norm, again = _norm_passes(run, itemsize)
+            per_token += norm * (shape.query_width + shape.kv_width) / tp
+            behind += (again - 2 * norm) * (shape.query_width + shape.kv_width) / tp
         # Biases are added in the matmul's epilogue; heads are transposed for attention and back.
         per_token += 4 * shape.query_width / tp
     biased = 0.0
@@ -211,7 +212,20 @@ def _elementwise(run: Run) -> Seconds:
     gelu = _written_out_gelu(run)
     summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / rate * run.trained.blocks
     spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / rate
-    return Seconds(ahead + casting + gelu.forward, TRAFFIC_BACKWARD * ahead + casting + summed - spared + gelu.backward)
+    back = TRAFFIC_BACKWARD * ahead + run.tokens * behind * itemsize / rate
+    return Seconds(ahead + casting + gelu.forward, back + casting + summed - spared + gelu.backward)
+
+
+def _norm_passes(run: Run, itemsize: int) -> tuple[int, int]:
+    """Reads and writes per element of an eager norm whose input has `itemsize` bytes, in the forward and backward pass,
+    in elements of that size."""
+    if not (run.traits.unfused_norms and run.shape.traits.rms_norm):
+        return 2, 4
+    # Written out, it squares (2), averages (1), multiplies (2) and multiplies with its weight (2). Backward: the weight
+    # (2), its gradient and the sum of that (4), the root's (4) and the input's (2), the square's in three kernels (6),
+    # and their sum (3). An input in 16 bits is cast to fp32 and back, and all between that is twice as wide.
+    trained = run.trained.blocks > 0
+    return (7, 17 + 4 * trained) if itemsize == 4 else (18, 38 + 4 * trained)
 
 
 def _written_out_gelu(run: Run) -> Seconds:

@@ -237,7 +237,7 @@ class Run:
 
     @property
     def clamps_scores(self) -> bool:
-        """Whether masked scores are clamped by one more kernel, which saves them: OPTAttention in transformers, in fp16,
+        """Whether masked scores are clamped by one more kernel, which saves them: transformers' OPTAttention in fp16,
         where it also upcasts the softmax."""
         return self.shape.model_type == "opt" and self.precision == "16-mixed"
 
