@@ -304,6 +304,9 @@ TRL = replace(HUGGING_FACE, variable_lengths=True, wide_base=True)
 AXOLOTL = replace(
     TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, upcasts_shards=True, wide_base=False
 )
+# The Trainer with a model in bf16 and adapters in fp32 (cast_trainable_params_to_fp32 in llamafactory/model/adapter.py),
+# PyTorch's attention (`flash_attn: auto`) and reentrant checkpoints (`use_reentrant_gc: true`).
+LLAMA_FACTORY = replace(AXOLOTL, flash2=False, variable_lengths=False, reentrant=True)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
 # with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
 # compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
@@ -341,6 +344,7 @@ SYSTEMS: dict[str, SystemTraits] = {
     "unsloth": UNSLOTH,
     "trl": TRL,
     "axolotl": AXOLOTL,
+    "llama-factory": LLAMA_FACTORY,
 }
 
 # What else these systems do unless they are told otherwise: values of our keys, for those that the config does not set.
@@ -382,5 +386,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.loss_impl": "plain",
         "train.compile": False,
         "data.pack": True,
+    },
+    # disable_gradient_checkpointing: false in llamafactory/hparams/model_args.py, packing only in pretraining, bf16: true
+    # in its examples; trained weights too are in bf16, as with its pure_bf16.
+    "llama-factory": {
+        "parallel.strategy": "ddp",
+        "train.precision": "bf16-true",
+        "train.recompute": "full",
+        "train.loss_impl": "plain",
+        "train.compile": False,
+        "data.pack": False,
+    },
+    # recipes/configs: dtype bf16, compile False, packed False, enable_activation_checkpointing True but in *_lora.yaml.
+    "torchtune": {
+        "train.precision": "bf16-true",
+        "train.recompute": "full",
+        "train.compile": False,
+        "data.pack": False,
     },
 }
