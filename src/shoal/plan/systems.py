@@ -304,7 +304,7 @@ TRL = replace(HUGGING_FACE, variable_lengths=True, wide_base=True)
 AXOLOTL = replace(
     TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, upcasts_shards=True, wide_base=False
 )
-# The Trainer with a model in bf16 and adapters in fp32 (cast_trainable_params_to_fp32 in llamafactory/model/adapter.py),
+# The Trainer with a model in bf16 and adapters in fp32 (cast_trainable_params_to_fp32 in its model/adapter.py),
 # PyTorch's attention (`flash_attn: auto`) and reentrant checkpoints (`use_reentrant_gc: true`).
 LLAMA_FACTORY = replace(AXOLOTL, flash2=False, variable_lengths=False, reentrant=True)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
@@ -387,8 +387,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.compile": False,
         "data.pack": True,
     },
-    # disable_gradient_checkpointing: false in llamafactory/hparams/model_args.py, packing only in pretraining, bf16: true
-    # in its examples; trained weights too are in bf16, as with its pure_bf16.
+    # disable_gradient_checkpointing: false in its hparams/model_args.py, packing only in pretraining, bf16: true in its
+    # examples; trained weights too are in bf16, as with its pure_bf16.
     "llama-factory": {
         "parallel.strategy": "ddp",
         "train.precision": "bf16-true",
