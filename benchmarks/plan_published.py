@@ -69,7 +69,8 @@ RECOMPUTE = {"none", "cheap", "selective", "full", "offload", "offload-all", "pa
 # Keys that say where a figure comes from, or that `_run` reads.
 OTHERS = {
     *("source", "system", "model", "gpu", "gpus", "per_node", "mesh", "sequence", "accum", "adapter", "network"),
-    *("memory", "tokens_per_second_per_gpu", "unknown", "not_counted", "date"),
+    *("memory", "tokens_per_second_per_gpu", "unknown", "date"),
+    *("not_counted", "memory_not_counted"),
 }
 
 
@@ -87,6 +88,7 @@ class Published:
     unknown: str
     unsaid: tuple[str, ...]  # what of the run the forecast cannot say
     not_counted: str = ""  # why its speed says nothing about the forecast
+    memory_not_counted: str = ""  # and its memory
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def _read(line: dict[str, Any], models: dict[str, Any]) -> Published:
         line["unknown"],
         tuple(unsaid),
         line.get("not_counted", "") or (_impossible(run, line) if run is not None else ""),
+        line.get("memory_not_counted", ""),
     )
 
 
@@ -229,7 +232,7 @@ def compare(rows: list[Published], *, all_counted: bool = False) -> list[Figure]
     for row in rows:
         if row.run is None:
             continue
-        if row.gib is not None:
+        if row.gib is not None and (all_counted or not row.memory_not_counted):
             memory = forecast_memory(row.run)
             of_kind = {
                 "allocated": memory.allocated,
