@@ -299,6 +299,13 @@ def test_accelerate_upcasts_the_shards_of_trained_weights() -> None:
     assert at(frozen, "loss", "frozen") * GIB == pytest.approx(parameters(frozen.shape), rel=0.001)
 
 
+def test_the_trainer_upcasts_the_shards_of_a_16_bit_model_which_fsdp_casts_back() -> None:
+    run = make_run("llama3-8b", "h100-80gb", strategy="fsdp", mesh=Mesh(dp_shard=8), traits=SYSTEMS["huggingface"])
+    loaded = run.with_(precision="bf16-true", compiled=False, loss="plain")
+    assert (loaded.weight_bytes, loaded.residual_bytes, loaded.casts_weights) == (4, 2, False)
+    assert loaded.with_(strategy="ddp").weight_bytes == 2
+
+
 def test_checkpoints_around_a_model_that_caches_keys_hold_them() -> None:
     run = tuned("huggingface", None, recompute="full")
     cached = run.with_(traits=replace(run.traits, caches_keys=True))

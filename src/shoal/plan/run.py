@@ -142,7 +142,7 @@ class Run:
         """Whether autocast casts the weights of blocks whenever they are used; those under an adapter are usually in 16
         bits."""
         wide = self.adapter is None or self.frozen_bytes > self.compute_bytes
-        return self.traits.casts_per_use and self.mixed and wide
+        return self.traits.casts_per_use and self.mixed and wide and not self.upcasts_shards  # FSDP casts those
 
     @property
     def layer_bytes(self) -> int:
@@ -210,7 +210,7 @@ class Run:
             return 4
         # Of ours with an adapter: parallel/precision.py.
         wide = self.traits.wide_residual_stream and (self.adapter is None or self.frozen_bytes > self.compute_bytes)
-        return self.weight_bytes if wide else self.compute_bytes
+        return self.weight_bytes if wide and not self.upcasts_shards else self.compute_bytes
 
     @property
     def recomputes_cheap(self) -> bool:

@@ -242,6 +242,7 @@ HUGGING_FACE = SystemTraits(
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
     checkpoints_units=True,  # gradient_checkpointing_enable in transformers/modeling_utils.py; its issue 30404
+    upcasts_shards=True,  # where the model is in 16 bits, as from_pretrained loads it since transformers 5
     copies_to_buckets=True,  # DistributedDataParallelKwargs in accelerate/utils/dataclasses.py
     narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
 )
@@ -301,9 +302,7 @@ MEGATRON_DEEPSPEED = replace(
 TRL = replace(HUGGING_FACE, variable_lengths=True, wide_base=True)
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
-AXOLOTL = replace(
-    TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, upcasts_shards=True, wide_base=False
-)
+AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, wide_base=False)
 # The Trainer with a model in bf16 and adapters in fp32 (cast_trainable_params_to_fp32 in its model/adapter.py),
 # PyTorch's attention (`flash_attn: auto`) and reentrant checkpoints (`use_reentrant_gc: true`).
 LLAMA_FACTORY = replace(AXOLOTL, flash2=False, variable_lengths=False, reentrant=True)
