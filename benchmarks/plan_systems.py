@@ -4,14 +4,13 @@ from dataclasses import replace
 
 from plan_accuracy import TRAITS
 
-from shoal.plan.systems import MEGATRON, SystemTraits
+from shoal.plan.systems import MEGATRON, SYSTEMS, SystemTraits
 
 # The Trainer with bf16 weights before transformers 5.
-EARLIER = replace(TRAITS["huggingface-bf16"], flash2=True, reentrant=True, upcasts_shards=False)
+FOREACH = replace(TRAITS["huggingface-bf16"], foreach_step=True)
+EARLIER = replace(FOREACH, flash2=True, reentrant=True, upcasts_shards=False)
 # A loop of its own around transformers' models before version 5, without autocast and `no_sync`.
-LOOP = replace(
-    TRAITS["huggingface-bf16"], autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False
-)
+LOOP = replace(FOREACH, autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False)
 # Systems without traits of their own are forecast as the nearest one that has some.
 NEAREST: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
@@ -37,8 +36,18 @@ NEAREST: dict[str, SystemTraits] = {
     "bert-apex": replace(
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
     ),
+    # Loops around PEFT with PyTorch's AdamW as it is.
+    "huggingface-foreach": FOREACH,
+    # PyTorch before 2.11, whose SDPA took flash attention 2, and Liger 0.7.
+    "huggingface-5.1": replace(FOREACH, flash2=True, sums_head_gradient=True),
+    # The Trainer's fp32 model under adapters, which it is before transformers 5 unless its dtype is given; and with the
+    # flash-attn package.
+    "huggingface-wide-base": replace(SYSTEMS["trl"], variable_lengths=False),
+    "huggingface-wide-base-flash": replace(SYSTEMS["trl"], variable_lengths=False, flash2=True),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
     "huggingface-2024": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True),
+    # The same with a fused AdamW.
+    "huggingface-2024-fused": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, foreach_step=False),
     # The same with `use_reentrant` false.
     "huggingface-2024-not-reentrant": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, reentrant=False),
     # The same with bitsandbytes 0.43.0 or 0.43.1 (March to July 2024), and with an earlier one.
@@ -46,9 +55,9 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-2023": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True, dequantizes_in_half=True),
     # Of 2023 with fp16 weights, which were dequantized to fp16, and no autocast; PEFT then kept the adapters of weights
     # that are not quantized in their dtype.
-    "optimum": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True),
+    "optimum": replace(FOREACH, logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True),
     "optimum-narrow": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, narrow_adapters=True
+        FOREACH, logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, narrow_adapters=True
     ),
     # A loop of its own around them, which checkpoints blocks within FSDP's units.
     "huggingface-2024-loop": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, checkpoints_units=False),

@@ -199,8 +199,8 @@ def test_pefts_dropout_is_in_the_dtype_of_its_adapters():
 
 
 def test_a_foreach_adamw_moves_each_tensor_in_every_kernel():
-    run = make_run("llama3.2-3b", "l40s", precision="bf16-true", traits=SYSTEMS["huggingface"])
-    fused = run.with_(traits=replace(run.traits, foreach_step=False))
+    fused = make_run("llama3.2-3b", "l40s", precision="bf16-true", traits=SYSTEMS["huggingface"])
+    run = fused.with_(traits=replace(fused.traits, foreach_step=True))
     eightbit = run.with_(optimizer="adamw8bit")
     step = [term(forecast_speed(one), "optimizer") for one in (run, fused)]
     assert step[0] == pytest.approx(3.2e9 * (20 + 3) * 2 / (864e9 * 0.8), rel=0.02)

@@ -6,10 +6,12 @@ import pytest
 
 from shoal.catalogue.gpus import LINKS
 from shoal.config.mesh import Mesh
+from shoal.plan.activations import block_kept
 from shoal.plan.attention import attention_seconds, score_traffic
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, ring_speed
-from shoal.plan.compute import block_compute
+from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
+from shoal.plan.head import fused_rows
 from shoal.plan.run import FROZEN, Adapter
 from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import SYSTEMS
@@ -194,3 +196,60 @@ def test_a_gelu_that_is_written_out_is_several_kernels():
     assert inner * 36 < written < 1.5 * inner * 36
     # Autocast computes the power in fp32, and what follows.
     assert block_compute(mixed).elementwise.forward > 1.6 * block_compute(run).elementwise.forward
+
+
+def test_flash_attention_2_is_no_faster_on_blackwell_than_its_instructions():
+    run = make_run("llama3-8b", "b200", micro_batch=1, length=16384, traits=replace(HUGGING_FACE, flash2=True))
+    work = 3.5 * 4 * 16384 * (16384 / 2) * run.shape.query_width
+    assert work / attention_seconds(run).both == pytest.approx(333e12, rel=0.03)
+    hopper, ours = run.with_(gpu=make_run("llama3-8b", "h200").gpu), run.with_(traits=HUGGING_FACE)
+    assert attention_seconds(hopper).both < 1.3 * attention_seconds(run).both
+    assert attention_seconds(ours).both < 0.4 * attention_seconds(run).both
+    consumer = make_run("llama3-8b", "rtx5090", micro_batch=1, length=16384)  # which has no other kernel
+    flash2 = consumer.with_(traits=replace(consumer.traits, flash2=True))
+    assert attention_seconds(consumer) == attention_seconds(flash2)
+
+
+def test_pytorchs_own_kernels_do_not_reach_a_b200s_bandwidth():
+    eager = make_run("llama3-8b", "b200", traits=HUGGING_FACE, compiled=False, loss="plain", precision="bf16-true")
+    hopper = eager.with_(gpu=make_run("llama3-8b", "h200").gpu)
+    for run, faster in ((eager, 148 / 132), (eager.with_(compiled=True), 7700 / 4800)):
+        before = block_compute(run.with_(gpu=hopper.gpu)).elementwise.both
+        assert before / block_compute(run).elementwise.both == pytest.approx(faster, rel=0.01)
+    foreach = [one.with_(traits=replace(HUGGING_FACE, foreach_step=True)) for one in (hopper, eager)]
+    steps = [optimizer_seconds(one, 1e9) for one in foreach]
+    assert steps[0] / steps[1] == pytest.approx(148 / 132, rel=0.01)
+
+
+def test_ligers_loss_reads_and_casts_the_head_for_every_part_of_the_tokens():
+    run = make_run("llama3-8b", "h200", micro_batch=4, length=1024, loss="fused", traits=HUGGING_FACE)
+    assert fused_rows(run) == 128  # logits as large as the hidden states: 4,096 tokens in 32 parts
+    weight, rate = run.shape.vocab * run.shape.hidden, 0.8 * run.gpu.memory_bandwidth
+    once = head_seconds(run.with_(traits=replace(HUGGING_FACE, fused_rows=4096)))
+    assert head_seconds(run).forward - once.forward > 32 * weight * 6 / rate
+    # Under adapters neither copy of a frozen head is kept, and there is no gradient to add to.
+    frozen = run.with_(adapter=Adapter(16, ("q_proj",)), trained=FROZEN, traits=replace(HUGGING_FACE, wide_base=True))
+    narrow = frozen.with_(traits=HUGGING_FACE)
+    more = head_seconds(frozen).both - head_seconds(narrow).both
+    assert more == pytest.approx(2 * 32 * weight * 6 / rate, rel=0.01)
+    summed = run.with_(traits=replace(HUGGING_FACE, sums_head_gradient=True))
+    assert head_seconds(summed).backward - head_seconds(run).backward > 32 * weight * 12 / run.gpu.memory_bandwidth
+
+
+def test_an_eager_norm_is_moved_by_every_kernel_of_its_backward_pass_too():
+    run = make_run("llama3-8b", "h200", traits=HUGGING_FACE, compiled=False, loss="plain", precision="bf16-true")
+    fused = run.with_(traits=replace(HUGGING_FACE, unfused_norms=False))
+    each = 2 * run.tokens * run.shape.hidden / (0.64 * run.gpu.memory_bandwidth)
+    less = [block_compute(one).elementwise for one in (run, fused)]
+    assert less[0].forward - less[1].forward == pytest.approx(each * (36 - 4), rel=0.01)
+    assert less[0].backward - less[1].backward == pytest.approx(each * (84 - 8), rel=0.01)
+
+
+def test_opt_upcasts_its_softmax_in_fp16_and_saves_clamped_scores():
+    fp16 = make_run("gpt2", "v100-32gb", precision="16-mixed", attention="scores", compiled=False, traits=DEEPSPEED)
+    opt = fp16.with_(shape=replace(fp16.shape, model_type="opt"))
+    assert opt.shape.model_type == "opt"
+    assert score_traffic(opt) > score_traffic(fp16)
+    scores = opt.tokens * opt.shape.heads * opt.length
+    saved = [block_kept(one).find("attention scores") for one in (opt, fp16)]
+    assert [one.amount for one in saved if one] == [8 * scores, 2 * scores]  # in fp32, its copy, and what was clamped

@@ -231,6 +231,7 @@ def _attention(run: Run, tokens: float) -> list[Term]:
             wide, again = False, True
         again = again or wide or run.attention_dropout or run.traits.written_out
         scores = (4 if wide else itemsize) + (itemsize if again else 0) + run.attention_dropout
+        scores += itemsize if run.clamps_scores else 0
         found.append(leaf("attention scores", score_elements(run) * scores))
     return found
 

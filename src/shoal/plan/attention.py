@@ -14,6 +14,10 @@ BACKWARD_MATMULS, BACKWARD_SECONDS = 2.5, 2.75
 BIASED_ATTENTION = 0.52
 # Flash attention 2 on Hopper, relative to cuDNN's kernels: benchmarks/gpu/attention_h200.
 FLASH_2 = 0.6
+# The same on data center Blackwell, relative to flash attention 4. It uses the instructions of Ampere, which are no
+# faster there than on Hopper: 352 to 362 TFLOP/s forward from 2,048 tokens on (meta-pytorch/tritonbench, pull request
+# 171), so 333 of both passes, where flash attention 4 reaches 1,150. Half of it at as many keys as on Hopper.
+FLASH_2_BLACKWELL, FLASH_2_HALF_KEYS = 0.29, 200
 # Attention in fp32, which has neither flash attention nor tensor cores, relative to matmuls in fp32: on an H200, where
 # it reaches 0.59 of the peak (benchmarks/gpu/attention_h200).
 FP32_ATTENTION = 0.72
@@ -37,7 +41,9 @@ def attention_seconds(run: Run) -> Seconds:
 def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
     """Seconds of attention to `seen` keys per query."""
     shape, reached, itemsize = run.shape, reached_by(run), run.attention_bytes
-    work = 4 * run.tokens * (seen + reached.half_keys) * shape.query_width / run.mesh.tp
+    flash2 = _flash2(run)
+    half_keys = min(reached.half_keys, FLASH_2_HALF_KEYS) if flash2 < 1 else reached.half_keys
+    work = 4 * run.tokens * (seen + half_keys) * shape.query_width / run.mesh.tp
     if path == "scores":
         return _materialized(run)
     long_heads = (128 + HEAD_HALF) / 128 * shape.head_size / (shape.head_size + HEAD_HALF)
@@ -47,13 +53,19 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
         dropout=run.attention_dropout,
         capability=run.gpu.compute_capability,
     )
-    # In 2023 there was no other, so that its speed is that of attention.
-    if run.traits.flash2 and run.traits.software != 2023 and (run.gpu.compute_capability or (0, 0)) >= (9, 0):
-        kernel *= FLASH_2
-    flops = run.peak * reached.attention if itemsize < 4 else matmul_flops(run, itemsize) * FP32_ATTENTION
+    flops = run.peak * reached.attention * flash2 if itemsize < 4 else matmul_flops(run, itemsize) * FP32_ATTENTION
     both = (1 + BACKWARD_MATMULS) * work / (flops * min(1.0, long_heads) * biased * kernel)
     ahead = both / (1 + BACKWARD_SECONDS)
     return Seconds(ahead, both - ahead)
+
+
+def _flash2(run: Run) -> float:
+    """The speed of flash attention 2 relative to the device's best kernels, if the system uses it; else 1."""
+    family = (run.gpu.compute_capability or (0, 0))[0]
+    # On Hopper there was no other in 2023, so that its speed is that of attention. Elsewhere there still is none.
+    if not run.traits.flash2 or family not in (9, 10) or (family == 9 and run.traits.software == 2023):
+        return 1.0
+    return FLASH_2 if family == 9 else FLASH_2_BLACKWELL
 
 
 def _materialized(run: Run) -> Seconds:
@@ -76,7 +88,7 @@ def score_traffic(run: Run) -> tuple[float, float]:
     if run.fuses_softmax:
         # Scale, mask and softmax are one kernel, whose backward pass reads the probabilities and their gradient.
         return 2 * itemsize + dropout, 3 * itemsize + dropout
-    scaled, masked = 2 * itemsize, 2 * itemsize
+    scaled, masked = 2 * itemsize, 2 * itemsize * (2 if run.clamps_scores else 1)
     if run.upcasts_softmax:
         # Softmax reads the compute dtype and writes fp32, which is cast back.
         softmax, backward, casts = itemsize + 4, itemsize + 8, itemsize + 4

@@ -142,7 +142,7 @@ class Run:
         """Whether autocast casts the weights of blocks whenever they are used; those under an adapter are usually in 16
         bits."""
         wide = self.adapter is None or self.frozen_bytes > self.compute_bytes
-        return self.traits.casts_per_use and self.mixed and wide
+        return self.traits.casts_per_use and self.mixed and wide and not self.upcasts_shards  # FSDP casts those
 
     @property
     def layer_bytes(self) -> int:
@@ -210,7 +210,7 @@ class Run:
             return 4
         # Of ours with an adapter: parallel/precision.py.
         wide = self.traits.wide_residual_stream and (self.adapter is None or self.frozen_bytes > self.compute_bytes)
-        return self.weight_bytes if wide else self.compute_bytes
+        return self.weight_bytes if wide and not self.upcasts_shards else self.compute_bytes
 
     @property
     def recomputes_cheap(self) -> bool:
@@ -231,8 +231,15 @@ class Run:
     @property
     def upcasts_softmax(self) -> bool:
         """Whether the model code computes the softmax of materialized scores in fp32 and casts it back, as transformers
-        does in families with rotary embeddings; GPT-2's and BERT's leave it to autocast."""
-        return self.shape.traits.rotary and self.traits.fused_softmax != "always" and self.attention_bytes < 4
+        does in families with rotary embeddings, and OPT's in fp16; GPT-2's and BERT's leave it to autocast."""
+        upcasts = self.shape.traits.rotary or self.clamps_scores
+        return upcasts and self.traits.fused_softmax != "always" and self.attention_bytes < 4
+
+    @property
+    def clamps_scores(self) -> bool:
+        """Whether masked scores are clamped by one more kernel, which saves them: transformers' OPTAttention in fp16,
+        where it also upcasts the softmax."""
+        return self.shape.model_type == "opt" and self.precision == "16-mixed"
 
     @property
     def autocasts_softmax(self) -> bool:
