@@ -37,6 +37,17 @@ NEAREST: dict[str, SystemTraits] = {
     "bert-apex": replace(
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
     ),
+    # Its first version, of July 2019: `gelu` in modeling.py, and in fp32 the optimizer BertAdam, which is written out too.
+    "bert-apex-2019-07": replace(
+        MEGATRON,
+        fused_softmax="compiled",
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        wide_gradients=False,
+        loss_kernel="never",
+        fused_activation=False,
+        erf_gelu=True,
+    ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
     "huggingface-2024": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True),
     # The same with `use_reentrant` false.

@@ -194,3 +194,12 @@ def test_a_gelu_that_is_written_out_is_several_kernels():
     assert inner * 36 < written < 1.5 * inner * 36
     # Autocast computes the power in fp32, and what follows.
     assert block_compute(mixed).elementwise.forward > 1.6 * block_compute(run).elementwise.forward
+
+
+def test_a_gelu_by_its_definition_is_five_kernels():
+    run = make_run("bert-large", "v100-16gb", length=512, micro_batch=8, compiled=False, precision="bf16-true")
+    written = run.with_(traits=replace(run.traits, erf_gelu=True))
+    moved = run.tokens * run.shape.ffn / (run.gpu.memory_bandwidth * 0.8)
+    more = block_compute(written).elementwise.forward - block_compute(run).elementwise.forward
+    assert more == pytest.approx(18 * moved)
+    assert block_compute(written.with_(compiled=True)) == block_compute(run.with_(compiled=True))

@@ -36,6 +36,10 @@ FOREACH_PASSES = 20
 # three products with a number, two sums, a tanh, and a product. Under autocast, which computes the power in fp32, also
 # casts.
 GELU_TRAFFIC, AUTOCAST_GELU_TRAFFIC = (36, 56), (76, 118)
+# The same by its definition, x / 2 * (1 + erf(x / sqrt 2)): two products with a number, an erf, a sum, a product;
+# backward two products, five kernels of erf's gradient, two products with a number, a sum. Less the passes of a fused
+# kernel, which are counted anyway.
+ERF_GELU_TRAFFIC = (22 - 4, 48 - 8)
 # Muon (optim/muon.py), and the host time of a matrix: 15 matmuls and a dozen other kernels at 15 microseconds. Measured
 # on the host of an H200: qwen2.5-0.5b in benchmarks/gpu/sweep_h200.
 ITERATIONS, ORTHOGONALIZED_HOST = 5, 0.4e-3
@@ -215,9 +219,11 @@ def _elementwise(run: Run) -> Seconds:
 
 def _written_out_gelu(run: Run) -> Seconds:
     """The kernels of a GELU that is not one."""
-    if not run.writes_out_gelu:
+    if not (run.writes_out_gelu or run.writes_out_erf):
         return Seconds(0.0, 0.0)
     ahead, back = AUTOCAST_GELU_TRAFFIC if run.in_autocast else GELU_TRAFFIC
+    if not run.writes_out_gelu:
+        ahead, back = ERF_GELU_TRAFFIC
     rate = run.gpu.memory_bandwidth * STREAMED * 2 / run.compute_bytes
     elements = run.tokens * run.shape.ffn / run.mesh.tp
     return Seconds(elements * ahead / rate, elements * back / rate)

@@ -248,6 +248,11 @@ class Run:
         return written_out and not self.compiled and not self.traits.fused_activation
 
     @property
+    def writes_out_erf(self) -> bool:
+        """Whether GELU is several elementwise kernels by its definition, as the system has it."""
+        return self.traits.erf_gelu and not self.compiled and not self.shape.traits.gated
+
+    @property
     def repeats_forward(self) -> bool:
         """Whether blocks run their forward pass again in the backward pass."""
         return self.recompute in ("full", "offload") or isinstance(self.recompute, int)

@@ -128,6 +128,8 @@ class SystemTraits:
     # Softmax and SiLU are written out in elementwise operations, each of which saves what its own gradient needs: the
     # exponentials beside their quotient, and the sigmoid.
     written_out: bool = False
+    # GELU is written out by its definition, with erf: five elementwise kernels, as in BERT's code before PyTorch 1.4.
+    erf_gelu: bool = False
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
     # Tensors of the size of all that is updated, in fp32, which another AdamW holds at a time: two of PyTorch's before
