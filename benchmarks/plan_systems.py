@@ -37,7 +37,7 @@ NEAREST: dict[str, SystemTraits] = {
     "bert-apex": replace(
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
     ),
-    # Its first version, of July 2019: `gelu` in modeling.py, and in fp32 the optimizer BertAdam, which is written out too.
+    # Its first version, of July 2019: `gelu` in modeling.py.
     "bert-apex-2019-07": replace(
         MEGATRON,
         fused_softmax="compiled",
