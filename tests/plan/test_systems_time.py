@@ -158,9 +158,11 @@ def test_materialized_scores_are_moved_by_every_kernel_in_the_dtype_that_it_comp
     # With 16-bit weights there is no autocast, and Megatron's softmax is one kernel with scale and mask.
     assert score_traffic(replace(bert, precision="16-mixed", traits=DEEPSPEED)) == (17, 21)
     assert score_traffic(replace(bert, precision="16-mixed", traits=MEGATRON)) == (4 + 5, 6 + 5)
-    # Llama's code asks for a softmax in fp32.
+    # Llama's code asks for a softmax in fp32, whose kernel reads fp16; of bf16 there is a copy first.
     llama = make_run("llama3-8b", **{**eager, "attention_dropout": False}, precision="bf16-true", traits=DEEPSPEED)
-    assert score_traffic(llama) == (2 * 4 + 6 + 6, 4 + 10 + 12 + 6)
+    half = replace(llama, traits=replace(DEEPSPEED, half=True))
+    assert score_traffic(half) == score_traffic(replace(llama, precision="16-mixed")) == (8 + 6 + 6, 4 + 10 + 12 + 6)
+    assert score_traffic(llama) == (8 + 6 + 8 + 6, 4 + 12 + 6 + 12 + 6)
     # The matmuls of scores have a short inner dimension.
     short = attention_seconds(replace(bert, precision="bf16-true"))
     flops = 4 * bert.tokens * bert.length * bert.shape.query_width / (bert.peak * 0.75)

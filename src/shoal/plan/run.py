@@ -235,6 +235,11 @@ class Run:
         return self.shape.traits.rotary and self.traits.fused_softmax != "always" and self.attention_bytes < 4
 
     @property
+    def is_half(self) -> bool:
+        """Whether the 16 bits are fp16's; a device without bf16 computes in nothing else."""
+        return self.precision == "16-mixed" or self.traits.half or self.gpu.bf16 is None
+
+    @property
     def autocasts_softmax(self) -> bool:
         """Whether autocast casts materialized scores to fp32 for the softmax, and leaves them in it until the next
         matmul. Without autocast, and in layouts with 16-bit weights, the softmax is in the compute dtype."""

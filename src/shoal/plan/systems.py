@@ -85,6 +85,8 @@ class SystemTraits:
     # The loop holds what the model returns, and so the logits: while the backward pass runs (`step`), or until the next
     # forward pass, with its loss, has returned (`next`). In Hugging Face's Trainer they are local to `compute_loss`.
     holds_outputs: Literal["", "step", "next"] = ""
+    # 16-bit weights are in fp16, though `bf16-true` is what they are called here.
+    half: bool = False
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
