@@ -143,8 +143,14 @@ NEAREST: dict[str, SystemTraits] = {
     "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
     # Its command's loss is computed with its gradient, 1,024 tokens at a time (xtuner/v1/train/arguments/arguments.py).
     "xtuner": replace(TRAITS["torchtitan"], fused_rows=1024),
-    # The model, with its loss, is compiled as a whole.
-    "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, fused_activation=True),
+    # The model, with its loss, is compiled as a whole; DDP has PyTorch's defaults.
+    "nanogpt": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        pads_vocabulary=True,
+        fused_activation=True,
+        copies_to_buckets=True,
+    ),
     # The course's own modules (stanford-cs336/assignment2-systems, cs336_basics/model.py).
     "cs336": replace(TRAITS["by-hand"], written_out=True),
     "cs336-autocast": replace(TRAITS["autocast"], written_out=True),

@@ -5,13 +5,16 @@ from dataclasses import replace
 import pytest
 
 from shoal.catalogue.gpus import LINKS
+from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.attention import attention_seconds, score_traffic
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, ring_speed
 from shoal.plan.compute import block_compute
+from shoal.plan.layout import ranks_of
 from shoal.plan.run import FROZEN, Adapter
 from shoal.plan.speed import forecast_speed
+from shoal.plan.states import optimizer_bytes
 from shoal.plan.systems import SYSTEMS
 from tests.plan.planning import make_run
 from tests.plan.test_other_systems import DEEPSPEED, HUGGING_FACE, LINEARS, MEGATRON, adapted, seconds, term
@@ -205,3 +208,22 @@ def test_a_gelu_by_its_definition_is_five_kernels():
     more = block_compute(written).elementwise.forward - block_compute(run).elementwise.forward
     assert more == pytest.approx(18 * moved)
     assert block_compute(written.with_(compiled=True)) == block_compute(run.with_(compiled=True))
+
+
+def test_a_loss_scale_is_divided_out_in_a_pass_over_the_gradients():
+    run = make_run("gpt2", "v100-32gb", compiled=False, precision="16-mixed", traits=HUGGING_FACE)
+    # As if it were bf16, which has no loss scale.
+    more = term(forecast_speed(run), "optimizer") - term(forecast_speed(run.with_(precision="bf16-mixed")), "optimizer")
+    held = optimizer_bytes(run, ranks_of(run)[0]) / 8
+    assert more == pytest.approx(held * 8 / (run.gpu.memory_bandwidth * 0.8))
+    assert term(forecast_speed(run.with_(traits=SYSTEMS["shoal"])), "optimizer") == pytest.approx(
+        term(forecast_speed(run.with_(traits=SYSTEMS["shoal"], precision="bf16-mixed")), "optimizer")
+    )
+
+
+def test_gradients_are_copied_to_the_buckets_of_ddp_and_back():
+    settings = {"strategy": "ddp", "mesh": Mesh(dp_shard=8), "precision": "bf16-true", "compiled": False}
+    run = make_run("tinyllama-1.1b", "a100-40gb", devices=8, reduce_bytes=2, traits=SYSTEMS["litgpt"], **settings)
+    views = run.with_(traits=replace(run.traits, copies_to_buckets=False))
+    passes = 4 * 2 * parameters(run.shape) / (run.gpu.memory_bandwidth * 0.8)
+    assert seconds(run) - seconds(views) == pytest.approx(passes)

@@ -275,6 +275,9 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     if run.clips:
         # The norm reads gradients once; a separate clipping kernel reads and writes them again.
         moved += gradient if run.traits.fused_step else 3 * gradient
+    if run.precision == "16-mixed" and run.in_autocast and not run.traits.fused_step:
+        # GradScaler divides gradients by the scale (unscale_ in torch/amp/grad_scaler.py).
+        moved += 2 * gradient
     if run.mixed and not run.sharded:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
     streamed = foreach or (run.traits.fused_step and optimizer.streams)

@@ -6,7 +6,7 @@ from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
-from shoal.plan.kernels import bandwidth
+from shoal.plan.kernels import STREAMED, bandwidth
 from shoal.plan.launched import LLAMA_OPERATIONS, block_operations
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
@@ -290,8 +290,11 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
     overlap = block_compute(run).backward * rank.blocks if overlaps else 0.0
     # The last bucket, or the last block's gradients, start when there is nothing left to compute.
     last = seconds / max(2, rank.blocks)
+    # Gradients are copied into buckets, and from there back, unless they are views of them.
+    copied = 4 * size if run.traits.copies_to_buckets and run.data_parallelism.ddp else 0.0
     return [
         leaf(f"gradient {operation}", max(last, seconds - overlap)),
+        leaf("gradient buckets", copied / (run.gpu.memory_bandwidth * STREAMED)),
         leaf("slowdown by overlapped all-reduce", contention(run, over) * min(seconds, overlap)),
     ]
 
