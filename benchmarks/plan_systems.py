@@ -151,6 +151,15 @@ NEAREST: dict[str, SystemTraits] = {
         fused_activation=True,
         copies_to_buckets=True,
     ),
+    # Its records from 2024-10-17 on: `updates_flat` in Muon.step.
+    "modded-nanogpt": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        pads_vocabulary=True,
+        fused_activation=True,
+        copies_to_buckets=True,
+        shares_muon=True,
+    ),
     # The course's own modules (stanford-cs336/assignment2-systems, cs336_basics/model.py).
     "cs336": replace(TRAITS["by-hand"], written_out=True),
     "cs336-autocast": replace(TRAITS["autocast"], written_out=True),

@@ -227,3 +227,12 @@ def test_gradients_are_copied_to_the_buckets_of_ddp_and_back():
     views = run.with_(traits=replace(run.traits, copies_to_buckets=False))
     passes = 4 * 2 * parameters(run.shape) / (run.gpu.memory_bandwidth * 0.8)
     assert seconds(run) - seconds(views) == pytest.approx(passes)
+
+
+def test_ranks_that_take_turns_at_muon_orthogonalize_a_share_of_the_matrices_each():
+    run = make_run("gpt2", "h100-80gb", strategy="ddp", mesh=Mesh(dp_shard=8), devices=8, optimizer="muon")
+    turns = run.with_(traits=replace(run.traits, shares_muon=True))
+    alone, shared = forecast_speed(run), forecast_speed(turns)
+    plain = term(forecast_speed(run.with_(optimizer="sgd")), "optimizer")
+    assert (term(shared, "optimizer") - plain) < (term(alone, "optimizer") - plain) / 6
+    assert 0 < term(shared, "all-reduce of updates") < 2e-3

@@ -283,7 +283,8 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     streamed = foreach or (run.traits.fused_step and optimizer.streams)
     seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else bandwidth(run))
     if optimizer.needs_whole_matrices:
-        seconds += _orthogonalization(run) * parameters / count_parameters(run.shape)
+        turns = run.replicas if run.traits.shares_muon else 1
+        seconds += _orthogonalization(run) * parameters / count_parameters(run.shape) / turns
     return seconds
 
 

@@ -292,7 +292,12 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
     last = seconds / max(2, rank.blocks)
     # Gradients are copied into buckets, and from there back, unless they are views of them.
     copied = 4 * size if run.traits.copies_to_buckets and run.data_parallelism.ddp else 0.0
+    updates = 0.0
+    if run.traits.shares_muon and run.optimizer == "muon":
+        matrices = rank.blocks * sum(one.parameters for one in linears(run.shape))
+        updates = collective_seconds(run, "all-reduce", over, matrices * run.compute_bytes)
     return [
+        leaf("all-reduce of updates", updates),
         leaf(f"gradient {operation}", max(last, seconds - overlap)),
         leaf("gradient buckets", copied / (run.gpu.memory_bandwidth * STREAMED)),
         leaf("slowdown by overlapped all-reduce", contention(run, over) * min(seconds, overlap)),

@@ -152,6 +152,8 @@ class SystemTraits:
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
+    # Each rank orthogonalizes the matrices of its turn, and Muon's updates are all-reduced in 16 bits.
+    shares_muon: bool = False
     # Whole matrices are assigned to ranks, each of which broadcasts those that it has updated; else all are gathered.
     broadcasts_weights: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
