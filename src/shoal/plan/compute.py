@@ -11,6 +11,7 @@ from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import linears
 from shoal.plan.head import is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
 from shoal.plan.kernels import STREAMED, Seconds, bandwidth, matmul_seconds
+from shoal.plan.muon import orthogonalization_seconds
 from shoal.plan.packed import packed_linears, summed_gradients
 from shoal.plan.run import Run
 
@@ -40,9 +41,6 @@ GELU_TRAFFIC, AUTOCAST_GELU_TRAFFIC = (36, 56), (76, 118)
 # backward two products, five kernels of erf's gradient, two products with a number, a sum. Less the passes of a fused
 # kernel, which are counted anyway.
 ERF_GELU_TRAFFIC = (22 - 4, 48 - 8)
-# Muon (optim/muon.py), and the host time of a matrix: 15 matmuls and a dozen other kernels at 15 microseconds. Measured
-# on the host of an H200: qwen2.5-0.5b in benchmarks/gpu/sweep_h200.
-ITERATIONS, ORTHOGONALIZED_HOST = 5, 0.4e-3
 # Reads and writes of the hidden states of each token and expert: gathered 2, weighted 2, summed 3.
 ROUTED_PASSES = 7
 # Bytes per element of a cast to fp8: reads 16 bits, writes 8; the preceding kernel computes the absolute maximum.
@@ -284,16 +282,5 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else bandwidth(run))
     if optimizer.needs_whole_matrices:
         turns = run.replicas if run.traits.shares_muon else 1
-        seconds += _orthogonalization(run) * parameters / count_parameters(run.shape) / turns
+        seconds += orthogonalization_seconds(run) * parameters / count_parameters(run.shape) / turns
     return seconds
-
-
-def _orthogonalization(run: Run) -> float:
-    """Seconds of Muon's Newton-Schulz iterations over all matrices of blocks: in each, three matmuls of the shorter
-    side. Small matrices take as long as the host needs to launch their kernels."""
-    seconds = 0.0
-    for one in linears(run.shape):
-        short, long = sorted((one.inputs, one.outputs))
-        inner = matmul_seconds(run, short, long, short) + matmul_seconds(run, short, short, short)
-        seconds += max(ITERATIONS * (inner + matmul_seconds(run, short, short, long)), ORTHOGONALIZED_HOST)
-    return seconds * run.shape.layers
