@@ -44,6 +44,17 @@ NEAREST: dict[str, SystemTraits] = {
     # flash-attn package.
     "huggingface-wide-base": replace(SYSTEMS["trl"], variable_lengths=False),
     "huggingface-wide-base-flash": replace(SYSTEMS["trl"], variable_lengths=False, flash2=True),
+    # Its first version, of July 2019: `gelu` in modeling.py.
+    "bert-apex-2019-07": replace(
+        MEGATRON,
+        fused_softmax="compiled",
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        wide_gradients=False,
+        loss_kernel="never",
+        fused_activation=False,
+        erf_gelu=True,
+    ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
     "huggingface-2024": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True),
     # The same with a fused AdamW.
@@ -55,9 +66,9 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-2023": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True, dequantizes_in_half=True),
     # Of 2023 with fp16 weights, which were dequantized to fp16, and no autocast; PEFT then kept the adapters of weights
     # that are not quantized in their dtype.
-    "optimum": replace(FOREACH, logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True),
+    "optimum": replace(FOREACH, logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, half=True),
     "optimum-narrow": replace(
-        FOREACH, logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, narrow_adapters=True
+        FOREACH, logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, narrow_adapters=True, half=True
     ),
     # A loop of its own around them, which checkpoints blocks within FSDP's units.
     "huggingface-2024-loop": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, checkpoints_units=False),
@@ -134,8 +145,23 @@ NEAREST: dict[str, SystemTraits] = {
     "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
     # Its command's loss is computed with its gradient, 1,024 tokens at a time (xtuner/v1/train/arguments/arguments.py).
     "xtuner": replace(TRAITS["torchtitan"], fused_rows=1024),
-    # The model, with its loss, is compiled as a whole.
-    "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, fused_activation=True),
+    # The model, with its loss, is compiled as a whole; DDP has PyTorch's defaults.
+    "nanogpt": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        pads_vocabulary=True,
+        fused_activation=True,
+        copies_to_buckets=True,
+    ),
+    # Its records from 2024-10-17 on: `updates_flat` in Muon.step.
+    "modded-nanogpt": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        pads_vocabulary=True,
+        fused_activation=True,
+        copies_to_buckets=True,
+        shares_muon=True,
+    ),
     # The course's own modules (stanford-cs336/assignment2-systems, cs336_basics/model.py).
     "cs336": replace(TRAITS["by-hand"], written_out=True),
     "cs336-autocast": replace(TRAITS["autocast"], written_out=True),

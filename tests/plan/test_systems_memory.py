@@ -360,3 +360,11 @@ def test_a_gelu_that_is_written_out_saves_fp32_tensors_under_autocast() -> None:
     # DeepSpeed has no autocast.
     assert at(run.with_(traits=SYSTEMS["deepspeed"]), "loss", "MLP intermediates") == pytest.approx(5 * 2 * each)
     assert at(run.with_(compiled=True, traits=SYSTEMS["shoal"]), "loss", "MLP intermediates") == pytest.approx(4 * each)
+
+
+def test_a_gelu_by_its_definition_saves_two_tensors_more() -> None:
+    run = make_run("bert-large", compiled=False, precision="bf16-true", traits=SYSTEMS["deepspeed"])
+    each = 2 * run.tokens * run.shape.ffn * run.shape.layers / GIB
+    written = run.with_(traits=replace(run.traits, erf_gelu=True))
+    assert at(run, "loss", "MLP intermediates") == pytest.approx(2 * each)
+    assert at(written, "loss", "MLP intermediates") == pytest.approx(4 * each)

@@ -273,6 +273,9 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
         # autocast, on a GPU.
         factors += 3
         wide = 6 if run.in_autocast and run.layer_bytes == 2 and not run.gpu.is_cpu else 0
+    elif run.writes_out_erf:
+        # Half of its input, what erf reads, and one more than what that returns, in place of the input.
+        factors += 2
     if shape.traits.gated and run.traits.written_out and not fused:
         factors += 1
     return [leaf("MLP intermediates", tokens * shape.ffn * (factors * run.layer_bytes + wide + inner))]

@@ -90,8 +90,11 @@ def score_traffic(run: Run) -> tuple[float, float]:
         return 2 * itemsize + dropout, 3 * itemsize + dropout
     scaled, masked = 2 * itemsize, 2 * itemsize * (2 if run.clamps_scores else 1)
     if run.upcasts_softmax:
-        # Softmax reads the compute dtype and writes fp32, which is cast back.
+        # Softmax reads fp16 and writes fp32, which is cast back. It does not read bf16, of which there is a copy in
+        # fp32 first, and of its gradient too (softmax in aten/src/ATen/native/SoftMax.cpp).
         softmax, backward, casts = itemsize + 4, itemsize + 8, itemsize + 4
+        if not run.is_half:
+            softmax, backward = softmax + 8, backward + 8
     elif run.autocasts_softmax:
         softmax, backward, casts = 8, 12, 2 * (itemsize + 4)
     else:

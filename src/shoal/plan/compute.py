@@ -37,6 +37,10 @@ FOREACH_PASSES = 20
 # three products with a number, two sums, a tanh, and a product. Under autocast, which computes the power in fp32, also
 # casts.
 GELU_TRAFFIC, AUTOCAST_GELU_TRAFFIC = (36, 56), (76, 118)
+# The same by its definition, x / 2 * (1 + erf(x / sqrt 2)): two products with a number, an erf, a sum, a product;
+# backward two products, five kernels of erf's gradient, two products with a number, a sum. Less the passes of a fused
+# kernel, which are counted anyway.
+ERF_GELU_TRAFFIC = (22 - 4, 48 - 8)
 # Reads and writes of the hidden states of each token and expert: gathered 2, weighted 2, summed 3.
 ROUTED_PASSES = 7
 # Bytes per element of a cast to fp8: reads 16 bits, writes 8; the preceding kernel computes the absolute maximum.
@@ -228,9 +232,11 @@ def _norm_passes(run: Run, itemsize: int) -> tuple[int, int]:
 
 def _written_out_gelu(run: Run) -> Seconds:
     """The kernels of a GELU that is not one."""
-    if not run.writes_out_gelu:
+    if not (run.writes_out_gelu or run.writes_out_erf):
         return Seconds(0.0, 0.0)
     ahead, back = AUTOCAST_GELU_TRAFFIC if run.in_autocast else GELU_TRAFFIC
+    if not run.writes_out_gelu:
+        ahead, back = ERF_GELU_TRAFFIC
     rate = eager_bandwidth(run, STREAMED) * 2 / run.compute_bytes
     elements = run.tokens * run.shape.ffn / run.mesh.tp
     return Seconds(elements * ahead / rate, elements * back / rate)
@@ -296,6 +302,9 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     if run.clips:
         # The norm reads gradients once; a separate clipping kernel reads and writes them again.
         moved += gradient if run.traits.fused_step else 3 * gradient
+    if run.precision == "16-mixed" and run.in_autocast and not run.traits.fused_step:
+        # GradScaler divides gradients by the scale (unscale_ in torch/amp/grad_scaler.py).
+        moved += 2 * gradient
     if run.mixed and not run.sharded:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
     rate = bandwidth(run)
@@ -305,5 +314,6 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
         rate = run.gpu.memory_bandwidth * STREAMED
     seconds = parameters * moved / rate
     if optimizer.needs_whole_matrices:
-        seconds += orthogonalization_seconds(run) * parameters / count_parameters(run.shape)
+        turns = run.replicas if run.traits.shares_muon else 1
+        seconds += orthogonalization_seconds(run) * parameters / count_parameters(run.shape) / turns
     return seconds

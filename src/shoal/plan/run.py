@@ -242,6 +242,11 @@ class Run:
         return self.shape.model_type == "opt" and self.precision == "16-mixed"
 
     @property
+    def is_half(self) -> bool:
+        """Whether the 16 bits are fp16's; a device without bf16 computes in nothing else."""
+        return self.precision == "16-mixed" or self.traits.half or self.gpu.bf16 is None
+
+    @property
     def autocasts_softmax(self) -> bool:
         """Whether autocast casts materialized scores to fp32 for the softmax, and leaves them in it until the next
         matmul. Without autocast, and in layouts with 16-bit weights, the softmax is in the compute dtype."""
@@ -253,6 +258,11 @@ class Run:
         Autocast computes its power, and what follows, in fp32."""
         written_out = self.shape.traits.unfused_gelu and self.shape.is_family
         return written_out and not self.compiled and not self.traits.fused_activation
+
+    @property
+    def writes_out_erf(self) -> bool:
+        """Whether GELU is several elementwise kernels by its definition, as the system has it."""
+        return self.traits.erf_gelu and not self.compiled and not self.shape.traits.gated
 
     @property
     def repeats_forward(self) -> bool:

@@ -89,6 +89,8 @@ class SystemTraits:
     # The loop holds what the model returns, and so the logits: while the backward pass runs (`step`), or until the next
     # forward pass, with its loss, has returned (`next`). In Hugging Face's Trainer they are local to `compute_loss`.
     holds_outputs: Literal["", "step", "next"] = ""
+    # 16-bit weights are in fp16, though `bf16-true` is what they are called here.
+    half: bool = False
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
@@ -132,6 +134,8 @@ class SystemTraits:
     # Softmax and SiLU are written out in elementwise operations, each of which saves what its own gradient needs: the
     # exponentials beside their quotient, and the sigmoid.
     written_out: bool = False
+    # GELU is written out by its definition, with erf: five elementwise kernels, as in BERT's code before PyTorch 1.4.
+    erf_gelu: bool = False
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
     # Tensors of the size of all that is updated, in fp32, which another AdamW holds at a time: two of PyTorch's before
@@ -152,6 +156,8 @@ class SystemTraits:
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
+    # Each rank orthogonalizes the matrices of its turn, and Muon's updates are all-reduced in 16 bits.
+    shares_muon: bool = False
     # Whole matrices are assigned to ranks, each of which broadcasts those that it has updated; else all are gathered.
     broadcasts_weights: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
@@ -228,6 +234,7 @@ LITGPT = SystemTraits(
     dequantizes_in_half=True,
     pads_vocabulary=True,
     unsharded_accumulation=True,
+    copies_to_buckets=True,  # DDPStrategy in lightning/fabric/strategies/ddp.py leaves PyTorch's default
 )
 # TrainingArguments.optim is adamw_torch_fused from PyTorch 2.8 on; before, it was a foreach AdamW.
 HUGGING_FACE = SystemTraits(
