@@ -187,10 +187,11 @@ NEAREST: dict[str, SystemTraits] = {
     ),
     "megatron-llama-plain": replace(MEGATRON, flash2=True, accumulates_in_matmuls=False),
     # C and CUDA: bf16 weights and gradients, fp32 master weights with the optimizer, kernels fused by hand, gradients
-    # reduced block by block in the backward pass (multi_gpu_async_reduce_gradient), memory allocated once.
-    "llm.c": replace(MEGATRON, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
-    # Its successor, with chunks of the head.
-    "llm.q": replace(MEGATRON, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
+    # reduced block by block in the backward pass (multi_gpu_async_reduce_gradient), memory allocated once; sums of the
+    # residual stream are fused with norms (fused_residual_forward5), and cuDNN reads queries as a matmul wrote them.
+    "llm.c": replace(MEGATRON, fused_by_hand=False, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
+    # Its successor, with chunks of the head; fused_residual_rmsnorm_forward in src/kernels.
+    "llm.q": replace(MEGATRON, fused_by_hand=False, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
     # scaled_upper_triang_masked_softmax_fusion and bias_gelu_fusion: false; ZeRO-1 with overlap_comm.
     "neox": replace(
         MEGATRON,
@@ -232,6 +233,16 @@ NEAREST: dict[str, SystemTraits] = {
         accumulates_in_matmuls=False,
         overlaps_gradients=True,
         overlaps_weight_gather=True,
+    ),
+    # The same on Blackwell, of which cuDNN up to 9.14 has no deterministic backward pass, so that Transformer Engine
+    # takes flash attention 2 (attention/dot_product_attention/utils.py of version 2.8).
+    "megatron-tests-flash2": replace(
+        MEGATRON,
+        loss_kernel="never",
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        overlaps_weight_gather=True,
+        flash2=True,
     ),
     # nanoGPT's kind of loop without DDP: gradients are reduced in the step of its sharded optimizers.
     "nanochat": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, overlaps_gradients=False),

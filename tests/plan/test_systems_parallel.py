@@ -8,12 +8,14 @@ from shoal.catalogue.efficiency import efficiency
 from shoal.catalogue.gpus import find_gpu
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
+from shoal.plan.layout import ranks_of
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import Run
 from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import SYSTEMS, SystemTraits
 from shoal.plan.terms import GIB
 from tests.plan.planning import make_run, plan
+from tests.plan.test_other_systems import term
 from tests.plan.test_systems_memory import at
 
 
@@ -110,6 +112,27 @@ def test_broadcasts_from_every_rank_take_longer_the_more_there_are():
     assert 0 < added(64) < 0.1 < added(512) < added(1024)
     # As many as there are matrices: a fused QKV layer and five others in 32 blocks, embedding and head.
     assert added(1024) / added(512) == pytest.approx(2, rel=0.1)
+
+
+def test_blocks_that_do_not_divide_are_missing_in_deepspeeds_last_stage():
+    def blocks(layers: int, stages: int) -> list[int]:
+        shape = replace(make_run("llama2-7b").shape, layers=layers)
+        run = make_run(traits=SYSTEMS["megatron-deepspeed"], mesh=Mesh(pp=stages)).with_(shape=shape)
+        return [rank.blocks for rank in ranks_of(run)]
+
+    assert blocks(70, 12) == [6] * 11 + [4]  # as its partition_balanced divides BLOOM's
+    assert blocks(72, 12) == [6] * 12
+    # Where nothing would be left, blocks are spread.
+    assert blocks(33, 12) == [2] * 3 + [3] * 9
+
+
+def test_gradients_that_are_added_by_kernels_of_their_own_stream():
+    plain = replace(SYSTEMS["megatron"], accumulates_in_matmuls=False)
+    own, fused = (term(forecast_speed(trained(one)), "gradient accumulation") for one in (plain, SYSTEMS["megatron"]))
+    added = 3 * parameters(trained(plain).shape)  # of four micro-batches, three add to what there is
+    assert own == pytest.approx(added * 3 * 2 / (0.8 * 2039e9), rel=1e-3)
+    # A matmul reads what it adds to; the sum it would write anyway.
+    assert fused == pytest.approx(added * 2 / (0.6 * 2039e9), rel=1e-3)
 
 
 def test_fp8_is_limited_by_what_limits_bf16():

@@ -50,8 +50,12 @@ def ranks(shape: ModelShape, pipeline: int, schedule: str, virtual: int = 0, *, 
         return (Rank(0, (Stage(shape.layers, True, True),)),)
     count = pipeline * stages_each(schedule, virtual)
     head = shape.vocab * shape.hidden / block_matrices(shape)
-    stage_blocks = divide_blocks(shape.layers, count, 0.0 if even else head)
-    stages = [Stage(len(blocks), index == 0, index == count - 1) for index, blocks in enumerate(stage_blocks)]
+    counts = [len(blocks) for blocks in divide_blocks(shape.layers, count, 0.0 if even else head)]
+    most = -(-shape.layers // count)
+    if even and most * (count - 1) < shape.layers:
+        # What does not divide is missing in the last stage: partition_balanced in deepspeed/runtime/utils.py.
+        counts = [most] * (count - 1) + [shape.layers - most * (count - 1)]
+    stages = [Stage(blocks, index == 0, index == count - 1) for index, blocks in enumerate(counts)]
     return tuple(Rank(pipeline_rank, tuple(stages[pipeline_rank::pipeline])) for pipeline_rank in range(pipeline))
 
 

@@ -6,7 +6,7 @@ from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
-from shoal.plan.kernels import bandwidth
+from shoal.plan.kernels import STREAMED, bandwidth
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
 from shoal.plan.offload import activation_transfer, offloaded_state, steps_on_host
@@ -191,7 +191,9 @@ def _accumulation(run: Run, rank: Rank) -> float:
     held = trained_parameters(run, rank)
     if run.sharded and not run.accumulates_unsharded and run.mesh.pp == 1:
         held /= run.shards
-    return held * moved / bandwidth(run) * (1 - 1 / run.grad_accum_steps)
+    # A sum of long tensors streams; what a matmul adds is part of its epilogue.
+    rate = bandwidth(run) if run.traits.accumulates_in_matmuls else run.gpu.memory_bandwidth * STREAMED
+    return held * moved / rate * (1 - 1 / run.grad_accum_steps)
 
 
 def _shard_group(run: Run) -> Group:

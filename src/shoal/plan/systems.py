@@ -224,6 +224,7 @@ LITGPT = SystemTraits(
     dequantizes_in_half=True,
     pads_vocabulary=True,
     unsharded_accumulation=True,
+    copies_to_buckets=True,  # DDPStrategy in lightning/fabric leaves gradient_as_bucket_view at its default
 )
 HUGGING_FACE = SystemTraits(
     wide_residual_stream=True,
