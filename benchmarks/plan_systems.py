@@ -12,6 +12,16 @@ EARLIER = replace(TRAITS["huggingface-bf16"], flash2=True, reentrant=True, upcas
 LOOP = replace(
     TRAITS["huggingface-bf16"], autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False
 )
+ALEPH = replace(
+    MEGATRON,
+    fused_activation=False,
+    loss_kernel="never",
+    accumulates_in_matmuls=False,
+    flash2=True,
+    widens_reduction=True,
+    all_reduces=True,
+    stages_of_modules=True,
+)
 # Systems without traits of their own are forecast as the nearest one that has some.
 NEAREST: dict[str, SystemTraits] = {
     "oneflow": replace(MEGATRON, overlaps_gradients=True, planned_memory=True),
@@ -28,6 +38,7 @@ NEAREST: dict[str, SystemTraits] = {
         flattens_gradients=True,
         step_copies=2,
         broadcasts_weights=True,
+        all_reduces=True,  # reduce_rank is None in _attach_reduction_hook of hybrid_zero_optim.py
     ),
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
@@ -149,6 +160,9 @@ NEAREST: dict[str, SystemTraits] = {
     "megatron-overlapped": replace(
         MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, wide_gradients=False
     ),
+    # NeMo from 24.01 to 24.07: NVTE_FUSED_ATTN: 0 in launcher_scripts/conf/config.yaml of NeMo-Framework-Launcher leaves
+    # flash attention 2, "until we've tested it more"; and where scripts set it, as two of dgxc-benchmarking's.
+    "nemo-flash2": replace(TRAITS["nemo"], flash2=True),
     # NeMo with ub_tp_comm_overlap: False.
     "nemo-plain": replace(TRAITS["nemo"], overlaps_tensor=False),
     # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
@@ -162,19 +176,11 @@ NEAREST: dict[str, SystemTraits] = {
         even_stages=False,
         flash2=True,
     ),
-    # Aleph Alpha's scaling: gradients are reduced in fp32 after the backward pass (allreduce_no_retain in
-    # core/optimizer), the activation and the loss are PyTorch's, and norms too unless a run names their kernel.
-    "aleph-scaling": replace(
-        MEGATRON, fused_activation=False, loss_kernel="never", accumulates_in_matmuls=False, flash2=True
-    ),
-    "aleph-scaling-plain-norm": replace(
-        MEGATRON,
-        unfused_norms=True,
-        fused_activation=False,
-        loss_kernel="never",
-        accumulates_in_matmuls=False,
-        flash2=True,
-    ),
+    # Aleph Alpha's scaling: bf16 gradients are all-reduced in fp32 after the backward pass (allreduce_no_retain in
+    # core/optimizer), the activation and the loss are PyTorch's, and norms too unless a run names their kernel; stages
+    # have equal numbers of modules (pipe_partition_uniform).
+    "aleph-scaling": ALEPH,
+    "aleph-scaling-plain-norm": replace(ALEPH, unfused_norms=True),
     # NeMo of 2022, with Apex's distributed_fused_adam before overlap_param_sync; and overlap_grad_sync: False.
     "nemo-2022": replace(TRAITS["nemo"], overlaps_tensor=False, overlaps_weight_gather=False),
     "nemo-2022-bert": replace(

@@ -193,6 +193,13 @@ def test_reentrant_checkpointing_recomputes_the_last_matmul_too():
     assert not SYSTEMS["shoal"].reentrant
 
 
+def test_attention_does_not_reach_beyond_a_packed_document():
+    packed = make_run("llama2-7b", "a100-80gb", length=4096, traits=MEGATRON)
+    apart, short = packed.with_(document_length=256), packed.with_(length=256)
+    assert attention_seconds(apart).forward == pytest.approx(16 * attention_seconds(short).forward)
+    assert attention_seconds(apart).forward < attention_seconds(packed).forward / 8
+
+
 def test_the_backward_pass_of_attention_takes_longer_than_its_matmuls_say():
     found = attention_seconds(make_run("llama3-8b", "h200", length=8192))
     assert found.backward == pytest.approx(2.75 * found.forward)

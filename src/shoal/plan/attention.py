@@ -27,10 +27,11 @@ def attention_seconds(run: Run) -> Seconds:
     """Seconds of attention, averaged over blocks with a sliding window and without."""
     shape, window = run.shape, run.shape.sliding_window
     # Causal attention computes half of the scores; sliding windows fewer.
-    causal = run.length / 2 if shape.traits.causal else float(run.length)
-    if not window or window >= run.length:
+    length = run.document_length or run.length
+    causal = length / 2 if shape.traits.causal else float(length)
+    if not window or window >= length:
         return _attention_to(run, causal, run.attention)
-    sliding = _attention_to(run, window * (1 - window / (2 * run.length)), run.attention)
+    sliding = _attention_to(run, window * (1 - window / (2 * length)), run.attention)
     unlimited = "fused" if run.attention in ("window", "tiles", "bands") else run.attention
     full, share = _attention_to(run, causal, unlimited), shape.sliding_share
     return Seconds(

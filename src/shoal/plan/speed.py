@@ -185,7 +185,7 @@ def _accumulation(run: Run, rank: Rank) -> float:
         return 0.0
     made, kept = run.compute_bytes, run.gradient_bytes or run.weight_bytes
     if run.mixed and run.traits.masters_with_optimizer:
-        kept = run.reduced_bytes
+        kept = run.added_bytes
     # Read both, write the sum; a matmul that adds to its output writes nothing else.
     moved = 2 * kept - made if run.traits.accumulates_in_matmuls else 3 * kept
     held = trained_parameters(run, rank)
@@ -273,7 +273,7 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
     over = rank_group(run, run.replicas, stride)
     itemsize = run.compress_bytes or (run.reduced_bytes if run.mixed else run.weight_bytes)
     # ZeRO reduces each gradient to the rank that updates it.
-    scatters = run.gathers_after_step and run.traits.masters_with_optimizer
+    scatters = run.gathers_after_step and run.traits.masters_with_optimizer and not run.traits.all_reduces
     operation: Operation = "reduce-scatter" if scatters else "all-reduce"
     size, sharing = trained / run.shards * itemsize, run.optimizer_shards
     if scatters and not run.sharded and sharing < run.replicas:
