@@ -160,8 +160,8 @@ NEAREST: dict[str, SystemTraits] = {
     "megatron-overlapped": replace(
         MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, wide_gradients=False
     ),
-    # NeMo from 24.01 to 24.07: NVTE_FUSED_ATTN: 0 in launcher_scripts/conf/config.yaml of NeMo-Framework-Launcher leaves
-    # flash attention 2, "until we've tested it more"; and where scripts set it, as two of dgxc-benchmarking's.
+    # NeMo from 24.01 to 24.07: NVTE_FUSED_ATTN: 0 in launcher_scripts/conf/config.yaml of NeMo-Framework-Launcher
+    # leaves flash attention 2, "until we've tested it more"; and where scripts set it, as two of dgxc-benchmarking's.
     "nemo-flash2": replace(TRAITS["nemo"], flash2=True),
     # NeMo with ub_tp_comm_overlap: False.
     "nemo-plain": replace(TRAITS["nemo"], overlaps_tensor=False),

@@ -195,7 +195,7 @@ class Run:
 
     @property
     def added_bytes(self) -> int:
-        """Bytes per element in which gradients of micro-batches are added up, where fp32 weights are the optimizer's."""
+        """Bytes per element in which gradients of micro-batches are added up, if the optimizer has the fp32 weights."""
         return self.compute_bytes if self.traits.widens_reduction else self.reduced_bytes
 
     @property
