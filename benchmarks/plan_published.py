@@ -42,7 +42,14 @@ FP32_ADAPTERS = (2024, 8)
 # transformers 5 is the first version whose activation checkpointing is not reentrant by default; and systems without
 # traits of that time that use the model's own.
 NOT_REENTRANT = (2025, 12)
-MODEL_CHECKPOINTS = {"deepspeed", "deepspeed-qwen", "huggingface", "huggingface-bf16", "huggingface-2022"}
+MODEL_CHECKPOINTS = {
+    "deepspeed",
+    "deepspeed-balanced",
+    "deepspeed-qwen",
+    "huggingface",
+    "huggingface-bf16",
+    "huggingface-2022",
+}
 CONTAINERS = {
     *(
         "bert-apex",

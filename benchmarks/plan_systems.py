@@ -96,6 +96,8 @@ NEAREST: dict[str, SystemTraits] = {
     # Qwen's own model code does not upcast its logits, and with DeepSpeed there is no autocast: logits, their copy
     # without the last token and the log-softmax are in 16 bits. Its 4-bit models are GPTQ's.
     "deepspeed-qwen": replace(TRAITS["deepspeed"], logit_bytes=6.0, fused_qkv=True),
+    # Stages as they are listed in gdGPT's configs/ds_config_pp.yml: the head of BLOOM is alone on its device.
+    "deepspeed-balanced": replace(TRAITS["deepspeed"], even_stages=False),
     # The same of models with three matmuls: OPT in transformers, and loops with a loss of logits in 16 bits.
     "deepspeed-narrow": replace(TRAITS["deepspeed"], logit_bytes=6.0),
     # Of 2023: transformers' Llama replaced the logits by their fp32 copy, and copied them without the last token.
