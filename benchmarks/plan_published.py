@@ -45,7 +45,7 @@ FUSED_ADAMW = (2025, 8)
 # traits of that time that use the model's own.
 NOT_REENTRANT = (2025, 12)
 MODEL_CHECKPOINTS = {
-    *("deepspeed", "deepspeed-qwen"),
+    *("deepspeed", "deepspeed-balanced", "deepspeed-qwen"),
     *("huggingface", "huggingface-bf16", "huggingface-foreach", "huggingface-2022"),
 }
 CONTAINERS = {
@@ -60,7 +60,7 @@ CONTAINERS = {
         "megatron-overlapped",
         "nemo",
     ),
-    *("nemo-plain", "pax"),
+    *("nemo-flash2", "nemo-plain", "pax"),
 }
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}

@@ -8,12 +8,14 @@ from shoal.catalogue.efficiency import efficiency
 from shoal.catalogue.gpus import find_gpu
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
+from shoal.plan.layout import ranks_of
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import Run
 from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import SYSTEMS, SystemTraits
 from shoal.plan.terms import GIB
 from tests.plan.planning import make_run, plan
+from tests.plan.test_other_systems import term
 from tests.plan.test_systems_memory import at
 
 
@@ -110,6 +112,35 @@ def test_broadcasts_from_every_rank_take_longer_the_more_there_are():
     assert 0 < added(64) < 0.1 < added(512) < added(1024)
     # As many as there are matrices: a fused QKV layer and five others in 32 blocks, embedding and head.
     assert added(1024) / added(512) == pytest.approx(2, rel=0.1)
+
+
+def test_blocks_that_do_not_divide_are_missing_in_deepspeeds_last_stage():
+    def blocks(layers: int, stages: int, *, modules: bool = False) -> list[int]:
+        shape = replace(make_run("llama2-7b").shape, layers=layers)
+        traits = replace(SYSTEMS["megatron-deepspeed"], stages_of_modules=modules)
+        return [rank.blocks for rank in ranks_of(make_run(traits=traits, mesh=Mesh(pp=stages)).with_(shape=shape))]
+
+    assert blocks(70, 12) == [6] * 11 + [4]  # as its partition_balanced divides BLOOM's
+    assert blocks(72, 12) == [6] * 12
+    # Where nothing would be left, blocks are spread.
+    assert blocks(33, 12) == [2] * 3 + [3] * 9
+    # With the embedding before, and norm and head behind: 63 modules, of which the last stage has three.
+    assert blocks(60, 16, modules=True) == [3] + [4] * 14 + [1]
+
+
+def test_gradients_may_be_reduced_wider_than_they_are_kept_and_to_all_ranks():
+    narrow = replace(SYSTEMS["megatron"], wide_gradients=False, accumulates_in_matmuls=False)
+    wide = replace(narrow, widens_reduction=True)
+
+    def reduced(traits: SystemTraits, operation: str = "reduce-scatter") -> float:
+        return term(forecast_speed(trained(traits, precision="bf16-mixed")), f"gradient {operation}")
+
+    assert reduced(wide) == pytest.approx(2 * reduced(narrow), rel=0.01)
+    assert reduced(replace(wide, all_reduces=True), "all-reduce") == pytest.approx(2 * reduced(wide), rel=0.01)
+    for name in ("gradients", "gradient accumulation"):
+        kept = [trained(one, precision="bf16-mixed") for one in (wide, narrow)]
+        same = [at(one, "optimizer step", name) + term(forecast_speed(one), name) for one in kept]
+        assert same[0] == same[1] > 0
 
 
 def test_fp8_is_limited_by_what_limits_bf16():

@@ -174,6 +174,18 @@ def test_materialized_scores_are_moved_by_every_kernel_in_the_dtype_that_it_comp
     assert short.forward > 2.5 * flops
 
 
+def test_early_libraries_multiplied_heads_that_are_not_aligned_without_tensor_cores():
+    def scores(head_size: int, software: int) -> float:
+        run = make_run("llama2-7b", "a100-80gb", traits=replace(MEGATRON, software=software), attention="scores")
+        both = attention_seconds(run.with_(shape=replace(run.shape, heads=32, kv_heads=32, head_size=head_size)))
+        return both.forward + both.backward
+
+    assert scores(108, 2022) > 4 * scores(112, 2022)
+    assert scores(104, 2022) < scores(112, 2022)
+    assert scores(108, 2023) < scores(112, 2023)
+    assert scores(108, 0) < scores(112, 0)
+
+
 def test_reentrant_checkpointing_recomputes_the_last_matmul_too():
     run = make_run("llama3-8b", recompute="full", compiled=False, traits=replace(HUGGING_FACE, reentrant=True))
     early = run.with_(traits=HUGGING_FACE)
@@ -186,6 +198,13 @@ def test_reentrant_checkpointing_recomputes_the_last_matmul_too():
     assert again[0] - again[1] > least
     assert SYSTEMS["megatron"].reentrant
     assert not SYSTEMS["shoal"].reentrant
+
+
+def test_attention_does_not_reach_beyond_a_packed_document():
+    packed = make_run("llama2-7b", "a100-80gb", length=4096, traits=MEGATRON)
+    apart, short = packed.with_(document_length=256), packed.with_(length=256)
+    assert attention_seconds(apart).forward == pytest.approx(16 * attention_seconds(short).forward)
+    assert attention_seconds(apart).forward < attention_seconds(packed).forward / 8
 
 
 def test_the_backward_pass_of_attention_takes_longer_than_its_matmuls_say():

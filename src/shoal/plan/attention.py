@@ -21,16 +21,21 @@ FLASH_2_BLACKWELL, FLASH_2_HALF_KEYS = 0.29, 200
 # Attention in fp32, which has neither flash attention nor tensor cores, relative to matmuls in fp32: on an H200, where
 # it reaches 0.59 of the peak (benchmarks/gpu/attention_h200).
 FP32_ATTENTION = 0.72
+# Libraries of 2022 and before computed batched matmuls without tensor cores if the rows of a head are not aligned: with
+# heads of 108 instead of 144 elements, BigScience's 182B model took 163 s per step instead of 125, which leaves the
+# matmuls of attention about 10 TFLOP/s, half of an A100's fp32 peak (train/tr11-176B-ml/chronicles-prequel.md).
+HEAD_ALIGNMENT, ANY_ALIGNMENT = 16, 2023
 
 
 def attention_seconds(run: Run) -> Seconds:
     """Seconds of attention, averaged over blocks with a sliding window and without."""
     shape, window = run.shape, run.shape.sliding_window
     # Causal attention computes half of the scores; sliding windows fewer.
-    causal = run.length / 2 if shape.traits.causal else float(run.length)
-    if not window or window >= run.length:
+    length = run.document_length or run.length
+    causal = length / 2 if shape.traits.causal else float(length)
+    if not window or window >= length:
         return _attention_to(run, causal, run.attention)
-    sliding = _attention_to(run, window * (1 - window / (2 * run.length)), run.attention)
+    sliding = _attention_to(run, window * (1 - window / (2 * length)), run.attention)
     unlimited = "fused" if run.attention in ("window", "tiles", "bands") else run.attention
     full, share = _attention_to(run, causal, unlimited), shape.sliding_share
     return Seconds(
@@ -73,8 +78,10 @@ def _materialized(run: Run) -> Seconds:
     queries, keys, width = run.tokens * run.shape.heads / run.mesh.tp, run.length, run.shape.head_size
     # Forward: scores from queries and keys, output from probabilities and values. Backward: the gradients of
     # probabilities, values, queries and keys.
-    made = matmul_seconds(run, queries, width, keys, itemsize=run.attention_bytes)
-    read = matmul_seconds(run, queries, keys, width, itemsize=run.attention_bytes)
+    unaligned = width * run.attention_bytes % HEAD_ALIGNMENT and 0 < run.traits.software < ANY_ALIGNMENT
+    itemsize = 4 if unaligned else run.attention_bytes
+    made = matmul_seconds(run, queries, width, keys, itemsize=itemsize)
+    read = matmul_seconds(run, queries, keys, width, itemsize=itemsize)
     each = queries * keys / (run.gpu.memory_bandwidth * STREAMED)
     ahead, back = score_traffic(run)
     return Seconds(made + read + each * ahead, made + 3 * read + each * back)

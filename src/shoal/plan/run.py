@@ -90,6 +90,8 @@ class Run:
     cp_method: str = "gather"
     head_share: float = 1.0  # of the tokens, those that the head computes logits of; of a classifier, one per sequence
     varied_lengths: bool = False  # sequences are padded to the longest of their micro-batch, not packed to `length`
+    # Tokens of a packed document, beyond which attention does not reach; 0: not known, as if it were `length`.
+    document_length: int = 0
     of_answers: bool = False  # the loss compares answers: a chunk of logits is computed in both passes
     reference_pass: bool = False  # every micro-batch also has a forward pass without the adapter and gradients
     adapter: Adapter | None = None
@@ -187,8 +189,14 @@ class Run:
     def reduced_bytes(self) -> int:
         """Bytes per element of a gradient that is reduced: ZeRO and Accelerate communicate in 16 bits."""
         if self.mixed and self.traits.masters_with_optimizer:
-            return 4 if self.traits.wide_gradients and self.precision != "16-mixed" else self.compute_bytes
+            wide = self.traits.widens_reduction or (self.traits.wide_gradients and self.precision != "16-mixed")
+            return 4 if wide else self.compute_bytes
         return self.compute_bytes if self.traits.narrow_reduction and self.sharded else self.reduce_bytes
+
+    @property
+    def added_bytes(self) -> int:
+        """Bytes per element in which gradients of micro-batches are added up, if the optimizer has the fp32 weights."""
+        return self.compute_bytes if self.traits.widens_reduction else self.reduced_bytes
 
     @property
     def updated_bytes(self) -> int:

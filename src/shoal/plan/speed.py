@@ -190,13 +190,15 @@ def _accumulation(run: Run, rank: Rank) -> float:
         return 0.0
     made, kept = run.compute_bytes, run.gradient_bytes or run.weight_bytes
     if run.mixed and run.traits.masters_with_optimizer:
-        kept = run.reduced_bytes
+        kept = run.added_bytes
     # Read both, write the sum; a matmul that adds to its output writes nothing else.
     moved = 2 * kept - made if run.traits.accumulates_in_matmuls else 3 * kept
     held = trained_parameters(run, rank)
     if run.sharded and not run.accumulates_unsharded and run.mesh.pp == 1:
         held /= run.shards
-    return held * moved / bandwidth(run) * (1 - 1 / run.grad_accum_steps)
+    # A sum of long tensors streams; what a matmul adds is part of its epilogue.
+    rate = bandwidth(run) if run.traits.accumulates_in_matmuls else run.gpu.memory_bandwidth * STREAMED
+    return held * moved / rate * (1 - 1 / run.grad_accum_steps)
 
 
 def _shard_group(run: Run) -> Group:
@@ -276,7 +278,7 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
     over = rank_group(run, run.replicas, stride)
     itemsize = run.compress_bytes or (run.reduced_bytes if run.mixed else run.weight_bytes)
     # ZeRO reduces each gradient to the rank that updates it.
-    scatters = run.gathers_after_step and run.traits.masters_with_optimizer
+    scatters = run.gathers_after_step and run.traits.masters_with_optimizer and not run.traits.all_reduces
     operation: Operation = "reduce-scatter" if scatters else "all-reduce"
     size, sharing = trained / run.shards * itemsize, run.optimizer_shards
     if scatters and not run.sharded and sharing < run.replicas:

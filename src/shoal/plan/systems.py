@@ -166,6 +166,8 @@ class SystemTraits:
     overlaps_gradients: bool = True
     # Pipeline stages have equal numbers of blocks, and the last one also has the head; else stages are balanced.
     even_stages: bool = False
+    # These numbers count the embedding, the last norm and the head as blocks too.
+    stages_of_modules: bool = False
     # Pipelines are PyTorch's: receive buffers for every micro-batch, and stage outputs that are kept. Others free both.
     torch_pipeline: bool = True
     # Context parallelism is PyTorch's ring attention: blocks of keys and values go around, and each block's output and
@@ -192,6 +194,10 @@ class SystemTraits:
     accumulates_in_matmuls: bool = False
     # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
     wide_gradients: bool = False
+    # 16-bit gradients are cast to fp32 to be reduced, and back.
+    widens_reduction: bool = False
+    # Gradients are all-reduced, though each rank updates only a part of the weights.
+    all_reduces: bool = False
     # Packed documents are kept apart by their lengths (flash attention's variable-length kernels), without a mask.
     variable_lengths: bool = False
     # Clipping, the update and the cast to compute copies are one fused kernel.
