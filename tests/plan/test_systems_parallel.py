@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 
 from shoal.catalogue.efficiency import efficiency
-from shoal.catalogue.gpus import find_gpu
+from shoal.catalogue.gpus import LINKS, find_gpu
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
+from shoal.plan.communication import Group, collective_seconds
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import Run
 from shoal.plan.speed import forecast_speed
@@ -112,10 +113,22 @@ def test_broadcasts_from_every_rank_take_longer_the_more_there_are():
     assert added(1024) / added(512) == pytest.approx(2, rel=0.1)
 
 
+def test_a_group_of_fewer_than_eight_has_fewer_links_where_there_is_no_switch():
+    def seconds(gpu: str, ranks: int) -> float:
+        run = trained(SYSTEMS["megatron"], ranks=8).with_(gpu=find_gpu(gpu), link=LINKS[find_gpu(gpu).link])
+        return collective_seconds(run, "all-gather", Group(ranks, 1), 8e9)
+
+    # Three quarters of the links' bandwidth, of which a pair has one of seven.
+    assert seconds("mi300x", 8) == pytest.approx(7 / 8 * 8e9 / (0.75 * 448e9), rel=0.01)
+    assert seconds("mi300x", 2) == pytest.approx(1 / 2 * 8e9 / (0.75 * 64e9), rel=0.01)
+    assert seconds("h100-80gb", 2) == pytest.approx(4 / 7 * seconds("h100-80gb", 8), rel=0.01)
+
+
 def test_fp8_is_limited_by_what_limits_bf16():
-    # 0.89 of an MI300X' 0.457, but no more than an H200's 0.62 where bf16 reaches 0.897.
+    # 0.89 of an MI300X' 0.457, and on an RTX 4090 0.99 of the 0.897 of bf16.
     assert efficiency(find_gpu("mi300x")).fp8 == pytest.approx(0.89 * 0.457, abs=0.001)
-    assert efficiency(find_gpu("rtx4090")).fp8 == pytest.approx(0.62)
+    assert efficiency(find_gpu("rtx4090")).fp8 == pytest.approx(0.99 * 0.897, abs=0.001)
+    assert efficiency(find_gpu("h200")).fp8 == pytest.approx(0.62)
     assert efficiency(find_gpu("b200")).fp8 == pytest.approx(0.68)
 
 
