@@ -21,10 +21,11 @@ def test_amd_kernels_become_faster_by_the_year():
     # Transformer Engine has AMD's own kernels a year before PyTorch.
     engine = [efficiency(mi300x, software=year, transformer_engine=True).attention for year in (2024, 2025)]
     assert [round(share * peak) for share in engine] == [230, 515]
-    # Before ROCm 6.2 matmuls too were slower.
-    assert torch[2023].matmuls == pytest.approx(450 / 668 * torch[2024].matmuls)
-    assert torch[2023].fp8 == pytest.approx(450 / 668 * torch[2024].fp8)
-    assert torch[2024].matmuls == torch[2026].matmuls == efficiency(mi300x).matmuls
+    # Matmuls too were slower, and fp8 no faster than bf16 before 2025.
+    matmuls = [torch[year].matmuls / torch[2026].matmuls for year in torch]
+    assert matmuls == pytest.approx([450 / 668, 0.9, 0.9, 1])
+    assert [torch[year].fp8 * 2615 / (torch[year].matmuls * peak) for year in (2023, 2024)] == pytest.approx([1, 1])
+    assert torch[2025].fp8 == torch[2026].fp8
     assert efficiency(mi300x) == torch[2026]
 
 

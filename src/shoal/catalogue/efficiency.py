@@ -198,10 +198,14 @@ _OLD_BLACKWELL: dict[int, float] = {2025: 0.9}
 # Flash attention 2 by Composable Kernel, before those kernels: 223 to 232 TFLOP/s on an MI300X with ROCm 6.3, of May
 # 2025 [11]. AMD's Transformer Engine has had them since December 2024 (ROCm/TransformerEngine, pull request 98),
 # PyTorch's SDPA since August 2025 for the backward pass alone and since 2026 for both (ROCm/aotriton, pull requests 120
-# and 158). Before ROCm 6.2, which is that of PyTorch 2.5, large matmuls reached 450 TFLOP/s where they reach 668 [1].
+# and 158).
 CDNA3 = frozenset({"mi300x", "mi325x"})
 _COMPOSABLE_KERNEL, _ASSEMBLY_SINCE, _TRANSFORMER_ENGINE_SINCE = 230e12, 2026, 2025
-_OLD_ROCM_MATMULS, _OLD_ROCM = 450 / 668, 2023
+# Matmuls by the year of ROCm. Before 6.2, which is that of PyTorch 2.5, they reached 450 TFLOP/s where they reach 668
+# with PyTorch's TunableOp [1]; 6.2 without it 493 with an inner dimension of 1,280 and 546 with 8,192, 0.9 of it [13].
+_OLD_ROCM_MATMULS: dict[int, float] = {2023: 450 / 668, 2024: 0.9, 2025: 0.9}
+# In 2024 fp8 matmuls were no faster than 16-bit ones: 207 TFLOP/s by Transformer Engine [13], 110 by PyTorch [14].
+_ROCM_FP8_SINCE = 2025
 
 
 def _published(name: str) -> Efficiency:
@@ -279,10 +283,11 @@ def efficiency(gpu: Gpu, *, software: int = 0, transformer_engine: bool = False)
             inner_half=found.inner_half,
         )
     if gpu.name in CDNA3 and software:
-        slower = _OLD_ROCM_MATMULS if software <= _OLD_ROCM else 1.0
+        peak, matmuls = gpu.bf16 or gpu.fp16, _OLD_ROCM_MATMULS.get(software, 1.0) * found.matmuls
         since = _TRANSFORMER_ENGINE_SINCE if transformer_engine else _ASSEMBLY_SINCE
-        attention = _COMPOSABLE_KERNEL / (gpu.bf16 or gpu.fp16) if software < since else found.attention
-        return replace(found, matmuls=slower * found.matmuls, attention=attention, fp8=slower * found.fp8)
+        attention = _COMPOSABLE_KERNEL / peak if software < since else found.attention
+        fp8 = matmuls * peak / (gpu.fp8 or peak) if software < _ROCM_FP8_SINCE else found.fp8
+        return replace(found, matmuls=matmuls, attention=attention, fp8=fp8)
     if software in _OLD_BLACKWELL and gpu.compute_capability in ((10, 0), (10, 3)):
         share = _OLD_BLACKWELL[software]
         return replace(found, matmuls=share * found.matmuls, attention=share * found.attention, fp8=share * found.fp8)
