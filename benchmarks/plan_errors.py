@@ -60,7 +60,7 @@ WITHOUT = (
     Without(
         "llm-foundry",
         ("h100-80gb",),
-        replace(FAMILIES["h200"], attention=FLASH_2[9] * FAMILIES["h200"].attention),
+        replace(FAMILIES["h200"], attention=FLASH_2 * FAMILIES["h200"].attention),
         "the H200's, with flash attention 2 as measured on it",
     ),
     Without(

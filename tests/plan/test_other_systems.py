@@ -123,16 +123,13 @@ def test_devices_have_the_efficiency_of_their_own_measurements():
     assert all(0.4 < share < 1.04 for share in shares.values())
 
 
-def test_flash_attention_2_is_slower_where_others_have_instructions_of_the_device():
+def test_flash_attention_2_is_slower_than_cudnn_on_hopper_only():
     def attention(gpu: str, *, flash2: bool) -> float:
         traits = replace(SYSTEMS["torchtitan"], flash2=flash2)
         return term(forecast_speed(make_run(gpu=gpu, length=8192, traits=traits)), "attention")
 
     assert attention("h100-80gb", flash2=True) > 1.5 * attention("h100-80gb", flash2=False)
     assert attention("a100-80gb", flash2=True) == attention("a100-80gb", flash2=False)
-    # Blackwell's data center parts need their own kernels more; its workstation parts have no others.
-    assert attention("b200", flash2=True) == pytest.approx(attention("b200", flash2=False) / 0.33)
-    assert attention("rtx5090", flash2=True) == attention("rtx5090", flash2=False)
 
 
 def test_a_host_steps_a_billion_parameters_in_seven_tenths_of_a_second_on_a_dgx2():

@@ -12,9 +12,8 @@ HEAD_HALF = 16
 BACKWARD_MATMULS, BACKWARD_SECONDS = 2.5, 2.75
 # Attention kernels with ALiBi reach about half of flash attention's speed.
 BIASED_ATTENTION = 0.52
-# Flash attention 2 relative to the kernels that have the instructions of Hopper (benchmarks/gpu/attention_h200) and of
-# Blackwell's data center parts: 346 TFLOP/s on a B200 with head dimension 64 (Dao-AILab/flash-attention, issue 1589).
-FLASH_2 = {9: 0.6, 10: 0.33}
+# Flash attention 2 on Hopper, relative to cuDNN's kernels: benchmarks/gpu/attention_h200.
+FLASH_2 = 0.6
 # Attention in fp32, which has neither flash attention nor tensor cores, relative to matmuls in fp32: on an H200, where
 # it reaches 0.59 of the peak (benchmarks/gpu/attention_h200).
 FP32_ATTENTION = 0.72
@@ -49,8 +48,8 @@ def _attention_to(run: Run, seen: float, path: Path) -> Seconds:
         capability=run.gpu.compute_capability,
     )
     # In 2023 there was no other, so that its speed is that of attention.
-    if run.traits.flash2 and run.traits.software != 2023 and run.gpu.compute_capability is not None:
-        kernel *= FLASH_2.get(run.gpu.compute_capability[0], 1.0)
+    if run.traits.flash2 and run.traits.software != 2023 and (run.gpu.compute_capability or (0, 0)) >= (9, 0):
+        kernel *= FLASH_2
     flops = run.peak * reached.attention if itemsize < 4 else matmul_flops(run, itemsize) * FP32_ATTENTION
     both = (1 + BACKWARD_MATMULS) * work / (flops * min(1.0, long_heads) * biased * kernel)
     ahead = both / (1 + BACKWARD_SECONDS)
