@@ -9,6 +9,7 @@ from shoal.catalogue.gpus import LINKS, find_gpu
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.communication import Group, collective_seconds
+from shoal.plan.compute import block_compute
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import Run
 from shoal.plan.speed import forecast_speed
@@ -139,3 +140,11 @@ def test_the_command_knows_megatron_deepspeed():
         system="megatron-deepspeed",
     )
     assert found.choice.memory.worst.peak.tree.find("gradients that have been added")
+
+
+def test_transformer_engine_computes_attention_on_amd_by_its_own_kernels_since_2025():
+    def attention(year: int) -> float:
+        run = trained(replace(SYSTEMS["megatron"], software=year)).with_(gpu=find_gpu("mi300x"))
+        return block_compute(run).attention.both
+
+    assert attention(2024) / attention(2025) == pytest.approx(515 / 230, rel=0.01)
