@@ -120,7 +120,7 @@ def test_devices_have_the_efficiency_of_their_own_measurements():
     shares = {name: efficiency(GPUS[name]).matmuls for name in MATMULS}
     # GeForce parts boost above the clock of their peak; 70 W do not sustain that of an L4.
     assert shares["rtx4090"] > 0.85 > shares["v100-32gb"] > 0.65 > shares["l4"]
-    assert all(0.4 < share < 1.02 for share in shares.values())
+    assert all(0.4 < share < 1.04 for share in shares.values())
 
 
 def test_flash_attention_2_is_slower_than_cudnn_on_hopper_only():

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from shoal.catalogue.efficiency import efficiency
-from shoal.catalogue.gpus import find_gpu
+from shoal.catalogue.gpus import LINKS, find_gpu
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
+from shoal.plan.communication import Group, collective_seconds
+from shoal.plan.compute import block_compute
 from shoal.plan.layout import ranks_of
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import Run
@@ -143,10 +145,22 @@ def test_gradients_may_be_reduced_wider_than_they_are_kept_and_to_all_ranks():
         assert same[0] == same[1] > 0
 
 
+def test_a_group_of_fewer_than_eight_has_fewer_links_where_there_is_no_switch():
+    def seconds(gpu: str, ranks: int) -> float:
+        run = trained(SYSTEMS["megatron"], ranks=8).with_(gpu=find_gpu(gpu), link=LINKS[find_gpu(gpu).link])
+        return collective_seconds(run, "all-gather", Group(ranks, 1), 8e9)
+
+    # Three quarters of the links' bandwidth, of which a pair has one of seven.
+    assert seconds("mi300x", 8) == pytest.approx(7 / 8 * 8e9 / (0.75 * 448e9), rel=0.01)
+    assert seconds("mi300x", 2) == pytest.approx(1 / 2 * 8e9 / (0.75 * 64e9), rel=0.01)
+    assert seconds("h100-80gb", 2) == pytest.approx(4 / 7 * seconds("h100-80gb", 8), rel=0.01)
+
+
 def test_fp8_is_limited_by_what_limits_bf16():
-    # 0.89 of an MI300X' 0.457, but no more than an H200's 0.62 where bf16 reaches 0.897.
+    # 0.89 of an MI300X' 0.457, and on an RTX 4090 0.99 of the 0.897 of bf16.
     assert efficiency(find_gpu("mi300x")).fp8 == pytest.approx(0.89 * 0.457, abs=0.001)
-    assert efficiency(find_gpu("rtx4090")).fp8 == pytest.approx(0.62)
+    assert efficiency(find_gpu("rtx4090")).fp8 == pytest.approx(0.99 * 0.897, abs=0.001)
+    assert efficiency(find_gpu("h200")).fp8 == pytest.approx(0.62)
     assert efficiency(find_gpu("b200")).fp8 == pytest.approx(0.68)
 
 
@@ -157,3 +171,11 @@ def test_the_command_knows_megatron_deepspeed():
         system="megatron-deepspeed",
     )
     assert found.choice.memory.worst.peak.tree.find("gradients that have been added")
+
+
+def test_transformer_engine_computes_attention_on_amd_by_its_own_kernels_since_2025():
+    def attention(year: int) -> float:
+        run = trained(replace(SYSTEMS["megatron"], software=year)).with_(gpu=find_gpu("mi300x"))
+        return block_compute(run).attention.both
+
+    assert attention(2024) / attention(2025) == pytest.approx(515 / 230, rel=0.01)

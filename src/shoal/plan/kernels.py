@@ -40,7 +40,7 @@ class Seconds:
 
 def reached_by(run: Run) -> Efficiency:
     """The shares of the device's peaks that this run's software reaches."""
-    return efficiency(run.gpu, software=run.traits.software)
+    return efficiency(run.gpu, software=run.traits.software, transformer_engine=run.traits.fused_by_hand)
 
 
 def matmul_seconds(
