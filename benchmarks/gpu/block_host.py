@@ -48,8 +48,10 @@ DTYPES = {
     "fp32, autocast": (torch.float32, True),
 }
 
+RECOMPUTE = ("none", "not reentrant", "reentrant")
 
-def seconds(family: str, layers: int, dtype: str, adapter: dict[str, Any] | None, *, recompute: bool) -> float:
+
+def seconds(family: str, layers: int, dtype: str, adapter: dict[str, Any] | None, recompute: str) -> float:
     """Of a step: the fastest, since other processes share the host."""
     wide, autocast = DTYPES[dtype]
     sizes = {**SIZES, "ffn": 4096} if family in ("gpt2", "neox") else SIZES
@@ -70,9 +72,9 @@ def seconds(family: str, layers: int, dtype: str, adapter: dict[str, Any] | None
             task_type="CAUSAL_LM",
         )
         model = get_peft_model(model, lora, autocast_adapter_dtype=not adapter.get("narrow"))
-    if recompute:
+    if recompute != "none":
         model.enable_input_require_grads()
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     tokens = torch.randint(2048, (1, TOKENS), device=device())
@@ -100,21 +102,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Host time of one block of transformers' models.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tiny", action="store_true", help="one case on a CPU")
+    parser.add_argument("--only", nargs="+", default=[], help="cases that have all of these words")
     given = parser.parse_args()
-    cases: list[tuple[str, str, str | None, bool]] = [
-        *((family, dtype, None, recompute) for family, dtype, recompute in product(FAMILIES, DTYPES, (False, True))),
+    cases: list[tuple[str, str, str | None, str]] = [
+        *((family, dtype, None, recompute) for family, dtype, recompute in product(FAMILIES, DTYPES, RECOMPUTE)),
         *(
             ("llama", dtype, adapter, recompute)
-            for adapter, dtype, recompute in product(ADAPTERS, ("bf16", "bf16, autocast"), (False, True))
+            for adapter, dtype, recompute in product(ADAPTERS, ("bf16", "bf16, autocast"), RECOMPUTE)
         ),
     ]
+    cases = [one for one in cases if all(word in one for word in given.only)]
     given.folder.mkdir(parents=True, exist_ok=True)
     measured = []
     for family, dtype, adapter, recompute in cases[:2] if given.tiny else cases:
         lora = None if adapter is None else ADAPTERS[adapter]
         case = {"family": family, "weights": dtype, "adapter": adapter, "recompute": recompute}
         try:
-            few, many = (seconds(family, layers, dtype, lora, recompute=recompute) for layers in (FEW, MANY))
+            few, many = (seconds(family, layers, dtype, lora, recompute) for layers in (FEW, MANY))
         except Exception as failure:
             print(f"{case}: {type(failure).__name__}: {str(failure)[:200]}", flush=True)
             continue
