@@ -31,8 +31,9 @@ from shoal.catalogue.efficiency import FAMILIES, Efficiency
 from shoal.plan.attention import FLASH_2
 from shoal.plan.speed import forecast_speed
 
-# The table in a document is between these.
-BEGIN, END = "<!-- begin: benchmarks/plan_errors.py -->", "<!-- end -->"
+# The tables in docs/plan.md are between these: the three errors, and those of the sets that were held out.
+BEGIN, BEGIN_UNSEEN = "<!-- begin: benchmarks/plan_errors.py -->", "<!-- begin: benchmarks/plan_errors.py, unseen -->"
+END = "<!-- end -->"
 # Errors from here on are listed one by one, with what is not known about the run.
 UNEXPLAINED = 0.25
 
@@ -240,12 +241,24 @@ def write(rows: list[Published], unseen: list[Figure]) -> None:
     summary = {name: cells(some) for name, some in groups(unseen)}
     (FOLDER / "errors.json").write_text(json.dumps(summary, indent=1) + "\n")
     table = [*HEAD, *(line(name, some) for name, some in groups(unseen)), *([held["line"]] if held else [])]
-    _replace_table(ROOT / "docs" / "plan.md", table)
+    _replace_table(ROOT / "docs" / "plan.md", BEGIN, table)
+    _replace_table(ROOT / "docs" / "plan.md", BEGIN_UNSEEN, unseen_sets(held))
 
 
-def _replace_table(path: Path, table: list[str]) -> None:
+def unseen_sets(held: dict[str, Any] | None) -> list[str]:
+    """A line per set of sources, by the forecast that had not seen them: those of `first.json`, and the last one."""
+    lines = [HEAD[0].replace("| rows |", "| set | sources |"), HEAD[1].replace("| --- |", "| --- | --- |", 1)]
+    for name, found in json.loads((FOLDER / "first.json").read_text()).items():
+        lines.append(f"| {' | '.join([name, str(len(found['sources'])), *found['all']])} |")
+    if held:
+        lines.append(held["line"].replace("** |", f"** | {len(held['sources'])} |", 1))
+    return lines
+
+
+def _replace_table(path: Path, begin: str, table: list[str]) -> None:
     text = path.read_text()
-    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    start = text.index(begin) + len(begin)
+    end = text.index(END, start)
     path.write_text(text[:start] + "\n" + "\n".join(table) + "\n" + text[end:])
 
 

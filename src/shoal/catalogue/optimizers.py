@@ -46,6 +46,15 @@ class Optimizer:
         return self.state_tensors * (weight_bytes if self.state_bytes is None else self.state_bytes)
 
 
+# Elements that a rank orthogonalizes in one batch: enough to occupy a GPU, of which a copy in fp32 is 64 MiB.
+ORTHOGONALIZED_ELEMENTS = 2**24
+
+
+def orthogonalized_together(elements: int) -> int:
+    """How many matrices of one shape, with so many elements each, Muon orthogonalizes in one batch."""
+    return max(1, ORTHOGONALIZED_ELEMENTS // elements)
+
+
 OPTIMIZERS = {
     one.name: one
     for one in (

@@ -2,7 +2,8 @@
 
 PyTorch has it, but on a sharded matrix every matmul of the iteration is a collective of its own, and is summed in
 another order than on one device. Here an all-to-all, in the bf16 of the iteration, gives each rank whole matrices to
-orthogonalize: the update of a shard is bitwise that of the whole matrix.
+orthogonalize: the update of a shard is bitwise that of the whole matrix. Matrices of one shape go through the iteration
+in one batch, which is bitwise the same and takes an eighth of the time where they are small (benchmarks/gpu/muon.py).
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shoal.catalogue.optimizers import orthogonalized_together
 from shoal.models.tensor_slices import local_tensor
 
 # The quintic Newton-Schulz iteration of the reference implementation: steep at zero, so that five steps are enough.
@@ -39,31 +41,36 @@ class Muon(Optimizer):
             momentum, lr, decay = group["momentum"], group["lr"], group["weight_decay"]
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for some in _together(parameters):
-                updates = [self._momentum(parameter, momentum) for parameter in some]
-                for parameter, direction in zip(some, _orthogonalize_shards(some, updates), strict=True):
-                    weight = local_tensor(parameter)
-                    weight.mul_(1 - lr * decay)
-                    weight.add_(direction, alpha=-lr * ADAMW_RMS * math.sqrt(max(parameter.shape)))
+                weights = [local_tensor(parameter) for parameter in some]
+                directions = _orthogonalize_shards(some, self._momentum(some, momentum))
+                torch._foreach_mul_(weights, 1 - lr * decay)
+                scale = -lr * ADAMW_RMS * math.sqrt(max(some[0].shape))
+                torch._foreach_add_(weights, list(directions), alpha=scale)
 
-    def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
-        """This rank's shard of the update before it is orthogonalized."""
-        if not self.state[parameter]:
-            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        assert parameter.grad is not None
-        gradient, average = local_tensor(parameter.grad), local_tensor(self.state[parameter]["momentum_buffer"])
-        average.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(average, momentum).bfloat16()
+    def _momentum(self, parameters: Sequence[Tensor], momentum: float) -> Tensor:
+        """This rank's shards of the updates before they are orthogonalized, in one tensor."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        averages = [local_tensor(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        torch._foreach_lerp_(averages, gradients, 1 - momentum)
+        updates = torch._foreach_lerp(gradients, averages, momentum)
+        stacked = gradients[0].new_empty((len(updates), *updates[0].shape), dtype=torch.bfloat16)
+        torch._foreach_copy_(list(stacked.unbind()), updates)
+        return stacked
 
 
 def _together(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices of one shape that are sharded alike, as many as there are ranks to orthogonalize them."""
+    """Matrices of one shape that are sharded alike, a batch for every rank that orthogonalizes them."""
     alike: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         sharding = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        alike.setdefault((sharding, parameter.shape), []).append(parameter)
+        alike.setdefault((sharding, parameter.shape, parameter.dtype), []).append(parameter)
     for some in alike.values():
         group = _sharding_group(some[0])
-        count = 1 if group is None else dist.get_world_size(group)
+        ranks = 1 if group is None else dist.get_world_size(group)
+        count = ranks * orthogonalized_together(some[0].numel())
         for start in range(0, len(some), count):
             yield some[start : start + count]
 
@@ -80,23 +87,30 @@ def _sharding_group(parameter: Tensor) -> dist.ProcessGroup | None:
     return parameter.device_mesh.get_group(dimension)
 
 
-def _orthogonalize_shards(parameters: Sequence[Tensor], updates: Sequence[Tensor]) -> Sequence[Tensor]:
-    """This rank's shards of the orthogonalized `updates`, of which it has shards. Rank k orthogonalizes the k-th."""
+def _orthogonalize_shards(parameters: Sequence[Tensor], updates: Tensor) -> Sequence[Tensor]:
+    """This rank's shards of the orthogonalized `updates`, of which it has shards: each rank orthogonalizes some."""
     group = _sharding_group(parameters[0])
     if group is None:
-        return [orthogonalize(update) for update in updates]
+        return orthogonalize(updates).unbind()
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     rows, columns = parameters[0].shape
-    # As torch shards: every rank has as many rows as the first, until there are none left.
-    most = -(-rows // ranks)
-    sizes = [columns * max(0, min(most, rows - index * most)) for index in range(ranks)]
-    shards = [updates[0].numel()] * len(updates) + [0] * (ranks - len(updates))
-    whole = sizes if rank < len(updates) else [0] * ranks
-    gathered = _all_to_all(torch.cat([update.flatten() for update in updates]), shards, whole, group)
-    if rank < len(updates):
-        gathered = orthogonalize(gathered.view(rows, columns)).flatten()
-    scattered = _all_to_all(gathered, whole, shards, group)
-    return [one.view(-1, columns) for one in torch.split_with_sizes(scattered, shards)[: len(updates)]]
+    sharded, matrices = _sizes(rows, ranks), _sizes(len(updates), ranks)
+    mine = matrices[rank]
+    given = [count * sharded[rank] * columns for count in matrices]
+    taken = [mine * size * columns for size in sharded]
+    gathered = _all_to_all(updates.flatten(), given, taken, group)
+    if mine:
+        parts = [part.view(mine, -1, columns) for part in gathered.split_with_sizes(taken) if part.numel()]
+        whole = orthogonalize(torch.cat(parts, dim=1))
+        gathered = torch.cat([part.flatten() for part in whole.split_with_sizes(sharded, dim=1)])
+    scattered = _all_to_all(gathered, taken, given, group)
+    return scattered.view(len(updates), sharded[rank], columns).unbind()
+
+
+def _sizes(count: int, ranks: int) -> list[int]:
+    """As torch shards: every rank has as many as the first, until there are none left."""
+    most = -(-count // ranks)
+    return [max(0, min(most, count - rank * most)) for rank in range(ranks)]
 
 
 def _all_to_all(given: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -105,13 +119,13 @@ def _all_to_all(given: Tensor, sent: list[int], received: list[int], group: dist
     return found
 
 
-def orthogonalize(matrix: Tensor) -> Tensor:
-    """A matrix with about the singular vectors of `matrix` (bf16), and singular values of about 1."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    found = matrix.T if tall else matrix
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Matrices with about the singular vectors of `matrices` (a batch in bf16), and singular values of about 1."""
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    found = matrices.mT if tall else matrices
     first, third, fifth = COEFFICIENTS
-    found = found / found.norm().clamp(min=EPSILON)
+    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
     for _ in range(ITERATIONS):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=third, alpha=fifth), found, beta=first)
-    return found.T if tall else found
+        gram = found @ found.mT
+        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth), found, beta=first)
+    return found.mT if tall else found

@@ -2,8 +2,8 @@
 
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import block_input
-from shoal.plan.blocks import linears
 from shoal.plan.layout import Rank, micro_batches_in_flight
+from shoal.plan.muon import orthogonalized
 from shoal.plan.run import Run
 from shoal.plan.states import BUCKET_BYTES, ZERO1_BUCKET, trained_parameters
 from shoal.plan.terms import Term, group, leaf
@@ -44,8 +44,8 @@ def optimizer_temporaries(run: Run, rank: Rank) -> Term:
     if run.data_parallelism.partitions_update:
         amount += 2 * ZERO1_BUCKET * run.weight_bytes
     if find_optimizer(run.optimizer).needs_whole_matrices:
-        # Newton-Schulz needs a few copies of one matrix in bf16.
-        amount += 4 * 2 * max(one.parameters for one in linears(run.shape))
+        # Newton-Schulz needs a few copies of its batch in bf16, and they are made from one in fp32.
+        amount += 4 * 2 * max(together * short * long for (short, long), _, together in orthogonalized(run))
     amount = min(amount, 8 * trained)
     copies = run.traits.step_copies
     if run.traits.foreach_step and not run.optimizer_in_backward:

@@ -11,6 +11,7 @@ from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import linears
 from shoal.plan.head import is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
 from shoal.plan.kernels import STREAMED, Seconds, bandwidth, matmul_seconds
+from shoal.plan.muon import orthogonalization_seconds
 from shoal.plan.packed import packed_linears, summed_gradients
 from shoal.plan.run import Run
 
@@ -36,9 +37,6 @@ FOREACH_PASSES = 20
 # three products with a number, two sums, a tanh, and a product. Under autocast, which computes the power in fp32, also
 # casts.
 GELU_TRAFFIC, AUTOCAST_GELU_TRAFFIC = (36, 56), (76, 118)
-# Muon (optim/muon.py), and the host time of a matrix: 15 matmuls and a dozen other kernels at 15 microseconds. Measured
-# on the host of an H200: qwen2.5-0.5b in benchmarks/gpu/sweep_h200.
-ITERATIONS, ORTHOGONALIZED_HOST = 5, 0.4e-3
 # Reads and writes of the hidden states of each token and expert: gathered 2, weighted 2, summed 3.
 ROUTED_PASSES = 7
 # Bytes per element of a cast to fp8: reads 16 bits, writes 8; the preceding kernel computes the absolute maximum.
@@ -274,16 +272,5 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     streamed = foreach or (run.traits.fused_step and optimizer.streams)
     seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else bandwidth(run))
     if optimizer.needs_whole_matrices:
-        seconds += _orthogonalization(run) * parameters / count_parameters(run.shape)
+        seconds += orthogonalization_seconds(run) * parameters / count_parameters(run.shape)
     return seconds
-
-
-def _orthogonalization(run: Run) -> float:
-    """Seconds of Muon's Newton-Schulz iterations over all matrices of blocks: in each, three matmuls of the shorter
-    side. Small matrices take as long as the host needs to launch their kernels."""
-    seconds = 0.0
-    for one in linears(run.shape):
-        short, long = sorted((one.inputs, one.outputs))
-        inner = matmul_seconds(run, short, long, short) + matmul_seconds(run, short, short, short)
-        seconds += max(ITERATIONS * (inner + matmul_seconds(run, short, short, long)), ORTHOGONALIZED_HOST)
-    return seconds * run.shape.layers
