@@ -208,10 +208,11 @@ def report(rows: list[Published], unseen: list[Figure], held: dict[str, Any] | N
             )
     skipped = [(row, ", ".join(row.unsaid)) for row in rows if row.run is None]
     skipped += [(row, f"speed only: {row.not_counted}") for row in rows if row.not_counted]
+    skipped += [(row, f"memory only: {row.memory_not_counted}") for row in rows if row.memory_not_counted]
     if skipped:
         counted = line("new sources, all counted", compare(rows, all_counted=True))
-        lines += ["", "## Not counted", "", "Which speeds are not counted was decided with their errors in view. With "]
-        lines[-1] += "them, and without, on the new sources:"
+        lines += ["", "## Not counted", "", "Which figures are not counted was decided with their errors in view. "]
+        lines[-1] += "With them, and without, on the new sources:"
         lines += ["", *HEAD, counted, line("new sources", unseen)]
         lines += ["", "| source | run | because of |", "| --- | --- | --- |"]
         lines += [f"| {row.source} | {row.label} | {because} |" for row, because in skipped]

@@ -39,10 +39,15 @@ UNITS = {"GiB": 1.0, "GB": 1e9 / GIB, "MiB": 1 / 1024}
 NEW_WHEELS = (2024, 10)
 # From PEFT 0.12 on, adapters of 16-bit layers are in fp32 (autocast_adapter_dtype); before, in the layer's dtype.
 FP32_ADAPTERS = (2024, 8)
+# From PyTorch 2.8 on, the Trainer's AdamW is fused.
+FUSED_ADAMW = (2025, 8)
 # transformers 5 is the first version whose activation checkpointing is not reentrant by default; and systems without
 # traits of that time that use the model's own.
 NOT_REENTRANT = (2025, 12)
-MODEL_CHECKPOINTS = {"deepspeed", "deepspeed-qwen", "huggingface", "huggingface-bf16", "huggingface-2022"}
+MODEL_CHECKPOINTS = {
+    *("deepspeed", "deepspeed-balanced", "deepspeed-qwen"),
+    *("huggingface", "huggingface-bf16", "huggingface-foreach", "huggingface-2022"),
+}
 CONTAINERS = {
     *(
         "bert-apex",
@@ -55,7 +60,7 @@ CONTAINERS = {
         "megatron-overlapped",
         "nemo",
     ),
-    *("nemo-plain", "pax"),
+    *("nemo-flash2", "nemo-plain", "pax"),
 }
 # Keys of a row that describe the run and are fields of `Run`, under the same name.
 SETTINGS = {one.name for one in fields(Run)} - {"gpu", "link", "network", "mesh", "adapter", "traits", "devices"}
@@ -64,7 +69,8 @@ RECOMPUTE = {"none", "cheap", "selective", "full", "offload", "offload-all", "pa
 # Keys that say where a figure comes from, or that `_run` reads.
 OTHERS = {
     *("source", "system", "model", "gpu", "gpus", "per_node", "mesh", "sequence", "accum", "adapter", "network"),
-    *("memory", "tokens_per_second_per_gpu", "unknown", "not_counted", "date"),
+    *("memory", "tokens_per_second_per_gpu", "unknown", "date"),
+    *("not_counted", "memory_not_counted"),
 }
 
 
@@ -82,6 +88,7 @@ class Published:
     unknown: str
     unsaid: tuple[str, ...]  # what of the run the forecast cannot say
     not_counted: str = ""  # why its speed says nothing about the forecast
+    memory_not_counted: str = ""  # and its memory
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,7 @@ def _read(line: dict[str, Any], models: dict[str, Any]) -> Published:
         line["unknown"],
         tuple(unsaid),
         line.get("not_counted", "") or (_impossible(run, line) if run is not None else ""),
+        line.get("memory_not_counted", ""),
     )
 
 
@@ -171,6 +179,8 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     plain = line["precision"] == "bf16-true" and not (line.get("adapter") or {}).get("quantize")
     if traits.peft and plain and _date(line) < FP32_ADAPTERS:
         traits = replace(traits, narrow_adapters=True)
+    if line["system"] in ("huggingface", "huggingface-bf16") and _date(line) < FUSED_ADAMW:
+        traits = replace(traits, foreach_step=True)
     held = line.get("adapter") is not None and line["strategy"] in ("fsdp", "zero3")
     if line["system"] in MODEL_CHECKPOINTS and _date(line) < NOT_REENTRANT and not held:
         traits = replace(traits, reentrant=True)
@@ -222,7 +232,7 @@ def compare(rows: list[Published], *, all_counted: bool = False) -> list[Figure]
     for row in rows:
         if row.run is None:
             continue
-        if row.gib is not None:
+        if row.gib is not None and (all_counted or not row.memory_not_counted):
             memory = forecast_memory(row.run)
             of_kind = {
                 "allocated": memory.allocated,

@@ -4,13 +4,22 @@ from dataclasses import replace
 
 from plan_accuracy import TRAITS
 
-from shoal.plan.systems import MEGATRON, SystemTraits
+from shoal.plan.systems import MEGATRON, SYSTEMS, SystemTraits
 
 # The Trainer with bf16 weights before transformers 5.
-EARLIER = replace(TRAITS["huggingface-bf16"], flash2=True, reentrant=True, upcasts_shards=False)
+FOREACH = replace(TRAITS["huggingface-bf16"], foreach_step=True)
+EARLIER = replace(FOREACH, flash2=True, reentrant=True, upcasts_shards=False)
 # A loop of its own around transformers' models before version 5, without autocast and `no_sync`.
-LOOP = replace(
-    TRAITS["huggingface-bf16"], autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False
+LOOP = replace(FOREACH, autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False)
+ALEPH = replace(
+    MEGATRON,
+    fused_activation=False,
+    loss_kernel="never",
+    accumulates_in_matmuls=False,
+    flash2=True,
+    widens_reduction=True,
+    all_reduces=True,
+    stages_of_modules=True,
 )
 # Systems without traits of their own are forecast as the nearest one that has some.
 NEAREST: dict[str, SystemTraits] = {
@@ -28,6 +37,7 @@ NEAREST: dict[str, SystemTraits] = {
         flattens_gradients=True,
         step_copies=2,
         broadcasts_weights=True,
+        all_reduces=True,  # reduce_rank is None in _attach_reduction_hook of hybrid_zero_optim.py
     ),
     "flash-attention": MEGATRON,
     "tensorflow-xla": replace(MEGATRON, fused_softmax="never", planned_memory=True),
@@ -37,8 +47,29 @@ NEAREST: dict[str, SystemTraits] = {
     "bert-apex": replace(
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
     ),
+    # Loops around PEFT with PyTorch's AdamW as it is.
+    "huggingface-foreach": FOREACH,
+    # PyTorch before 2.11, whose SDPA took flash attention 2, and Liger 0.7.
+    "huggingface-5.1": replace(FOREACH, flash2=True, sums_head_gradient=True),
+    # The Trainer's fp32 model under adapters, which it is before transformers 5 unless its dtype is given; and with the
+    # flash-attn package.
+    "huggingface-wide-base": replace(SYSTEMS["trl"], variable_lengths=False),
+    "huggingface-wide-base-flash": replace(SYSTEMS["trl"], variable_lengths=False, flash2=True),
+    # Its first version, of July 2019: `gelu` in modeling.py.
+    "bert-apex-2019-07": replace(
+        MEGATRON,
+        fused_softmax="compiled",
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        wide_gradients=False,
+        loss_kernel="never",
+        fused_activation=False,
+        erf_gelu=True,
+    ),
     # Until transformers 4.45 the logits that a model returned were the fp32 copy; attention was flash attention 2.
     "huggingface-2024": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True),
+    # The same with a fused AdamW.
+    "huggingface-2024-fused": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, foreach_step=False),
     # The same with `use_reentrant` false.
     "huggingface-2024-not-reentrant": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, reentrant=False),
     # The same with bitsandbytes 0.43.0 or 0.43.1 (March to July 2024), and with an earlier one.
@@ -46,9 +77,9 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-2023": replace(EARLIER, logit_bytes=16.0, quantized_keep_inputs=True, dequantizes_in_half=True),
     # Of 2023 with fp16 weights, which were dequantized to fp16, and no autocast; PEFT then kept the adapters of weights
     # that are not quantized in their dtype.
-    "optimum": replace(TRAITS["huggingface-bf16"], logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True),
+    "optimum": replace(FOREACH, logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, half=True),
     "optimum-narrow": replace(
-        TRAITS["huggingface-bf16"], logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, narrow_adapters=True
+        FOREACH, logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, narrow_adapters=True, half=True
     ),
     # A loop of its own around them, which checkpoints blocks within FSDP's units.
     "huggingface-2024-loop": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, checkpoints_units=False),
@@ -85,6 +116,8 @@ NEAREST: dict[str, SystemTraits] = {
     # Qwen's own model code does not upcast its logits, and with DeepSpeed there is no autocast: logits, their copy
     # without the last token and the log-softmax are in 16 bits. Its 4-bit models are GPTQ's.
     "deepspeed-qwen": replace(TRAITS["deepspeed"], logit_bytes=6.0, fused_qkv=True),
+    # Stages as they are listed in gdGPT's configs/ds_config_pp.yml: the head of BLOOM is alone on its device.
+    "deepspeed-balanced": replace(TRAITS["deepspeed"], even_stages=False),
     # The same of models with three matmuls: OPT in transformers, and loops with a loss of logits in 16 bits.
     "deepspeed-narrow": replace(TRAITS["deepspeed"], logit_bytes=6.0),
     # Of 2023: transformers' Llama replaced the logits by their fp32 copy, and copied them without the last token.
@@ -125,8 +158,23 @@ NEAREST: dict[str, SystemTraits] = {
     "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
     # Its command's loss is computed with its gradient, 1,024 tokens at a time (xtuner/v1/train/arguments/arguments.py).
     "xtuner": replace(TRAITS["torchtitan"], fused_rows=1024),
-    # The model, with its loss, is compiled as a whole.
-    "nanogpt": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, fused_activation=True),
+    # The model, with its loss, is compiled as a whole; DDP has PyTorch's defaults.
+    "nanogpt": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        pads_vocabulary=True,
+        fused_activation=True,
+        copies_to_buckets=True,
+    ),
+    # Its records from 2024-10-17 on: `updates_flat` in Muon.step.
+    "modded-nanogpt": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        pads_vocabulary=True,
+        fused_activation=True,
+        copies_to_buckets=True,
+        shares_muon=True,
+    ),
     # The course's own modules (stanford-cs336/assignment2-systems, cs336_basics/model.py).
     "cs336": replace(TRAITS["by-hand"], written_out=True),
     "cs336-autocast": replace(TRAITS["autocast"], written_out=True),
@@ -149,6 +197,9 @@ NEAREST: dict[str, SystemTraits] = {
     "megatron-overlapped": replace(
         MEGATRON, overlaps_gradients=True, overlaps_weight_gather=True, wide_gradients=False
     ),
+    # NeMo from 24.01 to 24.07: NVTE_FUSED_ATTN: 0 in launcher_scripts/conf/config.yaml of NeMo-Framework-Launcher
+    # leaves flash attention 2, "until we've tested it more"; and where scripts set it, as two of dgxc-benchmarking's.
+    "nemo-flash2": replace(TRAITS["nemo"], flash2=True),
     # NeMo with ub_tp_comm_overlap: False.
     "nemo-plain": replace(TRAITS["nemo"], overlaps_tensor=False),
     # flash-attn's norms and attention, an eager activation and loss (cast_to_fp32 in nanotron/models/llama.py), fp32
@@ -162,19 +213,11 @@ NEAREST: dict[str, SystemTraits] = {
         even_stages=False,
         flash2=True,
     ),
-    # Aleph Alpha's scaling: gradients are reduced in fp32 after the backward pass (allreduce_no_retain in
-    # core/optimizer), the activation and the loss are PyTorch's, and norms too unless a run names their kernel.
-    "aleph-scaling": replace(
-        MEGATRON, fused_activation=False, loss_kernel="never", accumulates_in_matmuls=False, flash2=True
-    ),
-    "aleph-scaling-plain-norm": replace(
-        MEGATRON,
-        unfused_norms=True,
-        fused_activation=False,
-        loss_kernel="never",
-        accumulates_in_matmuls=False,
-        flash2=True,
-    ),
+    # Aleph Alpha's scaling: bf16 gradients are all-reduced in fp32 after the backward pass (allreduce_no_retain in
+    # core/optimizer), the activation and the loss are PyTorch's, and norms too unless a run names their kernel; stages
+    # have equal numbers of modules (pipe_partition_uniform).
+    "aleph-scaling": ALEPH,
+    "aleph-scaling-plain-norm": replace(ALEPH, unfused_norms=True),
     # NeMo of 2022, with Apex's distributed_fused_adam before overlap_param_sync; and overlap_grad_sync: False.
     "nemo-2022": replace(TRAITS["nemo"], overlaps_tensor=False, overlaps_weight_gather=False),
     "nemo-2022-bert": replace(
@@ -187,10 +230,11 @@ NEAREST: dict[str, SystemTraits] = {
     ),
     "megatron-llama-plain": replace(MEGATRON, flash2=True, accumulates_in_matmuls=False),
     # C and CUDA: bf16 weights and gradients, fp32 master weights with the optimizer, kernels fused by hand, gradients
-    # reduced block by block in the backward pass (multi_gpu_async_reduce_gradient), memory allocated once.
-    "llm.c": replace(MEGATRON, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
-    # Its successor, with chunks of the head.
-    "llm.q": replace(MEGATRON, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
+    # reduced block by block in the backward pass (multi_gpu_async_reduce_gradient), memory allocated once; sums of the
+    # residual stream are fused with norms (fused_residual_forward5), and cuDNN reads queries as a matmul wrote them.
+    "llm.c": replace(MEGATRON, fused_by_hand=False, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
+    # Its successor, with chunks of the head; fused_residual_rmsnorm_forward in src/kernels.
+    "llm.q": replace(MEGATRON, fused_by_hand=False, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
     # scaled_upper_triang_masked_softmax_fusion and bias_gelu_fusion: false; ZeRO-1 with overlap_comm.
     "neox": replace(
         MEGATRON,
@@ -232,6 +276,16 @@ NEAREST: dict[str, SystemTraits] = {
         accumulates_in_matmuls=False,
         overlaps_gradients=True,
         overlaps_weight_gather=True,
+    ),
+    # The same on Blackwell, of which cuDNN up to 9.14 has no deterministic backward pass, so that Transformer Engine
+    # takes flash attention 2 (attention/dot_product_attention/utils.py of version 2.8).
+    "megatron-tests-flash2": replace(
+        MEGATRON,
+        loss_kernel="never",
+        accumulates_in_matmuls=False,
+        overlaps_gradients=True,
+        overlaps_weight_gather=True,
+        flash2=True,
     ),
     # nanoGPT's kind of loop without DDP: gradients are reduced in the step of its sharded optimizers.
     "nanochat": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, overlaps_gradients=False),

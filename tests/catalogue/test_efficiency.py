@@ -10,8 +10,29 @@ from shoal.catalogue.gpus import GPUS
 def test_every_device_has_an_efficiency(name):
     shares = efficiency(GPUS[name])
     # GeForce parts run at higher clocks than the datasheet's, while they are cool.
-    assert 0 < shares.attention <= shares.matmuls < (1.02 if name.startswith("rtx") else 1)
+    assert 0 < shares.attention <= shares.matmuls < (1.04 if name.startswith("rtx") else 1)
     assert 0 < shares.bandwidth < 1
+
+
+def test_amd_kernels_become_faster_by_the_year():
+    mi300x, peak = GPUS["mi300x"], 1307
+    torch = {year: efficiency(GPUS["mi300x"], software=year) for year in (2023, 2024, 2025, 2026)}
+    assert [round(torch[year].attention * peak) for year in torch] == [230, 230, 230, 515]
+    # Transformer Engine has AMD's own kernels a year before PyTorch.
+    engine = [efficiency(mi300x, software=year, transformer_engine=True).attention for year in (2024, 2025)]
+    assert [round(share * peak) for share in engine] == [230, 515]
+    # Matmuls too were slower, and fp8 no faster than bf16 before 2025.
+    matmuls = [torch[year].matmuls / torch[2026].matmuls for year in torch]
+    assert matmuls == pytest.approx([450 / 668, 0.9, 0.9, 1])
+    assert [torch[year].fp8 * 2615 / (torch[year].matmuls * peak) for year in (2023, 2024)] == pytest.approx([1, 1])
+    assert torch[2025].fp8 == torch[2026].fp8
+    assert efficiency(mi300x) == torch[2026]
+
+
+def test_four_superchips_in_a_node_are_limited_by_their_power():
+    one, four = efficiency(GPUS["gh200"]), efficiency(GPUS["gh200-120gb"])
+    assert four.matmuls / one.matmuls == pytest.approx(0.72, abs=0.01)
+    assert (four.attention, four.bandwidth) == (0.48, one.bandwidth)
 
 
 def test_devices_with_measured_results_are_in_the_catalogue():

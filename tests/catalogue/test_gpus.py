@@ -45,6 +45,7 @@ PRINTED = {
     "NVIDIA A800-SXM4-80GB": "a800-80gb",
     "NVIDIA H800": "h800-80gb",
     "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA GH200 120GB": "gh200-120gb",
     "NVIDIA GB200": "gb200",
     "NVIDIA B300 SXM6 AC": "b300",
     "AMD Instinct MI325X": "mi325x",
@@ -141,4 +142,4 @@ def test_every_gpu_has_a_link_to_its_host_of_its_generation() -> None:
     generations = {"t4": "pcie3", "a100-80gb": "pcie4", "l40s": "pcie4", "h200": "pcie5", "mi250": "pcie4"}
     assert {name: GPUS[name].host_link.name for name in generations} == generations
     grace = {name: gpu.host_link.name for name, gpu in GPUS.items() if not gpu.host_link.name.startswith("pcie")}
-    assert grace == {"gh200": "nvlink-c2c", "gb200": "nvlink-c2c-shared"}
+    assert grace == {"gh200": "nvlink-c2c", "gh200-120gb": "nvlink-c2c", "gb200": "nvlink-c2c-shared"}

@@ -120,7 +120,7 @@ def test_devices_have_the_efficiency_of_their_own_measurements():
     shares = {name: efficiency(GPUS[name]).matmuls for name in MATMULS}
     # GeForce parts boost above the clock of their peak; 70 W do not sustain that of an L4.
     assert shares["rtx4090"] > 0.85 > shares["v100-32gb"] > 0.65 > shares["l4"]
-    assert all(0.4 < share < 1.02 for share in shares.values())
+    assert all(0.4 < share < 1.04 for share in shares.values())
 
 
 def test_flash_attention_2_is_slower_than_cudnn_on_hopper_only():
@@ -199,8 +199,8 @@ def test_pefts_dropout_is_in_the_dtype_of_its_adapters():
 
 
 def test_a_foreach_adamw_moves_each_tensor_in_every_kernel():
-    run = make_run("llama3.2-3b", "l40s", precision="bf16-true", traits=SYSTEMS["huggingface"])
-    fused = run.with_(traits=replace(run.traits, foreach_step=False))
+    fused = make_run("llama3.2-3b", "l40s", precision="bf16-true", traits=SYSTEMS["huggingface"])
+    run = fused.with_(traits=replace(fused.traits, foreach_step=True))
     eightbit = run.with_(optimizer="adamw8bit")
     step = [term(forecast_speed(one), "optimizer") for one in (run, fused)]
     assert step[0] == pytest.approx(3.2e9 * (20 + 3) * 2 / (864e9 * 0.8), rel=0.02)

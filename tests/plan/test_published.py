@@ -88,6 +88,14 @@ def test_a_speed_above_the_peak_of_the_device_is_not_counted():
     assert all(one.what == "memory" for one in published.compare(rows))
 
 
+def test_a_memory_that_is_no_peak_of_the_run_as_stated_is_not_counted():
+    published, _ = script()
+    rows = [row for row in published.read_published() if row.memory_not_counted]
+    assert rows
+    assert all(one.what == "speed" for one in published.compare(rows))
+    assert {one.what for one in published.compare(rows, all_counted=True)} == {"memory", "speed"}
+
+
 @pytest.mark.parametrize("name", ["docs/plan.md"])
 def test_the_documents_have_the_table(name):
     _, report = script()

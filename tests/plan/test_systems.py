@@ -27,6 +27,16 @@ def test_nemo_keeps_its_gradients_in_16_bits() -> None:
     assert bytes_per_parameter("nemo")["gradients"] == pytest.approx(2, rel=0.01)
 
 
+def test_llama_factory_and_torchtune_checkpoint_bf16_blocks_and_compile_nothing() -> None:
+    for system in ("llama-factory", "torchtune"):
+        run = plan("model.shape=llama3-8b", "hardware.gpu=h100-80gb", "adapter.kind=lora", system=system).choice.run
+        assert (run.recompute, run.precision, run.compiled) == ("full", "bf16-true", False)
+        assert run.varied_lengths  # sequences are not packed
+    assert run.trained_bytes == 2  # torchtune's adapters have the dtype of the model, PEFT's are in fp32
+    other = run.with_(traits=SYSTEMS["llama-factory"])
+    assert (other.trained_bytes, other.traits.reentrant) == (4, True)
+
+
 def test_axolotl_and_unsloth_train_bf16_weights_and_trl_fp32_ones() -> None:
     settings = ("model.shape=llama3.2-1b", "hardware.gpu=h200", "train.global_batch=4")
     held = {

@@ -299,6 +299,22 @@ def test_accelerate_upcasts_the_shards_of_trained_weights() -> None:
     assert at(frozen, "loss", "frozen") * GIB == pytest.approx(parameters(frozen.shape), rel=0.001)
 
 
+def test_the_trainer_upcasts_the_shards_of_a_16_bit_model_which_fsdp_casts_back() -> None:
+    run = make_run("llama3-8b", "h100-80gb", strategy="fsdp", mesh=Mesh(dp_shard=8), traits=SYSTEMS["huggingface"])
+    loaded = run.with_(precision="bf16-true", compiled=False, loss="plain")
+    assert (loaded.weight_bytes, loaded.residual_bytes, loaded.casts_weights) == (4, 2, False)
+    assert loaded.with_(strategy="ddp").weight_bytes == 2
+
+
+def test_ligers_loss_holds_the_logits_of_a_part_and_some_versions_three_gradients_of_the_weight() -> None:
+    run = make_run("llama3-8b", "h100-80gb", micro_batch=4, length=1024, loss="fused", traits=SYSTEMS["huggingface"])
+    run, matrix = run.with_(precision="bf16-true"), run.shape.vocab * run.shape.hidden
+    assert at(run, "loss", "logits chunk") == pytest.approx(128 * run.shape.vocab * 6 / GIB)
+    summed = run.with_(traits=replace(run.traits, sums_head_gradient=True))
+    gradients = [at(one, "loss", "head weight gradient") for one in (run, summed)]
+    assert gradients == [pytest.approx(matrix * 2 / GIB), pytest.approx(matrix * (2 + 2 + 4) / GIB)]
+
+
 def test_checkpoints_around_a_model_that_caches_keys_hold_them() -> None:
     run = tuned("huggingface", None, recompute="full")
     cached = run.with_(traits=replace(run.traits, caches_keys=True))
@@ -344,3 +360,11 @@ def test_a_gelu_that_is_written_out_saves_fp32_tensors_under_autocast() -> None:
     # DeepSpeed has no autocast.
     assert at(run.with_(traits=SYSTEMS["deepspeed"]), "loss", "MLP intermediates") == pytest.approx(5 * 2 * each)
     assert at(run.with_(compiled=True, traits=SYSTEMS["shoal"]), "loss", "MLP intermediates") == pytest.approx(4 * each)
+
+
+def test_a_gelu_by_its_definition_saves_two_tensors_more() -> None:
+    run = make_run("bert-large", compiled=False, precision="bf16-true", traits=SYSTEMS["deepspeed"])
+    each = 2 * run.tokens * run.shape.ffn * run.shape.layers / GIB
+    written = run.with_(traits=replace(run.traits, erf_gelu=True))
+    assert at(run, "loss", "MLP intermediates") == pytest.approx(2 * each)
+    assert at(written, "loss", "MLP intermediates") == pytest.approx(4 * each)

@@ -5,15 +5,19 @@ from dataclasses import replace
 import pytest
 
 from shoal.catalogue.efficiency import efficiency
-from shoal.catalogue.gpus import find_gpu
+from shoal.catalogue.gpus import LINKS, find_gpu
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
+from shoal.plan.communication import Group, collective_seconds
+from shoal.plan.compute import block_compute
+from shoal.plan.layout import ranks_of
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import Run
 from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import SYSTEMS, SystemTraits
 from shoal.plan.terms import GIB
 from tests.plan.planning import make_run, plan
+from tests.plan.test_other_systems import term
 from tests.plan.test_systems_memory import at
 
 
@@ -112,10 +116,51 @@ def test_broadcasts_from_every_rank_take_longer_the_more_there_are():
     assert added(1024) / added(512) == pytest.approx(2, rel=0.1)
 
 
+def test_blocks_that_do_not_divide_are_missing_in_deepspeeds_last_stage():
+    def blocks(layers: int, stages: int, *, modules: bool = False) -> list[int]:
+        shape = replace(make_run("llama2-7b").shape, layers=layers)
+        traits = replace(SYSTEMS["megatron-deepspeed"], stages_of_modules=modules)
+        return [rank.blocks for rank in ranks_of(make_run(traits=traits, mesh=Mesh(pp=stages)).with_(shape=shape))]
+
+    assert blocks(70, 12) == [6] * 11 + [4]  # as its partition_balanced divides BLOOM's
+    assert blocks(72, 12) == [6] * 12
+    # Where nothing would be left, blocks are spread.
+    assert blocks(33, 12) == [2] * 3 + [3] * 9
+    # With the embedding before, and norm and head behind: 63 modules, of which the last stage has three.
+    assert blocks(60, 16, modules=True) == [3] + [4] * 14 + [1]
+
+
+def test_gradients_may_be_reduced_wider_than_they_are_kept_and_to_all_ranks():
+    narrow = replace(SYSTEMS["megatron"], wide_gradients=False, accumulates_in_matmuls=False)
+    wide = replace(narrow, widens_reduction=True)
+
+    def reduced(traits: SystemTraits, operation: str = "reduce-scatter") -> float:
+        return term(forecast_speed(trained(traits, precision="bf16-mixed")), f"gradient {operation}")
+
+    assert reduced(wide) == pytest.approx(2 * reduced(narrow), rel=0.01)
+    assert reduced(replace(wide, all_reduces=True), "all-reduce") == pytest.approx(2 * reduced(wide), rel=0.01)
+    for name in ("gradients", "gradient accumulation"):
+        kept = [trained(one, precision="bf16-mixed") for one in (wide, narrow)]
+        same = [at(one, "optimizer step", name) + term(forecast_speed(one), name) for one in kept]
+        assert same[0] == same[1] > 0
+
+
+def test_a_group_of_fewer_than_eight_has_fewer_links_where_there_is_no_switch():
+    def seconds(gpu: str, ranks: int) -> float:
+        run = trained(SYSTEMS["megatron"], ranks=8).with_(gpu=find_gpu(gpu), link=LINKS[find_gpu(gpu).link])
+        return collective_seconds(run, "all-gather", Group(ranks, 1), 8e9)
+
+    # Three quarters of the links' bandwidth, of which a pair has one of seven.
+    assert seconds("mi300x", 8) == pytest.approx(7 / 8 * 8e9 / (0.75 * 448e9), rel=0.01)
+    assert seconds("mi300x", 2) == pytest.approx(1 / 2 * 8e9 / (0.75 * 64e9), rel=0.01)
+    assert seconds("h100-80gb", 2) == pytest.approx(4 / 7 * seconds("h100-80gb", 8), rel=0.01)
+
+
 def test_fp8_is_limited_by_what_limits_bf16():
-    # 0.89 of an MI300X' 0.457, but no more than an H200's 0.62 where bf16 reaches 0.897.
+    # 0.89 of an MI300X' 0.457, and on an RTX 4090 0.99 of the 0.897 of bf16.
     assert efficiency(find_gpu("mi300x")).fp8 == pytest.approx(0.89 * 0.457, abs=0.001)
-    assert efficiency(find_gpu("rtx4090")).fp8 == pytest.approx(0.62)
+    assert efficiency(find_gpu("rtx4090")).fp8 == pytest.approx(0.99 * 0.897, abs=0.001)
+    assert efficiency(find_gpu("h200")).fp8 == pytest.approx(0.62)
     assert efficiency(find_gpu("b200")).fp8 == pytest.approx(0.68)
 
 
@@ -126,3 +171,11 @@ def test_the_command_knows_megatron_deepspeed():
         system="megatron-deepspeed",
     )
     assert found.choice.memory.worst.peak.tree.find("gradients that have been added")
+
+
+def test_transformer_engine_computes_attention_on_amd_by_its_own_kernels_since_2025():
+    def attention(year: int) -> float:
+        run = trained(replace(SYSTEMS["megatron"], software=year)).with_(gpu=find_gpu("mi300x"))
+        return block_compute(run).attention.both
+
+    assert attention(2024) / attention(2025) == pytest.approx(515 / 230, rel=0.01)

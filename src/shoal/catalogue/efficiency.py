@@ -67,6 +67,7 @@ MULTIPROCESSORS: dict[str, int] = {
     "h200": 132,
     "h20": 78,
     "gh200": 132,
+    "gh200-120gb": 132,
     "b200": 148,
     "gb200": 148,
     "b300": 148,
@@ -129,7 +130,8 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "rtx5070": (64.5, 23.1),
     "rtx5070ti": (95.1, 31.8),
     "rtx5080": (98.8, 32.3),
-    "rtx5090": (217.7, 62.1),
+    # The median of nine machines.
+    "rtx5090": (232.5, 65.3),
     "a4000": (60.3, 11.4),
     "a6000": (118.0, 23.0),
     "h100-pcie": (482.3, 36.4),
@@ -141,7 +143,8 @@ MATMULS: dict[str, tuple[float, float | None]] = {
     "b200": (1640.0, 63.6),
     "b300": (1698.0, None),
     "gb200": (1749.0, None),
-    "mi250": (133.0, None),
+    # On an MI210, which has one of its two dies and about half of its power.
+    "mi250": (127.5, 33.4),
     "mi300x": (642.0, None),
     "mi325x": (754.0, None),
     "mi355x": (1502.0, None),
@@ -151,6 +154,8 @@ MATMULS: dict[str, tuple[float, float | None]] = {
 # those, power or software, limits them too.
 FP8: dict[str, float] = {"h20": 0.76, "gh200": 0.69, "b200": 0.68, "b300": 0.67, "gb200": 0.65}
 FP8_RATIO, FP8_MOST = 0.89, 0.62
+# Ada's and Blackwell's workstation parts reach 0.99 of the share of 16-bit ones: a 4090 and an RTX PRO 6000 [9].
+WORKSTATION_FP8 = 0.99
 # TFLOP/s of flash attention, forward and backward pass together, of long causal sequences with head dimension 128, and
 # the number of keys per query at which it reaches half of that.
 ATTENTION: dict[str, tuple[float, int]] = {
@@ -162,9 +167,14 @@ ATTENTION: dict[str, tuple[float, int]] = {
     "b200": (1150.0, 470),
     "b300": (1190.0, 470),
     "gb200": (1225.0, 470),
+    # AMD's own kernels, of 2025: causal, 1,024 to 10,240 tokens, the backward pass with fp32 sums [10]. An MI325X at
+    # the MI300X's ratio to matmuls.
+    "mi300x": (515.0, 430),
+    "mi325x": (605.0, 430),
+    "mi355x": (970.0, 450),
 }
 # Elsewhere, relative to matmuls: flash attention 2 as on a 4090 (an A5000 and a 3090 confirm it), the memory-efficient
-# kernel before Ampere, and AMD at the ratio of flash attention 2 on an H100.
+# kernel before Ampere, and on an MI250 the ratio of flash attention 2 on an H100.
 FLASH, EFFICIENT, AMD = 0.83, 0.32, 0.56
 
 # With libraries of 2023: llm-foundry's A100 results. With today's by the rule of the others: large matmuls reach 264.5
@@ -175,6 +185,7 @@ _AMPERE = replace(_OLD_AMPERE, matmuls=0.765)
 AMPERE_SINCE = 2025
 # From 35 of the runs in benchmarks/gpu/sweep_h200; 20 others were measured afterwards.
 _HOPPER = Efficiency(matmuls=0.75, attention=0.52, bandwidth=0.64, fp8=0.62, half_keys=200)
+_LIMITED_HOPPER = Efficiency(matmuls=0.54, attention=0.48, bandwidth=0.60, fp8=0.62)
 # Hopper with older libraries, by their year. 2023, before cuBLAS and attention kernels had Hopper's instructions:
 # llm-foundry's H100 results. 2024: halfway to today's; NVIDIA's own results became 27% faster from mid-2023 to mid-2024
 # (MLPerf Training 4.0, 512 H100).
@@ -184,6 +195,17 @@ _OLD_HOPPER: dict[int, Efficiency] = {
 }
 # The same of Blackwell's data center parts, as a share of today's: in its first full year as Hopper in its second.
 _OLD_BLACKWELL: dict[int, float] = {2025: 0.9}
+# Flash attention 2 by Composable Kernel, before those kernels: 223 to 232 TFLOP/s on an MI300X with ROCm 6.3, of May
+# 2025 [11]. AMD's Transformer Engine has had them since December 2024 (ROCm/TransformerEngine, pull request 98),
+# PyTorch's SDPA since August 2025 for the backward pass alone and since 2026 for both (ROCm/aotriton, pull requests 120
+# and 158).
+CDNA3 = frozenset({"mi300x", "mi325x"})
+_COMPOSABLE_KERNEL, _ASSEMBLY_SINCE, _TRANSFORMER_ENGINE_SINCE = 230e12, 2026, 2025
+# Matmuls by the year of ROCm. Before 6.2, which is that of PyTorch 2.5, they reached 450 TFLOP/s where they reach 668
+# with PyTorch's TunableOp [1]; 6.2 without it 493 with an inner dimension of 1,280 and 546 with 8,192, 0.9 of it [13].
+_OLD_ROCM_MATMULS: dict[int, float] = {2023: 450 / 668, 2024: 0.9, 2025: 0.9}
+# In 2024 fp8 matmuls were no faster than 16-bit ones: 207 TFLOP/s by Transformer Engine [13], 110 by PyTorch [14].
+_ROCM_FP8_SINCE = 2025
 
 
 def _published(name: str) -> Efficiency:
@@ -192,11 +214,14 @@ def _published(name: str) -> Efficiency:
     peak, capability = (gpu.bf16 or gpu.fp16) / 1e12, gpu.compute_capability
     ratio = AMD if capability is None else FLASH if capability >= (8, 0) else EFFICIENT
     attention, half_keys = ATTENTION.get(name, (ratio * matmuls, 200))
+    fp8 = min(FP8_MOST, FP8_RATIO * IN_TRAINING * matmuls / peak)
+    if capability is not None and capability in ((8, 9), (12, 0)):
+        fp8 = WORKSTATION_FP8 * IN_TRAINING * matmuls / peak
     return Efficiency(
         matmuls=IN_TRAINING * matmuls / peak,
         attention=attention / peak,
         bandwidth=0.64,
-        fp8=FP8.get(name, min(FP8_MOST, FP8_RATIO * IN_TRAINING * matmuls / peak)),
+        fp8=FP8.get(name, fp8),
         half_keys=half_keys,
         fp32=IN_TRAINING * fp32 * 1e12 / gpu.fp32 if fp32 else None,
         inner_half=256.0 * relative_rate(gpu),
@@ -210,7 +235,11 @@ FAMILIES: dict[str, Efficiency] = {
     # 0.98 × 0.96 of the best size [1], 1,403 TFLOP/s; the H200's are of our own code, with its casts.
     "h100-80gb": replace(_HOPPER, fp8=0.667),
     # Limited to 500 W, this part cannot sustain the clocks that its peak assumes.
-    "h100-96gb": Efficiency(matmuls=0.54, attention=0.48, bandwidth=0.60, fp8=0.62),
+    "h100-96gb": _LIMITED_HOPPER,
+    # CPU, GPU and memory share 660 W at CSCS (624 until March 2025) and 680 W in Jülich, and the CPU takes its share
+    # first: about 500 W are left. fp64 matmuls reach 42.7 TFLOP/s on Alps [12] and 59.0 on an H200 [9], 0.72 of it, as
+    # 16-bit ones do on the H100 that is limited to 500 W.
+    "gh200-120gb": replace(_LIMITED_HOPPER, bandwidth=0.64, fp8=0.48, half_keys=200),
     "h200": _HOPPER,
     **{name: _published(name) for name in MATMULS},
 }
@@ -229,9 +258,9 @@ _BY_CAPABILITY = {
 }
 
 
-def efficiency(gpu: Gpu, *, software: int = 0) -> Efficiency:
+def efficiency(gpu: Gpu, *, software: int = 0, transformer_engine: bool = False) -> Efficiency:
     """The efficiency of a GPU; without published results that of the most similar family. `software`: the year of the
-    libraries that run on it, where that matters; 0: today's."""
+    libraries that run on it, where that matters; 0: today's. `transformer_engine`: its layers compute attention."""
     if gpu.name in FAMILIES:
         found = FAMILIES[gpu.name]
     elif gpu.compute_capability is None:
@@ -253,6 +282,12 @@ def efficiency(gpu: Gpu, *, software: int = 0) -> Efficiency:
             fp32=found.fp32,
             inner_half=found.inner_half,
         )
+    if gpu.name in CDNA3 and software:
+        peak, matmuls = gpu.bf16 or gpu.fp16, _OLD_ROCM_MATMULS.get(software, 1.0) * found.matmuls
+        since = _TRANSFORMER_ENGINE_SINCE if transformer_engine else _ASSEMBLY_SINCE
+        attention = _COMPOSABLE_KERNEL / peak if software < since else found.attention
+        fp8 = matmuls * peak / (gpu.fp8 or peak) if software < _ROCM_FP8_SINCE else found.fp8
+        return replace(found, matmuls=matmuls, attention=attention, fp8=fp8)
     if software in _OLD_BLACKWELL and gpu.compute_capability in ((10, 0), (10, 3)):
         share = _OLD_BLACKWELL[software]
         return replace(found, matmuls=share * found.matmuls, attention=share * found.attention, fp8=share * found.fp8)

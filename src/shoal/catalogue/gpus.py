@@ -43,8 +43,8 @@ class Gpu:
     def host_link(self) -> Link:
         """Between the device and the memory of its host: sixteen lanes of the PCI Express of its generation, or
         NVLink-C2C to a Grace."""
-        if self.name in ("gh200", "gb200"):
-            return LINKS["nvlink-c2c" if self.name == "gh200" else "nvlink-c2c-shared"]
+        if self.name in ("gh200", "gh200-120gb", "gb200"):
+            return LINKS["nvlink-c2c-shared" if self.name == "gb200" else "nvlink-c2c"]
         if self.name.startswith("mi"):
             return LINKS["pcie4" if self.name == "mi250" else "pcie5"]
         capability = self.compute_capability or (0, 0)
@@ -147,8 +147,9 @@ GPUS: dict[str, Gpu] = {
         Gpu("h200", 139.80, 4.8e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
         # A Hopper with 78 multiprocessors at a quarter of their matmul rate, and all of its memory and NVLink.
         Gpu("h20", 95.00, 4.0e12, 148e12, 148e12, 44e12, 296e12, (9, 0), "nvlink4"),
-        # With 96 GB of HBM3.
+        # With 96 GB of HBM3. The second one is in nodes of four, as in Alps and JUPITER, which leave it less power.
         Gpu("gh200", 94.50, 4.0e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
+        Gpu("gh200-120gb", 94.50, 4.0e12, 989e12, 989e12, 67e12, 1979e12, (9, 0), "nvlink4"),
         Gpu("b200", 178.35, 7.7e12, 2250e12, 2250e12, 75e12, 4500e12, (10, 0), "nvlink5"),
         # A 72nd of a GB200 NVL72: half of its sparse peaks, 360 PFLOP/s in bf16 and 720 in fp8.
         Gpu("gb200", 184.0, 8.0e12, 2500e12, 2500e12, 80e12, 5000e12, (10, 0), "nvlink5"),
@@ -199,6 +200,7 @@ _PRINTED: tuple[tuple[str, str], ...] = (
     (r"a800-sxm4-80gb|a800 80gb pcie", "a800-80gb"),
     (r"h800", "h800-80gb"),
     (r"gh200 480gb", "gh200"),
+    (r"gh200 120gb", "gh200-120gb"),
     (r"gb200", "gb200"),
     (r"b300 sxm6 ac", "b300"),
     (r"mi325x( oam)?", "mi325x"),

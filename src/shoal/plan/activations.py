@@ -231,6 +231,7 @@ def _attention(run: Run, tokens: float) -> list[Term]:
             wide, again = False, True
         again = again or wide or run.attention_dropout or run.traits.written_out
         scores = (4 if wide else itemsize) + (itemsize if again else 0) + run.attention_dropout
+        scores += itemsize if run.clamps_scores else 0
         found.append(leaf("attention scores", score_elements(run) * scores))
     return found
 
@@ -272,6 +273,9 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
         # autocast, on a GPU.
         factors += 3
         wide = 6 if run.in_autocast and run.layer_bytes == 2 and not run.gpu.is_cpu else 0
+    elif run.writes_out_erf:
+        # Half of its input, what erf reads, and one more than what that returns, in place of the input.
+        factors += 2
     if shape.traits.gated and run.traits.written_out and not fused:
         factors += 1
     return [leaf("MLP intermediates", tokens * shape.ffn * (factors * run.layer_bytes + wide + inner))]

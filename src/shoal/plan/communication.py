@@ -17,6 +17,12 @@ LINK_SHARE = 0.80
 # (mli/transformers-benchmarks).
 PCIE_SHARE = 0.45
 
+# The same over Infinity Fabric: 48 of the 64 GB/s of each link are left after its protocol (ROCm/rccl, issue 1210).
+XGMI_SHARE = 0.75
+# The eight devices of these have a link to each of the seven others, and no switch: a group of fewer has only the links
+# within it (README of ROCm/rccl).
+FULLY_CONNECTED, NEIGHBORS = ("xgmi3", "xgmi4"), 7
+
 # NCCL's protocols: the share of the bandwidth that each reaches, its latency whatever the ranks, and that of a hop
 # within a node over NVLink, over PCI Express, and between nodes, in seconds (src/graph/tuning.cc in NVIDIA/nccl 2.8).
 # It takes the one that it expects to be the fastest.
@@ -94,6 +100,8 @@ def collective_seconds(run: Links, operation: Operation, group: Group, size: flo
 def ring_speed(run: Links, group: Group) -> float:
     """Bytes per second that every link of a ring carries."""
     speed = run.link.bytes_per_second * _share(run.link)
+    if run.link.name in FULLY_CONNECTED:
+        speed *= min(1.0, (group.within - 1) / NEIGHBORS)
     if group.nodes > 1:
         # Every device has its own network port, and NCCL builds one ring per device of the group in a node.
         ports = run.network.bytes_per_second * group.within * LINK_SHARE
@@ -102,6 +110,8 @@ def ring_speed(run: Links, group: Group) -> float:
 
 
 def _share(link: Link) -> float:
+    if link.name.startswith("xgmi"):
+        return XGMI_SHARE
     return PCIE_SHARE if link.name.startswith("pcie") else LINK_SHARE
 
 

@@ -9,8 +9,8 @@ from shoal.plan.activations import has_head_norms, selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import linears
-from shoal.plan.head import is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
-from shoal.plan.kernels import STREAMED, Seconds, bandwidth, matmul_seconds
+from shoal.plan.head import fused_rows, is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
+from shoal.plan.kernels import STREAMED, Seconds, bandwidth, eager_bandwidth, matmul_seconds
 from shoal.plan.muon import orthogonalization_seconds
 from shoal.plan.packed import packed_linears, summed_gradients
 from shoal.plan.run import Run
@@ -37,6 +37,10 @@ FOREACH_PASSES = 20
 # three products with a number, two sums, a tanh, and a product. Under autocast, which computes the power in fp32, also
 # casts.
 GELU_TRAFFIC, AUTOCAST_GELU_TRAFFIC = (36, 56), (76, 118)
+# The same by its definition, x / 2 * (1 + erf(x / sqrt 2)): two products with a number, an erf, a sum, a product;
+# backward two products, five kernels of erf's gradient, two products with a number, a sum. Less the passes of a fused
+# kernel, which are counted anyway.
+ERF_GELU_TRAFFIC = (22 - 4, 48 - 8)
 # Reads and writes of the hidden states of each token and expert: gathered 2, weighted 2, summed 3.
 ROUTED_PASSES = 7
 # Bytes per element of a cast to fp8: reads 16 bits, writes 8; the preceding kernel computes the absolute maximum.
@@ -159,13 +163,14 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
 def _elementwise(run: Run) -> Seconds:
     """Norms, activation functions, rotary embeddings, residual adds: memory-bound, so time is bytes / bandwidth."""
     shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
+    rate = bandwidth(run) if run.compiled else eager_bandwidth(run)
     # The residual stream may be wider than the compute dtype.
     wide = run.layer_bytes / itemsize
     hidden, inner = shape.hidden * run.residual_bytes / itemsize, wide * shape.ffn / tp
     # Without sequence parallelism every tensor-parallel rank computes the norms and residual adds of all tokens.
     shared = run.stream_tokens / run.tokens
     rotated = wide * (shape.query_width + shape.kv_width) / tp if shape.traits.rotary else 0.0
-    gated = shape.traits.gated
+    gated, behind = shape.traits.gated, 0.0
     if run.compiled:
         # A residual add fused with the following norm reads both summands, and writes the stream and its norm. Kernels
         # between two matmuls touch each tensor once.
@@ -175,13 +180,14 @@ def _elementwise(run: Run) -> Seconds:
             # The sums of the residual stream are read once more by the norms, and queries copied.
             per_token += 2 * hidden * shared + 2 * shape.query_width / tp
     else:
-        # Written out, it squares, averages, multiplies twice; and casts to fp32 and back, unless its input is in fp32.
-        written_out = 7 if run.residual_bytes == 4 else 15
-        passes = written_out if run.traits.unfused_norms and shape.traits.rms_norm else 2
-        per_token = 2 * (passes + 3) * hidden * shared + (8 * rotated) + (5 if gated else 2) * inner
+        norm, again = _norm_passes(run, run.residual_bytes)
+        per_token = 2 * (norm + 3) * hidden * shared + (8 * rotated) + (5 if gated else 2) * inner
+        behind += 2 * (again - 2 * norm) * hidden * shared
         if has_head_norms(run):
             # Of queries and keys, which are in the compute dtype.
-            per_token += (15 if passes > 2 else 2) * (shape.query_width + shape.kv_width) / tp
+            norm, again = _norm_passes(run, itemsize)
+            per_token += norm * (shape.query_width + shape.kv_width) / tp
+            behind += (again - 2 * norm) * (shape.query_width + shape.kv_width) / tp
         # Biases are added in the matmul's epilogue; heads are transposed for attention and back.
         per_token += 4 * shape.query_width / tp
     biased = 0.0
@@ -193,30 +199,45 @@ def _elementwise(run: Run) -> Seconds:
         per_token += 6 * hidden * shared
     # Each expert's inputs are gathered, its outputs weighted, and summed.
     per_token += ROUTED_PASSES * shape.routed * shape.hidden
-    ahead = run.tokens * per_token * itemsize / bandwidth(run)
+    ahead = run.tokens * per_token * itemsize / rate
     casting = 0.0
     if run.casts_weights:
-        casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / bandwidth(run)
+        casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / rate
         if run.residual_bytes > itemsize and (run.traits.liger_kernels or not run.compiled):
             # And every layer the normalized input, which has the dtype of the residual stream.
             read = sum(one.local_sizes(tp)[0] for one in linears(shape) if one.reads in ("norm", "second norm"))
-            casting += run.tokens * read * (itemsize + run.residual_bytes) / bandwidth(run)
+            casting += run.tokens * read * (itemsize + run.residual_bytes) / rate
     if wide > 1:
         # A layer casts its input to the compute dtype, and its output back; attention's output is in that dtype.
         cast = sum(sum(one.local_sizes(tp)) for one in linears(shape) if one.reads != "attention")
-        casting += run.tokens * cast * (itemsize + run.layer_bytes) / bandwidth(run)
+        casting += run.tokens * cast * (itemsize + run.layer_bytes) / rate
     gelu = _written_out_gelu(run)
-    summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / bandwidth(run) * run.trained.blocks
-    spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / bandwidth(run)
-    return Seconds(ahead + casting + gelu.forward, TRAFFIC_BACKWARD * ahead + casting + summed - spared + gelu.backward)
+    summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / rate * run.trained.blocks
+    spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / rate
+    back = TRAFFIC_BACKWARD * ahead + run.tokens * behind * itemsize / rate
+    return Seconds(ahead + casting + gelu.forward, back + casting + summed - spared + gelu.backward)
+
+
+def _norm_passes(run: Run, itemsize: int) -> tuple[int, int]:
+    """Reads and writes per element of an eager norm whose input has `itemsize` bytes, in the forward and backward pass,
+    in elements of that size."""
+    if not (run.traits.unfused_norms and run.shape.traits.rms_norm):
+        return 2, 4
+    # Written out, it squares (2), averages (1), multiplies (2) and multiplies with its weight (2). Backward: the weight
+    # (2), its gradient and the sum of that (4), the root's (4) and the input's (2), the square's in three kernels (6),
+    # and their sum (3). An input in 16 bits is cast to fp32 and back, and all between that is twice as wide.
+    trained = run.trained.blocks > 0
+    return (7, 17 + 4 * trained) if itemsize == 4 else (18, 38 + 4 * trained)
 
 
 def _written_out_gelu(run: Run) -> Seconds:
     """The kernels of a GELU that is not one."""
-    if not run.writes_out_gelu:
+    if not (run.writes_out_gelu or run.writes_out_erf):
         return Seconds(0.0, 0.0)
     ahead, back = AUTOCAST_GELU_TRAFFIC if run.in_autocast else GELU_TRAFFIC
-    rate = run.gpu.memory_bandwidth * STREAMED * 2 / run.compute_bytes
+    if not run.writes_out_gelu:
+        ahead, back = ERF_GELU_TRAFFIC
+    rate = eager_bandwidth(run, STREAMED) * 2 / run.compute_bytes
     elements = run.tokens * run.shape.ffn / run.mesh.tp
     return Seconds(elements * ahead / rate, elements * back / rate)
 
@@ -225,26 +246,40 @@ def head_seconds(run: Run) -> Seconds:
     """Seconds of logits and loss in the last stage."""
     shape, tp = run.shape, run.mesh.tp
     tokens, columns = run.head_tokens, logit_columns(run)
+    # A fused loss reads the weight for every part of the tokens, and adds to its gradient.
+    rows = fused_rows(run) if run.loss == "fused" else tokens
+    parts = tokens / rows
     slower = 1.0
     if not (run.gpu.is_cpu or is_aligned(run) or is_padded(run)):
         slower = max(1.0, (ODD if shape.vocab % (2 * tp) else EVEN) * relative_rate(run.gpu))
     fp8 = run.fp8_head and run.loss == "chunked"
     itemsize = run.head_bytes
-    ahead = slower * matmul_seconds(run, tokens, shape.hidden, columns, fp8=fp8, itemsize=itemsize)
-    back = slower * matmul_seconds(run, tokens, columns, shape.hidden, fp8=fp8, itemsize=itemsize)
+    ahead = parts * slower * matmul_seconds(run, rows, shape.hidden, columns, fp8=fp8, itemsize=itemsize)
+    back = parts * slower * matmul_seconds(run, rows, columns, shape.hidden, fp8=fp8, itemsize=itemsize)
     if fp8:
         ahead += columns * shape.hidden * TWO_LAYOUT_CAST_TRAFFIC / bandwidth(run)
         back += tokens * columns * CAST_TRAFFIC / bandwidth(run)
     trained = run.trained.embedding if shape.tied else run.trained.head
     if trained:
-        back += slower * matmul_seconds(run, shape.hidden, tokens, columns)
+        # Added to part by part, in fp32 if weights are: read and written while the next tile is computed.
+        summed = parts * shape.hidden * columns if parts > 1 else 0.0
+        moved = summed * 2 * run.weight_bytes / (run.gpu.memory_bandwidth * STREAMED)
+        back += max(slower * matmul_seconds(run, shape.hidden, tokens, columns), moved)
+        if run.traits.sums_head_gradient:  # written, cast, and read once more
+            back += summed * (2 * run.compute_bytes + 8) / eager_bandwidth(run)
+    if parts > 1 and run.casts_weights and run.traits.liger_kernels:
+        # Autocast does not keep its copy of a view, nor of a frozen weight, so that every part makes its own.
+        copied = parts * shape.hidden * columns * (4 + run.compute_bytes) / (run.gpu.memory_bandwidth * STREAMED)
+        ahead += copied
+        back += 0.0 if trained else copied
     if is_padded(run):
         ahead += 2 * columns * shape.hidden * run.compute_bytes / bandwidth(run)  # a padded copy of the weight
     fused = is_fused_loss(run) if run.loss == "plain" else run.loss == "fused" or (run.compiled and tp == 1)
     traffic = FUSED_LOGIT_TRAFFIC if fused else PLAIN_LOGIT_TRAFFIC
     if overwrites_logits(run):
         traffic = KERNEL_LOGIT_TRAFFIC
-    moved = tokens * columns * traffic / bandwidth(run)
+    eager = traffic == PLAIN_LOGIT_TRAFFIC
+    moved = tokens * columns * traffic / (eager_bandwidth(run) if eager else bandwidth(run))
     if run.loss != "plain" and run.of_answers:
         back += ahead + moved / 2  # the logits and their softmax once more
     elif run.loss == "chunked" and run.traits.chunks == "recomputed":
@@ -267,10 +302,18 @@ def optimizer_seconds(run: Run, parameters: float) -> float:
     if run.clips:
         # The norm reads gradients once; a separate clipping kernel reads and writes them again.
         moved += gradient if run.traits.fused_step else 3 * gradient
+    if run.precision == "16-mixed" and run.in_autocast and not run.traits.fused_step:
+        # GradScaler divides gradients by the scale (unscale_ in torch/amp/grad_scaler.py).
+        moved += 2 * gradient
     if run.mixed and not run.sharded:
         moved += run.compute_bytes + (0 if run.traits.fused_step else weight)
-    streamed = foreach or (run.traits.fused_step and optimizer.streams)
-    seconds = parameters * moved / (run.gpu.memory_bandwidth * STREAMED if streamed else bandwidth(run))
+    rate = bandwidth(run)
+    if foreach:
+        rate = eager_bandwidth(run, STREAMED)
+    elif run.traits.fused_step and optimizer.streams:
+        rate = run.gpu.memory_bandwidth * STREAMED
+    seconds = parameters * moved / rate
     if optimizer.needs_whole_matrices:
-        seconds += orthogonalization_seconds(run) * parameters / count_parameters(run.shape)
+        turns = run.replicas if run.traits.shares_muon else 1
+        seconds += orthogonalization_seconds(run) * parameters / count_parameters(run.shape) / turns
     return seconds

@@ -1,7 +1,7 @@
 """Memory of lm_head and loss: logits are the largest tensor of a step, and often the peak."""
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log2
 
 from shoal.plan.run import Run
 from shoal.plan.states import dequantized_bytes, has_quantized_head
@@ -64,7 +64,9 @@ def head(run: Run) -> Head:
     head_gradient = matrix * 4 if trained else 0.0
     if run.loss == "fused" and run.traits.fused_rows:
         head_gradient = matrix * itemsize if trained else 0.0
-        chunk = min(run.traits.fused_rows * columns, logits) * (itemsize + 4)
+        if run.traits.sums_head_gradient:  # beside it, that of a part, and in fp32
+            head_gradient *= (2 * itemsize + 4) / itemsize
+        chunk = fused_rows(run) * columns * (itemsize + 4)
     elif run.traits.chunks == "upcast":
         # A compiled chunk reads its logits and writes their gradient, without fp32 copies.
         chunk = logits * itemsize + logits / UPCAST_CHUNKS * (itemsize if run.compiled else 12)
@@ -84,6 +86,14 @@ def head(run: Run) -> Head:
     )
     late = group("head", norm, before, gradient, weight_gradient, returned)
     return Head(peak if peak.amount >= late.amount else late, group("head", gradient))
+
+
+def fused_rows(run: Run) -> float:
+    """Tokens whose logits a fused loss computes at a time."""
+    rows, tokens = run.traits.fused_rows, run.head_tokens
+    if rows == "liger":
+        rows = 1 << ceil(log2(ceil(tokens / ceil(run.shape.vocab / run.shape.hidden))))
+    return min(rows or tokens, tokens)
 
 
 def returned_bytes(run: Run) -> float:

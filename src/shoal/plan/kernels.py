@@ -16,6 +16,10 @@ TILES = ((1, 1.0), (2, 0.92), (8, 0.75))
 # Share of the memory bandwidth that a streaming kernel over long tensors reaches: our AdamW of fp32 weights on an H200
 # moves 34.6 GB in 8.6 ms (benchmarks/gpu/ideas_h200/kernels_wide_stream_4.txt); its norm is a little slower.
 STREAMED = 0.8
+# Bytes per second and multiprocessor of PyTorch's own elementwise kernels. They have as many bytes on their way to a
+# multiprocessor whatever its memory, which is enough for an H200 (4.8 TB/s over 132) and not for a B200: pytorch issue
+# 161518; CUB doubled them there (NVIDIA/cccl, pull request 4790).
+EAGER_RATE = 4.8e12 / 132
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Seconds:
 
 def reached_by(run: Run) -> Efficiency:
     """The shares of the device's peaks that this run's software reaches."""
-    return efficiency(run.gpu, software=run.traits.software)
+    return efficiency(run.gpu, software=run.traits.software, transformer_engine=run.traits.fused_by_hand)
 
 
 def matmul_seconds(
@@ -77,3 +81,10 @@ def _tail(run: Run, rows: float, inner: float, columns: float) -> float:
 def bandwidth(run: Run, reached: Efficiency | None = None) -> float:
     """Bytes per second that elementwise kernels reach."""
     return run.gpu.memory_bandwidth * (reached or reached_by(run)).bandwidth
+
+
+def eager_bandwidth(run: Run, share: float = 0.0) -> float:
+    """The same of kernels that are PyTorch's own; `share`: of the memory bandwidth, if another one."""
+    share = share or reached_by(run).bandwidth
+    units = MULTIPROCESSORS.get(run.gpu.name)
+    return share * min(run.gpu.memory_bandwidth, units * EAGER_RATE if units else run.gpu.memory_bandwidth)

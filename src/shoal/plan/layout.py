@@ -44,20 +44,43 @@ def stages_each(schedule: str, virtual: int = 0) -> int:
 
 
 @lru_cache(maxsize=256)
-def ranks(shape: ModelShape, pipeline: int, schedule: str, virtual: int = 0, *, even: bool = False) -> tuple[Rank, ...]:
-    """The pipeline ranks, each with its stages. `even`: with as many blocks in each, wherever the head is."""
+def ranks(
+    shape: ModelShape, pipeline: int, schedule: str, virtual: int = 0, *, even: bool = False, modules: bool = False
+) -> tuple[Rank, ...]:
+    """The pipeline ranks, each with its stages. `even`: with as many blocks in each, wherever the head is; with
+    `modules`, as many modules."""
     if pipeline == 1:
         return (Rank(0, (Stage(shape.layers, True, True),)),)
     count = pipeline * stages_each(schedule, virtual)
     head = shape.vocab * shape.hidden / block_matrices(shape)
-    stage_blocks = divide_blocks(shape.layers, count, 0.0 if even else head)
-    stages = [Stage(len(blocks), index == 0, index == count - 1) for index, blocks in enumerate(stage_blocks)]
+    counts = [len(blocks) for blocks in divide_blocks(shape.layers, count, 0.0 if even else head)]
+    if even:
+        counts = _equal_modules(shape.layers, count) if modules else _equal_blocks(shape.layers, count) or counts
+    stages = [Stage(blocks, index == 0, index == count - 1) for index, blocks in enumerate(counts)]
     return tuple(Rank(pipeline_rank, tuple(stages[pipeline_rank::pipeline])) for pipeline_rank in range(pipeline))
+
+
+def _equal_blocks(layers: int, stages: int) -> list[int]:
+    """Blocks of each stage; those that do not divide are missing in the last one: partition_balanced in
+    deepspeed/runtime/utils.py. Empty if nothing would be left for it."""
+    most = -(-layers // stages)
+    left = layers - most * (stages - 1)
+    return [most] * (stages - 1) + [left] if left > 0 else []
+
+
+def _equal_modules(layers: int, stages: int) -> list[int]:
+    """Blocks of each stage with an equal number of modules, the first stages with one more: the embedding, blocks, the
+    last norm and the head."""
+    each, more = divmod(layers + 3, stages)
+    modules = [each + (stage < more) for stage in range(stages)]
+    return [modules[0] - 1, *modules[1:-1], modules[-1] - 2]
 
 
 def ranks_of(run: Run) -> tuple[Rank, ...]:
     """The pipeline ranks of a run, as its system partitions the model."""
-    return ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages, even=run.traits.even_stages)
+    traits = run.traits
+    even, modules = traits.even_stages, traits.stages_of_modules
+    return ranks(run.shape, run.mesh.pp, run.schedule, run.virtual_stages, even=even, modules=modules)
 
 
 def different_ranks(run: Run) -> tuple[Rank, ...]:

@@ -90,6 +90,8 @@ class Run:
     cp_method: str = "gather"
     head_share: float = 1.0  # of the tokens, those that the head computes logits of; of a classifier, one per sequence
     varied_lengths: bool = False  # sequences are padded to the longest of their micro-batch, not packed to `length`
+    # Tokens of a packed document, beyond which attention does not reach; 0: not known, as if it were `length`.
+    document_length: int = 0
     of_answers: bool = False  # the loss compares answers: a chunk of logits is computed in both passes
     reference_pass: bool = False  # every micro-batch also has a forward pass without the adapter and gradients
     adapter: Adapter | None = None
@@ -142,7 +144,7 @@ class Run:
         """Whether autocast casts the weights of blocks whenever they are used; those under an adapter are usually in 16
         bits."""
         wide = self.adapter is None or self.frozen_bytes > self.compute_bytes
-        return self.traits.casts_per_use and self.mixed and wide
+        return self.traits.casts_per_use and self.mixed and wide and not self.upcasts_shards  # FSDP casts those
 
     @property
     def layer_bytes(self) -> int:
@@ -187,8 +189,14 @@ class Run:
     def reduced_bytes(self) -> int:
         """Bytes per element of a gradient that is reduced: ZeRO and Accelerate communicate in 16 bits."""
         if self.mixed and self.traits.masters_with_optimizer:
-            return 4 if self.traits.wide_gradients and self.precision != "16-mixed" else self.compute_bytes
+            wide = self.traits.widens_reduction or (self.traits.wide_gradients and self.precision != "16-mixed")
+            return 4 if wide else self.compute_bytes
         return self.compute_bytes if self.traits.narrow_reduction and self.sharded else self.reduce_bytes
+
+    @property
+    def added_bytes(self) -> int:
+        """Bytes per element in which gradients of micro-batches are added up, if the optimizer has the fp32 weights."""
+        return self.compute_bytes if self.traits.widens_reduction else self.reduced_bytes
 
     @property
     def updated_bytes(self) -> int:
@@ -210,7 +218,7 @@ class Run:
             return 4
         # Of ours with an adapter: parallel/precision.py.
         wide = self.traits.wide_residual_stream and (self.adapter is None or self.frozen_bytes > self.compute_bytes)
-        return self.weight_bytes if wide else self.compute_bytes
+        return self.weight_bytes if wide and not self.upcasts_shards else self.compute_bytes
 
     @property
     def recomputes_cheap(self) -> bool:
@@ -231,8 +239,20 @@ class Run:
     @property
     def upcasts_softmax(self) -> bool:
         """Whether the model code computes the softmax of materialized scores in fp32 and casts it back, as transformers
-        does in families with rotary embeddings; GPT-2's and BERT's leave it to autocast."""
-        return self.shape.traits.rotary and self.traits.fused_softmax != "always" and self.attention_bytes < 4
+        does in families with rotary embeddings, and OPT's in fp16; GPT-2's and BERT's leave it to autocast."""
+        upcasts = self.shape.traits.rotary or self.clamps_scores
+        return upcasts and self.traits.fused_softmax != "always" and self.attention_bytes < 4
+
+    @property
+    def clamps_scores(self) -> bool:
+        """Whether masked scores are clamped by one more kernel, which saves them: transformers' OPTAttention in fp16,
+        where it also upcasts the softmax."""
+        return self.shape.model_type == "opt" and self.precision == "16-mixed"
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the 16 bits are fp16's; a device without bf16 computes in nothing else."""
+        return self.precision == "16-mixed" or self.traits.half or self.gpu.bf16 is None
 
     @property
     def autocasts_softmax(self) -> bool:
@@ -246,6 +266,11 @@ class Run:
         Autocast computes its power, and what follows, in fp32."""
         written_out = self.shape.traits.unfused_gelu and self.shape.is_family
         return written_out and not self.compiled and not self.traits.fused_activation
+
+    @property
+    def writes_out_erf(self) -> bool:
+        """Whether GELU is several elementwise kernels by its definition, as the system has it."""
+        return self.traits.erf_gelu and not self.compiled and not self.shape.traits.gated
 
     @property
     def repeats_forward(self) -> bool:

@@ -7,7 +7,8 @@ from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
-from shoal.plan.kernels import bandwidth
+from shoal.plan.kernels import STREAMED, bandwidth
+from shoal.plan.launched import LLAMA_OPERATIONS, block_operations
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
 from shoal.plan.offload import activation_transfer, offloaded_state, steps_on_host
@@ -17,7 +18,9 @@ from shoal.plan.stages import bubble_share
 from shoal.plan.states import adapted, block_bytes, trained_parameters
 from shoal.plan.terms import Term, group, leaf, scaled
 
-# Host time to launch the kernels of a block, forward and backward; a faster device waits for its host.
+# Host time to launch the kernels of a block, forward and backward; a faster device waits for its host. Eager that of a
+# Llama; of blocks with more operations (plan/launched.py) as much more. Of fewer, published steps are no shorter:
+# BERT's with activation checkpointing on a V100 (transformers' guide to training on one GPU).
 EAGER_BLOCK_HOST = 2.0e-3
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
 # Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
@@ -29,9 +32,9 @@ EAGER_ADAPTER_HOST = 0.75e-3
 NARROW_ADAPTER_HOST = 0.42e-3
 QUANTIZED_HOST = 0.45e-3
 # That is of a layer that also casts, because PEFT has upcast what is around it. Without casts: a step of one sequence
-# of 256 tokens with adapters on queries and values of Llama 2 7B, without autocast, takes 4.7 ms per block
-# (huggingface/optimum-benchmark, examples/training-llamas).
-DEQUANTIZED_HOST = 0.15e-3
+# of 256 tokens with adapters on queries and values of Llama 2 7B, without autocast and with eager attention, takes 4.7
+# ms per block (huggingface/optimum-benchmark, examples/training-llamas).
+DEQUANTIZED_HOST = 0.11e-3
 # Host time of ZeRO-3 for each module with parameters, in each pass: hooks before and after it, in Python, fetch its
 # parameters, prefetch others and release them (deepspeed/runtime/zero/partitioned_param_coordinator.py). From steps
 # that hardly depend on the length of their sequences: Qwen-1.8B on one A100 with activation checkpointing, 2.1 to 2.2 s
@@ -130,6 +133,8 @@ def _host_seconds(run: Run, blocks: int) -> float:
     if run.compiled and not run.traits.liger_kernels:
         return COMPILED_BLOCK_HOST * blocks
     block = EAGER_BLOCK_HOST
+    if not run.compiled:
+        block *= max(1.0, block_operations(run) / LLAMA_OPERATIONS)
     if run.adapter is not None:
         each = NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
         block += each * len(adapted(run))
@@ -187,13 +192,15 @@ def _accumulation(run: Run, rank: Rank) -> float:
         return 0.0
     made, kept = run.compute_bytes, run.gradient_bytes or run.weight_bytes
     if run.mixed and run.traits.masters_with_optimizer:
-        kept = run.reduced_bytes
+        kept = run.added_bytes
     # Read both, write the sum; a matmul that adds to its output writes nothing else.
     moved = 2 * kept - made if run.traits.accumulates_in_matmuls else 3 * kept
     held = trained_parameters(run, rank)
     if run.sharded and not run.accumulates_unsharded and run.mesh.pp == 1:
         held /= run.shards
-    return held * moved / bandwidth(run) * (1 - 1 / run.grad_accum_steps)
+    # A sum of long tensors streams; what a matmul adds is part of its epilogue.
+    rate = bandwidth(run) if run.traits.accumulates_in_matmuls else run.gpu.memory_bandwidth * STREAMED
+    return held * moved / rate * (1 - 1 / run.grad_accum_steps)
 
 
 def _shard_group(run: Run) -> Group:
@@ -273,7 +280,7 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
     over = rank_group(run, run.replicas, stride)
     itemsize = run.compress_bytes or (run.reduced_bytes if run.mixed else run.weight_bytes)
     # ZeRO reduces each gradient to the rank that updates it.
-    scatters = run.gathers_after_step and run.traits.masters_with_optimizer
+    scatters = run.gathers_after_step and run.traits.masters_with_optimizer and not run.traits.all_reduces
     operation: Operation = "reduce-scatter" if scatters else "all-reduce"
     size, sharing = trained / run.shards * itemsize, run.optimizer_shards
     if scatters and not run.sharded and sharing < run.replicas:
@@ -287,8 +294,16 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
     overlap = block_compute(run).backward * rank.blocks if overlaps else 0.0
     # The last bucket, or the last block's gradients, start when there is nothing left to compute.
     last = seconds / max(2, rank.blocks)
+    # Gradients are copied into buckets, and from there back, unless they are views of them.
+    copied = 4 * size if run.traits.copies_to_buckets and run.data_parallelism.ddp else 0.0
+    updates = 0.0
+    if run.traits.shares_muon and run.optimizer == "muon":
+        matrices = rank.blocks * sum(one.parameters for one in linears(run.shape))
+        updates = collective_seconds(run, "all-reduce", over, matrices * run.compute_bytes)
     return [
+        leaf("all-reduce of updates", updates),
         leaf(f"gradient {operation}", max(last, seconds - overlap)),
+        leaf("gradient buckets", copied / (run.gpu.memory_bandwidth * STREAMED)),
         leaf("slowdown by overlapped all-reduce", contention(run, over) * min(seconds, overlap)),
     ]
 

@@ -143,7 +143,7 @@ def _zero(run: Run, rank: Rank) -> States:
     sharded = run.data_parallelism
     sharing = run.optimizer_shards if sharded.partitions_update else over
     state = (optimizer_bytes(run, rank) + 4 * trained) / (sharing if sharded.shards_optimizer else 1)
-    gradients = trained * run.reduced_bytes / (over if sharded.shards_gradients else 1)
+    gradients = trained * run.added_bytes / (over if sharded.shards_gradients else 1)
     if run.offload != "none" and run.traits.offloads_gradients and sharded.shards_gradients:
         gradients = 0.0
     return States(

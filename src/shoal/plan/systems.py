@@ -44,8 +44,12 @@ class SystemTraits:
     recomputes_cheap: bool = False
     # Steps that wait for the host may be replayed as CUDA graphs (`train.cuda_graphs`).
     cuda_graphs: bool = False
-    # Tokens whose logits a fused loss holds at a time (Liger's kernels); 0: it is a chunked loss.
-    fused_rows: int = 0
+    # Tokens whose logits a fused loss holds at a time; 0: it is a chunked loss. `liger`: as many as make logits as
+    # large as the hidden states, rounded up to a power of two.
+    fused_rows: int | Literal["liger"] = 0
+    # The gradient of the head's weight is computed for each of these parts, cast to fp32 and then added to that of the
+    # others: Liger from 0.6.3 to 0.7 (fused_linear_cross_entropy.py); else the matmul adds to it.
+    sums_head_gradient: bool = False
     # Matmul outputs that selective checkpointing saves besides attention: every second; or all but every second of
     # those that are wider than their input.
     keeps: Literal["every second", "all but widening"] = "every second"
@@ -85,6 +89,8 @@ class SystemTraits:
     # The loop holds what the model returns, and so the logits: while the backward pass runs (`step`), or until the next
     # forward pass, with its loss, has returned (`next`). In Hugging Face's Trainer they are local to `compute_loss`.
     holds_outputs: Literal["", "step", "next"] = ""
+    # 16-bit weights are in fp16, though `bf16-true` is what they are called here.
+    half: bool = False
     # The head is quantized like the matrices of blocks; else it keeps the compute dtype.
     quantizes_head: bool = False
     # Quantized matrices are dequantized to fp16 and then cast to bf16: two copies at a time (bitsandbytes before 0.43,
@@ -128,6 +134,8 @@ class SystemTraits:
     # Softmax and SiLU are written out in elementwise operations, each of which saves what its own gradient needs: the
     # exponentials beside their quotient, and the sigmoid.
     written_out: bool = False
+    # GELU is written out by its definition, with erf: five elementwise kernels, as in BERT's code before PyTorch 1.4.
+    erf_gelu: bool = False
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
     # Tensors of the size of all that is updated, in fp32, which another AdamW holds at a time: two of PyTorch's before
@@ -148,6 +156,8 @@ class SystemTraits:
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
+    # Each rank orthogonalizes the matrices of its turn, and Muon's updates are all-reduced in 16 bits.
+    shares_muon: bool = False
     # Whole matrices are assigned to ranks, each of which broadcasts those that it has updated; else all are gathered.
     broadcasts_weights: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
@@ -156,6 +166,8 @@ class SystemTraits:
     overlaps_gradients: bool = True
     # Pipeline stages have equal numbers of blocks, and the last one also has the head; else stages are balanced.
     even_stages: bool = False
+    # These numbers count the embedding, the last norm and the head as blocks too.
+    stages_of_modules: bool = False
     # Pipelines are PyTorch's: receive buffers for every micro-batch, and stage outputs that are kept. Others free both.
     torch_pipeline: bool = True
     # Context parallelism is PyTorch's ring attention: blocks of keys and values go around, and each block's output and
@@ -182,6 +194,10 @@ class SystemTraits:
     accumulates_in_matmuls: bool = False
     # Gradients are accumulated and reduced in fp32, though weights are in 16 bits.
     wide_gradients: bool = False
+    # 16-bit gradients are cast to fp32 to be reduced, and back.
+    widens_reduction: bool = False
+    # Gradients are all-reduced, though each rank updates only a part of the weights.
+    all_reduces: bool = False
     # Packed documents are kept apart by their lengths (flash attention's variable-length kernels), without a mask.
     variable_lengths: bool = False
     # Clipping, the update and the cast to compute copies are one fused kernel.
@@ -224,25 +240,27 @@ LITGPT = SystemTraits(
     dequantizes_in_half=True,
     pads_vocabulary=True,
     unsharded_accumulation=True,
+    copies_to_buckets=True,  # DDPStrategy in lightning/fabric/strategies/ddp.py leaves PyTorch's default
 )
+# TrainingArguments.optim is adamw_torch_fused from PyTorch 2.8 on; before, it was a foreach AdamW.
 HUGGING_FACE = SystemTraits(
     wide_residual_stream=True,
     liger_kernels=True,
     logit_bytes=14.0,
     casts_per_use=True,
-    fused_rows=512,
+    fused_rows="liger",  # fused_linear_cross_entropy_forward in liger_kernel/ops
     peft=True,
-    foreach_step=True,
     unsharded_accumulation=True,
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py
     quantizes_experts=True,  # modeling_mixtral.py until transformers 5
     checkpoints_units=True,  # gradient_checkpointing_enable in transformers/modeling_utils.py; its issue 30404
+    upcasts_shards=True,  # where the model is in 16 bits, as from_pretrained loads it since transformers 5
     copies_to_buckets=True,  # DistributedDataParallelKwargs in accelerate/utils/dataclasses.py
     narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
-BY_HAND = SystemTraits(fused_rows=512)
+BY_HAND = SystemTraits(fused_rows="liger")
 BY_HAND_AUTOCAST = replace(BY_HAND, wide_residual_stream=True, casts_per_use=True)
 DEEPSPEED = SystemTraits(
     logit_bytes=14.0,
@@ -293,13 +311,14 @@ MEGATRON_DEEPSPEED = replace(
     MEGATRON, accumulates_in_matmuls=False, flattens_gradients=True, keeps_added_gradients=True
 )
 # The Hugging Face Trainer with TRL's defaults: an fp32 model under autocast (create_model_from_path in
-# trl/trainer/utils.py), the fused AdamW of TrainingArguments.optim, and packing by position ids.
-TRL = replace(HUGGING_FACE, foreach_step=False, variable_lengths=True, wide_base=True)
+# trl/trainer/utils.py), and packing by position ids.
+TRL = replace(HUGGING_FACE, variable_lengths=True, wide_base=True)
 # The Trainer with a model in bf16 (torch_dtype in axolotl/utils/config), which leaves autocast nothing to cast, the
 # flash-attn package (`flash_attention: true` in its examples), and multipack by cumulative lengths.
-AXOLOTL = replace(
-    TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, upcasts_shards=True, wide_base=False
-)
+AXOLOTL = replace(TRL, wide_residual_stream=False, casts_per_use=False, flash2=True, wide_base=False)
+# The Trainer with a model in bf16 and adapters in fp32 (cast_trainable_params_to_fp32 in its model/adapter.py),
+# PyTorch's attention (`flash_attn: auto`) and reentrant checkpoints (`use_reentrant_gc: true`).
+LLAMA_FACTORY = replace(AXOLOTL, flash2=False, variable_lengths=False, reentrant=True)
 # Kernels of its own (unsloth/kernels): RMSNorm, rotary embeddings, SwiGLU; a cross-entropy that overwrites the logits
 # with their gradient, or, since the end of 2024, that never holds all logits (unsloth_fused_ce_loss); LoRA in the
 # compute dtype whose backward pass recomputes the MLP's product (fast_lora.py).
@@ -309,6 +328,7 @@ UNSLOTH = replace(
     loss_kernel="always",
     # convert_outputs_to_fp32 around the model's forward in accelerate/accelerator.py: an fp32 copy beside the logits
     kernel_logit_bytes=6.0,
+    fused_rows=512,
     peft=False,
     mlp_in_place=True,
     fused_activation=True,
@@ -336,6 +356,7 @@ SYSTEMS: dict[str, SystemTraits] = {
     "unsloth": UNSLOTH,
     "trl": TRL,
     "axolotl": AXOLOTL,
+    "llama-factory": LLAMA_FACTORY,
 }
 
 # What else these systems do unless they are told otherwise: values of our keys, for those that the config does not set.
@@ -377,5 +398,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "train.loss_impl": "plain",
         "train.compile": False,
         "data.pack": True,
+    },
+    # disable_gradient_checkpointing: false in its hparams/model_args.py, packing only in pretraining, bf16: true in its
+    # examples; trained weights too are in bf16, as with its pure_bf16.
+    "llama-factory": {
+        "parallel.strategy": "ddp",
+        "train.precision": "bf16-true",
+        "train.recompute": "full",
+        "train.loss_impl": "plain",
+        "train.compile": False,
+        "data.pack": False,
+    },
+    # recipes/configs: dtype bf16, compile False, packed False, enable_activation_checkpointing True but in *_lora.yaml.
+    "torchtune": {
+        "train.precision": "bf16-true",
+        "train.recompute": "full",
+        "train.compile": False,
+        "data.pack": False,
     },
 }

@@ -1,0 +1,196 @@
+"""Memory and speed of runs of Hugging Face's Trainer, as rows that the forecast is compared with.
+
+    python benchmarks/gpu/trainer_runs.py FILE [--only PATTERN ...] [--seconds 540] [--tiny]
+
+A row has the form of `benchmarks/plan/published/rows.jsonl` and is appended to FILE when it is measured; rows that FILE
+has are not measured again. Weights are random, sequences too; all other settings are the Trainer's defaults.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from peers.clock import Clock
+from peers.hf_trainer import MeasuredTrainer, StepEnd
+from peers.models import build, quantize, resolve_shape
+from peers.task import Task
+
+SOURCE = "trainer-h200"
+WARMUP, STEPS = 4, 12
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA = {"rank": 16, "targets": LINEAR}
+QLORA = {**LORA, "quantize": "nf4", "double_quantized": True, "upcasts": True}
+QV = {"rank": 8, "targets": ["q_proj", "v_proj"]}
+TINY = {
+    "family": "llama",
+    "hidden": 64,
+    "layers": 2,
+    "heads": 4,
+    "ffn": 128,
+    "vocab": 256,
+    "positions": 64,
+    "tied": True,
+}
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    """Weights in bf16 or in fp32, both under the Trainer's autocast (`bf16=True`)."""
+    narrow, wide = "bf16-true", "bf16-mixed"
+    yield row("qwen3-0.6b", 8, 512, narrow)
+    yield row("qwen3-0.6b", 4, 2048, narrow)
+    yield row("llama3.2-1b", 1, 512, narrow)
+    yield row("llama3.2-1b", 8, 1024, narrow, recompute="full")
+    yield row("qwen3-8b", 1, 1024, narrow)
+    yield row("qwen3-8b", 1, 4096, narrow)
+    yield row("llama3.1-8b", 4, 2048, narrow, recompute="full")
+    yield row("llama3.2-1b", 4, 2048, wide)
+    yield row("llama3.2-1b", 4, 1024, wide, attention="scores")
+    yield row("qwen2.5-0.5b", 8, 1024, wide)
+    yield row("gpt2", 16, 1024, wide)
+    yield row("pythia-410m", 8, 1024, wide)
+    yield row("llama3.2-3b", 2, 2048, wide, recompute="full")
+    yield row("llama3.1-8b", 1, 512, narrow, adapter=LORA)
+    yield row("llama3.1-8b", 4, 1024, narrow, adapter=LORA)
+    yield row("llama3.1-8b", 4, 2048, narrow, adapter=LORA, recompute="full")
+    yield row("mistral-7b", 2, 2048, narrow, adapter=QV)
+    yield row("qwen3-1.7b", 8, 512, narrow, adapter=LORA)
+    yield row("qwen2.5-7b", 2, 1024, narrow, adapter=LORA, recompute="full")
+    yield row("llama3.1-8b", 1, 512, narrow, adapter=QLORA, recompute="full")
+    yield row("llama3.1-8b", 4, 1024, narrow, adapter=QLORA, recompute="full")
+    yield row("llama3.1-8b", 1, 2048, narrow, adapter=QLORA)
+    yield row("qwen2.5-7b", 8, 512, narrow, adapter=QLORA, recompute="full")
+
+
+def row(model: str, micro_batch: int, sequence: int, precision: str, **others: Any) -> dict[str, Any]:
+    found = {
+        "source": SOURCE,
+        "system": "trainer-5-bf16" if precision == "bf16-true" else "trainer-5",
+        "model": model,
+        "gpu": "h200",
+        "gpus": 1,
+        "per_node": 1,
+        "strategy": "single",
+        "mesh": {},
+        "sequence": sequence,
+        "micro_batch": micro_batch,
+        "accum": 1,
+        "precision": precision,
+        "recompute": others.pop("recompute", "none"),
+    }
+    return {**found, **others, "compiled": False, "loss": "plain"}
+
+
+def name(case: dict[str, Any]) -> str:
+    adapter = case.get("adapter")
+    kind = "full" if adapter is None else "qlora" if "quantize" in adapter else f"lora-r{adapter['rank']}"
+    others = [case[key] for key in ("attention",) if key in case]
+    if case["recompute"] != "none":
+        others.append("recompute")
+    return " ".join([case["model"], f"{case['micro_batch']}x{case['sequence']}", case["precision"], kind, *others])
+
+
+class RandomTokens(Dataset):
+    def __init__(self, count: int, length: int, vocabulary: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(vocabulary, (count, length), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def measure(case: dict[str, Any], steps: int, shape: Any) -> dict[str, Any]:
+    adapter, length = case.get("adapter"), case["sequence"]
+    with tempfile.TemporaryDirectory() as folder:
+        task = Task("hf_trainer", shape, length, case["micro_batch"], steps, "", time.time(), folder=folder)
+        dtype = torch.float32 if case["precision"] == "bf16-mixed" else torch.bfloat16
+        model = build(task, dtype, "eager" if case.get("attention") == "scores" else "sdpa")
+        if adapter is not None:
+            if "quantize" in adapter:
+                quantize(model)
+                model.is_loaded_in_4bit = True
+                checkpointing = case["recompute"] == "full"
+                model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=checkpointing)
+            rank, targets = adapter["rank"], adapter["targets"]
+            settings = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
+            model = get_peft_model(model, settings)
+        clock = Clock(task)
+        callback = StepEnd(clock)
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=case["micro_batch"],
+            bf16=True,
+            gradient_checkpointing=case["recompute"] == "full",
+            use_cpu=not clock.cuda,
+            logging_steps=10**6,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        data = RandomTokens(steps * case["micro_batch"], length, resolve_shape(shape).vocab)
+        trainer: Trainer = MeasuredTrainer(model=model, args=arguments, train_dataset=data, callbacks=[callback])
+        callback.trainer = trainer
+        clock.begin()
+        trainer.train()
+        found = clock.result()
+    seconds = statistics.median(found["step_seconds"][WARMUP:])
+    kept = {
+        "memory": [round(found["reserved_gib"] or 0.0, 3), "GiB", "reserved"],
+        "allocated_gib": round(found["allocated_gib"] or 0.0, 3),
+        "tokens_per_second_per_gpu": round(case["micro_batch"] * length / seconds, 1),
+    }
+    return {**case, **kept, "unknown": ""}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Memory and speed of runs of Hugging Face's Trainer.")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PATTERN")
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--tiny", action="store_true", help="a small shape on a CPU: checks that rows run")
+    args = parser.parse_args()
+    measured = {name(json.loads(line)) for line in args.file.read_text().splitlines()} if args.file.exists() else set()
+    began = time.monotonic()
+    for case in cases():
+        if name(case) in measured or not any(pattern in name(case) for pattern in args.only):
+            continue
+        if time.monotonic() - began > args.seconds:
+            print("no time left", flush=True)
+            break
+        started = time.monotonic()
+        try:
+            if args.tiny:
+                found = measure({**case, "micro_batch": 2, "sequence": 32}, WARMUP + 2, TINY)
+            else:
+                found = measure(case, WARMUP + STEPS, case["model"])
+        except Exception as failure:
+            print(f"{name(case)}: {type(failure).__name__}: {str(failure)[:300]}", flush=True)
+            continue
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+        with args.file.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        print(f"{name(case)}: {found['memory'][0]} GiB, {found['tokens_per_second_per_gpu']:,.0f} tokens/s", end="")
+        print(f"; {time.monotonic() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The operations of eager blocks, counted on blocks of transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shoal.plan.launched import block_operations
+from shoal.plan.speed import forecast_speed
+from shoal.plan.systems import SYSTEMS
+from tests.plan.planning import make_run
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched, and views, which launch no kernel, as half."""
+
+    count = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 0.5 if func.is_view or func.overloadpacket in VIEWS else 1.0
+        return func(*args, **(kwargs or {}))
+
+
+VIEWS = {torch.ops.aten._unsafe_view, torch.ops.aten._reshape_alias}
+
+
+def operations(config: Any, attention: str, blocks: int) -> float:
+    config.num_hidden_layers = blocks
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(torch.bfloat16).train()
+    inputs = torch.zeros((2, 8), dtype=torch.long)
+    with Operations() as counted:
+        model(input_ids=inputs, labels=inputs).loss.backward()
+    return counted.count
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shape", "attention"),
+    [("llama", "llama3.2-1b", "sdpa"), ("qwen3", "qwen3-0.6b", "eager"), ("gpt_neox", "pythia-160m", "sdpa")],
+)
+def test_the_operations_of_a_block_are_those_of_transformers(model_type: str, shape: str, attention: str) -> None:
+    grouped = {} if model_type == "gpt_neox" else {"num_key_value_heads": 2, "head_dim": 8}
+    config = AutoConfig.for_model(model_type, **SIZES, **grouped)
+    counted = operations(config, attention, 2) - operations(config, attention, 1)
+    path = "scores" if attention == "eager" else "fused"
+    run = make_run(shape, compiled=False, attention=path, precision="bf16-true", traits=SYSTEMS["huggingface"])
+    assert block_operations(run) == pytest.approx(counted, rel=0.1)
+
+
+def test_blocks_with_more_operations_wait_longer_for_the_host() -> None:
+    traits = SYSTEMS["huggingface"]
+    run = make_run("llama3-8b", "b200", length=128, compiled=False, precision="bf16-true", traits=traits)
+    eager = run.with_(attention="scores")
+
+    def host(run: Any) -> float:
+        parts = {part.name: part.amount for part in forecast_speed(run).step.parts}
+        device = sum(parts[name] for name in ("matmuls", "attention", "elementwise kernels", "head and loss"))
+        return device + parts["kernel launch overhead"]
+
+    assert host(run) == pytest.approx(32 * 2.0e-3)
+    assert host(eager) == pytest.approx(32 * 2.0e-3 * 207 / 171)
