@@ -29,6 +29,7 @@ from sweeps.report import read_records
 from shoal.catalogue import efficiency
 from shoal.catalogue.efficiency import FAMILIES, Efficiency
 from shoal.plan.attention import FLASH_2
+from shoal.plan.speed import forecast_speed
 
 # The tables in docs/plan.md are between these: the three errors, and those of the sets that were held out.
 BEGIN, BEGIN_UNSEEN = "<!-- begin: benchmarks/plan_errors.py -->", "<!-- begin: benchmarks/plan_errors.py, unseen -->"
@@ -81,11 +82,13 @@ def without(choice: Without) -> Iterator[None]:
     FAMILIES.update(dict.fromkeys(choice.gpus, choice.instead))
     if "h100-80gb" in choice.gpus:
         efficiency._OLD_HOPPER[2023] = choice.instead
+    forecast_speed.cache_clear()
     try:
         yield
     finally:
         FAMILIES.update(held[0])
         efficiency._OLD_HOPPER.update(held[1])
+        forecast_speed.cache_clear()
 
 
 def known() -> tuple[list[Figure], list[Figure]]:

@@ -20,7 +20,7 @@ from tests.launch.command import Forked, descendants, losses, training_lines, wr
 from tests.launch.hosts import Hosts, Torchrun, two_hosts, why_not
 
 pytestmark = pytest.mark.slow
-STEPS = 60
+STEPS = 45
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def config(data: Path, **changes: Any) -> dict[str, Any]:
-    wanted = {"train__steps": STEPS, "checkpoint__every": 10, "train__hang_timeout": 4.0, "data__max_length": 64}
+    wanted = {"train__steps": STEPS, "checkpoint__every": 5, "train__hang_timeout": 4.0, "data__max_length": 64}
     return settings(data, parallel__strategy="fsdp", data__train_on="all", **{**wanted, **changes})
 
 

@@ -47,10 +47,13 @@ def test_a_second_run_in_a_process_uses_its_own_compiler_settings():
 )
 def test_blocks_with_adapters_compile_without_graph_breaks(kind, recompute, varying, instructions, text, tmp_path):
     """Lengths that vary are compiled once more, with dynamic shapes, which takes two thirds of the time: each kind and
-    each recompute has them in one case. LoRA with the other two is in tests/parity/test_adapters.py."""
+    each recompute has them in one case. LoRA with the other two is in tests/parity/test_adapters.py.
+
+    The first block is compiled apart from the second, whose inputs have gradients; those of one length, and in
+    test_adapters.py of lengths that vary, have both."""
     config = settings(
         instructions if varying else text,
-        model__shape={**LLAMA, "hidden": 64, "ffn": 128, "positions": 512},
+        model__shape={**LLAMA, "layers": 1 if varying else 2, "hidden": 64, "ffn": 128, "positions": 512},
         adapter={"kind": kind, "rank": 4},
         train__steps=1,
         train__compile="aot_eager",

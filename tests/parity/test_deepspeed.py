@@ -7,6 +7,7 @@ it. Each case is compared with our engine on the same number of ranks.
 import importlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +165,12 @@ def test_a_run_on_deepspeed_resumes_exactly_and_changes_to_our_engine_and_back(
     }
     whole = on_deepspeed(instructions, case, tmp_path / "whole", ranks)
     first = {**case, "train__steps": 2}
-    on_deepspeed(instructions, first, tmp_path / "parts", ranks)
+    shutil.copytree(on_deepspeed(instructions, first, tmp_path / "parts", ranks), tmp_path / "both" / "run")
     run = on_deepspeed(instructions, case, tmp_path / "parts", ranks, resume=True)
     assert [line["loss"] for line in lines(run)] == [line["loss"] for line in lines(whole)]
     for name, value in weights(run).items():
         assert torch.equal(value, weights(whole)[name]), name
 
-    on_deepspeed(instructions, first, tmp_path / "both", ranks)
     train_on(1, config_of(instructions, {**case, "train__steps": 3}), tmp_path / "both", resume=True)
     run = on_deepspeed(instructions, case, tmp_path / "both", ranks, resume=True)
     hold_close(run, whole, loss=2e-6, norm=1e-5)

@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import inf
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -125,7 +126,7 @@ def _sentence(path: KeyPath, errors: list[ErrorDetails], given: Mapping[str, Any
 def _meant(path: KeyPath) -> str:
     """What an unknown key was probably meant to be: the end of the sentence that says it is unknown."""
     name = str(path[-1])
-    known = [key for key, _ in every_key()]
+    known = _known_keys()
     if len(path) == 1 and name in known:
         block, _, key = name.rpartition(".")
         return f". Write {key} inside the block {block}."
@@ -136,6 +137,11 @@ def _meant(path: KeyPath) -> str:
         return f". Did you mean {' or '.join(namesakes[:3])}?"
     block_type = next(blocks_in(_type_at(path[:-1])), Config)
     return f".{closest(name, [key_name(*item) for item in block_type.model_fields.items()])}"
+
+
+@cache
+def _known_keys() -> tuple[str, ...]:
+    return tuple(key for key, _ in every_key())
 
 
 def _type_at(path: KeyPath) -> Any:

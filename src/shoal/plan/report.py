@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from shoal.catalogue.objectives import objective_facts
@@ -32,15 +33,31 @@ HOUR = 3600
 
 @dataclass(frozen=True)
 class Plan:
-    """The forecast of a run: whether it fits, how fast it is, alternatives, limits and suggested changes."""
+    """The forecast of a run: whether it fits, how fast it is, alternatives, limits and suggested changes.
+
+    The last three take most of the time, and are computed when they are first used.
+    """
 
     name: str
     choice: ResolvedRun
-    alternatives: tuple[ResolvedRun, ...]
-    limits: Limits
-    changes: tuple[Change, ...]
+    _question: Question
     steps: int | None
     notes: tuple[str, ...]
+
+    @cached_property
+    def alternatives(self) -> tuple[ResolvedRun, ...]:
+        """`choice` and one run for each other strategy that the devices allow, the fastest that fits first."""
+        return tuple(alternatives(self.choice, self._question))
+
+    @cached_property
+    def limits(self) -> Limits:
+        """The largest micro-batch, the longest sequence at a micro-batch of one, and the fewest devices."""
+        return limits(self.choice, self._question)
+
+    @cached_property
+    def changes(self) -> tuple[Change, ...]:
+        """What makes a run fit that does not, cheapest first."""
+        return () if self.fits else tuple(changes(self.choice, self._question))
 
     @property
     def fits(self) -> bool:
@@ -123,9 +140,7 @@ def make_plan(config: Config, *, system: str = "shoal") -> Plan:
     return Plan(
         name=config.name,
         choice=choice,
-        alternatives=tuple(alternatives(choice, question)),
-        limits=limits(choice, question),
-        changes=() if choice.fits else tuple(changes(choice, question)),
+        _question=question,
         steps=count_steps(config, choice),
         notes=tuple(notes),
     )

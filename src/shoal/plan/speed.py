@@ -1,6 +1,7 @@
 """Time of a step: compute, exposed communication, and the overlap of both."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
@@ -83,6 +84,7 @@ def flops_per_token(run: Run) -> float:
     return matmuls + 12 * shape.layers * shape.heads * shape.head_size * run.length
 
 
+@lru_cache(maxsize=4096)
 def forecast_speed(run: Run) -> Speed:
     """The time of one optimizer step of `run`."""
     slowest = max((_micro_batch(run, rank) for rank in different_ranks(run)), key=lambda term: term.amount)
