@@ -7,7 +7,7 @@ from plan_accuracy import TRAITS
 from shoal.plan.systems import MEGATRON, SYSTEMS, SystemTraits
 
 # The Trainer with bf16 weights before transformers 5.
-FOREACH = replace(TRAITS["huggingface-bf16"], foreach_step=True)
+FOREACH = replace(TRAITS["huggingface-bf16"], foreach_step=True, logit_bytes=14.0)
 EARLIER = replace(FOREACH, flash2=True, reentrant=True, upcasts_shards=False)
 # A loop of its own around transformers' models before version 5, without autocast and `no_sync`.
 LOOP = replace(FOREACH, autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False)

@@ -78,7 +78,7 @@ def cases() -> Iterator[dict[str, Any]]:
 def row(model: str, micro_batch: int, sequence: int, precision: str, **others: Any) -> dict[str, Any]:
     found = {
         "source": SOURCE,
-        "system": "trainer-5-bf16" if precision == "bf16-true" else "trainer-5",
+        "system": "huggingface-bf16" if precision == "bf16-true" else "huggingface",
         "model": model,
         "gpu": "h200",
         "gpus": 1,

@@ -1,5 +1,6 @@
 """The operations of eager blocks, counted on blocks of transformers."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shoal.plan.host import host_seconds
 from shoal.plan.launched import block_operations
 from shoal.plan.speed import forecast_speed
 from shoal.plan.systems import SYSTEMS
@@ -62,3 +64,12 @@ def test_blocks_with_more_operations_wait_longer_for_the_host() -> None:
 
     assert host(run) == pytest.approx(32 * 2.0e-3)
     assert host(eager) == pytest.approx(32 * 2.0e-3 * 207 / 171)
+
+
+def test_checkpointing_takes_the_host_almost_a_block_more_and_less_if_it_is_reentrant():
+    block = make_run("llama2-7b", "h200", length=16, micro_batch=1, compiled=False, traits=SYSTEMS["huggingface"])
+    alone = host_seconds(block.with_(recompute="none"), 32)
+    again = host_seconds(block.with_(recompute="full"), 32)
+    reentrant = block.with_(recompute="full", traits=replace(block.traits, reentrant=True))
+    assert again == pytest.approx(1.9 * alone)
+    assert host_seconds(reentrant, 32) == pytest.approx(1.4 * alone)

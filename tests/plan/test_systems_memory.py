@@ -45,18 +45,18 @@ def test_bitsandbytes_scales_are_on_every_rank_and_not_offloaded() -> None:
 
 
 def test_a_head_that_is_upcast_returns_logits_in_fp32_unless_autocast_is_on() -> None:
-    # The loss of transformers 5: the logits, their log-softmax, and two gradients.
+    # The loss of transformers 5: the log-softmax and two gradients; the logits that the model returned are gone.
     logits = 2048 * 32_000 / GIB
     run = tuned("huggingface")
     upcast = run.with_(adapter=Adapter(8, EVERY, "nf4", upcasts=True))
     loop = upcast.with_(traits=replace(upcast.traits, autocasts=False))
-    assert at(run, "loss", "logits and loss") == at(upcast, "loss", "logits and loss") == pytest.approx(14 * logits)
-    assert at(loop, "loss", "logits and loss") == pytest.approx(16 * logits)
+    assert at(run, "loss", "logits and loss") == at(upcast, "loss", "logits and loss") == pytest.approx(12 * logits)
+    assert at(loop, "loss", "logits and loss") == pytest.approx(14 * logits)
 
 
 def test_a_loop_that_holds_the_outputs_has_the_logits_in_the_backward_pass() -> None:
     run = tuned("huggingface", recompute="full")
-    loop = run.with_(traits=replace(run.traits, holds_outputs="step"))
+    loop = run.with_(traits=replace(run.traits, holds_outputs="step", logit_bytes=14.0))
     first, logits = "start of the backward pass", 2 * 2048 * 32_000 / GIB
     assert (at(run, first, "outputs"), at(loop, first, "outputs")) == (0, pytest.approx(logits))
     # With keys and values of all blocks; and until the next forward pass returns, in which there are no gradients yet.
@@ -103,9 +103,9 @@ def test_what_a_recomputed_blocks_forward_pass_has_left_stays_reserved_beside_th
     left = 4096 * 2 * (3 * 11_008 + 5 * 4096)
     assert memory.reserved - 1.02 * memory.allocated == pytest.approx(left)
     # Scores too, if they are materialized: the softmax, and a tensor in 16 bits.
-    eager = forecast_memory(run.with_(attention="scores", length=512, micro_batch=8))
+    eager = forecast_memory(run.with_(attention="scores", length=256, micro_batch=16))
     assert eager.worst.peak.name == "loss"
-    assert eager.reserved - 1.02 * eager.allocated == pytest.approx(left + 4096 * 512 * 32 * 6)
+    assert eager.reserved - 1.02 * eager.allocated == pytest.approx(left + 4096 * 256 * 32 * 6)
     # Not if the loss's tensors fit these blocks: 32,000 logits in fp32 are less than a row of scores.
     assert left_by_forward(run.with_(attention="scores", length=2048)) == 0
 
@@ -153,7 +153,7 @@ def test_shorter_sequences_leave_blocks_that_stay_reserved_until_the_device_is_f
         return float(found["reserved_gib"])
 
     packed, padded = reserved("data.pack=true"), reserved("data.pack=false")
-    assert padded - packed > 0.65 * 14 * 8192 * 128_256 / GIB
+    assert padded - packed > 0.65 * 12 * 8192 * 128_256 / GIB
     assert reserved("data.pack=false", gpu="a100-40gb") < 39.5
     # Expandable segments grow instead.
     assert reserved("data.pack=false", system="shoal") == reserved("data.pack=true", system="shoal")

@@ -246,7 +246,6 @@ LITGPT = SystemTraits(
 HUGGING_FACE = SystemTraits(
     wide_residual_stream=True,
     liger_kernels=True,
-    logit_bytes=14.0,
     casts_per_use=True,
     fused_rows="liger",  # fused_linear_cross_entropy_forward in liger_kernel/ops
     peft=True,

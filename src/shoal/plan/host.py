@@ -1,0 +1,68 @@
+"""The host's time: what it takes to launch a micro-batch's kernels, which a faster device waits for."""
+
+from shoal.plan.blocks import linears
+from shoal.plan.launched import LLAMA_OPERATIONS, block_operations
+from shoal.plan.run import Run
+from shoal.plan.states import adapted
+
+# Host time to launch the kernels of a block, forward and backward; a faster device waits for its host. Eager that of a
+# Llama; of blocks with more operations (plan/launched.py) as much more. Of fewer, published steps are no shorter:
+# BERT's with activation checkpointing on a V100 (transformers' guide to training on one GPU).
+EAGER_BLOCK_HOST = 2.0e-3
+COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
+# Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
+# of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
+# length of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an
+# A100: 0.36 s with LoRA, and 0.68 s with QLoRA and activation checkpointing (Vertex Model Garden's benchmark report).
+EAGER_ADAPTER_HOST = 0.75e-3
+# Without the casts of an adapter in another dtype, 14 kernels are left of 25.
+NARROW_ADAPTER_HOST = 0.42e-3
+QUANTIZED_HOST = 0.41e-3
+# That is of a layer that also casts, because PEFT has upcast what is around it. Without casts: a step of one sequence
+# of 256 tokens with adapters on queries and values of Llama 2 7B, without autocast and with eager attention, takes 4.7
+# ms per block (huggingface/optimum-benchmark, examples/training-llamas).
+DEQUANTIZED_HOST = 0.11e-3
+# Host time of ZeRO-3 for each module with parameters, in each pass: hooks before and after it, in Python, fetch its
+# parameters, prefetch others and release them (deepspeed/runtime/zero/partitioned_param_coordinator.py). From steps
+# that hardly depend on the length of their sequences: Qwen-1.8B on one A100 with activation checkpointing, 2.1 to 2.2 s
+# for 8 micro-batches of 256 to 1,024 tokens; with other ranks, whose shards are all-gathered, 0.59 ms with Qwen-7B on
+# two and 0.45 ms with adapters on Qwen-72B on four (QwenLM/Qwen, README.md).
+ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
+# Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
+AUTOCAST_HOST = 1.5
+# What a forward pass without autograd adds to that, as of a reference model; and activation checkpointing: reentrant it
+# is such a pass, and otherwise every saved tensor goes through hooks in Python. Measured on blocks of a Llama with and
+# without adapters, on the host of an H200: benchmarks/gpu/trainer_h200.
+FORWARD_HOST, HOOKED_HOST = 0.4, 0.9
+
+
+def host_seconds(run: Run, blocks: int) -> float:
+    """Host time to launch the kernels of a micro-batch, forward and backward."""
+    if run.compiled and not run.traits.liger_kernels:
+        return COMPILED_BLOCK_HOST * blocks
+    block = EAGER_BLOCK_HOST
+    if not run.compiled:
+        block *= max(1.0, block_operations(run) / LLAMA_OPERATIONS)
+    if run.adapter is not None:
+        each = NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
+        block += each * len(adapted(run))
+        if run.adapter.quantize is not None:
+            bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
+            each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
+            block += each * len(linears(run.shape, joined=run.traits.fused_qkv))
+    if run.traits.casts_per_use and run.mixed:
+        block *= AUTOCAST_HOST
+    again = FORWARD_HOST if run.traits.reentrant else HOOKED_HOST
+    launched = block * (1 + again * run.repeats_forward + FORWARD_HOST * run.reference_pass)
+    return (launched + _module_hooks(run)) * blocks
+
+
+def _module_hooks(run: Run) -> float:
+    """Host time of DeepSpeed's hooks around the modules of a block, which fetch and release parameters."""
+    if not (run.traits.hooks_modules and run.data_parallelism.shards_weights):
+        return 0.0
+    modules = len(linears(run.shape, joined=run.traits.fused_qkv)) + 2
+    if run.adapter is not None:
+        modules += 2 * len(adapted(run))
+    each = ZERO3_HOST if run.world_size == 1 else ZERO3_GATHERING_HOST
+    return each * modules * (2 + run.repeats_forward + run.reference_pass)
