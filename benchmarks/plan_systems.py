@@ -235,4 +235,12 @@ NEAREST: dict[str, SystemTraits] = {
     ),
     # nanoGPT's kind of loop without DDP: gradients are reduced in the step of its sharded optimizers.
     "nanochat": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, overlaps_gradients=False),
+    # XTuner's own attention, which repeats keys and values (xtuner/model/modules/dispatch/llama.py), on DeepSpeed.
+    "xtuner-deepspeed": replace(TRAITS["deepspeed"], logit_bytes=16.0, repeats_keys=True),
+    # A loop without autocast whose loss is the sum of the logits: logits and their gradient.
+    "transformers-no-loss": replace(LOOP, logit_bytes=4.0),
+    # The same as the Trainer of fp32 weights, which stay so under adapters.
+    "huggingface-wide-base": replace(TRAITS["huggingface"], wide_base=True),
+    # Its autograd functions for adapters, which overwrite what a block's MLP saved (axolotl/kernels/lora.py).
+    "axolotl-kernels": replace(TRAITS["axolotl"], mlp_in_place=True, fused_activation=True),
 }
