@@ -257,4 +257,24 @@ NEAREST: dict[str, SystemTraits] = {
     ),
     # A loop around the loss of transformers' own models, before version 5.
     "transformers-4-loop": LOOP,
+    # transformers' models under FSDP2 with compiled blocks, logits that are cast to fp32 and held by its loop beside
+    # log-softmax and two gradients, and torch.optim.AdamW as it is (prime_rl/trainer/sft/train.py); and with the
+    # flash-attn package.
+    "prime-rl": replace(
+        TRAITS["torchtitan"],
+        repeats_keys=False,
+        flash2=False,
+        foreach_step=True,
+        separate_head_unit=False,
+        logit_bytes=16.0,
+        holds_outputs="next",
+    ),
+    "prime-rl-flash2": replace(
+        TRAITS["torchtitan"],
+        repeats_keys=False,
+        foreach_step=True,
+        separate_head_unit=False,
+        logit_bytes=16.0,
+        holds_outputs="next",
+    ),
 }
