@@ -243,18 +243,6 @@ NEAREST: dict[str, SystemTraits] = {
     "huggingface-wide-base": replace(TRAITS["huggingface"], wide_base=True),
     # Its autograd functions for adapters, which overwrite what a block's MLP saved (axolotl/kernels/lora.py).
     "axolotl-kernels": replace(TRAITS["axolotl"], mlp_in_place=True, fused_activation=True),
-    # transformers' Llama before version 4.45 with flash-attn's norms, rotary embeddings and loss, whose gradient is a
-    # tensor of its own, and xFormers' SwiGLU (tinyllama/__init__.py); and the same on DeepSpeed.
-    "huggingface-fused": replace(
-        EARLIER, unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=12.0
-    ),
-    "deepspeed-fused": replace(
-        TRAITS["deepspeed"],
-        unfused_norms=False,
-        fused_activation=True,
-        loss_kernel="always",
-        kernel_logit_bytes=12.0,
-    ),
     # A loop around the loss of transformers' own models, before version 5.
     "transformers-4-loop": LOOP,
     # transformers' models under FSDP2 with compiled blocks, logits that are cast to fp32 and held by its loop beside
