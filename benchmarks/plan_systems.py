@@ -289,4 +289,34 @@ NEAREST: dict[str, SystemTraits] = {
     ),
     # nanoGPT's kind of loop without DDP: gradients are reduced in the step of its sharded optimizers.
     "nanochat": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, overlaps_gradients=False),
+    # XTuner's own attention, which repeats keys and values (xtuner/model/modules/dispatch/llama.py), on DeepSpeed.
+    "xtuner-deepspeed": replace(TRAITS["deepspeed"], logit_bytes=16.0, repeats_keys=True),
+    # A loop without autocast whose loss is the sum of the logits: logits and their gradient.
+    "transformers-no-loss": replace(LOOP, logit_bytes=4.0),
+    # The same as the Trainer of fp32 weights, which stay so under adapters.
+    "huggingface-wide-base": replace(TRAITS["huggingface"], wide_base=True),
+    # Its autograd functions for adapters, which overwrite what a block's MLP saved (axolotl/kernels/lora.py).
+    "axolotl-kernels": replace(TRAITS["axolotl"], mlp_in_place=True, fused_activation=True),
+    # A loop around the loss of transformers' own models, before version 5.
+    "transformers-4-loop": LOOP,
+    # transformers' models under FSDP2 with compiled blocks, logits that are cast to fp32 and held by its loop beside
+    # log-softmax and two gradients, and torch.optim.AdamW as it is (prime_rl/trainer/sft/train.py); and with the
+    # flash-attn package.
+    "prime-rl": replace(
+        TRAITS["torchtitan"],
+        repeats_keys=False,
+        flash2=False,
+        foreach_step=True,
+        separate_head_unit=False,
+        logit_bytes=16.0,
+        holds_outputs="next",
+    ),
+    "prime-rl-flash2": replace(
+        TRAITS["torchtitan"],
+        repeats_keys=False,
+        foreach_step=True,
+        separate_head_unit=False,
+        logit_bytes=16.0,
+        holds_outputs="next",
+    ),
 }
