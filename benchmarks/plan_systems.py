@@ -235,4 +235,35 @@ NEAREST: dict[str, SystemTraits] = {
     ),
     # nanoGPT's kind of loop without DDP: gradients are reduced in the step of its sharded optimizers.
     "nanochat": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, overlaps_gradients=False),
+    # AMD's Primus on Megatron: overlap_grad_reduce and overlap_param_gather true, gradient_accumulation_fusion false.
+    "primus": replace(MEGATRON, accumulates_in_matmuls=False, overlaps_gradients=True, overlaps_weight_gather=True),
+    # Without `optimizer.fused`, which was off by default until 2025.
+    "torchtitan-foreach": replace(TRAITS["torchtitan"], foreach_step=True),
+    # The Trainer with adamw_torch_fused; with torch_compile, which also has the loss; and under Accelerate's FSDP with
+    # fsdp_activation_checkpointing, which checkpoints blocks within FSDP's units.
+    "oumi": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, foreach_step=False),
+    "oumi-compiled": replace(
+        EARLIER,
+        logit_bytes=16.0,
+        upcasts_shards=True,
+        foreach_step=False,
+        liger_kernels=False,
+        loss_kernel="compiled",
+    ),
+    "oumi-fsdp": replace(
+        EARLIER,
+        logit_bytes=16.0,
+        upcasts_shards=True,
+        foreach_step=False,
+        checkpoints_units=False,
+        reentrant=False,
+    ),
+    # flash-attn's RMSNorm, rotary embeddings and cross-entropy, and xFormers' SwiGLU, in transformers 4.35, which upcasts
+    # the logits and copies them without the last token; and the same with DeepSpeed.
+    "whynlp-kernels": replace(
+        EARLIER, unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
+    ),
+    "whynlp-deepspeed": replace(
+        TRAITS["deepspeed"], unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
+    ),
 }
