@@ -258,7 +258,7 @@ NEAREST: dict[str, SystemTraits] = {
         checkpoints_units=False,
         reentrant=False,
     ),
-    # flash-attn's RMSNorm, rotary embeddings and cross-entropy, and xFormers' SwiGLU, in transformers 4.35, which upcasts
+    # flash-attn's RMSNorm, rotary embeddings and cross-entropy, xFormers' SwiGLU; transformers 4.35, which upcasts
     # the logits and copies them without the last token; and the same with DeepSpeed.
     "whynlp-kernels": replace(
         EARLIER, unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
