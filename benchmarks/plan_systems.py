@@ -266,4 +266,9 @@ NEAREST: dict[str, SystemTraits] = {
     "whynlp-deepspeed": replace(
         TRAITS["deepspeed"], unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
     ),
+    # Triton kernels, the flash-attn package, weight gradients added to fp32 buffers by a kernel of their own; reduces
+    # and gathers on another stream (fast_llm/engine/schedule/runner.py). Queries are a matmul apart from the keys'.
+    "fast-llm": replace(
+        MEGATRON, accumulates_in_matmuls=False, overlaps_gradients=True, overlaps_weight_gather=True, flash2=True
+    ),
 }
