@@ -293,8 +293,6 @@ NEAREST: dict[str, SystemTraits] = {
     "xtuner-deepspeed": replace(TRAITS["deepspeed"], logit_bytes=16.0, repeats_keys=True),
     # A loop without autocast whose loss is the sum of the logits: logits and their gradient.
     "transformers-no-loss": replace(LOOP, logit_bytes=4.0),
-    # The same as the Trainer of fp32 weights, which stay so under adapters.
-    "huggingface-wide-base": replace(TRAITS["huggingface"], wide_base=True),
     # Its autograd functions for adapters, which overwrite what a block's MLP saved (axolotl/kernels/lora.py).
     "axolotl-kernels": replace(TRAITS["axolotl"], mlp_in_place=True, fused_activation=True),
     # A loop around the loss of transformers' own models, before version 5.
@@ -318,5 +316,41 @@ NEAREST: dict[str, SystemTraits] = {
         separate_head_unit=False,
         logit_bytes=16.0,
         holds_outputs="next",
+    ),
+    # AMD's Primus on Megatron: overlap_grad_reduce and overlap_param_gather true, gradient_accumulation_fusion false.
+    "primus": replace(MEGATRON, accumulates_in_matmuls=False, overlaps_gradients=True, overlaps_weight_gather=True),
+    # Without `optimizer.fused`, which was off by default until 2025.
+    "torchtitan-foreach": replace(TRAITS["torchtitan"], foreach_step=True),
+    # The Trainer with adamw_torch_fused; with torch_compile, which also has the loss; and under Accelerate's FSDP with
+    # fsdp_activation_checkpointing, which checkpoints blocks within FSDP's units.
+    "oumi": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, foreach_step=False),
+    "oumi-compiled": replace(
+        EARLIER,
+        logit_bytes=16.0,
+        upcasts_shards=True,
+        foreach_step=False,
+        liger_kernels=False,
+        loss_kernel="compiled",
+    ),
+    "oumi-fsdp": replace(
+        EARLIER,
+        logit_bytes=16.0,
+        upcasts_shards=True,
+        foreach_step=False,
+        checkpoints_units=False,
+        reentrant=False,
+    ),
+    # flash-attn's RMSNorm, rotary embeddings and cross-entropy, xFormers' SwiGLU; transformers 4.35, which upcasts
+    # the logits and copies them without the last token; and the same with DeepSpeed.
+    "whynlp-kernels": replace(
+        EARLIER, unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
+    ),
+    "whynlp-deepspeed": replace(
+        TRAITS["deepspeed"], unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
+    ),
+    # Triton kernels, the flash-attn package, weight gradients added to fp32 buffers by a kernel of their own; reduces
+    # and gathers on another stream (fast_llm/engine/schedule/runner.py). Queries are a matmul apart from the keys'.
+    "fast-llm": replace(
+        MEGATRON, accumulates_in_matmuls=False, overlaps_gradients=True, overlaps_weight_gather=True, flash2=True
     ),
 }
