@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
 from plan_accuracy import TRAITS, read_rows
 from plan_accuracy import compare as compare_known
-from plan_published import FOLDER, ROOT, Figure, Published, compare, errors, read_published
+from plan_published import FOLDER, ROOT, Figure, Published, compare, errors, read_measured, read_published
 from sweeps.forecast import compare as compare_sweep
 from sweeps.report import read_records
 
@@ -92,8 +92,8 @@ def without(choice: Without) -> Iterator[None]:
 
 
 def known() -> tuple[list[Figure], list[Figure]]:
-    """(our own runs, systems that are modelled): the rows of `data/`, and the sweep on an H200."""
-    own, modelled = [], []
+    """(our own runs, systems that are modelled): the rows of `data/`, and the sweep and the Trainer's on an H200."""
+    own, modelled = [], compare(read_measured(ROOT / "benchmarks" / "gpu" / "trainer_h200" / "trainer.jsonl"))
     for record in compare_sweep(list(read_records(ROOT / "benchmarks" / "gpu" / "sweep_h200" / "sweep.json").values())):
         if record.figure != "allocated_gib":
             row = Published("our own runs", record.row, "full", None, None, "", None, "", ())

@@ -120,6 +120,12 @@ def read_published(*, held_out: bool = False) -> list[Published]:
     return [_read(one, models) for one in found if sources()[one["source"]]["held_out"] is held_out]
 
 
+def read_measured(path: Path) -> list[Published]:
+    """Runs of other systems that were measured here, as `benchmarks/gpu/trainer_runs.py` writes them: the same rows."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [_read({key: one[key] for key in one if key != "allocated_gib"}, {}) for one in lines]
+
+
 def _read(line: dict[str, Any], models: dict[str, Any]) -> Published:
     adapter = line.get("adapter")
     kind = "full" if adapter is None else "QLoRA" if adapter.get("quantize") else "LoRA"

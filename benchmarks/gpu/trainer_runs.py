@@ -29,7 +29,8 @@ from peers.hf_trainer import MeasuredTrainer, StepEnd
 from peers.models import build, quantize, resolve_shape
 from peers.task import Task
 
-SOURCE = "trainer-h200"
+# Of the libraries: PyTorch 2.11, transformers 5.17, PEFT 0.21, bitsandbytes 0.50.
+SOURCE, DATE = "trainer-h200", "26.11"
 WARMUP, STEPS = 4, 12
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = {"rank": 16, "targets": LINEAR}
@@ -78,6 +79,7 @@ def cases() -> Iterator[dict[str, Any]]:
 def row(model: str, micro_batch: int, sequence: int, precision: str, **others: Any) -> dict[str, Any]:
     found = {
         "source": SOURCE,
+        "date": DATE,
         "system": "huggingface-bf16" if precision == "bf16-true" else "huggingface",
         "model": model,
         "gpu": "h200",
