@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from plan_accuracy import TRAITS
 
-from shoal.plan.systems import MEGATRON, SYSTEMS, SystemTraits
+from shoal.plan.systems import MEGATRON, SYSTEMS
+from shoal.plan.traits import SystemTraits
 
 # The Trainer with bf16 weights before transformers 5.
 FOREACH = replace(TRAITS["huggingface-bf16"], foreach_step=True, logit_bytes=14.0)

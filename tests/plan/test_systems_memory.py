@@ -9,8 +9,9 @@ from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import FROZEN, Adapter, Run
-from shoal.plan.systems import SYSTEMS, SystemTraits
+from shoal.plan.systems import SYSTEMS
 from shoal.plan.terms import GIB, Term
+from shoal.plan.traits import SystemTraits
 from shoal.plan.transient import left_by_forward
 from tests.plan.planning import make_run, plan
 

@@ -14,8 +14,9 @@ from shoal.plan.layout import ranks_of
 from shoal.plan.memory import forecast_memory
 from shoal.plan.run import Run
 from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import SYSTEMS, SystemTraits
+from shoal.plan.systems import SYSTEMS
 from shoal.plan.terms import GIB
+from shoal.plan.traits import SystemTraits
 from tests.plan.planning import make_run, plan
 from tests.plan.test_other_systems import term
 from tests.plan.test_systems_memory import at

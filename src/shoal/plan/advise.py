@@ -18,8 +18,9 @@ from shoal.plan.decide import choose
 from shoal.plan.from_config import choose_loss
 from shoal.plan.machine import Machine
 from shoal.plan.resolved import ResolvedRun, fits
-from shoal.plan.systems import OURS, SystemTraits
+from shoal.plan.systems import OURS
 from shoal.plan.terms import GIB
+from shoal.plan.traits import SystemTraits
 
 # From this sequence length on, context parallelism is offered.
 LONG = 32_768

@@ -33,8 +33,9 @@ from shoal.plan.memory import forecast_memory
 from shoal.plan.resolved import ResolvedRun, fits
 from shoal.plan.run import Run
 from shoal.plan.speed import forecast_speed
-from shoal.plan.systems import OURS, SystemTraits
+from shoal.plan.systems import OURS
 from shoal.plan.terms import GIB
+from shoal.plan.traits import SystemTraits
 
 # On a CPU nothing overlaps, so micro-batches beyond a few sequences only take memory.
 MAX_CPU_MICRO_BATCH = 8

@@ -21,7 +21,8 @@ from shoal.plan.head import CHUNK_LOGITS
 from shoal.plan.machine import Machine
 from shoal.plan.models import drops_attention, has_dropout
 from shoal.plan.run import Adapter, Run, Trained
-from shoal.plan.systems import OURS, SystemTraits
+from shoal.plan.systems import OURS
+from shoal.plan.traits import SystemTraits
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # PowerSGD communicates two low-rank factors instead of a gradient: a small share for large matrices.

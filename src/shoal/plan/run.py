@@ -7,7 +7,8 @@ from shoal.catalogue.gpus import Gpu, Link
 from shoal.catalogue.shapes import ModelShape
 from shoal.catalogue.strategies import Strategy, find_strategy
 from shoal.config.mesh import Mesh
-from shoal.plan.systems import OURS, SystemTraits
+from shoal.plan.systems import OURS
+from shoal.plan.traits import SystemTraits
 
 ONE = Mesh()
 
