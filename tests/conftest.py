@@ -4,8 +4,6 @@ import gc
 import json
 import os
 import random
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,14 +41,6 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["SHOAL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_idle_ranks() -> Iterator[None]:
-    """Ranks that wait for the next run cost a little all the time: those of large pools end with their module."""
-    yield
-    if harness := sys.modules.get("tests.harness"):
-        harness.end_large_pools()
 
 
 @pytest.fixture(scope="session")

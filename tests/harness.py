@@ -5,7 +5,6 @@ test sees what a user sees: the files of a run.
 """
 
 import faulthandler
-import gc
 import importlib
 import json
 import math
@@ -91,10 +90,8 @@ NEEDS_TRITON = pytest.mark.skipif(
 )
 PATIENCE = 180
 POOLED = "pooled rank"  # the name of the processes that stay
-# DTensor's caches keep some process groups, whose threads of gloo wake up all the time: ranks that have had this many
-# runs are replaced.
-RUNS_OF_A_POOL = 16
-LARGEST_POOL = 4
+# Gloo keeps threads of every process group, which wake up all the time: ranks that have had this many are replaced.
+RUNS_OF_A_POOL = 8
 
 LLAMA = {"family": "llama", "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 88, "vocab": 260}
 PYTHIA = {"family": "neox", "hidden": 32, "layers": 2, "heads": 4, "ffn": 128, "vocab": 260}
@@ -275,12 +272,12 @@ class _Pool:
                     assert kind == "returned", value
                 assert answers, "a rank died or hangs"
         except BaseException:  # the other ranks may wait forever for the one that failed
-            self.end()
+            self._end()
             raise
         if len(self._ranks) > 1 and self._runs == RUNS_OF_A_POOL:
-            self.end()
+            self._end()
 
-    def end(self) -> None:
+    def _end(self) -> None:
         for process, _ in self._ranks:
             process.kill()
         for process, pipe in self._ranks:
@@ -303,19 +300,12 @@ def _serve(rank: int, world_size: int, other_end: Connection, pipe: Connection) 
             os._exit(0)
         _answer(pipe, lambda: api.train(api.config_from_mapping(config), runs=runs).as_dict())  # noqa: B023
         sys.stdout.flush()
-        gc.collect()  # process groups are part of cycles
-
-
-def end_large_pools() -> None:
-    """End the ranks of the pools that few modules use."""
-    for size in [size for size in _POOLS if size > 2]:
-        _POOLS[size].end()
 
 
 def train_again_on(world_size: int, config: dict[str, Any], runs: Path) -> Path:
     """As `train_on`, on ranks that have trained before, in half the time. For whole runs whose files are compared: they
     do not see what the test has patched, nor its environment, and what they print is not captured."""
-    if config["train"].get("compile") or world_size > LARGEST_POOL:
+    if config["train"].get("compile") or world_size > 2:
         return train_on(world_size, config, runs)
     if world_size not in _POOLS:
         _POOLS[world_size] = _Pool(world_size)
