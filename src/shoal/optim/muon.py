@@ -3,7 +3,8 @@
 PyTorch has it, but on a sharded matrix every matmul of the iteration is a collective of its own, and is summed in
 another order than on one device. Here an all-to-all, in the bf16 of the iteration, gives each rank whole matrices to
 orthogonalize: the update of a shard is bitwise that of the whole matrix. Matrices of one shape go through the iteration
-in one batch, which is bitwise the same and takes an eighth of the time where they are small (benchmarks/gpu/muon.py).
+in one batch, which is bitwise the same and, where they are small, takes less than half of the time: see
+benchmarks/gpu/muon.py.
 """
 
 import math
