@@ -68,7 +68,7 @@ def test_a_rank_that_shares_its_core_with_others_is_reported_during_training(ins
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("there is one core")
-    config = settings(instructions, train__steps=20, train__slow_rank={"behind": 0.5, "steps": 8}, log__every=5)
+    config = settings(instructions, train__steps=30, train__slow_rank={"behind": 0.5, "steps": 8}, log__every=5)
 
     def be() -> dict[str, Any]:
         rank = int(os.environ["RANK"])
