@@ -98,6 +98,16 @@ def _block_gradients(run: Run) -> float:
 
 
 def embedding_gradient(run: Run, counts: Counts) -> float:
-    if run.sharded or not run.mixed or run.gradient_bytes == run.compute_bytes:
+    """What the embedding's gradient needs for a time. A tied one is added to the head's: autocast's, a copy in fp32, in
+    place, and in 16 bits in a tensor of its own, since the head's is a transposed view."""
+    if run.sharded:
         return 0.0
-    return counts.embedding * run.trained.embedding * run.compute_bytes
+    trained = counts.embedding * run.trained.embedding
+    if run.shape.tied and run.loss == "plain" and run.adapter is None:
+        if not run.mixed:
+            return 2 * trained * run.weight_bytes
+        if run.casts_weights:
+            return trained * run.weight_bytes
+    if not run.mixed or run.gradient_bytes == run.compute_bytes:
+        return 0.0
+    return trained * run.compute_bytes
