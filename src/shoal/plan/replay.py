@@ -8,7 +8,7 @@ from shoal.plan.replayed_loss import logits_gradient
 from shoal.plan.retained import gradient_buckets
 from shoal.plan.run import Run
 from shoal.plan.saved_tensors import PARTS, READS, kept_tensors
-from shoal.plan.segments import Block, LargeTensors
+from shoal.plan.segments import MIB, Allocator, Block
 from shoal.plan.states import BUCKET_BYTES, adapted, dequantized_bytes, stored_bytes
 
 # Of `head`: what other terms have already.
@@ -20,15 +20,19 @@ class Steps:
     """The tensors of training steps in the order in which they are allocated and freed."""
 
     def __init__(self, run: Run, limit: float) -> None:
-        self.run, self.memory = run, LargeTensors(limit)
+        # Tensors of up to 1 MiB have segments of their own: there are many, and they hardly matter.
+        self.run, self.memory = run, Allocator(limit, ignored=MIB)
         self.matrices = linears(run.shape, joined=run.traits.fused_qkv)
+        self.reading = {part: [one for one in self.matrices if one.reads == READS[part]] for part in PARTS}
         self.table = run.shape.vocab * run.shape.hidden
         self.eager = not run.compiled
+        self.casts = run.casts_weights and not run.sharded
         self.upcast_norms = self.eager and run.traits.unfused_norms and run.shape.traits.rms_norm
         self.gradients: dict[Name, Block] = {}
         self.state: list[Block] = []
         self.cached: list[Block] = []
         self.adapted, self.rank = (adapted(run), run.adapter.rank) if run.adapter is not None else ([], 0)
+        self.targets = {one.name for one in self.adapted}
         quantized = run.adapter is not None and run.adapter.quantize is not None
         largest = max(one.parameters for one in self.matrices)
         self.dequantized = largest * dequantized_bytes(run) if quantized else 0.0
@@ -141,7 +145,7 @@ class Steps:
         norm.append(stream)
         matrix: list[Block] = []
         upcast = run.adapter is not None and run.adapter.upcasts and run.traits.autocasts
-        if (run.casts_weights and not run.sharded) or upcast:
+        if self.casts or upcast:
             matrix.append(memory.take(self.table * run.compute_bytes))
         trained = run.trained.embedding if run.shape.tied else run.trained.head
         name = "embedding" if run.shape.tied else "head"
@@ -176,10 +180,10 @@ class Steps:
         before: list[Block] = []
         for part in PARTS:
             outputs = [take(self.wide)] if self.upcast_norms and part.endswith("norm") else []
-            for one in self.matrices:
-                if one.reads == READS[part]:
-                    copies += self.used(one)
-                    outputs += self.output(one, is_saved=part == "mlp")
+            for one in self.reading[part]:
+                if self.casts:
+                    copies.append(take(one.parameters * run.compute_bytes))
+                outputs += self.output(one, is_saved=part == "mlp")
             if part == "attention" and self.scores and not run.fuses_softmax:
                 outputs += [take(self.scores * run.attention_bytes) for _ in range(2)]  # before and after the mask
             kept[part] = [take(size) for size in self.kept[part]]
@@ -194,13 +198,6 @@ class Steps:
         kept["copies"] = copies
         return output, kept
 
-    def used(self, one: Linear) -> list[Block]:
-        """Copies of a layer's weight that it needs in its matmul: those that remain."""
-        run, memory = self.run, self.memory
-        if run.casts_weights and not run.sharded:
-            return [memory.take(one.parameters * run.compute_bytes)]
-        return []
-
     def output(self, one: Linear, *, is_saved: bool) -> list[Block]:
         """What a layer returns, if nothing saves it; and for a time the outputs of layer and adapter before their
         sum."""
@@ -208,7 +205,7 @@ class Steps:
         size = run.tokens * one.outputs * run.layer_bytes
         if not self.eager and run.adapter is None:
             return []
-        if run.traits.peft and any(each.name == one.name for each in self.adapted):
+        if run.traits.peft and one.name in self.targets:
             parts = [memory.take(size), memory.take(size)]
             result = [] if is_saved else [memory.take(size)]
             memory.give(*parts)
@@ -219,17 +216,17 @@ class Steps:
         run, memory = self.run, self.memory
         take, give = memory.take, memory.give
         inner = run.tokens * run.shape.ffn * run.layer_bytes
-        by = {reads: [one for one in self.matrices if one.reads == reads] for reads in READS.values()}
+        reading = self.reading
         give(take(self.dequantized))
         # The MLP.
         above = take(inner)
-        self.weights(index, by["inner"])
+        self.weights(index, reading["last"])
         give(*kept["last"])
         gated = run.shape.traits.gated and not has_mlp_in_place(run)
         factors = [take(inner) for _ in range(2 if gated else 0 if run.shape.traits.gated else 1)]
         give(above)
         sums = []
-        for one in by["second norm"]:
+        for one in reading["mlp"]:
             sums.append(take(self.hidden))
             self.weights(index, [one])
         give(*factors, *kept["mlp"])
@@ -237,14 +234,14 @@ class Steps:
         give(*kept["second norm"])
         # Attention.
         above = take(self.hidden)
-        self.weights(index, by["attention"])
+        self.weights(index, reading["projection"])
         give(*kept["projection"])
         tokens, itemsize = run.tokens, run.compute_bytes
-        inward = [take(tokens * one.outputs * itemsize) for one in by["norm"]]
+        inward = [take(tokens * one.outputs * itemsize) for one in reading["attention"]]
         self.score_gradients()
         give(above, *kept["attention"])
         sums = []
-        for one in by["norm"]:
+        for one in reading["attention"]:
             sums.append(take(self.hidden))
             self.weights(index, [one])
         give(*inward)
@@ -289,10 +286,9 @@ class Steps:
         for one in layers:
             if run.trained.blocks:
                 self.add_gradient((index, one.name), one.parameters)
-            for each in self.adapted:
-                if each.name == one.name:
-                    self.add_gradient((index, one.name, "A"), self.rank * one.inputs)
-                    self.add_gradient((index, one.name, "B"), self.rank * one.outputs)
+            if one.name in self.targets:
+                self.add_gradient((index, one.name, "A"), self.rank * one.inputs)
+                self.add_gradient((index, one.name, "B"), self.rank * one.outputs)
 
     def add_gradient(self, name: Name, size: float) -> None:
         """A new gradient; or one that is added to what is there."""

@@ -51,7 +51,7 @@ def kept_tensors(run: Run) -> dict[str, list[float]]:
                 found["attention"] += (
                     [elements * 4.0, elements * run.compute_bytes] if not run.compiled else [amount * share]
                 )
-        elif term.name != "frozen weights in compute dtype":  # which are copies of weights: see `replay.Steps.used`
+        elif term.name != "frozen weights in compute dtype":  # which are copies of weights: see `replay.Steps.forward`
             found["norm"].append(amount)
     return found
 

@@ -21,11 +21,15 @@ class Block:
         self.address, self.size, self.before, self.after, self.free = address, size, before, after, False
 
 
-class Allocator:
-    """Segments and their blocks. Addresses only order the blocks."""
+NOTHING = Block(-1, 0, None, None)
 
-    def __init__(self, limit: float = math.inf) -> None:
-        self._limit = limit
+
+class Allocator:
+    """Segments and their blocks, which addresses only order. It has `limit` bytes; requests of up to `ignored` bytes do
+    not count."""
+
+    def __init__(self, limit: float = math.inf, ignored: float = 0.0) -> None:
+        self._limit, self._ignored = limit, ignored
         self._small: list[tuple[int, int, Block]] = []  # free blocks by size and address
         self._large: list[tuple[int, int, Block]] = []
         self._of_small: set[int] = set()  # addresses of the blocks of small segments
@@ -34,6 +38,8 @@ class Allocator:
         self.reserved = self.peak = 0  # the most of each so far
 
     def take(self, wanted: float) -> Block:
+        if wanted <= self._ignored:
+            return NOTHING
         size = max(512, -(-int(wanted) // 512) * 512)
         small = size <= MIB
         free = self._small if small else self._large
@@ -64,6 +70,8 @@ class Allocator:
 
     def give(self, *blocks: Block) -> None:
         for block in blocks:
+            if block is NOTHING:
+                continue
             self.allocated -= block.size
             free = self._small if self._of_small and block.address in self._of_small else self._large
             following, preceding = block.after, block.before
@@ -98,16 +106,3 @@ class Allocator:
         block.after = following.after
         if block.after is not None:
             block.after.before = block
-
-
-_SMALL = Block(-1, 0, None, None)
-
-
-class LargeTensors(Allocator):
-    """Without tensors of up to 1 MiB, which have segments of their own: there are many, and they hardly matter."""
-
-    def take(self, wanted: float) -> Block:
-        return super().take(wanted) if wanted > MIB else _SMALL
-
-    def give(self, *blocks: Block) -> None:
-        super().give(*[block for block in blocks if block is not _SMALL])
