@@ -3,6 +3,7 @@
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.plan.activations import block_input, has_mlp_in_place, score_elements
 from shoal.plan.blocks import Linear, linears
+from shoal.plan.buffers import adafactor_copies
 from shoal.plan.head import head
 from shoal.plan.replayed_loss import logits_gradient
 from shoal.plan.retained import gradient_buckets
@@ -180,13 +181,19 @@ class Steps:
         before: list[Block] = []
         for part in PARTS:
             outputs = [take(self.wide)] if self.upcast_norms and part.endswith("norm") else []
+            kept[part], sizes = [], list(self.kept[part])
             for one in self.reading[part]:
                 if self.casts:
                     copies.append(take(one.parameters * run.compute_bytes))
-                outputs += self.output(one, is_saved=part == "mlp")
+                parts, result = self.output(one)
+                if part == "mlp" and sizes:  # which is saved
+                    kept[part].append(take(sizes.pop(0)))
+                else:
+                    outputs.append(take(result))
+                give(*parts)
             if part == "attention" and self.scores and not run.fuses_softmax:
                 outputs += [take(self.scores * run.attention_bytes) for _ in range(2)]  # before and after the mask
-            kept[part] = [take(size) for size in self.kept[part]]
+            kept[part] += [take(size) for size in sizes]
             give(*outputs)
             if not keeps:
                 give(*before)
@@ -198,19 +205,21 @@ class Steps:
         kept["copies"] = copies
         return output, kept
 
-    def output(self, one: Linear, *, is_saved: bool) -> list[Block]:
-        """What a layer returns, if nothing saves it; and for a time the outputs of layer and adapter before their
-        sum."""
-        run, memory = self.run, self.memory
-        size = run.tokens * one.outputs * run.layer_bytes
+    def output(self, one: Linear) -> tuple[list[Block], float]:
+        """Tensors that a layer needs for a time, and the size of what it returns."""
+        run, take = self.run, self.memory.take
         if not self.eager and run.adapter is None:
-            return []
+            return [], 0.0
+        inputs, outputs = run.tokens * one.inputs, run.tokens * one.outputs
+        parts = []
+        if run.layer_bytes > run.compute_bytes:  # a quantized layer casts its input, and its output back
+            parts += [take(inputs * run.compute_bytes), take(outputs * run.compute_bytes)]
         if run.traits.peft and one.name in self.targets:
-            parts = [memory.take(size), memory.take(size)]
-            result = [] if is_saved else [memory.take(size)]
-            memory.give(*parts)
-            return result
-        return [] if is_saved else [memory.take(size)]
+            if not run.traits.narrow_adapters:
+                parts.append(take(inputs * 4))  # cast to the adapter's dtype, from which autocast casts it back
+            # The layer's output, the adapter's, and that scaled.
+            parts += [take(outputs * run.layer_bytes), *(take(outputs * run.adapter_bytes) for _ in range(2))]
+        return parts, outputs * run.layer_bytes
 
     def backward(self, index: int, kept: dict[str, list[Block]], gradient: Block) -> Block:
         run, memory = self.run, self.memory
@@ -282,8 +291,11 @@ class Steps:
 
     def weights(self, index: int, layers: list[Linear]) -> None:
         """Gradients of the weights of layers, or of their adapters."""
-        run = self.run
+        run, memory = self.run, self.memory
         for one in layers:
+            if run.layer_bytes > run.compute_bytes:  # the gradient of its output, cast, and that of its input
+                both = one.inputs, one.outputs
+                memory.give(*[memory.take(run.tokens * width * run.compute_bytes) for width in both])
             if run.trained.blocks:
                 self.add_gradient((index, one.name), one.parameters)
             if one.name in self.targets:
@@ -321,10 +333,14 @@ class Steps:
         optimizer = find_optimizer(run.optimizer)
         each = optimizer.bytes_per_parameter(run.trained_bytes)
         count = max(1, optimizer.state_tensors)
-        if not self.state and not optimizer.factored and not run.paged_optimizer and run.offload == "none":
+        stateless = optimizer.factored or (optimizer.state_option == "momentum" and not run.momentum)
+        if not self.state and not stateless and not run.paged_optimizer and run.offload == "none":
             for size in updated:
                 self.state += [memory.take(size * each / count) for _ in range(count)]
         if run.traits.foreach_step and run.optimizer == "adamw":
             memory.give(*[memory.take(size * run.trained_bytes) for size in updated])
+        if optimizer.factored:
+            for size in updated:
+                memory.give(*[memory.take(size * 4) for _ in range(adafactor_copies(run))])
         memory.give(*self.gradients.values())
         self.gradients = {}
