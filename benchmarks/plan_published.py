@@ -122,7 +122,11 @@ def read_published(*, held_out: bool = False) -> list[Published]:
 
 def read_measured(path: Path) -> list[Published]:
     """Runs of other systems that were measured here, as `benchmarks/gpu/trainer_runs.py` writes them: the same rows."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return read_lines([json.loads(line) for line in path.read_text().splitlines()])
+
+
+def read_lines(lines: list[dict[str, Any]]) -> list[Published]:
+    """Such runs, of models that the catalogue has."""
     return [_read({key: one[key] for key in one if key != "allocated_gib"}, {}) for one in lines]
 
 

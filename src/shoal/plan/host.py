@@ -34,6 +34,12 @@ AUTOCAST_HOST = 1.5
 # is such a pass, and otherwise every saved tensor goes through hooks in Python. Measured on blocks of a Llama with and
 # without adapters, on the host of an H200: benchmarks/gpu/trainer_h200.
 FORWARD_HOST, HOOKED_HOST = 0.4, 0.9
+# Host time of an optimizer step, exposed where the host has waited for the loss: clipping, AdamW's lists of tensors,
+# the scheduler, the next batch; and for each trained tensor, of which PEFT's are deep in a tree of modules. 8-bit AdamW
+# launches its kernels tensor by tensor, and Adafactor some twenty each. Measured between backward and forward passes
+# of the Trainer on the host of an H200: benchmarks/gpu/trainer_h200/kernels.jsonl.
+STEP_HOST, TENSOR_HOST, ADAPTER_TENSOR_HOST = 4e-3, 0.02e-3, 0.08e-3
+OPTIMIZER_HOST = {"adamw8bit": 0.09e-3, "adafactor": 0.45e-3}
 
 
 def host_seconds(run: Run, blocks: int) -> float:
@@ -66,3 +72,14 @@ def _module_hooks(run: Run) -> float:
         modules += 2 * len(adapted(run))
     each = ZERO3_HOST if run.world_size == 1 else ZERO3_GATHERING_HOST
     return each * modules * (2 + run.repeats_forward + run.reference_pass)
+
+
+def step_host_seconds(run: Run, blocks: int) -> float:
+    """Host time of an optimizer step that the device waits for."""
+    if run.gpu.is_cpu or not run.traits.waits_for_loss:
+        return 0.0
+    if run.adapter is not None:
+        tensors, each = 2 * len(adapted(run)) * blocks, ADAPTER_TENSOR_HOST
+    else:
+        tensors, each = (len(linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks, TENSOR_HOST
+    return STEP_HOST + tensors * (each + OPTIMIZER_HOST.get(run.optimizer, 0.0))

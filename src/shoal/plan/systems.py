@@ -61,6 +61,8 @@ HUGGING_FACE = SystemTraits(
     upcasts_shards=True,  # where the model is in 16 bits, as from_pretrained loads it since transformers 5
     copies_to_buckets=True,  # DistributedDataParallelKwargs in accelerate/utils/dataclasses.py
     narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
+    widens_outputs=True,  # prepare_model in accelerate/accelerator.py
+    waits_for_loss=True,  # logging_nan_inf_filter in transformers/trainer.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows="liger")

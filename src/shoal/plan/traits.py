@@ -23,6 +23,10 @@ class SystemTraits:
     fused_qkv: bool = False
     # Without sharded weights, layers that read the same tensor are one matmul in compiled blocks: see plan/packed.py.
     packs_projections: bool = False
+    # What the model returns is cast to fp32 whether it is used or not (convert_outputs_to_fp32 in accelerate).
+    widens_outputs: bool = False
+    # The host waits for the loss of every micro-batch, so that the device waits while it prepares the optimizer step.
+    waits_for_loss: bool = False
     # Peak bytes per logit of a plain loss: log-softmax and two gradients, in fp32.
     logit_bytes: float = 12.0
     # The same with a vocabulary sharded over tensor-parallel ranks.
