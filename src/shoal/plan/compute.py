@@ -12,7 +12,7 @@ from shoal.plan.blocks import linears
 from shoal.plan.head import fused_rows, is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
 from shoal.plan.kernels import STREAMED, Seconds, bandwidth, eager_bandwidth, matmul_seconds
 from shoal.plan.muon import orthogonalization_seconds
-from shoal.plan.packed import packed_linears, summed_gradients
+from shoal.plan.packed import gathered_sums, packed_linears, summed_gradients
 from shoal.plan.run import Run
 
 # How much longer the three matmuls of a head take if its vocabulary is not aligned: odd as GPT-2's, or even. Measured
@@ -214,6 +214,10 @@ def _elementwise(run: Run) -> Seconds:
     gelu = _written_out_gelu(run)
     summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / rate * run.trained.blocks
     spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / rate
+    # Tensor-parallel ranks add up the gradients of what was gathered before they are scattered: of all tokens, where
+    # the kernels above have a share of them. Compiled, a matmul adds to the one before (addmm).
+    if not run.compiled:
+        behind += 3 * gathered_sums(run) * shape.hidden * (1 - shared)
     back = TRAFFIC_BACKWARD * ahead + run.tokens * behind * itemsize / rate
     return Seconds(ahead + casting + gelu.forward, back + casting + summed - spared + gelu.backward)
 
