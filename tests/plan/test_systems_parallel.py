@@ -210,3 +210,21 @@ def test_what_is_gathered_along_the_sequence_is_copied_and_its_gradients_are_add
 def test_a_norm_of_pytorch_is_one_kernel_since_2_9():
     before, since = (make_run(traits=SYSTEMS[one], compiled=False) for one in ("torchtitan", "torchtitan-2025"))
     assert block_compute(since).elementwise.forward < 0.7 * block_compute(before).elementwise.forward
+
+
+def test_collectives_of_a_stage_overlap_with_the_micro_batches_of_another():
+    def exposed(name: str, **settings: Any) -> float:
+        settings = {"strategy": "zero1", "mesh": Mesh(dp_shard=32, pp=4), "grad_accum_steps": 16, **settings}
+        run = make_run("llama2-70b", "h100-80gb", loss="plain", compiled=True, traits=SYSTEMS["nemo"], **settings)
+        slow = run.with_(network=replace(run.network, bytes_per_second=5e9))
+        return term(forecast_speed(slow), name)
+
+    gradients, weights = "gradient reduce-scatter", "all-gather of updated weights"
+    alone = {name: exposed(name, schedule="1f1b") for name in (gradients, weights)}
+    five = {name: exposed(name, schedule="interleaved", virtual_stages=5) for name in (gradients, weights)}
+    block = block_compute(make_run("llama2-70b", "h100-80gb", compiled=True, loss="plain", traits=SYSTEMS["nemo"]))
+    backward, forward = block.backward * 20, block.forward * 20
+    # Alone, what one micro-batch does not hide; else what four do not, but at least a fifth, of one stage.
+    assert five[gradients] == pytest.approx(max((alone[gradients] + backward) / 5, alone[gradients] - 3 * backward))
+    assert five[weights] == pytest.approx(max(alone[weights] / 5, alone[weights] - 3 * forward))
+    assert five[weights] < 0.7 * alone[weights]
