@@ -48,6 +48,8 @@ MODEL_CHECKPOINTS = {
     *("deepspeed", "deepspeed-balanced", "deepspeed-qwen"),
     *("huggingface", "huggingface-bf16", "huggingface-foreach", "huggingface-2022"),
 }
+# From July 2025 on PyTorch's nightly builds, which torchtitan's results are of, have nn.RMSNorm as one kernel.
+FUSED_RMS_NORM = (2025, 8)
 CONTAINERS = {
     *(
         "bert-apex",
@@ -191,6 +193,8 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         traits = replace(traits, narrow_adapters=True)
     if line["system"] in ("huggingface", "huggingface-bf16") and _date(line) < FUSED_ADAMW:
         traits = replace(traits, foreach_step=True)
+    if line["system"] == "torchtitan-2025" and _date(line) < FUSED_RMS_NORM:
+        traits = replace(traits, unfused_norms=True)
     held = line.get("adapter") is not None and line["strategy"] in ("fsdp", "zero3")
     if line["system"] in MODEL_CHECKPOINTS and _date(line) < NOT_REENTRANT and not held:
         traits = replace(traits, reentrant=True)

@@ -75,6 +75,20 @@ def test_zero3_of_deepspeed_waits_for_its_hooks_if_sequences_are_short():
     assert step(8192, "zero3") < 1.1 * step(8192, "zero2")
 
 
+def test_fsdp_waits_for_its_hooks_if_sequences_are_short():
+    def waiting(strategy: str, **settings: object) -> float:
+        run = make_run(strategy=strategy, mesh=Mesh(dp_shard=8), micro_batch=1, length=32, loss="plain", **settings)
+        return term(forecast_speed(run), "kernel launch overhead")
+
+    for compiled in (False, True):
+        settings = {"compiled": compiled, "traits": replace(SYSTEMS["torchtitan"], cuda_graphs=False)}
+        assert waiting("fsdp", **settings) - waiting("ddp", **settings) == pytest.approx(32 * 2.6e-3)
+    # DeepSpeed's are counted for each module, and XLA has none.
+    for traits in (DEEPSPEED, replace(SYSTEMS["torchtitan"], planned_memory=True)):
+        strategy = "zero2" if traits is DEEPSPEED else "fsdp"
+        assert waiting(strategy, traits=traits) == pytest.approx(waiting("ddp", traits=traits))
+
+
 def test_layers_that_return_fp32_move_more_bytes():
     plain = adapted(quantize="nf4", micro_batch=4, length=4096)
     assert plain.adapter is not None

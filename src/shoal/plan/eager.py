@@ -13,6 +13,7 @@ from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
 from shoal.plan.activations import has_head_norms
 from shoal.plan.blocks import linears
 from shoal.plan.kernels import STREAMED, Seconds, eager_bandwidth
+from shoal.plan.packed import gathered_sums
 from shoal.plan.run import Run
 
 # Elements per clock and multiprocessor of a kernel that is not vectorized. On an H200: products with a broadcast tensor
@@ -149,11 +150,10 @@ def _sums(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     behind = [Kernel(2 * hidden, 3 * stream)]
     if mixed:
         behind.append(Kernel(2 * hidden, stream + run.layer_bytes))
-    matrices = linears(shape, joined=run.traits.fused_qkv)
-    read = [one.reads for one in matrices if one.reads in ("norm", "second norm")]
-    # Under autocast each of them has cast its input itself, so that their gradients are in fp32.
+    # Under autocast each of them has cast its input itself, so that their gradients are in fp32. Tensor-parallel ranks
+    # add up those of all tokens before they are scattered.
     wide = stream if run.casts_weights or run.layer_bytes == 4 else run.compute_bytes
-    behind.append(Kernel((len(read) - len(set(read))) * shape.hidden, 3 * wide))
+    behind.append(Kernel(gathered_sums(run) * shape.hidden, 3 * wide))
     biased = 0.0
     if shape.traits.linear_bias:
         biased = sum(one.local_sizes(tp)[1] for one in linears(shape))

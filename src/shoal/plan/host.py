@@ -28,6 +28,9 @@ DEQUANTIZED_HOST = 0.11e-3
 # for 8 micro-batches of 256 to 1,024 tokens; with other ranks, whose shards are all-gathered, 0.59 ms with Qwen-7B on
 # two and 0.45 ms with adapters on Qwen-72B on four (QwenLM/Qwen, README.md).
 ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
+# Host time of FSDP2 for each block: hooks before and after both passes, in Python, all-gather, reshard and reduce.
+# Measured with collectives that return at once: benchmarks/gpu/fsdp_host_h200.
+FSDP_HOST = 2.6e-3
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5
 # What a forward pass without autograd adds to that, as of a reference model; and activation checkpointing: reentrant it
@@ -45,7 +48,7 @@ OPTIMIZER_HOST = {"adamw8bit": 0.09e-3, "adafactor": 0.45e-3}
 def host_seconds(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, forward and backward."""
     if run.compiled and not run.traits.liger_kernels:
-        return COMPILED_BLOCK_HOST * blocks
+        return (COMPILED_BLOCK_HOST + _unit_hooks(run)) * blocks
     block = EAGER_BLOCK_HOST
     if not run.compiled:
         block *= max(1.0, block_operations(run) / LLAMA_OPERATIONS)
@@ -60,7 +63,13 @@ def host_seconds(run: Run, blocks: int) -> float:
         block *= AUTOCAST_HOST
     again = FORWARD_HOST if run.traits.reentrant else HOOKED_HOST
     launched = block * (1 + again * run.repeats_forward + FORWARD_HOST * run.reference_pass)
-    return (launched + _module_hooks(run)) * blocks
+    return (launched + _module_hooks(run) + _unit_hooks(run)) * blocks
+
+
+def _unit_hooks(run: Run) -> float:
+    """Host time of FSDP's hooks around a block, which is one of its units."""
+    of_fsdp = run.sharded and not run.traits.hooks_modules and not run.traits.planned_memory
+    return FSDP_HOST if of_fsdp else 0.0
 
 
 def _module_hooks(run: Run) -> float:

@@ -178,6 +178,10 @@ class SystemTraits:
     overlaps_context: bool = False
     # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
     overlaps_tensor: bool = False
+    # Sequence parallelism shards the second dimension, so that what a tensor-parallel collective gathers is copied, and
+    # what it scatters: always, as around DTensor's (all_gather_tensor and reduce_scatter_tensor in
+    # torch/distributed/_functional_collectives.py), or if a micro-batch has several sequences. Never: it is the first.
+    copies_sequences: Literal["never", "batched", "always"] = "never"
     # With several stages per pipeline rank, transfers between stages overlap with the compute of another stage.
     overlaps_pipeline: bool = False
     # ZeRO-3 fetches and releases the parameters of each module in hooks around it, in Python.
