@@ -48,6 +48,8 @@ MODEL_CHECKPOINTS = {
     *("deepspeed", "deepspeed-balanced", "deepspeed-qwen"),
     *("huggingface", "huggingface-bf16", "huggingface-foreach", "huggingface-2022"),
 }
+# From DeepSpeed 0.12.4 on, ZeRO-1 and 2 all-reduce gradients; before, each went to the rank that updates it.
+BUCKET_ALL_REDUCE = (2023, 12)
 CONTAINERS = {
     *(
         "bert-apex",
@@ -187,6 +189,8 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         traits = replace(traits, narrow_adapters=True)
     if line["system"] in ("huggingface", "huggingface-bf16") and _date(line) < FUSED_ADAMW:
         traits = replace(traits, foreach_step=True)
+    if traits.bucket_elements and _date(line) < BUCKET_ALL_REDUCE:
+        traits = replace(traits, all_reduces=False)
     held = line.get("adapter") is not None and line["strategy"] in ("fsdp", "zero3")
     if line["system"] in MODEL_CHECKPOINTS and _date(line) < NOT_REENTRANT and not held:
         traits = replace(traits, reentrant=True)

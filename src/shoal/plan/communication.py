@@ -115,6 +115,17 @@ def _share(link: Link) -> float:
     return PCIE_SHARE if link.name.startswith("pcie") else LINK_SHARE
 
 
+def exposed_reduction(seconds: float, overlap: float, last: float, bucket: float = 0.0) -> float:
+    """The part of a reduction that a backward pass of `overlap` seconds does not hide. `last` is the share of it that
+    there is nothing left to compute behind, and `bucket` that of the buckets which are filled before they are reduced.
+    """
+    if bucket >= 1:
+        return seconds
+    if bucket:
+        last = max(last, 1 - int((1 - 1e-9) / bucket) * bucket)
+    return max(last * seconds, seconds - (1 - bucket) * overlap)
+
+
 def contention(run: Run, group: Group) -> float:
     """The slowdown of kernels per second of collectives of `group` that overlap with them."""
     return OCCUPIED + ACCESSES * ring_speed(run, group) / run.gpu.memory_bandwidth
