@@ -23,6 +23,11 @@ XGMI_SHARE = 0.75
 # within it (README of ROCm/rccl).
 FULLY_CONNECTED, NEIGHBORS = ("xgmi3", "xgmi4"), 7
 
+# Neither is there a switch between eight V100, which are a hybrid cube mesh: of the six links of each, as many are in
+# rings of two, three and four neighbours (`nvidia-smi topo -m` of a DGX-1: one link between the first and the second
+# and third, two to the fourth). Four have two links to each other; only nodes of sixteen have a switch.
+MESH, MESH_RINGS, MESH_LINKS = "nvlink2", {2: 1, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4}, 6
+
 # NCCL's protocols: the share of the bandwidth that each reaches, its latency whatever the ranks, and that of a hop
 # within a node over NVLink, over PCI Express, and between nodes, in seconds (src/graph/tuning.cc in NVIDIA/nccl 2.8).
 # It takes the one that it expects to be the fastest.
@@ -56,6 +61,9 @@ class Links(Protocol):
 
     @property
     def network(self) -> Link: ...  # between nodes, per device
+
+    @property
+    def devices(self) -> int: ...  # of a node
 
 
 @dataclass(frozen=True)
@@ -100,13 +108,23 @@ def collective_seconds(run: Links, operation: Operation, group: Group, size: flo
 def ring_speed(run: Links, group: Group) -> float:
     """Bytes per second that every link of a ring carries."""
     speed = run.link.bytes_per_second * _share(run.link)
-    if run.link.name in FULLY_CONNECTED:
-        speed *= min(1.0, (group.within - 1) / NEIGHBORS)
+    speed *= _connected(run, group.within)
     if group.nodes > 1:
         # Every device has its own network port, and NCCL builds one ring per device of the group in a node.
         ports = run.network.bytes_per_second * group.within * LINK_SHARE
         speed = ports if group.within == 1 else min(speed, ports)
     return speed
+
+
+def _connected(run: Links, within: int) -> float:
+    """Of the links of a device, the share that rings of `within` devices of a node use."""
+    if run.link.name in FULLY_CONNECTED:
+        return min(1.0, (within - 1) / NEIGHBORS)
+    if run.link.name == MESH and run.devices == 4:
+        return min(1.0, (within - 1) / 3)
+    if run.link.name == MESH and run.devices <= 8:
+        return MESH_RINGS.get(within, MESH_LINKS) / MESH_LINKS
+    return 1.0
 
 
 def _share(link: Link) -> float:
