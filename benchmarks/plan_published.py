@@ -71,6 +71,7 @@ RECOMPUTE = {"none", "cheap", "selective", "full", "offload", "offload-all", "pa
 # Keys that say where a figure comes from, or that `_run` reads.
 OTHERS = {
     *("source", "system", "model", "gpu", "gpus", "per_node", "mesh", "sequence", "accum", "adapter", "network"),
+    "link",
     *("memory", "tokens_per_second_per_gpu", "unknown", "date"),
     *("not_counted", "memory_not_counted"),
 }
@@ -209,7 +210,7 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
             **settings,
             "shape": shape,
             "gpu": gpu,
-            "link": LINKS[gpu.link],
+            "link": LINKS[line.get("link", gpu.link)],
             "network": network,
             "length": line["sequence"],
             "devices": line["per_node"],

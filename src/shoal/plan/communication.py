@@ -12,10 +12,14 @@ from shoal.plan.run import Run
 # over gloo).
 LINK_SHARE = 0.80
 
-# The same over PCI Express, where collectives go through host memory: 28 of 63 GB/s with eight RTX 5090 and 35 with
-# four (NVIDIA/nccl, issue 1639); copies between two cards without peer access reach 6.2 of 15.75 GB/s
-# (mli/transformers-benchmarks).
-PCIE_SHARE = 0.45
+# The same over PCI Express: among the devices of one socket, of which nodes have up to four, and across two. 35 of 63
+# GB/s with four RTX 5090 and 28 with eight (NVIDIA/nccl, issue 1639), 20 of 31.5 with three A100 (nccl-tests, issue
+# 178); NCCL itself expects 10 to 16 GB/s between sockets of the time of PCIe 4 (src/graph/topo.h).
+PCIE_SHARE, PCIE_SOCKET_SHARE, SOCKET = 0.45, 0.60, 4
+# Through host memory, an all-reduce reaches half of what an all-gather does: 4.0 and 7.7 GB/s with two RTX 2080 Ti
+# (Anthony-Hoo.github.io, AutoDL_Multi-GPU_Interconnection_Test), whatever the generation of PCI Express: 5.2 with four
+# A100 and 3.9 with two A40 if NCCL_P2P_DISABLE is set. Across sockets it is less on some nodes: 1.4 with the A40.
+HOST, HOST_REDUCED = "pcie-host", 4.0 / 7.7
 
 # The same over Infinity Fabric: 48 of the 64 GB/s of each link are left after its protocol (ROCm/rccl, issue 1210).
 XGMI_SHARE = 0.75
@@ -94,6 +98,8 @@ def collective_seconds(run: Links, operation: Operation, group: Group, size: flo
     phases = 2 if operation == "all-reduce" else 1
     within, between = group.ranks - group.nodes, group.nodes if group.nodes > 1 else 0
     moved = ring_factor(operation, group.ranks) * size / ring_speed(run, group)
+    if operation == "all-reduce" and run.link.name == HOST and group.within > 1:
+        moved /= HOST_REDUCED
     if max(run.link.latency, run.network.latency if between else 0.0) > NCCL_LATENCY:
         return moved + phases * (within * run.link.latency + between * run.network.latency) * HOP_SHARE
     pcie = run.link.name.startswith("pcie")
@@ -107,7 +113,7 @@ def collective_seconds(run: Links, operation: Operation, group: Group, size: flo
 
 def ring_speed(run: Links, group: Group) -> float:
     """Bytes per second that every link of a ring carries."""
-    speed = run.link.bytes_per_second * _share(run.link)
+    speed = run.link.bytes_per_second * _share(run.link, group.within)
     speed *= _connected(run, group.within)
     if group.nodes > 1:
         # Every device has its own network port, and NCCL builds one ring per device of the group in a node.
@@ -127,10 +133,14 @@ def _connected(run: Links, within: int) -> float:
     return 1.0
 
 
-def _share(link: Link) -> float:
+def _share(link: Link, within: int) -> float:
     if link.name.startswith("xgmi"):
         return XGMI_SHARE
-    return PCIE_SHARE if link.name.startswith("pcie") else LINK_SHARE
+    if link.name == HOST:
+        return 1.0
+    if link.name.startswith("pcie"):
+        return PCIE_SOCKET_SHARE if within <= SOCKET else PCIE_SHARE
+    return LINK_SHARE
 
 
 def exposed_reduction(seconds: float, overlap: float, last: float, bucket: float = 0.0) -> float:
