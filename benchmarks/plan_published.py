@@ -53,6 +53,7 @@ BUCKET_ALL_REDUCE = (2023, 12)
 CONTAINERS = {
     *(
         "bert-apex",
+        "bert-apex-pretraining",
         "flagscale",
         "llama3",
         "llm.c",

@@ -51,6 +51,10 @@ NEAREST: dict[str, SystemTraits] = {
     "bert-apex": replace(
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
     ),
+    # Its pretraining: --allreduce_post_accumulation is true in scripts/run_pretraining.sh.
+    "bert-apex-pretraining": replace(
+        MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, wide_gradients=False
+    ),
     # Loops around PEFT with PyTorch's AdamW as it is.
     "huggingface-foreach": FOREACH,
     # PyTorch before 2.11, whose SDPA took flash attention 2, and Liger 0.7.
