@@ -182,7 +182,8 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         shape = replace(shape, tied=False)  # its models have a head of their own
     network = LINKS[usual_network(gpu)]
     if "network" in line:
-        network = Link("given", line["network"]["gb_per_second"] * 1e9, 10e-6)
+        name, latency = ("ethernet", 50e-6) if line["network"].get("tcp") else ("given", 10e-6)
+        network = Link(name, line["network"]["gb_per_second"] * 1e9, latency)
     traits = TRAITS.get(line["system"]) or NEAREST[line["system"]]
     traits = replace(traits, software=_year(line))
     adapter = None

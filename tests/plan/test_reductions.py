@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shoal.catalogue.gpus import GPUS
+from shoal.catalogue.gpus import GPUS, LINKS
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.communication import Group, collective_seconds, exposed_reduction, ring_speed
@@ -86,7 +86,7 @@ def test_the_rings_of_few_v100_have_few_links() -> None:
 
 
 def test_cards_that_cannot_access_each_other_communicate_through_host_memory() -> None:
-    assert {GPUS[name].link for name in ("rtx2080ti", "rtx3090", "rtx4090")} == {"pcie-host"}
+    assert {GPUS[name].link for name in ("rtx2080ti", "rtx3090", "rtx4090", "a10g", "l4")} == {"pcie-host"}
     assert {GPUS[name].link for name in ("a6000", "rtx6000-ada", "l40s")} == {"pcie4"}
 
     def speed(gpu: str, operation: Operation, ranks: int) -> float:
@@ -99,3 +99,13 @@ def test_cards_that_cannot_access_each_other_communicate_through_host_memory() -
     assert speed("a40", "all-reduce", 4) == pytest.approx(0.6 * 31.5e9, rel=0.01)
     assert speed("a40", "all-gather", 4) == pytest.approx(0.6 * 31.5e9, rel=0.01)
     assert speed("a40", "all-reduce", 8) == pytest.approx(0.45 * 31.5e9, rel=0.01)
+
+
+def test_devices_that_share_a_port_over_tcp_reach_less_of_it() -> None:
+    def speed(network: str, ranks: int, nodes: int) -> float:
+        run = on_eight(devices=ranks // nodes).with_(network=LINKS[network])
+        return ring_speed(run, Group(ranks, nodes)) / LINKS[network].bytes_per_second
+
+    assert speed("ethernet-25", 16, 2) == pytest.approx(8 * 0.58)
+    assert speed("ethernet-25", 2, 2) == pytest.approx(0.8)
+    assert speed("infiniband-hdr", 16, 2) == pytest.approx(8 * 0.8)

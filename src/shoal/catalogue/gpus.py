@@ -104,10 +104,12 @@ GPUS: dict[str, Gpu] = {
         Gpu("titan-rtx", 23.65, 672e9, None, 130.5e12, 16.3e12, None, (7, 5), "pcie3"),
         Gpu("rtx8000", 47.46, 672e9, None, 130.5e12, 16.3e12, None, (7, 5), "pcie3"),
         Gpu("a10", 22.06, 600e9, 125e12, 125e12, 31.2e12, None, (8, 6), "pcie4"),
-        Gpu("a10g", 22.06, 600e9, 70e12, 70e12, 31.5e12, None, (8, 6), "pcie4"),
+        # In virtual machines, as Amazon's G5 and G6, without access to each other's memory (ray, issue 39471;
+        # llm-d-infra, pull request 181), like the L4.
+        Gpu("a10g", 22.06, 600e9, 70e12, 70e12, 31.5e12, None, (8, 6), "pcie-host"),
         Gpu("a30", 23.50, 933e9, 165e12, 165e12, 10.3e12, None, (8, 0), "pcie4"),
         Gpu("a40", 44.35, 696e9, 149.7e12, 149.7e12, 37.4e12, None, (8, 6), "pcie4"),
-        Gpu("l4", 22.03, 300e9, 121e12, 121e12, 30.3e12, 242e12, (8, 9), "pcie4"),
+        Gpu("l4", 22.03, 300e9, 121e12, 121e12, 30.3e12, 242e12, (8, 9), "pcie-host"),
         Gpu("l20", 44.39, 864e9, 119.5e12, 119.5e12, 59.8e12, 239e12, (8, 9), "pcie4"),
         Gpu("l40", 44.39, 864e9, 181e12, 181e12, 90.5e12, 362e12, (8, 9), "pcie4"),
         Gpu("l40s", 44.39, 864e9, 362e12, 362e12, 91.6e12, 733e12, (8, 9), "pcie4"),

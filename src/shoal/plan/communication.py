@@ -32,6 +32,10 @@ FULLY_CONNECTED, NEIGHBORS = ("xgmi3", "xgmi4"), 7
 # and third, two to the fourth). Four have two links to each other; only nodes of sixteen have a switch.
 MESH, MESH_RINGS, MESH_LINKS = "nvlink2", {2: 1, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4}, 6
 
+# The same over TCP where the devices of a node share its port: 14.7 and 22.5 of 32 Gbit/s on two and four nodes of
+# eight; one device per node reaches 31 (NVIDIA/nccl, issue 209).
+TCP_SHARE = 0.58
+
 # NCCL's protocols: the share of the bandwidth that each reaches, its latency whatever the ranks, and that of a hop
 # within a node over NVLink, over PCI Express, and between nodes, in seconds (src/graph/tuning.cc in NVIDIA/nccl 2.8).
 # It takes the one that it expects to be the fastest.
@@ -117,7 +121,8 @@ def ring_speed(run: Links, group: Group) -> float:
     speed *= _connected(run, group.within)
     if group.nodes > 1:
         # Every device has its own network port, and NCCL builds one ring per device of the group in a node.
-        ports = run.network.bytes_per_second * group.within * LINK_SHARE
+        shared = group.within > 1 and run.network.name.startswith("ethernet")
+        ports = run.network.bytes_per_second * group.within * (TCP_SHARE if shared else LINK_SHARE)
         speed = ports if group.within == 1 else min(speed, ports)
     return speed
 
