@@ -19,8 +19,8 @@ SOCKETS = {"volta": 128e9, "ampere": 205e9, "hopper": 307e9}
 HOST_ADAM = 0.155
 # If the ranks of a node share its cores, as DeepSpeed's do unless `--bind_cores_to_rank` is given, each starts as many
 # threads as there are cores, and n of them together reach an n-th of that. For a billion parameters on a host with two
-# sockets of DDR4-3200 it is 0.9, 1.8 and 3.5 s with two, four and eight ranks; published are 0.8 s at most with two (3.1
-# s for a step of Qwen2.5-3B, DeepSpeed's pull request 7474), 1.9 s with four (128 ms for 67 million, README of
+# sockets of DDR4-3200 it is 0.9, 1.8 and 3.5 s with two, four and eight ranks; published are 0.8 s at most with two
+# (3.1 s for a step of Qwen2.5-3B, DeepSpeed's pull request 7474), 1.9 s with four (128 ms for 67 million, README of
 # ZenFlow's benchmark in DeepSpeedExamples) and 2.7 s with eight (chenyaofo's table).
 # Bytes that a step in fp32 moves per parameter: weight, gradient and two moments are read, all but the gradient
 # written.

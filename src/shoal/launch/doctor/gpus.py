@@ -13,8 +13,8 @@ IDLE_MIB = 1024
 # Shares of the peak in the catalogue that a large matmul reaches on a healthy GPU, with room for limited power.
 USUAL_SHARE, LOWEST_SHARE = 0.4, 0.15
 TOPOLOGY = (
-    "set hardware.link to what connects them (pcie4, pcie5; pcie-host without peer access), so that shoal plan forecasts "
-    "this machine"
+    "set hardware.link to what connects them (pcie4, pcie5; pcie-host without peer access), so that shoal plan "
+    "forecasts this machine"
 )
 
 
