@@ -79,6 +79,8 @@ LINKS: dict[str, Link] = {
         # One port per GPU.
         Link("infiniband-hdr", 25e9, 10e-6),
         Link("infiniband-ndr", 50e9, 10e-6),
+        # A port of 100 Gbit/s for two GPUs, as in a DGX-1 and a DGX-2.
+        Link("infiniband-edr", 6.25e9, 10e-6),
         # TCP through the kernel, hence the latency.
         Link("ethernet-10", 1.25e9, 50e-6),
         Link("ethernet-25", 3.125e9, 50e-6),
