@@ -90,10 +90,11 @@ def test_cards_that_cannot_access_each_other_communicate_through_host_memory() -
     assert {GPUS[name].link for name in ("a6000", "rtx6000-ada", "l40s")} == {"pcie4"}
 
     def speed(gpu: str, operation: Operation, ranks: int) -> float:
-        factor = {"all-reduce": 2, "all-gather": 1}[operation] * (ranks - 1) / ranks
+        factor = (2 if operation == "all-reduce" else 1) * (ranks - 1) / ranks
         return factor * 8e9 / collective_seconds(on_eight(gpu=gpu), operation, Group(ranks, 1), 8e9)
 
     assert speed("rtx4090", "all-gather", 4) == pytest.approx(7.7e9, rel=0.01)
+    assert speed("rtx4090", "reduce-scatter", 4) == pytest.approx(6.0e9, rel=0.01)
     assert speed("rtx4090", "all-reduce", 4) == pytest.approx(4.0e9, rel=0.01)
     # With peer access; across two sockets it is less.
     assert speed("a40", "all-reduce", 4) == pytest.approx(0.6 * 31.5e9, rel=0.01)

@@ -16,10 +16,12 @@ LINK_SHARE = 0.80
 # GB/s with four RTX 5090 and 28 with eight (NVIDIA/nccl, issue 1639), 20 of 31.5 with three A100 (nccl-tests, issue
 # 178); NCCL itself expects 10 to 16 GB/s between sockets of the time of PCIe 4 (src/graph/topo.h).
 PCIE_SHARE, PCIE_SOCKET_SHARE, SOCKET = 0.45, 0.60, 4
-# Through host memory, an all-reduce reaches half of what an all-gather does: 4.0 and 7.7 GB/s with two RTX 2080 Ti
+# Through host memory, as shares of what an all-gather reaches: 7.7 GB/s with two RTX 2080 Ti and 4.0 in an all-reduce
 # (Anthony-Hoo.github.io, AutoDL_Multi-GPU_Interconnection_Test), whatever the generation of PCI Express: 5.2 with four
-# A100 and 3.9 with two A40 if NCCL_P2P_DISABLE is set. Across sockets it is less on some nodes: 1.4 with the A40.
-HOST, HOST_REDUCED = "pcie-host", 4.0 / 7.7
+# A100 and 3.9 with two A40 if NCCL_P2P_DISABLE is set. A reduce-scatter reaches 1.5 times as much as an all-reduce with
+# two RTX 4090. Across sockets all of it is less on some nodes: 1.4 GB/s with the A40, 0.9 with these 4090.
+HOST = "pcie-host"
+HOST_SHARES: dict[Operation, float] = {"all-gather": 1.0, "reduce-scatter": 0.78, "all-reduce": 0.52}
 
 # The same over Infinity Fabric: 48 of the 64 GB/s of each link are left after its protocol (ROCm/rccl, issue 1210).
 XGMI_SHARE = 0.75
@@ -102,8 +104,8 @@ def collective_seconds(run: Links, operation: Operation, group: Group, size: flo
     phases = 2 if operation == "all-reduce" else 1
     within, between = group.ranks - group.nodes, group.nodes if group.nodes > 1 else 0
     moved = ring_factor(operation, group.ranks) * size / ring_speed(run, group)
-    if operation == "all-reduce" and run.link.name == HOST and group.within > 1:
-        moved /= HOST_REDUCED
+    if run.link.name == HOST and group.within > 1:
+        moved /= HOST_SHARES[operation]
     if max(run.link.latency, run.network.latency if between else 0.0) > NCCL_LATENCY:
         return moved + phases * (within * run.link.latency + between * run.network.latency) * HOP_SHARE
     pcie = run.link.name.startswith("pcie")
