@@ -20,6 +20,9 @@ LOOP = replace(
     widens_outputs=False,
     waits_for_loss=False,
 )
+# DeepSpeed's ZeRO-1 and 2 with "overlap_comm": true and "reduce_bucket_size": 2e8, as in the configs of transformers'
+# documentation, which others copy.
+OVERLAPPED = replace(TRAITS["deepspeed"], overlaps_gradients=True, bucket_elements=2e8)
 ALEPH = replace(
     MEGATRON,
     fused_activation=False,
@@ -55,6 +58,10 @@ NEAREST: dict[str, SystemTraits] = {
     # NVIDIA's BERT: Apex's norms and optimizer, PyTorch's DDP, scores with PyTorch's softmax; later NVFuser.
     "bert-apex": replace(
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
+    ),
+    # Its pretraining: --allreduce_post_accumulation is true in scripts/run_pretraining.sh.
+    "bert-apex-pretraining": replace(
+        MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, wide_gradients=False
     ),
     # Loops around PEFT with PyTorch's AdamW as it is.
     "huggingface-foreach": FOREACH,
@@ -131,19 +138,28 @@ NEAREST: dict[str, SystemTraits] = {
     "fms-kernels-gpt-bigcode": replace(EARLIER, loss_kernel="always", kernel_logit_bytes=4.0),
     # Qwen's own model code does not upcast its logits, and with DeepSpeed there is no autocast: logits, their copy
     # without the last token and the log-softmax are in 16 bits. Its 4-bit models are GPTQ's.
-    "deepspeed-qwen": replace(TRAITS["deepspeed"], logit_bytes=6.0, fused_qkv=True),
+    "deepspeed-qwen": replace(OVERLAPPED, logit_bytes=6.0, fused_qkv=True),
     # Stages as they are listed in gdGPT's configs/ds_config_pp.yml: the head of BLOOM is alone on its device.
     "deepspeed-balanced": replace(TRAITS["deepspeed"], even_stages=False),
     # The same of models with three matmuls: OPT in transformers, and loops with a loss of logits in 16 bits.
     "deepspeed-narrow": replace(TRAITS["deepspeed"], logit_bytes=6.0),
+    "deepspeed-narrow-overlapped": replace(OVERLAPPED, logit_bytes=6.0),
+    "deepspeed-overlapped": OVERLAPPED,
     # Of 2023: transformers' Llama replaced the logits by their fp32 copy, and copied them without the last token.
-    "deepspeed-2023": replace(TRAITS["deepspeed"], logit_bytes=16.0),
+    "deepspeed-2023": replace(OVERLAPPED, logit_bytes=16.0),
     # Its LoRA without DeepSpeed: PEFT before 0.12, and one matmul for queries, keys and values.
     "qwen-2023": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, narrow_adapters=True, fused_qkv=True),
     # A loss of its own over 16-bit logits (benchmark/gpt/model.py); Lightning's plugin has no autocast with DeepSpeed.
     "deepspeed-lightning": replace(TRAITS["deepspeed"], logit_bytes=6.0),
-    # ColossalAI's LowLevelZero: gradients stay on the device, and are cast one by one (zero/low_level).
-    "colossalai": replace(TRAITS["deepspeed"], offloads_gradients=False),
+    # ColossalAI's LowLevelZero: gradients stay on the device, are cast one by one, and reduced in buckets of 12 Mi
+    # elements during the backward pass (zero/low_level/low_level_optim.py).
+    "colossalai": replace(
+        TRAITS["deepspeed"],
+        offloads_gradients=False,
+        overlaps_gradients=True,
+        bucket_elements=12 * 2**20,
+        all_reduces=False,
+    ),
     # `_allgather_param` in deepspeed/runtime/zero/partition_parameters.py, with a torch.cuda.synchronize() before each.
     "deepspeed-2021": replace(
         MEGATRON, lists_shards=True, wide_gradients=False, accumulates_in_matmuls=False, even_stages=False
@@ -362,7 +378,7 @@ NEAREST: dict[str, SystemTraits] = {
         EARLIER, unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
     ),
     "whynlp-deepspeed": replace(
-        TRAITS["deepspeed"], unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
+        OVERLAPPED, unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
     ),
     # Triton kernels, the flash-attn package, weight gradients added to fp32 buffers by a kernel of their own; reduces
     # and gathers on another stream (fast_llm/engine/schedule/runner.py). Queries are a matmul apart from the keys'.

@@ -163,8 +163,11 @@ class SystemTraits:
     broadcasts_weights: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
-    # Gradients are reduced during the backward pass; else after it.
+    # Gradients are reduced during the backward pass; else after it, or while nothing else runs.
     overlaps_gradients: bool = True
+    # Elements of the buckets that gradients are copied to and reduced in, whatever blocks they are of; 0: block by
+    # block, or bucket by bucket of a size that hardly matters, as DDP's.
+    bucket_elements: float = 0.0
     # Pipeline stages have equal numbers of blocks, and the last one also has the head; else stages are balanced.
     even_stages: bool = False
     # These numbers count the embedding, the last norm and the head as blocks too.
