@@ -309,6 +309,15 @@ def test_the_trainer_waits_for_the_loss_and_its_host_prepares_the_step_meanwhile
     assert factored[0] - factored[1] == pytest.approx(4e-3 + 32 * 9 * 0.47e-3, rel=0.01)
 
 
+def test_composer_removes_padding_where_there_is_none():
+    run = make_run("mpt-7b", "a100-80gb", traits=SYSTEMS["composer"], compiled=False)
+    kept = run.with_(traits=replace(run.traits, unpads=False))
+    # Copies of queries, keys and values in either pass, each of 192e9 elements a second, and zeros for the output.
+    copied = run.tokens * 4096 * (3 / (330e9 * 108 * 1.41 / (132 * 1.98)) + 2 / (0.8 * 2039e9))
+    more = block_compute(run).elementwise.both - block_compute(kept).elementwise.both
+    assert more == pytest.approx(2 * copied, rel=0.02)
+
+
 def test_accelerate_casts_logits_that_nobody_reads():
     run = make_run("llama3-8b", "h200", traits=HUGGING_FACE, compiled=False, loss="plain", precision="bf16-true")
     kept = run.with_(traits=replace(HUGGING_FACE, widens_outputs=False))

@@ -147,7 +147,12 @@ UNSLOTH = replace(
     fused_activation=True,
 )
 # Its published results are of 2023.
-COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", software=2023)
+COMPOSER = SystemTraits(
+    unfused_norms=False,
+    loss_kernel="always",
+    unpads=True,  # flash_attn_fn in llmfoundry/models/layers/attention.py
+    software=2023,
+)
 
 ENGINES = {"native": "shoal", "deepspeed": "deepspeed"}  # the system that a value of `parallel.engine` runs on
 

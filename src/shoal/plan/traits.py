@@ -19,6 +19,9 @@ class SystemTraits:
     fused_by_hand: bool = False
     # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
+    # Padding is removed before attention and put back after it even where there is none, which copies what it reads and
+    # returns.
+    unpads: bool = False
     # Queries, keys and values are one matmul even in families with three.
     fused_qkv: bool = False
     # Without sharded weights, layers that read the same tensor are one matmul in compiled blocks: see plan/packed.py.
