@@ -369,3 +369,15 @@ def test_a_gelu_by_its_definition_saves_two_tensors_more() -> None:
     written = run.with_(traits=replace(run.traits, erf_gelu=True))
     assert at(run, "loss", "MLP intermediates") == pytest.approx(2 * each)
     assert at(written, "loss", "MLP intermediates") == pytest.approx(4 * each)
+
+
+def test_cublas_workspaces_are_allocated_for_both_threads() -> None:
+    def workspaces(gpu: str, traits: SystemTraits = SYSTEMS["huggingface"]) -> float:
+        return at(make_run("gpt2", gpu, traits=traits), "optimizer step", "matmul workspaces") * 1024
+
+    assert workspaces("h200") == 2 * 32
+    assert workspaces("rtx4090") == workspaces("t4") == 2 * 8.125
+    # Before PyTorch 2 they were cuBLAS's own; XLA has none; and a CPU neither.
+    assert not workspaces("v100-32gb", replace(SYSTEMS["huggingface"], software=2022))
+    assert not workspaces("a100-80gb", replace(SYSTEMS["huggingface"], planned_memory=True))
+    assert not workspaces("mi300x") and not workspaces("cpu")

@@ -9,7 +9,7 @@ from shoal.plan.activations import (
     block_selected,
     block_without_parts,
 )
-from shoal.plan.buffers import communication_buffers, optimizer_temporaries
+from shoal.plan.buffers import communication_buffers, matmul_workspaces, optimizer_temporaries
 from shoal.plan.gathered import (
     gathered_around,
     gathered_blocks,
@@ -211,6 +211,7 @@ class _Step:
             leaf("gathered weights", gathered),
             leaf("gradients being reduced", reducing),
             self.buffers,
+            leaf("matmul workspaces", matmul_workspaces(self.run)),
             *others,
         )
         return Moment(name, tree, side)
