@@ -292,8 +292,11 @@ NEAREST: dict[str, SystemTraits] = {
     "nanochat": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, overlaps_gradients=False),
     # XTuner's own attention, which repeats keys and values (xtuner/model/modules/dispatch/llama.py), on DeepSpeed.
     "xtuner-deepspeed": replace(TRAITS["deepspeed"], logit_bytes=16.0, repeats_keys=True),
-    # A loop without autocast whose loss is the sum of the logits: logits and their gradient.
-    "transformers-no-loss": replace(LOOP, logit_bytes=4.0),
+    # A loop without autocast whose loss is the sum of the logits, so that there are only they and their gradient, and
+    # which holds what the model returned: also cached keys and values. In fp16.
+    "transformers-no-loss": replace(
+        LOOP, loss_kernel="always", kernel_logit_bytes=4.0, holds_outputs="next", caches_keys=True, half=True
+    ),
     # Its autograd functions for adapters, which overwrite what a block's MLP saved (axolotl/kernels/lora.py).
     "axolotl-kernels": replace(TRAITS["axolotl"], mlp_in_place=True, fused_activation=True),
     # A loop around the loss of transformers' own models, before version 5.

@@ -380,4 +380,71 @@ def test_cublas_workspaces_are_allocated_for_both_threads() -> None:
     # Before PyTorch 2 they were cuBLAS's own; XLA has none; and a CPU neither.
     assert not workspaces("v100-32gb", replace(SYSTEMS["huggingface"], software=2022))
     assert not workspaces("a100-80gb", replace(SYSTEMS["huggingface"], planned_memory=True))
-    assert not workspaces("mi300x") and not workspaces("cpu")
+    assert not workspaces("mi300x")
+    assert not workspaces("cpu")
+
+
+LOOP = replace(SYSTEMS["deepspeed"], masters_with_optimizer=False, holds_outputs="next", caches_keys=True)
+
+
+def test_a_loop_that_holds_the_outputs_has_keys_and_values_of_the_step_before() -> None:
+    settings: dict[str, Any] = {"precision": "bf16-true", "compiled": False, "loss": "plain"}
+    llama = make_run("llama3.2-1b", traits=replace(LOOP, logit_bytes=14.0), **settings)
+    each = 2 * llama.tokens * llama.shape.layers / GIB
+    logits = 2 * llama.tokens * llama.shape.vocab / GIB
+    keys = 2 * llama.shape.kv_width * each
+    assert at(llama, "loss", "outputs of the last micro-batch") == pytest.approx(keys)
+    for moment in ("backward of the first block", "embedding gradient", "optimizer step"):
+        assert at(llama, moment, "outputs") == pytest.approx(logits + keys)
+    # Activation checkpointing by the model returns none.
+    checkpointed = llama.with_(recompute="full", traits=replace(llama.traits, caches_keys=False))
+    assert not at(checkpointed, "loss", "outputs of the last micro-batch")
+    # Views hold all that their layer returned; rotated keys are tensors of their own.
+    gpt2, neox = (make_run(name, traits=LOOP, **settings) for name in ("gpt2", "pythia-410m"))
+    assert at(gpt2, "loss", "outputs of the last micro-batch") * GIB == 3 * 768 * 2 * gpt2.tokens * 12
+    assert at(neox, "loss", "outputs of the last micro-batch") * GIB == 4 * 1024 * 2 * neox.tokens * 24
+    wide = neox.with_(traits=replace(LOOP, wide_rotary=True))
+    assert at(wide, "loss", "outputs of the last micro-batch") * GIB == (3 * 2 + 4) * 1024 * neox.tokens * 24
+
+
+def test_queries_and_keys_that_are_rotated_in_fp32_are_saved_so_unless_a_kernel_casts_them() -> None:
+    fused = make_run("pythia-410m", traits=LOOP, precision="bf16-true", compiled=False)
+    scores = fused.with_(attention="scores")
+    each = fused.tokens * 1024 * 24 / GIB
+    for run, more in ((fused, 4), (scores, 2 * 2)):
+        wide = run.with_(traits=replace(LOOP, wide_rotary=True))
+        before, after = (at(one, "loss", "queries, keys, values") for one in (run, wide))
+        assert after == pytest.approx(before + more * each)
+    llama = make_run("llama3.2-1b", traits=LOOP, precision="bf16-true", compiled=False)
+    assert forecast_memory(llama.with_(traits=replace(LOOP, wide_rotary=True))).allocated == (
+        forecast_memory(llama).allocated
+    )
+
+
+def test_blocks_of_earlier_versions_keep_a_causal_mask_of_all_positions() -> None:
+    run = make_run("gpt2", traits=replace(LOOP, mask_buffers=True), precision="bf16-true", compiled=False)
+    assert at(run, "loss", "causal masks") * GIB == 1024**2 * 12
+    assert not at(run.with_(traits=LOOP), "loss", "causal masks")
+    llama = make_run("llama3.2-1b", traits=run.traits)
+    assert not at(llama, "loss", "causal masks")
+
+
+def test_the_matmuls_of_a_head_need_its_gradient_beside_that_of_the_logits() -> None:
+    """If the loss needs little: the sum of the logits."""
+    traits = replace(LOOP, holds_outputs="", loss_kernel="always", kernel_logit_bytes=4.0)
+    run = make_run("gpt2", traits=traits, precision="bf16-true", compiled=False, loss="plain", length=256)
+    vocabulary = 50_257
+    assert at(run, "loss", "head weight gradient") * GIB == vocabulary * 768 * 2
+    assert at(run, "loss", "logits gradient") * GIB == run.tokens * vocabulary * 2
+    # With 12 bytes per logit and more tokens, the loss is the peak.
+    plain = run.with_(traits=replace(traits, loss_kernel="never", logit_bytes=12.0), length=1024)
+    assert at(plain, "loss", "logits and loss") * GIB == plain.tokens * vocabulary * 12
+    assert not at(plain, "loss", "logits gradient")
+
+
+def test_the_gradient_of_a_tied_embedding_is_added_to_the_head_s() -> None:
+    run = make_run("gpt2", traits=LOOP, precision="bf16-true", compiled=False)
+    table = "embedding gradient before accumulation"
+    assert at(run, "embedding gradient", table) * GIB == pytest.approx((50_257 + 1024) * 768 * 2)
+    untied = make_run("llama2-7b", traits=LOOP, precision="bf16-true", compiled=False)
+    assert not at(untied, "embedding gradient", table)

@@ -215,8 +215,12 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     if joined and shape.traits.rotary:
         # Values are a view of the fused QKV output, which stays allocated beside the rotated queries and keys.
         width += query + keys
+    kept = width * itemsize
+    if run.rotates_in_fp32:
+        # Written-out attention reads them as they are; a fused kernel casts them, and the cache has the keys.
+        kept += (query + keys) * (4 - itemsize) if run.attention == "scores" else 4 * keys * run.traits.caches_keys
     found = [
-        leaf("queries, keys, values", tokens / tp * width * itemsize),
+        leaf("queries, keys, values", tokens / tp * kept),
         leaf("attention output", tokens / tp * (query * itemsize + 4 * shape.heads)),
     ]
     if _input_bytes(run) < itemsize and "attention" in needed(run):

@@ -30,6 +30,13 @@ def matmul_workspaces(run: Run) -> float:
     return 2 * (HOPPER_WORKSPACE if capability >= HOPPER else WORKSPACE)
 
 
+def mask_buffers(run: Run, rank: Rank) -> float:
+    """Causal masks of all positions that blocks keep."""
+    if not run.traits.mask_buffers or run.shape.model_type not in ("gpt2", "gpt_neox"):
+        return 0.0
+    return float(run.shape.positions**2 * rank.blocks)
+
+
 def communication_buffers(run: Run, rank: Rank) -> Term:
     """Buffers that only communication needs."""
     found = []

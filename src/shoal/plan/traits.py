@@ -147,9 +147,14 @@ class SystemTraits:
     # come to them, until the end of the backward pass: _register_post_backward_reshard_only_hook in
     # torch/distributed/fsdp/_runtime_utils.py.
     reentrant: bool = False
-    # The model returns keys and values of all blocks for generation (`use_cache`), which activation checkpointing from
-    # outside the model does not switch off: they are held to the end of the forward pass.
+    # The model returns keys and values of all blocks for generation (`use_cache`), which only activation checkpointing
+    # by the model itself switches off: they are held to the end of the forward pass, or with the other outputs.
     caches_keys: bool = False
+    # Each block of a GPT-2 or GPT-NeoX has a causal mask of all positions, as booleans: transformers before version 5,
+    # GPT-NeoX's before 4.50.
+    mask_buffers: bool = False
+    # GPT-NeoX's queries and keys are rotated, and joined with the other channels, in fp32: transformers before 4.45.
+    wide_rotary: bool = False
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
