@@ -6,9 +6,14 @@ from shoal.plan.run import Run
 from shoal.plan.states import adapted
 
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host. Eager that of a
-# Llama; of blocks with more operations (plan/launched.py) as much more. Of fewer, published steps are no shorter:
-# BERT's with activation checkpointing on a V100 (transformers' guide to training on one GPU).
+# Llama; of blocks with more or fewer operations (plan/launched.py) as much more or less: a GPT-NeoX, which has 112 in
+# place of 171, takes 1.32 ms (benchmarks/gpu/trainer_h200/block_host.json).
 EAGER_BLOCK_HOST = 2.0e-3
+# That is on the host of an H200. On hosts of GPUs before Hopper, BERT's operations take 1.4 times as long: 17 to 18 ms
+# for its 12 blocks whatever the batch, and 23 ms with eager attention, on an A100 (huggingface/transformers,
+# docs/source/en/model_doc/bert.md of April 2024). A Llama's block is no slower there than on an H200's (QwenLM/Qwen,
+# README.md; huggingface/optimum-benchmark), so that is the most.
+OLDER_HOST, HOPPER = 1.4, (9, 0)
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
 # Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
 # of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
@@ -42,7 +47,7 @@ def host_seconds(run: Run, blocks: int) -> float:
         return COMPILED_BLOCK_HOST * blocks
     block = EAGER_BLOCK_HOST
     if not run.compiled:
-        block *= max(1.0, block_operations(run) / LLAMA_OPERATIONS)
+        block *= _relative_operations(run)
     if run.adapter is not None:
         each = NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
         block += each * len(adapted(run))
@@ -55,6 +60,13 @@ def host_seconds(run: Run, blocks: int) -> float:
     again = FORWARD_HOST if run.traits.reentrant else HOOKED_HOST
     launched = block * (1 + again * run.repeats_forward + FORWARD_HOST * run.reference_pass)
     return (launched + _module_hooks(run)) * blocks
+
+
+def _relative_operations(run: Run) -> float:
+    """Operations of a block relative to a Llama's, as the host's time counts them."""
+    found = block_operations(run) / LLAMA_OPERATIONS
+    older = (run.gpu.compute_capability or HOPPER) < HOPPER
+    return found if found >= 1 or not older else min(1.0, OLDER_HOST * found)
 
 
 def _module_hooks(run: Run) -> float:
