@@ -187,7 +187,9 @@ NEAREST: dict[str, SystemTraits] = {
     "flagscale": replace(MEGATRON, flash2=True),
     "megatron-0.6": replace(MEGATRON, flash2=True),
     # Lit-GPT with the flash-attention package's norms, rotary embeddings, SwiGLU and loss.
-    "lit-gpt-fused": replace(TRAITS["litgpt"], unfused_norms=False, fused_activation=True, loss_kernel="always"),
+    "lit-gpt-fused": replace(
+        TRAITS["litgpt"], unfused_norms=False, fused_activation=True, fused_rotary=True, loss_kernel="always"
+    ),
     # Without fp32 gradients: "grad_accum_dtype": "bf16" in its ds_config.json, or before it had the BF16_Optimizer.
     "megatron-deepspeed-narrow": replace(
         TRAITS["megatron-deepspeed"], wide_gradients=False, keeps_added_gradients=False
@@ -347,10 +349,20 @@ NEAREST: dict[str, SystemTraits] = {
     # flash-attn's RMSNorm, rotary embeddings and cross-entropy, xFormers' SwiGLU; transformers 4.35, which upcasts
     # the logits and copies them without the last token; and the same with DeepSpeed.
     "whynlp-kernels": replace(
-        EARLIER, unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
+        EARLIER,
+        unfused_norms=False,
+        fused_activation=True,
+        fused_rotary=True,
+        loss_kernel="always",
+        kernel_logit_bytes=8.0,
     ),
     "whynlp-deepspeed": replace(
-        TRAITS["deepspeed"], unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
+        TRAITS["deepspeed"],
+        unfused_norms=False,
+        fused_activation=True,
+        fused_rotary=True,
+        loss_kernel="always",
+        kernel_logit_bytes=8.0,
     ),
     # Triton kernels, the flash-attn package, weight gradients added to fp32 buffers by a kernel of their own; reduces
     # and gathers on another stream (fast_llm/engine/schedule/runner.py). Queries are a matmul apart from the keys'.

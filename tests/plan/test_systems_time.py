@@ -315,3 +315,17 @@ def test_ranks_that_take_turns_at_muon_orthogonalize_a_share_of_the_matrices_eac
     plain = term(forecast_speed(run.with_(optimizer="sgd")), "optimizer")
     assert (term(shared, "optimizer") - plain) < (term(alone, "optimizer") - plain) / 6
     assert 0 < term(shared, "all-reduce of updates") < 2e-3
+
+
+def test_kernels_for_the_activation_and_the_rotation_move_less():
+    run = make_run("tinyllama-1.1b", "a100-80gb", compiled=False, precision="bf16-true", traits=SYSTEMS["huggingface"])
+    shape, rate = run.shape, 0.6 * run.gpu.memory_bandwidth
+
+    def forward(**traits: bool) -> float:
+        return block_compute(run.with_(traits=replace(run.traits, **traits))).elementwise.forward
+
+    # One kernel reads both factors and writes their product; one rotates queries and keys.
+    less = forward() - forward(fused_activation=True)
+    assert less == pytest.approx(run.tokens * 2 * shape.ffn * 2 / rate)
+    less = forward() - forward(fused_rotary=True)
+    assert less == pytest.approx(run.tokens * 6 * (shape.query_width + shape.kv_width) * 2 / rate)

@@ -181,7 +181,10 @@ def _elementwise(run: Run) -> Seconds:
             per_token += 2 * hidden * shared + 2 * shape.query_width / tp
     else:
         norm, again = _norm_passes(run, run.residual_bytes)
-        per_token = 2 * (norm + 3) * hidden * shared + (8 * rotated) + (5 if gated else 2) * inner
+        # The activation function and its product with the other factor, or one kernel; four kernels that rotate, or one.
+        multiplied = 3 if run.traits.fused_activation else 5
+        turned = 2 if run.traits.fused_rotary else 8
+        per_token = 2 * (norm + 3) * hidden * shared + turned * rotated + (multiplied if gated else 2) * inner
         behind += 2 * (again - 2 * norm) * hidden * shared
         if has_head_norms(run):
             # Of queries and keys, which are in the compute dtype.

@@ -123,6 +123,8 @@ class SystemTraits:
     mlp_in_place: bool = False
     # The activation function of the MLP is one kernel, compiled or not, that saves only its inputs.
     fused_activation: bool = False
+    # Rotary embeddings are one kernel, compiled or not, rather than several.
+    fused_rotary: bool = False
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
     narrow_adapters: bool = False
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
