@@ -181,7 +181,7 @@ def _elementwise(run: Run) -> Seconds:
             per_token += 2 * hidden * shared + 2 * shape.query_width / tp
     else:
         norm, again = _norm_passes(run, run.residual_bytes)
-        # The activation function and its product with the other factor, or one kernel; four kernels that rotate, or one.
+        # The activation function and its product with the other factor, or one kernel; four that rotate, or one.
         multiplied = 3 if run.traits.fused_activation else 5
         turned = 2 if run.traits.fused_rotary else 8
         per_token = 2 * (norm + 3) * hidden * shared + turned * rotated + (multiplied if gated else 2) * inner
