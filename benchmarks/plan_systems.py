@@ -188,7 +188,12 @@ NEAREST: dict[str, SystemTraits] = {
     "megatron-0.6": replace(MEGATRON, flash2=True),
     # Lit-GPT with the flash-attention package's norms, rotary embeddings, SwiGLU and loss.
     "lit-gpt-fused": replace(
-        TRAITS["litgpt"], unfused_norms=False, fused_activation=True, fused_rotary=True, loss_kernel="always"
+        TRAITS["litgpt"],
+        unfused_norms=False,
+        fused_activation=True,
+        multiplies_again=True,
+        fused_rotary=True,
+        loss_kernel="always",
     ),
     # Without fp32 gradients: "grad_accum_dtype": "bf16" in its ds_config.json, or before it had the BF16_Optimizer.
     "megatron-deepspeed-narrow": replace(
@@ -352,6 +357,7 @@ NEAREST: dict[str, SystemTraits] = {
         EARLIER,
         unfused_norms=False,
         fused_activation=True,
+        multiplies_again=True,
         fused_rotary=True,
         loss_kernel="always",
         kernel_logit_bytes=8.0,
@@ -360,6 +366,7 @@ NEAREST: dict[str, SystemTraits] = {
         TRAITS["deepspeed"],
         unfused_norms=False,
         fused_activation=True,
+        multiplies_again=True,
         fused_rotary=True,
         loss_kernel="always",
         kernel_logit_bytes=8.0,

@@ -448,3 +448,12 @@ def test_the_gradient_of_a_tied_embedding_is_added_to_the_head_s() -> None:
     assert at(run, "embedding gradient", table) * GIB == pytest.approx((50_257 + 1024) * 768 * 2)
     untied = make_run("llama2-7b", traits=LOOP, precision="bf16-true", compiled=False)
     assert not at(untied, "embedding gradient", table)
+
+
+def test_a_swiglu_that_multiplies_again_saves_its_factors_alone() -> None:
+    traits = replace(LOOP, fused_activation=True)
+    run = make_run("tinyllama-1.1b", traits=traits, precision="bf16-true", compiled=False)
+    again = run.with_(traits=replace(traits, multiplies_again=True))
+    each = run.tokens * run.shape.ffn * 2 * run.shape.layers / GIB
+    assert at(run, "loss", "MLP intermediates") == pytest.approx(3 * each)
+    assert at(again, "loss", "MLP intermediates") == pytest.approx(2 * each)

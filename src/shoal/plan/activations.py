@@ -266,7 +266,8 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     if run.adapter is not None and run.traits.peft:
         own = not dropped_inputs(run) and any(one.reads == "inner" for one in adapted(run))
         inner = run.adapter_input_bytes * own + quantized_input_bytes(run)
-    if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run):
+    again = run.traits.multiplies_again and shape.traits.gated
+    if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run) or again:
         inner = 0
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
     fused = run.compiled or run.traits.fused_activation

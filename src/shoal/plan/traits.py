@@ -123,6 +123,9 @@ class SystemTraits:
     mlp_in_place: bool = False
     # The activation function of the MLP is one kernel, compiled or not, that saves only its inputs.
     fused_activation: bool = False
+    # The backward pass of a gated MLP computes the product of its factors again, with their gradients, in place of
+    # saving it as the input of the last layer (_SwiGLUFusedFunc in xformers/ops/swiglu_op.py).
+    multiplies_again: bool = False
     # Rotary embeddings are one kernel, compiled or not, rather than several.
     fused_rotary: bool = False
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
