@@ -159,8 +159,17 @@ NEAREST: dict[str, SystemTraits] = {
     "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
     # Its command's loss is computed with its gradient, 1,024 tokens at a time (xtuner/v1/train/arguments/arguments.py).
     "xtuner": replace(TRAITS["torchtitan"], fused_rows=1024),
-    # The model, with its loss, is compiled as a whole; DDP has PyTorch's defaults.
+    # The model, with its loss, is compiled as a whole; DDP has PyTorch's defaults. It returns the logits too; and where
+    # a loop asks it not to.
     "nanogpt": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        returns_logits=True,
+        pads_vocabulary=True,
+        fused_activation=True,
+        copies_to_buckets=True,
+    ),
+    "nanogpt-loss": replace(
         TRAITS["autocast"],
         loss_kernel="compiled",
         pads_vocabulary=True,

@@ -457,3 +457,20 @@ def test_a_swiglu_that_multiplies_again_saves_its_factors_alone() -> None:
     each = run.tokens * run.shape.ffn * 2 * run.shape.layers / GIB
     assert at(run, "loss", "MLP intermediates") == pytest.approx(3 * each)
     assert at(again, "loss", "MLP intermediates") == pytest.approx(2 * each)
+
+
+COMPILED = replace(SYSTEMS["autocast"], loss_kernel="compiled", pads_vocabulary=True)
+
+
+def test_a_compiled_model_that_returns_its_logits_has_zeros_for_their_gradient() -> None:
+    def logits(**traits: Any) -> float:
+        run = make_run("llama3.2-1b", micro_batch=8, compiled=True, loss="plain", traits=replace(COMPILED, **traits))
+        return at(run, "loss", "logits and loss") * GIB / (run.tokens * run.shape.vocab)
+
+    assert logits() == pytest.approx(4)
+    assert logits(returns_logits=True) == pytest.approx(6)
+    # Before PyTorch 2.5 the labels were a sparse matrix in fp32.
+    assert logits(software=2023) == pytest.approx(8)
+    assert logits(software=2023, returns_logits=True) == pytest.approx(10)
+    # Kernels by hand have neither.
+    assert logits(software=2023, returns_logits=True, loss_kernel="always") == pytest.approx(4)

@@ -329,3 +329,15 @@ def test_kernels_for_the_activation_and_the_rotation_move_less():
     assert less == pytest.approx(run.tokens * 2 * shape.ffn * 2 / rate)
     less = forward() - forward(fused_rotary=True)
     assert less == pytest.approx(run.tokens * 6 * (shape.query_width + shape.kv_width) * 2 / rate)
+
+
+def test_what_the_compiler_does_not_fuse_with_the_loss_is_written_and_read():
+    traits = replace(SYSTEMS["autocast"], loss_kernel="compiled")
+    run = make_run("llama3.2-1b", "rtx4090", compiled=True, loss="plain", traits=traits)
+    each = run.tokens * run.shape.vocab / (0.64 * run.gpu.memory_bandwidth)
+
+    def more(**changed: object) -> float:
+        return head_seconds(run.with_(traits=replace(traits, **changed))).both - head_seconds(run).both
+
+    assert more(returns_logits=True) == pytest.approx(4 * each)
+    assert more(software=2023) == pytest.approx(8 * each)

@@ -9,7 +9,15 @@ from shoal.plan.activations import has_head_norms, selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import linears
-from shoal.plan.head import fused_rows, is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
+from shoal.plan.head import (
+    fused_rows,
+    is_aligned,
+    is_fused_loss,
+    is_padded,
+    logit_columns,
+    overwrites_logits,
+    unfused_logit_bytes,
+)
 from shoal.plan.kernels import STREAMED, Seconds, bandwidth, eager_bandwidth, matmul_seconds
 from shoal.plan.muon import orthogonalization_seconds
 from shoal.plan.packed import packed_linears, summed_gradients
@@ -278,10 +286,12 @@ def head_seconds(run: Run) -> Seconds:
     if is_padded(run):
         ahead += 2 * columns * shape.hidden * run.compute_bytes / bandwidth(run)  # a padded copy of the weight
     fused = is_fused_loss(run) if run.loss == "plain" else run.loss == "fused" or (run.compiled and tp == 1)
-    traffic = FUSED_LOGIT_TRAFFIC if fused else PLAIN_LOGIT_TRAFFIC
+    traffic: float = FUSED_LOGIT_TRAFFIC if fused else PLAIN_LOGIT_TRAFFIC
     if overwrites_logits(run):
         traffic = KERNEL_LOGIT_TRAFFIC
     eager = traffic == PLAIN_LOGIT_TRAFFIC
+    if run.loss == "plain":
+        traffic += 2 * unfused_logit_bytes(run)  # written and read
     moved = tokens * columns * traffic / (eager_bandwidth(run) if eager else bandwidth(run))
     if run.loss != "plain" and run.of_answers:
         back += ahead + moved / 2  # the logits and their softmax once more

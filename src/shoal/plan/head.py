@@ -23,6 +23,8 @@ LOSS_BYTES = 12
 # Tensors as wide as the hidden states in the head of a masked language model: its input, which is gathered, and the
 # outputs of its linear layer, activation and norm.
 HEAD_TRANSFORM = 4
+# The year whose wheels have PyTorch 2.5 and later.
+FUSED_LABELS = 2024
 # torchtune's chunked loss upcasts logits to fp32 in eight chunks.
 UPCAST_CHUNKS = 8
 
@@ -148,9 +150,20 @@ def overwrites_logits(run: Run) -> bool:
     return run.loss == "chunked" and run.traits.chunks == "chunked" and run.mesh.tp == 1 and not run.gpu.is_cpu
 
 
+def unfused_logit_bytes(run: Run) -> float:
+    """Bytes per logit of tensors beside logits and gradient where the compiler made the kernel of the loss: zeros in
+    place of a gradient that returned logits do not have; and, before PyTorch 2.5, the labels as a sparse matrix in the
+    dtype of the softmax (pytorch pull request 129043)."""
+    if run.traits.loss_kernel != "compiled" or not run.compiled:
+        return 0.0
+    labels = 4 if run.mixed else run.compute_bytes
+    earlier = 0 < run.traits.software < FUSED_LABELS
+    return run.compute_bytes * run.traits.returns_logits + labels * earlier
+
+
 def _plain_bytes(run: Run) -> float:
     if is_fused_loss(run):
-        return run.traits.kernel_logit_bytes or 2.0 * run.compute_bytes
+        return (run.traits.kernel_logit_bytes or 2.0 * run.compute_bytes) + unfused_logit_bytes(run)
     # A head in fp32 returns logits in it.
     wide = run.head_bytes - run.compute_bytes
     return wide + (run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes)

@@ -34,6 +34,9 @@ class SystemTraits:
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
     loss_kernel: Literal["never", "compiled", "always"] = "never"
+    # A model that is compiled with its loss returns the logits too. They have no gradient, for which PyTorch fills a
+    # tensor of their size with zeros (pytorch issue 131794).
+    returns_logits: bool = False
     # Peak bytes per logit of such a kernel, if it holds more than that: a system that upcasts logits before, or returns
     # them cast to fp32.
     kernel_logit_bytes: float = 0.0
