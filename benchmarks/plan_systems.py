@@ -164,6 +164,7 @@ NEAREST: dict[str, SystemTraits] = {
     "nanogpt": replace(
         TRAITS["autocast"],
         loss_kernel="compiled",
+        compiles_loss=True,
         returns_logits=True,
         pads_vocabulary=True,
         fused_activation=True,
@@ -172,6 +173,7 @@ NEAREST: dict[str, SystemTraits] = {
     "nanogpt-loss": replace(
         TRAITS["autocast"],
         loss_kernel="compiled",
+        compiles_loss=True,
         pads_vocabulary=True,
         fused_activation=True,
         copies_to_buckets=True,
@@ -180,6 +182,7 @@ NEAREST: dict[str, SystemTraits] = {
     "modded-nanogpt": replace(
         TRAITS["autocast"],
         loss_kernel="compiled",
+        compiles_loss=True,
         pads_vocabulary=True,
         fused_activation=True,
         copies_to_buckets=True,
@@ -249,9 +252,24 @@ NEAREST: dict[str, SystemTraits] = {
     # C and CUDA: bf16 weights and gradients, fp32 master weights with the optimizer, kernels fused by hand, gradients
     # reduced block by block in the backward pass (multi_gpu_async_reduce_gradient), memory allocated once; sums of the
     # residual stream are fused with norms (fused_residual_forward5), and cuDNN reads queries as a matmul wrote them.
-    "llm.c": replace(MEGATRON, fused_by_hand=False, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
+    # fused_classifier writes the gradient over the logits.
+    "llm.c": replace(
+        MEGATRON,
+        fused_by_hand=False,
+        loss_in_place=True,
+        wide_gradients=False,
+        overlaps_gradients=True,
+        planned_memory=True,
+    ),
     # Its successor, with chunks of the head; fused_residual_rmsnorm_forward in src/kernels.
-    "llm.q": replace(MEGATRON, fused_by_hand=False, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
+    "llm.q": replace(
+        MEGATRON,
+        fused_by_hand=False,
+        loss_in_place=True,
+        wide_gradients=False,
+        overlaps_gradients=True,
+        planned_memory=True,
+    ),
     # scaled_upper_triang_masked_softmax_fusion and bias_gelu_fusion: false; ZeRO-1 with overlap_comm.
     "neox": replace(
         MEGATRON,
@@ -279,6 +297,7 @@ NEAREST: dict[str, SystemTraits] = {
         fused_activation=True,
         fused_qkv=True,
         loss_kernel="always",
+        loss_in_place=True,
         foreach_step=True,
         flash2=True,
     ),
@@ -305,7 +324,13 @@ NEAREST: dict[str, SystemTraits] = {
         flash2=True,
     ),
     # nanoGPT's kind of loop without DDP: gradients are reduced in the step of its sharded optimizers.
-    "nanochat": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, overlaps_gradients=False),
+    "nanochat": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        compiles_loss=True,
+        pads_vocabulary=True,
+        overlaps_gradients=False,
+    ),
     # XTuner's own attention, which repeats keys and values (xtuner/model/modules/dispatch/llama.py), on DeepSpeed.
     "xtuner-deepspeed": replace(TRAITS["deepspeed"], logit_bytes=16.0, repeats_keys=True),
     # A loop without autocast whose loss is the sum of the logits, so that there are only they and their gradient, and

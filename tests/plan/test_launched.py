@@ -81,7 +81,9 @@ def test_checkpointing_takes_the_host_almost_a_block_more_and_less_if_it_is_reen
 
 def test_the_host_s_time_is_that_of_the_operations() -> None:
     def block(shape: str, gpu: str, attention: Any = "fused") -> float:
-        run = make_run(shape, gpu, compiled=False, precision="bf16-true", attention=attention, traits=TRAITS)
+        settings: dict[str, Any] = {"compiled": False, "precision": "bf16-true", "traits": TRAITS}
+        dropout = shape == "bert-base"
+        run = make_run(shape, gpu, attention=attention, dropout=dropout, attention_dropout=dropout, **settings)
         return host_seconds(run, 1)
 
     measured = json.loads((ROOT / "benchmarks" / "gpu" / "trainer_h200" / "block_host.json").read_text())["cases"]
@@ -91,7 +93,7 @@ def test_the_host_s_time_is_that_of_the_operations() -> None:
     )
     assert block("pythia-160m", "h200") == pytest.approx(neox, rel=0.05)
     assert block("gpt2", "h200") == pytest.approx(gpt2, rel=0.25)
-    # Slower on older hosts, but never slower than a Llama.
-    assert block("bert-base", "a100-80gb") == pytest.approx(1.4 * block("bert-base", "h200"))
+    # BERT's are slower: 17 ms for 12 blocks on an A100, and 23 ms with eager attention.
+    assert block("bert-base", "a100-80gb") == block("bert-base", "h200") == pytest.approx(1.4e-3, rel=0.02)
+    assert block("bert-base", "h200", "scores") == pytest.approx(1.79e-3, rel=0.02)
     assert block("llama2-7b", "a100-80gb") == block("llama2-7b", "h200") == 2.0e-3
-    assert block("pythia-160m", "v100-32gb", "scores") <= 2.0e-3

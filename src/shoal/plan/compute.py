@@ -287,7 +287,7 @@ def head_seconds(run: Run) -> Seconds:
         ahead += 2 * columns * shape.hidden * run.compute_bytes / bandwidth(run)  # a padded copy of the weight
     fused = is_fused_loss(run) if run.loss == "plain" else run.loss == "fused" or (run.compiled and tp == 1)
     traffic: float = FUSED_LOGIT_TRAFFIC if fused else PLAIN_LOGIT_TRAFFIC
-    if overwrites_logits(run):
+    if overwrites_logits(run) or (fused and run.traits.loss_in_place):
         traffic = KERNEL_LOGIT_TRAFFIC
     eager = traffic == PLAIN_LOGIT_TRAFFIC
     if run.loss == "plain":

@@ -25,6 +25,8 @@ LOSS_BYTES = 12
 HEAD_TRANSFORM = 4
 # The year whose wheels have PyTorch 2.5 and later.
 FUSED_LABELS = 2024
+# The year whose wheels have PyTorch 2.6 and later.
+REUSED_LOGITS = 2025
 # torchtune's chunked loss upcasts logits to fp32 in eight chunks.
 UPCAST_CHUNKS = 8
 
@@ -161,9 +163,17 @@ def unfused_logit_bytes(run: Run) -> float:
     return run.compute_bytes * run.traits.returns_logits + labels * earlier
 
 
+def _reuses_logits(run: Run) -> bool:
+    """Whether the backward pass of a model that is compiled with its loss writes over the logits that it has saved:
+    since PyTorch 2.6, unless they are returned (benchmarks/gpu/compiled_loss_h200)."""
+    earlier = 0 < run.traits.software < REUSED_LOGITS
+    return run.traits.compiles_loss and run.compiled and not run.traits.returns_logits and not earlier
+
+
 def _plain_bytes(run: Run) -> float:
     if is_fused_loss(run):
-        return (run.traits.kernel_logit_bytes or 2.0 * run.compute_bytes) + unfused_logit_bytes(run)
+        both = 1.0 if run.traits.loss_in_place or _reuses_logits(run) else 2.0
+        return (run.traits.kernel_logit_bytes or both * run.compute_bytes) + unfused_logit_bytes(run)
     # A head in fp32 returns logits in it.
     wide = run.head_bytes - run.compute_bytes
     return wide + (run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes)

@@ -9,11 +9,10 @@ from shoal.plan.states import adapted
 # Llama; of blocks with more or fewer operations (plan/launched.py) as much more or less: a GPT-NeoX, which has 112 in
 # place of 171, takes 1.32 ms (benchmarks/gpu/trainer_h200/block_host.json).
 EAGER_BLOCK_HOST = 2.0e-3
-# That is on the host of an H200. On hosts of GPUs before Hopper, BERT's operations take 1.4 times as long: 17 to 18 ms
-# for its 12 blocks whatever the batch, and 23 ms with eager attention, on an A100 (huggingface/transformers,
-# docs/source/en/model_doc/bert.md of April 2024). A Llama's block is no slower there than on an H200's (QwenLM/Qwen,
-# README.md; huggingface/optimum-benchmark), so that is the most.
-OLDER_HOST, HOPPER = 1.4, (9, 0)
+# An operation of BERT takes 1.4 times as long, with smaller modules around it: 17 to 18 ms for 12 blocks whatever the
+# batch, and 23 ms with eager attention, on an A100 (huggingface/transformers, docs/source/en/model_doc/bert.md of April
+# 2024). On the host of an H200 1.6 and 1.8 ms per block were measured (benchmarks/gpu/compiled_loss_h200).
+ENCODER_HOST = 1.4
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
 # Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
 # of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
@@ -64,9 +63,7 @@ def host_seconds(run: Run, blocks: int) -> float:
 
 def _relative_operations(run: Run) -> float:
     """Operations of a block relative to a Llama's, as the host's time counts them."""
-    found = block_operations(run) / LLAMA_OPERATIONS
-    older = (run.gpu.compute_capability or HOPPER) < HOPPER
-    return found if found >= 1 or not older else min(1.0, OLDER_HOST * found)
+    return block_operations(run) / LLAMA_OPERATIONS * (ENCODER_HOST if run.shape.traits.post_norm else 1.0)
 
 
 def _module_hooks(run: Run) -> float:

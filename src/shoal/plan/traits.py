@@ -34,7 +34,11 @@ class SystemTraits:
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
     loss_kernel: Literal["never", "compiled", "always"] = "never"
-    # A model that is compiled with its loss returns the logits too. They have no gradient, for which PyTorch fills a
+    # This kernel writes the gradient over the logits, in the pass that also computes the loss, as ours does.
+    loss_in_place: bool = False
+    # The model is compiled with its loss, as one graph.
+    compiles_loss: bool = False
+    # It returns the logits too. They have no gradient, for which PyTorch fills a
     # tensor of their size with zeros (pytorch issue 131794).
     returns_logits: bool = False
     # Peak bytes per logit of such a kernel, if it holds more than that: a system that upcasts logits before, or returns
