@@ -339,5 +339,8 @@ def test_what_the_compiler_does_not_fuse_with_the_loss_is_written_and_read():
     def more(**changed: object) -> float:
         return head_seconds(run.with_(traits=replace(traits, **changed))).both - head_seconds(run).both
 
-    assert more(returns_logits=True) == pytest.approx(4 * each)
+    assert more(compiles_loss=True) == pytest.approx((8 - 10) * each)
+    assert more(compiles_loss=True, returns_logits=True) == pytest.approx(0, abs=1e-9)
     assert more(software=2023) == pytest.approx(8 * each)
+    # A kernel that overwrites the logits moves as much as ours.
+    assert more(loss_kernel="always", loss_in_place=True) == pytest.approx((7 - 10) * each)

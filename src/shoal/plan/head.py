@@ -152,15 +152,13 @@ def overwrites_logits(run: Run) -> bool:
     return run.loss == "chunked" and run.traits.chunks == "chunked" and run.mesh.tp == 1 and not run.gpu.is_cpu
 
 
-def unfused_logit_bytes(run: Run) -> float:
-    """Bytes per logit of tensors beside logits and gradient where the compiler made the kernel of the loss: zeros in
-    place of a gradient that returned logits do not have; and, before PyTorch 2.5, the labels as a sparse matrix in the
-    dtype of the softmax (pytorch pull request 129043)."""
-    if run.traits.loss_kernel != "compiled" or not run.compiled:
+def label_bytes(run: Run) -> float:
+    """Bytes per logit of the labels of a compiled loss: before PyTorch 2.5 a sparse matrix in the dtype of the softmax
+    (pytorch pull request 129043)."""
+    compiled = run.traits.loss_kernel == "compiled" and run.compiled
+    if not (compiled and 0 < run.traits.software < FUSED_LABELS):
         return 0.0
-    labels = 4 if run.mixed else run.compute_bytes
-    earlier = 0 < run.traits.software < FUSED_LABELS
-    return run.compute_bytes * run.traits.returns_logits + labels * earlier
+    return 4.0 if run.mixed else float(run.compute_bytes)
 
 
 def _reuses_logits(run: Run) -> bool:
@@ -173,7 +171,9 @@ def _reuses_logits(run: Run) -> bool:
 def _plain_bytes(run: Run) -> float:
     if is_fused_loss(run):
         both = 1.0 if run.traits.loss_in_place or _reuses_logits(run) else 2.0
-        return (run.traits.kernel_logit_bytes or both * run.compute_bytes) + unfused_logit_bytes(run)
+        # Zeros in place of the gradient that returned logits do not have.
+        zeros = run.compute_bytes if run.traits.compiles_loss and run.traits.returns_logits and run.compiled else 0.0
+        return (run.traits.kernel_logit_bytes or both * run.compute_bytes) + zeros + label_bytes(run)
     # A head in fp32 returns logits in it.
     wide = run.head_bytes - run.compute_bytes
     return wide + (run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes)
