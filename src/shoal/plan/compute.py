@@ -36,7 +36,7 @@ PLAIN_LOGIT_TRAFFIC = 38
 FUSED_LOGIT_TRAFFIC = 10
 KERNEL_LOGIT_TRAFFIC = 7
 # Of a loss that is compiled as one graph with its model, and with the zeros of logits that it returns: on an H200 a
-# step of 32,768 tokens takes 2.0 ms longer with it than with a sum, and 1.1 ms more (benchmarks/gpu/compiled_loss_h200).
+# step of 32,768 tokens takes 2.0 ms more with it than with a sum, and then 1.1 ms (benchmarks/gpu/compiled_loss_h200).
 GRAPH_LOGIT_TRAFFIC, RETURNED_LOGIT_TRAFFIC = 8, 10
 # Adafactor's update has the size of the gradient and is computed in about this many reads and writes of fp32: its
 # square, two means, their outer product, the quotient, its norm, the clipped and scaled update.
