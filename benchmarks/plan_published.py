@@ -48,6 +48,8 @@ MODEL_CHECKPOINTS = {
     *("deepspeed", "deepspeed-balanced", "deepspeed-qwen"),
     *("huggingface", "huggingface-bf16", "huggingface-foreach", "huggingface-2022"),
 }
+# From July 2025 on PyTorch's nightly builds, which torchtitan's results are of, have nn.RMSNorm as one kernel.
+FUSED_RMS_NORM = (2025, 8)
 # transformers' own models had causal masks of all positions in their blocks (GPT-NeoX's until 4.50, GPT-2's until 5),
 # and GPT-NeoX rotated in fp32 until 4.45.
 MASK_BUFFERS = {"gpt_neox": (2025, 3), "gpt2": (2026, 1)}
@@ -126,7 +128,11 @@ def read_published(*, held_out: bool = False) -> list[Published]:
 
 def read_measured(path: Path) -> list[Published]:
     """Runs of other systems that were measured here, as `benchmarks/gpu/trainer_runs.py` writes them: the same rows."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return read_lines([json.loads(line) for line in path.read_text().splitlines()])
+
+
+def read_lines(lines: list[dict[str, Any]]) -> list[Published]:
+    """Such runs, of models that the catalogue has."""
     return [_read({key: one[key] for key in one if key != "allocated_gib"}, {}) for one in lines]
 
 
@@ -191,6 +197,8 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
         traits = replace(traits, narrow_adapters=True)
     if line["system"] in ("huggingface", "huggingface-bf16") and _date(line) < FUSED_ADAMW:
         traits = replace(traits, foreach_step=True)
+    if line["system"] == "torchtitan-2025" and _date(line) < FUSED_RMS_NORM:
+        traits = replace(traits, unfused_norms=True)
     held = line.get("adapter") is not None and line["strategy"] in ("fsdp", "zero3")
     if line["system"] in MODEL_CHECKPOINTS and _date(line) < NOT_REENTRANT and not held:
         traits = replace(traits, reentrant=True)

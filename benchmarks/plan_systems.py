@@ -11,7 +11,15 @@ from shoal.plan.traits import SystemTraits
 FOREACH = replace(TRAITS["huggingface-bf16"], foreach_step=True, logit_bytes=14.0)
 EARLIER = replace(FOREACH, flash2=True, reentrant=True, upcasts_shards=False)
 # A loop of its own around transformers' models before version 5, without autocast and `no_sync`.
-LOOP = replace(FOREACH, autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False)
+LOOP = replace(
+    FOREACH,
+    autocasts=False,
+    unsharded_accumulation=False,
+    reentrant=True,
+    upcasts_shards=False,
+    widens_outputs=False,
+    waits_for_loss=False,
+)
 ALEPH = replace(
     MEGATRON,
     fused_activation=False,
@@ -83,7 +91,14 @@ NEAREST: dict[str, SystemTraits] = {
         FOREACH, logit_bytes=16.0, autocasts=False, quantized_keep_inputs=True, narrow_adapters=True, half=True
     ),
     # A loop of its own around them, which checkpoints blocks within FSDP's units.
-    "huggingface-2024-loop": replace(EARLIER, logit_bytes=16.0, upcasts_shards=True, checkpoints_units=False),
+    "huggingface-2024-loop": replace(
+        EARLIER,
+        logit_bytes=16.0,
+        upcasts_shards=True,
+        checkpoints_units=False,
+        widens_outputs=False,
+        waits_for_loss=False,
+    ),
     # Of early 2024, with own loops; their scripts cast the adapters to the dtype of the frozen weights, and checkpoint
     # blocks within FSDP's units.
     "huggingface-narrow": replace(

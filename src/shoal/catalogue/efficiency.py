@@ -89,6 +89,12 @@ def relative_rate(gpu: Gpu) -> float:
     return (gpu.bf16 or gpu.fp16) / units / (989e12 / MULTIPROCESSORS["h200"])
 
 
+def clock(gpu: Gpu) -> float:
+    """The clock that a device's fp32 peak assumes, in Hz: 64 lanes of a multiprocessor until the A100, then 128."""
+    lanes = 64 if gpu.compute_capability in ((7, 0), (7, 5), (8, 0)) else 128
+    return gpu.fp32 / (2 * lanes * MULTIPROCESSORS[gpu.name])
+
+
 # The share of training over the speed of large matmuls alone: 0.89 on an A100 and 0.98 on an H200, the two families of
 # which both are known.
 IN_TRAINING = 0.93
@@ -179,7 +185,7 @@ FLASH, EFFICIENT, AMD = 0.83, 0.32, 0.56
 
 # With libraries of 2023: llm-foundry's A100 results. With today's by the rule of the others: large matmuls reach 264.5
 # to 271.2 TFLOP/s at best in three tables [1, 2], of which training reaches 0.93 × 0.96.
-_OLD_AMPERE = Efficiency(matmuls=0.735, attention=0.64, bandwidth=0.60, fp8=0.62)
+_OLD_AMPERE = Efficiency(matmuls=0.725, attention=0.64, bandwidth=0.60, fp8=0.62)
 _AMPERE = replace(_OLD_AMPERE, matmuls=0.765)
 # From this year on PyTorch's wheels have the libraries that those matmuls ran with.
 AMPERE_SINCE = 2025

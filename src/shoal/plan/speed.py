@@ -7,7 +7,7 @@ from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
-from shoal.plan.host import host_seconds
+from shoal.plan.host import host_seconds, step_host_seconds
 from shoal.plan.kernels import STREAMED, bandwidth
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
@@ -208,6 +208,7 @@ def _per_step(run: Run, rank: Rank) -> list[Term]:
     trained = trained_parameters(run, rank)
     own = trained / run.optimizer_shards
     found = [leaf("optimizer", 0.0 if steps_on_host(run) else optimizer_seconds(run, own))]
+    found.append(leaf("host's part of the optimizer step", step_host_seconds(run, rank.blocks)))
     communication = [*_gradient_all_reduce(run, rank, trained), *_weight_gather(run, rank, trained)]
     found.append(group("communication per step", *communication))
     found.append(offloaded_state(run, rank))
@@ -236,6 +237,8 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
     overlap = block_compute(run).backward * rank.blocks if overlaps else 0.0
     # The last bucket, or the last block's gradients, start when there is nothing left to compute.
     last = seconds / max(2, rank.blocks)
+    if overlaps and (stages := _synchronized_stages(run)) > 1:
+        last, overlap = seconds / stages, overlap * min(run.mesh.pp, run.grad_accum_steps)
     # Gradients are copied into buckets, and from there back, unless they are views of them.
     copied = 4 * size if run.traits.copies_to_buckets and run.data_parallelism.ddp else 0.0
     updates = 0.0
@@ -250,6 +253,15 @@ def _gradient_all_reduce(run: Run, rank: Rank, trained: float) -> list[Term]:
     ]
 
 
+def _synchronized_stages(run: Run) -> int:
+    """Stages per pipeline rank of which each has collectives of its own, once per step: they run while as many
+    micro-batches as there are ranks pass another stage (grad_sync_func and param_sync_func in
+    megatron/core/pipeline_parallel/schedules.py), except for those of the stage that is the last, or the first."""
+    if run.mesh.pp == 1 or not run.traits.overlaps_pipeline:
+        return 1
+    return stages_each(run.schedule, run.virtual_stages)
+
+
 def _weight_gather(run: Run, rank: Rank, trained: float) -> list[Term]:
     """The all-gather of updated weights, if each rank updates a shard of them."""
     if not run.gathers_after_step or run.replicas * run.shards == 1:
@@ -262,7 +274,11 @@ def _weight_gather(run: Run, rank: Rank, trained: float) -> list[Term]:
     if not run.traits.overlaps_weight_gather:
         return [leaf("all-gather of updated weights", seconds)]
     overlap = block_compute(run).forward * rank.blocks
+    first = seconds / max(2, rank.blocks)
+    if (stages := _synchronized_stages(run)) > 1:
+        first = max(first, (seconds - overlap) / stages)
+        overlap *= min(run.mesh.pp, run.grad_accum_steps)
     return [
-        leaf("all-gather of updated weights", max(seconds / max(2, rank.blocks), seconds - overlap)),
+        leaf("all-gather of updated weights", max(first, seconds - overlap)),
         leaf("slowdown by overlapped all-gather", contention(run, over) * min(seconds, overlap)),
     ]

@@ -23,6 +23,10 @@ class SystemTraits:
     fused_qkv: bool = False
     # Without sharded weights, layers that read the same tensor are one matmul in compiled blocks: see plan/packed.py.
     packs_projections: bool = False
+    # What the model returns is cast to fp32 whether it is used or not (convert_outputs_to_fp32 in accelerate).
+    widens_outputs: bool = False
+    # The host waits for the loss of every micro-batch, so that the device waits while it prepares the optimizer step.
+    waits_for_loss: bool = False
     # Peak bytes per logit of a plain loss: log-softmax and two gradients, in fp32.
     logit_bytes: float = 12.0
     # The same with a vocabulary sharded over tensor-parallel ranks.
@@ -191,6 +195,10 @@ class SystemTraits:
     overlaps_context: bool = False
     # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
     overlaps_tensor: bool = False
+    # Sequence parallelism shards the second dimension, so that what a tensor-parallel collective gathers is copied, and
+    # what it scatters: always, as around DTensor's (all_gather_tensor and reduce_scatter_tensor in
+    # torch/distributed/_functional_collectives.py), or if a micro-batch has several sequences. Never: it is the first.
+    copies_sequences: Literal["never", "batched", "always"] = "never"
     # With several stages per pipeline rank, transfers between stages overlap with the compute of another stage.
     overlaps_pipeline: bool = False
     # ZeRO-3 fetches and releases the parameters of each module in hooks around it, in Python.
