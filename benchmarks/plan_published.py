@@ -52,6 +52,10 @@ MODEL_CHECKPOINTS = {
 FUSED_RMS_NORM = (2025, 8)
 # From DeepSpeed 0.12.4 on, ZeRO-1 and 2 all-reduce gradients; before, each went to the rank that updates it.
 BUCKET_ALL_REDUCE = (2023, 12)
+# transformers' own models had causal masks of all positions in their blocks (GPT-NeoX's until 4.50, GPT-2's until 5),
+# and GPT-NeoX rotated in fp32 until 4.45.
+MASK_BUFFERS = {"gpt_neox": (2025, 3), "gpt2": (2026, 1)}
+WIDE_ROTARY = (2024, 9)
 CONTAINERS = {
     *(
         "bert-apex",
@@ -205,6 +209,9 @@ def _run(line: dict[str, Any], shape: ModelShape) -> Run:
     held = line.get("adapter") is not None and line["strategy"] in ("fsdp", "zero3")
     if line["system"] in MODEL_CHECKPOINTS and _date(line) < NOT_REENTRANT and not held:
         traits = replace(traits, reentrant=True)
+    if line["system"] in {*MODEL_CHECKPOINTS, "transformers-no-loss"}:
+        buffers = _date(line) < MASK_BUFFERS.get(shape.model_type, (0, 0))
+        traits = replace(traits, mask_buffers=buffers, wide_rotary=_date(line) < WIDE_ROTARY)
     if line.get("adapter") is not None:
         given = dict(line["adapter"])
         adapter = Adapter(given.pop("rank"), tuple(given.pop("targets")), **given)

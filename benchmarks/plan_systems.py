@@ -190,10 +190,21 @@ NEAREST: dict[str, SystemTraits] = {
     "lightning-2d": replace(TRAITS["torchtitan"], foreach_step=True),
     # Its command's loss is computed with its gradient, 1,024 tokens at a time (xtuner/v1/train/arguments/arguments.py).
     "xtuner": replace(TRAITS["torchtitan"], fused_rows=1024),
-    # The model, with its loss, is compiled as a whole; DDP has PyTorch's defaults.
+    # The model, with its loss, is compiled as a whole; DDP has PyTorch's defaults. It returns the logits too; and where
+    # a loop asks it not to.
     "nanogpt": replace(
         TRAITS["autocast"],
         loss_kernel="compiled",
+        compiles_loss=True,
+        returns_logits=True,
+        pads_vocabulary=True,
+        fused_activation=True,
+        copies_to_buckets=True,
+    ),
+    "nanogpt-loss": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        compiles_loss=True,
         pads_vocabulary=True,
         fused_activation=True,
         copies_to_buckets=True,
@@ -202,6 +213,7 @@ NEAREST: dict[str, SystemTraits] = {
     "modded-nanogpt": replace(
         TRAITS["autocast"],
         loss_kernel="compiled",
+        compiles_loss=True,
         pads_vocabulary=True,
         fused_activation=True,
         copies_to_buckets=True,
@@ -218,7 +230,14 @@ NEAREST: dict[str, SystemTraits] = {
     "flagscale": replace(MEGATRON, flash2=True),
     "megatron-0.6": replace(MEGATRON, flash2=True),
     # Lit-GPT with the flash-attention package's norms, rotary embeddings, SwiGLU and loss.
-    "lit-gpt-fused": replace(TRAITS["litgpt"], unfused_norms=False, fused_activation=True, loss_kernel="always"),
+    "lit-gpt-fused": replace(
+        TRAITS["litgpt"],
+        unfused_norms=False,
+        fused_activation=True,
+        multiplies_again=True,
+        fused_rotary=True,
+        loss_kernel="always",
+    ),
     # Without fp32 gradients: "grad_accum_dtype": "bf16" in its ds_config.json, or before it had the BF16_Optimizer.
     "megatron-deepspeed-narrow": replace(
         TRAITS["megatron-deepspeed"], wide_gradients=False, keeps_added_gradients=False
@@ -264,9 +283,24 @@ NEAREST: dict[str, SystemTraits] = {
     # C and CUDA: bf16 weights and gradients, fp32 master weights with the optimizer, kernels fused by hand, gradients
     # reduced block by block in the backward pass (multi_gpu_async_reduce_gradient), memory allocated once; sums of the
     # residual stream are fused with norms (fused_residual_forward5), and cuDNN reads queries as a matmul wrote them.
-    "llm.c": replace(MEGATRON, fused_by_hand=False, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
+    # fused_classifier writes the gradient over the logits.
+    "llm.c": replace(
+        MEGATRON,
+        fused_by_hand=False,
+        loss_in_place=True,
+        wide_gradients=False,
+        overlaps_gradients=True,
+        planned_memory=True,
+    ),
     # Its successor, with chunks of the head; fused_residual_rmsnorm_forward in src/kernels.
-    "llm.q": replace(MEGATRON, fused_by_hand=False, wide_gradients=False, overlaps_gradients=True, planned_memory=True),
+    "llm.q": replace(
+        MEGATRON,
+        fused_by_hand=False,
+        loss_in_place=True,
+        wide_gradients=False,
+        overlaps_gradients=True,
+        planned_memory=True,
+    ),
     # scaled_upper_triang_masked_softmax_fusion and bias_gelu_fusion: false; ZeRO-1 with overlap_comm.
     "neox": replace(
         MEGATRON,
@@ -294,6 +328,7 @@ NEAREST: dict[str, SystemTraits] = {
         fused_activation=True,
         fused_qkv=True,
         loss_kernel="always",
+        loss_in_place=True,
         foreach_step=True,
         flash2=True,
     ),
@@ -320,11 +355,20 @@ NEAREST: dict[str, SystemTraits] = {
         flash2=True,
     ),
     # nanoGPT's kind of loop without DDP: gradients are reduced in the step of its sharded optimizers.
-    "nanochat": replace(TRAITS["autocast"], loss_kernel="compiled", pads_vocabulary=True, overlaps_gradients=False),
+    "nanochat": replace(
+        TRAITS["autocast"],
+        loss_kernel="compiled",
+        compiles_loss=True,
+        pads_vocabulary=True,
+        overlaps_gradients=False,
+    ),
     # XTuner's own attention, which repeats keys and values (xtuner/model/modules/dispatch/llama.py), on DeepSpeed.
     "xtuner-deepspeed": replace(TRAITS["deepspeed"], logit_bytes=16.0, repeats_keys=True),
-    # A loop without autocast whose loss is the sum of the logits: logits and their gradient.
-    "transformers-no-loss": replace(LOOP, logit_bytes=4.0),
+    # A loop without autocast whose loss is the sum of the logits, so that there are only they and their gradient, and
+    # which holds what the model returned: also cached keys and values. In fp16.
+    "transformers-no-loss": replace(
+        LOOP, loss_kernel="always", kernel_logit_bytes=4.0, holds_outputs="next", caches_keys=True, half=True
+    ),
     # Its autograd functions for adapters, which overwrite what a block's MLP saved (axolotl/kernels/lora.py).
     "axolotl-kernels": replace(TRAITS["axolotl"], mlp_in_place=True, fused_activation=True),
     # A loop around the loss of transformers' own models, before version 5.
@@ -375,10 +419,22 @@ NEAREST: dict[str, SystemTraits] = {
     # flash-attn's RMSNorm, rotary embeddings and cross-entropy, xFormers' SwiGLU; transformers 4.35, which upcasts
     # the logits and copies them without the last token; and the same with DeepSpeed.
     "whynlp-kernels": replace(
-        EARLIER, unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
+        EARLIER,
+        unfused_norms=False,
+        fused_activation=True,
+        multiplies_again=True,
+        fused_rotary=True,
+        loss_kernel="always",
+        kernel_logit_bytes=8.0,
     ),
     "whynlp-deepspeed": replace(
-        OVERLAPPED, unfused_norms=False, fused_activation=True, loss_kernel="always", kernel_logit_bytes=8.0
+        OVERLAPPED,
+        unfused_norms=False,
+        fused_activation=True,
+        multiplies_again=True,
+        fused_rotary=True,
+        loss_kernel="always",
+        kernel_logit_bytes=8.0,
     ),
     # Triton kernels, the flash-attn package, weight gradients added to fp32 buffers by a kernel of their own; reduces
     # and gathers on another stream (fast_llm/engine/schedule/runner.py). Queries are a matmul apart from the keys'.

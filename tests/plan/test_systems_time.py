@@ -371,3 +371,33 @@ def test_ranks_that_take_turns_at_muon_orthogonalize_a_share_of_the_matrices_eac
     plain = term(forecast_speed(run.with_(optimizer="sgd")), "optimizer")
     assert (term(shared, "optimizer") - plain) < (term(alone, "optimizer") - plain) / 6
     assert 0 < term(shared, "all-reduce of updates") < 2e-3
+
+
+def test_kernels_for_the_activation_and_the_rotation_move_less():
+    run = make_run("tinyllama-1.1b", "a100-80gb", compiled=False, precision="bf16-true", traits=SYSTEMS["huggingface"])
+    shape, bandwidth = run.shape, run.gpu.memory_bandwidth
+
+    def forward(**traits: bool) -> float:
+        return block_compute(run.with_(traits=replace(run.traits, **traits))).elementwise.forward
+
+    # One kernel reads both factors and writes their product, where PyTorch's two stream five tensors.
+    less = forward() - forward(fused_activation=True)
+    assert less == pytest.approx(run.tokens * shape.ffn * 2 * (5 / 0.8 - 3 / 0.6) / bandwidth)
+    # One rotates queries and keys, where PyTorch has five, none of which is vectorized.
+    turned = run.tokens * (shape.query_width + shape.kv_width) * 2
+    assert forward() - forward(fused_rotary=True) > 3 * turned * 2 / (0.6 * bandwidth)
+
+
+def test_what_the_compiler_does_not_fuse_with_the_loss_is_written_and_read():
+    traits = replace(SYSTEMS["autocast"], loss_kernel="compiled")
+    run = make_run("llama3.2-1b", "rtx4090", compiled=True, loss="plain", traits=traits)
+    each = run.tokens * run.shape.vocab / (0.64 * run.gpu.memory_bandwidth)
+
+    def more(**changed: object) -> float:
+        return head_seconds(run.with_(traits=replace(traits, **changed))).both - head_seconds(run).both
+
+    assert more(compiles_loss=True) == pytest.approx((8 - 10) * each)
+    assert more(compiles_loss=True, returns_logits=True) == pytest.approx(0, abs=1e-9)
+    assert more(software=2023) == pytest.approx(8 * each)
+    # A kernel that overwrites the logits moves as much as ours.
+    assert more(loss_kernel="always", loss_in_place=True) == pytest.approx((7 - 10) * each)

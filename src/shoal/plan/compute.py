@@ -10,7 +10,15 @@ from shoal.plan.activations import selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import linears
-from shoal.plan.head import fused_rows, is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
+from shoal.plan.head import (
+    fused_rows,
+    is_aligned,
+    is_fused_loss,
+    is_padded,
+    label_bytes,
+    logit_columns,
+    overwrites_logits,
+)
 from shoal.plan.kernels import STREAMED, Seconds, bandwidth, eager_bandwidth, matmul_seconds
 from shoal.plan.muon import orthogonalization_seconds
 from shoal.plan.packed import packed_linears, summed_gradients
@@ -27,6 +35,9 @@ BIAS_TRAFFIC = 1
 # Bytes moved per logit by a compiled loss, in two kernels, or by our kernel.
 FUSED_LOGIT_TRAFFIC = 10
 KERNEL_LOGIT_TRAFFIC = 7
+# Of a loss that is compiled as one graph with its model, and with the zeros of logits that it returns: on an H200 a
+# step of 32,768 tokens takes 2.0 ms more with it than with a sum, and then 1.1 ms (benchmarks/gpu/compiled_loss_h200).
+GRAPH_LOGIT_TRAFFIC, RETURNED_LOGIT_TRAFFIC = 8, 10
 # Adafactor's update has the size of the gradient and is computed in about this many reads and writes of fp32: its
 # square, two means, their outer product, the quotient, its norm, the clipped and scaled update.
 FACTORED_PASSES = 14
@@ -259,7 +270,12 @@ def head_seconds(run: Run) -> Seconds:
         ahead += 2 * columns * shape.hidden * run.compute_bytes / bandwidth(run)  # a padded copy of the weight
     fused = is_fused_loss(run) if run.loss == "plain" else run.loss == "fused" or (run.compiled and tp == 1)
     if fused or overwrites_logits(run):
-        traffic = KERNEL_LOGIT_TRAFFIC if overwrites_logits(run) else FUSED_LOGIT_TRAFFIC
+        in_place = overwrites_logits(run) or run.traits.loss_in_place
+        traffic: float = KERNEL_LOGIT_TRAFFIC if in_place else FUSED_LOGIT_TRAFFIC
+        if run.loss == "plain" and run.traits.compiles_loss:
+            traffic = RETURNED_LOGIT_TRAFFIC if run.traits.returns_logits else GRAPH_LOGIT_TRAFFIC
+        if run.loss == "plain":
+            traffic += 2 * label_bytes(run)  # written and read
         moved = tokens * columns * traffic / bandwidth(run)
     else:
         moved = eager.loss_seconds(run, tokens * columns)

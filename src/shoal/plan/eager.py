@@ -120,6 +120,9 @@ def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
         out = [Kernel(heads, 2 * itemsize, unrolled=True), *out, Kernel(shape.query_width / tp, itemsize)]
     if not shape.traits.rotary:
         return copied + out, [Kernel(heads, 2 * itemsize, unrolled=True), *out]
+    if run.traits.fused_rotary:
+        turned = [Kernel((shape.query_width + shape.kv_width) / tp, 2 * run.layer_bytes, fused=True)]
+        return copied + turned + out, turned + out
     # Multiplied with cosines and sines in the dtype of the residual stream under autocast.
     wide = max(run.layer_bytes, run.residual_bytes if run.in_autocast else 0)
     heads = (shape.query_width + shape.kv_width) / tp
@@ -140,6 +143,8 @@ def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
 def _feed_forward(run: Run) -> tuple[list[Kernel], list[Kernel]]:
     """The activation function, and its product with the gate's other half."""
     inner, itemsize = run.shape.ffn / run.mesh.tp, run.layer_bytes
+    if run.traits.fused_activation and run.shape.traits.gated:
+        return [Kernel(inner, 3 * itemsize, fused=True)], [Kernel(inner, 5 * itemsize, fused=True)]
     one, product = [Kernel(inner, 2 * itemsize)], [Kernel(inner, 3 * itemsize)]
     return (one + product, 3 * product) if run.shape.traits.gated else (one, product)
 

@@ -6,9 +6,13 @@ from shoal.plan.run import Run
 from shoal.plan.states import adapted
 
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host. Eager that of a
-# Llama; of blocks with more operations (plan/launched.py) as much more. Of fewer, published steps are no shorter:
-# BERT's with activation checkpointing on a V100 (transformers' guide to training on one GPU).
+# Llama; of blocks with more or fewer operations (plan/launched.py) as much more or less: a GPT-NeoX, which has 112 in
+# place of 171, takes 1.32 ms (benchmarks/gpu/trainer_h200/block_host.json).
 EAGER_BLOCK_HOST = 2.0e-3
+# An operation of BERT takes 1.4 times as long, with smaller modules around it: 17 to 18 ms for 12 blocks whatever the
+# batch, and 23 ms with eager attention, on an A100 (huggingface/transformers, docs/source/en/model_doc/bert.md of April
+# 2024). On the host of an H200 1.6 and 1.8 ms per block were measured (benchmarks/gpu/compiled_loss_h200).
+ENCODER_HOST = 1.4
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
 # Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
 # of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
@@ -51,7 +55,7 @@ def host_seconds(run: Run, blocks: int) -> float:
         return (COMPILED_BLOCK_HOST + _unit_hooks(run)) * blocks
     block = EAGER_BLOCK_HOST
     if not run.compiled:
-        block *= max(1.0, block_operations(run) / LLAMA_OPERATIONS)
+        block *= _relative_operations(run)
     if run.adapter is not None:
         each = NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
         block += each * len(adapted(run))
@@ -70,6 +74,11 @@ def _unit_hooks(run: Run) -> float:
     """Host time of FSDP's hooks around a block, which is one of its units."""
     of_fsdp = run.sharded and not run.traits.hooks_modules and not run.traits.planned_memory
     return FSDP_HOST if of_fsdp else 0.0
+
+
+def _relative_operations(run: Run) -> float:
+    """Operations of a block relative to a Llama's, as the host's time counts them."""
+    return block_operations(run) / LLAMA_OPERATIONS * (ENCODER_HOST if run.shape.traits.post_norm else 1.0)
 
 
 def _module_hooks(run: Run) -> float:

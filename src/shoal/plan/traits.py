@@ -41,6 +41,13 @@ class SystemTraits:
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
     loss_kernel: Literal["never", "compiled", "always"] = "never"
+    # This kernel writes the gradient over the logits, in the pass that also computes the loss, as ours does.
+    loss_in_place: bool = False
+    # The model is compiled with its loss, as one graph.
+    compiles_loss: bool = False
+    # It returns the logits too. They have no gradient, for which PyTorch fills a
+    # tensor of their size with zeros (pytorch issue 131794).
+    returns_logits: bool = False
     # Peak bytes per logit of such a kernel, if it holds more than that: a system that upcasts logits before, or returns
     # them cast to fp32.
     kernel_logit_bytes: float = 0.0
@@ -130,6 +137,11 @@ class SystemTraits:
     mlp_in_place: bool = False
     # The activation function of the MLP is one kernel, compiled or not, that saves only its inputs.
     fused_activation: bool = False
+    # The backward pass of a gated MLP computes the product of its factors again, with their gradients, in place of
+    # saving it as the input of the last layer (_SwiGLUFusedFunc in xformers/ops/swiglu_op.py).
+    multiplies_again: bool = False
+    # Rotary embeddings are one kernel, compiled or not, rather than several.
+    fused_rotary: bool = False
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
     narrow_adapters: bool = False
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
@@ -154,9 +166,14 @@ class SystemTraits:
     # come to them, until the end of the backward pass: _register_post_backward_reshard_only_hook in
     # torch/distributed/fsdp/_runtime_utils.py.
     reentrant: bool = False
-    # The model returns keys and values of all blocks for generation (`use_cache`), which activation checkpointing from
-    # outside the model does not switch off: they are held to the end of the forward pass.
+    # The model returns keys and values of all blocks for generation (`use_cache`), which only activation checkpointing
+    # by the model itself switches off: they are held to the end of the forward pass, or with the other outputs.
     caches_keys: bool = False
+    # Each block of a GPT-2 or GPT-NeoX has a causal mask of all positions, as booleans: transformers before version 5,
+    # GPT-NeoX's before 4.50.
+    mask_buffers: bool = False
+    # GPT-NeoX's queries and keys are rotated, and joined with the other channels, in fp32: transformers before 4.45.
+    wide_rotary: bool = False
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
