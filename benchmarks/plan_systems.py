@@ -63,8 +63,8 @@ NEAREST: dict[str, SystemTraits] = {
     "bert-apex-pretraining": replace(
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, wide_gradients=False
     ),
-    # Loops around PEFT with PyTorch's AdamW as it is.
-    "huggingface-foreach": FOREACH,
+    # Loops around PEFT with PyTorch's AdamW as it is, which read the loss after the step.
+    "huggingface-foreach": replace(FOREACH, waits_for_loss=False),
     # PyTorch before 2.11, whose SDPA took flash attention 2, and Liger 0.7.
     "huggingface-5.1": replace(FOREACH, flash2=True, sums_head_gradient=True),
     # The Trainer's fp32 model under adapters, which it is before transformers 5 unless its dtype is given; and with the
