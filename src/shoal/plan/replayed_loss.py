@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from shoal.plan.head import is_fused_loss
+from shoal.plan.head import head, is_fused_loss
 from shoal.plan.run import Run
 from shoal.plan.segments import Allocator, Block
 
@@ -50,17 +50,18 @@ def logits_gradient(run: Run, memory: Allocator, end_autocast: Callable[[], None
 
 
 def _of_kernel(run: Run, memory: Allocator, end_autocast: Callable[[], None], logits: Block, count: float) -> Block:
-    """A kernel writes the gradient over what it reads: the logits, or a copy of them in fp32."""
+    """A kernel writes the gradient over what it reads, the logits or a copy of them in fp32, or into a tensor of its
+    own."""
     held = run.traits.kernel_logit_bytes
     copies = [memory.take(count * 4) for _ in range(int(held // 4))]
     if len(copies) < 2:
         end_autocast()
         memory.give(*copies)
-        if held:
-            return logits
-        narrow = memory.take(count * run.compute_bytes)
-        memory.give(logits)
-        return narrow
+        whole = head(run).peak.find("logits and loss")
+        tensors = 1 if held or whole is None else max(1, round(whole.amount / (count * run.compute_bytes)))
+        found = [logits, *(memory.take(count * run.compute_bytes) for _ in range(tensors - 1))]
+        memory.give(*found[:-1])
+        return found[-1]
     memory.give(logits, copies[0])
     end_autocast()
     padded = memory.take(count * 4)

@@ -98,8 +98,9 @@ def _block_gradients(run: Run) -> float:
 
 
 def embedding_gradient(run: Run, counts: Counts) -> float:
-    """What the embedding's gradient needs for a time. A tied one is added to the head's: autocast's, a copy in fp32, in
-    place, and in 16 bits in a tensor of its own, since the head's is a transposed view."""
+    """The embedding's gradient beside the one that it is added to or cast to: that of the head, if they are tied, or of
+    earlier micro-batches in another dtype. Autocast's is in fp32; in 16 bits the sum of a tied one is a tensor of its
+    own, since the head's is a transposed view (llama3.2-1b in benchmarks/gpu/trainer_h200)."""
     if run.sharded:
         return 0.0
     trained = counts.embedding * run.trained.embedding
@@ -108,6 +109,6 @@ def embedding_gradient(run: Run, counts: Counts) -> float:
             return 2 * trained * run.weight_bytes
         if run.casts_weights:
             return trained * run.weight_bytes
-    if not run.mixed or run.gradient_bytes == run.compute_bytes:
+    if not run.shape.tied and (not run.mixed or run.gradient_bytes == run.compute_bytes):
         return 0.0
     return trained * run.compute_bytes
