@@ -7,7 +7,7 @@ from shoal.catalogue.attention import AMPERE
 from shoal.plan.activations import block_kept, buffer_bytes
 from shoal.plan.blocks import linears
 from shoal.plan.fragmentation import fragmented, is_replayed
-from shoal.plan.head import head
+from shoal.plan.head import LOSS_BYTES, head
 from shoal.plan.layout import Rank, count, different_ranks, micro_batches_in_flight, ranks_of
 from shoal.plan.moments import Moment, moments, recomputation
 from shoal.plan.run import Run
@@ -170,7 +170,9 @@ def _left_by_shorter_sequences(run: Run, rank: Rank, found: tuple[Moment, ...], 
     lasting = held.weights.amount + held.optimizer.amount
     # The optimizer's temporaries come after the activations, and use their blocks.
     peak = max(moment.tree.amount for moment in found if moment.name != "optimizer step")
-    loss = head(run).peak.amount if rank.last and run.loss == "plain" else 0.0
+    loss = 0.0
+    if rank.last and run.loss == "plain":
+        loss = min(head(run).peak.amount, LOSS_BYTES * run.head_tokens * run.shape.vocab / run.mesh.tp)
     if run.micro_batch >= MANY_SEQUENCES:
         loss /= 2
     kept = max(VARIED_LOSS_SLACK * loss, VARIED_SLACK * max(0.0, peak - lasting - held.gradients.amount))
