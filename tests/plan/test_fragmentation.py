@@ -8,7 +8,7 @@ import pytest
 
 from shoal.plan.fragmentation import fragmented, is_replayed
 from shoal.plan.memory import forecast_memory
-from shoal.plan.run import FROZEN, Adapter
+from shoal.plan.run import FROZEN, Adapter, Run
 from shoal.plan.segments import MIB, Allocator
 from shoal.plan.systems import SYSTEMS
 from shoal.plan.terms import GIB
@@ -111,7 +111,7 @@ def test_a_tied_embeddings_gradient_is_added_to_that_of_the_head() -> None:
     run = make_run("llama3.2-1b", "h200", length=512, **TRAINER)
     table = 128_256 * 2048
 
-    def before_accumulation(run) -> float:
+    def before_accumulation(run: Run) -> float:
         moment = next(one.tree for one in forecast_memory(run).worst.moments if one.name == "embedding gradient")
         found = moment.find("embedding gradient before accumulation")
         return 0.0 if found is None else found.amount
@@ -119,3 +119,19 @@ def test_a_tied_embeddings_gradient_is_added_to_that_of_the_head() -> None:
     assert before_accumulation(run) == 2 * 2 * table
     autocast = run.with_(precision="bf16-mixed", traits=SYSTEMS["huggingface"])
     assert before_accumulation(autocast) == 4 * table
+
+
+def test_adafactor_has_copies_of_a_matrix_in_fp32() -> None:
+    """Of the largest, the embedding: the squared gradient, twice; in 16 bits also the weight and the gradient."""
+    run = make_run("qwen3-4b", "h200", length=2048, optimizer="adafactor", **TRAINER)
+    table = 151_936 * 2560
+
+    def temporaries(run: Run) -> float:
+        moment = next(one.tree for one in forecast_memory(run).worst.moments if one.name == "optimizer step")
+        found = moment.find("optimizer temporaries")
+        return 0.0 if found is None else found.amount
+
+    assert temporaries(run) == 4 * 4 * table
+    assert temporaries(run.with_(precision="bf16-mixed")) == 2 * 4 * table
+    # They come after the gradients, and leave blocks that the next step's activations do not fill.
+    assert fragmented(run) > 1.5 * fragmented(run.with_(optimizer="sgd", momentum=False))
