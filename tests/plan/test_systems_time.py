@@ -28,6 +28,14 @@ def test_an_adapter_in_the_dtype_of_its_layer_launches_fewer_kernels_and_casts_n
         assert seconds(narrow.with_(length=length)) < share * seconds(wide.with_(length=length))
 
 
+def test_adapters_that_are_not_pefts_launch_fewer_kernels_still():
+    short = {"micro_batch": 1, "length": 16, "precision": "bf16-true"}
+    narrow = adapted(traits=replace(HUGGING_FACE, narrow_adapters=True), **short)
+    for system in ("torchtune", "litgpt", "unsloth"):
+        own = adapted(traits=SYSTEMS[system], **short)
+        assert seconds(narrow) - seconds(own) == pytest.approx(32 * 7 * 0.12e-3, rel=0.02)
+
+
 def test_a_quantized_layer_that_casts_nothing_takes_the_host_a_quarter_of_the_time():
     short = adapted(quantize="nf4", micro_batch=1, length=16, traits=replace(HUGGING_FACE, autocasts=False))
     assert short.adapter is not None

@@ -68,8 +68,10 @@ def head(run: Run) -> Head:
             head_gradient *= (2 * itemsize + 4) / itemsize
         chunk = fused_rows(run) * columns * (itemsize + 4)
     elif run.traits.chunks == "upcast":
-        # A compiled chunk reads its logits and writes their gradient, without fp32 copies.
-        chunk = logits * itemsize + logits / UPCAST_CHUNKS * (itemsize if run.compiled else 12)
+        # A compiled chunk reads its logits and writes their gradient, without fp32 copies. Otherwise the log-softmax of
+        # every chunk is saved until the backward pass, which has two gradients of a chunk at a time.
+        chunk = logits * itemsize + logits / UPCAST_CHUNKS * (itemsize if run.compiled else 8)
+        chunk += 0.0 if run.compiled else 4 * logits
         head_gradient = 0.0
     else:
         chunk = _chunk_bytes(run, logits)

@@ -15,8 +15,9 @@ COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/
 # length of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an
 # A100: 0.36 s with LoRA, and 0.68 s with QLoRA and activation checkpointing (Vertex Model Garden's benchmark report).
 EAGER_ADAPTER_HOST = 0.75e-3
-# Without the casts of an adapter in another dtype, 14 kernels are left of 25.
-NARROW_ADAPTER_HOST = 0.42e-3
+# Without the casts of an adapter in another dtype, 14 kernels are left of 25; and ten in adapters that are not PEFT's:
+# LoRALinear in torchtune/modules/peft/lora.py and litgpt/lora.py, and Unsloth's autograd functions.
+NARROW_ADAPTER_HOST, OWN_ADAPTER_HOST = 0.42e-3, 0.3e-3
 QUANTIZED_HOST = 0.41e-3
 # That is of a layer that also casts, because PEFT has upcast what is around it. Without casts: a step of one sequence
 # of 256 tokens with adapters on queries and values of Llama 2 7B, without autocast and with eager attention, takes 4.7
@@ -44,8 +45,7 @@ def host_seconds(run: Run, blocks: int) -> float:
     if not run.compiled:
         block *= max(1.0, block_operations(run) / LLAMA_OPERATIONS)
     if run.adapter is not None:
-        each = NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
-        block += each * len(adapted(run))
+        block += _adapter_host(run) * len(adapted(run))
         if run.adapter.quantize is not None:
             bare = run.adapter.quantize != "gptq" and run.layer_bytes == run.compute_bytes
             each = DEQUANTIZED_HOST if bare else QUANTIZED_HOST
@@ -55,6 +55,13 @@ def host_seconds(run: Run, blocks: int) -> float:
     again = FORWARD_HOST if run.traits.reentrant else HOOKED_HOST
     launched = block * (1 + again * run.repeats_forward + FORWARD_HOST * run.reference_pass)
     return (launched + _module_hooks(run)) * blocks
+
+
+def _adapter_host(run: Run) -> float:
+    """Host time of one adapted layer."""
+    if not run.traits.peft:
+        return OWN_ADAPTER_HOST
+    return NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
 
 
 def _module_hooks(run: Run) -> float:
