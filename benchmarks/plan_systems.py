@@ -294,8 +294,13 @@ NEAREST: dict[str, SystemTraits] = {
     "xtuner-deepspeed": replace(TRAITS["deepspeed"], logit_bytes=16.0, repeats_keys=True),
     # A loop without autocast whose loss is the sum of the logits: logits and their gradient.
     "transformers-no-loss": replace(LOOP, logit_bytes=4.0),
-    # Its autograd functions for adapters, which overwrite what a block's MLP saved (axolotl/kernels/lora.py).
-    "axolotl-kernels": replace(TRAITS["axolotl"], mlp_in_place=True, fused_activation=True),
+    # Of 2024: inputs of blocks go to the host and back on the stream of the kernels, as in
+    # Unsloth_Offloaded_Gradient_Checkpointer. Of 2025: on another stream, but to one buffer, so that they come back
+    # while nothing runs (UnslothCheckpointFunction; two since May 2026), and a loss without logits (cut cross-entropy).
+    "unsloth-2024": replace(TRAITS["unsloth"], exposes_offload="both", expandable_segments=False),
+    "unsloth-2025": replace(TRAITS["unsloth"], exposes_offload="back", fused_rows=512),
+    # Without its autograd functions for adapters, which until 2026 were not for those with dropout.
+    "axolotl-dropout": replace(TRAITS["axolotl"], fused_adapters=False),
     # A loop around the loss of transformers' own models, before version 5.
     "transformers-4-loop": LOOP,
     # transformers' models under FSDP2 with compiled blocks, logits that are cast to fp32 and held by its loop beside

@@ -36,6 +36,25 @@ def test_adapters_that_are_not_pefts_launch_fewer_kernels_still():
         assert seconds(narrow) - seconds(own) == pytest.approx(32 * 7 * 0.12e-3, rel=0.02)
 
 
+def test_adapters_that_are_autograd_functions_move_less_than_pefts():
+    fused = adapted(traits=SYSTEMS["axolotl"], precision="bf16-true")
+    peft = fused.with_(traits=replace(SYSTEMS["axolotl"], fused_adapters=False))
+    width = sum(sum(one.local_sizes(1)) for one in linears(fused.shape))
+    # Of inputs 10 bytes and of outputs 10 more forward and backward; with the casts of inputs to fp32.
+    inputs = sum(one.local_sizes(1)[0] for one in linears(fused.shape))
+    outputs = width - inputs
+    moved = 32 * fused.tokens * 2 * ((5 + 6 - 1) * outputs + (6 + 6 - 1) * inputs)
+    assert seconds(peft) - seconds(fused) == pytest.approx(moved / (0.6 * 2039e9), rel=0.05)
+
+
+def test_offloaded_inputs_may_be_copied_while_nothing_runs():
+    run = adapted(traits=SYSTEMS["unsloth"], recompute="offload", length=4096, precision="bf16-true")
+    one = run.tokens * 4096 * 2 / (0.8 * run.gpu.host_link.bytes_per_second) * 32
+    for exposed, copies in (("back", 1), ("both", 2)):
+        waiting = run.with_(traits=replace(run.traits, exposes_offload=exposed))
+        assert seconds(waiting) - seconds(run) == pytest.approx(copies * one, rel=0.01)
+
+
 def test_a_quantized_layer_that_casts_nothing_takes_the_host_a_quarter_of_the_time():
     short = adapted(quantize="nf4", micro_batch=1, length=16, traits=replace(HUGGING_FACE, autocasts=False))
     assert short.adapter is not None

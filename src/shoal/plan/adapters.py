@@ -32,16 +32,19 @@ def adapter_seconds(run: Run, adapter: Adapter) -> tuple[float, float]:
         # Added to the frozen layer's output, which is read and written once more; the compiler adds it in the kernel
         # that reads both.
         added = outputs if fuses else 3 * outputs
-        if run.traits.peft:
-            added += 2 * outputs  # scaled by a kernel of its own
         added_backward = inputs / shared if fuses else 6 * outputs
-        if run.traits.peft and adapter.quantize is None and not run.traits.narrow_adapters:
+        if run.fuses_adapters:
+            # The matmul that adds reads what it adds to, in either pass.
+            added, added_backward = outputs, inputs
+        elif run.traits.peft:
+            added += 2 * outputs  # scaled by a kernel of its own
+        if run.traits.peft and adapter.quantize is None and not (run.traits.narrow_adapters or run.fuses_adapters):
             # The input in fp32 and back, and its gradient.
             added, added_backward = added + 6 * inputs, added_backward + 6 * inputs
         if adapter.dropout:
             # Reads the input, writes it and the mask; backward reads gradient and mask, and adds to the input's. PEFT
             # does so in the dtype of its adapters.
-            wide = run.traits.peft and not run.traits.narrow_adapters
+            wide = run.traits.peft and not (run.traits.narrow_adapters or run.fuses_adapters)
             passed = 4.5 if wide else 2.5
             added, added_backward = added + passed * inputs, added_backward + passed * inputs
         forward += thin + run.tokens * added * itemsize / bandwidth(run)

@@ -59,7 +59,7 @@ def host_seconds(run: Run, blocks: int) -> float:
 
 def _adapter_host(run: Run) -> float:
     """Host time of one adapted layer."""
-    if not run.traits.peft:
+    if run.fuses_adapters or not run.traits.peft:
         return OWN_ADAPTER_HOST
     return NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
 
