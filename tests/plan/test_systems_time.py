@@ -120,7 +120,8 @@ def test_gptq_is_dequantized_by_many_kernels_once_for_each_forward_pass():
     weights = 32 * sum(one.parameters for one in linears(gptq.shape))
     # And a 4-bit layer's output is copied before the adapter's is added.
     copied = 32 * gptq.tokens * 4 * sum(one.local_sizes(1)[1] for one in linears(gptq.shape)) / (0.87 * 2039e9)
-    more = weights * (16.5 - 2 * 2.5625) / (0.6 * 2039e9) - copied
+    dequantized = 2 * 2.5625 / (108 * 2.1e12 / 132)
+    more = weights * (16.5 / (0.6 * 2039e9) - dequantized) - copied
     assert seconds(gptq) - seconds(nf4) == pytest.approx(more, rel=0.03)
     again = [seconds(run.with_(recompute="full")) - seconds(run) for run in (gptq, nf4)]
     assert again[0] > again[1] + 0.9 * weights * (16.5 - 2.5625) / (0.6 * 2039e9)

@@ -17,6 +17,9 @@ from shoal.plan.states import adapted, stored_bytes
 # Bytes per element of a GPTQ matrix that PyTorch's kernels dequantize, as in AutoGPTQ where neither exllama's nor
 # Triton's run: shifted (0.5 read, 4 written), cast to 8 bits (5), masked (2), less its zero (2), times its scale (3).
 GPTQ_TRAFFIC = 16.5
+# Bytes per second and multiprocessor that bitsandbytes dequantizes NF4 at, read and written: 1.9 to 2.2 TB/s on an H200
+# (benchmarks/gpu/adapters_h200/kernels.json).
+DEQUANTIZATION_RATE = 2.1e12 / 132
 
 
 def dequantization_seconds(run: Run, adapter: Adapter, elements: float) -> tuple[float, float]:
@@ -24,7 +27,7 @@ def dequantization_seconds(run: Run, adapter: Adapter, elements: float) -> tuple
     if adapter.quantize == "gptq":
         # Autograd saves the dequantized matrix, which no parameter is: the backward pass has it.
         return elements * GPTQ_TRAFFIC / bandwidth(run), 0.0
-    once = elements * (stored_bytes(run, adapter) + run.compute_bytes) / bandwidth(run)
+    once = elements * (stored_bytes(run, adapter) + run.compute_bytes) / contiguous_rate(run, DEQUANTIZATION_RATE)
     return once, once
 
 

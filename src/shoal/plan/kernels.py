@@ -75,9 +75,10 @@ def matmul_seconds(
     short = inner / (inner + half)
     if fp8 and run.gpu.fp8:
         flops = run.gpu.fp8 * reached.fp8
-    moved = (rows * inner + inner * columns + rows * columns) * (1 if fp8 else itemsize)
+    size = 1 if fp8 else itemsize
+    read, written = (rows * inner + inner * columns) * size, rows * columns * size
     tail = _tail(run, rows, inner, columns) if itemsize < 4 else 1.0
-    return max(work / (flops * short) * tail, moved / bandwidth(run, reached))
+    return max(work / (flops * short) * tail, read / contiguous_rate(run) + written / bandwidth(run, reached))
 
 
 def _wide_matmul_seconds(run: Run, rows: float, inner: float, columns: float, flops: float) -> float:
