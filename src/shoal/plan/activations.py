@@ -183,7 +183,7 @@ def _peft_inputs(run: Run, tokens: float) -> Term:
     theirs, which all of them share unless each one casts it from fp32. The MLP's last input is with the MLP."""
     own = [] if dropped_inputs(run) else [one for one in adapted(run) if one.reads != "inner"]
     width = run.adapter_input_bytes * sum(one.local_sizes(run.mesh.tp)[0] for one in own)
-    if run.traits.narrow_adapters or run.fuses_adapters:
+    if run.narrow_adapters or run.fuses_adapters:
         width = run.compute_bytes * len({one.reads for one in own} & NORMS) * run.shape.hidden
     if saved := quantized_input_bytes(run):
         frozen = [one for one in linears(run.shape) if one.reads in NORMS]

@@ -68,7 +68,7 @@ def _eager_kernels(run: Run, adapter: Adapter, one: Linear) -> Seconds:
     read = run.attention_bytes if one.reads == "attention" else run.layer_bytes
     made, computed = run.layer_bytes, run.adapter_bytes
     peft = run.traits.peft and not run.fuses_adapters
-    stored = 4 if peft and not run.traits.narrow_adapters else run.compute_bytes
+    stored = 4 if peft and not run.narrow_adapters else run.compute_bytes
     if run.fuses_adapters:
         # The matmul that adds reads what it adds to, in either pass.
         moved = run.tokens / contiguous_rate(run)

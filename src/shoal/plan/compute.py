@@ -27,6 +27,8 @@ BIAS_TRAFFIC = 1
 PLAIN_LOGIT_TRAFFIC = 38
 FUSED_LOGIT_TRAFFIC = 10
 KERNEL_LOGIT_TRAFFIC = 7
+# Tokens of a part of TRL's loss (_CHUNKED_LM_HEAD_CHUNK_SIZE in trl/trainer/sft_trainer.py).
+RECOMPUTED_ROWS = 256
 # Adafactor's update has the size of the gradient and is computed in about this many reads and writes of fp32: its
 # square, two means, their outer product, the quotient, its norm, the clipped and scaled update.
 FACTORED_PASSES = 14
@@ -267,6 +269,10 @@ def head_seconds(run: Run) -> Seconds:
         back += max(slower * matmul_seconds(run, shape.hidden, tokens, columns), moved)
         if run.traits.sums_head_gradient:  # written, cast, and read once more
             back += summed * (2 * run.compute_bytes + 8) / eager_bandwidth(run)
+    if run.loss == "chunked" and run.traits.chunks == "recomputed" and run.traits.casts_per_use and run.mixed:
+        # TRL casts the head to fp32, and autocast back, for each part of 256 tokens, in either pass.
+        copied = tokens / RECOMPUTED_ROWS * shape.hidden * columns * (4 + run.compute_bytes)
+        ahead += copied / (run.gpu.memory_bandwidth * STREAMED)
     if parts > 1 and run.casts_weights and run.traits.liger_kernels:
         # Autocast does not keep its copy of a view, nor of a frozen weight, so that every part makes its own.
         copied = parts * shape.hidden * columns * (4 + run.compute_bytes) / (run.gpu.memory_bandwidth * STREAMED)

@@ -79,7 +79,7 @@ def _adapter_host(run: Run) -> float:
     """Host time of one adapted layer."""
     if run.fuses_adapters or not run.traits.peft:
         return OWN_ADAPTER_HOST
-    return NARROW_ADAPTER_HOST if run.traits.narrow_adapters else EAGER_ADAPTER_HOST
+    return NARROW_ADAPTER_HOST if run.narrow_adapters else EAGER_ADAPTER_HOST
 
 
 def _module_hooks(run: Run) -> float:

@@ -99,7 +99,9 @@ class Run:
     @property
     def trained_bytes(self) -> int:
         """Bytes per element of what is trained: PEFT's adapters are in fp32 whatever their base is in."""
-        return 4 if self.adapter is not None and self.traits.peft else self.weight_bytes
+        if self.adapter is None or not self.traits.peft:
+            return self.weight_bytes
+        return 2 if self.traits.narrow_adapters == "quantized" and self.adapter.quantize is not None else 4
 
     @property
     def compute_bytes(self) -> int:
@@ -133,6 +135,12 @@ class Run:
         return quantized and self.traits.peft and self.traits.autocasts and not self.shape.traits.rms_norm
 
     @property
+    def narrow_adapters(self) -> bool:
+        """Whether PEFT's adapters are in 16 bits."""
+        quantized = self.adapter is not None and self.adapter.quantize is not None
+        return quantized if self.traits.narrow_adapters == "quantized" else self.traits.narrow_adapters
+
+    @property
     def fuses_adapters(self) -> bool:
         """Whether adapters are autograd functions of their own, which are not for layers in 8 bits."""
         return self.traits.fused_adapters and self.adapter is not None and self.adapter.quantize in FUSED
@@ -140,7 +148,7 @@ class Run:
     @property
     def adapter_input_bytes(self) -> int:
         """Bytes per element of an adapter's input, as saved: PEFT casts it to fp32 and autocast back."""
-        own = self.traits.narrow_adapters or self.fuses_adapters
+        own = self.narrow_adapters or self.fuses_adapters
         wide = self.traits.peft and not own and not self.traits.autocasts
         return 4 if wide else self.compute_bytes
 

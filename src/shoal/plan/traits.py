@@ -126,7 +126,8 @@ class SystemTraits:
     # The activation function of the MLP is one kernel, compiled or not, that saves only its inputs.
     fused_activation: bool = False
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
-    narrow_adapters: bool = False
+    # `quantized`: in 16 bits, with their optimizer state, if the weights are quantized, as TRL's SFTTrainer casts them.
+    narrow_adapters: bool | Literal["quantized"] = False
     # Where attention is not one kernel, whether scaling, mask and softmax are one, in the compute dtype, rather than
     # several in fp32: never, if blocks are compiled, or always (Megatron's).
     fused_softmax: Literal["never", "compiled", "always"] = "compiled"
@@ -188,7 +189,7 @@ class SystemTraits:
     hooks_modules: bool = False
     # ZeRO-3 gathers and reduces each matrix as a list of shards, one for every rank, while nothing else runs.
     lists_shards: bool = False
-    # In mixed precision, the weights under adapters stay in fp32, unless they are quantized; else they are in 16 bits.
+    # In mixed precision, the weights under adapters that are not quantized stay in fp32; else they are in 16 bits.
     wide_base: bool = False
     # Trained weights in 16 bits become fp32 shards under FSDP, because mixed precision is on: prepare_model in
     # accelerate/accelerator.py and fsdp2_prepare_model in accelerate/utils/fsdp_utils.py, since version 0.28.
