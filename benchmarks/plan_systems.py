@@ -11,14 +11,7 @@ from shoal.plan.traits import SystemTraits
 FOREACH = replace(TRAITS["huggingface-bf16"], foreach_step=True, logit_bytes=14.0)
 EARLIER = replace(FOREACH, flash2=True, reentrant=True, upcasts_shards=False)
 # A loop of its own around transformers' models before version 5, without autocast and `no_sync`.
-LOOP = replace(
-    FOREACH,
-    autocasts=False,
-    unsharded_accumulation=False,
-    reentrant=True,
-    upcasts_shards=False,
-    waits_for_loss=False,
-)
+LOOP = replace(FOREACH, autocasts=False, unsharded_accumulation=False, reentrant=True, upcasts_shards=False)
 ALEPH = replace(
     MEGATRON,
     fused_activation=False,
@@ -55,8 +48,8 @@ NEAREST: dict[str, SystemTraits] = {
     "bert-apex": replace(
         MEGATRON, fused_softmax="compiled", accumulates_in_matmuls=False, overlaps_gradients=True, wide_gradients=False
     ),
-    # Loops around PEFT with PyTorch's AdamW as it is, which wait for the loss after the step.
-    "huggingface-foreach": replace(FOREACH, waits_for_loss=False),
+    # Loops around PEFT with PyTorch's AdamW as it is.
+    "huggingface-foreach": FOREACH,
     # PyTorch before 2.11, whose SDPA took flash attention 2, and Liger 0.7.
     "huggingface-5.1": replace(FOREACH, flash2=True, sums_head_gradient=True),
     # The Trainer's fp32 model under adapters, which it is before transformers 5 unless its dtype is given; and with the

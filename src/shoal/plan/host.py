@@ -1,6 +1,5 @@
 """The host's time: what it takes to launch a micro-batch's kernels, which a faster device waits for."""
 
-from shoal.catalogue.architectures import architecture_of
 from shoal.plan.blocks import linears
 from shoal.plan.launched import LLAMA_OPERATIONS, block_operations
 from shoal.plan.run import Run
@@ -11,15 +10,11 @@ from shoal.plan.states import adapted
 # BERT's with activation checkpointing on a V100 (transformers' guide to training on one GPU).
 EAGER_BLOCK_HOST = 2.0e-3
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
-# Host time per trained tensor and step, in which a loop that waits for its loss has the device wait: norm, clipping,
-# the optimizer, and the modules' and the loader's Python. 0.09 to 0.17 ms in the middle half of the runs of the Trainer
-# on an H200 that their device bounds (benchmarks/gpu/trainer_h200).
-STEP_HOST = 0.1e-3
 # Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
 # of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
 # length of their sequences: OpenLLaMA 7B with adapters in all layers, two sequences of 256 tokens under autocast on an
-# A100: 0.36 s with LoRA, and 0.68 s with QLoRA and activation checkpointing (Vertex Model Garden's benchmark report);
-# less 0.045 s of the step's 448 tensors.
+# A100: 0.36 s with LoRA, and 0.68 s with QLoRA and activation checkpointing (Vertex Model Garden's benchmark report).
+# About 0.04 s of that are its optimizer step, with 448 tensors.
 EAGER_ADAPTER_HOST = 0.65e-3
 # Without the casts of an adapter in another dtype, 14 kernels are left of 25; and ten in adapters that are not PEFT's:
 # LoRALinear in torchtune/modules/peft/lora.py and litgpt/lora.py, and Unsloth's autograd functions.
@@ -61,18 +56,6 @@ def host_seconds(run: Run, blocks: int) -> float:
     again = FORWARD_HOST if run.traits.reentrant else HOOKED_HOST
     launched = block * (1 + again * run.repeats_forward + FORWARD_HOST * run.reference_pass)
     return (launched + _module_hooks(run)) * blocks
-
-
-def step_seconds(run: Run, blocks: int) -> float:
-    """Host time of a step beside its passes, if the loop waits for the device before."""
-    if not run.traits.waits_for_loss or run.gpu.is_cpu:
-        return 0.0
-    if run.adapter is not None:
-        return STEP_HOST * 2 * len(adapted(run)) * blocks
-    layers, traits = len(linears(run.shape, joined=run.traits.fused_qkv)), run.shape.traits
-    biases = layers if traits.linear_bias else 3 * traits.qkv_bias
-    norms = architecture_of(run.shape.model_type).norms * (1 if traits.rms_norm else 2)
-    return STEP_HOST * ((layers + biases + norms) * blocks * run.trained.blocks + 3)
 
 
 def _adapter_host(run: Run) -> float:

@@ -7,7 +7,7 @@ from shoal.catalogue.shapes import block_matrices
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, contention, rank_group, straggling
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
-from shoal.plan.host import host_seconds, step_seconds
+from shoal.plan.host import host_seconds
 from shoal.plan.kernels import STREAMED, bandwidth
 from shoal.plan.layout import Rank, count, different_ranks, ranks_of, stages_each
 from shoal.plan.model_parallel import model_parallel
@@ -208,7 +208,6 @@ def _per_step(run: Run, rank: Rank) -> list[Term]:
     trained = trained_parameters(run, rank)
     own = trained / run.optimizer_shards
     found = [leaf("optimizer", 0.0 if steps_on_host(run) else optimizer_seconds(run, own))]
-    found.append(leaf("host of the optimizer step", 0.0 if steps_on_host(run) else step_seconds(run, rank.blocks)))
     communication = [*_gradient_all_reduce(run, rank, trained), *_weight_gather(run, rank, trained)]
     found.append(group("communication per step", *communication))
     found.append(offloaded_state(run, rank))

@@ -53,7 +53,6 @@ HUGGING_FACE = SystemTraits(
     casts_per_use=True,
     fused_rows="liger",  # fused_linear_cross_entropy_forward in liger_kernel/ops
     peft=True,
-    waits_for_loss=True,
     unsharded_accumulation=True,
     wide_embedding_state=True,  # register_module_override in transformers/trainer.py
     replicates_scales=True,  # Params4bit.quant_state in bitsandbytes/nn/modules.py

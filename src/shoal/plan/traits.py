@@ -136,9 +136,6 @@ class SystemTraits:
     written_out: bool = False
     # GELU is written out by its definition, with erf: five elementwise kernels, as in BERT's code before PyTorch 1.4.
     erf_gelu: bool = False
-    # The loop waits for the loss of every micro-batch (`logging_nan_inf_filter` in transformers/trainer.py), so that
-    # the device waits while the host clips gradients, steps, and sets the next forward pass up.
-    waits_for_loss: bool = False
     # AdamW runs kernel by kernel over all parameters (torch's foreach), which needs a copy of their size; else fused.
     foreach_step: bool = False
     # Tensors of the size of all that is updated, in fp32, which another AdamW holds at a time: two of PyTorch's before
