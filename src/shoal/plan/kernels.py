@@ -26,6 +26,9 @@ EAGER_RATE = 4.8e12 / 132
 # 16 bits: 4.0 to 4.4 TB/s on an H200 (benchmarks/gpu/adapters_h200/kernels.json). An A800's multiplication of two
 # tensors reaches 0.89 (mli/transformers-benchmarks, issue 4).
 CONTIGUOUS = 0.87
+# The same of data center devices with GDDR memory, whose error correction is in the memory itself: an L4's copies reach
+# 0.78, where a 4090's, without it, reach 0.91 (chsasank/device-benchmarks).
+CORRECTED, CORRECTING = 0.78, frozenset({"t4", "rtx8000", "a10", "a10g", "a40", "l4", "l20", "l40", "l40s"})
 # Bytes per second and multiprocessor of those that load 16-bit elements one by one, on the same H200: casts to fp32,
 # sums of two dtypes, and dropout.
 UPCAST_RATE, MIXED_RATE, DROPOUT_RATE = 2.1e12 / 132, 2.6e12 / 132, 3.0e12 / 132
@@ -122,5 +125,5 @@ def eager_bandwidth(run: Run, share: float = 0.0) -> float:
 def contiguous_rate(run: Run, per_unit: float = EAGER_RATE) -> float:
     """Bytes per second of PyTorch's kernels on contiguous tensors; `per_unit`: of a multiprocessor, if it is less."""
     units = MULTIPROCESSORS.get(run.gpu.name)
-    memory = run.gpu.memory_bandwidth * CONTIGUOUS
+    memory = run.gpu.memory_bandwidth * (CORRECTED if run.gpu.name in CORRECTING else CONTIGUOUS)
     return min(memory, units * per_unit) if units else memory
