@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from shoal.catalogue.gpus import LINKS
+from shoal.catalogue.gpus import LINKS, find_gpu
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.activations import block_kept
+from shoal.plan.adapters import dequantization_seconds
 from shoal.plan.attention import attention_seconds, score_traffic
 from shoal.plan.blocks import linears
 from shoal.plan.communication import Group, collective_seconds, ring_speed
 from shoal.plan.compute import block_compute, head_seconds, optimizer_seconds
 from shoal.plan.head import fused_rows
-from shoal.plan.kernels import matmul_seconds
+from shoal.plan.kernels import contiguous_rate, matmul_seconds
 from shoal.plan.layout import ranks_of
 from shoal.plan.run import FROZEN, Adapter
 from shoal.plan.speed import forecast_speed
@@ -66,6 +67,20 @@ def test_fp32_adapters_of_an_h200_take_what_was_measured():
     measured = {(16384, 16, 4096): 129, (16384, 32, 4096): 171, (16384, 256, 4096): 771, (16384, 4096, 16): 147}
     for (rows, inner, columns), microseconds in measured.items():
         assert matmul_seconds(run, rows, inner, columns, itemsize=4) == pytest.approx(microseconds * 1e-6, rel=0.16)
+
+
+def test_matrices_are_read_and_dequantized_as_fast_as_was_measured_on_an_h200():
+    run = adapted("h200", quantize="nf4", precision="bf16-true")
+    # `A x` and `B A x` of 16,384 tokens and 14,336 elements, rank 16; a matrix of 14,336 × 4,096.
+    assert matmul_seconds(run, 16384, 14336, 16) == pytest.approx(108e-6, rel=0.05)
+    assert matmul_seconds(run, 16384, 16, 14336) == pytest.approx(143e-6, rel=0.25)
+    assert run.adapter is not None
+    assert dequantization_seconds(run, run.adapter, 14336 * 4096)[0] == pytest.approx(71e-6, rel=0.05)
+
+
+def test_memory_that_corrects_errors_itself_is_slower():
+    shares = {name: contiguous_rate(adapted(name)) / find_gpu(name).memory_bandwidth for name in ("l4", "rtx4090")}
+    assert shares == pytest.approx({"l4": 0.78, "rtx4090": 0.87})
 
 
 @pytest.mark.parametrize("autocasts", [False, True])
