@@ -33,6 +33,8 @@ TRAITS: dict[str, SystemTraits] = {
     # Measured before the residual stream was in fp32; and earlier, before the optimizer step was one fused kernel.
     "shoal-narrow": replace(OURS, wide_residual_stream=False, separate_head_unit=False),
     "shoal-first": replace(OURS, wide_residual_stream=False, separate_head_unit=False, fused_step=False),
+    # With its asynchronous tensor parallelism, as the 405B rows of its tables are.
+    "torchtitan-async": replace(SYSTEMS["torchtitan"], overlaps_tensor=True),
     "litgpt-autocast": replace(LITGPT, wide_residual_stream=True, casts_per_use=True),
 }
 SHAPES = {"llama3-405b": "llama3.1-405b", "llama-8.03b": "llama3-8b", "llama-1.24b": "llama3.2-1b"}

@@ -93,7 +93,8 @@ def without(choice: Without) -> Iterator[None]:
 
 def known() -> tuple[list[Figure], list[Figure]]:
     """(our own runs, systems that are modelled): the rows of `data/`, and the sweep and the Trainer's on an H200."""
-    own, modelled = [], compare(read_measured(ROOT / "benchmarks" / "gpu" / "trainer_h200" / "trainer.jsonl"))
+    measured = ROOT / "benchmarks" / "gpu" / "trainer_h200"
+    own, modelled = [], compare(read_measured(measured / "trainer.jsonl") + read_measured(measured / "drawn.jsonl"))
     for record in compare_sweep(list(read_records(ROOT / "benchmarks" / "gpu" / "sweep_h200" / "sweep.json").values())):
         if record.figure != "allocated_gib":
             row = Published("our own runs", record.row, "full", None, None, "", None, "", ())

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 LORA = {"rank": 16, "targets": LINEAR}
 QLORA = {**LORA, "quantize": "nf4", "double_quantized": True, "upcasts": True}
 QV = {"rank": 8, "targets": ["q_proj", "v_proj"]}
+# As the Trainer names them; the first is its default.
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_bnb_8bit", "adafactor": "adafactor"}
 TINY = {
     "family": "llama",
     "hidden": 64,
@@ -98,10 +100,14 @@ def row(model: str, micro_batch: int, sequence: int, precision: str, **others: A
 
 def name(case: dict[str, Any]) -> str:
     adapter = case.get("adapter")
-    kind = "full" if adapter is None else "qlora" if "quantize" in adapter else f"lora-r{adapter['rank']}"
-    others = [case[key] for key in ("attention",) if key in case]
+    kind = "full" if adapter is None else f"{'q' * ('quantize' in adapter)}lora-r{adapter['rank']}"
+    if adapter is not None and adapter["targets"] != LINEAR:
+        kind += f"-{len(adapter['targets'])}"
+    others = [case[key] for key in ("attention", "optimizer") if key in case]
     if case["recompute"] != "none":
         others.append("recompute")
+    if case["accum"] > 1:
+        others.append(f"accum{case['accum']}")
     return " ".join([case["model"], f"{case['micro_batch']}x{case['sequence']}", case["precision"], kind, *others])
 
 
@@ -138,6 +144,8 @@ def measure(case: dict[str, Any], steps: int, shape: Any) -> dict[str, Any]:
             output_dir=folder,
             max_steps=steps,
             per_device_train_batch_size=case["micro_batch"],
+            gradient_accumulation_steps=case["accum"],
+            optim=OPTIMIZERS[case.get("optimizer", "adamw")],
             bf16=True,
             gradient_checkpointing=case["recompute"] == "full",
             use_cpu=not clock.cuda,
@@ -146,7 +154,7 @@ def measure(case: dict[str, Any], steps: int, shape: Any) -> dict[str, Any]:
             report_to="none",
             disable_tqdm=True,
         )
-        data = RandomTokens(steps * case["micro_batch"], length, resolve_shape(shape).vocab)
+        data = RandomTokens(steps * case["micro_batch"] * case["accum"], length, resolve_shape(shape).vocab)
         trainer: Trainer = MeasuredTrainer(model=model, args=arguments, train_dataset=data, callbacks=[callback])
         callback.trainer = trainer
         clock.begin()
@@ -156,7 +164,7 @@ def measure(case: dict[str, Any], steps: int, shape: Any) -> dict[str, Any]:
     kept = {
         "memory": [round(found["reserved_gib"] or 0.0, 3), "GiB", "reserved"],
         "allocated_gib": round(found["allocated_gib"] or 0.0, 3),
-        "tokens_per_second_per_gpu": round(case["micro_batch"] * length / seconds, 1),
+        "tokens_per_second_per_gpu": round(case["micro_batch"] * case["accum"] * length / seconds, 1),
     }
     return {**case, **kept, "unknown": ""}
 
@@ -168,17 +176,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--tiny", action="store_true", help="a small shape on a CPU: checks that rows run")
     args = parser.parse_args()
-    measured = {name(json.loads(line)) for line in args.file.read_text().splitlines()} if args.file.exists() else set()
+    asked = (case for case in cases() if any(pattern in name(case) for pattern in args.only))
+    run_cases(asked, args.file, args.seconds, tiny=args.tiny)
+
+
+def run_cases(asked: Iterable[dict[str, Any]], path: Path, limit: float, *, tiny: bool) -> None:
+    """Measures what the file does not have until the seconds are over."""
+    measured = {name(json.loads(line)) for line in path.read_text().splitlines()} if path.exists() else set()
     began = time.monotonic()
-    for case in cases():
-        if name(case) in measured or not any(pattern in name(case) for pattern in args.only):
+    for case in asked:
+        if name(case) in measured:
             continue
-        if time.monotonic() - began > args.seconds:
+        if time.monotonic() - began > limit:
             print("no time left", flush=True)
             break
         started = time.monotonic()
         try:
-            if args.tiny:
+            if tiny:
                 found = measure({**case, "micro_batch": 2, "sequence": 32}, WARMUP + 2, TINY)
             else:
                 found = measure(case, WARMUP + STEPS, case["model"])
@@ -188,7 +202,7 @@ def main() -> None:
         finally:
             gc.collect()
             torch.cuda.empty_cache()
-        with args.file.open("a") as file:
+        with path.open("a") as file:
             file.write(json.dumps(found) + "\n")
         print(f"{name(case)}: {found['memory'][0]} GiB, {found['tokens_per_second_per_gpu']:,.0f} tokens/s", end="")
         print(f"; {time.monotonic() - started:.0f} s", flush=True)

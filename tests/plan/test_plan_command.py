@@ -141,7 +141,7 @@ def test_the_plan_is_plotted(monkeypatch, capsys, tmp_path: Path):
 
 
 def test_hardware_can_be_described_in_the_config(monkeypatch, capsys):
-    given = ["model.shape=llama3-8b", "hardware.devices=8", "train.steps=10", "train.global_batch=8"]
+    given = ["model.shape=llama3-8b", "hardware.devices=8", "train.steps=10", "train.global_batch=64"]
     _, usual = plan_json(monkeypatch, capsys, *given, "hardware.gpu=h100-80gb")
     _, larger = plan_json(
         monkeypatch, capsys, *given, "hardware.gpu={like: h100-80gb, memory_gib: 200, tflops: 2000}",

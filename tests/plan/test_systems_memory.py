@@ -1,6 +1,8 @@
 """Memory of other systems' code: terms that their sources state, checked against arithmetic by hand."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from shoal.plan.traits import SystemTraits
 from shoal.plan.transient import left_by_forward
 from tests.plan.planning import make_run, plan
 
+ROOT = Path(__file__).parents[2]
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The matrices of Llama 2's 32 blocks, and its head.
 BLOCKS, HEAD = 32 * (4 * 4096**2 + 3 * 4096 * 11_008), 32_000 * 4096
@@ -407,3 +410,121 @@ def test_a_gelu_by_its_definition_saves_two_tensors_more() -> None:
     written = run.with_(traits=replace(run.traits, erf_gelu=True))
     assert at(run, "loss", "MLP intermediates") == pytest.approx(2 * each)
     assert at(written, "loss", "MLP intermediates") == pytest.approx(4 * each)
+
+
+def test_cublas_workspaces_are_allocated_for_both_threads() -> None:
+    def workspaces(gpu: str, traits: SystemTraits = SYSTEMS["huggingface"]) -> float:
+        return at(make_run("gpt2", gpu, traits=traits), "optimizer step", "matmul workspaces") * 1024
+
+    assert workspaces("h200") == 2 * 32
+    assert workspaces("rtx4090") == workspaces("t4") == 2 * 8.125
+    # Before PyTorch 2 they were cuBLAS's own; XLA has none; and a CPU neither.
+    assert not workspaces("v100-32gb", replace(SYSTEMS["huggingface"], software=2022))
+    assert not workspaces("a100-80gb", replace(SYSTEMS["huggingface"], planned_memory=True))
+    assert not workspaces("mi300x")
+    assert not workspaces("cpu")
+
+
+LOOP = replace(SYSTEMS["deepspeed"], masters_with_optimizer=False, holds_outputs="next", caches_keys=True)
+
+
+def test_a_loop_that_holds_the_outputs_has_keys_and_values_of_the_step_before() -> None:
+    settings: dict[str, Any] = {"precision": "bf16-true", "compiled": False, "loss": "plain"}
+    llama = make_run("llama3.2-1b", traits=replace(LOOP, logit_bytes=14.0), **settings)
+    each = 2 * llama.tokens * llama.shape.layers / GIB
+    logits = 2 * llama.tokens * llama.shape.vocab / GIB
+    keys = 2 * llama.shape.kv_width * each
+    assert at(llama, "loss", "outputs of the last micro-batch") == pytest.approx(keys)
+    for moment in ("backward of the first block", "embedding gradient", "optimizer step"):
+        assert at(llama, moment, "outputs") == pytest.approx(logits + keys)
+    # Activation checkpointing by the model returns none.
+    checkpointed = llama.with_(recompute="full", traits=replace(llama.traits, caches_keys=False))
+    assert not at(checkpointed, "loss", "outputs of the last micro-batch")
+    # Views hold all that their layer returned; rotated keys are tensors of their own.
+    gpt2, neox = (make_run(name, traits=LOOP, **settings) for name in ("gpt2", "pythia-410m"))
+    assert at(gpt2, "loss", "outputs of the last micro-batch") * GIB == 3 * 768 * 2 * gpt2.tokens * 12
+    assert at(neox, "loss", "outputs of the last micro-batch") * GIB == 4 * 1024 * 2 * neox.tokens * 24
+    wide = neox.with_(traits=replace(LOOP, wide_rotary=True))
+    assert at(wide, "loss", "outputs of the last micro-batch") * GIB == (3 * 2 + 4) * 1024 * neox.tokens * 24
+
+
+def test_queries_and_keys_that_are_rotated_in_fp32_are_saved_so_unless_a_kernel_casts_them() -> None:
+    fused = make_run("pythia-410m", traits=LOOP, precision="bf16-true", compiled=False)
+    scores = fused.with_(attention="scores")
+    each = fused.tokens * 1024 * 24 / GIB
+    for run, more in ((fused, 4), (scores, 2 * 2)):
+        wide = run.with_(traits=replace(LOOP, wide_rotary=True))
+        before, after = (at(one, "loss", "queries, keys, values") for one in (run, wide))
+        assert after == pytest.approx(before + more * each)
+    llama = make_run("llama3.2-1b", traits=LOOP, precision="bf16-true", compiled=False)
+    assert forecast_memory(llama.with_(traits=replace(LOOP, wide_rotary=True))).allocated == (
+        forecast_memory(llama).allocated
+    )
+
+
+def test_blocks_of_earlier_versions_keep_a_causal_mask_of_all_positions() -> None:
+    run = make_run("gpt2", traits=replace(LOOP, mask_buffers=True), precision="bf16-true", compiled=False)
+    assert at(run, "loss", "causal masks") * GIB == 1024**2 * 12
+    assert not at(run.with_(traits=LOOP), "loss", "causal masks")
+    llama = make_run("llama3.2-1b", traits=run.traits)
+    assert not at(llama, "loss", "causal masks")
+
+
+def test_the_matmuls_of_a_head_need_its_gradient_beside_that_of_the_logits() -> None:
+    """If the loss needs little: the sum of the logits."""
+    traits = replace(LOOP, holds_outputs="", loss_kernel="always", kernel_logit_bytes=4.0)
+    run = make_run("gpt2", traits=traits, precision="bf16-true", compiled=False, loss="plain", length=256)
+    vocabulary = 50_257
+    assert at(run, "loss", "head weight gradient") * GIB == vocabulary * 768 * 2
+    assert at(run, "loss", "logits gradient") * GIB == run.tokens * vocabulary * 2
+    # With 12 bytes per logit and more tokens, the loss is the peak.
+    plain = run.with_(traits=replace(traits, loss_kernel="never", logit_bytes=12.0), length=1024)
+    assert at(plain, "loss", "logits and loss") * GIB == plain.tokens * vocabulary * 12
+    assert not at(plain, "loss", "logits gradient")
+
+
+def test_the_gradient_of_a_tied_embedding_is_added_to_the_head_s() -> None:
+    run = make_run("gpt2", traits=LOOP, precision="bf16-true", compiled=False)
+    table = "embedding gradient before accumulation"
+    assert at(run, "embedding gradient", table) * GIB == pytest.approx((50_257 + 1024) * 768 * 2)
+    untied = make_run("llama2-7b", traits=LOOP, precision="bf16-true", compiled=False)
+    assert not at(untied, "embedding gradient", table)
+
+
+def test_a_swiglu_that_multiplies_again_saves_its_factors_alone() -> None:
+    traits = replace(LOOP, fused_activation=True)
+    run = make_run("tinyllama-1.1b", traits=traits, precision="bf16-true", compiled=False)
+    again = run.with_(traits=replace(traits, multiplies_again=True))
+    each = run.tokens * run.shape.ffn * 2 * run.shape.layers / GIB
+    assert at(run, "loss", "MLP intermediates") == pytest.approx(3 * each)
+    assert at(again, "loss", "MLP intermediates") == pytest.approx(2 * each)
+
+
+COMPILED = replace(SYSTEMS["autocast"], loss_kernel="compiled", pads_vocabulary=True)
+
+
+def test_a_compiled_model_that_returns_its_logits_has_zeros_for_their_gradient() -> None:
+    def logits(**traits: Any) -> float:
+        run = make_run("llama3.2-1b", micro_batch=8, compiled=True, loss="plain", traits=replace(COMPILED, **traits))
+        held = at(run, "loss", "logits and loss") or at(run, "loss", "logits gradient")
+        return held * GIB / (run.tokens * run.shape.vocab)
+
+    assert logits() == pytest.approx(4)
+    # Before PyTorch 2.5 the labels were a sparse matrix in fp32.
+    assert logits(software=2023) == pytest.approx(8)
+    # As one graph with the model, the gradient is written over logits that are not returned, since PyTorch 2.6.
+    whole = {"compiles_loss": True}
+    assert logits(**whole) == pytest.approx(2)
+    assert logits(**whole, software=2024) == pytest.approx(4)
+    assert logits(**whole, returns_logits=True) == pytest.approx(6)
+    assert logits(**whole, returns_logits=True, software=2023) == pytest.approx(10)
+    runs = json.loads((ROOT / "benchmarks" / "gpu" / "compiled_loss_h200" / "compiled_loss.json").read_text())["memory"]
+    returned, alone = (
+        [one["allocated_gib"] for one in runs if one["compiled"] and one["returns"] is returns and not one["sums"]]
+        for returns in (True, False)
+    )
+    more = (returned[1] - returned[0]) - (alone[1] - alone[0])
+    assert more * GIB / (16 * 1024 * 50_304) == pytest.approx(6 - 2, rel=0.01)
+    # Kernels by hand have neither, and some write over the logits.
+    assert logits(loss_kernel="always", loss_in_place=True) == pytest.approx(2)
+    assert logits(software=2023, loss_kernel="always") == pytest.approx(4)

@@ -1,6 +1,7 @@
 """What other systems' code holds and sends in training on many devices, checked against arithmetic by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -180,3 +181,50 @@ def test_transformer_engine_computes_attention_on_amd_by_its_own_kernels_since_2
         return block_compute(run).attention.both
 
     assert attention(2024) / attention(2025) == pytest.approx(515 / 230, rel=0.01)
+
+
+def test_what_is_gathered_along_the_sequence_is_copied_and_its_gradients_are_added_up():
+    def parallel(system: str, *, micro_batch: int = 1, compiled: bool = False) -> Run:
+        settings = {"strategy": "fsdp", "mesh": Mesh(dp_shard=2, tp=4), "recompute": "none", "loss": "plain"}
+        return make_run(micro_batch=micro_batch, compiled=compiled, traits=SYSTEMS[system], **settings)
+
+    def collectives(system: str, **settings: Any) -> float:
+        return term(forecast_speed(parallel(system, **settings)), "tensor parallel")
+
+    one = 2048 * 4096 * 2
+    # torchtitan's pull request 437: two copies of 8,192 tokens take 0.18 ms.
+    copied = 8 * 2 * one / (3.35e12 * 0.64) * 32
+    assert collectives("torchtitan") - collectives("torchtitan", compiled=True) == pytest.approx(copied)
+    assert collectives("shoal") == collectives("shoal", compiled=True)
+    assert collectives("shoal", micro_batch=2) - collectives("shoal", micro_batch=2, compiled=True) == pytest.approx(
+        2 * copied
+    )
+    assert collectives("megatron") == collectives("megatron", compiled=True)
+    # Of queries, keys and values two sums, of gate and up one, each of which reads two tensors and writes one.
+    run = parallel("torchtitan")
+    joined = replace(run, traits=replace(run.traits, fused_qkv=True))
+    added = block_compute(run).elementwise.backward - block_compute(joined).elementwise.backward
+    assert added == pytest.approx(3 * 3 * one / (3.35e12 * 0.8))
+
+
+def test_a_norm_of_pytorch_is_one_kernel_since_2_9():
+    before, since = (make_run(traits=SYSTEMS[one], compiled=False) for one in ("torchtitan", "torchtitan-2025"))
+    assert block_compute(since).elementwise.forward < 0.7 * block_compute(before).elementwise.forward
+
+
+def test_collectives_of_a_stage_overlap_with_the_micro_batches_of_another():
+    def exposed(name: str, **settings: Any) -> float:
+        settings = {"strategy": "zero1", "mesh": Mesh(dp_shard=32, pp=4), "grad_accum_steps": 16, **settings}
+        run = make_run("llama2-70b", "h100-80gb", loss="plain", compiled=True, traits=SYSTEMS["nemo"], **settings)
+        slow = run.with_(network=replace(run.network, bytes_per_second=5e9))
+        return term(forecast_speed(slow), name)
+
+    gradients, weights = "gradient reduce-scatter", "all-gather of updated weights"
+    alone = {name: exposed(name, schedule="1f1b") for name in (gradients, weights)}
+    five = {name: exposed(name, schedule="interleaved", virtual_stages=5) for name in (gradients, weights)}
+    block = block_compute(make_run("llama2-70b", "h100-80gb", compiled=True, loss="plain", traits=SYSTEMS["nemo"]))
+    backward, forward = block.backward * 20, block.forward * 20
+    # Alone, what one micro-batch does not hide; else what four do not, but at least a fifth, of one stage.
+    assert five[gradients] == pytest.approx(max((alone[gradients] + backward) / 5, alone[gradients] - 3 * backward))
+    assert five[weights] == pytest.approx(max(alone[weights] / 5, alone[weights] - 3 * forward))
+    assert five[weights] < 0.7 * alone[weights]

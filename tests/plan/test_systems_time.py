@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.catalogue.gpus import LINKS, find_gpu
+from shoal.catalogue.gpus import GPUS, LINKS, find_gpu
 from shoal.catalogue.shapes import parameters
 from shoal.config.mesh import Mesh
 from shoal.plan.activations import block_kept
@@ -151,16 +151,30 @@ def test_zero3_of_deepspeed_waits_for_its_hooks_if_sequences_are_short():
             )
         )
 
-    assert step(256, "zero3") > 2.5 * step(256, "zero2")
+    assert step(256, "zero3") > 1.9 * step(256, "zero2")
     assert step(256, "zero3") == pytest.approx(step(512, "zero3"), rel=0.02)
     assert step(8192, "zero3") < 1.1 * step(8192, "zero2")
+
+
+def test_fsdp_waits_for_its_hooks_if_sequences_are_short():
+    def waiting(strategy: str, **settings: object) -> float:
+        run = make_run(strategy=strategy, mesh=Mesh(dp_shard=8), micro_batch=1, length=32, loss="plain", **settings)
+        return term(forecast_speed(run), "kernel launch overhead")
+
+    for compiled in (False, True):
+        settings = {"compiled": compiled, "traits": replace(SYSTEMS["torchtitan"], cuda_graphs=False)}
+        assert waiting("fsdp", **settings) - waiting("ddp", **settings) == pytest.approx(32 * 2.6e-3)
+    # DeepSpeed's are counted for each module, and XLA has none.
+    for traits in (DEEPSPEED, replace(SYSTEMS["torchtitan"], planned_memory=True)):
+        strategy = "zero2" if traits is DEEPSPEED else "fsdp"
+        assert waiting(strategy, traits=traits) == pytest.approx(waiting("ddp", traits=traits))
 
 
 def test_layers_that_return_fp32_move_more_bytes():
     plain = adapted(quantize="nf4", micro_batch=4, length=4096)
     assert plain.adapter is not None
     upcast = plain.with_(adapter=replace(plain.adapter, upcasts=True))
-    assert 1.15 < seconds(upcast) / seconds(plain) < 1.5
+    assert 1.1 < seconds(upcast) / seconds(plain) < 1.5
 
 
 def test_without_autocast_what_is_upcast_computes_in_fp32():
@@ -341,13 +355,55 @@ def test_ligers_loss_reads_and_casts_the_head_for_every_part_of_the_tokens():
     assert head_seconds(summed).backward - head_seconds(run).backward > 32 * weight * 12 / run.gpu.memory_bandwidth
 
 
-def test_an_eager_norm_is_moved_by_every_kernel_of_its_backward_pass_too():
+def test_eager_kernels_stream_their_bytes_or_compute_an_address_for_each_element():
     run = make_run("llama3-8b", "h200", traits=HUGGING_FACE, compiled=False, loss="plain", precision="bf16-true")
     fused = run.with_(traits=replace(HUGGING_FACE, unfused_norms=False))
-    each = 2 * run.tokens * run.shape.hidden / (0.64 * run.gpu.memory_bandwidth)
+    elements, memory = 2 * run.tokens * run.shape.hidden, run.gpu.memory_bandwidth
+    # Of an RMSNorm that is written out, three kernels forward and five backward are not vectorized: 330e9 elements a
+    # second on an H200. The others move 18 and 68 bytes per element at 0.8 of the bandwidth.
     less = [block_compute(one).elementwise for one in (run, fused)]
-    assert less[0].forward - less[1].forward == pytest.approx(each * (36 - 4), rel=0.01)
-    assert less[0].backward - less[1].backward == pytest.approx(each * (84 - 8), rel=0.01)
+    forward = elements * (3 / 330e9 + 18 / (0.8 * memory) - 4 / (0.64 * memory))
+    backward = elements * (5 / 330e9 + 68 / (0.8 * memory) - 8 / (0.64 * memory))
+    assert less[0].forward - less[1].forward == pytest.approx(forward, rel=0.02)
+    assert less[0].backward - less[1].backward == pytest.approx(backward, rel=0.02)
+    # A 4090's multiprocessors keep up with its memory: every kernel moves its bytes.
+    card = [block_compute(one.with_(gpu=GPUS["rtx4090"])).elementwise for one in (run, fused)]
+    streamed = elements * ((18 + 18) / 0.8 - 4 / 0.64) / 1008e9
+    assert card[0].forward - card[1].forward == pytest.approx(streamed, rel=0.02)
+
+
+def test_matmuls_between_eager_kernels_are_faster_where_power_limits_compiled_ones():
+    def slower(gpu: str, shape: str) -> float:
+        eager = make_run(shape, gpu, traits=HUGGING_FACE, compiled=False, precision="bf16-true", length=2048)
+        return block_compute(eager).matmuls.both / block_compute(eager.with_(compiled=True)).matmuls.both
+
+    assert slower("h200", "qwen2.5-0.5b") == pytest.approx(1 / 1.16, rel=0.01)
+    assert slower("h200", "llama3-70b") > 0.95  # matmuls take most of its step anyway
+    assert slower("a100-80gb", "qwen2.5-0.5b") == 1
+
+
+def test_the_trainer_waits_for_the_loss_and_its_host_prepares_the_step_meanwhile():
+    run = make_run("llama3-8b", "h200", traits=HUGGING_FACE, compiled=False, loss="plain", precision="bf16-true")
+    own_loop = run.with_(traits=replace(HUGGING_FACE, waits_for_loss=False))
+    assert seconds(run) - seconds(own_loop) == pytest.approx(4e-3 + 32 * 9 * 0.02e-3, rel=0.01)
+    factored = [seconds(one.with_(optimizer="adafactor")) for one in (run, own_loop)]
+    assert factored[0] - factored[1] == pytest.approx(4e-3 + 32 * 9 * 0.47e-3, rel=0.01)
+
+
+def test_composer_removes_padding_where_there_is_none():
+    run = make_run("mpt-7b", "a100-80gb", traits=SYSTEMS["composer"], compiled=False)
+    kept = run.with_(traits=replace(run.traits, unpads=False))
+    # Copies of queries, keys and values in either pass, each of 192e9 elements a second, and zeros for the output.
+    copied = run.tokens * 4096 * (3 / (330e9 * 108 * 1.41 / (132 * 1.98)) + 2 / (0.8 * 2039e9))
+    more = block_compute(run).elementwise.both - block_compute(kept).elementwise.both
+    assert more == pytest.approx(2 * copied, rel=0.02)
+
+
+def test_accelerate_casts_logits_that_nobody_reads():
+    run = make_run("llama3-8b", "h200", traits=HUGGING_FACE, compiled=False, loss="plain", precision="bf16-true")
+    kept = run.with_(traits=replace(HUGGING_FACE, widens_outputs=False))
+    more = run.tokens * run.shape.vocab / 330e9
+    assert seconds(run) - seconds(kept) == pytest.approx(more, rel=0.02)
 
 
 def test_opt_upcasts_its_softmax_in_fp16_and_saves_clamped_scores():
@@ -396,3 +452,33 @@ def test_ranks_that_take_turns_at_muon_orthogonalize_a_share_of_the_matrices_eac
     plain = term(forecast_speed(run.with_(optimizer="sgd")), "optimizer")
     assert (term(shared, "optimizer") - plain) < (term(alone, "optimizer") - plain) / 6
     assert 0 < term(shared, "all-reduce of updates") < 2e-3
+
+
+def test_kernels_for_the_activation_and_the_rotation_move_less():
+    run = make_run("tinyllama-1.1b", "a100-80gb", compiled=False, precision="bf16-true", traits=SYSTEMS["huggingface"])
+    shape, bandwidth = run.shape, run.gpu.memory_bandwidth
+
+    def forward(**traits: bool) -> float:
+        return block_compute(run.with_(traits=replace(run.traits, **traits))).elementwise.forward
+
+    # One kernel reads both factors and writes their product, where PyTorch's two stream five tensors.
+    less = forward() - forward(fused_activation=True)
+    assert less == pytest.approx(run.tokens * shape.ffn * 2 * (5 / 0.8 - 3 / 0.6) / bandwidth)
+    # One rotates queries and keys, where PyTorch has five, none of which is vectorized.
+    turned = run.tokens * (shape.query_width + shape.kv_width) * 2
+    assert forward() - forward(fused_rotary=True) > 3 * turned * 2 / (0.6 * bandwidth)
+
+
+def test_what_the_compiler_does_not_fuse_with_the_loss_is_written_and_read():
+    traits = replace(SYSTEMS["autocast"], loss_kernel="compiled")
+    run = make_run("llama3.2-1b", "rtx4090", compiled=True, loss="plain", traits=traits)
+    each = run.tokens * run.shape.vocab / (0.64 * run.gpu.memory_bandwidth)
+
+    def more(**changed: object) -> float:
+        return head_seconds(run.with_(traits=replace(traits, **changed))).both - head_seconds(run).both
+
+    assert more(compiles_loss=True) == pytest.approx((8 - 10) * each)
+    assert more(compiles_loss=True, returns_logits=True) == pytest.approx(0, abs=1e-9)
+    assert more(software=2023) == pytest.approx(8 * each)
+    # A kernel that overwrites the logits moves as much as ours.
+    assert more(loss_kernel="always", loss_in_place=True) == pytest.approx((7 - 10) * each)

@@ -68,7 +68,7 @@ def quantize(model: Any) -> None:
             small = bitsandbytes.nn.Linear4bit(
                 layer.in_features,
                 layer.out_features,
-                bias=False,
+                bias=layer.bias is not None,
                 compute_dtype=torch.bfloat16,
                 compress_statistics=True,
                 quant_type="nf4",
@@ -77,6 +77,7 @@ def quantize(model: Any) -> None:
             small.weight = bitsandbytes.nn.Params4bit(
                 layer.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
             )
+            small.bias = layer.bias
             block.set_submodule(name, small.to(device()))
     # peft chooses its layer for quantized weights by this attribute.
     model.is_loaded_in_4bit = True

@@ -11,6 +11,8 @@ from shoal.plan.resolved import ResolvedRun
 from shoal.plan.terms import GIB
 
 DEVICES_PER_NODE = 8
+# What a trace, which launches nothing, does not have.
+WORKSPACES = "matmul workspaces"
 # Compared term -> terms of the forecast and of a trace. Transient terms are summed: which of them is largest at the
 # peak depends on details that the forecast does not model.
 COMPARED = {
@@ -27,6 +29,7 @@ COMPARED = {
         "embedding gradient",
         "embedding gradient before accumulation",
         "optimizer temporaries",
+        WORKSPACES,
         "other",
     ),
 }
@@ -54,16 +57,19 @@ def compared_terms(sizes: Mapping[str, float]) -> dict[str, float]:
     return {term: sum(sizes.get(name, 0.0) for name in names) / GIB for term, names in COMPARED.items()}
 
 
-def forecast_memory(choice: ResolvedRun, moment: str | None = None) -> dict[str, Any]:
-    """The memory forecast with the terms at `moment`; at the peak if None."""
+def forecast_memory(choice: ResolvedRun, moment: str | None = None, *, traced: bool = False) -> dict[str, Any]:
+    """The memory forecast with the terms at `moment`; at the peak if None. `traced`: as a trace would find it."""
     pipeline_rank = choice.memory.pipeline_ranks[0]
     wanted = next((one for one in pipeline_rank.moments if one.name == moment), pipeline_rank.peak)
+    workspaces = wanted.tree.find(WORKSPACES) if traced else None
+    less = 0.0 if workspaces is None else workspaces.amount
+    parts = {part.name: part.amount for part in wanted.tree.parts if not (traced and part.name == WORKSPACES)}
     return {
-        "allocated_gib": pipeline_rank.allocated / GIB,
+        "allocated_gib": (pipeline_rank.allocated - less) / GIB,
         "peak_at": pipeline_rank.peak.name,
         "terms_at": wanted.name,
-        "terms": compared_terms({part.name: part.amount for part in wanted.tree.parts}),
-        "moments": {one.name: one.tree.amount / GIB for one in pipeline_rank.moments},
+        "terms": compared_terms(parts),
+        "moments": {one.name: (one.tree.amount - less) / GIB for one in pipeline_rank.moments},
     }
 
 

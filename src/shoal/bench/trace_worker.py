@@ -56,7 +56,7 @@ def trace_rank(config: Config, world_size: int) -> dict[str, Any]:
         "chosen": choice.as_dict(),
         "device": choice.machine.gpu.name,
         "machine": describe_machine(torch.device("cpu")),
-        "forecast": forecast_memory(choice, peak),
+        "forecast": forecast_memory(choice, peak, traced=True),
         "measured": {
             "allocated_gib": traced.moments[peak].bytes / GIB,
             "peak_at": peak,

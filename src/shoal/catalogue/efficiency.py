@@ -89,6 +89,12 @@ def relative_rate(gpu: Gpu) -> float:
     return (gpu.bf16 or gpu.fp16) / units / (989e12 / MULTIPROCESSORS["h200"])
 
 
+def clock(gpu: Gpu) -> float:
+    """The clock that a device's fp32 peak assumes, in Hz: 64 lanes of a multiprocessor until the A100, then 128."""
+    lanes = 64 if gpu.compute_capability in ((7, 0), (7, 5), (8, 0)) else 128
+    return gpu.fp32 / (2 * lanes * MULTIPROCESSORS[gpu.name])
+
+
 # The share of training over the speed of large matmuls alone: 0.89 on an A100 and 0.98 on an H200, the two families of
 # which both are known.
 IN_TRAINING = 0.93

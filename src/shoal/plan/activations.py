@@ -215,8 +215,12 @@ def _attention(run: Run, tokens: float) -> list[Term]:
     if joined and shape.traits.rotary:
         # Values are a view of the fused QKV output, which stays allocated beside the rotated queries and keys.
         width += query + keys
+    kept = width * itemsize
+    if run.rotates_in_fp32:
+        # Written-out attention reads them as they are; a fused kernel casts them, and the cache has the keys.
+        kept += (query + keys) * (4 - itemsize) if run.attention == "scores" else 4 * keys * run.traits.caches_keys
     found = [
-        leaf("queries, keys, values", tokens / tp * width * itemsize),
+        leaf("queries, keys, values", tokens / tp * kept),
         leaf("attention output", tokens / tp * (query * itemsize + 4 * shape.heads)),
     ]
     if _input_bytes(run) < itemsize and "attention" in needed(run):
@@ -262,7 +266,8 @@ def _mlp(run: Run, tokens: float) -> list[Term]:
     if run.adapter is not None and run.traits.peft:
         own = not dropped_inputs(run) and any(one.reads == "inner" for one in adapted(run))
         inner = run.adapter_input_bytes * own + quantized_input_bytes(run)
-    if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run):
+    again = run.traits.multiplies_again and shape.traits.gated
+    if (run.recomputes_cheap and inner > 1) or has_mlp_in_place(run) or again:
         inner = 0
     # Gated: both factors, and their product as the input of the last linear layer; eager also the activation's output.
     fused = run.compiled or run.traits.fused_activation or has_mlp_in_place(run)

@@ -12,6 +12,29 @@ from shoal.plan.terms import Term, group, leaf
 ZERO_BUCKET = 5e8
 # Elements of a rank that ZeRO-3 updates at a time (sub_group_size), by default.
 ZERO_SUB_GROUP = 1e9
+HOPPER = (9, 0)
+
+# Workspaces of cuBLAS that PyTorch allocates for each thread, of the forward and of the backward pass; more on Hopper
+# (parseChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp). Before version 2.0 cuBLAS allocated its own.
+WORKSPACE, HOPPER_WORKSPACE = 8.125 * 2**20, 32 * 2**20
+WORKSPACES_SINCE = 2023
+
+
+def matmul_workspaces(run: Run) -> float:
+    """Bytes that PyTorch allocates for cuBLAS and keeps."""
+    capability = run.gpu.compute_capability
+    if run.gpu.is_cpu or capability is None or run.traits.planned_memory:
+        return 0.0
+    if 0 < run.traits.software < WORKSPACES_SINCE:
+        return 0.0
+    return 2 * (HOPPER_WORKSPACE if capability >= HOPPER else WORKSPACE)
+
+
+def mask_buffers(run: Run, rank: Rank) -> float:
+    """Causal masks of all positions that blocks keep."""
+    if not run.traits.mask_buffers or run.shape.model_type not in ("gpt2", "gpt_neox"):
+        return 0.0
+    return float(run.shape.positions**2 * rank.blocks)
 
 
 def communication_buffers(run: Run, rank: Rank) -> Term:

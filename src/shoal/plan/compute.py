@@ -5,11 +5,20 @@ from dataclasses import dataclass
 from shoal.catalogue.efficiency import relative_rate
 from shoal.catalogue.optimizers import find_optimizer
 from shoal.catalogue.shapes import parameters as count_parameters
-from shoal.plan.activations import has_head_norms, selected_matmuls
+from shoal.plan import eager
+from shoal.plan.activations import selected_matmuls
 from shoal.plan.adapters import adapter_seconds, dequantization_seconds
 from shoal.plan.attention import attention_seconds
 from shoal.plan.blocks import linears
-from shoal.plan.head import fused_rows, is_aligned, is_fused_loss, is_padded, logit_columns, overwrites_logits
+from shoal.plan.head import (
+    fused_rows,
+    is_aligned,
+    is_fused_loss,
+    is_padded,
+    label_bytes,
+    logit_columns,
+    overwrites_logits,
+)
 from shoal.plan.kernels import STREAMED, Seconds, bandwidth, eager_bandwidth, matmul_seconds
 from shoal.plan.muon import orthogonalization_seconds
 from shoal.plan.packed import packed_linears, summed_gradients
@@ -23,12 +32,14 @@ ODD, EVEN = 5.3, 2.5
 TRAFFIC_BACKWARD = 2.0
 # The gradient of a bias is a sum over tokens, which reads the gradient of its layer's output once more.
 BIAS_TRAFFIC = 1
-# Bytes moved per logit: an eager loss in about ten kernels, a compiled one in two, or our kernel.
-PLAIN_LOGIT_TRAFFIC = 38
+# Bytes moved per logit by a compiled loss, in two kernels, or by our kernel.
 FUSED_LOGIT_TRAFFIC = 10
 KERNEL_LOGIT_TRAFFIC = 7
 # Tokens of a part of TRL's loss (_CHUNKED_LM_HEAD_CHUNK_SIZE in trl/trainer/sft_trainer.py).
 RECOMPUTED_ROWS = 256
+# Of a loss that is compiled as one graph with its model, and with the zeros of logits that it returns: on an H200 a
+# step of 32,768 tokens takes 2.0 ms more with it than with a sum, and then 1.1 ms (benchmarks/gpu/compiled_loss_h200).
+GRAPH_LOGIT_TRAFFIC, RETURNED_LOGIT_TRAFFIC = 8, 10
 # Adafactor's update has the size of the gradient and is computed in about this many reads and writes of fp32: its
 # square, two means, their outer product, the quotient, its norm, the clipped and scaled update.
 FACTORED_PASSES = 14
@@ -76,6 +87,10 @@ def block_compute(run: Run) -> BlockCompute:
     """Seconds of a block, including activation recomputation."""
     matmuls, again = _matmuls(run)
     attention, elementwise = attention_seconds(run), _elementwise(run)
+    added = _adapters(run)
+    faster = eager.spared_power(run, matmuls.both + attention.both, elementwise.both + added.both)
+    ahead, back = matmuls.forward / faster + added.forward, matmuls.backward / faster + added.backward
+    matmuls, again = Seconds(ahead, back), again / faster
     share = 1.0 / run.recompute if isinstance(run.recompute, int) else 1.0
     if run.recomputed_blocks:
         share = min(share, run.recomputed_blocks * run.mesh.pp / run.shape.layers)
@@ -152,60 +167,60 @@ def _matmuls(run: Run) -> tuple[Seconds, float]:
         backward += (run.tokens * made * cast + elements * TWO_LAYOUT_CAST_TRAFFIC) / bandwidth(run)
         forward += (len(read) + len(matrices)) * CAST_SECONDS
         backward += len(matrices) * CAST_SECONDS
-    if run.adapter is not None:
-        ahead, back = adapter_seconds(run, run.adapter)
-        forward, backward = forward + ahead, backward + back
-        if run.adapter.quantize is not None:
-            elements = sum(one.parameters for one in matrices) / run.mesh.tp
-            ahead, back = dequantization_seconds(run, run.adapter, elements)
-            forward, backward = forward + ahead, backward + back
     return Seconds(forward, backward), again
+
+
+def _adapters(run: Run) -> Seconds:
+    """The adapters of a block, and what dequantizes its matrices."""
+    if run.adapter is None:
+        return Seconds(0.0, 0.0)
+    forward, backward = adapter_seconds(run, run.adapter)
+    if run.adapter.quantize is not None:
+        elements = sum(one.parameters for one in packed_linears(run)) / run.mesh.tp
+        ahead, back = dequantization_seconds(run, run.adapter, elements)
+        forward, backward = forward + ahead, backward + back
+    return Seconds(forward, backward)
 
 
 def _elementwise(run: Run) -> Seconds:
     """Norms, activation functions, rotary embeddings, residual adds: memory-bound, so time is bytes / bandwidth."""
-    shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
+    found = _compiled_kernels(run) if run.compiled else eager.block_seconds(run)
+    shape, itemsize = run.shape, run.compute_bytes
     rate = bandwidth(run) if run.compiled else eager_bandwidth(run)
+    # Each expert's inputs are gathered, its outputs weighted, and summed.
+    per_token: float = ROUTED_PASSES * shape.routed * shape.hidden
+    if run.dropout:
+        per_token += 6 * shape.hidden * run.residual_bytes / itemsize * run.stream_tokens / run.tokens
+    others, gelu = run.tokens * per_token * itemsize / rate, _written_out_gelu(run)
+    return Seconds(found.forward + others + gelu.forward, found.backward + TRAFFIC_BACKWARD * others + gelu.backward)
+
+
+def _compiled_kernels(run: Run) -> Seconds:
+    """The elementwise kernels of compiled blocks: one between two matmuls, which touches each tensor once."""
+    shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
+    rate = bandwidth(run)
     # The residual stream may be wider than the compute dtype.
     wide = run.layer_bytes / itemsize
     hidden, inner = shape.hidden * run.residual_bytes / itemsize, wide * shape.ffn / tp
     # Without sequence parallelism every tensor-parallel rank computes the norms and residual adds of all tokens.
     shared = run.stream_tokens / run.tokens
     rotated = wide * (shape.query_width + shape.kv_width) / tp if shape.traits.rotary else 0.0
-    gated, behind = shape.traits.gated, 0.0
-    if run.compiled:
-        # A residual add fused with the following norm reads both summands, and writes the stream and its norm. Kernels
-        # between two matmuls touch each tensor once.
-        narrow = hidden if run.traits.liger_kernels else shape.hidden
-        per_token = 4 * (hidden + narrow) * shared + 2 * rotated + (3 if gated else 2) * inner
-        if run.traits.fused_by_hand:
-            # The sums of the residual stream are read once more by the norms, and queries copied.
-            per_token += 2 * hidden * shared + 2 * shape.query_width / tp
-    else:
-        norm, again = _norm_passes(run, run.residual_bytes)
-        per_token = 2 * (norm + 3) * hidden * shared + (8 * rotated) + (5 if gated else 2) * inner
-        behind += 2 * (again - 2 * norm) * hidden * shared
-        if has_head_norms(run):
-            # Of queries and keys, which are in the compute dtype.
-            norm, again = _norm_passes(run, itemsize)
-            per_token += norm * (shape.query_width + shape.kv_width) / tp
-            behind += (again - 2 * norm) * (shape.query_width + shape.kv_width) / tp
-        # Biases are added in the matmul's epilogue; heads are transposed for attention and back.
-        per_token += 4 * shape.query_width / tp
+    # A residual add fused with the following norm reads both summands, and writes the stream and its norm.
+    narrow = hidden if run.traits.liger_kernels else shape.hidden
+    per_token = 4 * (hidden + narrow) * shared + 2 * rotated + (3 if shape.traits.gated else 2) * inner
+    if run.traits.fused_by_hand:
+        # The sums of the residual stream are read once more by the norms, and queries copied.
+        per_token += 2 * hidden * shared + 2 * shape.query_width / tp
     biased = 0.0
     if shape.traits.linear_bias:
         biased = sum(one.local_sizes(tp)[1] for one in linears(shape))
     elif shape.traits.qkv_bias:
         biased = (shape.query_width + 2 * shape.kv_width) / tp
-    if run.dropout:
-        per_token += 6 * hidden * shared
-    # Each expert's inputs are gathered, its outputs weighted, and summed.
-    per_token += ROUTED_PASSES * shape.routed * shape.hidden
     ahead = run.tokens * per_token * itemsize / rate
     casting = 0.0
     if run.casts_weights:
         casting = sum(one.parameters for one in linears(shape)) / tp * (run.weight_bytes + itemsize) / rate
-        if run.residual_bytes > itemsize and (run.traits.liger_kernels or not run.compiled):
+        if run.residual_bytes > itemsize and run.traits.liger_kernels:
             # And every layer the normalized input, which has the dtype of the residual stream.
             read = sum(one.local_sizes(tp)[0] for one in linears(shape) if one.reads in ("norm", "second norm"))
             casting += run.tokens * read * (itemsize + run.residual_bytes) / rate
@@ -213,23 +228,9 @@ def _elementwise(run: Run) -> Seconds:
         # A layer casts its input to the compute dtype, and its output back; attention's output is in that dtype.
         cast = sum(sum(one.local_sizes(tp)) for one in linears(shape) if one.reads != "attention")
         casting += run.tokens * cast * (itemsize + run.layer_bytes) / rate
-    gelu = _written_out_gelu(run)
     summed = BIAS_TRAFFIC * run.tokens * biased * itemsize / rate * run.trained.blocks
     spared = summed_gradients(run) * run.tokens * shape.hidden * itemsize / rate
-    back = TRAFFIC_BACKWARD * ahead + run.tokens * behind * itemsize / rate
-    return Seconds(ahead + casting + gelu.forward, back + casting + summed - spared + gelu.backward)
-
-
-def _norm_passes(run: Run, itemsize: int) -> tuple[int, int]:
-    """Reads and writes per element of an eager norm whose input has `itemsize` bytes, in the forward and backward pass,
-    in elements of that size."""
-    if not (run.traits.unfused_norms and run.shape.traits.rms_norm):
-        return 2, 4
-    # Written out, it squares (2), averages (1), multiplies (2) and multiplies with its weight (2). Backward: the weight
-    # (2), its gradient and the sum of that (4), the root's (4) and the input's (2), the square's in three kernels (6),
-    # and their sum (3). An input in 16 bits is cast to fp32 and back, and all between that is twice as wide.
-    trained = run.trained.blocks > 0
-    return (7, 17 + 4 * trained) if itemsize == 4 else (18, 38 + 4 * trained)
+    return Seconds(ahead + casting, TRAFFIC_BACKWARD * ahead + casting + summed - spared)
 
 
 def _written_out_gelu(run: Run) -> Seconds:
@@ -281,11 +282,16 @@ def head_seconds(run: Run) -> Seconds:
     if is_padded(run):
         ahead += 2 * columns * shape.hidden * run.compute_bytes / bandwidth(run)  # a padded copy of the weight
     fused = is_fused_loss(run) if run.loss == "plain" else run.loss == "fused" or (run.compiled and tp == 1)
-    traffic = FUSED_LOGIT_TRAFFIC if fused else PLAIN_LOGIT_TRAFFIC
-    if overwrites_logits(run):
-        traffic = KERNEL_LOGIT_TRAFFIC
-    eager = traffic == PLAIN_LOGIT_TRAFFIC
-    moved = tokens * columns * traffic / (eager_bandwidth(run) if eager else bandwidth(run))
+    if fused or overwrites_logits(run):
+        in_place = overwrites_logits(run) or run.traits.loss_in_place
+        traffic: float = KERNEL_LOGIT_TRAFFIC if in_place else FUSED_LOGIT_TRAFFIC
+        if run.loss == "plain" and run.traits.compiles_loss:
+            traffic = RETURNED_LOGIT_TRAFFIC if run.traits.returns_logits else GRAPH_LOGIT_TRAFFIC
+        if run.loss == "plain":
+            traffic += 2 * label_bytes(run)  # written and read
+        moved = tokens * columns * traffic / bandwidth(run)
+    else:
+        moved = eager.loss_seconds(run, tokens * columns)
     if run.loss != "plain" and run.of_answers:
         back += ahead + moved / 2  # the logits and their softmax once more
     elif run.loss == "chunked" and run.traits.chunks == "recomputed":

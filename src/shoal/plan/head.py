@@ -23,16 +23,22 @@ LOSS_BYTES = 12
 # Tensors as wide as the hidden states in the head of a masked language model: its input, which is gathered, and the
 # outputs of its linear layer, activation and norm.
 HEAD_TRANSFORM = 4
+# The year whose wheels have PyTorch 2.5 and later.
+FUSED_LABELS = 2024
+# The year whose wheels have PyTorch 2.6 and later.
+REUSED_LOGITS = 2025
 # torchtune's chunked loss upcasts logits to fp32 in eight chunks.
 UPCAST_CHUNKS = 8
 
 
 @dataclass(frozen=True)
 class Head:
-    """Bytes while the loss is computed, and what remains when the backward pass enters the blocks."""
+    """Bytes while the loss is computed, what remains when the backward pass enters the blocks, and before that, in the
+    matmuls of the head's backward pass."""
 
     peak: Term
     remaining: Term
+    matmuls: Term
 
 
 def head(run: Run) -> Head:
@@ -48,19 +54,32 @@ def head(run: Run) -> Head:
     gradient = leaf("hidden states gradient", hidden)
     matrix = columns * shape.hidden
     padded = leaf("padded head weight", matrix * itemsize if is_padded(run) else 0.0)
+    trained = run.trained.embedding if shape.tied else run.trained.head
     if run.loss == "plain":
         whole = leaf("logits and loss", logits * _plain_bytes(run))
-        chosen = leaf("masked tokens", HEAD_TRANSFORM * run.head_tokens * shape.hidden * itemsize)
-        if run.head_share == 1:
-            chosen = leaf("masked tokens", 0.0)
+        # If no tokens are gathered, the input is the hidden states, and the last norm is in the place of the final one.
+        tensors = HEAD_TRANSFORM if run.head_share < 1 else (HEAD_TRANSFORM - 2) * shape.traits.head_transform
+        chosen = leaf("head transform", tensors * run.head_tokens * shape.hidden * itemsize)
         # It is dequantized again in the backward pass, when one of the logits' fp32 tensors is gone.
         again = matrix * dequantized_bytes(run) - 4 * logits if has_quantized_head(run) else 0.0
         dequantized = leaf("dequantized head weight", max(0.0, again))
         # Autocast casts a head that is in fp32, and the backward pass needs the copy.
         upcast = run.adapter is not None and run.adapter.upcasts and run.traits.autocasts
         copy = leaf("head weight in compute dtype", matrix * itemsize if upcast else 0.0)
-        return Head(group("head", norm, before, padded, chosen, whole, dequantized, copy), group("head", gradient))
-    trained = run.trained.embedding if shape.tied else run.trained.head
+        peak = group("head", norm, before, padded, chosen, whole, dequantized, copy)
+        # Then the matmuls of the backward pass, which read the gradient of the logits, and return the weight's.
+        held = returned_bytes(run) if run.traits.holds_outputs else 0.0
+        matmuls = group(
+            "head",
+            norm,
+            before,
+            padded,
+            chosen,
+            leaf("logits gradient", logits * (itemsize + held)),
+            leaf("head weight gradient", matrix * itemsize if trained else 0.0),
+            gradient,
+        )
+        return Head(peak, group("head", gradient), matmuls)
     head_gradient = matrix * 4 if trained else 0.0
     if run.loss == "fused" and run.traits.fused_rows:
         head_gradient = matrix * itemsize if trained else 0.0
@@ -89,7 +108,7 @@ def head(run: Run) -> Head:
         matrix * itemsize if head_gradient and not run.traits.fused_rows else 0.0,
     )
     late = group("head", norm, before, gradient, weight_gradient, returned)
-    return Head(peak if peak.amount >= late.amount else late, group("head", gradient))
+    return Head(peak if peak.amount >= late.amount else late, group("head", gradient), group("head"))
 
 
 def fused_rows(run: Run) -> float:
@@ -106,6 +125,8 @@ def fused_rows(run: Run) -> float:
 def returned_bytes(run: Run) -> float:
     """Bytes per logit of those that the model returns, where the loss is plain: what its peak has beside three fp32
     tensors. transformers returned them in fp32 until version 4.45."""
+    if is_fused_loss(run):
+        return float(run.compute_bytes)
     return run.traits.logit_bytes + run.head_bytes - run.compute_bytes - LOSS_BYTES
 
 
@@ -138,9 +159,28 @@ def overwrites_logits(run: Run) -> bool:
     return run.loss == "chunked" and run.traits.chunks == "chunked" and run.mesh.tp == 1 and not run.gpu.is_cpu
 
 
+def label_bytes(run: Run) -> float:
+    """Bytes per logit of the labels of a compiled loss: before PyTorch 2.5 a sparse matrix in the dtype of the softmax
+    (pytorch pull request 129043)."""
+    compiled = run.traits.loss_kernel == "compiled" and run.compiled
+    if not (compiled and 0 < run.traits.software < FUSED_LABELS):
+        return 0.0
+    return 4.0 if run.mixed else float(run.compute_bytes)
+
+
+def _reuses_logits(run: Run) -> bool:
+    """Whether the backward pass of a model that is compiled with its loss writes over the logits that it has saved:
+    since PyTorch 2.6, unless they are returned (benchmarks/gpu/compiled_loss_h200)."""
+    earlier = 0 < run.traits.software < REUSED_LOGITS
+    return run.traits.compiles_loss and run.compiled and not run.traits.returns_logits and not earlier
+
+
 def _plain_bytes(run: Run) -> float:
     if is_fused_loss(run):
-        return run.traits.kernel_logit_bytes or 2.0 * run.compute_bytes
+        both = 1.0 if run.traits.loss_in_place or _reuses_logits(run) else 2.0
+        # Zeros in place of the gradient that returned logits do not have.
+        zeros = run.compute_bytes if run.traits.compiles_loss and run.traits.returns_logits and run.compiled else 0.0
+        return (run.traits.kernel_logit_bytes or both * run.compute_bytes) + zeros + label_bytes(run)
     # A head in fp32 returns logits in it.
     wide = run.head_bytes - run.compute_bytes
     return wide + (run.traits.sharded_logit_bytes if run.mesh.tp > 1 else run.traits.logit_bytes)

@@ -6,9 +6,13 @@ from shoal.plan.run import Run
 from shoal.plan.states import adapted
 
 # Host time to launch the kernels of a block, forward and backward; a faster device waits for its host. Eager that of a
-# Llama; of blocks with more operations (plan/launched.py) as much more. Of fewer, published steps are no shorter:
-# BERT's with activation checkpointing on a V100 (transformers' guide to training on one GPU).
+# Llama; of blocks with more or fewer operations (plan/launched.py) as much more or less: a GPT-NeoX, which has 112 in
+# place of 171, takes 1.32 ms (benchmarks/gpu/trainer_h200/block_host.json).
 EAGER_BLOCK_HOST = 2.0e-3
+# An operation of BERT takes 1.4 times as long, with smaller modules around it: 17 to 18 ms for 12 blocks whatever the
+# batch, and 23 ms with eager attention, on an A100 (huggingface/transformers, docs/source/en/model_doc/bert.md of April
+# 2024). On the host of an H200 1.6 and 1.8 ms per block were measured (benchmarks/gpu/compiled_loss_h200).
+ENCODER_HOST = 1.4
 COMPILED_BLOCK_HOST = 2.2e-3  # measured on the host of an H200: benchmarks/gpu/small_h200
 # Host time of an adapted layer, eager: about twenty kernels forward and backward, and PEFT's Python between them; and
 # of a quantized one, which bitsandbytes dequantizes in Python in both passes. From steps that hardly depend on the
@@ -30,21 +34,30 @@ DEQUANTIZED_HOST = 0.11e-3
 # for 8 micro-batches of 256 to 1,024 tokens; with other ranks, whose shards are all-gathered, 0.59 ms with Qwen-7B on
 # two and 0.45 ms with adapters on Qwen-72B on four (QwenLM/Qwen, README.md).
 ZERO3_HOST, ZERO3_GATHERING_HOST = 0.39e-3, 0.52e-3
+# Host time of FSDP2 for each block: hooks before and after both passes, in Python, all-gather, reshard and reduce.
+# Measured with collectives that return at once: benchmarks/gpu/fsdp_host_h200.
+FSDP_HOST = 2.6e-3
 # Autocast launches a cast for every weight, input and bias of a linear layer, and for their gradients.
 AUTOCAST_HOST = 1.5
 # What a forward pass without autograd adds to that, as of a reference model; and activation checkpointing: reentrant it
 # is such a pass, and otherwise every saved tensor goes through hooks in Python. Measured on blocks of a Llama with and
 # without adapters, on the host of an H200: benchmarks/gpu/trainer_h200.
 FORWARD_HOST, HOOKED_HOST = 0.4, 0.9
+# Host time of an optimizer step, exposed where the host has waited for the loss: clipping, AdamW's lists of tensors,
+# the scheduler, the next batch; and for each trained tensor, of which PEFT's are deep in a tree of modules. 8-bit AdamW
+# launches its kernels tensor by tensor, and Adafactor some twenty each. Measured between backward and forward passes
+# of the Trainer on the host of an H200: benchmarks/gpu/trainer_h200/kernels.jsonl.
+STEP_HOST, TENSOR_HOST, ADAPTER_TENSOR_HOST = 4e-3, 0.02e-3, 0.08e-3
+OPTIMIZER_HOST = {"adamw8bit": 0.09e-3, "adafactor": 0.45e-3}
 
 
 def host_seconds(run: Run, blocks: int) -> float:
     """Host time to launch the kernels of a micro-batch, forward and backward."""
     if run.compiled and not run.traits.liger_kernels:
-        return COMPILED_BLOCK_HOST * blocks
+        return (COMPILED_BLOCK_HOST + _unit_hooks(run)) * blocks
     block = EAGER_BLOCK_HOST
     if not run.compiled:
-        block *= max(1.0, block_operations(run) / LLAMA_OPERATIONS)
+        block *= _relative_operations(run)
     if run.adapter is not None:
         block += _adapter_host(run) * len(adapted(run))
         if run.adapter.quantize is not None:
@@ -55,7 +68,18 @@ def host_seconds(run: Run, blocks: int) -> float:
         block *= AUTOCAST_HOST
     again = FORWARD_HOST if run.traits.reentrant else HOOKED_HOST
     launched = block * (1 + again * run.repeats_forward + FORWARD_HOST * run.reference_pass)
-    return (launched + _module_hooks(run)) * blocks
+    return (launched + _module_hooks(run) + _unit_hooks(run)) * blocks
+
+
+def _unit_hooks(run: Run) -> float:
+    """Host time of FSDP's hooks around a block, which is one of its units."""
+    of_fsdp = run.sharded and not run.traits.hooks_modules and not run.traits.planned_memory
+    return FSDP_HOST if of_fsdp else 0.0
+
+
+def _relative_operations(run: Run) -> float:
+    """Operations of a block relative to a Llama's, as the host's time counts them."""
+    return block_operations(run) / LLAMA_OPERATIONS * (ENCODER_HOST if run.shape.traits.post_norm else 1.0)
 
 
 def _adapter_host(run: Run) -> float:
@@ -74,3 +98,14 @@ def _module_hooks(run: Run) -> float:
         modules += 2 * len(adapted(run))
     each = ZERO3_HOST if run.world_size == 1 else ZERO3_GATHERING_HOST
     return each * modules * (2 + run.repeats_forward + run.reference_pass)
+
+
+def step_host_seconds(run: Run, blocks: int) -> float:
+    """Host time of an optimizer step that the device waits for."""
+    if run.gpu.is_cpu or not run.traits.waits_for_loss:
+        return 0.0
+    if run.adapter is not None:
+        tensors, each = 2 * len(adapted(run)) * blocks, ADAPTER_TENSOR_HOST
+    else:
+        tensors, each = (len(linears(run.shape, joined=run.traits.fused_qkv)) + 2) * blocks, TENSOR_HOST
+    return STEP_HOST + tensors * (each + OPTIMIZER_HOST.get(run.optimizer, 0.0))

@@ -9,7 +9,7 @@ from shoal.plan.activations import (
     block_selected,
     block_without_parts,
 )
-from shoal.plan.buffers import communication_buffers, optimizer_temporaries
+from shoal.plan.buffers import communication_buffers, mask_buffers, matmul_workspaces, optimizer_temporaries
 from shoal.plan.gathered import (
     gathered_around,
     gathered_blocks,
@@ -28,6 +28,7 @@ from shoal.plan.retained import (
     held_outputs,
     last_micro_batch,
     last_outputs,
+    outputs_at_end,
 )
 from shoal.plan.run import Run
 from shoal.plan.states import States, states
@@ -105,7 +106,11 @@ class _Step:
         gathered = gathered_for_loss(run, self.counts, self.matrix) + self.forward_blocks
         cache = leaf("cached keys and values", cached_keys(run, self.rank))
         last = leaf("outputs of the last micro-batch", last_outputs(run, self.rank))
-        others = self.held.unreduced, self.kept, cache, last, head(run).peak, self.added_before
+        found = head(run)
+        # Outputs of the last micro-batch are gone when the backward pass begins.
+        returned = found.peak.amount + last.amount >= found.matmuls.amount
+        around = (last, found.peak) if returned else (found.matmuls,)
+        others = self.held.unreduced, self.kept, cache, *around, self.added_before
         return self._moment("loss", gathered, 0.0, self.before, *others)
 
     def start_of_backward(self) -> Moment:
@@ -150,7 +155,7 @@ class _Step:
             group("activations", *block_kept(run).parts),  # of one block: saved or recomputed
             self.transient,
             leaf("inputs of frozen blocks and their gradients", held_inputs(run, self.rank)),
-            leaf("outputs", held_outputs(run, self.rank)),
+            leaf("outputs", outputs_at_end(run, self.rank) or held_outputs(run, self.rank)),
             self.added,
             cast=1 / self.rank.blocks,
         )
@@ -164,6 +169,7 @@ class _Step:
             self.gradients,
             self.unreduced_at_end,
             leaf("embedding gradient before accumulation", embedding_gradient(self.run, self.counts)),
+            leaf("outputs", outputs_at_end(self.run, self.rank)),
             self.added,
             freed=gathered_embedding_and_head(self.run, self.counts),
             cast=0.0,
@@ -171,7 +177,8 @@ class _Step:
 
     def optimizer_step(self) -> Moment:
         temporaries = optimizer_temporaries(self.run, self.rank)
-        return self._moment("optimizer step", 0.0, 0.0, self.held.gradients, temporaries, self.added, cast=0.0)
+        outputs = leaf("outputs", outputs_at_end(self.run, self.rank))
+        return self._moment("optimizer step", 0.0, 0.0, self.held.gradients, temporaries, outputs, self.added, cast=0.0)
 
     def _blocks_between_passes(self) -> float:
         """Between forward and backward pass: all blocks unsharded, none, or all sharded over fewer ranks."""
@@ -211,6 +218,8 @@ class _Step:
             leaf("gathered weights", gathered),
             leaf("gradients being reduced", reducing),
             self.buffers,
+            leaf("matmul workspaces", matmul_workspaces(self.run)),
+            leaf("causal masks", mask_buffers(self.run, self.rank)),
             *others,
         )
         return Moment(name, tree, side)

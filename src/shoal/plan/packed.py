@@ -24,6 +24,13 @@ def summed_gradients(run: Run) -> int:
     return len(linears(run.shape, joined=run.traits.fused_qkv)) - len(packed_linears(run))
 
 
+def gathered_sums(run: Run) -> int:
+    """Sums of gradients of a block's inputs, one for each layer after the first that reads one; none where queries,
+    keys and values are one matmul, as are then gate and up (Megatron's linear_qkv and linear_fc1)."""
+    apart = [one.reads for one in packed_linears(run) if one.reads in (ATTENTION, MLP)]
+    return 0 if run.traits.fused_qkv else len(apart) - len(set(apart))
+
+
 def _packed_inputs(run: Run) -> tuple[str, ...]:
     traits, mesh = run.shape.traits, run.mesh
     applies = (

@@ -1,5 +1,6 @@
 """A plan as text for a terminal: summary, memory bar, speed, table of strategies, suggested changes."""
 
+from shoal.plan.accuracy import expected_error
 from shoal.plan.advise import Change
 from shoal.plan.goodput import DAY
 from shoal.plan.report import Plan
@@ -35,7 +36,7 @@ def plan_text(plan: Plan) -> str:
     lines += _goodput_lines(plan)
     if len(plan.alternatives) > 1:
         lines += ["", *_table(plan)]
-    lines += ["", *_limit_lines(plan)]
+    lines += ["", *_limit_lines(plan), *_error_lines(choice)]
     if not plan.fits:
         lines += ["", *_change_lines(plan.changes)]
     if plan.notes:
@@ -183,6 +184,14 @@ def _limit_lines(plan: Plan) -> list[str]:
     if found.devices is not None:
         parts.append(f"fewest devices {found.devices}")
     return [f"limits: {', '.join(parts)}"] if parts else []
+
+
+def _error_lines(choice: ResolvedRun) -> list[str]:
+    error = expected_error(choice.run)
+    if error is None:
+        return []
+    memory, speed = (f"{median:.0%} (nine of ten {most:.0%})" for median, most in (error.memory, error.speed))
+    return [f"expected error: memory {memory}, speed {speed}: {error.runs}"]
 
 
 def _change_lines(changes: tuple[Change, ...]) -> list[str]:

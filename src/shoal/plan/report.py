@@ -13,6 +13,7 @@ from shoal.config.resolve import with_global_batch
 from shoal.config.schema import Config
 from shoal.config.unbuilt import find_unbuilt
 from shoal.mistakes import UserMistake, suggestion
+from shoal.plan.accuracy import expected_error
 from shoal.plan.advise import Change, Limits, Question, alternatives, changed, changes, limits
 from shoal.plan.check import find_refused
 from shoal.plan.decide import choose
@@ -97,6 +98,7 @@ class Plan:
             "chosen": {**_chosen(self.choice), "reason": self.choice.reason},
             "alternatives": [_alternative(one, self.steps) for one in self.alternatives],
             "limits": self.limits.as_dict(),
+            "expected_error": error.as_dict() if (error := expected_error(self.choice.run)) else None,
             "changes": [change.as_dict() for change in self.changes],
             "model": _model(self.choice),
             "hardware": _hardware(self.choice.machine),

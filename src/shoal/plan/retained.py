@@ -1,5 +1,6 @@
 """What other systems hold longer than a step needs it, through references that they keep: see `SystemTraits`."""
 
+from shoal.catalogue.architectures import architecture_of
 from shoal.plan.activations import block_input, quantized_input_bytes
 from shoal.plan.blocks import linears
 from shoal.plan.head import returned_bytes
@@ -38,6 +39,13 @@ def held_outputs(run: Run, rank: Rank) -> float:
     return logits + cached_keys(run, rank)
 
 
+def outputs_at_end(run: Run, rank: Rank) -> float:
+    """The same at the end of the backward pass and after it, when nothing else holds keys and values."""
+    if run.traits.holds_outputs != "next":
+        return 0.0
+    return held_outputs(run, rank) + _keys_of_last_pass(run, rank)
+
+
 def last_outputs(run: Run, rank: Rank) -> float:
     """The same of the micro-batch before, beyond what the peak of the loss has room for: it comes in the backward pass,
     when they are gone. In the forward pass, logits, their copy without the last token and the log-softmax are as large
@@ -45,7 +53,7 @@ def last_outputs(run: Run, rank: Rank) -> float:
     if run.traits.holds_outputs != "next":
         return 0.0
     logits = run.head_tokens * run.shape.vocab / run.mesh.tp * returned_bytes(run)
-    return max(0.0, held_outputs(run, rank) - logits)
+    return max(0.0, held_outputs(run, rank) - logits) + _keys_of_last_pass(run, rank)
 
 
 def cached_keys(run: Run, rank: Rank) -> float:
@@ -54,6 +62,20 @@ def cached_keys(run: Run, rank: Rank) -> float:
     if not run.traits.caches_keys or not run.repeats_forward:
         return 0.0
     return 2 * run.tokens * run.shape.kv_width / run.mesh.tp * run.compute_bytes * rank.blocks
+
+
+def _keys_of_last_pass(run: Run, rank: Rank) -> float:
+    """Cached keys and values that are held beyond their pass, where no activation checkpointing is. Values, and keys
+    that are not rotated, are views of the output of a joined layer, all of which they hold."""
+    if not run.traits.caches_keys or run.repeats_forward or not run.shape.traits.causal or not rank.last:
+        return 0.0
+    shape, itemsize = run.shape, run.compute_bytes
+    if shape.traits.fused_qkv or run.traits.fused_qkv or architecture_of(shape.model_type).joined:
+        rotated = shape.kv_width * (4 if run.rotates_in_fp32 else itemsize) if shape.traits.rotary else 0.0
+        each = (shape.query_width + 2 * shape.kv_width) * itemsize + rotated
+    else:
+        each = 2 * shape.kv_width * itemsize
+    return run.tokens / run.mesh.tp * each * rank.blocks
 
 
 def gradient_buckets(run: Run, gradients: float) -> float:

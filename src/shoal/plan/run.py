@@ -230,6 +230,11 @@ class Run:
         return upcasts and self.traits.fused_softmax != "always" and self.attention_bytes < 4
 
     @property
+    def rotates_in_fp32(self) -> bool:
+        """Whether rotated queries and keys are in fp32, though what attention reads besides is not."""
+        return self.traits.wide_rotary and self.shape.model_type == "gpt_neox" and self.attention_bytes < 4
+
+    @property
     def clamps_scores(self) -> bool:
         """Whether masked scores are clamped by one more kernel, which saves them: transformers' OPTAttention in fp16,
         where it also upcasts the softmax."""

@@ -20,17 +20,20 @@ OURS = SystemTraits(
     separate_head_unit=True,
     pads_vocabulary=True,
     packs_projections=True,
+    copies_sequences="batched",  # parallel/collectives.py
 )
 TORCHTITAN = SystemTraits(
     repeats_keys=True,
     flash2=True,
     ring_attention=True,
+    copies_sequences="always",  # torchtitan's pull request 437
     sharded_logit_bytes=18.0,
     gathers_in_fp8=True,
     separate_head_unit=True,
 )
-# From 2025 on its loss is compiled with its blocks.
-TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled")
+# From 2025 on its loss is compiled with its blocks, and from PyTorch 2.9 on nn.RMSNorm is one kernel, also of DTensors
+# (pytorch's pull requests 153666 and 158716).
+TORCHTITAN_2025 = replace(TORCHTITAN, loss_kernel="compiled", unfused_norms=False)
 # compile_loss in torchtune/training/_compile.py; custom_sharded_layers in recipes/configs/llama3_1/*_full.yaml.
 TORCHTUNE = SystemTraits(repeats_keys=True, chunks="upcast", flash2=True, separate_head_unit="trained")
 KEMPNERFORGE = SystemTraits(repeats_keys=True, logit_bytes=18.0)
@@ -61,6 +64,8 @@ HUGGING_FACE = SystemTraits(
     upcasts_shards=True,  # where the model is in 16 bits, as from_pretrained loads it since transformers 5
     copies_to_buckets=True,  # DistributedDataParallelKwargs in accelerate/utils/dataclasses.py
     narrow_reduction=True,  # set_mixed_precision in accelerate/utils/dataclasses.py
+    widens_outputs=True,  # prepare_model in accelerate/accelerator.py
+    waits_for_loss=True,  # logging_nan_inf_filter in transformers/trainer.py
 )
 # The hand-written loop of benchmarks/gpu: PyTorch, compiled blocks and Liger's loss.
 BY_HAND = SystemTraits(fused_rows="liger")
@@ -69,6 +74,11 @@ DEEPSPEED = SystemTraits(
     logit_bytes=14.0,
     masters_with_optimizer=True,
     flattens_gradients=True,
+    # deepspeed/runtime/zero/config.py: overlap_comm is false in stages 1 and 2 unless it is set, reduce_bucket_size is
+    # 5e8, and use_multi_rank_bucket_allreduce true (from version 0.12.4 on).
+    overlaps_gradients=False,
+    bucket_elements=5e8,
+    all_reduces=True,
     offloads_gradients=True,
     flash2=True,
     peft=True,
@@ -150,7 +160,12 @@ UNSLOTH = replace(
     expandable_segments=True,  # PYTORCH_CUDA_ALLOC_CONF in unsloth_zoo/__init__.py
 )
 # Its published results are of 2023.
-COMPOSER = SystemTraits(unfused_norms=False, loss_kernel="always", software=2023)
+COMPOSER = SystemTraits(
+    unfused_norms=False,
+    loss_kernel="always",
+    unpads=True,  # flash_attn_fn in llmfoundry/models/layers/attention.py
+    software=2023,
+)
 
 ENGINES = {"native": "shoal", "deepspeed": "deepspeed"}  # the system that a value of `parallel.engine` runs on
 

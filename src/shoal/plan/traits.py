@@ -19,10 +19,17 @@ class SystemTraits:
     fused_by_hand: bool = False
     # Keys and values are repeated for every query head before attention, and saved like that.
     repeats_keys: bool = False
+    # Padding is removed before attention and put back after it even where there is none, which copies what it reads and
+    # returns.
+    unpads: bool = False
     # Queries, keys and values are one matmul even in families with three.
     fused_qkv: bool = False
     # Without sharded weights, layers that read the same tensor are one matmul in compiled blocks: see plan/packed.py.
     packs_projections: bool = False
+    # What the model returns is cast to fp32 whether it is used or not (convert_outputs_to_fp32 in accelerate).
+    widens_outputs: bool = False
+    # The host waits for the loss of every micro-batch, so that the device waits while it prepares the optimizer step.
+    waits_for_loss: bool = False
     # Peak bytes per logit of a plain loss: log-softmax and two gradients, in fp32.
     logit_bytes: float = 12.0
     # The same with a vocabulary sharded over tensor-parallel ranks.
@@ -34,6 +41,13 @@ class SystemTraits:
     # Whether a plain loss is one fused kernel, which holds logits and their gradient once each in the compute dtype:
     # never, if blocks are compiled, or always.
     loss_kernel: Literal["never", "compiled", "always"] = "never"
+    # This kernel writes the gradient over the logits, in the pass that also computes the loss, as ours does.
+    loss_in_place: bool = False
+    # The model is compiled with its loss, as one graph.
+    compiles_loss: bool = False
+    # It returns the logits too. They have no gradient, for which PyTorch fills a
+    # tensor of their size with zeros (pytorch issue 131794).
+    returns_logits: bool = False
     # Peak bytes per logit of such a kernel, if it holds more than that: a system that upcasts logits before, or returns
     # them cast to fp32.
     kernel_logit_bytes: float = 0.0
@@ -125,6 +139,11 @@ class SystemTraits:
     fused_adapters: bool = False
     # The activation function of the MLP is one kernel, compiled or not, that saves only its inputs.
     fused_activation: bool = False
+    # The backward pass of a gated MLP computes the product of its factors again, with their gradients, in place of
+    # saving it as the input of the last layer (_SwiGLUFusedFunc in xformers/ops/swiglu_op.py).
+    multiplies_again: bool = False
+    # Rotary embeddings are one kernel, compiled or not, rather than several.
+    fused_rotary: bool = False
     # These adapters are in the dtype of the frozen weights after all: PEFT before 0.12, and where a script casts them.
     # `quantized`: in 16 bits, with their optimizer state, if the weights are quantized, as TRL's SFTTrainer casts them.
     narrow_adapters: bool | Literal["quantized"] = False
@@ -153,9 +172,14 @@ class SystemTraits:
     # Inputs of checkpointed blocks that are kept in host memory are copied while nothing else runs: back from there, or
     # in both directions.
     exposes_offload: Literal["", "back", "both"] = ""
-    # The model returns keys and values of all blocks for generation (`use_cache`), which activation checkpointing from
-    # outside the model does not switch off: they are held to the end of the forward pass.
+    # The model returns keys and values of all blocks for generation (`use_cache`), which only activation checkpointing
+    # by the model itself switches off: they are held to the end of the forward pass, or with the other outputs.
     caches_keys: bool = False
+    # Each block of a GPT-2 or GPT-NeoX has a causal mask of all positions, as booleans: transformers before version 5,
+    # GPT-NeoX's before 4.50.
+    mask_buffers: bool = False
+    # GPT-NeoX's queries and keys are rotated, and joined with the other channels, in fp32: transformers before 4.45.
+    wide_rotary: bool = False
     # With several micro-batches per step, FSDP reduces gradients only after the last one (`no_sync`), and holds them
     # unsharded until then.
     unsharded_accumulation: bool = False
@@ -165,8 +189,11 @@ class SystemTraits:
     broadcasts_weights: bool = False
     # Updated weights are all-gathered during the next forward pass (Megatron's overlap_param_gather); else before it.
     overlaps_weight_gather: bool = False
-    # Gradients are reduced during the backward pass; else after it.
+    # Gradients are reduced during the backward pass; else after it, or while nothing else runs.
     overlaps_gradients: bool = True
+    # Elements of the buckets that gradients are copied to and reduced in, whatever blocks they are of; 0: block by
+    # block, or bucket by bucket of a size that hardly matters, as DDP's.
+    bucket_elements: float = 0.0
     # Pipeline stages have equal numbers of blocks, and the last one also has the head; else stages are balanced.
     even_stages: bool = False
     # These numbers count the embedding, the last norm and the head as blocks too.
@@ -180,6 +207,10 @@ class SystemTraits:
     overlaps_context: bool = False
     # Tensor-parallel collectives run chunk by chunk with the matmuls around them (Transformer Engine's user buffers).
     overlaps_tensor: bool = False
+    # Sequence parallelism shards the second dimension, so that what a tensor-parallel collective gathers is copied, and
+    # what it scatters: always, as around DTensor's (all_gather_tensor and reduce_scatter_tensor in
+    # torch/distributed/_functional_collectives.py), or if a micro-batch has several sequences. Never: it is the first.
+    copies_sequences: Literal["never", "batched", "always"] = "never"
     # With several stages per pipeline rank, transfers between stages overlap with the compute of another stage.
     overlaps_pipeline: bool = False
     # ZeRO-3 fetches and releases the parameters of each module in hooks around it, in Python.

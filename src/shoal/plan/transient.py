@@ -101,6 +101,10 @@ def _block_gradients(run: Run) -> float:
 
 
 def embedding_gradient(run: Run, counts: Counts) -> float:
-    if run.sharded or not run.mixed or run.gradient_bytes == run.compute_bytes:
+    """The embedding's gradient in the compute dtype, beside the one that it is added to or cast to: that of the head,
+    if they are tied, or of earlier micro-batches in another dtype."""
+    if run.sharded:
+        return 0.0
+    if not run.shape.tied and (not run.mixed or run.gradient_bytes == run.compute_bytes):
         return 0.0
     return counts.embedding * run.trained.embedding * run.compute_bytes

@@ -1,0 +1,193 @@
+"""The elementwise kernels of eager blocks, PyTorch's own, one after the other, by what limits each of them.
+
+A kernel over contiguous tensors of one dtype is vectorized and streams its bytes. One that reads a broadcast or a
+transposed tensor, widens its input or sums over tokens is not (`elementwise_kernel` and `unrolled_elementwise_kernel`
+in ATen/native/cuda/CUDALoops.cuh): it computes an address for each element, and however few bytes that has, a
+multiprocessor gets through as many per clock. Which kernels a block has is from traces of transformers' blocks
+(benchmarks/gpu/trainer_h200/kernels.jsonl).
+"""
+
+from dataclasses import dataclass
+
+from shoal.catalogue.efficiency import MULTIPROCESSORS, clock
+from shoal.plan.activations import has_head_norms
+from shoal.plan.blocks import linears
+from shoal.plan.kernels import STREAMED, Seconds, eager_bandwidth
+from shoal.plan.packed import gathered_sums
+from shoal.plan.run import Run
+
+# Elements per clock and multiprocessor of a kernel that is not vectorized. On an H200: products with a broadcast tensor
+# 332e9 elements a second in bf16 and 312e9 in fp32, casts of bf16 to fp32 338e9, sums over tokens 355e9.
+UNROLLED_RATE = 330e9 / (132 * 1.98e9)
+
+# Bytes per element of a softmax of whole rows or of its backward pass, by its time: it reads its inputs more than once,
+# partly from the cache.
+SOFTMAX_MOVED = 14.5
+
+# Compiled training takes all the power that these devices may draw (an H200 693 of 700 W), which lowers their clocks.
+# Where matmuls and attention take half of a step, as in eager ones, the same matmuls are faster: the median of nine
+# runs, 1.11 to 1.25 (the same file), none where they take as much as in the compiled runs that `matmuls` was chosen by.
+POWER_LIMITED, SPARED, HALF, MOST = frozenset({"h100-80gb", "h800-80gb", "h200"}), 0.16, 0.55, 0.80
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel by the elements that it computes per token, and the bytes that each of them moves."""
+
+    elements: float
+    moved: float
+    unrolled: bool = False
+    fused: bool = False  # reaches the share of the bandwidth that fused kernels do
+
+
+def kernel_seconds(run: Run, kernels: list[Kernel], tokens: float) -> float:
+    """Seconds of kernels over `tokens`."""
+    units = MULTIPROCESSORS.get(run.gpu.name)
+    if units is None:
+        return tokens * sum(one.elements * one.moved for one in kernels) / eager_bandwidth(run)
+    rate, shares = UNROLLED_RATE * units * clock(run.gpu), (eager_bandwidth(run, STREAMED), eager_bandwidth(run))
+    return tokens * sum(one.elements * max(one.moved / shares[one.fused], one.unrolled / rate) for one in kernels)
+
+
+def block_seconds(run: Run) -> Seconds:
+    """Norms, rotary embeddings, activation functions and residual sums of a block, with autocast's casts."""
+    parts = [_norms(run), _rotary(run), _feed_forward(run), _sums(run), _casts(run)]
+    ahead = [one for forward, _ in parts for one in forward]
+    behind = [one for _, backward in parts for one in backward]
+    return Seconds(kernel_seconds(run, ahead, run.tokens), kernel_seconds(run, behind, run.tokens))
+
+
+def spared_power(run: Run, busy: float, others: float) -> float:
+    """How much faster matmuls are than in compiled steps if they and attention take `busy` seconds of a block."""
+    if run.compiled or run.gpu.name not in POWER_LIMITED or run.traits.software == 2023:
+        return 1.0  # the Hopper of 2023 is by eager runs
+    share = busy / (busy + others)
+    return 1 + SPARED * min(1.0, max(0.0, (MOST - share) / (MOST - HALF)))
+
+
+def loss_seconds(run: Run, logits: float) -> float:
+    """An eager loss: logits in fp32, their softmax and its gradient, which begins as zeros, and that in 16 bits."""
+    kernels = [Kernel(1, SOFTMAX_MOVED), Kernel(1, SOFTMAX_MOVED), Kernel(1, 4)]
+    if run.head_bytes < 4:
+        kernels += [Kernel(1, 6, unrolled=True)] * (2 if run.traits.widens_outputs else 1) + [Kernel(1, 6)]
+    return kernel_seconds(run, kernels, logits)
+
+
+def norm(elements: float, itemsize: int, *, fused: bool, trained: bool) -> tuple[list[Kernel], list[Kernel]]:
+    """A norm whose input has `itemsize` bytes per element."""
+    if fused:
+        return [Kernel(elements, 2 * itemsize, fused=True)], [Kernel(elements, 4 * itemsize, fused=True)]
+    # Squared, averaged, multiplied with the root of the mean and with the weight. An input in 16 bits is cast to fp32
+    # first, and back before the weight.
+    ahead = [Kernel(elements, 8), Kernel(elements, 4), Kernel(elements, 8, unrolled=True)]
+    # The gradient times the weight, times the root; the root's own; the mean's, as wide as the input; the square's, a
+    # copy and two products; and the sum of both.
+    behind = [Kernel(elements, 2 * itemsize, unrolled=True), Kernel(elements, 8, unrolled=True)]
+    behind += [Kernel(elements, 12), Kernel(elements, 4), Kernel(elements, 4, unrolled=True)]
+    behind += [Kernel(elements, 8), Kernel(elements, 8), Kernel(elements, 12), Kernel(elements, 12)]
+    ahead.append(Kernel(elements, 2 * itemsize, unrolled=True))
+    if itemsize < 4:
+        ahead += [Kernel(elements, 6, unrolled=True), Kernel(elements, 6)]
+        behind += [Kernel(elements, 6, unrolled=True), Kernel(elements, 6)]
+    if trained:
+        behind += [Kernel(elements, 3 * itemsize), Kernel(elements, itemsize, unrolled=True)]
+    return ahead, behind
+
+
+def _norms(run: Run) -> tuple[list[Kernel], list[Kernel]]:
+    shape, trained = run.shape, run.trained.blocks > 0
+    fused = not (run.traits.unfused_norms and shape.traits.rms_norm)
+    # Without sequence parallelism every tensor-parallel rank computes the norms of all tokens.
+    ahead, behind = norm(
+        2 * shape.hidden * run.stream_tokens / run.tokens, run.residual_bytes, fused=fused, trained=trained
+    )
+    if has_head_norms(run):
+        heads = (shape.query_width + shape.kv_width) / run.mesh.tp
+        forward, backward = norm(heads, run.compute_bytes, fused=fused, trained=trained)
+        ahead, behind = ahead + forward, behind + backward
+    return ahead, behind
+
+
+def _rotary(run: Run) -> tuple[list[Kernel], list[Kernel]]:
+    """Rotary embeddings of queries and keys, whose heads are transposed, and the transposed output of attention."""
+    shape, itemsize, tp = run.shape, run.compute_bytes, run.mesh.tp
+    out = [Kernel(shape.query_width / tp, 2 * itemsize, unrolled=True)]
+    heads = (shape.query_width + 2 * shape.kv_width) / tp
+    # Batched matmuls of scores need copies of the transposed queries, keys and values.
+    copied = [Kernel(heads, 2 * itemsize, unrolled=True)] if run.attention == "scores" else []
+    if run.traits.unpads and run.attention == "fused":
+        # Gathered token by token, and the output into zeros; backward the other way around.
+        out = [Kernel(heads, 2 * itemsize, unrolled=True), *out, Kernel(shape.query_width / tp, itemsize)]
+    if not shape.traits.rotary:
+        return copied + out, [Kernel(heads, 2 * itemsize, unrolled=True), *out]
+    if run.traits.fused_rotary:
+        turned = [Kernel((shape.query_width + shape.kv_width) / tp, 2 * run.layer_bytes, fused=True)]
+        return copied + turned + out, turned + out
+    # Multiplied with cosines and sines in the dtype of the residual stream under autocast.
+    wide = max(run.layer_bytes, run.residual_bytes if run.in_autocast else 0)
+    heads = (shape.query_width + shape.kv_width) / tp
+    halves = [Kernel(heads / 2, 2 * run.layer_bytes, unrolled=True)]
+    twice = [Kernel(heads, run.layer_bytes + wide, unrolled=True)] * 2
+    summed = [Kernel(heads, 3 * wide, unrolled=True)]
+    joined = [*copied, Kernel(heads, 2 * run.layer_bytes, unrolled=True)]
+    # Backward, each half is written into zeros, and both are added.
+    zeros = [Kernel(heads, 2 * run.layer_bytes), Kernel(heads, 2 * run.layer_bytes, unrolled=True)]
+    zeros.append(Kernel(heads, 3 * run.layer_bytes))
+    narrowed: list[Kernel] = []
+    widened: list[Kernel] = []
+    if wide > itemsize and wide > run.layer_bytes:
+        narrowed, widened = [Kernel(heads, wide + itemsize)], [Kernel(heads, wide + itemsize, unrolled=True)]
+    return twice + halves + joined + summed + narrowed + out, twice + halves + summed + zeros + widened + out
+
+
+def _feed_forward(run: Run) -> tuple[list[Kernel], list[Kernel]]:
+    """The activation function, and its product with the gate's other half."""
+    inner, itemsize = run.shape.ffn / run.mesh.tp, run.layer_bytes
+    if run.traits.fused_activation and run.shape.traits.gated:
+        return [Kernel(inner, 3 * itemsize, fused=True)], [Kernel(inner, 5 * itemsize, fused=True)]
+    one, product = [Kernel(inner, 2 * itemsize)], [Kernel(inner, 3 * itemsize)]
+    return (one + product, 3 * product) if run.shape.traits.gated else (one, product)
+
+
+def _sums(run: Run) -> tuple[list[Kernel], list[Kernel]]:
+    """Sums with the residual stream, of the gradients of layers that read one tensor, and over tokens for biases."""
+    shape, stream, tp = run.shape, run.residual_bytes, run.mesh.tp
+    hidden = shape.hidden * run.stream_tokens / run.tokens
+    mixed = stream != run.layer_bytes
+    ahead = [Kernel(2 * hidden, 2 * stream + run.layer_bytes, unrolled=mixed)]
+    behind = [Kernel(2 * hidden, 3 * stream)]
+    if mixed:
+        behind.append(Kernel(2 * hidden, stream + run.layer_bytes))
+    # Under autocast each of them has cast its input itself, so that their gradients are in fp32. Tensor-parallel ranks
+    # add up those of all tokens before they are scattered.
+    wide = stream if run.casts_weights or run.layer_bytes == 4 else run.compute_bytes
+    behind.append(Kernel(gathered_sums(run) * shape.hidden, 3 * wide))
+    biased = 0.0
+    if shape.traits.linear_bias:
+        biased = sum(one.local_sizes(tp)[1] for one in linears(shape))
+    elif shape.traits.qkv_bias:
+        biased = (shape.query_width + 2 * shape.kv_width) / tp
+    behind.append(Kernel(biased * run.trained.blocks, run.compute_bytes, unrolled=True))
+    return ahead, behind
+
+
+def _casts(run: Run) -> tuple[list[Kernel], list[Kernel]]:
+    """Casts of inputs and outputs of linear layers to the compute dtype and back, and of their weights."""
+    itemsize, tp, ahead, behind = run.compute_bytes, run.mesh.tp, list[Kernel](), list[Kernel]()
+    matrices = linears(run.shape)
+    if run.casts_weights:
+        weights = sum(one.parameters for one in matrices) / tp / run.tokens
+        ahead.append(Kernel(weights, run.weight_bytes + itemsize))
+        behind.append(Kernel(weights * run.trained.blocks, run.weight_bytes + itemsize, unrolled=True))
+        if run.residual_bytes > itemsize:
+            read = sum(one.local_sizes(tp)[0] for one in matrices if one.reads in ("norm", "second norm"))
+            ahead.append(Kernel(read, itemsize + run.residual_bytes))
+            behind.append(Kernel(read, itemsize + run.residual_bytes, unrolled=True))
+    if run.layer_bytes > itemsize:
+        # A layer casts its input to the compute dtype, and its output back; attention's output is in that dtype.
+        inputs = sum(one.local_sizes(tp)[0] for one in matrices if one.reads != "attention")
+        outputs = sum(one.local_sizes(tp)[1] for one in matrices if one.reads != "attention")
+        moved = itemsize + run.layer_bytes
+        ahead += [Kernel(inputs, moved), Kernel(outputs, moved, unrolled=True)]
+        behind += [Kernel(outputs, moved), Kernel(inputs, moved, unrolled=True)]
+    return ahead, behind
