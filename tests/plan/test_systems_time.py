@@ -386,8 +386,11 @@ def test_the_trainer_waits_for_the_loss_and_its_host_prepares_the_step_meanwhile
     run = make_run("llama3-8b", "h200", traits=HUGGING_FACE, compiled=False, loss="plain", precision="bf16-true")
     own_loop = run.with_(traits=replace(HUGGING_FACE, waits_for_loss=False))
     assert seconds(run) - seconds(own_loop) == pytest.approx(4e-3 + 32 * 9 * 0.02e-3, rel=0.01)
-    factored = [seconds(one.with_(optimizer="adafactor")) for one in (run, own_loop)]
-    assert factored[0] - factored[1] == pytest.approx(4e-3 + 32 * 9 * 0.47e-3, rel=0.01)
+    # Adafactor launches its kernels tensor by tensor, while others run.
+    factored = [forecast_speed(one.with_(optimizer="adafactor")) for one in (run, own_loop)]
+    launched = 32 * 9 * 0.45e-3 - term(factored[0], "optimizer")
+    waited = factored[0].step_seconds - factored[1].step_seconds
+    assert waited == pytest.approx(4e-3 + 32 * 9 * 0.02e-3 + max(0.0, launched), rel=0.01)
 
 
 def test_composer_removes_padding_where_there_is_none():

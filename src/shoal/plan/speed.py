@@ -213,8 +213,9 @@ def _per_step(run: Run, rank: Rank) -> list[Term]:
     """The optimizer, and communication once per step."""
     trained = trained_parameters(run, rank)
     own = trained / run.optimizer_shards
-    found = [leaf("optimizer", 0.0 if steps_on_host(run) else optimizer_seconds(run, own))]
-    found.append(leaf("host's part of the optimizer step", step_host_seconds(run, rank.blocks)))
+    updating = 0.0 if steps_on_host(run) else optimizer_seconds(run, own)
+    waiting = step_host_seconds(run, rank.blocks, updating)
+    found = [leaf("optimizer", updating), leaf("host's part of the optimizer step", waiting)]
     communication = [*_gradient_all_reduce(run, rank, trained), *_weight_gather(run, rank, trained)]
     found.append(group("communication per step", *communication))
     found.append(offloaded_state(run, rank))
